@@ -1,0 +1,42 @@
+# Every target works from a fresh clone that has python3 (3.10 or later, with venv), a C++ compiler and make.
+PYTHON ?= python3
+DEMO_ARGS ?=
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/installed
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-slow check format clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+
+venv: $(STAMP)  ## make .venv and install the package with all it needs
+
+# One call, so that the constraints decide which torch comes: a second one could replace it by another build.
+$(STAMP): pyproject.toml constraints-dev.txt
+	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -c constraints-dev.txt -e ".[dev]"
+	touch $@
+
+demo: venv  ## train a language model under several budgets; options in DEMO_ARGS, e.g. DEMO_ARGS=--quick
+	$(BIN)/python examples/train_llm.py $(DEMO_ARGS)
+
+test: venv  ## the tests that take seconds
+	$(BIN)/python -m pytest -m "not slow"
+
+test-slow: venv  ## the tests that compile with Inductor or build whole models
+	$(BIN)/python -m pytest -m slow
+
+check: venv  ## lint, formatting and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: venv  ## format and sort imports in place
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:  ## remove .venv, caches and build outputs
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,73 @@
+"""A torch.compile backend that makes a training step fit a memory budget by recomputing activations.
+
+    compiled = torch.compile(model, backend="autoremat", options={"memory_budget": "6GiB"})
+
+The table below is the public interface. Names are looked up on first use, so that importing one of the pure modules
+(`autoremat.graph`, ...) does not import torch.
+"""
+
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .dynamo_backend import backend as backend
+    from .errors import AutorematError as AutorematError
+    from .errors import BudgetInfeasible as BudgetInfeasible
+    from .errors import BudgetWarning as BudgetWarning
+    from .errors import OptionsError as OptionsError
+    from .errors import PlanInvalid as PlanInvalid
+    from .errors import UnsupportedTorchError as UnsupportedTorchError
+    from .measure import track_peak as track_peak
+    from .options import Options as Options
+    from .options import configure as configure
+    from .report import Report as Report
+    from .report import reports as reports
+
+try:
+    __version__ = version("autoremat")
+except PackageNotFoundError:  # used from a clone that is not installed
+    __version__ = "0+unknown"
+
+_MODULE_OF = {
+    "AutorematError": "errors",
+    "BudgetInfeasible": "errors",
+    "BudgetWarning": "errors",
+    "Options": "options",
+    "OptionsError": "errors",
+    "PlanInvalid": "errors",
+    "Report": "report",
+    "UnsupportedTorchError": "errors",
+    "backend": "dynamo_backend",
+    "configure": "options",
+    "reports": "report",
+    "track_peak": "measure",
+}
+
+__all__ = [
+    "AutorematError",
+    "BudgetInfeasible",
+    "BudgetWarning",
+    "Options",
+    "OptionsError",
+    "PlanInvalid",
+    "Report",
+    "UnsupportedTorchError",
+    "__version__",
+    "backend",
+    "configure",
+    "reports",
+    "track_peak",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    globals()[name] = value  # the next look-up does not come here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,302 @@
+"""Joint FX graph -> :class:`~autoremat.graph.Graph`, with the maps back.
+
+Views, tuple unpacking and symbolic arithmetic are not ops: they are *helpers*, which cost nothing and are made anew
+wherever they are needed. Every other call becomes an op; every storage that it makes, a value. The joint graph is traced
+forward first; an op belongs to the backward if it depends on a tangent or stands behind the first op that does, unless the
+forward's outputs or effects need it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat import op_rules, torch_compat
+from autoremat.cost import Device, cpu_device, cuda_device, roofline_seconds, saving_seconds_per_byte
+from autoremat.errors import CaptureError
+from autoremat.graph import Graph, Kind, Op, Role, Trait, Value
+
+Alias = int | None | tuple["Alias", ...]
+"""What a node holds: a value number, nothing that takes memory, or a tuple of these."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The graph and, for each op and value, the FX node it stands for."""
+
+    joint: fx.GraphModule
+    graph: Graph
+    op_nodes: tuple[fx.Node, ...]
+    value_nodes: tuple[fx.Node | None, ...]
+    """The node that holds exactly the value: its op, an unpacking of it, a placeholder. None if nothing reads the value."""
+    aliases: dict[fx.Node, Alias]
+    num_fwd_outputs: int
+    device: Device
+
+
+@dataclass
+class _Builder:
+    """Collects nodes in joint order; ops are numbered afterwards, forward first."""
+
+    joint: fx.GraphModule
+    num_fwd_outputs: int
+    device_type: str
+    values: list[Value] = field(default_factory=list)
+    value_nodes: list[fx.Node | None] = field(default_factory=list)
+    aliases: dict[fx.Node, Alias] = field(default_factory=dict)
+    storages: dict[int, int] = field(default_factory=dict)
+    calls: list[fx.Node] = field(default_factory=list)
+    reads: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    makes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    maker: dict[int, fx.Node] = field(default_factory=dict)
+
+    def nbytes(self, tensor: torch.Tensor) -> int:
+        """Bytes of the tensor's storage, if it lies on the model's device."""
+        if tensor.device.type != self.device_type:
+            return 0
+        try:
+            return torch_compat.size_hint(tensor.untyped_storage().nbytes())
+        except NotImplementedError:
+            return torch_compat.size_hint(tensor.numel()) * tensor.element_size()
+
+    def new_value(self, node: fx.Node, name: str, tensor: torch.Tensor, role: Role) -> int:
+        module, source = origin(node)
+        self.values.append(Value(name, self.nbytes(tensor), None, role, module, source))
+        self.value_nodes.append(node if role is not Role.COMPUTED else None)
+        number = len(self.values) - 1
+        key = torch_compat.storage_key(tensor)
+        if key is not None:
+            self.storages[key] = number
+        if role is Role.COMPUTED:
+            self.maker[number] = node
+        return number
+
+    def placeholder(self, node: fx.Node) -> None:
+        tensor = node.meta.get("val")
+        if isinstance(tensor, torch.Tensor):
+            role = Role.TANGENT if torch_compat.is_tangent(node) else Role.INPUT
+            self.aliases[node] = self.new_value(node, node.name, tensor, role)
+        else:
+            self.aliases[node] = None
+
+    def constant(self, node: fx.Node) -> None:
+        tensor = node.meta.get("val")
+        if not isinstance(tensor, torch.Tensor):
+            held = getattr(self.joint, str(node.target), None)
+            tensor = held if isinstance(held, torch.Tensor) else None
+        self.aliases[node] = None if tensor is None else self.new_value(node, node.name, tensor, Role.INPUT)
+
+    def call(self, node: fx.Node) -> None:
+        if node.target is operator.getitem:
+            self.unpack(node)
+        elif op_rules.is_view(node):
+            base = next((a for a in map(self.aliases.get, node.all_input_nodes) if a is not None), None)
+            self.aliases[node] = _like(node.meta.get("val"), base)
+        elif torch_compat.is_sym_node(node) and not any(self.aliases.get(n) is not None for n in node.all_input_nodes):
+            self.aliases[node] = None
+        else:
+            self.compute(node)
+
+    def unpack(self, node: fx.Node) -> None:
+        source, index = node.args
+        held = self.aliases.get(source) if isinstance(source, fx.Node) else None
+        alias = held[index] if isinstance(held, tuple) and isinstance(index, int) else held
+        self.aliases[node] = alias
+        if isinstance(alias, int) and self.value_nodes[alias] is None and self.maker.get(alias) is _unpacked(node):
+            self.value_nodes[alias] = node
+
+    def compute(self, node: fx.Node) -> None:
+        read = tuple(dict.fromkeys(v for n in node.all_input_nodes for v in _flatten(self.aliases.get(n))))
+        made: list[int] = []
+        read_set = set(read)
+
+        def hold(tensor: Any, name: str) -> Alias:
+            if isinstance(tensor, (tuple, list)):
+                return tuple(hold(t, f"{name}[{i}]") for i, t in enumerate(tensor))
+            if not isinstance(tensor, torch.Tensor):
+                return None
+            known = self.storages.get(torch_compat.storage_key(tensor) or 0)
+            if known is not None and known in read_set:
+                return known
+            made.append(self.new_value(node, name, tensor, Role.COMPUTED))
+            return made[-1]
+
+        alias = hold(node.meta.get("val"), node.name)
+        self.aliases[node] = alias
+        is_reshape = not made and isinstance(alias, int) and op_rules.traits_of(node) == Trait.NONE
+        if is_reshape:
+            return
+        if isinstance(alias, int) and alias in made:
+            self.value_nodes[alias] = node
+        self.calls.append(node)
+        self.reads[node], self.makes[node] = read, tuple(made)
+
+
+def _like(result: Any, base: Alias) -> Alias:
+    return tuple(base for _ in result) if isinstance(result, (tuple, list)) else base
+
+
+def _flatten(alias: Alias) -> Iterable[int]:
+    if isinstance(alias, tuple):
+        for part in alias:
+            yield from _flatten(part)
+    elif alias is not None:
+        yield alias
+
+
+def _unpacked(node: fx.Node) -> Any:
+    """The call whose (nested) result ``node`` unpacks."""
+    while isinstance(node, fx.Node) and node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def origin(node: fx.Node) -> tuple[str, str]:
+    """(module path, "file:line, code") of a node, empty where unknown."""
+    module = ""
+    for path, _ in node.meta.get("nn_module_stack", {}).values():
+        module = path
+    module = module.replace("L['self']", "").replace("L['model']", "").replace("._modules", "").lstrip(".")
+    source = ""
+    for line in (node.meta.get("stack_trace") or "").splitlines():
+        if line.strip().startswith("File "):
+            parts = line.strip().split(",")
+            source = f"{parts[0][len('File '):].strip(chr(34))}:{parts[1].strip().removeprefix('line ')}"
+    return module, source
+
+
+def device_rates(device: torch.device, joint: fx.GraphModule) -> Device:
+    """The roofline of ``device`` for the precision in which the joint graph multiplies matrices."""
+    if device.type == "cpu":
+        return cpu_device(torch.get_num_threads())
+    half = any(
+        getattr(n.meta.get("val"), "dtype", None) in (torch.float16, torch.bfloat16)
+        for n in joint.graph.nodes
+        if n.op == "call_function"
+    )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
+    return cuda_device(name, half)
+
+
+def _is_backward(builder: _Builder, required: set[fx.Node]) -> dict[fx.Node, bool]:
+    """Which calls belong to the backward (see the head of this file)."""
+    tangent_values = {v for v, value in enumerate(builder.values) if value.role is Role.TANGENT}
+    found: dict[fx.Node, bool] = {}
+    begun = False
+    for node in builder.calls:
+        depends = any(v in tangent_values for v in builder.reads[node]) or torch_compat.must_be_in_backward(node)
+        if depends:
+            tangent_values.update(builder.makes[node])
+            begun = True
+        begun = begun or (torch_compat.is_traced_in_backward(node) and node not in required)
+        found[node] = depends or (begun and node not in required)
+    return found
+
+
+def _required_in_forward(builder: _Builder) -> set[fx.Node]:
+    """Calls that the forward's outputs and mutations depend on."""
+    outputs, _ = torch_compat.joint_outputs(builder.joint, builder.num_fwd_outputs)
+    stack = [n for n in outputs if isinstance(n, fx.Node) and not torch_compat.must_be_in_backward(n)]
+    stack += [n for n in builder.calls if _pins(n)]
+    seen = set(stack)
+    while stack:
+        for argument in stack.pop().all_input_nodes:
+            if argument not in seen:
+                seen.add(argument)
+                stack.append(argument)
+    return seen
+
+
+def _pins(node: fx.Node) -> bool:
+    """Whether the forward must run the node for its effect."""
+    if torch_compat.is_traced_in_backward(node) or torch_compat.must_be_in_backward(node):
+        return False
+    effects = Trait.MUTATING | Trait.EFFECTFUL | Trait.COLLECTIVE
+    return torch_compat.must_be_in_forward(node) or bool(op_rules.traits_of(node) & effects)
+
+
+def _overwritten_inputs(builder: _Builder) -> set[int]:
+    """Inputs that the forward writes to: afterwards they hold something else."""
+    found: set[int] = set()
+    for node in builder.calls:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+                found.update(_flatten(builder.aliases.get(value)))
+    return found
+
+
+def _tensor_bytes(builder: _Builder, node: fx.Node) -> int:
+    leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    return sum(torch_compat.size_hint(t.numel()) * t.element_size() for t in leaves if isinstance(t, torch.Tensor))
+
+
+def _op(builder: _Builder, node: fx.Node, backward: bool, overwritten: set[int], device: Device) -> Op:
+    args, kwargs = torch.utils._pytree.tree_map(
+        lambda x: x.meta.get("val") if isinstance(x, fx.Node) else x, (node.args, node.kwargs)
+    )
+    flops = op_rules.flops_of(node, tuple(args), dict(kwargs), node.meta.get("val"))
+    moved = _tensor_bytes(builder, node) + sum(_tensor_bytes(builder, n) for n in node.all_input_nodes)
+    traits = op_rules.traits_of(node)
+    if overwritten.intersection(builder.reads[node]):
+        traits |= Trait.READS_MUTATED_INPUT
+    kind = op_rules.kind_of(node)
+    module, source = origin(node)
+    # A fused pointwise op moves its share of the chain's traffic, not what it would move alone.
+    traffic = moved // 3 if kind is Kind.POINTWISE else moved
+    return Op(
+        node.name, str(node.target), builder.reads[node], builder.makes[node], not backward,
+        roofline_seconds(flops, traffic, device), flops, moved, kind, traits, op_rules.order_of(node), module, source,
+    )  # fmt: skip
+
+
+def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool) -> Capture:
+    """Build the graph of a prepared joint module whose first ``num_fwd_outputs`` outputs are the forward's.
+
+    Raises ``CaptureError`` if the graph holds a node of a kind that joint graphs do not have.
+    """
+    device = torch_compat.device_of(joint)
+    builder = _Builder(joint, num_fwd_outputs, device.type)
+    for node in joint.graph.nodes:
+        if node.op == "placeholder":
+            builder.placeholder(node)
+        elif node.op == "get_attr":
+            builder.constant(node)
+        elif node.op == "call_function":
+            builder.call(node)
+        elif node.op != "output":
+            raise CaptureError(f"the joint graph has a {node.op} node ({node.name}); it should hold only function calls")
+    required = _required_in_forward(builder)
+    backward = _is_backward(builder, required)
+    ordered = sorted(builder.calls, key=lambda n: backward[n])  # stable: joint order within each half
+    number = {node: index for index, node in enumerate(ordered)}
+    rates = device_rates(device, joint)
+    overwritten = _overwritten_inputs(builder)
+    values = tuple(
+        Value(v.name, -(-v.bytes // rates.allocation_bytes) * rates.allocation_bytes,
+              number[builder.maker[i]] if i in builder.maker else None, v.role, v.module, v.source)
+        for i, v in enumerate(builder.values)
+    )  # fmt: skip
+
+    def computed(nodes: list[Any]) -> tuple[int, ...]:
+        held = (v for n in nodes if isinstance(n, fx.Node) for v in _flatten(builder.aliases.get(n)))
+        return tuple(dict.fromkeys(v for v in held if values[v].role is Role.COMPUTED))
+
+    forward_outputs, backward_outputs = torch_compat.joint_outputs(joint, num_fwd_outputs)
+    graph = Graph(
+        ops=tuple(_op(builder, node, backward[node], overwritten, rates) for node in ordered),
+        values=values,
+        forward_outputs=computed(forward_outputs),
+        backward_outputs=computed(backward_outputs),
+        pinned=tuple(number[n] for n in ordered if not backward[n] and _pins(n)),
+        fuses=fuses,
+        saving_seconds_per_byte=saving_seconds_per_byte(rates),
+    )
+    return Capture(joint, graph, tuple(ordered), tuple(builder.value_nodes), builder.aliases, num_fwd_outputs, rates)

@@ -1,0 +1,229 @@
+"""The backend that ``torch.compile(model, backend="autoremat")`` finds: options in, compiled callable out.
+
+Under Inductor the plan is checked against the code generator's own schedule before any kernel is compiled. If that needs
+more than the budget, the compilation stops there and starts again with a plan made for so much less.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat import store, torch_compat
+from autoremat.errors import BudgetInfeasible, BudgetWarning, OptionsError
+from autoremat.options import Options
+from autoremat.partitioner import Partitioner, source_hash
+from autoremat.report import Report, add_report
+from autoremat.store import Record
+from autoremat.units import format_bytes
+
+log = logging.getLogger("autoremat")
+
+MAX_REPLANS = 4
+Compiled = Callable[..., Any]
+
+
+class _OverBudget(Exception):
+    """Ends a compilation whose schedule needs ``peak_bytes``, more than the budget."""
+
+    def __init__(self, peak_bytes: int) -> None:
+        super().__init__(f"the compiled code would need {format_bytes(peak_bytes)}")
+        self.peak_bytes = peak_bytes
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Compiled:
+    """Compile a graph that Dynamo captured so that its training step stays within a memory budget.
+
+    ``options`` and ``mode`` are those of ``torch.compile``; see :class:`autoremat.Options` for ours. Raises
+    ``OptionsError`` for options that nobody knows and ``BudgetInfeasible`` if no plan fits.
+    """
+    parsed = Options.parse(options, mode, torch_compat.inductor_config_names)
+    if "custom_partitioner_fn" in dict(parsed.inductor):
+        raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
+    if parsed.inner == "aot_eager":
+        return _compile_uncompiled(gm, example_inputs, parsed)
+    patches = {**torch_compat.mode_config(mode), **dict(parsed.inductor)}
+    if not _may_train(gm, example_inputs):
+        return torch_compat.compile_with_inductor(gm, example_inputs, patches, {})
+    return _InductorCompilation(gm, example_inputs, parsed, patches).run()
+
+
+def _may_train(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether autograd can ask for a backward of this graph."""
+    tensors = [*inputs, *gm.parameters()]
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
+def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
+    partitioner = Partitioner(options, "", fuses=False, must_fit=options.on_infeasible == "raise")
+    compiled = torch_compat.compile_uncompiled(gm, inputs, partitioner)
+    if partitioner.report is not None:
+        _publish(partitioner.report)
+    return compiled
+
+
+def _publish(report: Report) -> None:
+    if not report.fits and report.budget_bytes is not None:
+        peak = report.compiled_peak_bytes or report.predicted_peak_bytes
+        warnings.warn(
+            f"the step needs {format_bytes(peak)}, over its budget of {format_bytes(report.budget_bytes)}: nothing smaller "
+            f'was found, and on_infeasible="best_effort" runs it anyway',
+            BudgetWarning,
+            stacklevel=2,
+        )
+    add_report(report)
+
+
+def _describe(value: Any) -> str:
+    """The properties of an input that a compiled graph may depend on."""
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {value}"
+    try:
+        layout = f"{tuple(value.stride())} {value.storage_offset()}"
+    except RuntimeError:
+        layout = str(value.layout)
+    shape = ",".join(str(s) for s in value.shape)
+    return f"{type(value).__name__} {shape} {layout} {value.dtype} {value.device} {value.requires_grad}"
+
+
+def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
+    """A hash of everything that determines the plan: graph, inputs, options, settings, versions."""
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    parts = [
+        source_hash(),
+        torch.__version__,
+        options.cache_key(),
+        gm.print_readable(print_output=False),
+        *map(_describe, inputs),
+        f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')} {torch.get_num_threads()} {device}",
+        f"{torch.get_autocast_dtype('cpu')} {torch.get_autocast_dtype('cuda')} {torch.get_default_dtype()}",
+        f"{torch.are_deterministic_algorithms_enabled()} {torch.get_float32_matmul_precision()}",
+        torch_compat.configuration_fingerprint(),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@dataclasses.dataclass
+class _InductorCompilation:
+    """One graph through Inductor, planned as often as its schedule turns out over budget."""
+
+    gm: fx.GraphModule
+    inputs: Sequence[Any]
+    options: Options
+    patches: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.key = fingerprint(self.gm, self.inputs, self.options)
+        self.peaks: list[int] = []
+        self.failed_peaks: list[int] = []
+
+    def attempt(self, partitioner: Partitioner, may_stop: bool) -> Compiled:
+        """Compile once; raises ``_OverBudget`` if the schedule needs too much and ``may_stop``."""
+        self.peaks = []
+
+        def observe(lowered: torch_compat.LoweredPeak) -> None:
+            peak = lowered.peak_bytes + (partitioner.held_bytes if lowered.is_backward else 0)
+            self.peaks.append(peak)
+            report = partitioner.report
+            if may_stop and report is not None and report.budget_bytes is not None and peak > report.budget_bytes:
+                raise _OverBudget(peak)
+
+        # Inductor takes ownership of the module; another attempt needs a fresh one.
+        module = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
+        module.meta = dict(self.gm.meta)
+        patches = {**self.patches, "custom_partitioner_fn": partitioner}
+        eager_backward = {"force_non_lazy_backward_lowering": self.options.memory_budget is not None}
+        with torch_compat.observe_lowering(lambda: partitioner.held_names, observe):
+            return torch_compat.compile_with_inductor(module, self.inputs, patches, eager_backward)
+
+    def partitioner(self, margin: int, must_fit: bool) -> Partitioner:
+        return Partitioner(self.options, self.key, margin, must_fit=must_fit)
+
+    def run(self) -> Compiled:
+        """Compile, replan while over budget, and publish the report."""
+        record = store.load(self.key)
+        margin = record.margin_bytes if record is not None else 0
+        must_fit = self.options.on_infeasible == "raise"
+        for replans in range(MAX_REPLANS + 1):
+            last = replans == MAX_REPLANS
+            partitioner = self.partitioner(margin, must_fit)
+            try:
+                compiled = self.attempt(partitioner, may_stop=not last or must_fit)
+            except Exception as error:
+                over = _over_budget(error)
+                if over is None or partitioner.report is None or partitioner.plan is None:
+                    raise
+                self.failed_peaks.append(over.peak_bytes)
+                margin = self.next_margin(partitioner, over.peak_bytes)
+                log.info("%s: replanning for %s less", over, format_bytes(margin))
+                continue
+            return self.finish(compiled, partitioner, record, replans)
+        raise self.gave_up(partitioner)
+
+    @staticmethod
+    def next_margin(partitioner: Partitioner, peak: int) -> int:
+        """Plan for the budget less what the simulator underestimated this plan by."""
+        report = partitioner.report
+        assert report is not None
+        return max(peak - report.predicted_peak_bytes, partitioner.margin_bytes + 1)
+
+    def finish(self, compiled: Compiled, partitioner: Partitioner, record: Record | None, replans: int) -> Compiled:
+        report = partitioner.report
+        if report is None:
+            report = record.report if record is not None else None
+            if record is None:
+                return self.without_record()
+        else:
+            compiled_peak = max(self.peaks, default=None)
+            if len(self.peaks) < 2 and record is not None and record.report is not None and not self.peaks:
+                compiled_peak = record.report.compiled_peak_bytes
+            report = dataclasses.replace(report, compiled_peak_bytes=compiled_peak, replans=replans)
+            store.save(self.key, Record(report, partitioner.margin_bytes))
+        if report is not None:
+            _publish(report)
+        return compiled
+
+    def without_record(self) -> Compiled:
+        """Torch's caches answered but our record of the compilation is gone: compile afresh to have it again."""
+        partitioner = self.partitioner(0, self.options.on_infeasible == "raise")
+        with torch_compat.without_caches():
+            compiled = self.attempt(partitioner, may_stop=False)
+        if partitioner.report is None:  # no backward after all, whatever requires a gradient
+            store.save(self.key, Record(None))
+            return compiled
+        return self.finish(compiled, partitioner, None, 0)
+
+    def gave_up(self, partitioner: Partitioner) -> BudgetInfeasible:
+        report, plan = partitioner.report, partitioner.plan
+        assert report is not None and report.budget_bytes is not None and plan is not None
+        return BudgetInfeasible(
+            budget_bytes=report.budget_bytes,
+            minimum_bytes=min(self.failed_peaks),
+            lower_bound_bytes=report.lower_bound_bytes,
+            device=report.device,
+        )
+
+
+def _over_budget(error: BaseException) -> _OverBudget | None:
+    """The ``_OverBudget`` that ``error`` is or was raised from, if any."""
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, _OverBudget):
+            return seen
+        inner = getattr(seen, "inner_exception", None)
+        seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)
+    return None

@@ -1,0 +1,128 @@
+"""Every exception and warning of the package.
+
+All errors survive pickling with their attributes, so that they cross process boundaries (data-parallel launchers,
+compile workers).
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .units import format_bytes
+
+SUPPORTED_TORCH = "2.11 to 2.15"
+OCCUPANTS_SHOWN = 10
+
+
+def _restore(kind: "type[AutorematError]", args: tuple[Any, ...]) -> "AutorematError":
+    return kind.__new__(kind, *args)
+
+
+class AutorematError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception's own way calls `__init__(*args)` with the finished message, which does not fit our signatures.
+        return _restore, (type(self), self.args), self.__dict__
+
+
+class OptionsError(AutorematError, ValueError):
+    """An option has a value or a name that is not accepted."""
+
+
+class UnsupportedTorchError(AutorematError, RuntimeError):
+    """The installed torch is outside the supported range."""
+
+    def __init__(self, found: str) -> None:
+        super().__init__(
+            f"autoremat supports torch {SUPPORTED_TORCH}; found torch {found}. "
+            "Install a supported version (torch>=2.11,<2.16) or another release of autoremat."
+        )
+        self.found = str(found)
+
+
+class CaptureError(AutorematError):
+    """The joint graph could not be turned into a `Graph`."""
+
+
+class PlanInvalid(AutorematError):
+    """A plan does not hold what it promises: it failed the check that every plan must pass before it is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Occupant:
+    """One tensor that is alive at the peak; `bytes` are those of its storage, unknown places are empty strings."""
+
+    name: str
+    bytes: int
+    module: str = ""
+    source: str = ""
+
+
+class BudgetInfeasible(AutorematError):
+    """No plan within the budget was found. All byte counts have the budget's meaning: above the step's start."""
+
+    def __init__(
+        self,
+        *,
+        budget_bytes: int,
+        minimum_bytes: int,
+        lower_bound_bytes: int,
+        occupants: Iterable[Occupant] = (),
+        device: str | None = None,
+    ) -> None:
+        """`minimum_bytes`: smallest feasible peak found; `lower_bound_bytes`: proven for every plan;
+        `occupants`: what is alive at the peak of the smallest plan, kept largest first."""
+        self.budget_bytes = budget_bytes
+        self.minimum_bytes = minimum_bytes
+        self.lower_bound_bytes = lower_bound_bytes
+        self.occupants = tuple(sorted(occupants, key=lambda occupant: -occupant.bytes))
+        self.device = device
+        super().__init__(self._message())
+
+    def _message(self) -> str:
+        where = f" on {self.device}" if self.device else ""
+        lines = [f"no plan was found that keeps the step's peak memory{where} within the budget"]
+        figures = {
+            "asked for (memory_budget)": self.budget_bytes,
+            "smallest feasible peak found": self.minimum_bytes,
+            "proven lower bound": self.lower_bound_bytes,
+        }
+        lines += _table([(f"{what}:", format_bytes(count), f"{count} bytes") for what, count in figures.items()], "<><")
+        if self.occupants:
+            lines += ["", self._occupants_title()]
+            shown = self.occupants[:OCCUPANTS_SHOWN]
+            rows = [(format_bytes(one.bytes), one.name, one.module or "-", one.source or "-") for one in shown]
+            lines += _table([("bytes", "tensor", "module", "source"), *rows], "><<<")
+        lines += ["", "What would help:", *(f"  - {advice}" for advice in self._advice())]
+        return "\n".join(lines)
+
+    def _occupants_title(self) -> str:
+        count = len(self.occupants)
+        total = format_bytes(sum(occupant.bytes for occupant in self.occupants))
+        shown = f", the {OCCUPANTS_SHOWN} largest" if count > OCCUPANTS_SHOWN else ""
+        return f"Alive at the smallest peak ({count} tensor{'s' if count > 1 else ''}, {total}){shown}:"
+
+    def _advice(self) -> list[str]:
+        advice = [
+            f"raise memory_budget to at least {self.minimum_bytes} ({format_bytes(self.minimum_bytes)})",
+            "use a smaller batch or a shorter sequence",
+            'set on_infeasible="best_effort" to run at the smallest peak found anyway',
+        ]
+        if self.lower_bound_bytes <= self.budget_bytes:
+            advice.insert(1, "raise time_limit: the bound does not rule out that a plan within the budget exists")
+        return advice
+
+
+class BudgetWarning(UserWarning):
+    """A request has no effect, or a best-effort plan runs over its budget."""
+
+
+def _table(rows: Sequence[tuple[str, ...]], alignments: str) -> list[str]:
+    """Rows of cells as lines of aligned columns; `alignments` holds one of "<" and ">" per column."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True)]
+        lines.append(f"  {'  '.join(cells)}".rstrip())
+    return lines

@@ -1,0 +1,198 @@
+"""The intermediate representation: ops in execution order and the storages they read and make.
+
+A :class:`Value` is one *storage*; views and aliases of it are the same value, because saving a view saves its whole base.
+An :class:`Op` is one call that makes new storages or has an effect; pure views are not ops. All indices are positions in
+``Graph.ops`` and ``Graph.values``. Bytes are integers, seconds floats. Nothing here knows torch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoremat.units import format_bytes, format_seconds
+
+
+class Trait(enum.Flag):
+    """What an op may not do, and why."""
+
+    NONE = 0
+    RANDOM = enum.auto()
+    MUTATING = enum.auto()
+    COLLECTIVE = enum.auto()
+    EFFECTFUL = enum.auto()
+    UNDECLARED = enum.auto()
+    """A custom or higher-order op whose purity nobody has declared."""
+    READS_MUTATED_INPUT = enum.auto()
+    """Reads an input that the forward later overwrites: run again, it would see the new contents."""
+
+
+NOT_REPEATABLE = (
+    Trait.RANDOM | Trait.MUTATING | Trait.COLLECTIVE | Trait.EFFECTFUL | Trait.UNDECLARED | Trait.READS_MUTATED_INPUT
+)
+
+
+class Kind(enum.Enum):
+    """How a code generator realises the result of an op."""
+
+    POINTWISE = "pointwise"
+    REDUCTION = "reduction"
+    EXTERN = "extern"
+
+
+class Order(enum.Enum):
+    """What the user has ordered for the results of an op (checkpoint regions, selective-checkpoint tags)."""
+
+    NONE = "none"
+    SAVE = "save"
+    RECOMPUTE = "recompute"
+
+
+class Role(enum.Enum):
+    """Where a value comes from, which decides who frees it."""
+
+    COMPUTED = "computed"
+    INPUT = "input"
+    """Exists before the step and after it (parameter, batch): costs nothing, is never freed."""
+    TANGENT = "tangent"
+    """Handed to the backward by autograd, which holds it until the backward returns."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One storage of ``bytes`` bytes, made by op number ``producer`` (None for inputs and tangents)."""
+
+    name: str
+    bytes: int
+    producer: int | None
+    role: Role = Role.COMPUTED
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One call. ``inputs`` and ``outputs`` are value numbers without repetition."""
+
+    name: str
+    target: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    forward: bool
+    seconds: float = 0.0
+    flops: int = 0
+    bytes_moved: int = 0
+    kind: Kind = Kind.EXTERN
+    traits: Trait = Trait.NONE
+    order: Order = Order.NONE
+    module: str = ""
+    source: str = ""
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether a second execution is sure to give the same result and to change nothing else."""
+        return not self.traits & NOT_REPEATABLE
+
+
+@dataclass(frozen=True)
+class Graph:
+    """Ops in execution order, forward before backward.
+
+    ``forward_outputs`` are held by the caller from their making to the end of the step; ``backward_outputs`` (gradients)
+    from their making to the end. ``pinned`` ops run in the forward whether or not anything reads their results.
+    """
+
+    ops: tuple[Op, ...]
+    values: tuple[Value, ...]
+    forward_outputs: tuple[int, ...] = ()
+    backward_outputs: tuple[int, ...] = ()
+    pinned: tuple[int, ...] = ()
+    fuses: bool = False
+    """Whether the code generator inlines pointwise chains (Inductor) or materialises every result (eager)."""
+    saving_seconds_per_byte: float = 0.0
+    """What a saved byte costs in time: it is written in the forward and read in the backward."""
+
+    def __post_init__(self) -> None:
+        self.verify()
+
+    def verify(self) -> None:
+        """Raise ``ValueError`` unless producers come before readers and the two phases stand in order."""
+        forward_flags = [op.forward for op in self.ops]
+        if sorted(forward_flags, reverse=True) != forward_flags:
+            raise ValueError("forward ops must all stand before the backward ops")
+        for index, op in enumerate(self.ops):
+            for value in op.inputs:
+                producer = self.values[value].producer
+                if producer is not None and producer >= index:
+                    raise ValueError(f"op {op.name} reads {self.values[value].name} before it is made")
+            for value in op.outputs:
+                if self.values[value].producer != index:
+                    raise ValueError(f"{self.values[value].name} is an output of {op.name} but names another producer")
+
+    @cached_property
+    def num_forward(self) -> int:
+        """The number of forward ops; op numbers below it are forward."""
+        return sum(op.forward for op in self.ops)
+
+    @cached_property
+    def readers(self) -> tuple[tuple[int, ...], ...]:
+        """For each value, the ops that read it, in order."""
+        readers: list[list[int]] = [[] for _ in self.values]
+        for index, op in enumerate(self.ops):
+            for value in op.inputs:
+                readers[value].append(index)
+        return tuple(tuple(r) for r in readers)
+
+    @cached_property
+    def forward_values(self) -> tuple[int, ...]:
+        """Values made by forward ops: what the planner decides about."""
+        return tuple(v for op in self.ops[: self.num_forward] for v in op.outputs)
+
+    @cached_property
+    def required_forward(self) -> frozenset[int]:
+        """Forward ops that the forward itself must run: for its outputs and effects, whatever is saved."""
+        return frozenset(self.ancestors([*self.pinned, *self.producers(self.forward_outputs)]))
+
+    @cached_property
+    def backward_needs(self) -> frozenset[int]:
+        """Forward-made values that some backward op or backward output reads."""
+        made = set(self.forward_values)
+        read = {v for op in self.ops[self.num_forward :] for v in op.inputs}
+        return frozenset(made & (read | set(self.backward_outputs)))
+
+    def producers(self, values: Iterable[int]) -> list[int]:
+        """The ops that make ``values``, without inputs and tangents."""
+        found = (self.values[v].producer for v in values)
+        return [op for op in found if op is not None]
+
+    def ancestors(self, roots: Iterable[int], available: frozenset[int] = frozenset()) -> set[int]:
+        """The ops in ``roots`` and all they depend on, not looking behind ``available`` values."""
+        seen = set(roots)
+        stack = list(seen)
+        while stack:
+            for value in self.ops[stack.pop()].inputs:
+                producer = self.values[value].producer
+                if producer is not None and value not in available and producer not in seen:
+                    seen.add(producer)
+                    stack.append(producer)
+        return seen
+
+    @property
+    def forward_seconds(self) -> float:
+        """Seconds of the forward's own ops by the cost model."""
+        return sum(self.ops[index].seconds for index in self.required_forward)
+
+    def dump(self) -> str:
+        """A line per op, for golden tests and for reading."""
+        lines = []
+        for index, op in enumerate(self.ops):
+            made = ", ".join(f"%{v}:{format_bytes(self.values[v].bytes)}" for v in op.outputs)
+            read = ", ".join(f"%{v}" for v in op.inputs)
+            phase = "fwd" if op.forward else "bwd"
+            traits = f" [{op.traits.name}]" if op.traits and op.traits.name else ""
+            lines.append(
+                f"{index:>4} {phase} {made or '()'} = {op.target}({read}) {format_seconds(op.seconds)} {op.kind.value}{traits}"
+            )
+        return "\n".join(lines)

@@ -1,0 +1,215 @@
+"""The measured peak of a piece of code: what a memory budget is checked against.
+
+    with track_peak() as peak:
+        model(x).sum().backward()
+    print(peak.bytes)
+
+On a CPU the figure comes from torch's allocator events, which `torch.profiler` records; on CUDA it comes from the
+allocator's own counters. What the allocator does not hand out (scratch memory inside oneDNN, stacks of threads) is in
+neither.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
+from torch.autograd.profiler import profile
+
+Timeline = tuple[tuple[float, int], ...]
+"""(seconds since the start, bytes above the start) after each allocation and release, in order."""
+
+KINETO_SILENT = "6"
+"""The level of `KINETO_LOG_LEVEL` above all that kineto prints, its "profiler_start" lines included."""
+
+CUDA_HISTORY_ENTRIES = 1_000_000
+"""How many allocator events a CUDA timeline can hold; torch drops the oldest past that."""
+
+
+def track_peak(device: torch.device | str | None = None, *, timeline: bool = False) -> PeakTracker:
+    """A context manager that measures the peak memory of its block, in bytes above what was live when it began.
+
+    `device` is "cpu" or a CUDA device; None takes the current CUDA device where CUDA is in use in this process, else
+    the CPU. `timeline` also records every allocation on CUDA; on a CPU that is always there.
+
+    On a CPU it sees the thread that enters it and the threads on which autograd runs that thread's backward passes,
+    and it cannot run inside another profiler. A tensor that was live at the start and is freed inside the block
+    lowers the CUDA figure but not the CPU one, whose allocator does not know that tensor's size: the CPU figure can
+    be too high for such a block, never too low.
+    """
+    chosen = _default_device() if device is None else torch.device(device)
+    if chosen.type == "cpu":
+        return _CpuTracker()
+    if chosen.type == "cuda":
+        index = torch.cuda.current_device() if chosen.index is None else chosen.index
+        return _CudaTracker(index, record_timeline=timeline)
+    raise ValueError(f"`track_peak` measures the CPU and CUDA devices, not {chosen.type!r}.")
+
+
+def _default_device() -> torch.device:
+    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return torch.device("cuda" if in_use else "cpu")
+
+
+class PeakTracker(ABC):
+    """What `track_peak` returns: `.bytes` and `.timeline` can be read once its block has ended."""
+
+    def __init__(self) -> None:
+        self._bytes: int | None = None
+        self._timeline: Timeline | None = None
+
+    @property
+    def bytes(self) -> int:
+        """The peak in bytes above what was live at the start; never negative. RuntimeError while the block runs."""
+        if self._bytes is None:
+            raise RuntimeError("The peak is known only after the block of `with track_peak() as peak:` has ended.")
+        return self._bytes
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """The memory over time; None on CUDA unless asked for. RuntimeError while the block runs."""
+        if self._bytes is None:
+            raise RuntimeError("The timeline is known only after the block of `with track_peak() as peak:` has ended.")
+        return self._timeline
+
+    def __enter__(self) -> PeakTracker:
+        self._bytes = self._timeline = None
+        self._start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._bytes, self._timeline = self._stop()
+        except Exception:
+            if error is None:  # else the error of the block itself is the one to see
+                raise
+
+    @abstractmethod
+    def _start(self) -> None: ...
+
+    @abstractmethod
+    def _stop(self) -> tuple[int, Timeline | None]: ...
+
+
+class _CpuTracker(PeakTracker):
+    """Replays the allocator events of a profile."""
+
+    def _start(self) -> None:
+        if _profiler_enabled():
+            raise RuntimeError(
+                "`track_peak` on a CPU cannot start inside another profiler or another `track_peak`, which would lose "
+                "its events. End that one first, or track them one after the other."
+            )
+        self._profile = profile(use_kineto=True, profile_memory=True)
+        with _kineto_silenced():
+            self._profile.__enter__()  # type: ignore[no-untyped-call]
+
+    def _stop(self) -> tuple[int, Timeline]:
+        interrupted = not _profiler_enabled()
+        self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        results: Any = self._profile.kineto_results
+        if interrupted:
+            raise RuntimeError(
+                "A profiler inside the block of `track_peak` took over its events, so the peak is unknown. Profile "
+                "and track in two separate runs."
+            )
+        events = sorted(_allocations(results.experimental_event_tree()), key=lambda event: event.start_time_ns)
+        timeline = _replay(events, results.trace_start_ns())
+        return max(held for _, held in timeline), timeline
+
+
+@contextlib.contextmanager
+def _kineto_silenced() -> Iterator[None]:
+    """Keeps kineto from printing a line at each start and stop; it reads the level once, when it is first used."""
+    if "KINETO_LOG_LEVEL" in os.environ:
+        yield
+        return
+    os.environ["KINETO_LOG_LEVEL"] = KINETO_SILENT
+    try:
+        yield
+    finally:
+        del os.environ["KINETO_LOG_LEVEL"]
+
+
+def _allocations(roots: Iterable[Any]) -> Iterator[Any]:
+    """The CPU allocator's events in a profile's event tree, parents first: a thread's own order."""
+    pending = list(reversed(list(roots)))
+    while pending:
+        event = pending.pop()
+        pending.extend(reversed(event.children))
+        if hasattr(event.extra_fields, "alloc_size") and event.extra_fields.device.type == "cpu":
+            yield event
+
+
+def _replay(events: Iterable[Any], start_ns: int) -> Timeline:
+    """Bytes held after each of `events`, which are in time order.
+
+    Blocks are told apart by address. A release whose address was not allocated here belongs to memory from before
+    the start: torch reports such a release with the size that some earlier profile saw at that address, or not at
+    all, so it is left out.
+    """
+    held: dict[int, int] = {}
+    total = 0
+    timeline = [(0.0, 0)]
+    for event in events:
+        address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
+        # An address still held here was released where no profiler looked (a thread of the user's own).
+        total -= held.pop(address, 0)
+        if size > 0:
+            held[address] = size
+            total += size
+        timeline.append((max(0.0, (event.start_time_ns - start_ns) / 1e9), total))
+    return tuple(timeline)
+
+
+class _CudaTracker(PeakTracker):
+    """Reads the counters of the CUDA caching allocator."""
+
+    _running: set[int] = set()
+    """Devices being tracked: a second tracker would reset the peak of the first."""
+
+    def __init__(self, index: int, *, record_timeline: bool) -> None:
+        super().__init__()
+        self._index = index
+        self._record_timeline = record_timeline
+
+    def _start(self) -> None:
+        if self._index in self._running:
+            raise RuntimeError(f"`track_peak` already runs on cuda:{self._index}; track one block after the other.")
+        self._running.add(self._index)
+        if self._record_timeline:
+            torch.cuda.memory._record_memory_history(context=None, max_entries=CUDA_HISTORY_ENTRIES)
+        torch.cuda.reset_peak_memory_stats(self._index)
+        self._live_at_start = torch.cuda.memory_allocated(self._index)
+
+    def _stop(self) -> tuple[int, Timeline | None]:
+        self._running.discard(self._index)
+        peak = max(0, torch.cuda.max_memory_allocated(self._index) - self._live_at_start)
+        if not self._record_timeline:
+            return peak, None
+        trace = torch.cuda.memory._snapshot()["device_traces"][self._index]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        return peak, _replay_cuda(trace)
+
+
+def _replay_cuda(trace: Iterable[dict[str, Any]]) -> Timeline:
+    """Bytes above the start after each event of the CUDA allocator's history; its times are in microseconds."""
+    signs = {"alloc": 1, "free_requested": -1}  # a block stops counting as allocated when its release is requested
+    total = 0
+    timeline = [(0.0, 0)]
+    start_us: int | None = None
+    for entry in trace:
+        if entry["action"] not in signs:
+            continue
+        start_us = entry["time_us"] if start_us is None else start_us
+        total += signs[entry["action"]] * entry["size"]
+        timeline.append(((entry["time_us"] - start_us) / 1e6, total))
+    return tuple(timeline)

@@ -1,0 +1,165 @@
+"""The one memory simulator: (graph, schedule) -> bytes alive at each execution.
+
+Each execution makes fresh *copies* of the op's outputs and reads the newest copy of each input. A copy is freed after its
+last reader. Solvers, the report and the tests all use this file.
+
+What is counted follows the definition of the budget: inputs of the step cost nothing; tangents are held through the whole
+backward by autograd; forward outputs and gradients stay with the caller from their making to the end of the step.
+
+When the code generator fuses (``graph.fuses``), a pointwise result that only fusible ops read within one run of fusible
+ops never exists: its readers compute it from *its* inputs, which therefore live until then. Everything else is
+materialised: results of extern kernels and reductions, whatever an extern kernel reads, outputs, saved values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoremat.errors import PlanInvalid
+from autoremat.graph import Graph, Kind, Role
+from autoremat.schedule import Schedule
+
+INLINE_READERS = 4
+"""At most so many readers inline a pointwise result; Inductor realises what is read more often than
+``config.realize_reads_threshold`` (4)."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """One materialised copy of a value: alive from execution ``start`` to execution ``end``, both included."""
+
+    value: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The result of a simulation. ``bytes_at[i]`` is what is alive while execution ``i`` of ``schedule.sequence`` runs."""
+
+    graph: Graph
+    schedule: Schedule
+    copies: tuple[Copy, ...]
+    bytes_at: NDArray[np.int64]
+
+    @cached_property
+    def peak_bytes(self) -> int:
+        """The largest number of bytes alive at any moment."""
+        return int(self.bytes_at.max()) if len(self.bytes_at) else 0
+
+    @cached_property
+    def peak_position(self) -> int:
+        """The first execution at which the peak is reached."""
+        return int(self.bytes_at.argmax()) if len(self.bytes_at) else 0
+
+    def alive_at(self, position: int) -> list[int]:
+        """Values with a copy alive at execution ``position``, largest first."""
+        values = [c.value for c in self.copies if c.start <= position <= c.end and self.graph.values[c.value].bytes]
+        return sorted(values, key=lambda v: (-self.graph.values[v].bytes, v))
+
+
+class _Copies:
+    """Who reads which copy: the bookkeeping behind :func:`simulate`."""
+
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+        self.graph, self.sequence, self.num_forward = graph, schedule.sequence, len(schedule.forward)
+        self.value: list[int] = []
+        self.start: list[int] = []
+        self.readers: list[list[int]] = []
+        self.newest: dict[int, int] = {}
+        self.sources: list[tuple[int, ...]] = []
+        """For each execution, the copies that it reads."""
+        self.made: list[tuple[int, ...]] = []
+        self.forward_copy: dict[int, int] = {}
+
+    def new(self, value: int, start: int) -> int:
+        self.value.append(value)
+        self.start.append(start)
+        self.readers.append([])
+        self.newest[value] = len(self.value) - 1
+        return len(self.value) - 1
+
+    def run(self) -> None:
+        ops, values = self.graph.ops, self.graph.values
+        for position, index in enumerate(self.sequence):
+            if position == self.num_forward:
+                self.forward_copy = dict(self.newest)
+            op = ops[index]
+            read = []
+            for value in op.inputs:
+                if values[value].producer is None:
+                    continue
+                copy = self.newest.get(value)
+                if copy is None:
+                    raise PlanInvalid(f"execution {position} ({op.name}) reads {values[value].name}, which was never made")
+                self.readers[copy].append(position)
+                read.append(copy)
+            self.sources.append(tuple(read))
+            self.made.append(tuple(self.new(value, position) for value in op.outputs))
+        if self.num_forward == len(self.sequence):
+            self.forward_copy = dict(self.newest)
+
+
+def _inlined(copies: _Copies, kept: set[int]) -> list[bool]:
+    """For each copy, whether fusion keeps it from ever existing (see the head of this file)."""
+    graph, sequence = copies.graph, copies.sequence
+    inlined = [False] * len(copies.value)
+    if not graph.fuses:
+        return inlined
+    fusible = [graph.ops[index].kind is not Kind.EXTERN for index in sequence]
+    barrier = np.cumsum([not f for f in fusible]).tolist()  # extern kernels so far: equal between two => one fusible run
+    for copy, readers in enumerate(copies.readers):
+        start = copies.start[copy]
+        if copy in kept or not readers or graph.ops[sequence[start]].kind is not Kind.POINTWISE:
+            continue
+        if start < copies.num_forward <= readers[-1] or not all(fusible[r] for r in readers):
+            continue
+        inlined[copy] = len(readers) == 1 or (
+            len(readers) <= INLINE_READERS and barrier[readers[0]] == barrier[readers[-1]]
+        )
+    return inlined
+
+
+def simulate(graph: Graph, schedule: Schedule) -> Timeline:
+    """Replay ``schedule`` and count the bytes alive at each execution.
+
+    Raises ``PlanInvalid`` if an execution reads what was never made.
+    """
+    copies = _Copies(graph, schedule)
+    copies.run()
+    sequence, num_forward = copies.sequence, copies.num_forward
+    end_of_step = len(sequence) - 1
+    kept = {copies.forward_copy[v] for v in graph.forward_outputs if v in copies.forward_copy}
+    kept |= {copies.newest[v] for v in graph.backward_outputs if v in copies.newest}
+    inlined = _inlined(copies, kept)
+
+    last = list(copies.start)
+    # Backwards, so that the readers of an inlined copy are known before they become readers of its inputs.
+    for position in range(len(sequence) - 1, -1, -1):
+        made = copies.made[position]
+        until = position
+        for copy in made:
+            if inlined[copy]:
+                until = max(until, last[copy])
+        for copy in copies.sources[position]:
+            if last[copy] < until:
+                last[copy] = until
+    for copy in kept:
+        last[copy] = end_of_step
+    change = np.zeros(len(sequence) + 2, dtype=np.int64)
+    alive = []
+    for copy, value in enumerate(copies.value):
+        if inlined[copy]:
+            continue
+        size = graph.values[value].bytes
+        change[copies.start[copy]] += size
+        change[last[copy] + 1] -= size
+        alive.append(Copy(value, copies.start[copy], last[copy]))
+    tangents = sum(v.bytes for v in graph.values if v.role is Role.TANGENT)
+    change[num_forward] += tangents
+    bytes_at = np.cumsum(change)[: len(sequence)]
+    return Timeline(graph, schedule, tuple(alive), bytes_at)

@@ -1,0 +1,167 @@
+"""Facts about ops: which are views, random, mutating, effectful; which fuse; how many FLOPs they do.
+
+One table or predicate per fact, read from the op's schema and tags where torch declares them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.graph import Kind, Order, Trait
+from autoremat.torch_compat import CheckpointPolicy, flop_formulas, is_with_effects, size_hint
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+PROBABILITY_ARGUMENTS = ("dropout_p", "p")
+"""With probability 0 in one of these, an op that is tagged as random is not."""
+
+PURE_NAMESPACES = frozenset({"aten", "prims", "quantized_decomposed", "inductor_prims", "torchvision", "_quantized"})
+"""Namespaces of ops that do what their schema and tags say and no more."""
+
+COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d"})
+
+EFFECTS = frozenset(
+    {
+        "aten::_assert_scalar", "aten::_assert_async", "aten::_assert_tensor_metadata", "aten::sym_constrain_range",
+        "aten::sym_constrain_range_for_size", "aten::_print", "aten::_local_scalar_dense", "aten::item",
+        "profiler::_record_function_enter_new", "profiler::_record_function_enter", "profiler::_record_function_exit",
+    }
+)  # fmt: skip
+
+# Ops without torch's `pointwise` tag that Inductor lowers to loops over their output's elements.
+POINTWISE = frozenset(
+    {
+        aten.clone, aten._to_copy, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like,
+        aten.empty, aten.empty_like, aten.new_zeros, aten.new_full, aten.new_empty, aten.arange, aten.scalar_tensor,
+        aten.where, aten.embedding, aten.index, aten.gather, aten.index_select, aten.constant_pad_nd, aten.flip, aten.roll,
+        aten.select_scatter, aten.slice_scatter, aten.as_strided_scatter, aten.diagonal_scatter, aten.repeat, aten.tril,
+        aten.triu, aten.copy, aten.masked_fill, aten.fill, aten.lift_fresh_copy, aten.native_dropout_backward, aten.cat,
+        aten.upsample_nearest2d, aten.gelu_backward, aten.threshold_backward, aten.sigmoid_backward, aten.tanh_backward,
+        prims.convert_element_type, prims.iota, prims.broadcast_in_dim, prims.device_put,
+    }
+)  # fmt: skip
+
+REDUCTION = frozenset(
+    {
+        aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.var, aten.var_mean, aten.std, aten.prod,
+        aten.any, aten.all, aten.argmax, aten.argmin, aten.logsumexp, aten.norm, aten.linalg_vector_norm, aten.aminmax,
+        prims.sum, prims.var, prims.amax, prims.amin, prims.xor_sum, aten._softmax, aten._log_softmax,
+        aten._softmax_backward_data, aten._log_softmax_backward_data, aten.native_layer_norm, aten._fused_rms_norm,
+    }
+)  # fmt: skip
+
+INDUCTOR_POINTWISE = frozenset({"inductor_random", "inductor_randint", "inductor_lookup_seed"})
+
+
+def packet(node: fx.Node) -> Any:
+    """The overload packet that the node calls, or its target."""
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the schema says that a result aliases an argument without writing to it."""
+    target = node.target
+    if target is operator.getitem:
+        return False
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in target._schema.returns)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running the node again draws other numbers (or other seeds)."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    bound = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    for name in PROBABILITY_ARGUMENTS:
+        probability = bound.get(name, defaults.get(name))
+        if isinstance(probability, (int, float)) and probability == 0:
+            return False
+    return bound.get("train", True) is not False
+
+
+def traits_of(node: fx.Node) -> Trait:
+    """What the node may not do, by its target alone."""
+    target = node.target
+    traits = Trait.NONE
+    if is_with_effects(node):
+        return Trait.EFFECTFUL
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return Trait.UNDECLARED
+    if not isinstance(target, torch._ops.OpOverload):
+        return traits
+    namespace, name = target.namespace, target._schema.name
+    if is_random(node):
+        traits |= Trait.RANDOM
+    if target._schema.is_mutable:
+        traits |= Trait.MUTATING
+    if namespace in COLLECTIVE_NAMESPACES:
+        traits |= Trait.COLLECTIVE
+    elif name in EFFECTS:
+        traits |= Trait.EFFECTFUL
+    elif namespace not in PURE_NAMESPACES and not (namespace == "prims" or name.startswith("prims::inductor")):
+        traits |= Trait.UNDECLARED
+    return traits
+
+
+def kind_of(node: fx.Node) -> Kind:
+    """How Inductor realises the result of the node."""
+    target = node.target
+    name = packet(node)
+    if name in REDUCTION:
+        return Kind.REDUCTION
+    if name in POINTWISE or getattr(name, "__name__", "") in INDUCTOR_POINTWISE:
+        return Kind.POINTWISE
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        return Kind.POINTWISE
+    return Kind.EXTERN
+
+
+def order_of(node: fx.Node) -> Order:
+    """What a checkpoint region or a selective-checkpoint policy has ordered for the node."""
+    policy = node.meta.get("recompute")
+    if policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
+        return Order.RECOMPUTE
+    if policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+        return Order.SAVE
+    return Order.NONE
+
+
+def _shapes(value: Any) -> Any:
+    """Replace (fake) tensors by their shapes, as torch's FLOP formulas want them."""
+    return torch.utils._pytree.tree_map(
+        lambda x: torch.Size([size_hint(s) for s in x.shape]) if isinstance(x, torch.Tensor) else x, value
+    )
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, matmuls: int) -> int:
+    """``matmuls`` products of the attention matrix's size: 2 in the forward, 5 in the backward (Dao et al., 2022)."""
+    batch, heads, queries, width = (size_hint(s) for s in query.shape)
+    keys, value_width = size_hint(key.shape[2]), size_hint(value.shape[3])
+    return matmuls * batch * heads * queries * keys * (width + value_width)
+
+
+# Attention on CPUs, for which torch has no formula; arguments (query, key, value, ...), (grad_out, query, key, value, ...).
+CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: _attention_flops(q, k, v, 2),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, v, *__, **___: _attention_flops(q, k, v, 5),
+}
+
+
+def flops_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """FLOPs of the call with (fake) tensor arguments; 0 where no formula is known (then bytes decide its time)."""
+    name = packet(node)
+    if name in CPU_ATTENTION:
+        return CPU_ATTENTION[name](*args, **kwargs)
+    formula = flop_formulas().get(name)
+    if formula is None:
+        return 0
+    return int(formula(*_shapes(args), **_shapes(kwargs), out_val=_shapes(result)))

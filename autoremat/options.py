@@ -1,0 +1,297 @@
+"""What the user asks for: one frozen `Options`, checked and normalised where it enters and never again.
+
+Values come from three places; for each key the first that has it wins: the `options` of `torch.compile`, `configure`,
+and (the budget only) the environment variable AUTOREMAT_MEMORY_BUDGET.
+"""
+
+import difflib
+import json
+import math
+import operator
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from enum import Enum
+from fractions import Fraction
+from numbers import Real
+from typing import Any
+
+from .errors import OptionsError
+from .units import BYTE_FORMS, format_bytes, parse_bytes
+
+ENVIRONMENT_VARIABLE = "AUTOREMAT_MEMORY_BUDGET"
+DEFAULT_RESERVE = 512 * 2**20  # the CUDA context, cuBLAS workspaces and fragmentation live outside the budget
+INNER_COMPILERS = ("inductor", "aot_eager")
+INFEASIBLE_ACTIONS = ("raise", "best_effort")
+OWN_KEYS = ("memory_budget", "reserve", "time_limit", "inner", "on_infeasible")
+
+_BUDGET_FORMS_ANYWHERE = (
+    f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak without "
+    "recomputation); None (no bound)"
+)
+_BUDGET_FORMS = f'{_BUDGET_FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `reserve`)'
+_RESERVE_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
+
+
+class _Unset(Enum):
+    UNSET = "not given"
+
+
+_UNSET = _Unset.UNSET
+_configured: dict[str, object] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """Everything that influences a plan. Fields hold normalised values: bytes are ints, also if given as "6GiB".
+
+    memory_budget: peak bytes of forward and backward above the step's start (int), a share of the peak without
+        recomputation (float in (0, 1]), "auto", or None for no bound.
+    reserve: bytes that "auto" leaves free.
+    time_limit: seconds that planning may take.
+    inner: what compiles the planned graphs, "inductor" or "aot_eager" (runs them uncompiled).
+    on_infeasible: "raise", or "best_effort" to run at the smallest peak found.
+    inductor: pairs for Inductor's config, sorted by key.
+    mode: as in `torch.compile`.
+
+    Raises OptionsError for a value that is not accepted.
+    """
+
+    memory_budget: int | float | str | None = None
+    reserve: int = DEFAULT_RESERVE
+    time_limit: float = 10.0
+    inner: str = "inductor"
+    on_infeasible: str = "raise"
+    inductor: tuple[tuple[str, object], ...] = ()
+    mode: str | None = None
+
+    def __post_init__(self) -> None:
+        normalised = {
+            "memory_budget": _normalise_budget(self.memory_budget, "memory_budget"),
+            "reserve": _normalise_reserve(self.reserve),
+            "time_limit": _normalise_time_limit(self.time_limit),
+            "inner": _one_of(INNER_COMPILERS, self.inner, "inner"),
+            "on_infeasible": _one_of(INFEASIBLE_ACTIONS, self.on_infeasible, "on_infeasible"),
+            "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
+        }
+        if not isinstance(self.mode, str | None):
+            raise _refused("mode", self.mode, "a mode of torch.compile, a string, or None")
+        for name, value in normalised.items():
+            object.__setattr__(self, name, value)  # the one place where a frozen instance is still being made
+
+    @classmethod
+    def parse(
+        cls,
+        options: Mapping[str, object] | None = None,
+        mode: str | None = None,
+        inductor_keys: Callable[[], Collection[str]] = tuple,
+    ) -> "Options":
+        """The options of one `torch.compile`, with what `configure` and the environment add.
+
+        `inductor_keys` returns the names that Inductor's config knows; it is called only if `options` has a key that
+        is not ours. Such keys go to `inductor`; in every key, dashes stand for underscores, as torch has it.
+
+        Raises OptionsError for a value that is not accepted and for a key that neither side knows.
+        """
+        given = _underscored(options or {})
+        own = {key: value for key, value in given.items() if key in OWN_KEYS}
+        foreign = {key: value for key, value in given.items() if key not in OWN_KEYS}
+        if foreign:
+            known = inductor_keys()
+            for key in foreign:
+                if key not in known:
+                    raise _unknown_key(key, known)
+        defaults = _environment() if "memory_budget" not in own | _configured else {}
+        merged: dict[str, Any] = defaults | _configured | own
+        return cls(**merged, inductor=tuple(foreign.items()), mode=mode)
+
+    def cache_key(self) -> str:
+        """Text that is equal, in every process, for options that lead to the same plan of the same graph.
+
+        An "auto" budget also depends on the bytes that are free now: a key for its plan needs the resolved budget too.
+        """
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values["inductor"] = dict(self.inductor)
+        return json.dumps(_stable(values), sort_keys=True)
+
+    def resolve_budget(self, baseline_peak_bytes: int, free_bytes: int | None) -> int | None:
+        """The budget in bytes, None for no bound.
+
+        `baseline_peak_bytes`: peak without recomputation. `free_bytes`: free on the CUDA device now, None without one.
+        Raises OptionsError if "auto" has no device or finds nothing free.
+        """
+        match self.memory_budget:
+            case str():
+                return self._resolve_auto(free_bytes)
+            case float(share):
+                # The decimal that was written, not its binary neighbour: 0.7 of 10 bytes is 7, not 6.
+                return math.floor(Fraction(repr(share)) * baseline_peak_bytes)
+            case budget:
+                return budget
+
+    def _resolve_auto(self, free_bytes: int | None) -> int:
+        if free_bytes is None:
+            raise OptionsError(
+                'memory_budget="auto" needs a CUDA device, and the model is on none. '
+                f"Accepted elsewhere: {_BUDGET_FORMS_ANYWHERE}"
+            )
+        if free_bytes <= self.reserve:
+            raise OptionsError(
+                f'memory_budget="auto" leaves nothing: {format_bytes(free_bytes)} ({free_bytes} bytes) are free on the '
+                f"device, and reserve={self.reserve} ({format_bytes(self.reserve)}) is to stay free. "
+                "Free device memory, lower `reserve`, or give the budget in bytes."
+            )
+        return free_bytes - self.reserve
+
+
+def configure(
+    *,
+    memory_budget: int | float | str | None | _Unset = _UNSET,
+    reserve: int | str | _Unset = _UNSET,
+    time_limit: float | _Unset = _UNSET,
+    inner: str | _Unset = _UNSET,
+    on_infeasible: str | _Unset = _UNSET,
+) -> None:
+    """Set defaults for this process, for callers that can pass only the backend's name.
+
+    Later calls add to earlier ones; `configure()` forgets them all. What is compiled already stays as it is.
+    Raises OptionsError, and changes nothing, for a value that is not accepted.
+    """
+    global _configured
+    arguments: dict[str, Any] = {
+        "memory_budget": memory_budget,
+        "reserve": reserve,
+        "time_limit": time_limit,
+        "inner": inner,
+        "on_infeasible": on_infeasible,
+    }
+    given = {key: value for key, value in arguments.items() if value is not _UNSET}
+    checked = Options(**given)
+    _configured = _configured | {key: getattr(checked, key) for key in given} if given else {}
+
+
+def _environment() -> dict[str, object]:
+    """What the environment variable says, its text read as the Python value it spells; unset or empty says nothing."""
+    text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
+    if not text:
+        return {}
+    if text.lower() == "none":
+        return {"memory_budget": None}
+    value: object = text
+    for number in (int, float):
+        try:
+            value = number(text)
+            break
+        except ValueError:
+            continue
+    return {"memory_budget": _normalise_budget(value, ENVIRONMENT_VARIABLE)}
+
+
+def _normalise_budget(value: object, name: str) -> int | float | str | None:
+    """`value` as an int (bytes), a float in (0, 1], "auto" or None; `name` is what an error calls it."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return "auto" if value.strip().lower() == "auto" else _text_to_bytes(value, name, _BUDGET_FORMS)
+    count = _as_int(value)
+    if count is not None:
+        if count <= 0:
+            raise _refused(name, value, _BUDGET_FORMS)
+        return count
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise _refused(name, value, _BUDGET_FORMS)
+    share = float(value)
+    if math.isfinite(share) and share > 1:
+        raise OptionsError(
+            f"{name}={value!r}: a float is a share of the peak without recomputation, in (0, 1]. "
+            f'For bytes give an int, such as {round(share)}, or a string with a unit, such as "6GiB". '
+            f"Accepted: {_BUDGET_FORMS}"
+        )
+    if not 0 < share <= 1:
+        raise _refused(name, value, _BUDGET_FORMS)
+    return share
+
+
+def _normalise_reserve(value: object) -> int:
+    count = _text_to_bytes(value, "reserve", _RESERVE_FORMS) if isinstance(value, str) else _as_int(value)
+    if count is None or count < 0:
+        raise _refused("reserve", value, _RESERVE_FORMS)
+    return count
+
+
+def _normalise_time_limit(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
+        raise _refused("time_limit", value, "a finite number of seconds > 0")
+    return float(value)
+
+
+def _one_of(accepted: tuple[str, ...], value: object, name: str) -> str:
+    if not isinstance(value, str) or value not in accepted:
+        raise _refused(name, value, " or ".join(f'"{one}"' for one in accepted))
+    return value
+
+
+def _text_to_bytes(text: str, name: str, forms: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError:
+        raise _refused(name, text, forms) from None
+
+
+def _as_int(value: Any) -> int | None:
+    """The int behind an int or an int-like (NumPy's), None for anything else; a bool is no number here."""
+    if isinstance(value, bool):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _refused(name: str, value: object, forms: str) -> OptionsError:
+    return OptionsError(f"{name}={value!r} is not accepted. Accepted: {forms}")
+
+
+def _underscored(options: Mapping[str, object]) -> dict[str, object]:
+    """`options` with dashes in keys replaced; raises OptionsError for keys that are no strings or then coincide."""
+    result: dict[str, object] = {}
+    for key, value in options.items():
+        if not isinstance(key, str):
+            raise OptionsError(f"the option name {key!r} is not a string")
+        name = key.replace("-", "_")
+        if name in result:
+            raise OptionsError(f"the option {name!r} is given twice, with dashes and with underscores")
+        result[name] = value
+    return result
+
+
+def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:
+    nearest = difflib.get_close_matches(key, [*OWN_KEYS, *inductor_keys], n=3)
+    hint = f"nearest: {', '.join(nearest)}" if nearest else "no known name is close"
+    return OptionsError(
+        f"the option {key!r} is known neither to autoremat nor to Inductor's config; {hint}. "
+        f"Autoremat's own: {', '.join(OWN_KEYS)}"
+    )
+
+
+def _stable(value: object) -> object:
+    """`value` as JSON data that is the same in every process: no addresses, no hash order."""
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case list() | tuple():
+            return [_stable(one) for one in value]
+        case set() | frozenset():
+            return sorted(json.dumps(_stable(one), sort_keys=True) for one in value)
+        case dict():
+            return {str(key): _stable(one) for key, one in value.items()}
+    if callable(uuid := getattr(value, "uuid", None)) and not isinstance(value, type):
+        return [_qualified_name(type(value)), _stable(uuid())]  # torch's custom passes name their version this way
+    if callable(value) and hasattr(value, "__qualname__"):
+        return _qualified_name(value)
+    return [_qualified_name(type(value)), re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))]
+
+
+def _qualified_name(value: object) -> str:
+    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"

@@ -1,0 +1,146 @@
+"""The partitioner that AOTAutograd calls with the joint graph: capture, plan, rewrite, report."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat import torch_compat
+from autoremat.capture import Capture, capture
+from autoremat.errors import BudgetInfeasible, Occupant
+from autoremat.graph import Role
+from autoremat.options import Options
+from autoremat.passes import realise
+from autoremat.plans import Plan
+from autoremat.report import Report
+from autoremat.solvers import Planner, Planning
+
+log = logging.getLogger("autoremat")
+
+
+@cache
+def source_hash() -> str:
+    """A hash of all our sources: two versions of this package never share a cache entry."""
+    digest = hashlib.sha256()
+    root = Path(__file__).parent
+    for path in sorted({p.resolve() for folder in (root, root / "passes") for p in folder.rglob("*.py")}):
+        digest.update(path.name.encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Bytes that the step could allocate on ``device`` now (free, or held by torch's allocator unused); None on the CPU."""
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+
+
+@dataclass(repr=False, eq=False)
+class Partitioner(torch_compat.CustomPartitionerFn):
+    """One compilation's partitioner. ``margin_bytes`` is how far below the budget to plan, because the code generator's
+    schedule of an earlier plan turned out so much larger than simulated.
+
+    After the call, ``report`` holds what was planned; while it is None the graph was answered from a cache or has no
+    backward.
+    """
+
+    options: Options
+    fingerprint: str
+    margin_bytes: int = 0
+    fuses: bool = True
+    must_fit: bool = True
+    """Whether to raise if nothing fits; else the plan of least memory is taken."""
+    report: Report | None = field(default=None, init=False)
+    plan: Plan | None = field(default=None, init=False)
+    held_names: frozenset[str] = field(default=frozenset(), init=False)
+    """Placeholders of the backward that the caller or autograd holds to the end of the step."""
+    held_bytes: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self.identity = ("autoremat", source_hash(), self.fingerprint, self.margin_bytes, self.must_fit)
+
+    def uuid(self) -> Any:
+        """All that a compiled artifact depends on beside what torch hashes itself."""
+        return self.identity
+
+    # Torch copies, prints and hashes the configuration that holds this object: only its identity matters there.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"identity": self.identity}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
+        return self
+
+    def __repr__(self) -> str:
+        return f"Partitioner{self.identity}"
+
+    def __call__(
+        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> torch_compat.PartitionedModules:
+        num_fwd_outputs = kwargs["num_fwd_outputs"]
+        joint = torch_compat.prepare_joint(gm)
+        captured = capture(joint, num_fwd_outputs, self.fuses)
+        if captured.graph.num_forward == len(captured.graph.ops):
+            return torch_compat.partition_as_torch_does(joint, joint_inputs, **kwargs)
+        plan = self.choose(captured)
+        self.plan = plan
+        self.note_held(captured)
+        log.info("%s", self.report.summary() if self.report else "")
+        return realise(captured, plan.schedule, kwargs.get("static_lifetime_input_indices") or ())
+
+    def choose(self, captured: Capture) -> Plan:
+        """Plan under the budget and write the report. Raises ``BudgetInfeasible`` if nothing fits and that is asked for."""
+        start = time.perf_counter()
+        planner = Planner(captured.graph, self.options.time_limit)
+        device = torch_compat.device_of(captured.joint)
+        budget = self.options.resolve_budget(planner.baseline.peak_bytes, free_device_bytes(device))
+        planning = planner.find(None if budget is None else budget - self.margin_bytes)
+        plan = planning.plan
+        if plan is None:
+            assert budget is not None
+            if self.must_fit:
+                raise infeasible(planning, budget, str(device))
+            plan = planning.smallest
+        self.report = Report.of(
+            planning,
+            plan,
+            budget_bytes=budget,
+            planning_seconds=time.perf_counter() - start,
+            inner=self.options.inner,
+            device=captured.device.name,
+        )
+        return plan
+
+    def note_held(self, captured: Capture) -> None:
+        """Remember what stays alive through the backward whatever it frees: forward outputs and tangents."""
+        graph = captured.graph
+        held = set(graph.forward_outputs)
+        names = {captured.value_nodes[v].name for v in held if captured.value_nodes[v] is not None}  # type: ignore[union-attr]
+        self.held_names = frozenset(names)
+        self.held_bytes = sum(graph.values[v].bytes for v in held)
+        self.held_bytes += sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
+
+
+def infeasible(planning: Planning, budget: int, device: str, minimum: int | None = None) -> BudgetInfeasible:
+    """The error that says what was asked, what is possible and what is in the way."""
+    smallest = planning.smallest
+    graph = smallest.graph
+    alive = smallest.timeline.alive_at(smallest.timeline.peak_position)
+    values = [graph.values[v] for v in alive]
+    return BudgetInfeasible(
+        budget_bytes=budget,
+        minimum_bytes=smallest.peak_bytes if minimum is None else minimum,
+        lower_bound_bytes=planning.lower_bound_bytes,
+        occupants=[Occupant(v.name, v.bytes, v.module, v.source) for v in values],
+        device=device,
+    )

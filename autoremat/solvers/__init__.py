@@ -1,0 +1,49 @@
+"""From a graph and a budget to a plan."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from autoremat.graph import Graph
+from autoremat.plans import Plan
+from autoremat.solvers.search import Search, lower_bound_bytes
+
+
+@dataclass(frozen=True)
+class Planning:
+    """The outcome of a search. ``plan`` is None if nothing found fits the budget."""
+
+    plan: Plan | None
+    baseline: Plan
+    """No recomputation: everything that the backward reads is saved."""
+    smallest: Plan
+    """The plan of least memory found."""
+    lower_bound_bytes: int
+    """No plan has a lower peak."""
+    candidates: int
+    interrupted: bool
+    """Whether the time limit, and not the search itself, ended it."""
+
+
+@dataclass
+class Planner:
+    """Plans one graph. ``baseline`` is known at once, so that a budget can be a share of its peak."""
+
+    graph: Graph
+    time_limit: float = 10.0
+
+    def __post_init__(self) -> None:
+        self.search = Search(self.graph, time.monotonic() + self.time_limit)
+        self.baseline = self.search.save_everything()
+        self.baseline.check()
+
+    def find(self, budget_bytes: int | None) -> Planning:
+        """The cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound)."""
+        search = self.search
+        best, smallest = search.cheapest(budget_bytes)
+        for plan in filter(None, (best, smallest)):
+            plan.check()
+        return Planning(
+            best, self.baseline, smallest, lower_bound_bytes(self.graph), search.simulated, search.interrupted
+        )

@@ -1,0 +1,90 @@
+"""What to save and what to recompute, as a minimum cut.
+
+Let ``y_v = 1`` if value ``v`` is available to the backward, ``x_o = 1`` if op ``o`` runs again in it. The backward's needs
+are available; an available value is saved unless its op runs again; an op that runs again has its inputs available. With a
+price per saved value this
+
+    minimise  sum cost_o x_o + sum price_v (y_v - x_o(v))
+
+is a minimum cut: source -> op (capacity: cost of running it again), op -> value (price of saving it), value -> reading op
+and value -> sink for the backward's needs (infinite). Values on the sink side are available; ops on the sink side run
+again; a value on the sink side whose op is on the source side is saved. The same network serves every price: only the
+capacities change. Solved by OR-Tools' push-relabel ``SimpleMaxFlow``.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.graph.python import max_flow
+
+from autoremat.errors import PlanInvalid
+from autoremat.graph import Graph, Order
+
+UNIT_SECONDS = 1e-10
+"""Capacities are integers, in units of this many seconds."""
+
+INFINITE = 1 << 48
+FORBIDDEN = 1 << 40
+"""The capacity of what is done only if nothing else is possible: such as saving what is ordered to be recomputed but
+cannot be, because its op is random."""
+
+
+class MinCut:
+    """The network of one graph; :meth:`solve` gives the saved set for a vector of prices."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.values = graph.forward_values
+        self.index = {v: i for i, v in enumerate(self.values)}
+        self.flow = max_flow.SimpleMaxFlow()
+        num_ops = graph.num_forward
+        self.source = num_ops + len(self.values)
+        self.sink = self.source + 1
+        producers = np.array([graph.values[v].producer for v in self.values], dtype=np.int32)
+        ends = np.arange(len(self.values), dtype=np.int32) + num_ops
+        self.bytes = np.array([graph.values[v].bytes for v in self.values], dtype=np.float64)
+        self.run_again = self.flow.add_arcs_with_capacity(
+            np.full(num_ops, self.source, dtype=np.int32), np.arange(num_ops, dtype=np.int32), self._recompute_costs()
+        )
+        self.save = self.flow.add_arcs_with_capacity(producers, ends, np.zeros(len(self.values), dtype=np.int64))
+        reads = [(self.index[v] + num_ops, o) for o in range(num_ops) for v in graph.ops[o].inputs if v in self.index]
+        needs = [(self.index[v] + num_ops, self.sink) for v in sorted(graph.backward_needs)]
+        # A recomputed op costs its inputs even where one of its results is saved: no arc leads back to its values.
+        pairs = np.array([*reads, *needs], dtype=np.int32).reshape(-1, 2)
+        capacities = np.full(len(pairs), INFINITE, dtype=np.int64)
+        self.flow.add_arcs_with_capacity(pairs[:, 0].copy(), pairs[:, 1].copy(), capacities)
+        self.orders = np.array([graph.ops[p].order is Order.RECOMPUTE for p in producers], dtype=bool)
+
+    def _recompute_costs(self) -> NDArray[np.int64]:
+        graph = self.graph
+        costs = np.zeros(graph.num_forward, dtype=np.int64)
+        for index in range(graph.num_forward):
+            op = graph.ops[index]
+            if not op.repeatable or (op.order is Order.SAVE):
+                costs[index] = INFINITE
+            elif index in graph.required_forward:
+                # At least one unit: recomputing what could be saved for nothing has no point.
+                costs[index] = max(1, round(op.seconds / UNIT_SECONDS))
+        return costs
+
+    def solve(self, seconds_per_byte: float | NDArray[np.float64], free: frozenset[int] = frozenset()) -> frozenset[int]:
+        """The values to save at a price in seconds per saved byte (one for all, or one per forward value).
+
+        ``free`` values cost nothing to save. Raises ``PlanInvalid`` if no cut of finite capacity exists.
+        """
+        prices = np.minimum(self.bytes * seconds_per_byte / UNIT_SECONDS, FORBIDDEN / 4).astype(np.int64)
+        prices[self.orders] = FORBIDDEN
+        held = [self.index[v] for v in free if v in self.index]
+        held += [self.index[v] for v in self.graph.forward_outputs if v in self.index]
+        prices[held] = 0
+        self.flow.set_arcs_capacity(self.save, prices)
+        status = self.flow.solve(self.source, self.sink)
+        if status != self.flow.OPTIMAL or self.flow.optimal_flow() >= INFINITE:
+            raise PlanInvalid("the orders in the graph contradict each other: something is needed that may be neither saved nor recomputed")
+        source_side = set(self.flow.get_source_side_min_cut())
+        return frozenset(
+            v
+            for i, v in enumerate(self.values)
+            if i + self.graph.num_forward not in source_side and self.graph.values[v].producer in source_side
+        )

@@ -1,0 +1,291 @@
+"""The one file that touches torch's private names. Each function says what it stands for; nothing else here decides anything.
+
+Supported: torch 2.11 to 2.15. Where a private signature differs between versions, arguments are matched by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import unittest.mock
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.errors import UnsupportedTorchError
+
+SUPPORTED_MINORS = range(11, 16)
+
+
+def check_torch_version(version: str = torch.__version__) -> None:
+    """Raise ``UnsupportedTorchError`` unless torch is a 2.11 to 2.15."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or int(match[1]) != 2 or int(match[2]) not in SUPPORTED_MINORS:
+        raise UnsupportedTorchError(version)
+
+
+check_torch_version()
+
+import torch._functorch.config as functorch_config  # noqa: E402
+import torch._inductor.config as inductor_config  # noqa: E402
+from torch._functorch import partitioners  # noqa: E402
+from torch._functorch._aot_autograd import utils as aot_utils  # noqa: E402
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # noqa: E402
+from torch.fx.experimental.proxy_tensor import is_sym_node as is_sym_node  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy  # noqa: E402
+
+PartitionedModules = tuple[fx.GraphModule, fx.GraphModule]
+
+
+# -- joint graphs ------------------------------------------------------------------------------------------------------
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether the placeholder holds a gradient that flows into the backward."""
+    return bool(aot_utils._is_tangent(node))
+
+
+def is_forward_input(node: fx.Node) -> bool:
+    """Whether the placeholder belongs to the forward (a primal or the forward's random seed and offset)."""
+    return bool(aot_utils._is_primal(node) or aot_utils._is_fwd_seed_offset(node))
+
+
+def must_be_in_forward(node: fx.Node) -> bool:
+    """Whether the node mutates something in the forward."""
+    return node.op == "call_function" and bool(partitioners._must_be_in_forward(node))
+
+
+def must_be_in_backward(node: fx.Node) -> bool:
+    """Whether the node is tagged to run in the backward (mutations there)."""
+    return node.op == "call_function" and bool(partitioners._must_be_in_backward(node))
+
+
+def is_traced_in_backward(node: fx.Node) -> bool:
+    """Whether autograd made the node."""
+    return bool(partitioners._has_tag_is_backward(node))
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether the node holds something that is neither a tensor nor a symbolic number."""
+    check: Callable[[fx.Node], bool] | None = getattr(partitioners, "is_opaque_node", None)
+    return bool(check(node)) if check is not None else False
+
+
+def is_with_effects(node: fx.Node) -> bool:
+    """Whether the node is an effectful op with its token."""
+    return bool(partitioners.is_with_effects(node))
+
+
+def prepare_joint(joint: fx.GraphModule) -> fx.GraphModule:
+    """What torch's partitioner does before it decides: dead code, common subexpressions, and the tags that protect
+    checkpoint-region borders, collectives, effects and mutations."""
+    joint.graph.eliminate_dead_code()
+    if functorch_config.cse:
+        joint.graph = partitioners.fx_graph_cse(joint.graph)
+    if partitioners.has_recomputable_ops(joint):
+        joint = partitioners.cleanup_recompute_tags(joint, is_default_partition=False)
+    if not functorch_config.unsafe_allow_optimization_of_collectives:
+        partitioners.force_save_collectives(joint)
+    partitioners.force_save_effectful_ops(joint)
+    partitioners.force_save_bw_mutation_src(joint)
+    joint.recompile()
+    return joint
+
+
+def partition_as_torch_does(joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> PartitionedModules:
+    """Torch's own partition, for graphs in which there is nothing to plan."""
+    accepted = inspect.signature(partitioners.min_cut_rematerialization_partition).parameters
+    kwargs = {name: value for name, value in kwargs.items() if name in accepted}
+    forward, backward = partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+    return forward, backward
+
+
+def device_of(joint: fx.GraphModule) -> torch.device:
+    """The device of the step: the first accelerator that a node's value lies on, else the CPU."""
+    for node in joint.graph.nodes:
+        tensor = node.meta.get("val")
+        if isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
+    return torch.device("cpu")
+
+
+def joint_outputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any], list[Any]]:
+    """The nodes (or constants) that the forward and the backward return."""
+    (output,) = joint.graph.find_nodes(op="output")
+    outputs = torch.utils._pytree.arg_tree_leaves(*output.args)
+    return outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
+
+
+def extract_modules(
+    joint: fx.GraphModule,
+    saved: list[fx.Node],
+    saved_symbols: list[fx.Node],
+    saved_opaque: list[fx.Node],
+    num_fwd_outputs: int,
+    static_lifetime_inputs: Collection[fx.Node],
+) -> PartitionedModules:
+    """Split ``joint``: what the backward reads of ``saved`` becomes outputs of the forward, in the order AOTAutograd wants."""
+    wanted: dict[str, Any] = {
+        "saved_sym_nodes": saved_symbols,
+        "saved_opaque_nodes": saved_opaque,
+        "saved_opaque_objects": saved_opaque,
+        "num_fwd_outputs": num_fwd_outputs,
+        "static_lifetime_input_nodes": torch.utils._ordered_set.OrderedSet(static_lifetime_inputs),
+    }
+    accepted = inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
+    kwargs = {name: value for name, value in wanted.items() if name in accepted}
+    forward, backward = partitioners._extract_fwd_bwd_modules(joint, saved, **kwargs)
+    return forward, backward
+
+
+def finish_module(module: fx.GraphModule, is_backward: bool) -> fx.GraphModule:
+    """Unpack results of multi-output ops at once, and thread random states of nested regions through."""
+    module = partitioners.raise_getitems(module)
+    thread = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
+    if thread is not None:
+        module = thread(module, is_backward=is_backward)
+    return module
+
+
+# -- sizes and costs ---------------------------------------------------------------------------------------------------
+
+UNKNOWN_SIZE = 4096
+"""The size assumed for a data-dependent dimension, as torch's partitioner does."""
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """A concrete number for a possibly symbolic one, without a guard."""
+    if isinstance(size, int):
+        return size
+    from torch.fx.experimental import symbolic_shapes
+
+    return int(symbolic_shapes.optimization_hint(size, fallback=UNKNOWN_SIZE))
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Identifies the storage of a (fake) tensor; None if it has none (sparse tensors, some subclasses)."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except NotImplementedError:
+        return None
+
+
+def flop_formulas() -> Mapping[Any, Callable[..., int]]:
+    """Torch's FLOP formulas by op packet."""
+    from torch.utils.flop_counter import flop_registry
+
+    return flop_registry
+
+
+# -- compilers ---------------------------------------------------------------------------------------------------------
+
+
+def inductor_config_names() -> frozenset[str]:
+    """The names of Inductor's options, in the spelling that ``torch.compile(options=...)`` takes."""
+    return frozenset(inductor_config.get_config_copy())
+
+
+def mode_config(mode: str | None) -> dict[str, Any]:
+    """The Inductor options that ``torch.compile(mode=...)`` stands for."""
+    if mode is None:
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def compile_with_inductor(
+    module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], functorch: dict[str, Any]
+) -> Callable[..., Any]:
+    """Inductor, caches and all, with ``config`` patched (also for what it compiles later)."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with functorch_config.patch(functorch):
+        compiled: Callable[..., Any] = compile_fx(module, inputs, config_patches=config)
+    return compiled
+
+
+def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Interpret the graph op by op, freeing each tensor after its last use."""
+
+    def run(args: list[Any]) -> Any:
+        return fx.Interpreter(module).boxed_run(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark for functions that empty their argument list
+    return run
+
+
+def compile_uncompiled(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., PartitionedModules]
+) -> Callable[..., Any]:
+    """AOTAutograd with ``partition``, then plain ATen calls."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(fw_compiler=_run_uncompiled, partition_fn=partition, keep_inference_input_mutations=True)
+    compiled: Callable[..., Any] = backend(module, inputs)
+    return compiled
+
+
+def configuration_fingerprint() -> str:
+    """Text that changes with any setting of Inductor or AOTAutograd that could change a joint graph."""
+    portable = inductor_config.save_config_portable()
+    portable.pop("custom_partitioner_fn", None)
+    return repr(sorted((k, repr(v)) for k, v in [*portable.items(), *functorch_config.save_config_portable().items()]))
+
+
+@contextlib.contextmanager
+def without_caches() -> Iterator[None]:
+    """Compile afresh: neither AOTAutograd's nor Inductor's cache answers, nor is written."""
+    with functorch_config.patch({"enable_autograd_cache": False}), inductor_config.patch({"force_disable_caches": True}):
+        yield
+
+
+# -- what Inductor makes of a graph ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LoweredPeak:
+    """The peak of one lowered graph by Inductor's final schedule, in bytes, without inputs that may not be freed."""
+
+    is_backward: bool
+    peak_bytes: int
+
+
+def _lowered_peak(scheduler: Any, held_inputs: Collection[str]) -> LoweredPeak:
+    """Replay the scheduler's buffers; ``held_inputs`` (names of placeholders) stay alive to the end, uncounted here."""
+    from torch._inductor import memory
+    from torch._inductor.virtualized import V
+
+    ordered_set = torch.utils._ordered_set.OrderedSet
+    outputs = ordered_set(V.graph.get_output_names())
+    _, freeable = memory.prepare_planning_info(
+        scheduler.nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, ordered_set(V.graph.graph_inputs), outputs
+    )
+    freeable = {name: buffer for name, buffer in freeable.items() if name not in held_inputs}
+    peak, _ = memory.estimate_peak_memory(scheduler.nodes, freeable, outputs)
+    return LoweredPeak(bool(V.graph.is_backward), int(peak))
+
+
+@contextlib.contextmanager
+def observe_lowering(
+    held_inputs: Callable[[], Collection[str]], observer: Callable[[LoweredPeak], None]
+) -> Iterator[None]:
+    """Call ``observer`` with every whole graph that Inductor lowers, once its schedule is final and before any kernel is
+    compiled. What ``observer`` raises ends the compilation."""
+    from torch._inductor.graph import SubgraphLowering
+    from torch._inductor.scheduler import Scheduler
+    from torch._inductor.virtualized import V
+
+    finish = Scheduler.compute_last_usage
+
+    def finish_and_observe(scheduler: Any) -> None:
+        finish(scheduler)
+        if not isinstance(V.graph, SubgraphLowering) and not V.graph.is_inference:
+            observer(_lowered_peak(scheduler, held_inputs()))
+
+    with unittest.mock.patch.object(Scheduler, "compute_last_usage", finish_and_observe):
+        yield

@@ -1,0 +1,56 @@
+"""Bytes and seconds as people write and read them: "6GiB" to an int, an int to "6.00 GiB"."""
+
+import re
+from fractions import Fraction
+
+BYTE_FORMS = '"6GiB", "800MB" or "1.5 GB" (B; KB, MB, GB, TB: powers of 1000; KiB, MiB, GiB, TiB: powers of 1024)'
+
+_BYTES_PER_UNIT = {
+    "b": 1,
+    "kb": 10**3,
+    "mb": 10**6,
+    "gb": 10**9,
+    "tb": 10**12,
+    "kib": 2**10,
+    "mib": 2**20,
+    "gib": 2**30,
+    "tib": 2**40,
+}
+_BYTE_TEXT = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([kmgt]i?b|b)", re.ASCII | re.IGNORECASE)
+
+
+def parse_bytes(text: str) -> int:
+    """Bytes that `text` names, a fraction of a byte cut off; the unit's case and a space before it do not matter.
+
+    Raises ValueError for anything but a positive number with a unit. A number alone is refused: "6" hardly means bytes.
+    """
+    match = _BYTE_TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
+    if match is None:
+        raise ValueError(f"{text!r} is not a number of bytes; accepted: {BYTE_FORMS}")
+    number, unit = match.groups()
+    count = int(Fraction(number) * _BYTES_PER_UNIT[unit.lower()])  # exact: a float would lose bytes above 2**53
+    if count == 0:
+        raise ValueError(f"{text!r} is less than one byte; accepted: a positive number such as {BYTE_FORMS}")
+    return count
+
+
+def format_bytes(count: int) -> str:
+    """`count` bytes for people, in powers of 1024: "512 B", "1.50 GiB"."""
+    scaled = float(abs(count))
+    if scaled < 1024:
+        return f"{count} B"
+    sign = "-" if count < 0 else ""
+    for unit in ("KiB", "MiB", "GiB"):
+        scaled /= 1024
+        if scaled < 1023.995:  # what rounds to 1024.00 is 1.00 of the next unit
+            return f"{sign}{scaled:.2f} {unit}"
+    return f"{sign}{scaled / 1024:.2f} TiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """A duration for people: "12.30 us", "1.50 ms", "2.34 s"."""
+    if abs(seconds) < 999.995e-6 and seconds != 0:
+        return f"{seconds * 1e6:.2f} us"
+    if abs(seconds) < 999.995e-3 and seconds != 0:
+        return f"{seconds * 1e3:.2f} ms"
+    return f"{seconds:.2f} s"

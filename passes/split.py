@@ -1,0 +1,60 @@
+"""Splits a rewritten joint graph into the forward and the backward module that AOTAutograd runs.
+
+What is saved is handed over in terms of *bases*: the backward derives views from them again. Symbolic numbers that the
+forward computes travel beside the tensors. Which values the backward really reads, and in which order AOTAutograd wants
+them, is left to torch's own extraction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import fx
+
+from autoremat import torch_compat
+from autoremat.capture import Capture
+from autoremat.schedule import Schedule
+
+
+def saved_nodes(capture: Capture, schedule: Schedule) -> list[fx.Node]:
+    """The tensors that cross to the backward: saved values, and inputs that it reads."""
+    holders = [capture.value_nodes[v] for v in schedule.saved(capture.graph)]
+    inputs = [
+        n
+        for n in capture.joint.graph.find_nodes(op="placeholder")
+        if torch_compat.is_forward_input(n) and isinstance(n.meta.get("val"), torch.Tensor)
+    ]
+    saved = [*inputs, *(h for h in holders if h is not None)]
+    without_check = "saved_tensor_with_no_vc_check"
+    for node in saved:
+        if any(user.meta.get(without_check) and capture.aliases.get(user) == capture.aliases[node] for user in node.users):
+            node.meta[without_check] = True
+    return saved
+
+
+def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> torch_compat.PartitionedModules:
+    """(forward, backward) modules of ``capture.joint``, which :func:`insert_recomputation` has rewritten.
+
+    ``static_inputs`` are the positions of the forward's inputs that keep their address over steps (parameters).
+    """
+    forward_nodes = set(capture.op_nodes[: capture.graph.num_forward])
+    symbols, opaque = [], []
+    tainted: set[fx.Node] = set()
+    for node in capture.joint.graph.nodes:
+        if node.op == "call_function" and (
+            any(n in tainted for n in node.all_input_nodes) or torch_compat.is_traced_in_backward(node)
+        ):
+            tainted.add(node)
+        elif node.op == "placeholder" and torch_compat.is_tangent(node):
+            tainted.add(node)
+        elif torch_compat.is_sym_node(node):
+            symbols.append(node)
+        elif torch_compat.is_opaque(node) and (node.op == "placeholder" or node in forward_nodes):
+            opaque.append(node)
+    inputs = [n for n in capture.joint.graph.find_nodes(op="placeholder") if torch_compat.is_forward_input(n)]
+    static = [n for i, n in enumerate(inputs) if i in set(static_inputs)]
+    forward, backward = torch_compat.extract_modules(
+        capture.joint, saved_nodes(capture, schedule), symbols, opaque, capture.num_fwd_outputs, static
+    )
+    return torch_compat.finish_module(forward, False), torch_compat.finish_module(backward, True)

@@ -1,0 +1,48 @@
+"""What every test gets: fixed seeds, options of its own, and no CUDA tests where there is no CUDA."""
+
+import random
+import sys
+from collections.abc import Iterator
+
+import numpy
+import pytest
+from hypothesis import settings
+
+from autoremat.options import ENVIRONMENT_VARIABLE, configure
+
+SEED = 0
+
+settings.register_profile("default", deadline=None, derandomize=True)  # compiling takes long; runs must be repeatable
+settings.load_profile("default")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    gpu_items = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu_items:
+        return  # the pure tests do without torch
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu_items:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def seed() -> Iterator[int]:
+    """Seeds all generators; afterwards forgets what Dynamo compiled. Neither imports torch."""
+    random.seed(SEED)
+    numpy.random.seed(SEED)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(SEED)
+    yield SEED
+    if "torch._dynamo" in sys.modules:
+        sys.modules["torch._dynamo"].reset()
+
+
+@pytest.fixture(autouse=True)
+def isolated_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No budget from outside: neither from the environment nor from an earlier test."""
+    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    configure()
+    yield
+    configure()

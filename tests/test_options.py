@@ -1,0 +1,398 @@
+import functools
+import json
+import math
+import os
+import pickle
+import re
+import subprocess
+import sys
+from fractions import Fraction
+from pathlib import Path
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autoremat.errors import OptionsError
+from autoremat.options import DEFAULT_RESERVE, ENVIRONMENT_VARIABLE, OWN_KEYS, Options, configure
+
+INDUCTOR_KEYS = ("max_autotune", "max_autotune_gemm", "triton.cudagraphs", "fallback_random")
+
+
+def parse(options=None, mode=None):
+    return Options.parse(options, mode, lambda: INDUCTOR_KEYS)
+
+
+def test_defaults():
+    assert Options() == Options(None, 512 * 2**20, 10.0, "inductor", "raise", (), None)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (None, None),
+        (1, 1),
+        (6 * 2**30, 6 * 2**30),
+        ("6GiB", 6 * 2**30),
+        ("1.5 gb", 1_500_000_000),
+        ("auto", "auto"),
+        (" AUTO ", "auto"),
+        (0.5, 0.5),
+        (1.0, 1.0),
+        (1e-9, 1e-9),
+        (numpy.int64(7), 7),
+        (numpy.uint8(7), 7),
+        (numpy.float64(0.5), 0.5),
+        (numpy.float32(0.5), 0.5),
+        (Fraction(1, 4), 0.25),
+    ],
+)
+def test_memory_budget_is_normalised(given, expected):
+    budget = Options(memory_budget=given).memory_budget
+    assert budget == expected
+    assert type(budget) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [0, -1, numpy.int64(-5), True, False, numpy.bool_(True), 0.0, -0.5, math.nan, math.inf, -math.inf]
+    + ["", "6", "0.5", "none", "-6GiB", "0GiB", "automatic", b"6GiB", [1], {}, 1j],
+)
+def test_memory_budget_refuses_and_shows_value_and_forms(value):
+    with pytest.raises(OptionsError) as caught:
+        Options(memory_budget=value)
+    message = str(caught.value)
+    assert message.startswith(f"memory_budget={value!r} is not accepted. Accepted: ")
+    for form in ["an int > 0 (bytes)", '"6GiB", "800MB" or "1.5 GB"', "a float in (0, 1]", '"auto"', "None"]:
+        assert form in message
+
+
+@pytest.mark.parametrize("value", [1.0000001, 6.0, 2e9, numpy.float64(6.0), Fraction(3, 2)])
+def test_float_above_one_says_which_form_was_meant(value):
+    with pytest.raises(OptionsError) as caught:
+        Options(memory_budget=value)
+    message = str(caught.value)
+    assert message.startswith(
+        f"memory_budget={value!r}: a float is a share of the peak without recomputation, in (0, 1]."
+    )
+    assert f'For bytes give an int, such as {round(value)}, or a string with a unit, such as "6GiB".' in message
+
+
+@pytest.mark.parametrize(("given", "expected"), [(0, 0), (5, 5), ("1GiB", 2**30), ("5 kb", 5000), (numpy.int32(9), 9)])
+def test_reserve_is_normalised(given, expected):
+    reserve = Options(reserve=given).reserve
+    assert reserve == expected
+    assert type(reserve) is int
+
+
+@pytest.mark.parametrize("value", [-1, True, None, 0.5, 2.0, "auto", "6", "0B", [1]])
+def test_reserve_refuses(value):
+    with pytest.raises(
+        OptionsError, match=re.escape(f"reserve={value!r} is not accepted. Accepted: an int >= 0 (bytes)")
+    ):
+        Options(reserve=value)
+
+
+@pytest.mark.parametrize("value", [1, 0.1, numpy.float32(2), numpy.int64(3)])
+def test_time_limit_is_a_float(value):
+    time_limit = Options(time_limit=value).time_limit
+    assert time_limit == float(value)
+    assert type(time_limit) is float
+
+
+@pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, True, None, "10", "10s"])
+def test_time_limit_refuses(value):
+    with pytest.raises(
+        OptionsError, match=re.escape(f"time_limit={value!r} is not accepted. Accepted: a finite number")
+    ):
+        Options(time_limit=value)
+
+
+@pytest.mark.parametrize("value", ["eager", "Inductor", "warn", "", None, 1, True, ["inductor"]])
+@pytest.mark.parametrize(
+    ("name", "forms"), [("inner", '"inductor" or "aot_eager"'), ("on_infeasible", '"raise" or "best_effort"')]
+)
+def test_choices_refuse(name, forms, value):
+    with pytest.raises(OptionsError, match=re.escape(f"{name}={value!r} is not accepted. Accepted: {forms}")):
+        Options(**{name: value})
+
+
+def test_mode_must_be_text():
+    with pytest.raises(OptionsError, match="mode=3 is not accepted"):
+        Options(mode=3)
+
+
+def test_options_are_frozen_hashable_and_picklable():
+    options = Options(memory_budget="6GiB", inductor=(("b", 1), ("a", 2)))
+    with pytest.raises(AttributeError):
+        options.memory_budget = 1
+    assert options == Options(memory_budget=6 * 2**30, inductor=(("a", 2), ("b", 1)))
+    assert hash(options) == hash(pickle.loads(pickle.dumps(options)))
+    assert pickle.loads(pickle.dumps(options)) == options
+
+
+# Keys and where values come from
+
+
+def test_parse_of_nothing_is_the_defaults():
+    assert Options.parse() == Options.parse(None) == Options.parse({}) == Options()
+
+
+def test_parse_separates_our_keys_from_inductors():
+    options = parse(
+        {"time_limit": 3, "triton.cudagraphs": True, "memory_budget": "1GB", "max_autotune": False}, "default"
+    )
+    assert options.memory_budget == 10**9
+    assert options.time_limit == 3.0
+    assert options.inductor == (("max_autotune", False), ("triton.cudagraphs", True))
+    assert options.mode == "default"
+
+
+def test_dashes_in_keys_are_underscores():
+    options = parse({"memory-budget": 5, "max-autotune": True})
+    assert options.memory_budget == 5
+    assert options.inductor == (("max_autotune", True),)
+
+
+def test_inductor_keys_are_asked_for_only_when_needed():
+    def fail():
+        raise AssertionError("not needed")
+
+    assert Options.parse({key: getattr(Options(), key) for key in OWN_KEYS}, None, fail) == Options()
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [("memory_bugdet", "memory_budget"), ("max_autotun", "max_autotune"), ("time-limits", "time_limit")],
+)
+def test_unknown_key_names_the_nearest(key, nearest):
+    with pytest.raises(OptionsError) as caught:
+        parse({key: 1})
+    message = str(caught.value)
+    assert f"the option {key.replace('-', '_')!r} is known neither to autoremat nor to Inductor's config" in message
+    assert re.search(rf"nearest: [^;.]*\b{nearest}\b", message)
+
+
+@pytest.mark.parametrize("key", ["xyzzy", "inductor", "mode"])
+def test_unknown_key_lists_our_names(key):
+    with pytest.raises(OptionsError, match=f"Autoremat's own: {', '.join(OWN_KEYS)}"):
+        parse({key: "default"})
+
+
+def test_key_given_twice():
+    with pytest.raises(OptionsError, match="'max_autotune' is given twice"):
+        parse({"max_autotune": True, "max-autotune": False})
+
+
+def test_key_must_be_text():
+    with pytest.raises(OptionsError, match="the option name 3 is not a string"):
+        parse({3: True})
+
+
+@pytest.mark.parametrize(
+    ("options", "configured", "environment", "expected"),
+    [
+        ({"memory_budget": 1}, {"memory_budget": 2}, "3B", 1),
+        ({"memory_budget": None}, {"memory_budget": 2}, "3B", None),
+        ({"memory_budget": 1}, {}, "3B", 1),
+        ({}, {"memory_budget": 2}, "3B", 2),
+        ({}, {"memory_budget": None}, "3B", None),
+        ({}, {"time_limit": 5}, "3B", 3),
+        ({}, {}, "3B", 3),
+        ({}, {}, None, None),
+    ],
+)
+def test_precedence_of_the_budget(monkeypatch, options, configured, environment, expected):
+    if configured:
+        configure(**configured)
+    if environment is not None:
+        monkeypatch.setenv(ENVIRONMENT_VARIABLE, environment)
+    assert parse(options).memory_budget == expected
+
+
+def test_precedence_is_per_key():
+    configure(memory_budget="1GiB", time_limit=2, inner="aot_eager", on_infeasible="best_effort", reserve="1MB")
+    options = parse({"time_limit": 3, "inner": "inductor"})
+    assert options == Options(2**30, 10**6, 3.0, "inductor", "best_effort")
+
+
+def test_a_bad_environment_is_not_read_when_it_does_not_count(monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "lots")
+    assert parse({"memory_budget": 1}).memory_budget == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("6GiB", 6 * 2**30),
+        ("auto", "auto"),
+        ("0.5", 0.5),
+        ("1.0", 1.0),
+        ("5e-1", 0.5),
+        ("none", None),
+        ("None", None),
+        ("", None),
+        (" 123456 ", 123456),
+    ],
+)
+def test_environment_forms(monkeypatch, text, expected):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, text)
+    budget = parse().memory_budget
+    assert budget == expected
+    assert type(budget) is type(expected)
+
+
+@pytest.mark.parametrize("text", ["lots", "-5", "0", "0.0", "1.5", "nan", "inf", "true", "6 GiBs"])
+def test_environment_errors_name_the_variable(monkeypatch, text):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, text)
+    with pytest.raises(OptionsError, match=rf"^AUTOREMAT_MEMORY_BUDGET=.*{re.escape(text)}.*Accepted: "):
+        parse()
+
+
+def test_configure_accumulates_and_resets():
+    assert configure(memory_budget="1GiB") is None
+    configure(time_limit=2)
+    assert parse() == Options(memory_budget=2**30, time_limit=2)
+    configure()
+    assert parse() == Options()
+
+
+def test_configure_checks_at_once_and_then_changes_nothing():
+    configure(memory_budget=5)
+    with pytest.raises(OptionsError, match="time_limit=-1"):
+        configure(memory_budget=6, time_limit=-1)
+    assert parse() == Options(memory_budget=5)
+    with pytest.raises(TypeError):
+        configure(max_autotune=True)
+
+
+# The resolved budget
+
+
+@given(st.integers(0, 2**60), st.floats(0, 1, exclude_min=True))
+def test_a_share_is_floored_and_within_the_baseline(baseline, share):
+    budget = Options(memory_budget=share).resolve_budget(baseline, None)
+    assert isinstance(budget, int)
+    assert 0 <= budget <= baseline
+    assert budget <= Fraction(repr(share)) * baseline < budget + 1
+
+
+@given(st.integers(0, 2**60), st.tuples(st.floats(0, 1, exclude_min=True), st.floats(0, 1, exclude_min=True)))
+def test_a_larger_share_is_never_a_smaller_budget(baseline, shares):
+    smaller, larger = (Options(memory_budget=share).resolve_budget(baseline, None) for share in sorted(shares))
+    assert smaller <= larger
+
+
+@pytest.mark.parametrize(
+    ("budget", "baseline", "free", "expected"),
+    [
+        (0.7, 10, None, 7),
+        (0.5, 101, None, 50),
+        (1.0, 2**60 + 1, None, 2**60 + 1),
+        (123, 10, None, 123),
+        (123, 10, 1, 123),
+        (None, 10, 1, None),
+        ("auto", 10, DEFAULT_RESERVE + 9, 9),
+    ],
+)
+def test_resolve_budget(budget, baseline, free, expected):
+    assert Options(memory_budget=budget).resolve_budget(baseline, free) == expected
+
+
+def test_auto_needs_a_cuda_device():
+    with pytest.raises(
+        OptionsError, match=r'memory_budget="auto" needs a CUDA device.*Accepted elsewhere: an int'
+    ) as caught:
+        Options(memory_budget="auto").resolve_budget(10, None)
+    assert "less `reserve`" not in str(caught.value)
+
+
+@pytest.mark.parametrize("free", [0, 2**20, 2 * 2**20])
+def test_auto_shows_both_numbers_when_nothing_is_left(free):
+    with pytest.raises(OptionsError) as caught:
+        Options(memory_budget="auto", reserve="2MiB").resolve_budget(10, free)
+    assert f"({free} bytes) are free" in str(caught.value)
+    assert "reserve=2097152 (2.00 MiB)" in str(caught.value)
+
+
+# The cache key
+
+budgets = st.one_of(st.none(), st.just("auto"), st.integers(1, 2**50), st.floats(0, 1, exclude_min=True))
+all_options = st.builds(
+    Options,
+    memory_budget=budgets,
+    reserve=st.integers(0, 2**40),
+    time_limit=st.floats(0.001, 1000),
+    inner=st.sampled_from(["inductor", "aot_eager"]),
+    on_infeasible=st.sampled_from(["raise", "best_effort"]),
+    inductor=st.dictionaries(
+        st.sampled_from(INDUCTOR_KEYS), st.one_of(st.booleans(), st.integers(0, 1), st.text())
+    ).map(lambda config: tuple(config.items())),
+    mode=st.sampled_from([None, "default", "max-autotune"]),
+)
+
+
+@given(all_options)
+def test_cache_key_is_sorted_json_and_survives_pickling(options):
+    key = options.cache_key()
+    assert json.dumps(json.loads(key), sort_keys=True) == key
+    assert pickle.loads(pickle.dumps(options)).cache_key() == key
+
+
+@given(all_options, all_options)
+def test_different_options_have_different_cache_keys(one, other):
+    if one != other:
+        assert one.cache_key() != other.cache_key()
+
+
+def test_cache_key_tells_one_byte_from_the_whole_share():
+    assert Options(memory_budget=1).cache_key() != Options(memory_budget=1.0).cache_key()
+
+
+def test_spelling_does_not_change_the_cache_key():
+    one = parse({"memory_budget": "1KiB", "max-autotune": True, "fallback_random": False})
+    other = parse({"fallback_random": False, "max_autotune": True, "memory-budget": 1024})
+    assert one.cache_key() == other.cache_key()
+
+
+class Versioned:
+    def __init__(self, version):
+        self.version = version
+
+    def __call__(self, graph):
+        return None
+
+    def uuid(self):
+        return self.version
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        (object(), object(), True),
+        (Versioned("1"), Versioned("1"), True),
+        (Versioned("1"), Versioned("2"), False),
+        (len, sum, False),
+        (int, float, False),
+        ([1, {"a": (2,)}], [1, {"a": (2,)}], True),
+        ([1, {"a": (2,)}], [1, {"a": (3,)}], False),
+        ({"x", "y"}, {"y", "x"}, True),
+        (frozenset({"x"}), frozenset({"y"}), False),
+    ],
+)
+def test_cache_key_of_values_that_json_does_not_know(one, other, equal):
+    keys = [Options(inductor=(("post_grad_custom_pre_pass", value),)).cache_key() for value in (one, other)]
+    assert (keys[0] == keys[1]) is equal
+    assert "0x" not in keys[0]
+
+
+def test_cache_key_is_the_same_in_every_process():
+    code = (
+        "from autoremat.options import Options;"
+        "print(Options(0.3, inductor=(('a', {'x', 'y', 'z'}), ('b', len), ('c', object()))).cache_key())"
+    )
+    run = functools.partial(subprocess.run, capture_output=True, check=True, cwd=Path(__file__).parent.parent)
+    seeds = ("1", "2", "3")
+    keys = {run([sys.executable, "-c", code], env=os.environ | {"PYTHONHASHSEED": seed}).stdout for seed in seeds}
+    assert len(keys) == 1
