@@ -20,6 +20,7 @@ from autoremat import op_rules, torch_compat
 from autoremat.cost import Device, cpu_device, cuda_device, roofline_seconds, saving_seconds_per_byte
 from autoremat.errors import CaptureError
 from autoremat.graph import Graph, Kind, Op, Role, Trait, Value
+from autoremat.workspace import workspace_bytes
 
 Alias = int | None | tuple["Alias", ...]
 """What a node holds: a value number, nothing that takes memory, or a tuple of these."""
@@ -166,7 +167,7 @@ def origin(node: fx.Node) -> tuple[str, str]:
     for line in (node.meta.get("stack_trace") or "").splitlines():
         if line.strip().startswith("File "):
             parts = line.strip().split(",")
-            source = f"{parts[0][len('File '):].strip(chr(34))}:{parts[1].strip().removeprefix('line ')}"
+            source = f"{parts[0][len('File ') :].strip(chr(34))}:{parts[1].strip().removeprefix('line ')}"
     return module, source
 
 
@@ -248,12 +249,13 @@ def _op(builder: _Builder, node: fx.Node, backward: bool, overwritten: set[int],
     if overwritten.intersection(builder.reads[node]):
         traits |= Trait.READS_MUTATED_INPUT
     kind = op_rules.kind_of(node)
+    workspace = workspace_bytes(node, tuple(args), dict(kwargs), node.meta.get("val"))
     module, source = origin(node)
     # A fused pointwise op moves its share of the chain's traffic, not what it would move alone.
     traffic = moved // 3 if kind is Kind.POINTWISE else moved
     return Op(
         node.name, str(node.target), builder.reads[node], builder.makes[node], not backward,
-        roofline_seconds(flops, traffic, device), flops, moved, kind, traits, op_rules.order_of(node), module, source,
+        roofline_seconds(flops, traffic, device), flops, moved, workspace, kind, traits, op_rules.order_of(node), module, source,
     )  # fmt: skip
 
 

@@ -136,7 +136,7 @@ class _InductorCompilation:
         self.peaks = []
 
         def observe(lowered: torch_compat.LoweredPeak) -> None:
-            peak = lowered.peak_bytes + (partitioner.held_bytes if lowered.is_backward else 0)
+            peak = lowered.peak_bytes
             self.peaks.append(peak)
             report = partitioner.report
             if may_stop and report is not None and report.budget_bytes is not None and peak > report.budget_bytes:
@@ -147,7 +147,10 @@ class _InductorCompilation:
         module.meta = dict(self.gm.meta)
         patches = {**self.patches, "custom_partitioner_fn": partitioner}
         eager_backward = {"force_non_lazy_backward_lowering": self.options.memory_budget is not None}
-        with torch_compat.observe_lowering(lambda: partitioner.held_names, observe):
+        with (
+            torch_compat.pinned_order(lambda: partitioner.pins_order),
+            torch_compat.observe_lowering(lambda: partitioner.circumstances, observe),
+        ):
             return torch_compat.compile_with_inductor(module, self.inputs, patches, eager_backward)
 
     def partitioner(self, margin: int, must_fit: bool) -> Partitioner:
@@ -208,8 +211,9 @@ class _InductorCompilation:
         return self.finish(compiled, partitioner, None, 0)
 
     def gave_up(self, partitioner: Partitioner) -> BudgetInfeasible:
-        report, plan = partitioner.report, partitioner.plan
-        assert report is not None and report.budget_bytes is not None and plan is not None
+        report = partitioner.report
+        assert report is not None
+        assert report.budget_bytes is not None
         return BudgetInfeasible(
             budget_bytes=report.budget_bytes,
             minimum_bytes=min(self.failed_peaks),

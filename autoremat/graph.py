@@ -84,6 +84,8 @@ class Op:
     seconds: float = 0.0
     flops: int = 0
     bytes_moved: int = 0
+    workspace_bytes: int = 0
+    """What the op allocates beside its results and frees before it returns."""
     kind: Kind = Kind.EXTERN
     traits: Trait = Trait.NONE
     order: Order = Order.NONE
@@ -178,6 +180,14 @@ class Graph:
                     seen.add(producer)
                     stack.append(producer)
         return seen
+
+    def workspaces(self) -> dict[str, int]:
+        """The largest workspace by target, without those that need none."""
+        found: dict[str, int] = {}
+        for op in self.ops:
+            if op.workspace_bytes:
+                found[op.target] = max(found.get(op.target, 0), op.workspace_bytes)
+        return found
 
     @property
     def forward_seconds(self) -> float:

@@ -118,9 +118,7 @@ def _inlined(copies: _Copies, kept: set[int]) -> list[bool]:
             continue
         if start < copies.num_forward <= readers[-1] or not all(fusible[r] for r in readers):
             continue
-        inlined[copy] = len(readers) == 1 or (
-            len(readers) <= INLINE_READERS and barrier[readers[0]] == barrier[readers[-1]]
-        )
+        inlined[copy] = len(readers) == 1 or (len(readers) <= INLINE_READERS and barrier[readers[0]] == barrier[readers[-1]])
     return inlined
 
 
@@ -161,5 +159,6 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
         alive.append(Copy(value, copies.start[copy], last[copy]))
     tangents = sum(v.bytes for v in graph.values if v.role is Role.TANGENT)
     change[num_forward] += tangents
-    bytes_at = np.cumsum(change)[: len(sequence)]
+    workspaces = np.fromiter((graph.ops[op].workspace_bytes for op in sequence), dtype=np.int64, count=len(sequence))
+    bytes_at = np.cumsum(change)[: len(sequence)] + workspaces
     return Timeline(graph, schedule, tuple(alive), bytes_at)

@@ -17,7 +17,7 @@ from torch import fx
 from autoremat import torch_compat
 from autoremat.capture import Capture, capture
 from autoremat.errors import BudgetInfeasible, Occupant
-from autoremat.graph import Role
+from autoremat.graph import Kind
 from autoremat.options import Options
 from autoremat.passes import realise
 from autoremat.plans import Plan
@@ -62,9 +62,9 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     """Whether to raise if nothing fits; else the plan of least memory is taken."""
     report: Report | None = field(default=None, init=False)
     plan: Plan | None = field(default=None, init=False)
-    held_names: frozenset[str] = field(default=frozenset(), init=False)
-    """Placeholders of the backward that the caller or autograd holds to the end of the step."""
-    held_bytes: int = field(default=0, init=False)
+    circumstances: torch_compat.Circumstances = field(default_factory=torch_compat.Circumstances, init=False)
+    pins_order: bool = field(default=False, init=False)
+    """Whether the code generator must keep the backward's order: a plan of least time may be reordered freely."""
 
     def __post_init__(self) -> None:
         self.identity = ("autoremat", source_hash(), self.fingerprint, self.margin_bytes, self.must_fit)
@@ -84,9 +84,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     def __repr__(self) -> str:
         return f"Partitioner{self.identity}"
 
-    def __call__(
-        self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> torch_compat.PartitionedModules:
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> torch_compat.PartitionedModules:
         num_fwd_outputs = kwargs["num_fwd_outputs"]
         joint = torch_compat.prepare_joint(gm)
         captured = capture(joint, num_fwd_outputs, self.fuses)
@@ -94,7 +92,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             return torch_compat.partition_as_torch_does(joint, joint_inputs, **kwargs)
         plan = self.choose(captured)
         self.plan = plan
-        self.note_held(captured)
+        self.pins_order = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
+        self.circumstances = circumstances(captured)
         log.info("%s", self.report.summary() if self.report else "")
         return realise(captured, plan.schedule, kwargs.get("static_lifetime_input_indices") or ())
 
@@ -121,14 +120,15 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         )
         return plan
 
-    def note_held(self, captured: Capture) -> None:
-        """Remember what stays alive through the backward whatever it frees: forward outputs and tangents."""
-        graph = captured.graph
-        held = set(graph.forward_outputs)
-        names = {captured.value_nodes[v].name for v in held if captured.value_nodes[v] is not None}  # type: ignore[union-attr]
-        self.held_names = frozenset(names)
-        self.held_bytes = sum(graph.values[v].bytes for v in held)
-        self.held_bytes += sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
+
+def circumstances(captured: Capture) -> torch_compat.Circumstances:
+    """What the generated code alone does not say: forward outputs that the backward reads stay with the caller."""
+    graph = captured.graph
+    holders = (captured.value_nodes[v] for v in graph.forward_outputs)
+    workspaces = {target.split(".")[1]: size for target, size in graph.workspaces().items()}
+    return torch_compat.Circumstances(
+        frozenset(h.name for h in holders if h is not None), captured.device.allocation_bytes, workspaces
+    )
 
 
 def infeasible(planning: Planning, budget: int, device: str, minimum: int | None = None) -> BudgetInfeasible:

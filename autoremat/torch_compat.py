@@ -10,13 +10,14 @@ import inspect
 import re
 import unittest.mock
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import torch
 from torch import fx
 
 from autoremat.errors import UnsupportedTorchError
+from autoremat.wrapper_code import replay_peak
 
 SUPPORTED_MINORS = range(11, 16)
 
@@ -32,7 +33,7 @@ check_torch_version()
 
 import torch._functorch.config as functorch_config  # noqa: E402
 import torch._inductor.config as inductor_config  # noqa: E402
-from torch._functorch import partitioners  # noqa: E402
+from torch._functorch import compile_utils, partitioners  # noqa: E402
 from torch._functorch._aot_autograd import utils as aot_utils  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # noqa: E402
 from torch.fx.experimental.proxy_tensor import is_sym_node as is_sym_node  # noqa: E402
@@ -77,7 +78,7 @@ def is_opaque(node: fx.Node) -> bool:
 
 def is_with_effects(node: fx.Node) -> bool:
     """Whether the node is an effectful op with its token."""
-    return bool(partitioners.is_with_effects(node))
+    return bool(aot_utils.is_with_effects(node))
 
 
 def prepare_joint(joint: fx.GraphModule) -> fx.GraphModule:
@@ -85,7 +86,7 @@ def prepare_joint(joint: fx.GraphModule) -> fx.GraphModule:
     checkpoint-region borders, collectives, effects and mutations."""
     joint.graph.eliminate_dead_code()
     if functorch_config.cse:
-        joint.graph = partitioners.fx_graph_cse(joint.graph)
+        joint.graph = compile_utils.fx_graph_cse(joint.graph)
     if partitioners.has_recomputable_ops(joint):
         joint = partitioners.cleanup_recompute_tags(joint, is_default_partition=False)
     if not functorch_config.unsafe_allow_optimization_of_collectives:
@@ -144,7 +145,7 @@ def extract_modules(
 
 def finish_module(module: fx.GraphModule, is_backward: bool) -> fx.GraphModule:
     """Unpack results of multi-output ops at once, and thread random states of nested regions through."""
-    module = partitioners.raise_getitems(module)
+    module = compile_utils.raise_getitems(module)
     thread = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
     if thread is not None:
         module = thread(module, is_backward=is_backward)
@@ -186,7 +187,7 @@ def flop_formulas() -> Mapping[Any, Callable[..., int]]:
 
 def inductor_config_names() -> frozenset[str]:
     """The names of Inductor's options, in the spelling that ``torch.compile(options=...)`` takes."""
-    return frozenset(inductor_config.get_config_copy())
+    return frozenset(vars(inductor_config)["_config"]) | frozenset(inductor_config.get_config_copy())
 
 
 def mode_config(mode: str | None) -> dict[str, Any]:
@@ -205,8 +206,8 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx
 
     with functorch_config.patch(functorch):
-        compiled: Callable[..., Any] = compile_fx(module, inputs, config_patches=config)
-    return compiled
+        compiled: Any = compile_fx(module, inputs, config_patches=config)
+    return cast(Callable[..., Any], compiled)
 
 
 def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
@@ -240,7 +241,10 @@ def configuration_fingerprint() -> str:
 @contextlib.contextmanager
 def without_caches() -> Iterator[None]:
     """Compile afresh: neither AOTAutograd's nor Inductor's cache answers, nor is written."""
-    with functorch_config.patch({"enable_autograd_cache": False}), inductor_config.patch({"force_disable_caches": True}):
+    with (
+        functorch_config.patch({"enable_autograd_cache": False}),
+        inductor_config.patch({"force_disable_caches": True}),
+    ):
         yield
 
 
@@ -249,43 +253,132 @@ def without_caches() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class LoweredPeak:
-    """The peak of one lowered graph by Inductor's final schedule, in bytes, without inputs that may not be freed."""
+    """The peak of one lowered graph, in bytes: what it allocates and, for a backward, what it was handed."""
 
     is_backward: bool
     peak_bytes: int
 
 
-def _lowered_peak(scheduler: Any, held_inputs: Collection[str]) -> LoweredPeak:
-    """Replay the scheduler's buffers; ``held_inputs`` (names of placeholders) stay alive to the end, uncounted here."""
-    from torch._inductor import memory
+def _layout_bytes(buffer: Any) -> int:
+    """Bytes of a buffer of Inductor's; 0 for what holds several results or none."""
     from torch._inductor.virtualized import V
 
-    ordered_set = torch.utils._ordered_set.OrderedSet
-    outputs = ordered_set(V.graph.get_output_names())
+    try:
+        layout = buffer.get_layout()
+        elements = V.graph.sizevars.optimization_hint(layout.storage_size(), fallback=UNKNOWN_SIZE)
+        return int(elements) * int(layout.dtype.itemsize)
+    except (AttributeError, NotImplementedError):
+        return 0
+
+
+def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
+    """The peak by the scheduler's buffers, for generated code that :func:`replay_peak` cannot read. It knows nothing of
+    in-place reuse, and what is held is added without ever being freed."""
+    from torch._inductor import memory
+
+    scheduler, ordered_set = lowering.scheduler, torch.utils._ordered_set.OrderedSet
+    outputs = ordered_set(lowering.get_output_names())
     _, freeable = memory.prepare_planning_info(
-        scheduler.nodes, scheduler.name_to_buf, scheduler.name_to_fused_node, ordered_set(V.graph.graph_inputs), outputs
+        scheduler.nodes,
+        scheduler.name_to_buf,
+        scheduler.name_to_fused_node,
+        ordered_set(lowering.graph_inputs),
+        outputs,
     )
-    freeable = {name: buffer for name, buffer in freeable.items() if name not in held_inputs}
+    kept = [name for name in lowering.graph_inputs if name in held]
+    freeable = {name: buffer for name, buffer in freeable.items() if name not in held}
     peak, _ = memory.estimate_peak_memory(scheduler.nodes, freeable, outputs)
-    return LoweredPeak(bool(V.graph.is_backward), int(peak))
+    return int(peak) + sum(_layout_bytes(lowering.graph_inputs[name]) for name in kept)
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What the replay of generated code has to know of the graph: backward inputs that nobody may free, the allocator's
+    granularity, workspaces by ATen op name."""
+
+    held: frozenset[str] = frozenset()
+    allocation_bytes: int = 1
+    workspaces: Mapping[str, int] = field(default_factory=dict)
+
+
+def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPeak:
+    from torch._inductor.virtualized import V
+
+    with V.set_graph_handler(lowering):
+        counted = {}
+        if lowering.is_backward:
+            counted = {
+                name: _layout_bytes(buffer)
+                for name, buffer in lowering.graph_inputs.items()
+                if not name.startswith(("primals_", "fwd_rng_state", "bwd_rng_state"))
+            }
+        held = {name for name in counted if name in known.held or name.startswith("tangents")}
+
+        def buffer_bytes(name: str) -> int:
+            return _layout_bytes(lowering.get_buffer(name)) if lowering.try_get_buffer(name) is not None else 0
+
+        peak = replay_peak(source, counted, buffer_bytes, held, known.allocation_bytes, known.workspaces)
+        return LoweredPeak(bool(lowering.is_backward), _scheduled_peak(lowering, held) if peak is None else peak)
+
+
+def _pin_order(scheduler: Any) -> None:
+    """Keep the graph's order between extern kernels: fusion may merge what stands between two of them, but move nothing
+    past one. Otherwise the scheduler computes what the plan recomputes late together with what it computes early, because
+    both read the same buffer."""
+    from torch._inductor import ir
+    from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
+    from torch._inductor.virtualized import V
+
+    def after(node: Any, earlier: Any) -> None:
+        # Read by `compute_dependencies` as control dependencies, which order nodes but keep no buffer alive.
+        V.graph.additional_buffer_deps[node.get_name()].update(earlier.get_buffer_names())
+
+    barrier: Any = None
+    window: list[Any] = []
+    for node in scheduler.nodes:
+        if isinstance(node, NopKernelSchedulerNode) or isinstance(node.node, ir.MultiOutput):
+            continue
+        if barrier is not None:
+            after(node, barrier)
+        if isinstance(node, ExternKernelSchedulerNode):
+            for earlier in window:
+                after(node, earlier)
+            barrier, window = node, []
+        else:
+            window.append(node)
 
 
 @contextlib.contextmanager
-def observe_lowering(
-    held_inputs: Callable[[], Collection[str]], observer: Callable[[LoweredPeak], None]
-) -> Iterator[None]:
-    """Call ``observer`` with every whole graph that Inductor lowers, once its schedule is final and before any kernel is
-    compiled. What ``observer`` raises ends the compilation."""
-    from torch._inductor.graph import SubgraphLowering
+def pinned_order(wanted: Callable[[], bool]) -> Iterator[None]:
+    """While active, the backward graphs that Inductor schedules keep their order if ``wanted()`` (see ``_pin_order``)."""
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
 
-    finish = Scheduler.compute_last_usage
+    compute = Scheduler.compute_dependencies
 
-    def finish_and_observe(scheduler: Any) -> None:
-        finish(scheduler)
-        if not isinstance(V.graph, SubgraphLowering) and not V.graph.is_inference:
-            observer(_lowered_peak(scheduler, held_inputs()))
+    def pin_and_compute(scheduler: Any) -> None:
+        if wanted() and V.graph.is_backward:
+            _pin_order(scheduler)
+        compute(scheduler)
 
-    with unittest.mock.patch.object(Scheduler, "compute_last_usage", finish_and_observe):
+    with unittest.mock.patch.object(Scheduler, "compute_dependencies", pin_and_compute):
+        yield
+
+
+@contextlib.contextmanager
+def observe_lowering(known: Callable[[], Circumstances], observer: Callable[[LoweredPeak], None]) -> Iterator[None]:
+    """Call ``observer`` with every whole training graph that Inductor has generated code for, before any of its kernels is
+    compiled. What ``observer`` raises ends the compilation."""
+    from torch._inductor.graph import GraphLowering, SubgraphLowering
+
+    generate = GraphLowering.codegen
+
+    def generate_and_observe(lowering: Any) -> Any:
+        generated = generate(lowering)
+        if not isinstance(lowering, SubgraphLowering) and not lowering.is_inference:
+            source = str(getattr(generated[0], "value", ""))
+            observer(_lowered_peak(lowering, source, known()))
+        return generated
+
+    with unittest.mock.patch.object(GraphLowering, "codegen", generate_and_observe):
         yield

@@ -44,6 +44,4 @@ class Planner:
         best, smallest = search.cheapest(budget_bytes)
         for plan in filter(None, (best, smallest)):
             plan.check()
-        return Planning(
-            best, self.baseline, smallest, lower_bound_bytes(self.graph), search.simulated, search.interrupted
-        )
+        return Planning(best, self.baseline, smallest, lower_bound_bytes(self.graph), search.simulated, search.interrupted)

@@ -81,7 +81,9 @@ class MinCut:
         self.flow.set_arcs_capacity(self.save, prices)
         status = self.flow.solve(self.source, self.sink)
         if status != self.flow.OPTIMAL or self.flow.optimal_flow() >= INFINITE:
-            raise PlanInvalid("the orders in the graph contradict each other: something is needed that may be neither saved nor recomputed")
+            raise PlanInvalid(
+                "the orders in the graph contradict each other: something is needed that may be neither saved nor recomputed"
+            )
         source_side = set(self.flow.get_source_side_min_cut())
         return frozenset(
             v

@@ -61,7 +61,7 @@ class Search:
 
     def price(self, step: int) -> float:
         """Seconds per saved byte at ``step`` of the ladder."""
-        return self.graph.saving_seconds_per_byte * PRICE_RANGE ** (step / PRICE_STEPS)
+        return float(self.graph.saving_seconds_per_byte * PRICE_RANGE ** (step / PRICE_STEPS))
 
     def saved_set(self, segmentation: Segmentation, step: int) -> frozenset[int]:
         """The minimum cut at a price, with the segmentation's saved cuts for nothing."""
@@ -170,12 +170,12 @@ def lower_bound_bytes(graph: Graph) -> int:
     bound = 0
     resident = set(graph.forward_outputs) | {v for v, value in enumerate(values) if value.role is Role.TANGENT}
     gradients = set(graph.backward_outputs)
-    for index, op in enumerate(graph.ops):
+    for op in graph.ops:
         if op.kind is Kind.EXTERN:
             alive = {v for v in (*op.inputs, *op.outputs) if values[v].role is not Role.INPUT}
             if not op.forward:
                 alive |= resident
-            bound = max(bound, sum(values[v].bytes for v in alive))
+            bound = max(bound, sum(values[v].bytes for v in alive) + op.workspace_bytes)
         if not op.forward:
             resident |= gradients.intersection(op.outputs)
     return max(bound, sum(values[v].bytes for v in resident))

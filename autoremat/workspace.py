@@ -1,0 +1,97 @@
+"""Memory that extern kernels allocate for the time of one call, beside their results, in bytes.
+
+Upper bounds, one formula per kernel, in elements of the kernel's own blocking. ``tests/test_workspace.py`` holds them
+against the allocator. A kernel without a formula is taken to need none (matrix products do not).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.torch_compat import size_hint
+
+aten = torch.ops.aten
+
+KEY_BLOCK = 512
+"""Keys per block of the CPU's flash attention."""
+
+CHANNEL_BLOCK = 16
+"""oneDNN pads channels to its vector width when it reorders a tensor."""
+
+SMALL = 64 * 1024
+
+
+def _query_block(queries: int) -> int:
+    """Queries per block of the CPU's flash attention."""
+    return 256 if queries >= 768 else 64 if queries >= 192 else 32
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return size_hint(tensor.numel()) * tensor.element_size()
+
+
+def _cpu_attention(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Each thread holds a block of the attention matrix, its row maxima and sums, and a block of the output."""
+    queries, width, keys = size_hint(query.shape[2]), size_hint(query.shape[3]), size_hint(key.shape[2])
+    rows, columns = _query_block(queries), min(KEY_BLOCK, keys)
+    per_thread = 4 * rows * (columns + 2 + width)
+    if query.element_size() < 4:
+        per_thread += 2 * rows * columns
+    return torch.get_num_threads() * per_thread
+
+
+def _cpu_attention_backward(_: Any, query: torch.Tensor, key: torch.Tensor, *__: Any, **___: Any) -> int:
+    """The attention block and its gradient per thread, and a contiguous copy of the output's gradient."""
+    queries, width, keys = size_hint(query.shape[2]), size_hint(query.shape[3]), size_hint(key.shape[2])
+    rows, columns = _query_block(queries), min(KEY_BLOCK, keys)
+    per_thread = 4 * 2 * rows * columns
+    if query.element_size() < 4:
+        per_thread += 2 * (2 * rows * columns + 3 * width * (rows + columns))
+    return torch.get_num_threads() * per_thread + _bytes(query) + 4096
+
+
+def _blocked(tensor: torch.Tensor) -> int:
+    """Bytes of an image batch reordered into blocks of channels."""
+    channels = size_hint(tensor.shape[1]) if tensor.dim() > 1 else 1
+    return _bytes(tensor) // max(channels, 1) * (-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK)
+
+
+def _cpu_convolution(image: torch.Tensor, weight: torch.Tensor, *_: Any, out: torch.Tensor, **__: Any) -> int:
+    return _blocked(image) + _blocked(out) + _bytes(weight) + SMALL
+
+
+def _cpu_convolution_backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> int:
+    return _blocked(gradient) + _blocked(image) + 2 * _bytes(weight) + SMALL
+
+
+def _cuda_attention_backward(_: Any, query: torch.Tensor, *__: Any, **___: Any) -> int:
+    """The query's gradient is accumulated in float32, with a row sum per query, rows padded to blocks of 128."""
+    batch, heads, queries, width = (size_hint(s) for s in query.shape)
+    return 4 * batch * heads * (-(-queries // 128) * 128) * (-(-width // 32) * 32 + 1)
+
+
+CPU: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    aten.convolution_backward: _cpu_convolution_backward,
+}
+CUDA: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_backward: _cuda_attention_backward,
+    aten._scaled_dot_product_efficient_attention_backward: _cuda_attention_backward,
+}
+
+
+def workspace_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """An upper bound on what the call allocates and frees again, with (fake) tensor arguments ``args``."""
+    packet = getattr(node.target, "overloadpacket", None)
+    tensor = next((t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)), None)
+    if tensor is None:
+        return 0
+    if tensor.device.type == "cpu" and packet is aten.convolution:
+        return _cpu_convolution(*args, out=tensor, **kwargs)
+    formula = (CPU if tensor.device.type == "cpu" else CUDA).get(packet)
+    return formula(*args, **kwargs) if formula is not None else 0

@@ -1,0 +1,164 @@
+"""The peak of the code that Inductor generated, by replaying its allocations.
+
+Inductor's output for a graph is a Python function ``call(args)`` that allocates each buffer by name, runs kernels on them,
+re-binds names where it reuses memory, and deletes names after their last use. Replaying only those statements over an
+abstract heap gives the bytes alive at every moment: in-place reuse, buffer pools and extern kernels included. Nothing is
+executed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+DTYPE_BYTES = {
+    "float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "uint32": 4,
+    "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+}  # fmt: skip
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements in order, those in ``with``, ``if`` and ``for`` blocks in place."""
+    for statement in body:
+        yield statement
+        for block in ("body", "orelse"):
+            yield from _statements(getattr(statement, block, []))
+
+
+def _call_function(source: str) -> ast.FunctionDef | None:
+    """The generated ``call``; None if the code is split into partitions, whose callers hold buffers across them."""
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+    if any(f.name.startswith("partition_") for f in functions):
+        return None
+    return next((f for f in functions if f.name == "call"), None)
+
+
+def _aliased(value: ast.expr) -> str | None:
+    """The name whose storage ``value`` shares: a name, or a reinterpretation of one."""
+    if isinstance(value, ast.Name):
+        return value.id
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "reinterpret_tensor":
+        return _aliased(value.args[0])
+    return None
+
+
+def _strided_bytes(value: ast.expr) -> int | None:
+    """Bytes of ``empty_strided_*(size, stride, dtype)`` with literal arguments."""
+    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and len(value.args) == 3):
+        return None
+    if not value.func.id.startswith("empty_strided"):
+        return None
+    try:
+        size, stride = ast.literal_eval(value.args[0]), ast.literal_eval(value.args[1])
+    except ValueError:
+        return None
+    dtype = value.args[2].attr if isinstance(value.args[2], ast.Attribute) else ""
+    extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return extent * DTYPE_BYTES.get(dtype, 8)
+
+
+class _Heap:
+    """Storages with the names that hold them; a storage without names is freed."""
+
+    def __init__(self, round_to: int) -> None:
+        self.names: dict[str, set[int]] = {}
+        self.holders: dict[int, set[str]] = {}
+        self.sizes: dict[int, int] = {}
+        self.alive = self.peak = 0
+        self.round_to = round_to
+
+    def allocate(self, size: int, *names: str) -> None:
+        storage = len(self.sizes)
+        self.sizes[storage] = -(-size // self.round_to) * self.round_to
+        self.holders[storage] = set(names)
+        for name in names:
+            self.names.setdefault(name, set()).add(storage)
+        self.alive += self.sizes[storage]
+        self.peak = max(self.peak, self.alive)
+
+    def release(self, name: str) -> None:
+        for storage in self.names.pop(name, set()):
+            self.holders[storage].discard(name)
+            if not self.holders[storage]:
+                self.alive -= self.sizes[storage]
+
+    def alias(self, name: str, other: str) -> None:
+        storages = set(self.names.get(other, set()))
+        for storage in storages:
+            self.holders[storage].add(name)
+        if name != other:
+            self.release(name)
+            self.names[name] = storages
+
+
+def _unpackings(statements: list[ast.stmt]) -> dict[str, list[str]]:
+    """For each name that holds several results, the names that take one each (``buf7 = buf6[1]``)."""
+    found: dict[str, list[str]] = {}
+    for statement in statements:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Subscript):
+            target, source = statement.targets[0], statement.value.value
+            if isinstance(target, ast.Name) and isinstance(source, ast.Name):
+                found.setdefault(source.id, []).append(target.id)
+    return found
+
+
+def replay_peak(
+    source: str,
+    input_bytes: Mapping[str, int],
+    buffer_bytes: Callable[[str], int],
+    held: Collection[str] = (),
+    round_to: int = 1,
+    workspaces: Mapping[str, int] | None = None,
+) -> int | None:
+    """The largest number of bytes alive while ``source`` runs, or None if it is not of the known form.
+
+    ``input_bytes`` are the inputs that count (saved activations) by name; those also in ``held`` are never freed.
+    ``buffer_bytes(name)`` gives the size of a buffer that an extern kernel allocates. Allocations are rounded up to
+    ``round_to`` bytes. ``workspaces`` says what calls of a function (by its name in the source) need while they run.
+    """
+    call = _call_function(source)
+    if call is None:
+        return None
+    statements = list(_statements(call.body))
+    parts = _unpackings(statements)
+    heap = _Heap(round_to)
+    for name, size in input_bytes.items():
+        heap.allocate(size, name, *(["(caller)"] if name in held else []))
+    for statement in statements:
+        if isinstance(statement, ast.Delete):
+            for target in statement.targets:
+                if isinstance(target, ast.Name):
+                    heap.release(target.id)
+        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            _assign(heap, statement.targets[0].id, statement.value, parts, buffer_bytes)
+        if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
+            heap.peak = max(heap.peak, heap.alive + _workspace(statement.value, workspaces))
+    return heap.peak
+
+
+def _workspace(value: ast.expr, workspaces: Mapping[str, int]) -> int:
+    """What the called function needs; its name is the longest in ``workspaces`` that the call's attributes contain."""
+    if not isinstance(value, ast.Call):
+        return 0
+    attributes = {n.attr for n in ast.walk(value.func) if isinstance(n, ast.Attribute)}
+    return max((size for name, size in workspaces.items() if name in attributes), default=0)
+
+
+def _assign(
+    heap: _Heap, name: str, value: ast.expr, parts: Mapping[str, list[str]], buffer_bytes: Callable[[str], int]
+) -> None:
+    other = _aliased(value)
+    if other is not None:
+        heap.alias(name, other)
+    elif isinstance(value, ast.Subscript):
+        return  # an unpacking, allocated with what it unpacks
+    elif (size := _strided_bytes(value)) is not None:
+        heap.release(name)
+        heap.allocate(size, name)
+    elif name in parts:
+        for part in parts[name]:
+            heap.allocate(buffer_bytes(part), name, part)
+    elif isinstance(value, ast.Call):
+        heap.release(name)
+        heap.allocate(buffer_bytes(name), name)
