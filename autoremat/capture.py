@@ -129,9 +129,8 @@ class _Builder:
 
         alias = hold(node.meta.get("val"), node.name)
         self.aliases[node] = alias
-        is_reshape = not made and isinstance(alias, int) and op_rules.traits_of(node) == Trait.NONE
-        if is_reshape:
-            return
+        if not made and alias is not None and op_rules.traits_of(node) == Trait.NONE:
+            return  # shares its input's storage though its schema does not say so: `_unsafe_view`, `unsafe_split`
         if isinstance(alias, int) and alias in made:
             self.value_nodes[alias] = node
         self.calls.append(node)
@@ -255,7 +254,8 @@ def _op(builder: _Builder, node: fx.Node, backward: bool, overwritten: set[int],
     traffic = moved // 3 if kind is Kind.POINTWISE else moved
     return Op(
         node.name, str(node.target), builder.reads[node], builder.makes[node], not backward,
-        roofline_seconds(flops, traffic, device), flops, moved, workspace, kind, traits, op_rules.order_of(node), module, source,
+        roofline_seconds(flops, traffic, device), flops, moved, workspace, kind, traits, op_rules.order_of(node),
+        module, source,
     )  # fmt: skip
 
 

@@ -154,8 +154,11 @@ class Graph:
 
     @cached_property
     def required_forward(self) -> frozenset[int]:
-        """Forward ops that the forward itself must run: for its outputs and effects, whatever is saved."""
-        return frozenset(self.ancestors([*self.pinned, *self.producers(self.forward_outputs)]))
+        """Forward ops that the forward itself must run, whatever is saved: for its outputs and effects, and because what
+        cannot be repeated (a random mask) runs where it was traced."""
+        needed = self.ancestors(self.producers(self.backward_needs))
+        single = [op for op in needed if op < self.num_forward and not self.ops[op].repeatable]
+        return frozenset(self.ancestors([*self.pinned, *self.producers(self.forward_outputs), *single]))
 
     @cached_property
     def backward_needs(self) -> frozenset[int]:

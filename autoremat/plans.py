@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoremat.errors import PlanInvalid
-from autoremat.graph import Graph, Role
+from autoremat.graph import Graph, Order, Role
 from autoremat.memory import Timeline, simulate
 from autoremat.schedule import Schedule
 
@@ -64,6 +64,8 @@ class Plan:
         graph, schedule = self.graph, self.schedule
         if [op for op in schedule.backward if op >= graph.num_forward] != list(range(graph.num_forward, len(graph.ops))):
             raise PlanInvalid("the backward's own ops do not all run once, in order")
+        if any(op >= graph.num_forward for op in schedule.forward):
+            raise PlanInvalid("the forward runs a backward op")
         if missing := graph.required_forward - set(schedule.forward):
             raise PlanInvalid(f"the forward lacks {[graph.ops[op].name for op in sorted(missing)]}")
         made = {v for v, value in enumerate(graph.values) if value.role is not Role.COMPUTED}
@@ -73,6 +75,8 @@ class Plan:
             runs[index] = runs.get(index, 0) + 1
             if runs[index] > 1 and not op.repeatable:
                 raise PlanInvalid(f"{op.name} may not run twice ({op.traits.name})")
+            if runs[index] > 1 and op.order is Order.SAVE:
+                raise PlanInvalid(f"{op.name} is ordered to be saved but runs twice")
             if unmade := [graph.values[v].name for v in op.inputs if v not in made]:
                 raise PlanInvalid(f"{op.name} reads {unmade} before it is made")
             made.update(op.outputs)

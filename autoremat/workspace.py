@@ -65,7 +65,12 @@ def _cpu_convolution(image: torch.Tensor, weight: torch.Tensor, *_: Any, out: to
 
 
 def _cpu_convolution_backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> int:
-    return _blocked(gradient) + _blocked(image) + 2 * _bytes(weight) + SMALL
+    """The gradient, the image and the image's gradient in blocks."""
+    return _blocked(gradient) + 2 * _blocked(image) + 2 * _bytes(weight) + SMALL
+
+
+def _cpu_batch_norm_backward(gradient: torch.Tensor, *_: Any, **__: Any) -> int:
+    return _bytes(gradient)
 
 
 def _cuda_attention_backward(_: Any, query: torch.Tensor, *__: Any, **___: Any) -> int:
@@ -78,6 +83,7 @@ CPU: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
     aten.convolution_backward: _cpu_convolution_backward,
+    aten.native_batch_norm_backward: _cpu_batch_norm_backward,
 }
 CUDA: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_backward: _cuda_attention_backward,

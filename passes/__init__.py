@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from torch import fx
+
 from autoremat import torch_compat
 from autoremat.capture import Capture
+from autoremat.errors import PlanInvalid
 from autoremat.passes.recompute import insert_recomputation
 from autoremat.passes.split import split
 from autoremat.schedule import Schedule
@@ -17,4 +20,16 @@ def realise(capture: Capture, schedule: Schedule, static_inputs: Collection[int]
     forward, backward = split(capture, schedule, static_inputs)
     forward.graph.lint()
     backward.graph.lint()
+    _check_split(capture, backward)
     return forward, backward
+
+
+def _check_split(capture: Capture, backward: fx.GraphModule) -> None:
+    """Raise ``PlanInvalid`` if the backward runs a forward op that the schedule did not ask for.
+
+    Torch's extraction quietly takes along whatever a backward node reads and nobody saved.
+    """
+    forward_ops = {node.name for node in capture.op_nodes[: capture.graph.num_forward]}
+    calls = (node for node in backward.graph.nodes if node.op == "call_function")
+    if unplanned := [node.name for node in calls if node.name in forward_ops]:
+        raise PlanInvalid(f"the backward runs forward ops that were neither saved nor planned: {unplanned}")

@@ -21,13 +21,14 @@ from ortools.graph.python import max_flow
 from autoremat.errors import PlanInvalid
 from autoremat.graph import Graph, Order
 
-UNIT_SECONDS = 1e-10
-"""Capacities are integers, in units of this many seconds."""
+RESOLUTION = 1 << 36
+"""Capacities are integers: all finite costs and prices of a cut together are scaled to this."""
 
-INFINITE = 1 << 48
-FORBIDDEN = 1 << 40
+FORBIDDEN = RESOLUTION << 1
 """The capacity of what is done only if nothing else is possible: such as saving what is ordered to be recomputed but
 cannot be, because its op is random."""
+
+INFINITE = FORBIDDEN << 16
 
 
 class MinCut:
@@ -45,8 +46,11 @@ class MinCut:
         ends = np.arange(len(self.values), dtype=np.int32) + num_ops
         self.bytes = np.array([graph.values[v].bytes for v in self.values], dtype=np.float64)
         self.run_again = self.flow.add_arcs_with_capacity(
-            np.full(num_ops, self.source, dtype=np.int32), np.arange(num_ops, dtype=np.int32), self._recompute_costs()
+            np.full(num_ops, self.source, dtype=np.int32),
+            np.arange(num_ops, dtype=np.int32),
+            np.zeros(num_ops, dtype=np.int64),
         )
+        self.costs, self.fixed = self._recompute_costs()
         self.save = self.flow.add_arcs_with_capacity(producers, ends, np.zeros(len(self.values), dtype=np.int64))
         reads = [(self.index[v] + num_ops, o) for o in range(num_ops) for v in graph.ops[o].inputs if v in self.index]
         needs = [(self.index[v] + num_ops, self.sink) for v in sorted(graph.backward_needs)]
@@ -56,29 +60,30 @@ class MinCut:
         self.flow.add_arcs_with_capacity(pairs[:, 0].copy(), pairs[:, 1].copy(), capacities)
         self.orders = np.array([graph.ops[p].order is Order.RECOMPUTE for p in producers], dtype=bool)
 
-    def _recompute_costs(self) -> NDArray[np.int64]:
+    def _recompute_costs(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Seconds of running each forward op again, and which may not."""
         graph = self.graph
-        costs = np.zeros(graph.num_forward, dtype=np.int64)
-        for index in range(graph.num_forward):
-            op = graph.ops[index]
-            if not op.repeatable or (op.order is Order.SAVE):
-                costs[index] = INFINITE
-            elif index in graph.required_forward:
-                # At least one unit: recomputing what could be saved for nothing has no point.
-                costs[index] = max(1, round(op.seconds / UNIT_SECONDS))
-        return costs
+        ops = graph.ops[: graph.num_forward]
+        # The first run of an op that only the backward needs costs nothing extra.
+        costs = np.array([op.seconds if i in graph.required_forward else 0.0 for i, op in enumerate(ops)])
+        return costs, np.array([not op.repeatable or op.order is Order.SAVE for op in ops], dtype=bool)
 
     def solve(self, seconds_per_byte: float | NDArray[np.float64], free: frozenset[int] = frozenset()) -> frozenset[int]:
         """The values to save at a price in seconds per saved byte (one for all, or one per forward value).
 
         ``free`` values cost nothing to save. Raises ``PlanInvalid`` if no cut of finite capacity exists.
         """
-        prices = np.minimum(self.bytes * seconds_per_byte / UNIT_SECONDS, FORBIDDEN / 4).astype(np.int64)
-        prices[self.orders] = FORBIDDEN
+        prices = self.bytes * seconds_per_byte
         held = [self.index[v] for v in free if v in self.index]
         held += [self.index[v] for v in self.graph.forward_outputs if v in self.index]
-        prices[held] = 0
-        self.flow.set_arcs_capacity(self.save, prices)
+        prices[held] = 0.0
+        scale = RESOLUTION / max(prices.sum() + self.costs.sum(), 1e-30)
+        costs = np.ceil(self.costs * scale).astype(np.int64)
+        costs[self.fixed] = INFINITE
+        capacities = np.floor(prices * scale).astype(np.int64)
+        capacities[self.orders] = FORBIDDEN
+        self.flow.set_arcs_capacity(self.run_again, costs)
+        self.flow.set_arcs_capacity(self.save, capacities)
         status = self.flow.solve(self.source, self.sink)
         if status != self.flow.OPTIMAL or self.flow.optimal_flow() >= INFINITE:
             raise PlanInvalid(

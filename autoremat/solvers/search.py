@@ -28,7 +28,7 @@ PRICE_RANGE = 1e6
 """... from the traffic price up to this many times it: beyond, nothing is saved that can be recomputed."""
 
 BLEND_STEPS = 4
-REFINED_CANDIDATES = 4
+REFINED_CANDIDATES = 6
 """How many segmentations are searched at all prices: those whose lowest-memory plan costs least."""
 
 
@@ -149,15 +149,16 @@ class Search:
         """The cheapest plan found within ``budget`` bytes (None if none fits) and the plan of least memory found."""
         fastest = self.at_price(self.whole(), 0)
         lowest = self.lowest()
-        smallest = min((plan for plan, _ in lowest), key=lambda p: (p.peak_bytes, p.cost_seconds), default=fastest)
-        smallest = min(smallest, fastest, key=lambda p: p.peak_bytes)
-        if budget is None or fastest.peak_bytes <= budget:
-            return fastest, smallest
-        fitting = [(plan, s) for plan, s in lowest if plan.peak_bytes <= budget]
-        best: Plan | None = min((plan for plan, _ in fitting), key=lambda p: p.cost_seconds, default=None)
-        for top, segmentation in fitting[:REFINED_CANDIDATES]:
+        candidates = [self.save_everything(), fastest, *(plan for plan, _ in lowest)]
+        smallest = min(candidates, key=lambda p: (p.peak_bytes, p.cost_seconds))
+        fitting = [plan for plan in candidates if budget is None or plan.peak_bytes <= budget]
+        best = min(fitting, key=lambda p: p.cost_seconds, default=None)
+        if budget is None or best is fastest:
+            return best, smallest
+        for top, segmentation in [pair for pair in lowest if pair[0].peak_bytes <= budget][:REFINED_CANDIDATES]:
             plan = self.cheapest_in(segmentation, budget, top)
             best = plan if best is None else min(best, plan, key=lambda p: p.cost_seconds)
+            smallest = min(smallest, plan, key=lambda p: p.peak_bytes)
         return best, smallest
 
 
@@ -170,8 +171,9 @@ def lower_bound_bytes(graph: Graph) -> int:
     bound = 0
     resident = set(graph.forward_outputs) | {v for v, value in enumerate(values) if value.role is Role.TANGENT}
     gradients = set(graph.backward_outputs)
-    for op in graph.ops:
-        if op.kind is Kind.EXTERN:
+    runs = graph.ancestors([*graph.required_forward, *graph.producers(graph.backward_needs)])
+    for index, op in enumerate(graph.ops):
+        if op.kind is Kind.EXTERN and (index in runs or not op.forward):
             alive = {v for v in (*op.inputs, *op.outputs) if values[v].role is not Role.INPUT}
             if not op.forward:
                 alive |= resident

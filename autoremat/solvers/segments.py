@@ -79,7 +79,9 @@ class Chain:
             low = max(low, chosen[-1] + 1 if chosen else 0)
             high = min(high, len(self.filled) - 1)
             if low < high:
-                chosen.append(int(low + self.width[low:high].argmin()))
+                narrowest = np.flatnonzero(self.width[low:high] == self.width[low:high].min()) + low
+                distance = np.abs(self.filled[narrowest] - total * part / count)
+                chosen.append(int(narrowest[distance.argmin()]))
         return chosen
 
     def segments(self, count: int) -> tuple[Segments, tuple[tuple[int, ...], ...]]:
