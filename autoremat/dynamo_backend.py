@@ -28,6 +28,8 @@ from autoremat.units import format_bytes
 log = logging.getLogger("autoremat")
 
 MAX_REPLANS = 4
+EAGER_BACKWARD = {"force_non_lazy_backward_lowering": True}
+"""The backward is compiled with the forward, not at its first call, so that its peak is known while there is a choice."""
 Compiled = Callable[..., Any]
 
 
@@ -131,27 +133,27 @@ class _InductorCompilation:
         self.peaks: list[int] = []
         self.failed_peaks: list[int] = []
 
-    def attempt(self, partitioner: Partitioner, may_stop: bool) -> Compiled:
-        """Compile once; raises ``_OverBudget`` if the schedule needs too much and ``may_stop``."""
+    def attempt(self, partitioner: Partitioner, last: bool) -> Compiled:
+        """Compile once; raises ``_OverBudget`` if the code needs too much, unless this is the ``last`` best effort."""
         self.peaks = []
 
         def observe(lowered: torch_compat.LoweredPeak) -> None:
             peak = lowered.peak_bytes
             self.peaks.append(peak)
             report = partitioner.report
-            if may_stop and report is not None and report.budget_bytes is not None and peak > report.budget_bytes:
+            give_in = self.options.on_infeasible == "best_effort" and (last or partitioner.exhausted)
+            if not give_in and report is not None and report.budget_bytes is not None and peak > report.budget_bytes:
                 raise _OverBudget(peak)
 
         # Inductor takes ownership of the module; another attempt needs a fresh one.
         module = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
         module.meta = dict(self.gm.meta)
         patches = {**self.patches, "custom_partitioner_fn": partitioner}
-        eager_backward = {"force_non_lazy_backward_lowering": self.options.memory_budget is not None}
         with (
-            torch_compat.pinned_order(lambda: partitioner.pins_order),
+            torch_compat.memory_first(lambda: partitioner.memory_first),
             torch_compat.observe_lowering(lambda: partitioner.circumstances, observe),
         ):
-            return torch_compat.compile_with_inductor(module, self.inputs, patches, eager_backward)
+            return torch_compat.compile_with_inductor(module, self.inputs, patches, EAGER_BACKWARD)
 
     def partitioner(self, margin: int, must_fit: bool) -> Partitioner:
         return Partitioner(self.options, self.key, margin, must_fit=must_fit)
@@ -165,17 +167,19 @@ class _InductorCompilation:
             last = replans == MAX_REPLANS
             partitioner = self.partitioner(margin, must_fit)
             try:
-                compiled = self.attempt(partitioner, may_stop=not last or must_fit)
+                compiled = self.attempt(partitioner, last)
             except Exception as error:
                 over = _over_budget(error)
                 if over is None or partitioner.report is None or partitioner.plan is None:
                     raise
                 self.failed_peaks.append(over.peak_bytes)
+                if partitioner.exhausted or last:
+                    raise self.gave_up(partitioner) from None
                 margin = self.next_margin(partitioner, over.peak_bytes)
                 log.info("%s: replanning for %s less", over, format_bytes(margin))
                 continue
             return self.finish(compiled, partitioner, record, replans)
-        raise self.gave_up(partitioner)
+        raise AssertionError("the last attempt returns or raises")
 
     @staticmethod
     def next_margin(partitioner: Partitioner, peak: int) -> int:
@@ -194,7 +198,7 @@ class _InductorCompilation:
             compiled_peak = max(self.peaks, default=None)
             if len(self.peaks) < 2 and record is not None and record.report is not None and not self.peaks:
                 compiled_peak = record.report.compiled_peak_bytes
-            report = dataclasses.replace(report, compiled_peak_bytes=compiled_peak, replans=replans)
+            report = report.compiled(compiled_peak, replans)
             store.save(self.key, Record(report, partitioner.margin_bytes))
         if report is not None:
             _publish(report)
@@ -204,7 +208,7 @@ class _InductorCompilation:
         """Torch's caches answered but our record of the compilation is gone: compile afresh to have it again."""
         partitioner = self.partitioner(0, self.options.on_infeasible == "raise")
         with torch_compat.without_caches():
-            compiled = self.attempt(partitioner, may_stop=False)
+            compiled = self.attempt(partitioner, last=True)
         if partitioner.report is None:  # no backward after all, whatever requires a gradient
             store.save(self.key, Record(None))
             return compiled

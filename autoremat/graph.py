@@ -184,12 +184,14 @@ class Graph:
                     stack.append(producer)
         return seen
 
-    def workspaces(self) -> dict[str, int]:
-        """The largest workspace by target, without those that need none."""
-        found: dict[str, int] = {}
+    def workspaces(self) -> dict[str, dict[int, int]]:
+        """By target, the largest workspace of its calls with results of so many bytes; without those that need none."""
+        found: dict[str, dict[int, int]] = {}
         for op in self.ops:
             if op.workspace_bytes:
-                found[op.target] = max(found.get(op.target, 0), op.workspace_bytes)
+                made = sum(self.values[v].bytes for v in op.outputs)
+                sizes = found.setdefault(op.target, {})
+                sizes[made] = max(sizes.get(made, 0), op.workspace_bytes)
         return found
 
     @property

@@ -112,10 +112,19 @@ def traits_of(node: fx.Node) -> Trait:
     return traits
 
 
+def adds_to_product(node: fx.Node) -> bool:
+    """Whether the node adds to a matrix product that nothing else reads: Inductor makes one ``addmm`` of the two."""
+    if packet(node) is not aten.add:
+        return False
+    return any(packet(n) in (aten.mm, aten.addmm) and len(n.users) == 1 for n in node.all_input_nodes)
+
+
 def kind_of(node: fx.Node) -> Kind:
     """How Inductor realises the result of the node."""
     target = node.target
     name = packet(node)
+    if adds_to_product(node):
+        return Kind.EXTERN
     if name in REDUCTION:
         return Kind.REDUCTION
     if name in POINTWISE or getattr(name, "__name__", "") in INDUCTOR_POINTWISE:

@@ -26,6 +26,9 @@ from autoremat.solvers import Planner, Planning
 
 log = logging.getLogger("autoremat")
 
+OPTIMISM = 0.1
+"""By how much the generated code's peak may be hoped to be under the simulated one: in-place reuse is not simulated."""
+
 
 @cache
 def source_hash() -> str:
@@ -63,8 +66,10 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     report: Report | None = field(default=None, init=False)
     plan: Plan | None = field(default=None, init=False)
     circumstances: torch_compat.Circumstances = field(default_factory=torch_compat.Circumstances, init=False)
-    pins_order: bool = field(default=False, init=False)
-    """Whether the code generator must keep the backward's order: a plan of least time may be reordered freely."""
+    exhausted: bool = field(default=False, init=False)
+    """Whether the plan is the one of least memory, because none fits by the simulator's count."""
+    memory_first: bool = field(default=False, init=False)
+    """Whether the code generator is to put the planned memory before speed: a plan of least time needs no such thing."""
 
     def __post_init__(self) -> None:
         self.identity = ("autoremat", source_hash(), self.fingerprint, self.margin_bytes, self.must_fit)
@@ -92,10 +97,14 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             return torch_compat.partition_as_torch_does(joint, joint_inputs, **kwargs)
         plan = self.choose(captured)
         self.plan = plan
-        self.pins_order = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
+        self.memory_first = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
         self.circumstances = circumstances(captured)
         log.info("%s", self.report.summary() if self.report else "")
         return realise(captured, plan.schedule, kwargs.get("static_lifetime_input_indices") or ())
+
+    def worth_trying(self, plan: Plan, budget: int) -> bool:
+        """Whether the code generator may make ``plan`` fit though the simulator or an earlier try says that it does not."""
+        return self.fuses and plan.peak_bytes <= budget * (1 + OPTIMISM)
 
     def choose(self, captured: Capture) -> Plan:
         """Plan under the budget and write the report. Raises ``BudgetInfeasible`` if nothing fits and that is asked for."""
@@ -107,9 +116,10 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         plan = planning.plan
         if plan is None:
             assert budget is not None
-            if self.must_fit:
-                raise infeasible(planning, budget, str(device))
             plan = planning.smallest
+            self.exhausted = True
+            if self.must_fit and not self.worth_trying(plan, budget):
+                raise infeasible(planning, budget, str(device))
         self.report = Report.of(
             planning,
             plan,
@@ -125,7 +135,7 @@ def circumstances(captured: Capture) -> torch_compat.Circumstances:
     """What the generated code alone does not say: forward outputs that the backward reads stay with the caller."""
     graph = captured.graph
     holders = (captured.value_nodes[v] for v in graph.forward_outputs)
-    workspaces = {target.split(".")[1]: size for target, size in graph.workspaces().items()}
+    workspaces = {target.split(".")[1]: sizes for target, sizes in graph.workspaces().items()}
     return torch_compat.Circumstances(
         frozenset(h.name for h in holders if h is not None), captured.device.allocation_bytes, workspaces
     )

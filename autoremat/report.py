@@ -85,6 +85,12 @@ class Report:
             **fields,
         )
 
+    def compiled(self, peak_bytes: int | None, replans: int) -> Report:
+        """The report with what code generation has shown: where it needs more than simulated, so will the smallest plan."""
+        excess = max(0, (peak_bytes or 0) - self.predicted_peak_bytes)
+        minimum = min(self.minimum_peak_bytes + excess, peak_bytes or self.minimum_peak_bytes + excess)
+        return dataclasses.replace(self, compiled_peak_bytes=peak_bytes, minimum_peak_bytes=minimum, replans=replans)
+
     def to_json(self) -> str:
         """All fields as JSON; :meth:`from_json` reads it back."""
         return json.dumps(dataclasses.asdict(self), indent=2)

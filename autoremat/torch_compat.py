@@ -294,11 +294,11 @@ def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
 @dataclass(frozen=True)
 class Circumstances:
     """What the replay of generated code has to know of the graph: backward inputs that nobody may free, the allocator's
-    granularity, workspaces by ATen op name."""
+    granularity, workspaces by ATen op name and bytes of its results."""
 
     held: frozenset[str] = frozenset()
     allocation_bytes: int = 1
-    workspaces: Mapping[str, int] = field(default_factory=dict)
+    workspaces: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
 
 
 def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPeak:
@@ -349,19 +349,28 @@ def _pin_order(scheduler: Any) -> None:
 
 
 @contextlib.contextmanager
-def pinned_order(wanted: Callable[[], bool]) -> Iterator[None]:
-    """While active, the backward graphs that Inductor schedules keep their order if ``wanted()`` (see ``_pin_order``)."""
+def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
+    """While active and if ``wanted()``, Inductor keeps the order of backward graphs (see ``_pin_order``), and frees buffers
+    after their last use rather than keep them for a later one of the same size."""
+    from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
 
-    compute = Scheduler.compute_dependencies
+    compute, generate = Scheduler.compute_dependencies, GraphLowering.codegen
 
     def pin_and_compute(scheduler: Any) -> None:
         if wanted() and V.graph.is_backward:
             _pin_order(scheduler)
         compute(scheduler)
 
-    with unittest.mock.patch.object(Scheduler, "compute_dependencies", pin_and_compute):
+    def generate_compactly(lowering: Any) -> Any:
+        with inductor_config.patch({"allow_buffer_reuse": False} if wanted() else {}):
+            return generate(lowering)
+
+    with (
+        unittest.mock.patch.object(Scheduler, "compute_dependencies", pin_and_compute),
+        unittest.mock.patch.object(GraphLowering, "codegen", generate_compactly),
+    ):
         yield
 
 

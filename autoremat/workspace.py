@@ -65,8 +65,8 @@ def _cpu_convolution(image: torch.Tensor, weight: torch.Tensor, *_: Any, out: to
 
 
 def _cpu_convolution_backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> int:
-    """The gradient, the image and the image's gradient in blocks."""
-    return _blocked(gradient) + 2 * _blocked(image) + 2 * _bytes(weight) + SMALL
+    """The gradient and the image (or its gradient) in blocks."""
+    return 2 * max(_blocked(gradient), _blocked(image)) + 2 * _bytes(weight) + SMALL
 
 
 def _cpu_batch_norm_backward(gradient: torch.Tensor, *_: Any, **__: Any) -> int:

@@ -109,13 +109,14 @@ def replay_peak(
     buffer_bytes: Callable[[str], int],
     held: Collection[str] = (),
     round_to: int = 1,
-    workspaces: Mapping[str, int] | None = None,
+    workspaces: Mapping[str, Mapping[int, int]] | None = None,
 ) -> int | None:
     """The largest number of bytes alive while ``source`` runs, or None if it is not of the known form.
 
     ``input_bytes`` are the inputs that count (saved activations) by name; those also in ``held`` are never freed.
     ``buffer_bytes(name)`` gives the size of a buffer that an extern kernel allocates. Allocations are rounded up to
-    ``round_to`` bytes. ``workspaces`` says what calls of a function (by its name in the source) need while they run.
+    ``round_to`` bytes. ``workspaces`` says what calls of a function (by its name in the source) need while they run, by the
+    bytes of their results.
     """
     call = _call_function(source)
     if call is None:
@@ -126,6 +127,7 @@ def replay_peak(
     for name, size in input_bytes.items():
         heap.allocate(size, name, *(["(caller)"] if name in held else []))
     for statement in statements:
+        before = heap.alive
         if isinstance(statement, ast.Delete):
             for target in statement.targets:
                 if isinstance(target, ast.Name):
@@ -133,16 +135,19 @@ def replay_peak(
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             _assign(heap, statement.targets[0].id, statement.value, parts, buffer_bytes)
         if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
-            heap.peak = max(heap.peak, heap.alive + _workspace(statement.value, workspaces))
+            heap.peak = max(heap.peak, heap.alive + _workspace(statement.value, heap.alive - before, workspaces))
     return heap.peak
 
 
-def _workspace(value: ast.expr, workspaces: Mapping[str, int]) -> int:
-    """What the called function needs; its name is the longest in ``workspaces`` that the call's attributes contain."""
+def _workspace(value: ast.expr, made: int, workspaces: Mapping[str, Mapping[int, int]]) -> int:
+    """What the called function needs while it makes results of ``made`` bytes."""
     if not isinstance(value, ast.Call):
         return 0
     attributes = {n.attr for n in ast.walk(value.func) if isinstance(n, ast.Attribute)}
-    return max((size for name, size in workspaces.items() if name in attributes), default=0)
+    sizes = next((sizes for name, sizes in workspaces.items() if name in attributes), {})
+    # Results that nothing reads are not in the code's count: take the next larger call, or the largest of all.
+    larger = [results for results in sizes if results >= made]
+    return sizes[min(larger)] if larger else max(sizes.values(), default=0)
 
 
 def _assign(
