@@ -24,6 +24,9 @@ CHANNEL_BLOCK = 16
 
 SMALL = 64 * 1024
 
+NUMBERS = 64
+"""ATen wraps a number among the arguments into a tensor for the time of the call."""
+
 
 def _query_block(queries: int) -> int:
     """Queries per block of the CPU's flash attention."""
@@ -79,11 +82,25 @@ def _cuda_attention_backward(_: Any, query: torch.Tensor, *__: Any, **___: Any) 
     return 4 * batch * heads * (-(-queries // 128) * 128) * (-(-width // 32) * 32 + 1)
 
 
+def _is_plain_matrix(tensor: torch.Tensor) -> bool:
+    """Whether BLAS can read the last two dimensions as they lie: one of them dense, the other at least as long a stride."""
+    rows, columns = (size_hint(s) for s in tensor.shape[-2:])
+    row_stride, column_stride = (size_hint(s) for s in tensor.stride()[-2:])
+    return (column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows)
+
+
+def _cpu_product(*operands: Any, **_: Any) -> int:
+    """ATen copies an operand that BLAS cannot read, such as an expanded gradient."""
+    matrices = (t for t in operands if isinstance(t, torch.Tensor) and t.dim() >= 2)
+    return sum(_bytes(t) for t in matrices if not _is_plain_matrix(t))
+
+
 CPU: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
     aten.convolution_backward: _cpu_convolution_backward,
     aten.native_batch_norm_backward: _cpu_batch_norm_backward,
+    **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm), _cpu_product),
 }
 CUDA: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_backward: _cuda_attention_backward,
@@ -100,4 +117,7 @@ def workspace_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
     if tensor.device.type == "cpu" and packet is aten.convolution:
         return _cpu_convolution(*args, out=tensor, **kwargs)
     formula = (CPU if tensor.device.type == "cpu" else CUDA).get(packet)
-    return formula(*args, **kwargs) if formula is not None else 0
+    if formula is not None:
+        return formula(*args, **kwargs)
+    has_numbers = any(isinstance(a, (int, float)) for a in (*args, *kwargs.values()))
+    return NUMBERS if has_numbers and tensor.device.type == "cpu" else 0

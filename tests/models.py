@@ -37,8 +37,10 @@ def gpt2() -> Built:
     """GPT-2 with its default dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=VOCABULARY, n_embd=128, n_layer=4, n_head=4, n_positions=128, use_cache=False)
-    config.bos_token_id = config.eos_token_id = 0
+    config = GPT2Config(
+        vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, n_embd=128, n_layer=4, n_head=4, n_positions=128,
+        use_cache=False,
+    )  # fmt: skip
     return LanguageModelLoss(GPT2LMHeadModel(config)), (_tokens(4, 128),)
 
 

@@ -82,6 +82,7 @@ class MinCut:
         costs[self.fixed] = INFINITE
         capacities = np.floor(prices * scale).astype(np.int64)
         capacities[self.orders] = FORBIDDEN
+        capacities[held] = 0
         self.flow.set_arcs_capacity(self.run_again, costs)
         self.flow.set_arcs_capacity(self.save, capacities)
         status = self.flow.solve(self.source, self.sink)

@@ -1,0 +1,99 @@
+"""Real model families under Inductor: the measured peak stays within the budget and the numbers stay the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from models import MODELS, build
+
+import autoremat
+
+SHARES = (0.0, 0.25, 0.5, 0.75)
+"""Budgets: the smallest peak plus these shares of the way to the peak without a budget, and 2 %."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training step, and the measured peak of another."""
+
+    loss: torch.Tensor
+    gradients: list[torch.Tensor]
+    buffers: list[torch.Tensor]
+    peak_bytes: int
+    report: autoremat.Report
+
+
+def _step(module: torch.nn.Module, compiled: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    module.zero_grad(set_to_none=True)
+    torch.manual_seed(1)
+    loss = compiled(*inputs)
+    loss.backward()
+    return loss.detach()
+
+
+def run(name: str, options: dict[str, object]) -> Run:
+    torch._dynamo.reset()
+    module, inputs = build(name)
+    before = len(autoremat.reports())
+    compiled = torch.compile(module, backend="autoremat", options=options)
+    loss = _step(module, compiled, inputs)
+    gradients = [p.grad.clone() for p in module.parameters() if p.grad is not None]
+    buffers = [b.clone() for b in module.buffers()]
+    _step(module, compiled, inputs)
+    module.zero_grad(set_to_none=True)
+    with autoremat.track_peak("cpu") as peak:
+        _step(module, compiled, inputs)
+    (report,) = autoremat.reports()[before:]
+    return Run(loss, gradients, buffers, peak.bytes, report)
+
+
+def assert_same_numbers(got: Run, wanted: Run) -> None:
+    torch.testing.assert_close(got.loss, wanted.loss)
+    for mine, theirs in zip(got.gradients, wanted.gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    for mine, theirs in zip(got.buffers, wanted.buffers, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+def smallest(name: str) -> Run:
+    """The run of least memory: a budget of one byte, as well as it goes."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autoremat.BudgetWarning)
+        return run(name, {"memory_budget": 1, "on_infeasible": "best_effort"})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_measured_peak_is_within_the_budget(name: str) -> None:
+    free, low = run(name, {}), smallest(name)
+    assert_same_numbers(low, free)
+    least, most = low.report.compiled_peak_bytes, free.report.compiled_peak_bytes
+    assert least is not None
+    assert most is not None
+    assert low.peak_bytes <= least, "the replay of the generated code is an upper bound"
+    assert least < most
+    for share in SHARES:
+        budget = int((least + share * (most - least)) * 1.02)
+        limited = run(name, {"memory_budget": budget})
+        print(f"{name}: budget {budget}, predicted {limited.report.compiled_peak_bytes}, measured {limited.peak_bytes}")
+        assert limited.report.budget_bytes == budget
+        assert limited.peak_bytes <= budget
+        assert limited.report.compiled_peak_bytes <= budget
+        assert_same_numbers(limited, free)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_measured_peak_is_within_the_budget_uncompiled(name: str) -> None:
+    free = run(name, {"inner": "aot_eager"})
+    least, most = free.report.minimum_peak_bytes, free.report.predicted_peak_bytes
+    for share in SHARES:
+        budget = int((least + share * (most - least)) * 1.02)
+        limited = run(name, {"inner": "aot_eager", "memory_budget": budget})
+        assert limited.peak_bytes <= budget
+        assert torch.equal(limited.loss, free.loss)
+        assert all(map(torch.equal, limited.gradients, free.gradients))
+        assert all(map(torch.equal, limited.buffers, free.buffers))
