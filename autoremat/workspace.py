@@ -24,8 +24,8 @@ CHANNEL_BLOCK = 16
 
 SMALL = 64 * 1024
 
-NUMBERS = 64
-"""ATen wraps a number among the arguments into a tensor for the time of the call."""
+SCALARS = 256
+"""ATen wraps numbers among the arguments into tensors for the time of the call, and keeps small counters."""
 
 
 def _query_block(queries: int) -> int:
@@ -108,10 +108,24 @@ CUDA: dict[Any, Callable[..., int]] = {
 }
 
 
+# Ops that build an index or a sorted copy before they write their results.
+CPU_SORTING = frozenset(
+    {
+        aten.sort, aten.topk, aten.max, aten.min, aten.median, aten.mode, aten.kthvalue, aten.cummax, aten.cummin,
+        aten.gather, aten.scatter, aten.scatter_add, aten.index, aten.index_put, aten.index_add, aten.index_select,
+        aten.embedding_dense_backward, aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_batch_norm,
+    }
+)  # fmt: skip
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
 def workspace_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """An upper bound on what the call allocates and frees again, with (fake) tensor arguments ``args``."""
     packet = getattr(node.target, "overloadpacket", None)
-    tensor = next((t for t in torch.utils._pytree.tree_leaves(result) if isinstance(t, torch.Tensor)), None)
+    tensor = next(iter(_tensors(result)), None)
     if tensor is None:
         return 0
     if tensor.device.type == "cpu" and packet is aten.convolution:
@@ -119,5 +133,6 @@ def workspace_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]
     formula = (CPU if tensor.device.type == "cpu" else CUDA).get(packet)
     if formula is not None:
         return formula(*args, **kwargs)
-    has_numbers = any(isinstance(a, (int, float)) for a in (*args, *kwargs.values()))
-    return NUMBERS if has_numbers and tensor.device.type == "cpu" else 0
+    if tensor.device.type != "cpu":
+        return 0
+    return SCALARS + (sum(_bytes(t) for t in _tensors(result)) if packet in CPU_SORTING else 0)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from autoremat.graph import Graph, Kind, Role
+from autoremat.graph import Graph, Kind, Order, Role
 from autoremat.plans import Plan
 from autoremat.schedule import Segments, build_schedule, one_segment
 from autoremat.solvers.mincut import MinCut
@@ -89,6 +89,12 @@ class Search:
         """No recomputation: all that the backward reads is saved."""
         return self.plan(self.graph.backward_needs, self.whole(), "save all")
 
+    def save_what_orders_allow(self) -> Plan:
+        """No recomputation but what checkpoint regions and policies in the graph order."""
+        if not any(op.order is Order.RECOMPUTE for op in self.graph.ops):
+            return self.save_everything()
+        return self.plan(self.mincut.solve(0.0), self.whole(), "save what orders allow")
+
     # -- families of candidates ----------------------------------------------------------------------------------------
 
     def segmentations(self) -> Iterator[Segmentation]:
@@ -149,7 +155,7 @@ class Search:
         """The cheapest plan found within ``budget`` bytes (None if none fits) and the plan of least memory found."""
         fastest = self.at_price(self.whole(), 0)
         lowest = self.lowest()
-        candidates = [self.save_everything(), fastest, *(plan for plan, _ in lowest)]
+        candidates = [self.save_what_orders_allow(), fastest, *(plan for plan, _ in lowest)]
         smallest = min(candidates, key=lambda p: (p.peak_bytes, p.cost_seconds))
         fitting = [plan for plan in candidates if budget is None or plan.peak_bytes <= budget]
         best = min(fitting, key=lambda p: p.cost_seconds, default=None)
