@@ -6,12 +6,14 @@ more than the budget, the compilation stops there and starts again with a plan m
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ from torch import fx
 from autoremat import store, torch_compat
 from autoremat.errors import BudgetInfeasible, BudgetWarning, OptionsError
 from autoremat.options import Options
-from autoremat.partitioner import Partitioner, source_hash
+from autoremat.partitioner import Partitioner, free_device_bytes, infeasible, source_hash
 from autoremat.report import Report, add_report
 from autoremat.store import Record
 from autoremat.units import format_bytes
@@ -104,11 +106,13 @@ def _describe(value: Any) -> str:
 
 def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
     """A hash of everything that determines the plan: graph, inputs, options, settings, versions."""
-    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    cuda = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if cuda else "cpu"
+    free = free_device_bytes(torch.device("cuda")) if cuda and options.memory_budget == "auto" else None
     parts = [
         source_hash(),
         torch.__version__,
-        options.cache_key(),
+        f"{options.cache_key()} {free}",
         gm.print_readable(print_output=False),
         *map(_describe, inputs),
         f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')} {torch.get_num_threads()} {device}",
@@ -162,21 +166,29 @@ class _InductorCompilation:
         """Compile, replan while over budget, and publish the report."""
         record = store.load(self.key)
         margin = record.margin_bytes if record is not None else 0
-        must_fit = self.options.on_infeasible == "raise"
+        caches: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         for replans in range(MAX_REPLANS + 1):
             last = replans == MAX_REPLANS
-            partitioner = self.partitioner(margin, must_fit)
+            partitioner = Partitioner(self.options, self.key, margin, must_fit=self.options.on_infeasible == "raise")
             try:
-                compiled = self.attempt(partitioner, last)
+                with caches():
+                    compiled = self.attempt(partitioner, last)
             except Exception as error:
                 over = _over_budget(error)
-                if over is None or partitioner.report is None or partitioner.plan is None:
+                if over is None or partitioner.report is None:
                     raise
                 self.failed_peaks.append(over.peak_bytes)
                 if partitioner.exhausted or last:
                     raise self.gave_up(partitioner) from None
                 margin = self.next_margin(partitioner, over.peak_bytes)
                 log.info("%s: replanning for %s less", over, format_bytes(margin))
+                continue
+            if partitioner.report is None and record is None:
+                if caches is torch_compat.without_caches:  # no backward after all, whatever requires a gradient
+                    store.save(self.key, Record(None))
+                    return compiled
+                # Torch's caches answered, but our record of the compilation is gone: compile afresh to have it again.
+                caches = torch_compat.without_caches
                 continue
             return self.finish(compiled, partitioner, record, replans)
         raise AssertionError("the last attempt returns or raises")
@@ -189,41 +201,27 @@ class _InductorCompilation:
         return max(peak - report.predicted_peak_bytes, partitioner.margin_bytes + 1)
 
     def finish(self, compiled: Compiled, partitioner: Partitioner, record: Record | None, replans: int) -> Compiled:
+        """Complete the report of a compilation that stands, remember it, and publish it."""
         report = partitioner.report
-        if report is None:
+        if report is None:  # answered by torch's caches
             report = record.report if record is not None else None
-            if record is None:
-                return self.without_record()
         else:
-            compiled_peak = max(self.peaks, default=None)
-            if len(self.peaks) < 2 and record is not None and record.report is not None and not self.peaks:
-                compiled_peak = record.report.compiled_peak_bytes
-            report = report.compiled(compiled_peak, replans)
+            # The peak is known if both halves were lowered; else a cache held a half that fitted when it was made.
+            seen = max(self.peaks) if len(self.peaks) >= 2 else None
+            if seen is None and record is not None and record.report is not None:
+                seen = record.report.compiled_peak_bytes
+            report = report.compiled(seen, replans)
             store.save(self.key, Record(report, partitioner.margin_bytes))
         if report is not None:
             _publish(report)
         return compiled
 
-    def without_record(self) -> Compiled:
-        """Torch's caches answered but our record of the compilation is gone: compile afresh to have it again."""
-        partitioner = self.partitioner(0, self.options.on_infeasible == "raise")
-        with torch_compat.without_caches():
-            compiled = self.attempt(partitioner, last=True)
-        if partitioner.report is None:  # no backward after all, whatever requires a gradient
-            store.save(self.key, Record(None))
-            return compiled
-        return self.finish(compiled, partitioner, None, 0)
-
     def gave_up(self, partitioner: Partitioner) -> BudgetInfeasible:
-        report = partitioner.report
+        """The error for a graph whose code needs more than the budget whatever the plan."""
+        report, planning = partitioner.report, partitioner.planning
         assert report is not None
-        assert report.budget_bytes is not None
-        return BudgetInfeasible(
-            budget_bytes=report.budget_bytes,
-            minimum_bytes=min(self.failed_peaks),
-            lower_bound_bytes=report.lower_bound_bytes,
-            device=report.device,
-        )
+        assert planning is not None
+        return infeasible(planning, report.budget_bytes or 0, report.device, min(self.failed_peaks))
 
 
 def _over_budget(error: BaseException) -> _OverBudget | None:

@@ -11,6 +11,10 @@ import enum
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import networkx
 
 from autoremat.units import format_bytes, format_seconds
 
@@ -198,6 +202,20 @@ class Graph:
     def forward_seconds(self) -> float:
         """Seconds of the forward's own ops by the cost model."""
         return sum(self.ops[index].seconds for index in self.required_forward)
+
+    def to_networkx(self) -> networkx.DiGraph[int]:
+        """The ops as a directed graph for algorithms off the hot path: an edge from each producer to its readers, which
+        carries the number of the ``value``; op and value fields are node and edge attributes."""
+        import networkx
+
+        directed: networkx.DiGraph[int] = networkx.DiGraph()
+        for index, op in enumerate(self.ops):
+            directed.add_node(index, name=op.name, target=op.target, seconds=op.seconds, forward=op.forward)
+        for number, value in enumerate(self.values):
+            if value.producer is not None:
+                edges = ((value.producer, reader) for reader in self.readers[number])
+                directed.add_edges_from(edges, value=number, bytes=value.bytes)
+        return directed
 
     def dump(self) -> str:
         """A line per op, for golden tests and for reading."""

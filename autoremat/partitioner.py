@@ -23,9 +23,11 @@ from autoremat.passes import realise
 from autoremat.plans import Plan
 from autoremat.report import Report
 from autoremat.solvers import Planner, Planning
+from autoremat.workspace import SMALL
 
 log = logging.getLogger("autoremat")
 
+FREE_STEP = 64 * 2**20
 OPTIMISM = 0.1
 """By how much the generated code's peak may be hoped to be under the simulated one: in-place reuse is not simulated."""
 
@@ -45,7 +47,9 @@ def free_device_bytes(device: torch.device) -> int | None:
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
-    return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    usable = int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    # In steps, so that compiling again finds the same budget, and so the same plan, in the caches.
+    return usable // FREE_STEP * FREE_STEP
 
 
 @dataclass(repr=False, eq=False)
@@ -65,6 +69,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     """Whether to raise if nothing fits; else the plan of least memory is taken."""
     report: Report | None = field(default=None, init=False)
     plan: Plan | None = field(default=None, init=False)
+    planning: Planning | None = field(default=None, init=False)
     circumstances: torch_compat.Circumstances = field(default_factory=torch_compat.Circumstances, init=False)
     exhausted: bool = field(default=False, init=False)
     """Whether the plan is the one of least memory, because none fits by the simulator's count."""
@@ -113,7 +118,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         device = torch_compat.device_of(captured.joint)
         budget = self.options.resolve_budget(planner.baseline.peak_bytes, free_device_bytes(device))
         planning = planner.find(None if budget is None else budget - self.margin_bytes)
-        plan = planning.plan
+        self.planning, plan = planning, planning.plan
         if plan is None:
             assert budget is not None
             plan = planning.smallest
@@ -137,7 +142,10 @@ def circumstances(captured: Capture) -> torch_compat.Circumstances:
     holders = (captured.value_nodes[v] for v in graph.forward_outputs)
     workspaces = {target.split(".")[1]: sizes for target, sizes in graph.workspaces().items()}
     return torch_compat.Circumstances(
-        frozenset(h.name for h in holders if h is not None), captured.device.allocation_bytes, workspaces
+        frozenset(h.name for h in holders if h is not None),
+        captured.device.allocation_bytes,
+        workspaces,
+        SMALL if "convolution" in workspaces else 0,
     )
 
 

@@ -294,11 +294,12 @@ def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
 @dataclass(frozen=True)
 class Circumstances:
     """What the replay of generated code has to know of the graph: backward inputs that nobody may free, the allocator's
-    granularity, workspaces by ATen op name and bytes of its results."""
+    granularity, workspaces by ATen op name and bytes of its results, and what else the code may allocate at any time."""
 
     held: frozenset[str] = frozenset()
     allocation_bytes: int = 1
     workspaces: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    slack_bytes: int = 0
 
 
 def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPeak:
@@ -318,7 +319,8 @@ def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPe
             return _layout_bytes(lowering.get_buffer(name)) if lowering.try_get_buffer(name) is not None else 0
 
         peak = replay_peak(source, counted, buffer_bytes, held, known.allocation_bytes, known.workspaces)
-        return LoweredPeak(bool(lowering.is_backward), _scheduled_peak(lowering, held) if peak is None else peak)
+        peak = _scheduled_peak(lowering, held) if peak is None else peak
+        return LoweredPeak(bool(lowering.is_backward), peak + known.slack_bytes)
 
 
 def _pin_order(scheduler: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,6 @@ import torch
 from torch import nn
 
 TEXT_BYTES = 2_000_000
-INT_MAX = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,20 @@ QUICK = replace(FULL, layers=4, vocabulary=1024)
 CUDA = ModelSize(layers=10, hidden=2048, batch=4, sequence=4096, vocabulary=8192, dtype=torch.bfloat16)
 
 
-def build_model(size: ModelSize, *, device: str = "cpu", dropout: float = 0.0) -> nn.Module:
-    """A Llama with random weights, the same at each call, in training mode."""
+class TrainingLoss(nn.Module):
+    """A language model whose only output is the loss. Logits that a compiled function returns belong to its caller, who
+    may hold them through the backward; what is not returned can be freed or recomputed."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+def build_model(size: ModelSize, *, device: str = "cpu", dropout: float = 0.0) -> TrainingLoss:
+    """The loss of a Llama with random weights, the same at each call, in training mode."""
     try:
         from transformers import LlamaConfig, LlamaForCausalLM
     except ImportError as error:
@@ -58,7 +68,7 @@ def build_model(size: ModelSize, *, device: str = "cpu", dropout: float = 0.0) -
     model = LlamaForCausalLM(config)
     if dropout:
         _add_residual_dropout(model, dropout)
-    return model.to(device=device, dtype=size.dtype).train()
+    return TrainingLoss(model.to(device=device, dtype=size.dtype)).train()
 
 
 def _add_residual_dropout(model: nn.Module, probability: float) -> None:
@@ -101,18 +111,3 @@ def token_batches(size: ModelSize, count: int, device: str = "cpu") -> Sequence[
     places = torch.randint(len(tokens) - size.sequence, (count, size.batch), generator=torch.Generator().manual_seed(0))
     windows = tokens.unfold(0, size.sequence, 1)
     return [windows[row].to(device) for row in places]
-
-
-def keep_freed_memory() -> None:
-    """Lets the C library keep what tensors free, where it is glibc, so that step times measure the computation.
-
-    By default it returns each large block to the kernel and fetches zeroed pages for the next tensor: on virtual
-    machines that can take longer than the step itself, and differs from run to run.
-    """
-    trim_threshold, mmap_max = -1, -4
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return
-    mallopt(trim_threshold, INT_MAX)
-    mallopt(mmap_max, 0)

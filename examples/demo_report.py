@@ -68,18 +68,18 @@ def failures(results: Sequence[Result], dtype: torch.dtype) -> list[str]:
 
 
 def results_table(results: Sequence[Result]) -> Table:
-    table = Table(title="Peak memory of forward and backward above the step's start")
-    table.add_column("setting")
-    for column in ("budget", "predicted", "measured", "fits", "of Inductor's", "step", "vs Inductor", "final loss"):
+    table = Table(title="Peak memory of forward and backward above the step's start, MiB")
+    table.add_column("setting", no_wrap=True)
+    for column in ("budget", "predicted", "measured", "fits", "share", "step", "to first", "final loss"):
         table.add_column(column, justify="right")
     plain = results[0]
     for result in results:
         fits = "" if result.budget_bytes is None else "[green]yes" if result.fits else "[bold red]no"
         table.add_row(
             result.title,
-            "" if result.budget_bytes is None else format_bytes(result.budget_bytes),
-            "" if result.predicted_bytes is None else format_bytes(result.predicted_bytes),
-            format_bytes(result.peak_bytes),
+            mebibytes(result.budget_bytes),
+            mebibytes(result.predicted_bytes),
+            mebibytes(result.peak_bytes),
             fits,
             f"{result.peak_bytes / plain.peak_bytes:.0%}",
             f"{result.step_seconds:.3f} s",
@@ -87,6 +87,10 @@ def results_table(results: Sequence[Result]) -> Table:
             f"{result.losses[-1]:.5f}",
         )
     return table
+
+
+def mebibytes(count: int | None) -> str:
+    return "" if count is None else f"{count / 2**20:.2f}"
 
 
 def print_table(results: Sequence[Result], console: Console) -> None:
@@ -97,10 +101,9 @@ def write_results(results: Sequence[Result], size: ModelSize, device: str, folde
     """Writes table.txt, results.json and memory.png into `folder`, which is made if it is not there."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "table.txt").open("w") as file:
-        print_table(results, Console(file=file, width=130))
+        print_table(results, Console(file=file, width=120))
     settings = [
-        {key: value for key, value in asdict(result).items() if key != "timeline"} | {"fits": result.fits}
-        for result in results
+        {key: value for key, value in asdict(result).items() if key != "timeline"} | {"fits": result.fits} for result in results
     ]
     machine = {"torch": torch.__version__, "device": device, "cores": os.cpu_count()}
     record = machine | {"size": asdict(size) | {"dtype": str(size.dtype)}, "settings": settings}
@@ -120,14 +123,14 @@ def draw_memory(results: Sequence[Result], path: Path) -> None:
     figure, axes = pyplot.subplots(figsize=(10, 5.5), layout="constrained")
     for result in results:
         seconds, held = zip(*result.timeline, strict=True)
-        mebibytes = [count / 2**20 for count in held]
-        (line,) = axes.step(seconds, mebibytes, where="post", linewidth=1.3, label=result.title)
+        share_of_step = [100 * second / (seconds[-1] or 1) for second in seconds]
+        (line,) = axes.step(share_of_step, [count / 2**20 for count in held], where="post", linewidth=1.3, label=result.title)
         if result.budget_bytes is not None:
             axes.axhline(result.budget_bytes / 2**20, color=line.get_color(), linestyle="--", linewidth=0.9)
-    axes.set_xlabel("seconds since the step began")
+    axes.set_xlabel("forward and backward of one step, % of its time")
     axes.set_ylabel("MiB above the step's start")
     axes.set_title("Memory over one training step (dashed: the budgets)")
-    axes.set_xlim(left=0)
+    axes.set_xlim(0, 100)
     axes.set_ylim(bottom=0)
     axes.grid(alpha=0.3)
     # Outside the axes: inside it would cover the descent of some line.

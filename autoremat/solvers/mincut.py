@@ -74,9 +74,8 @@ class MinCut:
         ``free`` values cost nothing to save. Raises ``PlanInvalid`` if no cut of finite capacity exists.
         """
         prices = self.bytes * seconds_per_byte
-        held = [self.index[v] for v in free if v in self.index]
-        held += [self.index[v] for v in self.graph.forward_outputs if v in self.index]
-        prices[held] = 0.0
+        held = [self.index[v] for v in self.graph.forward_outputs if v in self.index]
+        prices[held + [self.index[v] for v in free if v in self.index]] = 0.0
         scale = RESOLUTION / max(prices.sum() + self.costs.sum(), 1e-30)
         costs = np.ceil(self.costs * scale).astype(np.int64)
         costs[self.fixed] = INFINITE

@@ -1,0 +1,210 @@
+"""Slow, simple answers to compare with: liveness, optima and gradients, none of them by the code under test.
+
+The torch half is imported on first use, so that the tests of the pure half do without torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import combinations
+from typing import TYPE_CHECKING, Any
+
+from autoremat.graph import Graph, Kind, Order, Role
+from autoremat.schedule import Schedule
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+INLINE_READERS = 4
+"""What Inductor's `realize_reads_threshold` is; a copy here, so that a change there is noticed."""
+
+# -- memory ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One materialisation of `value` by the execution at `made_at`; `readers` are the executions that read it."""
+
+    value: int
+    made_at: int
+    readers: tuple[int, ...]
+    to_the_end: bool
+
+
+def buffers_of(graph: Graph, schedule: Schedule) -> list[Buffer]:
+    """What each execution makes. A read goes to the latest execution before it that makes the value."""
+    sequence = schedule.forward + schedule.backward
+    makers = {
+        value: [at for at, op in enumerate(sequence) if value in graph.ops[op].outputs] for value in range(len(graph.values))
+    }
+    found = []
+    for value, made in makers.items():
+        in_forward = [at for at in made if at < len(schedule.forward)]
+        for at, following in zip(made, [*made[1:], math.inf], strict=False):
+            readers = tuple(r for r, op in enumerate(sequence) if at < r <= following and value in graph.ops[op].inputs)
+            with_caller = value in graph.forward_outputs and at == in_forward[-1]
+            gradient = value in graph.backward_outputs and following == math.inf
+            found.append(Buffer(value, at, readers, with_caller or gradient))
+    return found
+
+
+def fused_away(graph: Graph, schedule: Schedule, buffer: Buffer) -> bool:
+    """Whether a code generator that inlines pointwise chains never makes the buffer.
+
+    It makes results of reductions and extern kernels, what an extern kernel reads, what is saved, outputs, and what
+    has several readers, unless these are few and no extern kernel separates them.
+    """
+    sequence, start_of_backward = schedule.forward + schedule.backward, len(schedule.forward)
+    kinds = [graph.ops[op].kind for op in sequence]
+    if not graph.fuses or kinds[buffer.made_at] is not Kind.POINTWISE or buffer.to_the_end or not buffer.readers:
+        return False
+    if any(kinds[reader] is Kind.EXTERN for reader in buffer.readers):
+        return False
+    if buffer.made_at < start_of_backward and any(reader >= start_of_backward for reader in buffer.readers):
+        return False
+    between = kinds[min(buffer.readers) : max(buffer.readers)]
+    return len(buffer.readers) == 1 or (len(buffer.readers) <= INLINE_READERS and Kind.EXTERN not in between)
+
+
+def replay_bytes(graph: Graph, schedule: Schedule) -> list[int]:
+    """Bytes alive during each execution, counted moment by moment."""
+    sequence = schedule.forward + schedule.backward
+    buffers = buffers_of(graph, schedule)
+    absent = {b for b in buffers if fused_away(graph, schedule, b)}
+    made_by: dict[int, list[Buffer]] = {}
+    for b in buffers:
+        made_by.setdefault(b.made_at, []).append(b)
+
+    @cache
+    def needed_until(execution: int) -> int:
+        """When the last kernel runs that does this execution's work: its own, or that of whoever inlines a result."""
+        inlining = [needed_until(r) for b in made_by.get(execution, []) if b in absent for r in b.readers]
+        return max([execution, *inlining])
+
+    def alive(b: Buffer, moment: int) -> bool:
+        if moment < b.made_at:
+            return False
+        return b.to_the_end or moment == b.made_at or any(moment <= needed_until(r) for r in b.readers)
+
+    tangents = sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
+    return [
+        sum(graph.values[b.value].bytes for b in buffers if b not in absent and alive(b, moment))
+        + (tangents if moment >= len(schedule.forward) else 0)
+        + graph.ops[op].workspace_bytes
+        for moment, op in enumerate(sequence)
+    ]
+
+
+# -- optima ------------------------------------------------------------------------------------------------------------
+
+
+def subsets(items: Sequence[int]) -> Iterator[frozenset[int]]:
+    """All subsets, small ones first."""
+    for size in range(len(items) + 1):
+        yield from map(frozenset, combinations(items, size))
+
+
+def run_again(graph: Graph, saved: frozenset[int]) -> set[int]:
+    """The forward ops that the backward must run again if exactly `saved` is kept for it."""
+    pending = [v for v in graph.backward_needs if v not in saved]
+    again: set[int] = set()
+    while pending:
+        producer = graph.values[pending.pop()].producer
+        if producer is not None and producer not in again:
+            again.add(producer)
+            pending += [v for v in graph.ops[producer].inputs if v not in saved]
+    return again
+
+
+def cut_cost(graph: Graph, saved: frozenset[int], seconds_per_byte: float, forbidden: float) -> float:
+    """Seconds of recomputation, and of saved bytes at a price; infinite where an op would run twice that may not.
+
+    An op that only the backward needs runs once anyway. Outputs of the forward are there for nothing. Saving what was
+    ordered to be recomputed costs `forbidden`.
+    """
+    total = 0.0
+    for index in run_again(graph, saved):
+        op = graph.ops[index]
+        if not op.repeatable or op.order is Order.SAVE:
+            return math.inf
+        total += op.seconds if index in graph.required_forward else 0.0
+    for value in saved:
+        producer = graph.values[value].producer
+        if value in graph.forward_outputs or producer is None:
+            continue
+        ordered_away = graph.ops[producer].order is Order.RECOMPUTE
+        total += forbidden if ordered_away else graph.values[value].bytes * seconds_per_byte
+    return total
+
+
+def cheapest_cut(graph: Graph, seconds_per_byte: float, forbidden: float) -> float:
+    """The least `cut_cost` over all saved sets."""
+    return min(cut_cost(graph, saved, seconds_per_byte, forbidden) for saved in subsets(graph.forward_values))
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Outcome:
+    """What a training step leaves behind, by name: outputs, inputs, gradients and buffers."""
+
+    tensors: dict[str, torch.Tensor | None]
+
+
+def train_step(compiled: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor], seed: int = 0) -> Outcome:
+    """One forward and backward of `compiled`, the compiled form of `model`, with fixed random numbers.
+
+    Every floating output takes part in the backward with a weight of its own, so that their gradients differ.
+    """
+    import torch
+
+    leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    outputs = compiled(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    total = sum(
+        output.mul(torch.linspace(0.5, 1.5, output.numel()).view(output.shape)).sum()
+        for output in outputs
+        if isinstance(output, torch.Tensor) and output.requires_grad
+    )
+    total.backward()
+    found: dict[str, torch.Tensor | None] = {f"output {i}": o.detach().clone() for i, o in enumerate(outputs)}
+    found |= {f"input {i}": leaf.detach().clone() for i, leaf in enumerate(leaves)}
+    found |= {f"gradient of input {i}": leaf.grad for i, leaf in enumerate(leaves)}
+    found |= {f"gradient of {name}": parameter.grad for name, parameter in model.named_parameters()}
+    found |= {f"buffer {name}": buffer.clone() for name, buffer in model.named_buffers()}
+    return Outcome(found)
+
+
+def measured_step(compiled: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]) -> int:
+    """The measured peak of a step of which only the first output, a scalar loss, is differentiated."""
+    from autoremat.measure import track_peak
+
+    leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
+    model.zero_grad(set_to_none=True)
+    with track_peak("cpu") as peak:
+        compiled(*leaves)[0].backward()
+    return peak.bytes
+
+
+def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    """Whether two tensors agree in type, shape and every bit; NaN equals NaN, 0 is not -0."""
+    import torch
+
+    if a is None or b is None:
+        return a is b
+    if (a.dtype, a.shape, a.device) != (b.dtype, b.shape, b.device):
+        return False
+    return torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
+
+
+def differences(found: Outcome, expected: Outcome) -> list[str]:
+    """The names under which two outcomes differ in any bit."""
+    assert found.tensors.keys() == expected.tensors.keys()
+    return [name for name, tensor in found.tensors.items() if not same_bits(tensor, expected.tensors[name])]

@@ -1,0 +1,190 @@
+"""Hypothesis strategies: random graphs for the pure half, random small modules for the torch half.
+
+Importing this file does not import torch; `modules` does, on first use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from hypothesis import strategies as st
+
+from autoremat.graph import Graph, Kind, Op, Order, Role, Trait, Value
+
+DTYPE_BYTES = 4
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class GraphBuilder:
+    """Adds values and ops one by one; also the way in which tests write small graphs by hand."""
+
+    values: list[Value] = field(default_factory=list)
+    ops: list[Op] = field(default_factory=list)
+
+    def source(self, size: int, role: Role = Role.INPUT) -> int:
+        """An input or a tangent of `size` bytes; returns its value number."""
+        self.values.append(Value(f"{role.value}{len(self.values)}", size, None, role))
+        return len(self.values) - 1
+
+    def op(self, inputs: list[int] | tuple[int, ...], *sizes: int, forward: bool = True, **fields: Any) -> int:
+        """An op that makes a value of each of `sizes` bytes; returns the number of the first (-1 without any)."""
+        index = len(self.ops)
+        first = len(self.values)
+        for size in sizes:
+            self.values.append(Value(f"v{len(self.values)}", size, index))
+        made = tuple(range(first, len(self.values)))
+        fields.setdefault("seconds", 1.0)
+        self.ops.append(Op(f"op{index}", "test.op", tuple(dict.fromkeys(inputs)), made, forward, **fields))
+        return first if sizes else -1
+
+    def graph(self, **fields: Any) -> Graph:
+        return Graph(tuple(self.ops), tuple(self.values), **fields)
+
+
+def chain(length: int, size: int = 1, seconds: float = 1.0, **fields: Any) -> Graph:
+    """A chain network: op i makes activation i, backward op i reads activations i-1 and i and the gradient behind it."""
+    build = GraphBuilder()
+    made = [build.source(0)]
+    for _ in range(length):
+        made.append(build.op([made[-1]], size, seconds=seconds))
+    gradient = build.source(0, Role.TANGENT)
+    for index in range(length, 0, -1):
+        gradient = build.op([made[index - 1], made[index], gradient], size, forward=False, seconds=seconds)
+    fields.setdefault("saving_seconds_per_byte", 1e-9)
+    return build.graph(backward_outputs=(gradient,), **fields)
+
+
+SIZES = st.sampled_from([0, 1, 4, 16, 64, 100, 256])
+SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 1e-3, 0.5])
+WORKSPACES = st.sampled_from([0, 0, 0, 0, 32])
+KINDS = st.sampled_from([Kind.POINTWISE, Kind.POINTWISE, Kind.REDUCTION, Kind.EXTERN])
+TRAITS = st.sampled_from([Trait.NONE] * 7 + [Trait.RANDOM, Trait.UNDECLARED])
+ORDERS = st.sampled_from([Order.NONE] * 6 + [Order.SAVE, Order.RECOMPUTE])
+
+
+@st.composite
+def graphs(draw: st.DrawFn, max_ops: int = 40, fuses: bool | None = None, max_outputs: int = 3) -> Graph:
+    """Graphs of 5 to `max_ops` ops: a forward, then backward ops that read its values, tangents and each other."""
+    build = GraphBuilder()
+    sources = [build.source(draw(SIZES)) for _ in range(draw(st.integers(1, 3)))]
+    num_forward = draw(st.integers(3, max(3, max_ops // 2)))
+    num_backward = draw(st.integers(2, max(2, max_ops - num_forward)))
+    made: list[int] = []
+    pinned = []
+
+    def some(values: list[int], most: int) -> list[int]:
+        # Recent values are the likelier inputs, as in real networks; old ones make skips.
+        recent = st.sampled_from(values[-3:])
+        return draw(st.lists(st.one_of(recent, st.sampled_from(values)), min_size=1, max_size=most, unique=True))
+
+    def sizes() -> list[int]:
+        return draw(st.lists(SIZES, min_size=1, max_size=max_outputs if draw(st.booleans()) else 1))
+
+    for index in range(num_forward):
+        traits, kind = draw(TRAITS), draw(KINDS)
+        effect = draw(st.integers(0, 15)) == 0
+        outputs = [] if effect else sizes()
+        first = build.op(
+            some([*sources, *made], 3), *outputs, seconds=draw(SECONDS), kind=kind, order=draw(ORDERS),
+            traits=traits | (Trait.EFFECTFUL if effect else Trait.NONE), workspace_bytes=draw(WORKSPACES),
+        )  # fmt: skip
+        if effect:
+            pinned.append(index)
+        made += range(first, first + len(outputs)) if outputs else ()
+    tangents = [build.source(draw(SIZES), Role.TANGENT) for _ in range(draw(st.integers(1, 2)))]
+    forward_outputs = tuple(draw(st.lists(st.sampled_from(made), max_size=3, unique=True))) if made else ()
+    # No dead code: what nothing reads yet, some backward op reads.
+    unread = set(made) - {v for op in build.ops for v in op.inputs} - set(forward_outputs)
+    reader_of = {value: draw(st.integers(0, num_backward - 1)) for value in sorted(unread)}
+    gradients: list[int] = []
+    for index in range(num_backward):
+        read = some([*tangents, *gradients], 2)
+        if made:
+            read += draw(st.lists(st.sampled_from(made), max_size=3, unique=True))
+        read += draw(st.lists(st.sampled_from(sources), max_size=1))
+        read += [value for value, reader in reader_of.items() if reader == index]
+        outputs = sizes()
+        first = build.op(
+            read, *outputs, forward=False, seconds=draw(SECONDS), kind=draw(KINDS), traits=draw(TRAITS),
+            workspace_bytes=draw(WORKSPACES),
+        )  # fmt: skip
+        gradients += range(first, first + len(outputs))
+    return build.graph(
+        forward_outputs=forward_outputs,
+        backward_outputs=tuple(draw(st.lists(st.sampled_from([*gradients, *made]), min_size=1, max_size=4, unique=True))),
+        pinned=tuple(pinned),
+        fuses=draw(st.booleans()) if fuses is None else fuses,
+        saving_seconds_per_byte=draw(st.sampled_from([1e-10, 1e-8])),
+    )
+
+
+@st.composite
+def saved_sets(draw: st.DrawFn, graph: Graph) -> frozenset[int]:
+    """Sets of forward values that a schedule may save: whatever cannot be repeated is in them if it is needed."""
+    wanted = set(draw(st.sets(st.sampled_from(graph.forward_values)))) if graph.forward_values else set()
+    return close_under_need(graph, wanted)
+
+
+def runs_once(op: Op) -> bool:
+    """Whether the op may not be recomputed, by its nature or by order."""
+    return not op.repeatable or op.order is Order.SAVE
+
+
+def close_under_need(graph: Graph, wanted: set[int]) -> frozenset[int]:
+    """`wanted` and the results of those ops that may run only once but that recomputing the rest would repeat."""
+    saved = set(wanted)
+    while True:
+        needed = [v for v in graph.backward_needs if v not in saved]
+        again = graph.ancestors(graph.producers(needed), frozenset(saved))
+        lacking = {v for op in again if runs_once(graph.ops[op]) for v in graph.ops[op].outputs} - saved
+        if not lacking:
+            return frozenset(saved)
+        saved |= lacking
+
+
+# -- modules -----------------------------------------------------------------------------------------------------------
+
+STEPS = (
+    "linear", "linear", "tied", "add", "add", "mul", "gelu", "tanh", "relu", "silu", "softmax", "where", "detach",
+    "relu_", "add_", "mul_", "write_slice_", "view_then_add_", "transposed_mul_", "transpose", "reshape", "chunk",
+    "expand", "slices", "unbind", "flip", "gather", "sort", "max_with_indices", "variance", "cumulate", "double",
+    "dropout", "dropout", "noise", "batch_norm", "batch_norm", "layer_norm", "embed", "attention", "sdpa", "convolve",
+    "average_", "checkpoint",
+)  # fmt: skip
+OUTPUTS = ("tensor", "tensor", "view", "input", "input_view", "same_twice", "detached", "integer", "scalar")
+
+
+@dataclass(frozen=True)
+class Step:
+    """One statement of a random module: `random_modules.RandomModule` runs it on the tensors numbered `first`, `second`.
+
+    Numbers count modulo what there is; `choice` picks among parameters and variants.
+    """
+
+    kind: str
+    first: int
+    second: int = 0
+    choice: int = 0
+
+
+@dataclass(frozen=True)
+class Program:
+    """The statements of a random module and what it returns besides its loss."""
+
+    steps: tuple[Step, ...]
+    outputs: tuple[tuple[str, int], ...] = ()
+
+
+@st.composite
+def programs(draw: st.DrawFn, max_steps: int = 10, max_outputs: int = 3) -> Program:
+    """Programs of 2 to `max_steps` steps, likely to use recent results."""
+    steps = []
+    for index in range(draw(st.integers(2, max_steps))):
+        newest = index + 2  # the inputs and the embedding come first
+        number = st.one_of(st.just(newest), st.integers(0, newest))
+        steps.append(Step(draw(st.sampled_from(STEPS)), draw(number), draw(number), draw(st.integers(0, 2))))
+    outputs = draw(st.lists(st.tuples(st.sampled_from(OUTPUTS), st.integers(0, len(steps) + 2)), max_size=max_outputs))
+    return Program(tuple(steps), tuple(outputs))

@@ -1,0 +1,178 @@
+"""Options on their way through `torch.compile`: errors, precedence, infeasible budgets, the backend by name."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from test_dynamo_backend import LEAST, UNBOUNDED, Mlp, compile_
+from torch._dynamo.exc import BackendCompilerFailed
+
+import autoremat
+from autoremat import BudgetInfeasible, BudgetWarning, OptionsError
+from autoremat.options import ENVIRONMENT_VARIABLE
+
+ROOT = Path(__file__).parent.parent
+GENEROUS, MORE, MOST = 10 * 2**20, 20 * 2**20, 30 * 2**20
+
+
+def failure(**options: object) -> BaseException:
+    """What the backend raised, as `torch.compile` hands it on."""
+    with pytest.raises(BackendCompilerFailed) as caught:
+        torch.compile(Mlp(), backend="autoremat", options={"inner": "aot_eager", **options})(torch.randn(8, 64))
+    return caught.value.inner_exception
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"memory_budget": 0}, "memory_budget=0 is not accepted"),
+        ({"memory_budget": "6 pounds"}, "6 pounds"),
+        ({"memory_budget": 1.5}, "share of the peak"),
+        ({"memory_budget": "auto"}, "needs a CUDA device"),
+        ({"inner": "eager"}, '"inductor" or "aot_eager"'),
+        ({"on_infeasible": "panic"}, "panic"),
+        ({"time_limit": 0}, "time_limit=0"),
+        ({"memory_bugdet": 1}, "nearest: memory_budget"),
+        ({"max_autotun": True}, "max_autotune"),
+    ],
+)
+def test_bad_options_are_refused_when_the_model_is_first_called(options, message):
+    if options.get("memory_budget") == "auto" and torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    error = failure(**options)
+    assert isinstance(error, OptionsError)
+    assert message in str(error)
+
+
+def test_another_partitioner_is_refused():
+    error = failure(custom_partitioner_fn=None)
+    assert isinstance(error, OptionsError)
+    assert "custom_partitioner_fn" in str(error)
+
+
+def test_an_infeasible_budget_says_what_is_possible():
+    error = failure(memory_budget=100)
+    assert isinstance(error, BudgetInfeasible)
+    assert error.budget_bytes == 100
+    assert 100 < error.lower_bound_bytes <= error.minimum_bytes
+    assert error.occupants
+    sizes = [one.bytes for one in error.occupants]
+    assert sizes == sorted(sizes, reverse=True)
+    text = str(error)
+    assert "no plan was found" in text
+    assert str(error.minimum_bytes) in text
+    assert "test_dynamo_backend.py" in text  # where the occupants come from
+    assert pickle.loads(pickle.dumps(error)).minimum_bytes == error.minimum_bytes
+
+
+def test_the_minimum_named_by_the_error_is_feasible():
+    minimum = failure(memory_budget=100).minimum_bytes
+    compile_(Mlp(), {"inner": "aot_eager", "memory_budget": minimum})(torch.randn(8, 64)).backward()
+    assert autoremat.reports()[-1].fits
+    torch._dynamo.reset()
+    assert isinstance(failure(memory_budget=minimum - 1), BudgetInfeasible)
+
+
+def test_best_effort_warns_and_runs():
+    model = Mlp()
+    with pytest.warns(BudgetWarning, match=r"over its budget of 1 B.*best_effort"):
+        compile_(model, LEAST)(torch.randn(8, 64)).backward()
+    report = autoremat.reports()[-1]
+    assert not report.fits
+    assert report.predicted_peak_bytes == report.minimum_peak_bytes
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_best_effort_is_silent_if_the_budget_fits():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compile_(Mlp(), {**LEAST, "memory_budget": GENEROUS})(torch.randn(8, 64)).backward()
+    assert autoremat.reports()[-1].fits
+
+
+def budget_used(**options: object) -> int | None:
+    torch._dynamo.reset()
+    arguments = {"options": options} if options else {}
+    torch.compile(Mlp(), backend="autoremat", **arguments)(torch.randn(8, 64)).backward()
+    return autoremat.reports()[-1].budget_bytes
+
+
+def test_options_win_over_configure_and_configure_over_the_environment(monkeypatch):
+    autoremat.configure(inner="aot_eager")
+    assert budget_used() is None
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "10MiB")
+    assert budget_used() == GENEROUS
+    autoremat.configure(memory_budget="20MiB")
+    assert budget_used() == MORE
+    assert budget_used(memory_budget="30MiB") == MOST
+    assert budget_used(memory_budget=None) is None
+    autoremat.configure(memory_budget=None)
+    assert budget_used() is None
+
+
+def test_a_bad_environment_variable_is_named(monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "plenty")
+    error = failure()
+    assert isinstance(error, OptionsError)
+    assert f"{ENVIRONMENT_VARIABLE}='plenty'" in str(error)
+
+
+@pytest.mark.parametrize("share", [1.0, 0.8])
+def test_a_share_is_of_the_peak_without_recomputation(share):
+    compile_(Mlp(), {**LEAST, "memory_budget": share})(torch.randn(256, 64)).backward()
+    report = autoremat.reports()[-1]
+    assert report.budget_bytes == int(share * report.baseline_peak_bytes)
+    assert report.fits
+
+
+@pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")
+def test_no_budget_is_the_fastest_plan():
+    reports = []
+    for options in (UNBOUNDED, {**LEAST, "memory_budget": 0.8}, LEAST):
+        torch._dynamo.reset()
+        compile_(Mlp(), options)(torch.randn(256, 64)).backward()
+        reports.append(autoremat.reports()[-1])
+    seconds = [r.recompute_seconds for r in reports]
+    assert seconds == sorted(seconds)
+    peaks = [r.predicted_peak_bytes for r in reports]
+    assert peaks == sorted(peaks, reverse=True)
+
+
+def run_script(code: str, **environment: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+SCRIPT = """
+import sys, torch
+assert "autoremat" in torch._dynamo.list_backends()
+assert "autoremat" not in sys.modules
+model = torch.nn.Linear(4, 4)
+compiled = torch.compile(model, backend="autoremat"{options})
+compiled(torch.ones(2, 4)).sum().backward()
+import autoremat
+(report,) = autoremat.reports()
+print(report.budget_bytes, report.inner)
+"""
+
+
+def is_installed() -> bool:
+    from importlib.metadata import entry_points
+
+    return any(point.name == "autoremat" for point in entry_points(group="torch_dynamo_backends"))
+
+
+@pytest.mark.skipif(not is_installed(), reason="the entry point needs an installed package")
+def test_the_backend_is_found_by_name_without_an_import_of_ours():
+    script = SCRIPT.format(options=", options={'inner': 'aot_eager'}")
+    assert run_script(script, **{ENVIRONMENT_VARIABLE: "1MiB"}) == f"{2**20} aot_eager"

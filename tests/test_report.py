@@ -1,0 +1,161 @@
+"""Reports: figures, text, JSON, and the list that a process keeps."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import threading
+
+import pytest
+from strategies import chain
+
+from autoremat import report as report_module
+from autoremat.graph import Graph
+from autoremat.report import Report, add_report, reports
+from autoremat.solvers import Planner
+
+LENGTH = 24
+SIZE = 1 << 20
+
+
+def network() -> Graph:
+    """A chain of values of 1 MiB, each with a place in a model."""
+    graph = chain(LENGTH, size=SIZE, seconds=1e-3, forward_outputs=(LENGTH,))
+    values = tuple(
+        dataclasses.replace(v, module=f"layers.{i}", source=f"/home/user/project/net/model.py:{i}")
+        for i, v in enumerate(graph.values)
+    )
+    return dataclasses.replace(graph, values=values, saving_seconds_per_byte=1e-12)
+
+
+def report_for(budget: int | None, **fields: object) -> Report:
+    planning = Planner(network()).find(budget)
+    given = {"budget_bytes": budget, "planning_seconds": 0.25, "inner": "aot_eager", "device": "cpu", **fields}
+    return Report.of(planning, planning.plan or planning.smallest, **given)
+
+
+@pytest.fixture
+def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_module, "_reports", [])
+
+
+def test_figures_come_from_the_plan():
+    planning = Planner(network()).find(16 * SIZE)
+    plan, report = planning.plan, report_for(16 * SIZE)
+    assert report.budget_bytes == 16 * SIZE
+    assert report.predicted_peak_bytes == plan.peak_bytes <= 16 * SIZE
+    assert report.baseline_peak_bytes == planning.baseline.peak_bytes > 16 * SIZE
+    assert report.minimum_peak_bytes == planning.smallest.peak_bytes
+    assert report.lower_bound_bytes == planning.lower_bound_bytes <= report.minimum_peak_bytes
+    assert report.saved_bytes == plan.saved_bytes == sum(t.bytes for t in report.saved)
+    assert report.recomputed_ops == len(plan.recomputed) > 0
+    assert report.recompute_seconds == pytest.approx(1e-3 * report.recomputed_ops)
+    assert report.forward_seconds == pytest.approx(1e-3 * LENGTH)
+    assert report.overhead == pytest.approx(report.recomputed_ops / LENGTH)
+    assert report.ops == 2 * LENGTH
+    assert not report.time_limited
+
+
+def test_without_a_budget_nothing_of_a_dear_chain_is_recomputed():
+    report = report_for(None)
+    assert (report.budget_bytes, report.recomputed_ops, report.overhead, report.fits) == (None, 0, 0.0, True)
+
+
+def test_saved_tensors_are_listed_largest_first_with_their_origin():
+    report = report_for(None)
+    assert len(report.saved) == LENGTH
+    sizes = [tensor.bytes for tensor in report.saved]
+    assert sizes == sorted(sizes, reverse=True)
+    assert report.saved[0] == report_module.SavedTensor("v1", SIZE, "test.op", "layers.1", "/home/user/project/net/model.py:1")
+
+
+@pytest.mark.parametrize(
+    ("budget", "predicted", "compiled", "fits"),
+    [
+        (None, 10**12, None, True),
+        (100, 100, None, True),
+        (100, 101, None, False),
+        (100, 101, 100, True),  # what the code generator says is better known than the prediction
+        (100, 99, 101, False),
+        (100, 101, 0, True),
+    ],
+)
+def test_fits(budget, predicted, compiled, fits):
+    report = dataclasses.replace(
+        report_for(None), budget_bytes=budget, predicted_peak_bytes=predicted, compiled_peak_bytes=compiled
+    )
+    assert report.fits is fits
+
+
+def test_json_round_trip_keeps_everything():
+    report = report_for(16 * SIZE, compiled_peak_bytes=123, replans=2)
+    assert Report.from_json(report.to_json()) == report
+    fields = json.loads(report.to_json())
+    assert fields["budget_bytes"] == 16 * SIZE
+    assert fields["saved"][0].keys() == {"name", "bytes", "op", "module", "source"}
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "3", "{}", '{"saved": 3}', '{"saved": [{"name": "x"}]}', '{"saved": [], "more": 1}']
+)
+def test_what_is_no_report_is_a_value_error(text):
+    with pytest.raises(ValueError, match="not a report|Expecting"):
+        Report.from_json(text)
+
+
+def test_text_has_every_figure_a_person_asks_for():
+    report = report_for(16 * SIZE)
+    text = str(report)
+    figures = "16.00 MiB", f"{report.recomputed_ops} ops", f"{report.overhead:.1%} of the forward", "250.00 ms"
+    names = "budget", "predicted peak", "without recomputation", "smallest found", "saved for the backward", "planned"
+    for expected in (*names, *figures):
+        assert expected in text, f"{expected!r} is not in\n{text}"
+    assert "peak of the compiled code" not in text
+    assert all(line == line.rstrip() and len(line) <= 120 for line in text.splitlines())
+    assert "\x1b" not in text
+
+
+def test_text_shows_the_ten_largest_saved_tensors():
+    text = str(report_for(None))
+    assert text.count("1.00 MiB") >= 10
+    assert [f"layers.{i}" in text.split() for i in (1, 10, 11, 24)] == [True, True, False, False]
+    assert "project/net/model.py:1" in text.split()
+    assert "/home/user" not in text
+
+
+def test_text_of_a_report_without_saved_tensors_or_forward():
+    report = dataclasses.replace(report_for(None), saved=(), saved_bytes=0, forward_seconds=0.0, baseline_peak_bytes=0)
+    assert "largest saved tensors" not in str(report)
+    assert report.overhead == 0.0
+
+
+def test_text_shows_the_compiled_peak_where_it_is_known():
+    assert "peak of the compiled code" in str(report_for(None, compiled_peak_bytes=3 * SIZE))
+
+
+def test_summary_is_one_line():
+    for report in (report_for(16 * SIZE), report_for(None)):
+        assert "\n" not in report.summary()
+    assert report_for(16 * SIZE).summary().startswith("budget 16.00 MiB: peak ")
+    assert report_for(None).summary().startswith("no budget: peak ")
+
+
+@pytest.mark.usefixtures("no_reports")
+def test_reports_are_listed_oldest_first_and_the_list_is_a_copy():
+    first, second = report_for(None), report_for(16 * SIZE)
+    add_report(first)
+    add_report(second)
+    assert reports() == [first, second]
+    reports().clear()
+    assert len(reports()) == 2
+
+
+@pytest.mark.usefixtures("no_reports")
+def test_reports_can_be_added_from_several_threads():
+    report = report_for(None)
+    threads = [threading.Thread(target=lambda: [add_report(report) for _ in range(50)]) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(reports()) == 200

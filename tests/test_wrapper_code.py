@@ -1,0 +1,210 @@
+"""`replay_peak` on small sources in the form that Inductor generates."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+
+import pytest
+
+from autoremat.wrapper_code import replay_peak
+
+FLOAT = "torch.float32"
+
+
+def peak(body: str, inputs: Mapping[str, int] = {}, sizes: Mapping[str, int] = {}, held=(), round_to: int = 1) -> int | None:
+    """The peak of `def call(args)` with `body`; `inputs` are the bytes of what counts, `sizes` those of extern results."""
+    source = "def call(args):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+    return replay_peak(source, inputs, lambda name: sizes.get(name, 0), held, round_to)
+
+
+def empty(elements: int, dtype: str = FLOAT) -> str:
+    return f"empty_strided_cpu(({elements},), (1,), {dtype})"
+
+
+def test_allocations_add_up_and_deletions_free():
+    body = f"""
+        buf0 = {empty(10)}
+        cpp_fused_0(primals_1, buf0)
+        buf1 = {empty(100)}
+        del buf0
+        buf2 = {empty(50)}
+        return (buf1, buf2)
+    """
+    assert peak(body) == 4 * 150
+
+
+def test_without_the_deletion_the_peak_is_higher():
+    body = f"""
+        buf0 = {empty(10)}
+        buf1 = {empty(100)}
+        buf2 = {empty(50)}
+        return (buf1, buf2)
+    """
+    assert peak(body) == 4 * 160
+
+
+@pytest.mark.parametrize(
+    "reuse", ["buf1 = buf0; del buf0  # reuse", "buf1 = reinterpret_tensor(buf0, (5, 2), (2, 1), 0); del buf0"]
+)
+def test_reuse_allocates_nothing_and_keeps_the_storage(reuse):
+    body = f"""
+        buf0 = {empty(10)}
+        {reuse}
+        buf2 = {empty(3)}
+        del buf1
+        buf3 = {empty(10)}
+        return (buf2, buf3)
+    """
+    assert peak(body) == 4 * 13
+
+
+def test_a_storage_is_freed_with_its_last_name():
+    body = f"""
+        buf0 = {empty(10)}
+        buf1 = reinterpret_tensor(buf0, (10,), (1,), 0)
+        del buf0
+        buf2 = {empty(100)}
+        del buf1
+        buf3 = {empty(7)}
+    """
+    assert peak(body) == 4 * 110
+
+
+def test_rebinding_a_name_frees_what_it_held():
+    body = f"""
+        buf0 = {empty(10)}
+        buf0 = {empty(20)}
+        buf1 = {empty(100)}
+    """
+    assert peak(body) == 4 * 120
+
+
+def test_statements_in_with_blocks_count_in_place():
+    body = f"""
+        with torch.cuda._DeviceGuard(0):
+            torch.cuda.set_device(0)
+            buf0 = empty_strided_cuda((10,), (1,), {FLOAT})
+            with another():
+                buf1 = empty_strided_cuda((100,), (1,), {FLOAT})
+                del buf0
+            buf2 = empty_strided_cuda((5,), (1,), {FLOAT})
+        return (buf1, buf2)
+    """
+    assert peak(body) == 4 * 110
+
+
+def test_inputs_count_until_they_are_deleted():
+    body = f"""
+        primals_1, addmm, tangents_1 = args
+        args.clear()
+        buf0 = {empty(10)}
+        del addmm
+        buf1 = {empty(100)}
+    """
+    assert peak(body, {"addmm": 1000}) == 1040
+    assert peak(body, {"addmm": 100}) == 440
+
+
+def test_held_inputs_are_never_freed():
+    body = f"""
+        addmm, tangents_1 = args
+        del addmm
+        buf0 = {empty(10)}
+    """
+    assert peak(body, {"addmm": 1000}) == 1000
+    assert peak(body, {"addmm": 1000}, held=("addmm",)) == 1040
+
+
+def test_an_input_reused_in_place_is_counted_once():
+    body = f"""
+        mul, tangents_1 = args
+        buf0 = mul; del mul  # reuse
+        buf1 = {empty(10)}
+        del buf0
+        buf2 = {empty(20)}
+    """
+    assert peak(body, {"mul": 100}) == 140
+
+
+def test_extern_results_count_with_the_size_that_inductor_knows():
+    body = """
+        buf0 = extern_kernels.convolution(primals_1, primals_2, stride=(1, 1))
+        assert_size_stride(buf0, (2, 3), (3, 1))
+        buf1 = torch.ops.aten.topk.default(buf0, 2)
+        del buf0
+        buf2 = buf1[0]
+        buf3 = buf1[1]
+        del buf1
+        del buf2
+        buf4 = extern_kernels.convolution(buf3, primals_2)
+    """
+    assert peak(body, sizes={"buf0": 10, "buf2": 200, "buf3": 3000, "buf4": 1}) == 3210
+
+
+def test_unpacked_results_live_as_long_as_their_own_name():
+    body = """
+        buf1 = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v)
+        buf2 = buf1[0]
+        buf3 = buf1[1]
+        del buf1
+        buf4 = torch.ops.aten.other.default(buf2)
+        del buf3
+        del buf2
+        buf5 = torch.ops.aten.other.default(buf4)
+    """
+    assert peak(body, sizes={"buf2": 100, "buf3": 10, "buf4": 5, "buf5": 90}) == 115
+    assert peak(body.replace("del buf3", ""), sizes={"buf2": 100, "buf3": 10, "buf4": 5, "buf5": 1000}) == 1015
+
+
+@pytest.mark.parametrize(
+    ("allocation", "size"),
+    [
+        (f"empty_strided_cpu((2, 3), (3, 1), {FLOAT})", 24),
+        (f"empty_strided_cpu((2, 3), (8, 1), {FLOAT})", 4 * 11),  # gaps between rows count, behind the last they do not
+        (f"empty_strided_cpu((), (), {FLOAT})", 4),
+        (f"empty_strided_cpu((4, 0), (1, 1), {FLOAT})", 0),
+        (f"empty_strided_cpu((4, 4), (0, 1), {FLOAT})", 16),
+        ("empty_strided_cpu((6,), (1,), torch.bool)", 6),
+        ("empty_strided_cpu((6,), (1,), torch.bfloat16)", 12),
+        ("empty_strided_cuda((6,), (1,), torch.int64)", 48),
+        ("empty_strided_cpu((6,), (1,), torch.complex128)", 96),
+    ],
+)
+def test_bytes_of_an_allocation(allocation, size):
+    assert peak(f"buf0 = {allocation}") == size
+
+
+def test_a_size_with_a_symbol_is_asked_for():
+    assert peak(f"buf0 = empty_strided_cpu((s0, 3), (3, 1), {FLOAT})", sizes={"buf0": 60}) == 60
+
+
+def test_allocations_are_rounded_up():
+    body = f"""
+        buf0 = {empty(1)}
+        buf1 = {empty(129)}
+    """
+    assert peak(body, {"mul": 513}, round_to=512) == 512 + 1024 + 1024
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def partition_0(args):\n    pass\n\ndef call(args):\n    pass\n",
+        "class Runner:\n    def partition_0(self, args):\n        pass\n    def call(self, args):\n        pass\n",
+        "def other(args):\n    pass\n",
+        "",
+    ],
+)
+def test_code_of_another_form_is_not_guessed_at(source):
+    assert replay_peak(source, {"x": 1}, lambda _: 0) is None
+
+
+def test_the_method_of_a_runner_is_found():
+    source = f"class Runner:\n    def call(self, args):\n        buf0 = {empty(10)}\n        return (buf0,)\n"
+    assert replay_peak(source, {}, lambda _: 0) == 40
+
+
+def test_kernels_beside_the_call_do_not_count():
+    source = f"def helper():\n    buf9 = {empty(999)}\n\ndef call(args):\n    buf0 = {empty(10)}\n"
+    assert replay_peak(source, {}, lambda _: 0) == 40
