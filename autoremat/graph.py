@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 if TYPE_CHECKING:
     import networkx
 
@@ -150,6 +153,21 @@ class Graph:
             for value in op.inputs:
                 readers[value].append(index)
         return tuple(tuple(r) for r in readers)
+
+    @cached_property
+    def value_bytes(self) -> NDArray[np.int64]:
+        """Bytes of each value."""
+        return np.array([value.bytes for value in self.values], dtype=np.int64)
+
+    @cached_property
+    def op_workspace_bytes(self) -> NDArray[np.int64]:
+        """Workspace of each op."""
+        return np.array([op.workspace_bytes for op in self.ops], dtype=np.int64)
+
+    @cached_property
+    def computed_inputs(self) -> tuple[tuple[int, ...], ...]:
+        """For each op, its inputs that some op makes."""
+        return tuple(tuple(v for v in op.inputs if self.values[v].producer is not None) for op in self.ops)
 
     @cached_property
     def forward_values(self) -> tuple[int, ...]:

@@ -43,8 +43,14 @@ class Timeline:
 
     graph: Graph
     schedule: Schedule
-    copies: tuple[Copy, ...]
     bytes_at: NDArray[np.int64]
+    lifetimes: tuple[list[int], list[int], list[int]]
+    """Of the materialised copies: their values, the executions that make them, the executions after which they are freed."""
+
+    @cached_property
+    def copies(self) -> tuple[Copy, ...]:
+        """The materialised copies in the order of their making."""
+        return tuple(map(Copy, *self.lifetimes))
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -71,37 +77,37 @@ class _Copies:
         self.start: list[int] = []
         self.readers: list[list[int]] = []
         self.newest: dict[int, int] = {}
-        self.sources: list[tuple[int, ...]] = []
+        self.sources: list[list[int]] = []
         """For each execution, the copies that it reads."""
-        self.made: list[tuple[int, ...]] = []
+        self.made: list[range] = []
         self.forward_copy: dict[int, int] = {}
 
-    def new(self, value: int, start: int) -> int:
-        self.value.append(value)
-        self.start.append(start)
-        self.readers.append([])
-        self.newest[value] = len(self.value) - 1
-        return len(self.value) - 1
-
     def run(self) -> None:
-        ops, values = self.graph.ops, self.graph.values
+        """Number the copies in the order of their making and note who reads them. The planner's innermost loop."""
+        graph, newest, readers = self.graph, self.newest, self.readers
+        inputs, outputs = graph.computed_inputs, [op.outputs for op in graph.ops]
         for position, index in enumerate(self.sequence):
             if position == self.num_forward:
-                self.forward_copy = dict(self.newest)
-            op = ops[index]
-            read = []
-            for value in op.inputs:
-                if values[value].producer is None:
-                    continue
-                copy = self.newest.get(value)
-                if copy is None:
-                    raise PlanInvalid(f"execution {position} ({op.name}) reads {values[value].name}, which was never made")
-                self.readers[copy].append(position)
-                read.append(copy)
-            self.sources.append(tuple(read))
-            self.made.append(tuple(self.new(value, position) for value in op.outputs))
+                self.forward_copy = dict(newest)
+            try:
+                read = [newest[value] for value in inputs[index]]
+            except KeyError as error:
+                value = graph.values[error.args[0]].name
+                raise PlanInvalid(
+                    f"execution {position} ({graph.ops[index].name}) reads {value}, which was never made"
+                ) from None
+            for copy in read:
+                readers[copy].append(position)
+            self.sources.append(read)
+            first = len(self.value)
+            for value in outputs[index]:
+                newest[value] = len(self.value)
+                self.value.append(value)
+                self.start.append(position)
+                readers.append([])
+            self.made.append(range(first, len(self.value)))
         if self.num_forward == len(self.sequence):
-            self.forward_copy = dict(self.newest)
+            self.forward_copy = dict(newest)
 
 
 def _inlined(copies: _Copies, kept: set[int]) -> list[bool]:
@@ -148,17 +154,15 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
                 last[copy] = until
     for copy in kept:
         last[copy] = end_of_step
+    existing = [copy for copy in range(len(copies.value)) if not inlined[copy]]
+    value, start, end = ([column[copy] for copy in existing] for column in (copies.value, copies.start, last))
+    lifetimes = (value, start, end)
+    values, starts, ends = (np.array(column, dtype=np.int64) for column in lifetimes)
+    sizes = graph.value_bytes[values]
     change = np.zeros(len(sequence) + 2, dtype=np.int64)
-    alive = []
-    for copy, value in enumerate(copies.value):
-        if inlined[copy]:
-            continue
-        size = graph.values[value].bytes
-        change[copies.start[copy]] += size
-        change[last[copy] + 1] -= size
-        alive.append(Copy(value, copies.start[copy], last[copy]))
+    np.add.at(change, starts, sizes)
+    np.subtract.at(change, ends + 1, sizes)
     tangents = sum(v.bytes for v in graph.values if v.role is Role.TANGENT)
     change[num_forward] += tangents
-    workspaces = np.fromiter((graph.ops[op].workspace_bytes for op in sequence), dtype=np.int64, count=len(sequence))
-    bytes_at = np.cumsum(change)[: len(sequence)] + workspaces
-    return Timeline(graph, schedule, tuple(alive), bytes_at)
+    bytes_at = np.cumsum(change)[: len(sequence)] + graph.op_workspace_bytes[np.array(sequence, dtype=np.int64)]
+    return Timeline(graph, schedule, bytes_at, lifetimes)

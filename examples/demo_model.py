@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sysconfig
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,8 @@ from pathlib import Path
 import numpy
 import torch
 from torch import nn
+
+import autoremat
 
 TEXT_BYTES = 2_000_000
 
@@ -69,6 +72,18 @@ def build_model(size: ModelSize, *, device: str = "cpu", dropout: float = 0.0) -
     if dropout:
         _add_residual_dropout(model, dropout)
     return TrainingLoss(model.to(device=device, dtype=size.dtype)).train()
+
+
+def smallest_peak(size: ModelSize, batch: torch.Tensor, dropout: float = 0.0) -> int:
+    """The smallest feasible peak in bytes: what a budget of one byte is answered with, as well as it goes."""
+    torch._dynamo.reset()
+    model = build_model(size, device=batch.device.type, dropout=dropout)
+    options = {"memory_budget": 1, "on_infeasible": "best_effort"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autoremat.BudgetWarning)
+        torch.compile(model, backend="autoremat", options=options)(batch)
+    report = autoremat.reports()[-1]
+    return report.compiled_peak_bytes or report.predicted_peak_bytes
 
 
 def _add_residual_dropout(model: nn.Module, probability: float) -> None:

@@ -103,7 +103,7 @@ def run_settings(
     infeasible: list[str] = []
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         for key in arguments.settings:
-            budget = budget_of(key, results)
+            budget = budget_of(key, results, size, batches[0], arguments.dropout)
             task = progress.add_task(SETTINGS[key], total=len(batches))
             try:
                 result = train(key, budget, size, batches, arguments.dropout, lambda task=task: progress.advance(task))
@@ -118,16 +118,15 @@ def run_settings(
     return results, infeasible
 
 
-def budget_of(key: str, results: Sequence[Result]) -> int | None:
+def budget_of(
+    key: str, results: Sequence[Result], size: demo_model.ModelSize, batch: torch.Tensor, dropout: float
+) -> int | None:
     """Budget in bytes of a setting, from what was measured and reported before it."""
     if key in ("inductor", "torch"):
         return None
     if key != "minimum":
         return results[0].peak_bytes * int(key) // 100
-    reported = [report for report in autoremat.reports() if report.minimum_peak_bytes]
-    if not reported:
-        raise SystemExit("The setting `minimum` needs another autoremat setting before it, which finds the minimum.")
-    return int(reported[-1].minimum_peak_bytes * MARGIN_OF_MINIMUM)
+    return int(demo_model.smallest_peak(size, batch, dropout) * MARGIN_OF_MINIMUM)
 
 
 def compile_model(model: torch.nn.Module, budget: int | None) -> torch.nn.Module:

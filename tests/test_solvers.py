@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import cheapest_cut, cut_cost, replay_bytes, subsets
 from strategies import GraphBuilder, chain, close_under_need, graphs
@@ -218,7 +218,6 @@ def test_what_is_ordered_to_be_saved_is_never_recomputed(graph):
             assert not [op for op in plan.recomputed if graph.ops[op].order is Order.SAVE]
 
 
-@pytest.mark.xfail(strict=True, reason="saving everything is a candidate whatever is ordered to be recomputed")
 @pytest.mark.parametrize("budget", [300, 1000, 10**6, None])
 def test_what_is_ordered_to_be_recomputed_is_never_saved(budget):
     graph = with_orders(chain(12, size=10, seconds=1e-3, forward_outputs=(12,)), op3=Order.RECOMPUTE, op4=Order.RECOMPUTE)
@@ -314,7 +313,6 @@ def test_a_chain_fits_where_saving_everything_does_not():
     assert 0 < len(plan.recomputed) < length
 
 
-@pytest.mark.xfail(strict=True, reason="prices end at a fixed multiple of the traffic price")
 def test_dear_recomputation_is_still_recomputed_if_nothing_else_fits():
     graph = chain(64, size=1, seconds=1.0, forward_outputs=(64,), saving_seconds_per_byte=1e-12)
     assert Planner(graph).find(40).plan is not None
@@ -331,6 +329,7 @@ def test_a_search_out_of_time_still_answers():
 @settings(max_examples=60)
 @given(graphs())
 def test_a_budget_that_saving_everything_fits_is_feasible(graph):
+    assume(all(op.order is not Order.RECOMPUTE for op in graph.ops))  # such orders may need more
     planner = Planner(graph)
     found = planner.find(max(1, planner.baseline.peak_bytes))
     assert found.plan is not None

@@ -28,7 +28,7 @@ PRICE_RANGE = 1e6
 """... from the traffic price up to this many times it: beyond, nothing is saved that can be recomputed."""
 
 BLEND_STEPS = 4
-REFINED_CANDIDATES = 6
+REFINED_CANDIDATES = 3
 """How many segmentations are searched at all prices: those whose lowest-memory plan costs least."""
 
 
@@ -60,7 +60,9 @@ class Search:
     # -- single candidates ---------------------------------------------------------------------------------------------
 
     def price(self, step: int) -> float:
-        """Seconds per saved byte at ``step`` of the ladder."""
+        """Seconds per saved byte at ``step`` of the ladder; at its top, one byte is dearer than the whole forward."""
+        if step == PRICE_STEPS:
+            return 1.0 + self.graph.forward_seconds
         return float(self.graph.saving_seconds_per_byte * PRICE_RANGE ** (step / PRICE_STEPS))
 
     def saved_set(self, segmentation: Segmentation, step: int) -> frozenset[int]:

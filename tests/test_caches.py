@@ -1,0 +1,204 @@
+"""Torch's caches and ours together: no stale plan, and the right report also where torch's caches answer.
+
+Each compilation runs in a process of its own, with the cache folders that the test gives it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parent.parent
+
+SCRIPT = """
+import json, sys, warnings
+import torch
+from torch import nn
+import autoremat
+from autoremat import partitioner
+
+request = json.loads(sys.argv[1])
+if request["source_hash"]:
+    partitioner.source_hash = lambda: request["source_hash"]
+    from autoremat import dynamo_backend
+    dynamo_backend.source_hash = partitioner.source_hash
+calls = []
+original = partitioner.Partitioner.__call__
+def counted(self, *args, **kwargs):
+    calls.append(1)
+    return original(self, *args, **kwargs)
+partitioner.Partitioner.__call__ = counted
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+    def forward(self, x):
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+answers = []
+for budget in request["budgets"]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    calls.clear()
+    before = len(autoremat.reports())
+    model = nn.Sequential(*(Block(32) for _ in range(4)))
+    x = torch.randn(256, 32)
+    options = {"memory_budget": budget, **request["options"]}
+    compiled = torch.compile(lambda x: model(x).square().mean(), backend="autoremat", options=options)
+    saved = {}
+    def pack(tensor):
+        if tensor.numel() and not isinstance(tensor, nn.Parameter):
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+    if request["train"]:
+        for step in range(2):
+            model.zero_grad()
+            with autoremat.track_peak("cpu") as peak:
+                with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+                    loss = compiled(x)
+                kept = sum(saved.values())
+                saved.clear()
+                loss.backward()
+        gradient = sum(float(p.grad.double().abs().sum()) for p in model.parameters())
+        measured = peak.bytes
+    else:
+        with torch.no_grad():
+            loss, gradient, measured, kept = compiled(x), 0.0, 0, 0
+    answers.append({
+        "reports": [json.loads(r.to_json()) for r in autoremat.reports()[before:]],
+        "calls": len(calls), "measured": measured, "kept": kept, "loss": float(loss), "gradient": gradient,
+    })
+print("ANSWER " + json.dumps(answers))
+"""
+
+TIMINGS = {"planning_seconds"}
+"""What differs between two reports of the same plan."""
+
+
+@dataclass
+class Caches:
+    """Cache folders of their own, and processes that use them."""
+
+    folder: Path
+
+    @property
+    def records(self) -> list[Path]:
+        return sorted((self.folder / "autoremat" / "reports").glob("*.json"))
+
+    def run(self, *budgets: object, source_hash: str = "", train: bool = True, **options: object) -> list[dict[str, Any]]:
+        request = {"budgets": budgets, "source_hash": source_hash, "options": options, "train": train}
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+            "AUTOREMAT_CACHE_DIR": str(self.folder / "autoremat"),
+            "PYTHONPATH": str(ROOT),
+        }
+        script = self.folder / "script.py"
+        script.write_text(SCRIPT)
+        done = subprocess.run(
+            [sys.executable, str(script), json.dumps(request)], env=environment, capture_output=True, text=True, timeout=600
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+        return json.loads(line.removeprefix("ANSWER "))
+
+
+@pytest.fixture
+def caches(tmp_path: Path) -> Caches:
+    return Caches(tmp_path)
+
+
+def report_of(answer: dict[str, Any]) -> dict[str, Any]:
+    (report,) = answer["reports"]
+    return report
+
+
+def lasting(report: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in report.items() if key not in TIMINGS}
+
+
+def test_two_budgets_never_share_an_entry(caches):
+    """One process fills the caches with one budget; the next asks for another, then for both again."""
+    (high,) = caches.run(1.0)
+    low, again = caches.run(0.6, 1.0)
+    (low_again,) = caches.run(0.6)
+    assert [high["calls"] > 0, low["calls"] > 0, again["calls"], low_again["calls"]] == [True, True, 0, 0]
+    assert report_of(low)["budget_bytes"] < report_of(high)["budget_bytes"]
+    assert report_of(low)["recomputed_ops"] > report_of(high)["recomputed_ops"]
+    assert low["kept"] < high["kept"]
+    assert low["measured"] < high["measured"]
+    for answer, expected in ((again, high), (low_again, low)):
+        assert lasting(report_of(answer)) == lasting(report_of(expected))
+        assert answer["kept"] == expected["kept"]
+        assert answer["measured"] == expected["measured"]
+    for answer in (high, low, again, low_again):
+        report = report_of(answer)
+        assert answer["measured"] <= report["budget_bytes"]
+        assert answer["loss"] == pytest.approx(high["loss"], rel=1e-5)
+        assert answer["gradient"] == pytest.approx(high["gradient"], rel=1e-4)
+
+
+def test_a_warm_start_gives_the_report_without_calling_the_partitioner(caches):
+    (cold,) = caches.run(0.7)
+    (warm,) = caches.run(0.7)
+    assert cold["calls"] >= 1
+    assert warm["calls"] == 0
+    assert lasting(report_of(warm)) == lasting(report_of(cold))
+    assert report_of(warm)["compiled_peak_bytes"] is not None
+    assert report_of(warm)["saved"]
+    assert warm["measured"] <= report_of(warm)["budget_bytes"]
+
+
+@pytest.mark.parametrize("damage", ["deleted", "broken"])
+def test_a_lost_record_is_made_again(caches, damage):
+    (cold,) = caches.run(0.7)
+    (record,) = caches.records
+    if damage == "deleted":
+        record.unlink()
+    else:
+        record.write_text("{")
+    (found,) = caches.run(0.7)
+    assert lasting(report_of(found)) == lasting(report_of(cold))
+    assert found["measured"] <= report_of(found)["budget_bytes"]
+    assert len(caches.records) == 1
+    (warm,) = caches.run(0.7)
+    assert warm["calls"] == 0
+    assert lasting(report_of(warm)) == lasting(report_of(cold))
+
+
+def test_another_version_of_our_code_plans_anew(caches):
+    (cold,) = caches.run(0.7)
+    (changed,) = caches.run(0.7, source_hash="of another version")
+    assert cold["calls"] >= 1
+    assert changed["calls"] >= 1
+    assert len(caches.records) == 2
+    assert lasting(report_of(changed)) == lasting(report_of(cold))
+
+
+def test_options_that_change_the_plan_are_part_of_the_key(caches):
+    caches.run(0.7)
+    (best_effort,) = caches.run(1, on_infeasible="best_effort")
+    report = report_of(best_effort)
+    assert best_effort["calls"] >= 1
+    assert report["budget_bytes"] == 1
+    assert report["predicted_peak_bytes"] == report["minimum_peak_bytes"]
+
+
+def test_inference_has_no_report_cold_or_warm(caches):
+    for _ in range(2):
+        (answer,) = caches.run(0.7, train=False)
+        assert answer["reports"] == []
+        assert answer["calls"] == 0
+    # Training after inference on the same caches is planned as if they were empty.
+    (trained,) = caches.run(0.7)
+    assert report_of(trained)["recomputed_ops"] > 0
