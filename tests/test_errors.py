@@ -164,8 +164,7 @@ def test_public_table_is_complete_and_lazy():
 
 def test_pure_names_do_not_import_torch():
     code = (
-        "import sys, autoremat; autoremat.Options(), autoremat.configure(), autoremat.PlanInvalid;"
-        "print('torch' in sys.modules)"
+        "import sys, autoremat; autoremat.Options(), autoremat.configure(), autoremat.PlanInvalid;print('torch' in sys.modules)"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert answer.stdout.strip() == "False"

@@ -73,9 +73,7 @@ def test_float_above_one_says_which_form_was_meant(value):
     with pytest.raises(OptionsError) as caught:
         Options(memory_budget=value)
     message = str(caught.value)
-    assert message.startswith(
-        f"memory_budget={value!r}: a float is a share of the peak without recomputation, in (0, 1]."
-    )
+    assert message.startswith(f"memory_budget={value!r}: a float is a share of the peak without recomputation, in (0, 1].")
     assert f'For bytes give an int, such as {round(value)}, or a string with a unit, such as "6GiB".' in message
 
 
@@ -88,9 +86,7 @@ def test_reserve_is_normalised(given, expected):
 
 @pytest.mark.parametrize("value", [-1, True, None, 0.5, 2.0, "auto", "6", "0B", [1]])
 def test_reserve_refuses(value):
-    with pytest.raises(
-        OptionsError, match=re.escape(f"reserve={value!r} is not accepted. Accepted: an int >= 0 (bytes)")
-    ):
+    with pytest.raises(OptionsError, match=re.escape(f"reserve={value!r} is not accepted. Accepted: an int >= 0 (bytes)")):
         Options(reserve=value)
 
 
@@ -103,9 +99,7 @@ def test_time_limit_is_a_float(value):
 
 @pytest.mark.parametrize("value", [0, -1.0, math.nan, math.inf, True, None, "10", "10s"])
 def test_time_limit_refuses(value):
-    with pytest.raises(
-        OptionsError, match=re.escape(f"time_limit={value!r} is not accepted. Accepted: a finite number")
-    ):
+    with pytest.raises(OptionsError, match=re.escape(f"time_limit={value!r} is not accepted. Accepted: a finite number")):
         Options(time_limit=value)
 
 
@@ -140,9 +134,7 @@ def test_parse_of_nothing_is_the_defaults():
 
 
 def test_parse_separates_our_keys_from_inductors():
-    options = parse(
-        {"time_limit": 3, "triton.cudagraphs": True, "memory_budget": "1GB", "max_autotune": False}, "default"
-    )
+    options = parse({"time_limit": 3, "triton.cudagraphs": True, "memory_budget": "1GB", "max_autotune": False}, "default")
     assert options.memory_budget == 10**9
     assert options.time_limit == 3.0
     assert options.inductor == (("max_autotune", False), ("triton.cudagraphs", True))
@@ -301,9 +293,7 @@ def test_resolve_budget(budget, baseline, free, expected):
 
 
 def test_auto_needs_a_cuda_device():
-    with pytest.raises(
-        OptionsError, match=r'memory_budget="auto" needs a CUDA device.*Accepted elsewhere: an int'
-    ) as caught:
+    with pytest.raises(OptionsError, match=r'memory_budget="auto" needs a CUDA device.*Accepted elsewhere: an int') as caught:
         Options(memory_budget="auto").resolve_budget(10, None)
     assert "less `reserve`" not in str(caught.value)
 
@@ -326,9 +316,9 @@ all_options = st.builds(
     time_limit=st.floats(0.001, 1000),
     inner=st.sampled_from(["inductor", "aot_eager"]),
     on_infeasible=st.sampled_from(["raise", "best_effort"]),
-    inductor=st.dictionaries(
-        st.sampled_from(INDUCTOR_KEYS), st.one_of(st.booleans(), st.integers(0, 1), st.text())
-    ).map(lambda config: tuple(config.items())),
+    inductor=st.dictionaries(st.sampled_from(INDUCTOR_KEYS), st.one_of(st.booleans(), st.integers(0, 1), st.text())).map(
+        lambda config: tuple(config.items())
+    ),
     mode=st.sampled_from([None, "default", "max-autotune"]),
 )
 

@@ -55,9 +55,7 @@ def test_parse_bytes_refuses_other_types(value):
         parse_bytes(value)
 
 
-@given(
-    st.integers(1, 10**30), st.sampled_from(UNITS), st.sampled_from(["", " "]), st.sampled_from([str.lower, str.upper])
-)
+@given(st.integers(1, 10**30), st.sampled_from(UNITS), st.sampled_from(["", " "]), st.sampled_from([str.lower, str.upper]))
 def test_parse_bytes_is_exact_in_every_unit(count, unit, space, change_case):
     base = 1024 if "i" in unit else 1000
     expected = count * base ** ("BKMGT".index(unit[0]))

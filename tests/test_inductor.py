@@ -1,0 +1,121 @@
+"""Through Inductor: values close to eager, the compiled peak is the measured one, and the budget is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autoremat
+from autoremat import Report, track_peak
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")]
+
+
+@pytest.fixture(autouse=True)
+def fresh_caches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path / "autoremat"))
+
+
+class Network(nn.Module):
+    """Norms, activations, a skip, shared weights, a buffer that is written to."""
+
+    def __init__(self, width: int = 32, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(width, width) for _ in range(3))
+        self.batch_norm, self.layer_norm = nn.BatchNorm1d(width), nn.LayerNorm(width)
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.gelu(self.batch_norm(self.first(x)))
+        y = F.dropout(F.silu(self.layer_norm(self.second(y))) + x, self.dropout)
+        y = F.softmax(self.third(F.gelu(self.first(y))), -1) * y
+        return self.third(torch.tanh(self.second(y))).square().mean()
+
+
+def compiled(function: Callable, budget: object, **options: object) -> Callable:
+    torch._dynamo.reset()
+    options = {"memory_budget": budget, "on_infeasible": "best_effort", **options}
+    return torch.compile(function, backend="autoremat", options=options)
+
+
+def measured(step: Callable[[], Tensor], parameters: list[nn.Parameter]) -> tuple[int, Report]:
+    """(measured peak of the second step, report)."""
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = None
+        with track_peak("cpu") as peak:
+            step().backward()
+    return peak.bytes, autoremat.reports()[-1]
+
+
+@pytest.mark.parametrize("budget", [None, 0.5, 1])
+def test_values_are_close_to_eager(budget):
+    torch.manual_seed(0)
+    ours = Network()
+    eager = Network()
+    eager.load_state_dict(ours.state_dict())
+    function = compiled(ours, budget)
+    for _ in range(2):
+        x = torch.randn(64, 32)
+        function(x).backward()
+        eager(x).backward()
+    assert autoremat.reports()[-1].recomputed_ops > 0
+    for (name, found), expected in zip(ours.named_parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad, msg=lambda text, name=name: f"{name}: {text}")
+    for (name, found), expected in zip(ours.named_buffers(), eager.buffers(), strict=True):
+        torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("budget", [None, 0.6, 0.4, 1])
+def test_measured_peak_is_the_compiled_peak_and_within_the_budget(budget, dropout):
+    model = Network(64, dropout)
+    function = compiled(model, budget)
+    x = torch.randn(512, 64)
+    bytes_, report = measured(lambda: function(x), list(model.parameters()))
+    assert report.compiled_peak_bytes is not None
+    assert bytes_ <= report.compiled_peak_bytes
+    assert bytes_ >= 0.9 * report.compiled_peak_bytes
+    assert not report.fits or report.budget_bytes is None or bytes_ <= report.budget_bytes
+
+
+def peak_with_outputs(function: Callable[[Tensor], tuple[Tensor, ...]], parameters: list[nn.Parameter]) -> tuple[int, Report]:
+    """As `measured`, with all outputs held by the caller through the backward, none from the step before."""
+    step = compiled(function, None)
+    x = torch.randn(1024, 64)
+    for _ in range(2):
+        for parameter in parameters:
+            parameter.grad = None
+        with track_peak("cpu") as peak:
+            outputs = step(x)
+            outputs[0].backward()
+        del outputs
+    return peak.bytes, autoremat.reports()[-1]
+
+
+def test_outputs_that_the_backward_does_not_read_count():
+    weights = [nn.Parameter(torch.randn(64, 64)) for _ in range(2)]
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        hidden = torch.tanh(x @ weights[0])
+        return (hidden @ weights[1]).square().mean(), (x @ weights[1]).detach().cos()
+
+    bytes_, report = peak_with_outputs(function, weights)
+    assert bytes_ <= report.compiled_peak_bytes
+
+
+def test_outputs_that_the_backward_reads_count_once():
+    weight = nn.Parameter(torch.randn(64, 64))
+
+    def function(x: Tensor) -> tuple[Tensor, ...]:
+        hidden = torch.tanh(x @ weight)
+        return hidden.square().mean(), hidden.detach(), hidden.detach().view(-1)
+
+    bytes_, report = peak_with_outputs(function, [weight])
+    assert 0.9 * report.compiled_peak_bytes <= bytes_ <= report.compiled_peak_bytes
