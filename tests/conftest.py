@@ -1,5 +1,6 @@
 """What every test gets: fixed seeds, options of its own, and no CUDA tests where there is no CUDA."""
 
+import logging
 import random
 import sys
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ settings.register_profile("default", deadline=None, derandomize=True)  # compili
 settings.load_profile("default")
 
 
+logging.getLogger("torch.__trace").propagate = False  # else every failure shows thousands of empty lines
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
@@ -25,6 +29,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if not torch.cuda.is_available():
         for item in gpu_items:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(scope="session", autouse=True)
+def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Cache folders of this run: nothing of an earlier one answers, and the user's stay as they are."""
+    folder = tmp_path_factory.mktemp("caches")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AUTOREMAT_CACHE_DIR", str(folder / "autoremat"))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+        yield
 
 
 @pytest.fixture(autouse=True)
