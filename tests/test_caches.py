@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -41,9 +42,9 @@ partitioner.Partitioner.__call__ = counted
 class Block(nn.Module):
     def __init__(self, width):
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
     def forward(self, x):
-        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+        return x + self.down(nn.functional.gelu(self.up(x)))
 
 answers = []
 for budget in request["budgets"]:
@@ -51,13 +52,13 @@ for budget in request["budgets"]:
     torch.manual_seed(0)
     calls.clear()
     before = len(autoremat.reports())
-    model = nn.Sequential(*(Block(32) for _ in range(4)))
+    model = nn.Sequential(*(Block(32) for _ in range(3)))
     x = torch.randn(256, 32)
     options = {"memory_budget": budget, **request["options"]}
     compiled = torch.compile(lambda x: model(x).square().mean(), backend="autoremat", options=options)
     saved = {}
     def pack(tensor):
-        if tensor.numel() and not isinstance(tensor, nn.Parameter):
+        if tensor is not x and not isinstance(tensor, nn.Parameter):
             saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
     if request["train"]:
@@ -81,6 +82,9 @@ for budget in request["budgets"]:
 print("ANSWER " + json.dumps(answers))
 """
 
+SHARE, LESS = 0.9, 0.5
+"""Budgets, as shares of the peak without recomputation."""
+
 TIMINGS = {"planning_seconds"}
 """What differs between two reports of the same plan."""
 
@@ -90,6 +94,8 @@ class Caches:
     """Cache folders of their own, and processes that use them."""
 
     folder: Path
+    script: Path
+    """Its path is part of the key: reports name source lines."""
 
     @property
     def records(self) -> list[Path]:
@@ -103,19 +109,34 @@ class Caches:
             "AUTOREMAT_CACHE_DIR": str(self.folder / "autoremat"),
             "PYTHONPATH": str(ROOT),
         }
-        script = self.folder / "script.py"
-        script.write_text(SCRIPT)
         done = subprocess.run(
-            [sys.executable, str(script), json.dumps(request)], env=environment, capture_output=True, text=True, timeout=600
+            [sys.executable, str(self.script), json.dumps(request)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=600,
         )
         assert done.returncode == 0, done.stderr[-4000:]
         (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
         return json.loads(line.removeprefix("ANSWER "))
 
 
+@pytest.fixture(scope="module")
+def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Caches, dict[str, Any]]:
+    """Caches that hold one compilation, and what it answered."""
+    script = tmp_path_factory.mktemp("script") / "train.py"
+    script.write_text(SCRIPT)
+    caches = Caches(tmp_path_factory.mktemp("cold"), script)
+    (answer,) = caches.run(SHARE)
+    assert answer["calls"] >= 1
+    return caches, answer
+
+
 @pytest.fixture
-def caches(tmp_path: Path) -> Caches:
-    return Caches(tmp_path)
+def caches(cold: tuple[Caches, dict[str, Any]], tmp_path: Path) -> Caches:
+    """A copy of those caches, to spoil."""
+    shutil.copytree(cold[0].folder, tmp_path / "copy")
+    return Caches(tmp_path / "copy", cold[0].script)
 
 
 def report_of(answer: dict[str, Any]) -> dict[str, Any]:
@@ -127,78 +148,69 @@ def lasting(report: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in report.items() if key not in TIMINGS}
 
 
-def test_two_budgets_never_share_an_entry(caches):
-    """One process fills the caches with one budget; the next asks for another, then for both again."""
-    (high,) = caches.run(1.0)
-    low, again = caches.run(0.45, 1.0)
-    (low_again,) = caches.run(0.45)
-    assert [high["calls"] > 0, low["calls"] > 0, again["calls"], low_again["calls"]] == [True, True, 0, 0]
+def test_two_budgets_never_share_an_entry_and_warm_starts_report_the_same(cold, caches):
+    """The caches hold one budget; a new process asks for another and for that one, a third process for both again."""
+    high = cold[1]
+    low, again = caches.run(LESS, SHARE)
+    low_again, high_again = caches.run(LESS, SHARE)
+    assert low["calls"] >= 1
+    assert [answer["calls"] for answer in (again, low_again, high_again)] == [0, 0, 0]
     assert report_of(low)["budget_bytes"] < report_of(high)["budget_bytes"]
     assert report_of(low)["recomputed_ops"] > report_of(high)["recomputed_ops"]
     assert low["kept"] < high["kept"]
     assert low["measured"] < high["measured"]
-    for answer, expected in ((again, high), (low_again, low)):
+    for answer, expected in ((again, high), (high_again, high), (low_again, low)):
         assert lasting(report_of(answer)) == lasting(report_of(expected))
         assert answer["kept"] == expected["kept"]
         assert answer["measured"] == expected["measured"]
     for answer in (high, low, again, low_again):
         report = report_of(answer)
+        assert report["compiled_peak_bytes"] is not None
+        assert answer["kept"] == report["saved_bytes"] == sum(tensor["bytes"] for tensor in report["saved"])
         assert answer["measured"] <= report["budget_bytes"]
         assert answer["loss"] == pytest.approx(high["loss"], rel=1e-5)
         assert answer["gradient"] == pytest.approx(high["gradient"], rel=1e-4)
 
 
-def test_a_warm_start_gives_the_report_without_calling_the_partitioner(caches):
-    (cold,) = caches.run(0.7)
-    (warm,) = caches.run(0.7)
-    assert cold["calls"] >= 1
-    assert warm["calls"] == 0
-    assert lasting(report_of(warm)) == lasting(report_of(cold))
-    assert report_of(warm)["compiled_peak_bytes"] is not None
-    assert report_of(warm)["saved"]
-    assert warm["measured"] <= report_of(warm)["budget_bytes"]
-
-
 @pytest.mark.parametrize("damage", ["deleted", "broken"])
-def test_a_lost_record_is_made_again(caches, damage):
-    (cold,) = caches.run(0.7)
+def test_a_lost_record_is_made_again(cold, caches, damage):
     (record,) = caches.records
     if damage == "deleted":
         record.unlink()
     else:
         record.write_text("{")
-    (found,) = caches.run(0.7)
-    assert lasting(report_of(found)) == lasting(report_of(cold))
-    assert found["measured"] <= report_of(found)["budget_bytes"]
-    assert len(caches.records) == 1
-    (warm,) = caches.run(0.7)
+    (found,) = caches.run(SHARE)
+    # The compilation that restores the record counts as another attempt.
+    expected = {**lasting(report_of(cold[1])), "replans": report_of(found)["replans"]}
+    assert lasting(report_of(found)) == expected
+    assert found["measured"] == cold[1]["measured"]
+    assert caches.records == [record]
+    (warm,) = caches.run(SHARE)
     assert warm["calls"] == 0
-    assert lasting(report_of(warm)) == lasting(report_of(cold))
+    assert lasting(report_of(warm)) == expected
 
 
-def test_another_version_of_our_code_plans_anew(caches):
-    (cold,) = caches.run(0.7)
-    (changed,) = caches.run(0.7, source_hash="of another version")
-    assert cold["calls"] >= 1
+def test_another_version_of_our_code_plans_anew(cold, caches):
+    (changed,) = caches.run(SHARE, source_hash="of another version")
     assert changed["calls"] >= 1
     assert len(caches.records) == 2
-    assert lasting(report_of(changed)) == lasting(report_of(cold))
+    assert lasting(report_of(changed)) == lasting(report_of(cold[1]))
 
 
-def test_options_that_change_the_plan_are_part_of_the_key(caches):
-    caches.run(0.7)
+def test_options_that_change_the_plan_are_part_of_the_key(cold, caches):
     (best_effort,) = caches.run(1, on_infeasible="best_effort")
     report = report_of(best_effort)
     assert best_effort["calls"] >= 1
     assert report["budget_bytes"] == 1
-    assert report["predicted_peak_bytes"] == report["minimum_peak_bytes"]
+    assert report["predicted_peak_bytes"] < report_of(cold[1])["predicted_peak_bytes"]
+    assert len(caches.records) == 2
 
 
-def test_inference_has_no_report_cold_or_warm(caches):
+def test_inference_has_no_report_cold_or_warm(cold, caches):
     for _ in range(2):
-        (answer,) = caches.run(0.7, train=False)
+        (answer,) = caches.run(SHARE, train=False)
         assert answer["reports"] == []
         assert answer["calls"] == 0
-    # Training after inference on the same caches is planned as if they were empty.
-    (trained,) = caches.run(0.7)
-    assert report_of(trained)["recomputed_ops"] > 0
+    (trained,) = caches.run(SHARE)
+    assert trained["calls"] == 0
+    assert lasting(report_of(trained)) == lasting(report_of(cold[1]))

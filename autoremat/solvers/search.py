@@ -28,6 +28,8 @@ PRICE_RANGE = 1e6
 """... from the traffic price up to this many times it: beyond, nothing is saved that can be recomputed."""
 
 BLEND_STEPS = 4
+SAVE_ALL = "save all"
+
 REFINED_CANDIDATES = 3
 """How many segmentations are searched at all prices: those whose lowest-memory plan costs least."""
 
@@ -50,6 +52,8 @@ class Search:
     mincut: MinCut = field(init=False)
     chain: Chain = field(init=False)
     simulated: int = 0
+    found: list[Plan] = field(default_factory=list, init=False)
+    """Every plan simulated so far that orders allow: a later, larger budget never does worse than an earlier, smaller one."""
     interrupted: bool = False
 
     def __post_init__(self) -> None:
@@ -77,7 +81,10 @@ class Search:
         self.simulated += 1
         self.interrupted = self.interrupted or time.monotonic() > self.deadline
         schedule = build_schedule(self.graph, saved, segmentation.segments)
-        return Plan.of(self.graph, schedule, f"{segmentation.label} {label}")
+        plan = Plan.of(self.graph, schedule, f"{segmentation.label} {label}")
+        if label != SAVE_ALL:
+            self.found.append(plan)
+        return plan
 
     def at_price(self, segmentation: Segmentation, step: int) -> Plan:
         """The candidate of a segmentation at a price."""
@@ -89,7 +96,7 @@ class Search:
 
     def save_everything(self) -> Plan:
         """No recomputation: all that the backward reads is saved."""
-        return self.plan(self.graph.backward_needs, self.whole(), "save all")
+        return self.plan(self.graph.backward_needs, self.whole(), SAVE_ALL)
 
     def save_what_orders_allow(self) -> Plan:
         """No recomputation but what checkpoint regions and policies in the graph order."""
@@ -157,16 +164,14 @@ class Search:
         """The cheapest plan found within ``budget`` bytes (None if none fits) and the plan of least memory found."""
         fastest = self.at_price(self.whole(), 0)
         lowest = self.lowest()
-        candidates = [self.save_what_orders_allow(), fastest, *(plan for plan, _ in lowest)]
-        smallest = min(candidates, key=lambda p: (p.peak_bytes, p.cost_seconds))
+        candidates = [self.save_what_orders_allow(), *self.found]
         fitting = [plan for plan in candidates if budget is None or plan.peak_bytes <= budget]
         best = min(fitting, key=lambda p: p.cost_seconds, default=None)
-        if budget is None or best is fastest:
-            return best, smallest
-        for top, segmentation in [pair for pair in lowest if pair[0].peak_bytes <= budget][:REFINED_CANDIDATES]:
-            plan = self.cheapest_in(segmentation, budget, top)
-            best = plan if best is None else min(best, plan, key=lambda p: p.cost_seconds)
-            smallest = min(smallest, plan, key=lambda p: p.peak_bytes)
+        if budget is not None and best is not fastest:
+            for top, segmentation in [pair for pair in lowest if pair[0].peak_bytes <= budget][:REFINED_CANDIDATES]:
+                plan = self.cheapest_in(segmentation, budget, top)
+                best = plan if best is None else min(best, plan, key=lambda p: p.cost_seconds)
+        smallest = min([*candidates, *self.found], key=lambda p: (p.peak_bytes, p.cost_seconds))
         return best, smallest
 
 
