@@ -28,7 +28,10 @@ from autoremat.workspace import SMALL
 log = logging.getLogger("autoremat")
 
 FREE_STEP = 64 * 2**20
-OPTIMISM = 0.1
+AUTOGRAD_BYTES = 4096
+"""Autograd's own small tensors around the generated code, such as the gradient of the loss."""
+
+OPTIMISM = 0.25
 """By how much the generated code's peak may be hoped to be under the simulated one: in-place reuse is not simulated."""
 
 
@@ -145,7 +148,7 @@ def circumstances(captured: Capture) -> torch_compat.Circumstances:
         frozenset(h.name for h in holders if h is not None),
         captured.device.allocation_bytes,
         workspaces,
-        SMALL if "convolution" in workspaces else 0,
+        AUTOGRAD_BYTES + (SMALL if "convolution" in workspaces else 0),
     )
 
 
