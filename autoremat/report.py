@@ -72,7 +72,7 @@ class Report:
         return cls(
             predicted_peak_bytes=plan.peak_bytes,
             baseline_peak_bytes=planning.baseline.peak_bytes,
-            minimum_peak_bytes=planning.smallest.peak_bytes,
+            minimum_peak_bytes=min(planning.smallest.peak_bytes, plan.peak_bytes),
             lower_bound_bytes=planning.lower_bound_bytes,
             saved_bytes=plan.saved_bytes,
             recomputed_ops=len(plan.recomputed),

@@ -164,14 +164,16 @@ class Search:
         """The cheapest plan found within ``budget`` bytes (None if none fits) and the plan of least memory found."""
         fastest = self.at_price(self.whole(), 0)
         lowest = self.lowest()
-        candidates = [self.save_what_orders_allow(), *self.found]
+        allowed = self.save_what_orders_allow()
+        candidates = [allowed, *self.found]
+        # The same for every budget, so that what was compiled once as the smallest plan can be had again.
+        smallest = min([allowed, fastest, *(plan for plan, _ in lowest)], key=lambda p: (p.peak_bytes, p.cost_seconds))
         fitting = [plan for plan in candidates if budget is None or plan.peak_bytes <= budget]
         best = min(fitting, key=lambda p: p.cost_seconds, default=None)
         if budget is not None and best is not fastest:
             for top, segmentation in [pair for pair in lowest if pair[0].peak_bytes <= budget][:REFINED_CANDIDATES]:
                 plan = self.cheapest_in(segmentation, budget, top)
                 best = plan if best is None else min(best, plan, key=lambda p: p.cost_seconds)
-        smallest = min([*candidates, *self.found], key=lambda p: (p.peak_bytes, p.cost_seconds))
         return best, smallest
 
 
