@@ -28,9 +28,6 @@ from autoremat.workspace import SMALL
 log = logging.getLogger("autoremat")
 
 FREE_STEP = 64 * 2**20
-AUTOGRAD_BYTES = 4096
-"""Autograd's own small tensors around the generated code, such as the gradient of the loss."""
-
 OPTIMISM = 0.25
 """By how much the generated code's peak may be hoped to be under the simulated one: in-place reuse is not simulated."""
 
@@ -140,15 +137,18 @@ class Partitioner(torch_compat.CustomPartitionerFn):
 
 
 def circumstances(captured: Capture) -> torch_compat.Circumstances:
-    """What the generated code alone does not say: forward outputs that the backward reads stay with the caller."""
+    """What the generated code alone does not say: forward outputs stay with the caller."""
     graph = captured.graph
-    holders = (captured.value_nodes[v] for v in graph.forward_outputs)
+    held = {}
+    for number in graph.forward_outputs:
+        holder = captured.value_nodes[number]
+        held[holder.name if holder is not None else graph.values[number].name] = graph.values[number].bytes
     workspaces = {target.split(".")[1]: sizes for target, sizes in graph.workspaces().items()}
     return torch_compat.Circumstances(
-        frozenset(h.name for h in holders if h is not None),
+        held,
         captured.device.allocation_bytes,
         workspaces,
-        AUTOGRAD_BYTES + (SMALL if "convolution" in workspaces else 0),
+        SMALL + (SMALL if "convolution" in workspaces else 0),
     )
 
 

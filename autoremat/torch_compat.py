@@ -293,10 +293,10 @@ def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What the replay of generated code has to know of the graph: backward inputs that nobody may free, the allocator's
+    """What the replay of generated code has to know of the graph: forward outputs (bytes by name), which nobody may free, the allocator's
     granularity, workspaces by ATen op name and bytes of its results, and what else the code may allocate at any time."""
 
-    held: frozenset[str] = frozenset()
+    held: Mapping[str, int] = field(default_factory=dict)
     allocation_bytes: int = 1
     workspaces: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     slack_bytes: int = 0
@@ -320,6 +320,8 @@ def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPe
 
         peak = replay_peak(source, counted, buffer_bytes, held, known.allocation_bytes, known.workspaces)
         peak = _scheduled_peak(lowering, held) if peak is None else peak
+        if lowering.is_backward:  # forward outputs that the backward does not read are alive all the same
+            peak += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
         return LoweredPeak(bool(lowering.is_backward), peak + known.slack_bytes)
 
 
