@@ -293,8 +293,9 @@ def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
 
 @dataclass(frozen=True)
 class Circumstances:
-    """What the replay of generated code has to know of the graph: forward outputs (bytes by name), which nobody may free, the allocator's
-    granularity, workspaces by ATen op name and bytes of its results, and what else the code may allocate at any time."""
+    """What the replay of generated code has to know of the graph: forward outputs (bytes by name), which nobody may free;
+    the allocator's granularity; workspaces by ATen op name and bytes of its results; and what else the code may allocate
+    at any time."""
 
     held: Mapping[str, int] = field(default_factory=dict)
     allocation_bytes: int = 1

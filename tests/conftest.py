@@ -13,7 +13,9 @@ from autoremat.options import ENVIRONMENT_VARIABLE, configure
 
 SEED = 0
 
-settings.register_profile("default", deadline=None, derandomize=True)  # compiling takes long; runs must be repeatable
+settings.register_profile(
+    "default", deadline=None, derandomize=True, max_examples=60
+)  # compiling takes long; runs must be repeatable
 settings.load_profile("default")
 
 

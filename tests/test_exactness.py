@@ -84,7 +84,7 @@ def test_every_kind_of_step_is_exact(start, choice):
     assert least.recomputed_ops > 0
 
 
-@settings(max_examples=15, phases=WHILE_COMPILING)
+@settings(max_examples=12, phases=WHILE_COMPILING)
 @given(programs())
 def test_random_modules_are_exact_at_every_budget(program):
     assert_exact(program, (None, 0.6, LEAST))

@@ -110,4 +110,4 @@ def test_outputs_that_the_backward_reads_count_once():
         return hidden.square().mean(), hidden.detach(), hidden.detach().view(-1)
 
     bytes_, report = peak_with_outputs(function, [weight])
-    assert 0.9 * report.compiled_peak_bytes <= bytes_ <= report.compiled_peak_bytes
+    assert 0.8 * report.compiled_peak_bytes <= bytes_ <= report.compiled_peak_bytes
