@@ -12,7 +12,7 @@ from models import MODELS, build
 
 import autoremat
 
-COMPILED = ("llama", "resnet", "unet")
+COMPILED = ("llama", "gpt2", "bert", "resnet", "unet", "lstm")
 """Each takes six compilations; the other families run uncompiled below."""
 
 SHARES = (0.0, 0.25, 0.5, 0.75)
