@@ -36,6 +36,7 @@ import torch._inductor.config as inductor_config  # noqa: E402
 from torch._functorch import compile_utils, partitioners  # noqa: E402
 from torch._functorch._aot_autograd import utils as aot_utils  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # noqa: E402
+from torch.fx.experimental import symbolic_shapes  # noqa: E402
 from torch.fx.experimental.proxy_tensor import is_sym_node as is_sym_node  # noqa: E402
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy  # noqa: E402
 
@@ -154,25 +155,25 @@ def finish_module(module: fx.GraphModule, is_backward: bool) -> fx.GraphModule:
 
 # -- sizes and costs ---------------------------------------------------------------------------------------------------
 
-UNKNOWN_SIZE = 4096
-"""The size assumed for a data-dependent dimension, as torch's partitioner does."""
+UNKNOWN_SIZE = 4096  # for a data-dependent dimension, as in torch's partitioner
 
 
 def size_hint(size: int | torch.SymInt) -> int:
     """A concrete number for a possibly symbolic one, without a guard."""
-    if isinstance(size, int):
-        return size
-    from torch.fx.experimental import symbolic_shapes
+    return size if isinstance(size, int) else int(symbolic_shapes.optimization_hint(size, fallback=UNKNOWN_SIZE))
 
-    return int(symbolic_shapes.optimization_hint(size, fallback=UNKNOWN_SIZE))
+
+def multiplies_in_tiles(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of ``dtype`` in tiles (AMX), for which oneDNN packs its operands."""
+    probe = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}.get(dtype, "")
+    return bool(getattr(torch.cpu, probe, bool)())
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Identifies the storage of a (fake) tensor; None if it has none (sparse tensors, some subclasses)."""
-    try:
+    with contextlib.suppress(NotImplementedError):
         return int(tensor.untyped_storage()._cdata)
-    except NotImplementedError:
-        return None
+    return None
 
 
 def flop_formulas() -> Mapping[Any, Callable[..., int]]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat.torch_compat import size_hint
+from autoremat.torch_compat import multiplies_in_tiles, size_hint
 
 aten = torch.ops.aten
 
@@ -37,6 +37,16 @@ def _bytes(tensor: torch.Tensor) -> int:
     return size_hint(tensor.numel()) * tensor.element_size()
 
 
+def _packed_keys_and_values(query: torch.Tensor, key: torch.Tensor) -> int:
+    """On CPUs with matrix tiles (AMX), keys and values are copied into the tiles' order, odd sizes made even; each thread
+    holds a block of keys beside, and of queries if they are padded."""
+    batch, heads, keys, width = (size_hint(s) for s in key.shape)
+    even, columns = width + width % 2, min(KEY_BLOCK, keys)
+    copies = batch * heads * (keys + -(-keys // columns)) * 2 * even
+    blocks = torch.get_num_threads() * even * (columns + 1 + (_query_block(size_hint(query.shape[2])) if width % 2 else 0))
+    return query.element_size() * (copies + blocks)
+
+
 def _cpu_attention(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
     """Each thread holds a block of the attention matrix, its row maxima and sums, and a block of the output."""
     queries, width, keys = size_hint(query.shape[2]), size_hint(query.shape[3]), size_hint(key.shape[2])
@@ -44,7 +54,8 @@ def _cpu_attention(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -
     per_thread = 4 * rows * (columns + 2 + width)
     if query.element_size() < 4:
         per_thread += 2 * rows * columns
-    return torch.get_num_threads() * per_thread
+    packed = _packed_keys_and_values(query, key) if multiplies_in_tiles(query.dtype) else 0
+    return torch.get_num_threads() * per_thread + packed
 
 
 def _cpu_attention_backward(_: Any, query: torch.Tensor, key: torch.Tensor, *__: Any, **___: Any) -> int:
