@@ -217,6 +217,11 @@ class Graph:
         return found
 
     @property
+    def step_seconds(self) -> float:
+        """Seconds of the step without recomputation by the cost model."""
+        return self.forward_seconds + sum(op.seconds for op in self.ops[self.num_forward :])
+
+    @property
     def forward_seconds(self) -> float:
         """Seconds of the forward's own ops by the cost model."""
         return sum(self.ops[index].seconds for index in self.required_forward)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import threading
 from dataclasses import dataclass
 from typing import Any
@@ -58,6 +59,19 @@ class Report:
     replans: int = 0
     """How often the plan was tightened because the code generator's schedule was over the budget."""
     time_limited: bool = False
+    step_seconds: float = 0.0
+    """Forward and backward without recomputation."""
+    lower_bound_seconds: float | None = 0.0
+    """No plan within the budget recomputes for less time; None if the simulator says that none fits."""
+
+    @property
+    def gap(self) -> float | None:
+        """How far from optimal the plan may be: its recomputation over the bound, as a share of the step with the least
+        recomputation possible. None if no plan fits by the simulator's count."""
+        if self.lower_bound_seconds is None or not self.step_seconds:
+            return None
+        excess = self.recompute_seconds - self.lower_bound_seconds
+        return max(0.0, excess) / (self.step_seconds + self.lower_bound_seconds)
 
     @property
     def fits(self) -> bool:
@@ -82,6 +96,8 @@ class Report:
             strategy=plan.label,
             saved=_saved_tensors(graph, plan),
             time_limited=planning.interrupted,
+            step_seconds=graph.step_seconds,
+            lower_bound_seconds=planning.lower_bound_seconds if planning.lower_bound_seconds < math.inf else None,
             **fields,
         )
 
@@ -108,9 +124,10 @@ class Report:
     def summary(self) -> str:
         """One line, for logs."""
         budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
+        gap = "" if self.gap is None else f" (at most {self.gap:.1%} of the step over the optimum)"
         return (
             f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.predicted_peak_bytes)}, "
-            f"recomputation {self.overhead:.1%} of the forward, planned in {format_seconds(self.planning_seconds)}"
+            f"recomputation {self.overhead:.1%} of the forward{gap}, planned in {format_seconds(self.planning_seconds)}"
         )
 
     @property
@@ -143,6 +160,7 @@ def _figures(report: Report) -> list[tuple[str, str]]:
         ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),
         ("recomputed", f"{report.recomputed_ops} ops, {format_seconds(report.recompute_seconds)} estimated "
                        f"({report.overhead:.1%} of the forward)"),
+        ("distance from the optimum", "unknown" if report.gap is None else f"at most {report.gap:.1%} of the step's time"),
         ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}; {report.strategy}"),
     ]  # fmt: skip
     if report.compiled_peak_bytes is not None:

@@ -15,6 +15,7 @@ MAX_LINES = 400
 PURE = (
     "errors", "units", "options", "graph", "memory", "schedule", "plans", "report", "store", "wrapper_code",
     "cost", "cost.devices", "cost.roofline", "solvers", "solvers.mincut", "solvers.search", "solvers.segments",
+    "solvers.bounds", "solvers.fill",
 )  # fmt: skip
 """Modules that must work without torch."""
 

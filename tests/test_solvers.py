@@ -20,7 +20,6 @@ from autoremat.plans import Plan
 from autoremat.schedule import build_schedule
 from autoremat.solvers import Planner
 from autoremat.solvers.mincut import FORBIDDEN, RESOLUTION, MinCut
-from autoremat.solvers.search import lower_bound_bytes
 from autoremat.solvers.segments import Chain, segment_counts
 
 PRICES = st.sampled_from([0.0, 1e-10, 1e-7, 1e-5, 1e-2])
@@ -230,13 +229,13 @@ def test_what_is_ordered_to_be_recomputed_is_never_saved(budget):
 @given(graphs())
 def test_the_lower_bound_holds_for_saving_everything_too(graph):
     planner = Planner(graph)
-    assert lower_bound_bytes(graph) <= planner.baseline.peak_bytes
+    assert planner.moments.peak_bytes() <= planner.baseline.peak_bytes
 
 
 @settings(max_examples=60)
 @given(SMALL_GRAPHS)
 def test_no_saved_set_beats_the_lower_bound(graph):
-    bound = lower_bound_bytes(graph)
+    bound = Planner(graph).moments.peak_bytes()
     for wanted in subsets(graph.forward_values):
         saved = close_under_need(graph, set(wanted))
         assert Plan.of(graph, build_schedule(graph, saved)).peak_bytes >= bound
@@ -354,4 +353,4 @@ def test_the_lower_bound_does_not_count_what_never_runs():
     build.op([x], 1000)
     gradient = build.op([x], 1, forward=False)
     graph = build.graph(backward_outputs=(gradient,))
-    assert lower_bound_bytes(graph) == Planner(graph).find(None).plan.peak_bytes == 1
+    assert Planner(graph).moments.peak_bytes() == Planner(graph).find(None).plan.peak_bytes == 1

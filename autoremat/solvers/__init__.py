@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from autoremat.graph import Graph
 from autoremat.plans import Plan
-from autoremat.solvers.search import Search, lower_bound_bytes
+from autoremat.solvers.bounds import Moments
+from autoremat.solvers.search import Search
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,8 @@ class Planning:
     """The plan of least memory found."""
     lower_bound_bytes: int
     """No plan has a lower peak."""
+    lower_bound_seconds: float
+    """No plan within the budget adds less recomputation; infinite if none fits."""
     candidates: int
     interrupted: bool
     """Whether the time limit, and not the search itself, ended it."""
@@ -28,13 +31,14 @@ class Planning:
 
 @dataclass
 class Planner:
-    """Plans one graph. ``baseline`` is known at once, so that a budget can be a share of its peak."""
+    """Plans one training step. ``baseline`` is known at once, so that a budget can be a share of its peak."""
 
     graph: Graph
     time_limit: float = 10.0
 
     def __post_init__(self) -> None:
         self.search = Search(self.graph, time.monotonic() + self.time_limit)
+        self.moments = Moments(self.graph, self.search.mincut)
         self.baseline = self.search.save_everything()
         self.baseline.check()
 
@@ -44,4 +48,6 @@ class Planner:
         best, smallest = search.cheapest(budget_bytes)
         for plan in filter(None, (best, smallest)):
             plan.check()
-        return Planning(best, self.baseline, smallest, lower_bound_bytes(self.graph), search.simulated, search.interrupted)
+        seconds = 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
+        interrupted = search.interrupted
+        return Planning(best, self.baseline, smallest, self.moments.peak_bytes(), seconds, search.simulated, interrupted)

@@ -14,6 +14,8 @@ capacities change. Solved by OR-Tools' push-relabel ``SimpleMaxFlow``.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 from numpy.typing import NDArray
 from ortools.graph.python import max_flow
@@ -29,6 +31,19 @@ FORBIDDEN = RESOLUTION << 1
 cannot be, because its op is random."""
 
 INFINITE = FORBIDDEN << 16
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A minimum cut."""
+
+    saved: frozenset[int]
+    bytes: float
+    """What it saves, without what costs nothing to save."""
+    seconds: float
+    """What it recomputes."""
+    bound: float
+    """No choice costs less, in seconds and priced bytes together (its own cost, less what rounding may hide)."""
 
 
 class MinCut:
@@ -53,12 +68,18 @@ class MinCut:
         self.costs, self.fixed = self._recompute_costs()
         self.save = self.flow.add_arcs_with_capacity(producers, ends, np.zeros(len(self.values), dtype=np.int64))
         reads = [(self.index[v] + num_ops, o) for o in range(num_ops) for v in graph.ops[o].inputs if v in self.index]
-        needs = [(self.index[v] + num_ops, self.sink) for v in sorted(graph.backward_needs)]
         # A recomputed op costs its inputs even where one of its results is saved: no arc leads back to its values.
-        pairs = np.array([*reads, *needs], dtype=np.int32).reshape(-1, 2)
-        capacities = np.full(len(pairs), INFINITE, dtype=np.int64)
-        self.flow.add_arcs_with_capacity(pairs[:, 0].copy(), pairs[:, 1].copy(), capacities)
+        self._arcs(reads)
+        self.needs = sorted(graph.backward_needs)
+        self.need = self._arcs([(self.index[v] + num_ops, self.sink) for v in self.needs])
         self.orders = np.array([graph.ops[p].order is Order.RECOMPUTE for p in producers], dtype=bool)
+
+    def _arcs(self, pairs: list[tuple[int, int]]) -> NDArray[np.int32]:
+        """Arcs that no cut goes through."""
+        ends = np.array(pairs, dtype=np.int32).reshape(-1, 2)
+        capacities = np.full(len(ends), INFINITE, dtype=np.int64)
+        arcs: NDArray[np.int32] = self.flow.add_arcs_with_capacity(ends[:, 0].copy(), ends[:, 1].copy(), capacities)
+        return arcs
 
     def _recompute_costs(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Seconds of running each forward op again, and which may not."""
@@ -68,30 +89,45 @@ class MinCut:
         costs = np.array([op.seconds if i in graph.required_forward else 0.0 for i, op in enumerate(ops)])
         return costs, np.array([not op.repeatable or op.order is Order.SAVE for op in ops], dtype=bool)
 
-    def solve(self, seconds_per_byte: float | NDArray[np.float64], free: frozenset[int] = frozenset()) -> frozenset[int]:
-        """The values to save at a price in seconds per saved byte (one for all, or one per forward value).
+    def solve(self, seconds_per_byte: float, free: frozenset[int] = frozenset()) -> frozenset[int]:
+        """The values to save at a price in seconds per saved byte; ``free`` values cost nothing to save.
 
-        ``free`` values cost nothing to save. Raises ``PlanInvalid`` if no cut of finite capacity exists.
+        Raises ``PlanInvalid`` if no cut of finite capacity exists.
         """
-        prices = self.bytes * seconds_per_byte
-        held = [self.index[v] for v in self.graph.forward_outputs if v in self.index]
-        prices[held + [self.index[v] for v in free if v in self.index]] = 0.0
+        return self.cut(seconds_per_byte, free).saved
+
+    def cut(self, seconds_per_byte: float, free: frozenset[int] = frozenset(), needs: frozenset[int] | None = None) -> Cut:
+        """As :meth:`solve`, with its figures.
+
+        With ``needs`` only these values must be available, and orders to recompute are left out: for bounds.
+        """
+        num_forward = self.graph.num_forward
+        held = [self.index[v] for v in (*self.graph.forward_outputs, *free) if v in self.index]
+        counted = self.bytes.copy()
+        counted[held] = 0.0
+        prices = counted * seconds_per_byte
         scale = RESOLUTION / max(prices.sum() + self.costs.sum(), 1e-30)
         costs = np.ceil(self.costs * scale).astype(np.int64)
         costs[self.fixed] = INFINITE
         capacities = np.floor(prices * scale).astype(np.int64)
-        capacities[self.orders] = FORBIDDEN
-        capacities[held] = 0
+        forbidden = self.orders & (needs is None)
+        capacities[forbidden] = FORBIDDEN
+        capacities[[self.index[v] for v in self.graph.forward_outputs if v in self.index]] = 0
         self.flow.set_arcs_capacity(self.run_again, costs)
         self.flow.set_arcs_capacity(self.save, capacities)
+        wanted = [INFINITE if needs is None or v in needs else 0 for v in self.needs]
+        self.flow.set_arcs_capacity(self.need, np.array(wanted, dtype=np.int64))
         status = self.flow.solve(self.source, self.sink)
         if status != self.flow.OPTIMAL or self.flow.optimal_flow() >= INFINITE:
             raise PlanInvalid(
                 "the orders in the graph contradict each other: something is needed that may be neither saved nor recomputed"
             )
         source_side = set(self.flow.get_source_side_min_cut())
-        return frozenset(
-            v
+        saved = [
+            i
             for i, v in enumerate(self.values)
-            if i + self.graph.num_forward not in source_side and self.graph.values[v].producer in source_side
-        )
+            if i + num_forward not in source_side and self.graph.values[v].producer in source_side
+        ]
+        seconds = sum(self.costs[o] for o in range(num_forward) if o not in source_side)
+        bound = (self.flow.optimal_flow() - FORBIDDEN * int(forbidden[saved].sum()) - num_forward) / scale
+        return Cut(frozenset(self.values[i] for i in saved), float(counted[saved].sum()), float(seconds), float(bound))

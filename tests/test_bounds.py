@@ -1,0 +1,144 @@
+"""Bounds hold for every plan, and are close where the optimum is known; filling uses what is free."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from oracles import subsets
+from strategies import GraphBuilder, chain, close_under_need, graphs
+
+from autoremat.graph import Role, Trait
+from autoremat.plans import Plan
+from autoremat.schedule import build_schedule
+from autoremat.solvers import Planner
+from autoremat.solvers.bounds import Moments
+from autoremat.solvers.fill import fill
+from autoremat.solvers.mincut import MinCut
+from autoremat.solvers.search import CURVE_POINTS, Search, spread
+
+SMALL_GRAPHS = graphs(max_ops=12)
+
+
+@settings(max_examples=60)
+@given(SMALL_GRAPHS)
+def test_no_saved_set_beats_the_bounds(graph):
+    moments = Moments(graph, MinCut(graph))
+    for wanted in subsets(graph.forward_values):
+        plan = Plan.of(graph, build_schedule(graph, close_under_need(graph, set(wanted))))
+        assert moments.peak_bytes() <= plan.peak_bytes
+        if plan.peak_bytes:
+            assert moments.seconds(plan.peak_bytes) <= plan.recompute_seconds * (1 + 1e-6) + 1e-9
+
+
+@settings(max_examples=60)
+@given(graphs())
+def test_no_candidate_beats_the_bounds(graph):
+    planner = Planner(graph)
+    for candidate in planner.search.candidates:
+        assert planner.moments.peak_bytes() <= candidate.plan.peak_bytes
+    for budget in {planner.baseline.peak_bytes, planner.baseline.peak_bytes * 3 // 4} - {0}:
+        found = planner.find(budget)
+        if found.plan is not None:
+            assert found.lower_bound_seconds <= found.plan.recompute_seconds * (1 + 1e-6) + 1e-9
+
+
+@settings(max_examples=40)
+@given(graphs())
+def test_the_bound_falls_as_the_budget_grows(graph):
+    moments = Moments(graph, MinCut(graph))
+    peak = Planner(graph).baseline.peak_bytes
+    bounds = [moments.seconds(peak * tenths // 10) for tenths in range(1, 12)]
+    assert all(after <= before * (1 + 1e-6) + 1e-9 for before, after in pairwise(bounds))
+
+
+def test_a_chain_is_planned_close_to_the_optimum():
+    """Every activation weighs the same: what does not fit has to be recomputed, and little else."""
+    graph = chain(200, size=100, saving_seconds_per_byte=0.0, forward_outputs=(200,))
+    planner = Planner(graph)
+    for tenths in (9, 8, 7, 6, 5, 4):
+        budget = planner.baseline.peak_bytes * tenths // 10
+        found = planner.find(budget)
+        unsaved = (planner.baseline.peak_bytes - budget) // 100
+        assert found.lower_bound_seconds == pytest.approx(unsaved, abs=3)
+        assert found.plan is not None
+        assert found.plan.recompute_seconds <= 1.15 * unsaved + 3
+
+
+def test_a_budget_below_every_peak_has_an_infinite_bound():
+    graph = chain(20, size=100, forward_outputs=(20,))
+    planner = Planner(graph)
+    assert planner.moments.seconds(planner.moments.peak_bytes() - 1) == math.inf
+    assert planner.moments.seconds(planner.baseline.peak_bytes) == 0.0
+
+
+def test_what_cannot_be_recomputed_counts_in_the_least_peak():
+    build = GraphBuilder()
+    mask = build.op([build.source(0)], 1000, traits=Trait.RANDOM)
+    out = build.op([mask], 0)
+    gradient = build.op([mask, build.source(0, Role.TANGENT)], 10, forward=False)
+    graph = build.graph(forward_outputs=(out,), backward_outputs=(gradient,))
+    assert Moments(graph, MinCut(graph)).peak_bytes() == 1010
+
+
+@settings(max_examples=60)
+@given(graphs())
+def test_the_curve_of_cuts_is_convex(graph):
+    search = Search(graph)
+    curve = search.curve()
+    held = set(graph.forward_outputs)
+    weights = [sum(graph.values[v].bytes for v in saved - held) for saved in curve]
+    assert weights == sorted(weights, reverse=True)
+    assert 1 <= len(curve) <= CURVE_POINTS + 2
+
+
+def test_the_curve_finds_every_layer_of_prices():
+    """Ops of three different costs per byte give cuts that save all, two thirds, one third and none."""
+    build = GraphBuilder()
+    x = build.source(0)
+    made = [build.op([x], 100, seconds=seconds) for seconds in (1e-3, 1e-2, 1e-1) for _ in range(4)]
+    out = build.op(made, 0, seconds=1.0)
+    gradient = build.op([*made, build.source(0, Role.TANGENT)], 0, forward=False)
+    graph = build.graph(forward_outputs=(out,), backward_outputs=(gradient,), saving_seconds_per_byte=1e-9)
+    sizes = [100 * len(saved - {out}) for saved in Search(graph).curve()]
+    assert {1200, 800, 400, 0} <= set(sizes)
+
+
+@settings(max_examples=60)
+@given(graphs())
+def test_filling_stays_within_the_budget_and_gets_cheaper(graph):
+    search = Search(graph)
+    base = min(search.candidates, key=lambda c: c.plan.peak_bytes)
+    budget = max(search.save_everything().peak_bytes, base.plan.peak_bytes)
+    for limit in (base.plan.peak_bytes, (base.plan.peak_bytes + budget) // 2, budget):
+        plan = fill(base.plan, partial(search.plan, segmentation=base.segmentation, label="filled"), limit)
+        plan.check()
+        assert plan.peak_bytes <= limit
+        assert plan.cost_seconds <= base.plan.cost_seconds
+
+
+def test_filling_takes_the_best_seconds_per_byte():
+    """There is room for one of two results while the gradient in between is alive: the dear one is saved."""
+    build = GraphBuilder()
+    x = build.source(0)
+    cheap, dear = build.op([x], 100, seconds=1.0), build.op([x], 100, seconds=5.0)
+    out = build.op([cheap, dear], 0, seconds=1.0)
+    wide = build.op([build.source(0, Role.TANGENT)], 1000, forward=False)
+    narrow = build.op([wide], 0, forward=False)
+    gradient = build.op([cheap, dear, narrow], 0, forward=False)
+    graph = build.graph(forward_outputs=(out,), backward_outputs=(gradient,), saving_seconds_per_byte=0.0)
+    search = Search(graph)
+    base = search.plan(frozenset(), search.whole, "nothing")
+    assert (base.peak_bytes, base.recompute_seconds) == (1000, 6.0)
+    plan = fill(base, partial(search.plan, segmentation=search.whole, label="filled"), 1100)
+    assert plan.saved == (dear,)
+    assert plan.recompute_seconds == 1.0
+
+
+def test_spread_takes_the_ends():
+    assert spread(0, 5) == set()
+    assert spread(3, 5) == {0, 1, 2}
+    assert spread(101, 5) == {0, 25, 50, 75, 100}
