@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoremat.graph import Graph
@@ -29,6 +32,18 @@ class Planning:
     """Whether the time limit, and not the search itself, ended it."""
 
 
+@contextlib.contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """The search makes no cycles but many lists; each collection would walk all of torch's graphs."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 @dataclass
 class Planner:
     """Plans one training step. ``baseline`` is known at once, so that a budget can be a share of its peak."""
@@ -45,7 +60,8 @@ class Planner:
     def find(self, budget_bytes: int | None) -> Planning:
         """The cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound)."""
         search = self.search
-        best, smallest = search.cheapest(budget_bytes)
+        with _without_garbage_collection():
+            best, smallest = search.cheapest(budget_bytes)
         for plan in filter(None, (best, smallest)):
             plan.check()
         seconds = 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)

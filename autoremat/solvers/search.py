@@ -23,14 +23,15 @@ from autoremat.solvers.fill import fill
 from autoremat.solvers.mincut import MinCut
 from autoremat.solvers.segments import Chain, segment_counts
 
-CURVE_POINTS = 24
+CURVE_POINTS = 12
 """At most so many minimum cuts."""
 
-PLAIN_SEGMENTATIONS = 5
-"""So many segmentations, spread over all, are tried with every minimum cut, the others with the leanest only."""
+PLAIN_WORK, PLAIN_LIMITS = 2000, (2, 8)
+"""So many segmentations, spread over all, are tried with every minimum cut, the others with the leanest only: this number
+divided by that of forward ops, within limits."""
 
-BASES = 10
-"""So many candidates, spread over the peaks that they reach, are filled."""
+BASE_WORK, BASE_LIMITS = 4000, (4, 12)
+"""So many candidates, spread over the peaks that they reach, are filled: likewise."""
 
 SAVE_ALL = "save all"
 
@@ -55,6 +56,11 @@ class Candidate:
 def spread(count: int, wanted: int) -> set[int]:
     """At most ``wanted`` numbers below ``count``, evenly spread, the first and the last among them."""
     return {round(i * (count - 1) / max(wanted - 1, 1)) for i in range(wanted)} if count else set()
+
+
+def effort(work: int, limits: tuple[int, int], num_forward: int) -> int:
+    """How many of something to try on a graph, so that the time grows with its size and no faster."""
+    return min(max(work // max(num_forward, 1), limits[0]), limits[1])
 
 
 @dataclass
@@ -142,7 +148,7 @@ class Search:
         """Every candidate of the graph, whatever the budget. Out of time, at least the first segmentation's."""
         curve, segmentations = self.curve(), list(self.segmentations())
         plain = [s for s in segmentations if not s.saved_cuts or "every 1." in s.label]
-        chosen = sorted(spread(len(plain), PLAIN_SEGMENTATIONS))
+        chosen = sorted(spread(len(plain), effort(PLAIN_WORK, PLAIN_LIMITS, self.graph.num_forward)))
         found: list[Candidate] = []
         for number, saved in enumerate(curve):
             for choice in chosen:
@@ -162,7 +168,8 @@ class Search:
             if fits and (not front or candidate.plan.cost_seconds < front[-1].plan.cost_seconds):
                 front.append(candidate)
         front.reverse()
-        return [front[i] for i in sorted(spread(len(front), BASES))]
+        wanted = effort(BASE_WORK, BASE_LIMITS, self.graph.num_forward)
+        return [front[i] for i in sorted(spread(len(front), wanted))]
 
     def cheapest(self, budget: int | None) -> tuple[Plan | None, Plan]:
         """The cheapest plan found within ``budget`` bytes (None if none fits) and the plan of least memory found."""
