@@ -1,0 +1,194 @@
+"""Models for the planner's benchmark: their depth and structure are real, their widths small, their weights random.
+
+Without dropout: its masks would have to be saved, while torch's partitioner draws them anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+VOCABULARY, HIDDEN, HEADS, BATCH, LENGTH = 512, 64, 4, 2, 128
+IMAGES = 16
+
+Built = tuple[nn.Module, tuple[torch.Tensor, ...]]
+
+
+class TokenLoss(nn.Module):
+    """A Hugging Face model with a loss of its own on the tokens, and nothing else returned."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        decoder = {"decoder_input_ids": tokens} if self.model.config.is_encoder_decoder else {}
+        logits = self.model(input_ids=tokens, **decoder).logits
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+class ImageLoss(nn.Module):
+    """A Hugging Face image classifier that returns only its loss."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> Any:
+        return F.cross_entropy(self.model(pixel_values=images).logits, labels)
+
+
+def _tokens() -> tuple[torch.Tensor, ...]:
+    return (torch.randint(0, VOCABULARY, (BATCH, LENGTH)),)
+
+
+def _images(size: int) -> tuple[torch.Tensor, ...]:
+    return torch.randn(IMAGES, 3, size, size), torch.randint(0, 10, (IMAGES,))
+
+
+def gpt2(layers: int) -> Built:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, n_embd=HIDDEN, n_layer=layers, n_head=HEADS,
+        n_positions=LENGTH, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return TokenLoss(GPT2LMHeadModel(config)), _tokens()
+
+
+def llama(layers: int) -> Built:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=172, num_hidden_layers=layers, num_attention_heads=HEADS,
+        max_position_embeddings=LENGTH, use_cache=False,
+    )  # fmt: skip
+    return TokenLoss(LlamaForCausalLM(config)), _tokens()
+
+
+def bert(layers: int) -> Built:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_hidden_layers=layers, num_attention_heads=HEADS,
+        intermediate_size=4 * HIDDEN, max_position_embeddings=LENGTH, hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return TokenLoss(BertForMaskedLM(config)), _tokens()
+
+
+def t5(layers: int) -> Built:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=HIDDEN, d_kv=HIDDEN // HEADS, d_ff=4 * HIDDEN, num_layers=layers, num_heads=HEADS,
+        decoder_start_token_id=0, use_cache=False, dropout_rate=0.0,
+    )  # fmt: skip
+    return TokenLoss(T5ForConditionalGeneration(config)), _tokens()
+
+
+def vit(layers: int) -> Built:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        hidden_size=HIDDEN, num_hidden_layers=layers, num_attention_heads=HEADS, intermediate_size=4 * HIDDEN,
+        image_size=64, patch_size=8, num_labels=10,
+    )  # fmt: skip
+    return ImageLoss(ViTForImageClassification(config)), _images(64)
+
+
+def resnet(kind: str, depths: list[int]) -> Built:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    expansion = 4 if kind == "bottleneck" else 1
+    config = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16 * expansion * 2**i for i in range(4)], depths=depths, layer_type=kind, num_labels=10
+    )
+    return ImageLoss(ResNetForImageClassification(config)), _images(128)
+
+
+class Classifier(nn.Module):
+    """Features, their mean over the image, and a loss."""
+
+    def __init__(self, features: nn.Module, width: int) -> None:
+        super().__init__()
+        self.features, self.head = features, nn.Linear(width, 10)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.head(self.features(images).mean((2, 3))), labels)
+
+
+def _convolve(before: int, after: int) -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
+
+
+def vgg11() -> Built:
+    """Simonyan and Zisserman's configuration A, an eighth as wide."""
+    layers: list[nn.Module] = []
+    before = 3
+    for after in (8, 0, 16, 0, 32, 32, 0, 64, 64, 0, 64, 64, 0):
+        layers.append(_convolve(before, after) if after else nn.MaxPool2d(2))
+        before = after or before
+    return Classifier(nn.Sequential(*layers), before), _images(64)
+
+
+class DenseBlock(nn.Module):
+    """Every layer reads the results of all before it (Huang et al., 2017)."""
+
+    def __init__(self, before: int, growth: int, layers: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(_convolve(before + i * growth, growth) for i in range(layers))
+
+    def forward(self, image: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            image = torch.cat([image, layer(image)], 1)
+        return image
+
+
+def densenet() -> Built:
+    """Three dense blocks of eight layers."""
+    layers: list[nn.Module] = [_convolve(3, 16)]
+    width = 16
+    for _ in range(3):
+        layers += [DenseBlock(width, 8, 8), nn.Conv2d(width + 64, (width + 64) // 2, 1), nn.AvgPool2d(2)]
+        width = (width + 64) // 2
+    return Classifier(nn.Sequential(*layers), width), _images(32)
+
+
+class UNet(nn.Module):
+    """Four levels down and up with skips across (Ronneberger et al., 2015)."""
+
+    def __init__(self, widths: tuple[int, ...] = (8, 16, 32, 64)) -> None:
+        super().__init__()
+        pairs = list(zip((3, *widths[:-1]), widths, strict=True))
+        self.down = nn.ModuleList(nn.Sequential(_convolve(a, b), _convolve(b, b)) for a, b in pairs)
+        turns = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
+        self.up = nn.ModuleList(nn.Sequential(_convolve(a + b, b), _convolve(b, b)) for a, b in turns)
+        self.head = nn.Conv2d(widths[0], 10, 1)
+
+    def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        skips: list[torch.Tensor] = []
+        for level, block in enumerate(self.down):
+            images = block(F.max_pool2d(images, 2) if level else images)
+            skips.append(images)
+        for block, skip in zip(self.up, skips[-2::-1], strict=True):
+            images = block(torch.cat([F.interpolate(images, scale_factor=2.0), skip], 1))
+        return F.cross_entropy(self.head(images).mean((2, 3)), labels)
+
+
+MODELS: dict[str, Callable[[], Built]] = {
+    **{f"gpt2-{n}": lambda n=n: gpt2(n) for n in (4, 12, 32, 80)},  # type: ignore[misc]
+    **{f"llama-{n}": lambda n=n: llama(n) for n in (4, 12, 32, 80)},  # type: ignore[misc]
+    "bert-12": lambda: bert(12),
+    "t5-6": lambda: t5(6),
+    "vit-12": lambda: vit(12),
+    "resnet-18": lambda: resnet("basic", [2, 2, 2, 2]),
+    "resnet-50": lambda: resnet("bottleneck", [3, 4, 6, 3]),
+    "vgg-11": vgg11,
+    "densenet": densenet,
+    "unet": lambda: (UNet(), _images(64)),
+}
