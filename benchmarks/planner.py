@@ -177,12 +177,15 @@ def tables(rows: list[Row], duels: list[Duel]) -> list[Table]:
 
 
 def summary(duels: list[Duel]) -> str:
-    both = [(d.our_added, d.torch_added) for d in duels if d.our_added is not None and d.torch_added > 1e-6]
+    both = [(d.our_added, d.torch_added) for d in duels if d.our_added is not None and d.torch_added > 0.0]
     worse = sum(ours > theirs * (1 + 1e-9) for ours, theirs in both)
-    floor = 1e-6  # a millionth of the step, so that a plan without recomputation has a logarithm
-    ratio = statistics.geometric_mean([max(ours, floor) / theirs for ours, theirs in both]) if both else math.nan
+    ratios = [ours / theirs for ours, theirs in both if ours > 0.0]  # without recomputation there is no logarithm
+    ratio = statistics.geometric_mean(ratios) if ratios else math.nan
     missed = sum(d.our_added is None for d in duels)
-    return f"recomputation against torch's, geometric mean: {ratio:.3f}; slower in {worse}, no plan in {missed} of {len(duels)}"
+    return (
+        f"recomputation against torch's, geometric mean of {len(ratios)} duels: {ratio:.3f}; none needed in "
+        f"{len(both) - len(ratios)}; slower in {worse}, no plan in {missed} of {len(duels)}"
+    )
 
 
 def write(rows: list[Row], duels: list[Duel], folder: Path) -> None:

@@ -56,6 +56,22 @@ def test_figures_come_from_the_plan():
     assert not report.time_limited
 
 
+def test_the_gap_is_the_distance_to_the_bound_in_steps():
+    report = dataclasses.replace(report_for(16 * SIZE), recompute_seconds=0.3, lower_bound_seconds=0.2, step_seconds=0.8)
+    assert report.gap == pytest.approx(0.1)
+    assert "at most 10.0% of the step's time" in str(report)
+    assert "at most 10.0% of the step over the optimum" in report.summary()
+    infeasible = dataclasses.replace(report, lower_bound_seconds=None)
+    assert infeasible.gap is None
+    assert "unknown" in str(infeasible)
+
+
+def test_the_bound_of_a_chain_is_what_does_not_fit():
+    report = report_for(16 * SIZE)
+    assert 0.0 < report.lower_bound_seconds <= report.recompute_seconds
+    assert report_for(1).lower_bound_seconds is None
+
+
 def test_without_a_budget_nothing_of_a_dear_chain_is_recomputed():
     report = report_for(None)
     assert (report.budget_bytes, report.recomputed_ops, report.overhead, report.fits) == (None, 0, 0.0, True)

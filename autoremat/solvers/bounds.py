@@ -85,7 +85,7 @@ class Moments:
             return max(rich.bound, 0.0)
         if self._least_bytes(moment) > room:
             return math.inf
-        lean = self._cut(moment, self._top_price)
+        lean = self._cut(moment, self.mincut.top_price)
         best = 0.0
         for _ in range(MAX_SECANTS):
             if rich.bytes <= lean.bytes or lean.seconds <= rich.seconds:
@@ -104,14 +104,9 @@ class Moments:
         least = (self._least_bytes(m) - self._room(m, 0) for m in self.chosen)
         return max(_working_set_bytes(self.graph), int(max(least, default=0.0)))
 
-    @property
-    def _top_price(self) -> float:
-        """Seconds per byte at which the whole forward costs less than a byte."""
-        return 1.0 + self.graph.forward_seconds
-
     def _least_bytes(self, moment: int) -> float:
         """No choice saves fewer bytes, whatever it recomputes."""
-        return self._cut(moment, self._top_price).bound / self._top_price - 1.0
+        return self._cut(moment, self.mincut.top_price).bound / self.mincut.top_price - 1.0
 
 
 def _fixed_bytes(graph: Graph) -> NDArray[np.int64]:

@@ -89,6 +89,11 @@ class MinCut:
         costs = np.array([op.seconds if i in graph.required_forward else 0.0 for i, op in enumerate(ops)])
         return costs, np.array([not op.repeatable or op.order is Order.SAVE for op in ops], dtype=bool)
 
+    @property
+    def top_price(self) -> float:
+        """Seconds per saved byte at which one byte is dearer than the whole forward."""
+        return 1.0 + self.graph.forward_seconds
+
     def solve(self, seconds_per_byte: float, free: frozenset[int] = frozenset()) -> frozenset[int]:
         """The values to save at a price in seconds per saved byte; ``free`` values cost nothing to save.
 

@@ -43,6 +43,8 @@ class Segmentation:
     segments: Segments
     saved_cuts: frozenset[int]
     label: str
+    nested: bool = False
+    """Whether some cuts are not saved."""
 
 
 @dataclass(frozen=True)
@@ -113,12 +115,8 @@ class Search:
                 key = (segments.of_op, saved)
                 if key not in seen and (stride == 1 or count > stride):
                     seen.add(key)
-                    yield Segmentation(segments, saved, f"{segments.count} segments, every {stride}. cut saved,")
-
-    @property
-    def top_price(self) -> float:
-        """Seconds per saved byte at which one byte is dearer than the whole forward."""
-        return 1.0 + self.graph.forward_seconds
+                    label = f"{segments.count} segments, every {stride}. cut saved,"
+                    yield Segmentation(segments, saved, label, nested=bool(saved) and stride > 1)
 
     def curve(self) -> list[frozenset[int]]:
         """The minimum cuts at all prices from that of memory traffic up, those that save much first.
@@ -127,7 +125,7 @@ class Search:
         Severance, "Mathematical methods for segmenting computer networks", 1976).
         """
         traffic = self.graph.saving_seconds_per_byte
-        ends = [self.mincut.cut(traffic), self.mincut.cut(self.top_price)]
+        ends = [self.mincut.cut(traffic), self.mincut.cut(self.mincut.top_price)]
         found = {point.saved: point for point in ends}
         gaps = [(ends[0], ends[1])]
         while gaps and len(found) < CURVE_POINTS:
@@ -147,7 +145,7 @@ class Search:
     def candidates(self) -> list[Candidate]:
         """Every candidate of the graph, whatever the budget. Out of time, at least the first segmentation's."""
         curve, segmentations = self.curve(), list(self.segmentations())
-        plain = [s for s in segmentations if not s.saved_cuts or "every 1." in s.label]
+        plain = [s for s in segmentations if not s.nested]
         chosen = sorted(spread(len(plain), effort(PLAIN_WORK, PLAIN_LIMITS, self.graph.num_forward)))
         found: list[Candidate] = []
         for number, saved in enumerate(curve):
@@ -156,7 +154,7 @@ class Search:
                     found.append(Candidate(self.plan(saved, plain[choice], f"cut {number}"), plain[choice]))
         for segmentation in segmentations:
             if not self.interrupted:
-                saved = self.mincut.solve(self.top_price, free=segmentation.saved_cuts)
+                saved = self.mincut.solve(self.mincut.top_price, free=segmentation.saved_cuts)
                 found.append(Candidate(self.plan(saved, segmentation, "leanest"), segmentation))
         return found
 
