@@ -2,6 +2,8 @@
 
     compiled = torch.compile(model, backend="autoremat", options={"memory_budget": "6GiB"})
 
+    plan = autoremat.plan(autoremat.Graph.from_dag(seconds, sizes, edges), memory_budget=0.5)
+
 The table below is the public interface. Names are looked up on first use, so that importing one of the pure modules
 (`autoremat.graph`, ...) does not import torch.
 """
@@ -18,9 +20,12 @@ if TYPE_CHECKING:
     from .errors import OptionsError as OptionsError
     from .errors import PlanInvalid as PlanInvalid
     from .errors import UnsupportedTorchError as UnsupportedTorchError
+    from .graph import Graph as Graph
     from .measure import track_peak as track_peak
     from .options import Options as Options
     from .options import configure as configure
+    from .planning import plan as plan
+    from .plans import Plan as Plan
     from .report import Report as Report
     from .report import reports as reports
 
@@ -33,13 +38,16 @@ _MODULE_OF = {
     "AutorematError": "errors",
     "BudgetInfeasible": "errors",
     "BudgetWarning": "errors",
+    "Graph": "graph",
     "Options": "options",
     "OptionsError": "errors",
+    "Plan": "plans",
     "PlanInvalid": "errors",
     "Report": "report",
     "UnsupportedTorchError": "errors",
     "backend": "dynamo_backend",
     "configure": "options",
+    "plan": "planning",
     "reports": "report",
     "track_peak": "measure",
 }
@@ -48,14 +56,17 @@ __all__ = [
     "AutorematError",
     "BudgetInfeasible",
     "BudgetWarning",
+    "Graph",
     "Options",
     "OptionsError",
+    "Plan",
     "PlanInvalid",
     "Report",
     "UnsupportedTorchError",
     "__version__",
     "backend",
     "configure",
+    "plan",
     "reports",
     "track_peak",
 ]

@@ -8,7 +8,8 @@ An :class:`Op` is one call that makes new storages or has an effect; pure views 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -126,6 +127,43 @@ class Graph:
     def __post_init__(self) -> None:
         self.verify()
 
+    @classmethod
+    def from_dag(
+        cls,
+        seconds: Sequence[float],
+        sizes: Sequence[int],
+        edges: Iterable[tuple[int, int]],
+        *,
+        outputs: Iterable[int] = (),
+        repeatable: Sequence[bool] | None = None,
+        num_forward: int | None = None,
+    ) -> Graph:
+        """The graph in which op ``i`` takes ``seconds[i]`` and makes value ``i`` of ``sizes[i]`` bytes, in the given order.
+
+        ``edges`` are pairs (producer, reader), ``outputs`` the values that must exist at the end; an op that is not
+        ``repeatable`` runs only once. The first ``num_forward`` ops are the forward of a training step and the rest its
+        backward; without it (or with all ops) the graph has one phase, in which any op may run again anywhere later.
+        Raises ``ValueError``, naming the offender, for costs or edges that describe no such graph.
+        """
+        count = len(seconds)
+        border = count if num_forward is None else num_forward
+        again = [True] * count if repeatable is None else list(repeatable)
+        _check_costs(seconds, sizes, again)
+        if not 0 <= border <= count:
+            raise ValueError(f"num_forward={num_forward} is not between 0 and the number of ops, {count}")
+        inputs = _inputs_of(edges, count)
+        held = tuple(dict.fromkeys(outputs))
+        if beyond := [v for v in held if not 0 <= v < count]:
+            raise ValueError(f"the output {beyond[0]} is no value: there are {count}")
+        traits = [Trait.NONE if may else Trait.UNDECLARED for may in again]
+        return cls(
+            tuple(Op(f"op{i}", "op", inputs[i], (i,), i < border, float(seconds[i]), traits=traits[i]) for i in range(count)),
+            tuple(Value(f"v{i}", int(sizes[i]), i) for i in range(count)),
+            forward_outputs=tuple(v for v in held if v < border),
+            backward_outputs=tuple(v for v in held if v >= border),
+            pinned=tuple(range(border)),
+        )
+
     def verify(self) -> None:
         """Raise ``ValueError`` unless producers come before readers and the two phases stand in order."""
         forward_flags = [op.forward for op in self.ops]
@@ -144,6 +182,11 @@ class Graph:
     def num_forward(self) -> int:
         """The number of forward ops; op numbers below it are forward."""
         return sum(op.forward for op in self.ops)
+
+    @property
+    def one_phase(self) -> bool:
+        """Whether there is no backward: then any op may run again anywhere later, not only in a second half."""
+        return self.num_forward == len(self.ops)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
@@ -252,3 +295,27 @@ class Graph:
                 f"{index:>4} {phase} {made or '()'} = {op.target}({read}) {format_seconds(op.seconds)} {op.kind.value}{traits}"
             )
         return "\n".join(lines)
+
+
+def _check_costs(seconds: Sequence[float], sizes: Sequence[int], repeatable: Sequence[bool]) -> None:
+    """Raise ``ValueError`` unless there is a sensible figure of each kind for each op."""
+    for name, given in (("sizes", sizes), ("repeatable", repeatable)):
+        if len(given) != len(seconds):
+            raise ValueError(f"{name} has {len(given)} entries, seconds has {len(seconds)}")
+    for index, (duration, size) in enumerate(zip(seconds, sizes, strict=True)):
+        if not (math.isfinite(duration) and duration >= 0):
+            raise ValueError(f"seconds[{index}] is {duration}: expected a finite number >= 0")
+        if not (math.isfinite(size) and size >= 0 and int(size) == size):
+            raise ValueError(f"sizes[{index}] is {size}: expected a whole number of bytes >= 0")
+
+
+def _inputs_of(edges: Iterable[tuple[int, int]], count: int) -> list[tuple[int, ...]]:
+    """For each of ``count`` ops, the values that it reads, sorted. Raises ``ValueError`` for edges that cannot be."""
+    inputs: list[set[int]] = [set() for _ in range(count)]
+    for producer, reader in edges:
+        if not (0 <= producer < count and 0 <= reader < count):
+            raise ValueError(f"the edge ({producer}, {reader}) names an op that does not exist: there are {count}")
+        if producer >= reader:
+            raise ValueError(f"the edge ({producer}, {reader}) does not lead to a later op")
+        inputs[reader].add(int(producer))
+    return [tuple(sorted(read)) for read in inputs]

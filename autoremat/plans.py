@@ -1,30 +1,62 @@
-"""A plan: the schedule that was chosen, with what the simulator and the cost model say of it."""
+"""A plan: the schedule that was chosen, with what the simulator, the cost model and the lower bounds say of it."""
 
 from __future__ import annotations
 
+import enum
+import json
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 from autoremat.errors import PlanInvalid
-from autoremat.graph import Graph, Order, Role
+from autoremat.graph import Graph
 from autoremat.memory import Timeline, simulate
+from autoremat.replay import check_executions, replayed_peak
 from autoremat.schedule import Schedule
+from autoremat.units import format_bytes
+
+OPTIMAL_SHARE = 1e-9
+"""A plan this close to its lower bound, as a share of the bound or of the step, is optimal: bounds are rounded down."""
+
+
+class Status(str, enum.Enum):
+    """How good a plan is known to be."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    """Its peak is over the budget."""
+    TIME_LIMIT = "time limit"
+    """Feasible, and the search was cut short."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A schedule for ``graph`` and its simulated timeline."""
+    """A schedule for ``graph`` and its simulated timeline, with what is known of the budget that it was made for."""
 
     graph: Graph
     schedule: Schedule
     timeline: Timeline
     label: str = ""
     """Which candidate this is, for logs: segments, nesting, price."""
+    budget_bytes: int | None = None
+    """What the peak was to stay within; None for no bound."""
+    lower_bound_seconds: float = 0.0
+    """No plan within the budget adds less; infinite if none fits."""
+    lower_bound_bytes: int = 0
+    """No plan has a lower peak."""
+    interrupted: bool = False
+    """Whether the time limit cut the search short."""
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, label: str = "") -> Plan:
-        """Simulate ``schedule``."""
+        """Simulate ``schedule``. Raises ``PlanInvalid`` if an execution reads what was never made."""
         return cls(graph, schedule, simulate(graph, schedule), label)
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """The op numbers in the order in which they are to run."""
+        return self.schedule.sequence
 
     @property
     def peak_bytes(self) -> int:
@@ -47,36 +79,80 @@ class Plan:
         return self.schedule.recomputed(self.graph)
 
     @cached_property
-    def recompute_seconds(self) -> float:
+    def added_seconds(self) -> float:
         """Seconds that the recomputation adds, by the cost model."""
         return sum(self.graph.ops[op].seconds for op in self.recomputed)
 
     @cached_property
     def cost_seconds(self) -> float:
         """What plans are compared by: recomputation plus the traffic of what is saved."""
-        return self.recompute_seconds + self.saved_bytes * self.graph.saving_seconds_per_byte
+        return self.added_seconds + self.saved_bytes * self.graph.saving_seconds_per_byte
 
-    def check(self) -> None:
-        """Replay the schedule independently of the simulator; raise ``PlanInvalid`` on the first violation.
+    @cached_property
+    def gap(self) -> float:
+        """How far from optimal the plan may be: what it adds over the bound, as a share of the step with the least
+        recomputation possible. Infinite if no plan fits."""
+        if math.isinf(self.lower_bound_seconds):
+            return math.inf
+        excess = max(0.0, self.added_seconds - self.lower_bound_seconds)
+        return excess / (self.graph.step_seconds + self.lower_bound_seconds) if excess else 0.0
 
-        Every op runs when it must, nothing that may not be repeated runs twice, every read finds its value, orders hold.
+    @cached_property
+    def status(self) -> Status:
+        """Whether the plan fits its budget, and if so, how good it is known to be."""
+        if self.budget_bytes is not None and self.peak_bytes > self.budget_bytes:
+            return Status.INFEASIBLE
+        if self.added_seconds <= self.lower_bound_seconds * (1 + OPTIMAL_SHARE) + self.graph.step_seconds * OPTIMAL_SHARE:
+            return Status.OPTIMAL
+        return Status.TIME_LIMIT if self.interrupted else Status.FEASIBLE
+
+    @cached_property
+    def frees(self) -> tuple[tuple[int, ...], ...]:
+        """For each execution of ``sequence``, the values of which a copy is freed after it. Outputs stay."""
+        copies, num_forward = self.timeline.copies, len(self.schedule.forward)
+        held = {c.value: c for c in copies if c.value in self.graph.backward_outputs}.values()
+        with_caller = {c.value: c for c in copies if c.value in self.graph.forward_outputs and c.start < num_forward}.values()
+        staying = {*held, *with_caller}
+        freed: list[list[int]] = [[] for _ in self.sequence]
+        for copy in copies:
+            if copy not in staying:
+                freed[copy.end].append(copy.value)
+        return tuple(map(tuple, freed))
+
+    def to_json(self) -> str:
+        """The plan for other programs, as strict JSON: what is infinite becomes null.
+
+        ``copies`` are triples: a value, the execution that makes this copy, the last execution during which it is alive.
         """
-        graph, schedule = self.graph, self.schedule
-        if [op for op in schedule.backward if op >= graph.num_forward] != list(range(graph.num_forward, len(graph.ops))):
-            raise PlanInvalid("the backward's own ops do not all run once, in order")
-        if any(op >= graph.num_forward for op in schedule.forward):
-            raise PlanInvalid("the forward runs a backward op")
-        if missing := graph.required_forward - set(schedule.forward):
-            raise PlanInvalid(f"the forward lacks {[graph.ops[op].name for op in sorted(missing)]}")
-        made = {v for v, value in enumerate(graph.values) if value.role is not Role.COMPUTED}
-        runs: dict[int, int] = {}
-        for index in schedule.sequence:
-            op = graph.ops[index]
-            runs[index] = runs.get(index, 0) + 1
-            if runs[index] > 1 and not op.repeatable:
-                raise PlanInvalid(f"{op.name} may not run twice ({op.traits.name})")
-            if runs[index] > 1 and op.order is Order.SAVE:
-                raise PlanInvalid(f"{op.name} is ordered to be saved but runs twice")
-            if unmade := [graph.values[v].name for v in op.inputs if v not in made]:
-                raise PlanInvalid(f"{op.name} reads {unmade} before it is made")
-            made.update(op.outputs)
+        record = {
+            "sequence": self.sequence,
+            "ops": [op.name for op in self.graph.ops],
+            "peak_bytes": self.peak_bytes,
+            "budget_bytes": self.budget_bytes,
+            "lower_bound_bytes": self.lower_bound_bytes,
+            "added_seconds": self.added_seconds,
+            "lower_bound_seconds": _finite(self.lower_bound_seconds),
+            "gap": _finite(self.gap),
+            "status": self.status.value,
+            "copies": [(copy.value, copy.start, copy.end) for copy in self.timeline.copies],
+        }
+        return json.dumps(record, allow_nan=False)
+
+    def check(self, graph: Graph | None = None) -> None:
+        """Replay the plan against ``graph`` (its own by default); raise ``PlanInvalid`` on the first violation.
+
+        Independent of the simulator: what runs and when, and, unless the graph fuses, the peak.
+        """
+        graph = graph or self.graph
+        check_executions(graph, self.schedule)
+        if graph.fuses:
+            return
+        peak = replayed_peak(graph, self.schedule)
+        if self.budget_bytes is not None and self.peak_bytes <= self.budget_bytes < peak:
+            raise PlanInvalid(f"the peak is {format_bytes(peak)}, over the budget of {format_bytes(self.budget_bytes)}")
+        if peak != self.peak_bytes:
+            raise PlanInvalid(f"the peak is {peak} bytes, not {self.peak_bytes} as the plan says")
+
+
+def _finite(figure: float) -> float | None:
+    return figure if math.isfinite(figure) else None

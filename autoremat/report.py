@@ -90,7 +90,7 @@ class Report:
             lower_bound_bytes=planning.lower_bound_bytes,
             saved_bytes=plan.saved_bytes,
             recomputed_ops=len(plan.recomputed),
-            recompute_seconds=plan.recompute_seconds,
+            recompute_seconds=plan.added_seconds,
             forward_seconds=graph.forward_seconds,
             ops=len(graph.ops),
             strategy=plan.label,

@@ -1,7 +1,7 @@
 """A schedule: which ops run in the forward, which in the backward, in which order, and how one is made from a saved set.
 
 A forward op that appears in the backward is a recomputation; it may appear more than once. What the backward reads and
-does not make itself beforehand is *saved*.
+does not make itself beforehand is *saved*. The schedule of a graph of one phase has no backward: its forward repeats ops.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ class Schedule:
         return self.forward + self.backward
 
     def recomputed(self, graph: Graph) -> tuple[int, ...]:
-        """Executions of forward ops in the backward beyond the one that every op needs at least, in order.
+        """Executions of forward ops beyond the one that every op needs at least, in order.
 
         An op that the forward does not have to run (only the backward reads it) costs nothing extra the first time.
         """
-        seen = set(self.forward)
+        seen = set()
         repeated = []
-        for op in self.backward:
+        for op in self.sequence:
             if op >= graph.num_forward:
                 continue
             if op in seen:

@@ -133,10 +133,10 @@ def plan_at_all_budgets(name: str, graph: Graph) -> list[Row]:
             name,
             len(graph.ops),
             share,
-            plan and plan.recompute_seconds / step,
+            plan and plan.added_seconds / step,
             (plan or planning.smallest).peak_bytes / peak,
             bound / step if bound < math.inf else None,
-            plan and max(0.0, plan.recompute_seconds - bound) / (step + bound),
+            plan and max(0.0, plan.added_seconds - bound) / (step + bound),
             seconds,
         )
         print(row, flush=True)
@@ -150,8 +150,8 @@ def compare(name: str, graph: Graph, torch_plans: dict[float, Plan]) -> list[Due
     duels = []
     for budget, theirs in torch_plans.items():
         ours = planner.find(theirs.peak_bytes).plan
-        added = ours and ours.recompute_seconds / step
-        duels.append(Duel(name, budget, theirs.peak_bytes / peak, theirs.recompute_seconds / step, added))
+        added = ours and ours.added_seconds / step
+        duels.append(Duel(name, budget, theirs.peak_bytes / peak, theirs.added_seconds / step, added))
         print(duels[-1], flush=True)
     return duels
 

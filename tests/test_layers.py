@@ -13,9 +13,9 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
 
 PURE = (
-    "errors", "units", "options", "graph", "memory", "schedule", "plans", "report", "store", "wrapper_code",
-    "cost", "cost.devices", "cost.roofline", "solvers", "solvers.mincut", "solvers.search", "solvers.segments",
-    "solvers.bounds", "solvers.fill",
+    "errors", "units", "options", "graph", "memory", "schedule", "plans", "replay", "planning", "report", "store",
+    "wrapper_code", "cost", "cost.devices", "cost.roofline", "solvers", "solvers.mincut", "solvers.search", "solvers.segments",
+    "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.policies",
 )  # fmt: skip
 """Modules that must work without torch."""
 

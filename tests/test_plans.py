@@ -75,7 +75,7 @@ def test_figures_of_a_plan():
     graph = build.graph(forward_outputs=(b,), backward_outputs=(gradient,), saving_seconds_per_byte=1e-3)
     plan = Plan.of(graph, build_schedule(graph, (b,)), "label")
     assert (plan.saved, plan.saved_bytes, plan.recomputed) == ((b,), 10, (0,))
-    assert plan.recompute_seconds == 2.0
+    assert plan.added_seconds == 2.0
     assert plan.cost_seconds == pytest.approx(2.0 + 10e-3)
     # forward: a, then a and b; backward: b, the new a; then the gradient besides
     assert plan.timeline.bytes_at.tolist() == [100, 110, 110, 111]

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autoremat.graph import Graph
 from autoremat.plans import Plan
-from autoremat.solvers.bounds import Moments
-from autoremat.solvers.search import Search
+from autoremat.solvers.bounds import Bounds, Moments
+from autoremat.solvers.search import EVERY_FAMILY, Family, Search
+
+STEPS = 100
+"""In how many equal steps of the baseline's peak memory is filled, where a larger budget must never cost more."""
 
 
 @dataclass(frozen=True)
@@ -50,20 +54,49 @@ class Planner:
 
     graph: Graph
     time_limit: float = 10.0
+    families: Family = EVERY_FAMILY
+    stepwise: bool = False
+    """Whether memory is filled in steps, so that a larger budget never costs more, even planned afresh (see
+    :meth:`_fill_stepwise`)."""
+    bounds: Bounds | None = None
+    """What filling in steps relies on: the graph's own moments, unless the graph is part of another problem."""
 
     def __post_init__(self) -> None:
-        self.search = Search(self.graph, time.monotonic() + self.time_limit)
+        self.search = Search(self.graph, time.monotonic() + self.time_limit, self.families)
         self.moments = Moments(self.graph, self.search.mincut)
         self.baseline = self.search.save_everything()
         self.baseline.check()
 
     def find(self, budget_bytes: int | None) -> Planning:
-        """The cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound)."""
-        search = self.search
+        """The cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the bounds."""
+        best = self.choose(budget_bytes)
+        search, seconds = self.search, 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
+        bytes_, interrupted = self.moments.peak_bytes(), search.interrupted
+        return Planning(best, self.baseline, search.smallest, bytes_, seconds, search.simulated, interrupted)
+
+    def choose(self, budget_bytes: int | None, known_seconds: float = math.inf) -> Plan | None:
+        """As :meth:`find`, without the bounds. A plan that costs ``known_seconds`` is had elsewhere: only a cheaper one is
+        worth filling for."""
         with _without_garbage_collection():
-            best, smallest = search.cheapest(budget_bytes)
-        for plan in filter(None, (best, smallest)):
+            search = self.search
+            best = self._fill_stepwise(budget_bytes, known_seconds) if self.stepwise else search.cheapest(budget_bytes)
+        for plan in filter(None, (best, self.search.smallest)):
             plan.check()
-        seconds = 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
-        interrupted = search.interrupted
-        return Planning(best, self.baseline, smallest, self.moments.peak_bytes(), seconds, search.simulated, interrupted)
+        return best
+
+    def _fill_stepwise(self, budget: int | None, known_seconds: float) -> Plan | None:
+        """The cheapest plan within ``budget`` of all that come from filling to a whole percent of the baseline's peak.
+
+        What is filled for a budget is filled for every larger one too. Percents are taken from the budget down; once the
+        bound says that no plan of so little memory is cheaper than what is found, the rest need not be looked at.
+        """
+        search, peak, bounds = self.search, self.baseline.peak_bytes, self.bounds or self.moments
+        top = STEPS if budget is None else min(STEPS, budget * STEPS // max(peak, 1))
+        for step in range(top if Family.FILL in self.families else 0, 0, -1):
+            level, best = peak * step // STEPS, search.best(budget)
+            if best is None or level < search.smallest.peak_bytes or search.interrupted:
+                break
+            if min(best.cost_seconds, known_seconds) <= max(search.least_cost, bounds.seconds(level)):
+                break
+            search.fill(level)
+        return search.best(budget)

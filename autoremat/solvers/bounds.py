@@ -14,6 +14,7 @@ the backward as often as it likes.
 from __future__ import annotations
 
 import math
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +28,23 @@ STRETCHES = 8
 MAX_SECANTS = 32
 
 
-class Moments:
-    """The bounds of one graph, for any budget."""
+class Bounds(Protocol):
+    """What no plan of a graph can do better."""
 
-    def __init__(self, graph: Graph, mincut: MinCut) -> None:
+    def seconds(self, budget: int) -> float:
+        """Every plan within ``budget`` bytes adds at least so many seconds; infinite if there is none."""
+
+    def peak_bytes(self) -> int:
+        """Every plan has at least this peak."""
+
+
+class Moments:
+    """The bounds of one graph, for any budget. With ``only_first``, from the start of the backward alone."""
+
+    def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False) -> None:
         self.graph, self.mincut = graph, mincut
         self.fixed = _fixed_bytes(graph)
-        self.chosen = self._choose()
+        self.chosen = self._choose()[: 1 if only_first else None]
         self.read_later: dict[int, frozenset[int]] = {}
         later = set(graph.backward_needs.intersection(graph.backward_outputs))
         for index in range(len(graph.ops) - 1, graph.num_forward - 1, -1):
@@ -101,8 +112,11 @@ class Moments:
 
     def peak_bytes(self) -> int:
         """Every plan has at least this peak."""
-        least = (self._least_bytes(m) - self._room(m, 0) for m in self.chosen)
-        return max(_working_set_bytes(self.graph), int(max(least, default=0.0)))
+        return max(working_set_bytes(self.graph), self.moment_bytes())
+
+    def moment_bytes(self) -> int:
+        """Every plan has at least so many bytes alive at one of the moments."""
+        return int(max((self._least_bytes(m) - self._room(m, 0) for m in self.chosen), default=0.0))
 
     def _least_bytes(self, moment: int) -> float:
         """No choice saves fewer bytes, whatever it recomputes."""
@@ -129,7 +143,7 @@ def _fixed_bytes(graph: Graph) -> NDArray[np.int64]:
     return np.cumsum(change)[: len(graph.ops)] + graph.op_workspace_bytes
 
 
-def _working_set_bytes(graph: Graph) -> int:
+def working_set_bytes(graph: Graph) -> int:
     """Each extern op needs its inputs and outputs at once.
 
     In the backward, what the caller holds (forward outputs, tangents, gradients made so far) is alive besides.

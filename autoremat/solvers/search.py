@@ -10,6 +10,7 @@ The search is deterministic: it counts candidates. Only the time limit can cut i
 
 from __future__ import annotations
 
+import enum
 import math
 import time
 from collections.abc import Iterator
@@ -34,6 +35,20 @@ BASE_WORK, BASE_LIMITS = 4000, (4, 12)
 """So many candidates, spread over the peaks that they reach, are filled: likewise."""
 
 SAVE_ALL = "save all"
+
+
+class Family(enum.Flag):
+    """Which candidates a search looks at, beside saving everything."""
+
+    CURVE = enum.auto()
+    """The minimum cuts at all prices."""
+    SEGMENTS = enum.auto()
+    """Segmentations of the forward; without them it is one segment."""
+    FILL = enum.auto()
+    """Free memory is filled."""
+
+
+EVERY_FAMILY = Family.CURVE | Family.SEGMENTS | Family.FILL
 
 
 @dataclass(frozen=True)
@@ -71,6 +86,7 @@ class Search:
 
     graph: Graph
     deadline: float = math.inf
+    families: Family = EVERY_FAMILY
     simulated: int = 0
     interrupted: bool = False
 
@@ -144,7 +160,8 @@ class Search:
     @cached_property
     def candidates(self) -> list[Candidate]:
         """Every candidate of the graph, whatever the budget. Out of time, at least the first segmentation's."""
-        curve, segmentations = self.curve(), list(self.segmentations())
+        curve = self.curve() if Family.CURVE in self.families else []
+        segmentations = list(self.segmentations()) if Family.SEGMENTS in self.families else [self.whole]
         plain = [s for s in segmentations if not s.nested]
         chosen = sorted(spread(len(plain), effort(PLAIN_WORK, PLAIN_LIMITS, self.graph.num_forward)))
         found: list[Candidate] = []
@@ -169,22 +186,39 @@ class Search:
         wanted = effort(BASE_WORK, BASE_LIMITS, self.graph.num_forward)
         return [front[i] for i in sorted(spread(len(front), wanted))]
 
-    def cheapest(self, budget: int | None) -> tuple[Plan | None, Plan]:
-        """The cheapest plan found within ``budget`` bytes (None if none fits) and the plan of least memory found."""
-        allowed = self.save_what_orders_allow()
-        plans = [allowed, *(c.plan for c in self.candidates)]
-        # The same for every budget, so that what was compiled once as the smallest plan can be had again.
-        smallest = min(plans, key=lambda p: (p.peak_bytes, p.cost_seconds))
+    @cached_property
+    def unfilled(self) -> list[Plan]:
+        """The plans that do not depend on the budget: every candidate, and saving all that orders allow."""
+        return [self.save_what_orders_allow(), *(c.plan for c in self.candidates)]
 
-        def best(choice: list[Plan]) -> Plan | None:
-            fitting = (plan for plan in choice if budget is None or plan.peak_bytes <= budget)
-            return min(fitting, key=lambda p: p.cost_seconds, default=None)
+    @cached_property
+    def smallest(self) -> Plan:
+        """The plan of least memory found: the same for every budget, so that what was compiled once as the smallest plan can
+        be had again."""
+        return min(self.unfilled, key=lambda p: (p.peak_bytes, p.cost_seconds))
 
-        found = best(plans)
-        if budget is not None and found is not None and found.cost_seconds > min(p.cost_seconds for p in plans):
-            for base in self.bases(budget):
-                if self.interrupted:
-                    break
-                rebuild = partial(self.plan, segmentation=base.segmentation, label="filled")
-                self.filled.append(fill(base.plan, rebuild, budget))
-        return best([*plans, *self.filled]), smallest
+    @cached_property
+    def least_cost(self) -> float:
+        """What filling cannot beat: the first minimum cut of the curve costs the least of all plans."""
+        return min(p.cost_seconds for p in self.unfilled) if Family.CURVE in self.families else 0.0
+
+    def best(self, budget: int | None) -> Plan | None:
+        """The cheapest plan found so far within ``budget`` bytes (None: no bound)."""
+        fitting = (p for p in (*self.unfilled, *self.filled) if budget is None or p.peak_bytes <= budget)
+        return min(fitting, key=lambda p: p.cost_seconds, default=None)
+
+    def fill(self, budget: int) -> None:
+        """Fill candidates up to ``budget`` bytes."""
+        for base in self.bases(budget):
+            if self.interrupted:
+                break
+            rebuild = partial(self.plan, segmentation=base.segmentation, label="filled")
+            self.filled.append(fill(base.plan, rebuild, budget))
+
+    def cheapest(self, budget: int | None) -> Plan | None:
+        """The cheapest plan found within ``budget`` bytes (None: no bound), after filling."""
+        found = self.best(budget)
+        worth_filling = Family.FILL in self.families and found is not None and found.cost_seconds > self.least_cost
+        if budget is not None and worth_filling:
+            self.fill(budget)
+        return self.best(budget)

@@ -1,0 +1,68 @@
+"""The planning interface without torch: a graph and a budget in, a checked plan out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from autoremat.errors import OptionsError
+from autoremat.graph import Graph
+from autoremat.options import Options
+from autoremat.plans import Plan
+from autoremat.solvers import Planning, dag, policies
+from autoremat.solvers.search import EVERY_FAMILY, Family
+
+Solver = Callable[[Graph, int | None, float, int], Planning]
+"""From a graph, a budget in bytes (None: no bound), a time limit in seconds and a seed to the outcome of a search."""
+
+
+def _searching(families: Family) -> Solver:
+    """The solver that looks at these families of candidates. It draws no random numbers."""
+    return lambda graph, budget, time_limit, seed: dag.search(graph, budget, time_limit, families)
+
+
+def _following(policy: policies.Policy) -> Solver:
+    """The solver that follows ``policy``, which takes no time and draws no random numbers."""
+    return lambda graph, budget, time_limit, seed: policies.solve(graph, budget, policy)
+
+
+SOLVERS: dict[str, Solver] = {
+    "auto": _searching(EVERY_FAMILY),
+    "min_cut": _searching(Family.CURVE),
+    "chain": _searching(Family.SEGMENTS | Family.FILL),
+    "sqrt": _following(policies.save_cuts),
+    "all": _following(policies.recompute_all),
+    "none": _following(policies.save_all),
+}
+"""By name: the whole search; minimum cuts without segments; segments without minimum cuts; Chen et al.'s policy of saving
+about a root of all values; recomputing all that may be; recomputing nothing."""
+
+
+def plan(
+    graph: Graph,
+    memory_budget: int | float | str | None = None,
+    solver: str = "auto",
+    time_limit: float = 10.0,
+    seed: int = 0,
+) -> Plan:
+    """The cheapest plan that ``solver`` (a key of ``SOLVERS``) finds for ``graph``, checked by a replay.
+
+    ``memory_budget``: bytes of the peak (an int, or text such as "6GiB"), a share of the peak without recomputation (a float
+    in (0, 1]), or None for no bound. ``time_limit``: seconds. Equal arguments give equal plans, unless the time limit cuts
+    the search short (``Plan.interrupted``). If nothing found fits, the plan is that of least memory and its ``status`` says
+    "infeasible". Raises ``OptionsError``, a ``ValueError``, for an argument that is not accepted.
+    """
+    if solver not in SOLVERS:
+        raise OptionsError(f"solver={solver!r} is not accepted. Accepted: {', '.join(SOLVERS)}")
+    options = Options(memory_budget=memory_budget, time_limit=time_limit)
+    budget = options.resolve_budget(dag.without_recomputation(graph).peak_bytes, free_bytes=None)
+    planning = SOLVERS[solver](graph, budget, options.time_limit, seed)
+    found = replace(
+        planning.plan or planning.smallest,
+        budget_bytes=budget,
+        lower_bound_seconds=planning.lower_bound_seconds,
+        lower_bound_bytes=planning.lower_bound_bytes,
+        interrupted=planning.interrupted,
+    )
+    found.check()
+    return found
