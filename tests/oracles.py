@@ -5,6 +5,7 @@ The torch half is imported on first use, so that the tests of the pure half do w
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -144,6 +145,37 @@ def cut_cost(graph: Graph, saved: frozenset[int], seconds_per_byte: float, forbi
 def cheapest_cut(graph: Graph, seconds_per_byte: float, forbidden: float) -> float:
     """The least `cut_cost` over all saved sets."""
     return min(cut_cost(graph, saved, seconds_per_byte, forbidden) for saved in subsets(graph.forward_values))
+
+
+def least_added_seconds(graph: Graph, budget: int) -> float:
+    """The least recomputation of any plan of a graph made by `Graph.from_dag`, infinite if none fits: the cheapest path
+    from nothing done to all done. A state is the values alive and the first op that has not run.
+
+    Of two phases only if the forward has no outputs: no caller holds them here.
+    """
+    done = len(graph.ops)
+    distance = {(frozenset[int](), 0): 0.0}
+    queue: list[tuple[float, int, tuple[int, ...]]] = [(0.0, 0, ())]
+    outputs = {*graph.forward_outputs, *graph.backward_outputs}
+    while queue:
+        seconds, following, kept = heapq.heappop(queue)
+        alive = frozenset(kept)
+        if seconds > distance[alive, following]:
+            continue
+        if following == done and outputs <= alive:
+            return seconds
+        moves = [(seconds, alive - {value}, following) for value in alive]
+        for index in range(min(following + 1, done)):
+            op, again = graph.ops[index], index < following
+            with_results = alive.union(op.outputs)
+            may_run = not again or (op.forward and op.repeatable)
+            if may_run and alive.issuperset(op.inputs) and sum(graph.values[v].bytes for v in with_results) <= budget:
+                moves.append((seconds + again * op.seconds, with_results, max(following, index + 1)))
+        for cost, values, next_op in moves:
+            if cost < distance.get((values, next_op), math.inf):
+                distance[values, next_op] = cost
+                heapq.heappush(queue, (cost, next_op, tuple(sorted(values))))
+    return math.inf
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -122,6 +122,34 @@ def graphs(draw: st.DrawFn, max_ops: int = 40, fuses: bool | None = None, max_ou
 
 
 @st.composite
+def dags(draw: st.DrawFn, max_ops: int = 30, one_phase: bool | None = None) -> Graph:
+    """Graphs as a user describes them: of one phase, or with a forward and a backward; mostly chains with skips."""
+    count = draw(st.integers(0, max_ops))
+    edges = [(i, i + 1) for i in range(count - 1) if draw(st.integers(0, 7))]
+    if count > 1:
+        pairs = st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True).map(lambda ends: tuple(sorted(ends)))
+        edges += draw(st.lists(pairs, max_size=count))
+    alone = draw(st.booleans()) if one_phase is None else one_phase
+    return Graph.from_dag(
+        draw(st.lists(SECONDS, min_size=count, max_size=count)),
+        draw(st.lists(SIZES, min_size=count, max_size=count)),
+        edges,
+        outputs=draw(st.lists(st.integers(0, count - 1), max_size=2)) if count else (),
+        repeatable=[draw(st.integers(0, 9)) > 0 for _ in range(count)],
+        num_forward=None if alone else draw(st.integers(0, count)),
+    )
+
+
+def training_chain(length: int, one_phase: bool = False, size: int = 1) -> Graph:
+    """A chain of `length` ops of one second and as many gradient ops, each of which reads its activation and the gradient
+    behind it; the last gradient stays."""
+    count = 2 * length
+    edges = [(i, i + 1) for i in range(count - 1)] + [(length - 1 - i, length + i) for i in range(length)]
+    num_forward = None if one_phase else length
+    return Graph.from_dag([1.0] * count, [size] * count, edges, outputs=(count - 1,), num_forward=num_forward)
+
+
+@st.composite
 def saved_sets(draw: st.DrawFn, graph: Graph) -> frozenset[int]:
     """Sets of forward values that a schedule may save: whatever cannot be repeated is in them if it is needed."""
     wanted = set(draw(st.sets(st.sampled_from(graph.forward_values)))) if graph.forward_values else set()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import math
 
 import pytest
-from strategies import GraphBuilder, chain
+from hypothesis import given
+from hypothesis import strategies as st
+from strategies import GraphBuilder, chain, graphs, saved_sets
 
 from autoremat.errors import PlanInvalid
 from autoremat.graph import Graph, Order, Trait
 from autoremat.memory import Timeline
-from autoremat.plans import Plan
+from autoremat.plans import Plan, Status
+from autoremat.replay import replayed_peak
 from autoremat.schedule import Schedule, build_schedule
 
 
@@ -80,3 +85,106 @@ def test_figures_of_a_plan():
     # forward: a, then a and b; backward: b, the new a; then the gradient besides
     assert plan.timeline.bytes_at.tolist() == [100, 110, 110, 111]
     assert (plan.peak_bytes, plan.label) == (111, "label")
+
+
+# -- what a plan says of itself ----------------------------------------------------------------------------------------
+
+
+def diamond() -> Plan:
+    """One phase; value 0 is freed and made again."""
+    graph = Graph.from_dag([1.0] * 4, [8, 1, 4, 1], [(0, 1), (1, 2), (2, 3), (0, 3)], outputs=(1,))
+    return Plan.of(graph, Schedule((0, 1, 2, 0, 3), ()))
+
+
+def test_what_is_freed_when():
+    assert diamond().frees == ((), (0,), (), (), (2, 0, 3))
+
+
+def test_what_a_training_step_hands_out_is_not_freed():
+    graph = network()
+    plan = Plan.of(graph, build_schedule(graph, (1, 3)))
+    staying = [v for v in range(len(graph.values)) if graph.values[v].producer is not None and v not in sum(plan.frees, ())]
+    assert set(staying) == {*graph.forward_outputs, *graph.backward_outputs}
+
+
+@pytest.mark.parametrize(
+    ("facts", "status", "gap"),
+    [
+        ({}, Status.FEASIBLE, 1.0 / 4),
+        ({"interrupted": True}, Status.TIME_LIMIT, 1.0 / 4),
+        ({"lower_bound_seconds": 1.0, "interrupted": True, "budget_bytes": 14}, Status.OPTIMAL, 0.0),
+        ({"lower_bound_seconds": 0.5}, Status.FEASIBLE, 0.5 / 4.5),
+        ({"budget_bytes": 13}, Status.INFEASIBLE, 1.0 / 4),
+        ({"budget_bytes": 5, "lower_bound_seconds": math.inf}, Status.INFEASIBLE, math.inf),
+    ],
+)
+def test_status_and_gap(facts, status, gap):
+    plan = dataclasses.replace(diamond(), **facts)
+    assert (plan.status, plan.gap) == (status, pytest.approx(gap))
+
+
+def test_as_json():
+    plan = dataclasses.replace(diamond(), budget_bytes=5, lower_bound_bytes=6, lower_bound_seconds=math.inf)
+    assert json.loads(plan.to_json()) == {
+        "sequence": [0, 1, 2, 0, 3],
+        "ops": ["op0", "op1", "op2", "op3"],
+        "peak_bytes": 14,
+        "budget_bytes": 5,
+        "lower_bound_bytes": 6,
+        "added_seconds": 1.0,
+        "lower_bound_seconds": None,
+        "gap": None,
+        "status": "infeasible",
+        "copies": [[0, 0, 1], [1, 1, 4], [2, 2, 4], [0, 3, 4], [3, 4, 4]],
+    }
+
+
+# -- the replay --------------------------------------------------------------------------------------------------------
+
+
+@given(st.data())
+def test_the_replay_counts_as_the_simulator_does(data):
+    graph = data.draw(graphs(fuses=False))
+    plan = Plan.of(graph, build_schedule(graph, data.draw(saved_sets(graph))))
+    assert replayed_peak(graph, plan.schedule) == plan.peak_bytes
+
+
+@pytest.mark.parametrize(
+    ("sequence", "message"),
+    [
+        ((0, 1, 2), "the forward lacks .*op3"),
+        ((0, 2, 1, 0, 3), "op2 reads .*v1.* before it is made"),
+        ((1, 0, 2, 0, 3), "op1 reads .*v0.* before it is made"),
+        ((0, 1, 2, 4), "an op that is not its own"),
+    ],
+)
+def test_a_broken_sequence_of_one_phase_is_refused(sequence, message):
+    with pytest.raises(PlanInvalid, match=message):
+        unsimulated(diamond().graph, Schedule(sequence, ())).check()
+
+
+def test_first_executions_out_of_order_are_refused():
+    graph = Graph.from_dag([1.0] * 3, [1] * 3, [(0, 2)])
+    Plan.of(graph, Schedule((0, 1, 0, 2), ())).check()
+    with pytest.raises(PlanInvalid, match="op0 runs for the first time after op1, out of order"):
+        Plan.of(graph, Schedule((1, 0, 2), ())).check()
+
+
+def test_a_peak_that_is_not_true_is_refused():
+    plan = diamond()
+    plan.check()
+    lower = dataclasses.replace(plan.timeline, bytes_at=plan.timeline.bytes_at - 1)
+    with pytest.raises(PlanInvalid, match="the peak is 14 bytes, not 13 as the plan says"):
+        dataclasses.replace(plan, timeline=lower).check()
+    with pytest.raises(PlanInvalid, match="over the budget of 13 B"):
+        dataclasses.replace(plan, timeline=lower, budget_bytes=13).check()
+
+
+def test_a_plan_is_checked_against_the_graph_that_is_given():
+    plan = diamond()
+    once = [False, True, True, True]
+    edges = [(0, 1), (1, 2), (2, 3), (0, 3)]
+    with pytest.raises(PlanInvalid, match="op0 may not run twice"):
+        plan.check(Graph.from_dag([1.0] * 4, [8, 1, 4, 1], edges, outputs=(1,), repeatable=once))
+    with pytest.raises(PlanInvalid, match="not 14 as the plan says"):
+        plan.check(Graph.from_dag([1.0] * 4, [8, 1, 4, 9], edges, outputs=(1,)))

@@ -91,7 +91,8 @@ class Planner:
         bound says that no plan of so little memory is cheaper than what is found, the rest need not be looked at.
         """
         search, peak, bounds = self.search, self.baseline.peak_bytes, self.bounds or self.moments
-        top = STEPS if budget is None else min(STEPS, budget * STEPS // max(peak, 1))
+        # The last step whose level, rounded down to a byte, is within the budget.
+        top = STEPS if budget is None else min(STEPS, ((budget + 1) * STEPS - 1) // max(peak, 1))
         for step in range(top if Family.FILL in self.families else 0, 0, -1):
             level, best = peak * step // STEPS, search.best(budget)
             if best is None or level < search.smallest.peak_bytes or search.interrupted:

@@ -111,32 +111,31 @@ def fits(plan: Plan, budget: int | None) -> bool:
 
 def outcome(plans: list[Plan], budget: int | None, bounds: Bounds, candidates: int, interrupted: bool) -> Planning:
     """The cheapest and the smallest of ``plans``, of which there is at least one, with the bounds of their graph."""
-    return Planning(
-        plan=min((plan for plan in plans if fits(plan, budget)), key=lambda p: (p.cost_seconds, p.peak_bytes), default=None),
-        baseline=without_recomputation(plans[0].graph),
-        smallest=min(plans, key=lambda p: (p.peak_bytes, p.cost_seconds)),
-        lower_bound_bytes=bounds.peak_bytes(),
-        lower_bound_seconds=0.0 if budget is None else bounds.seconds(budget),
-        candidates=candidates,
-        interrupted=interrupted,
-    )
+    best = min((plan for plan in plans if fits(plan, budget)), key=lambda p: (p.cost_seconds, p.peak_bytes), default=None)
+    smallest = min(plans, key=lambda p: (p.peak_bytes, p.cost_seconds))
+    for plan in filter(None, (best, smallest)):
+        plan.check()
+    seconds = 0.0 if budget is None else bounds.seconds(budget)
+    baseline = without_recomputation(smallest.graph)
+    return Planning(best, baseline, smallest, bounds.peak_bytes(), seconds, candidates, interrupted)
 
 
 def search(graph: Graph, budget: int | None, time_limit: float, families: Family) -> Planning:
     """The cheapest plan that these families of candidates find within ``budget`` bytes (None: no bound).
 
-    Filling is stepwise: a larger budget never costs more. The time limit is shared among the splits.
+    Filling is stepwise: a larger budget never costs more. Each split may take half of the time that is left.
     """
     if not graph.one_phase:
         return Planner(graph, time_limit, families, stepwise=True).find(budget)
     deadline = time.monotonic() + time_limit
     plans, bounds = [without_recomputation(graph)], OnePhaseBounds(graph)
     simulated, interrupted = 1, False
-    steps = list(steps_of(graph))
-    for number, step in enumerate(steps):
-        share = (deadline - time.monotonic()) / (len(steps) - number)
-        planner = Planner(step, share, families, stepwise=True, bounds=bounds)
+    for step in steps_of(graph):
         known = min((plan.added_seconds for plan in plans if fits(plan, budget)), default=math.inf)
+        if known <= (0.0 if budget is None else bounds.seconds(budget)):
+            break
+        left = deadline - time.monotonic()
+        planner = Planner(step, left / 2, families, stepwise=True, bounds=bounds)
         found = (planner.choose(budget, known), planner.search.smallest)
         plans += [joined(graph, plan) for plan in filter(None, found)]
         simulated += planner.search.simulated

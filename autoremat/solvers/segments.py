@@ -26,6 +26,9 @@ AMBIENT_OPS = 12
 
 MAX_SEGMENTS = 128
 
+FEW_SEGMENTS = 8
+"""So many segments are tried even if that leaves only two ops for each."""
+
 
 @dataclass(frozen=True)
 class Chain:
@@ -94,10 +97,12 @@ class Chain:
 
 
 def segment_counts(num_forward: int) -> Iterator[int]:
-    """Numbers of segments worth trying: 1, 2, 3, 4, 6, 8, 12, 16, 24, ... up to a segment per four ops."""
+    """Numbers of segments worth trying: 1, 2, 3, 4, 6, 8, 12, 16, 24, ... up to a segment per four ops, or two if these are
+    few."""
+    most = max(1, min(MAX_SEGMENTS, max(num_forward // 4, min(num_forward // 2, FEW_SEGMENTS))))
     count = 1
-    while count <= max(1, min(MAX_SEGMENTS, num_forward // 4)):
+    while count <= most:
         yield count
-        if count >= 2 and count * 3 // 2 <= min(MAX_SEGMENTS, num_forward // 4):
+        if count >= 2 and count * 3 // 2 <= most:
             yield count * 3 // 2
         count *= 2

@@ -1,0 +1,280 @@
+"""The planning interface: what every solver promises for every graph, and known optima."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import least_added_seconds, replay_bytes
+from strategies import dags, graphs, training_chain
+
+import autoremat
+from autoremat.errors import OptionsError, PlanInvalid
+from autoremat.graph import Graph, Trait
+from autoremat.memory import simulate
+from autoremat.planning import SOLVERS, plan
+from autoremat.plans import Plan, Status
+from autoremat.schedule import Schedule
+from autoremat.solvers.dag import bounds_of, split_at, without_recomputation
+
+ROOT = Path(__file__).parent.parent
+SEARCHES = ("auto", "min_cut", "chain")
+POLICIES = ("sqrt", "all", "none")
+
+every_solver = pytest.mark.parametrize("solver", SOLVERS)
+
+
+def shares(graph: Graph, count: int = 6) -> list[int]:
+    """Budgets from little to more than enough, a byte apart where the graph is small."""
+    peak = without_recomputation(graph).peak_bytes
+    return sorted({max(1, peak * part // count) for part in range(1, count + 1)} | {max(1, peak - 1), peak + 1})
+
+
+def slack(seconds: float) -> float:
+    """What rounding may add: bounds come from capacities that are integers."""
+    return seconds * 1e-6 + 1e-9
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+
+@every_solver
+@settings(max_examples=25)
+@given(st.one_of(dags(), graphs(max_ops=20)))
+def test_every_plan_keeps_what_it_says(solver, graph):
+    for budget in shares(graph, 3):
+        found = plan(graph, budget, solver)
+        found.check()
+        assert found.peak_bytes == simulate(graph, found.schedule).peak_bytes
+        assert found.peak_bytes == max(replay_bytes(graph, found.schedule), default=0)
+        assert found.peak_bytes >= found.lower_bound_bytes
+        assert (found.status is Status.INFEASIBLE) == (found.peak_bytes > budget)
+        if found.status is not Status.INFEASIBLE:
+            assert found.added_seconds >= found.lower_bound_seconds - slack(graph.step_seconds)
+        assert not found.interrupted
+
+
+@pytest.mark.parametrize("solver", SEARCHES)
+@settings(max_examples=40)
+@given(st.one_of(dags(), graphs(max_ops=20)))
+def test_a_larger_budget_never_costs_more_though_planned_afresh(solver, graph):
+    plans = [plan(graph, budget, solver) for budget in shares(graph, 12)] + [plan(graph, None, solver)]
+    fitting = [found for found in plans if found.status is not Status.INFEASIBLE]
+    assert fitting == plans[len(plans) - len(fitting) :]
+    costs = [found.cost_seconds for found in fitting]
+    assert all(after <= before * (1 + 1e-9) + 1e-12 for before, after in zip(costs, costs[1:], strict=False))
+
+
+@every_solver
+@settings(max_examples=15)
+@given(dags())
+def test_equal_questions_have_equal_answers(solver, graph):
+    for budget in (0.5, 0.8, None):
+        first, second = (plan(graph, budget, solver, seed=3) for _ in range(2))
+        assert first.schedule == second.schedule
+        assert first.to_json() == second.to_json()
+
+
+@every_solver
+@given(dags(max_ops=12))
+@settings(max_examples=25)
+def test_json_is_strict_and_enough_to_run_the_plan(solver, graph):
+    found = plan(graph, 1, solver)
+    record = json.loads(found.to_json(), parse_constant=pytest.fail)
+    again = Schedule(tuple(record["sequence"]), ()) if graph.one_phase else found.schedule
+    assert Plan.of(graph, again).peak_bytes == record["peak_bytes"]
+    assert record["sequence"] == list(found.sequence)
+    assert [tuple(copy) for copy in record["copies"]] == [(c.value, c.start, c.end) for c in found.timeline.copies]
+    assert (record["gap"] is None) == math.isinf(found.gap)
+
+
+@pytest.mark.parametrize("one_phase", [True, False])
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_no_bound_is_over_the_optimum_and_no_plan_under_it(one_phase, data):
+    graph = data.draw(dags(max_ops=6, one_phase=one_phase))
+    if not one_phase:
+        graph = dataclasses.replace(graph, forward_outputs=())
+    bounds = bounds_of(graph)
+    for budget in shares(graph):
+        optimum = least_added_seconds(graph, budget)
+        assert bounds.seconds(budget) <= optimum + slack(graph.step_seconds)
+        assert math.isinf(optimum) or bounds.peak_bytes() <= budget
+        for solver in SOLVERS:
+            found = plan(graph, budget, solver)
+            if found.status is not Status.INFEASIBLE:
+                assert found.added_seconds >= optimum - slack(graph.step_seconds)
+            if found.status is Status.OPTIMAL:
+                assert found.added_seconds <= optimum + slack(graph.step_seconds)
+
+
+@settings(max_examples=40)
+@given(dags(one_phase=True), st.data())
+def test_a_plan_of_a_split_is_a_plan_of_the_whole(graph, data):
+    if len(graph.ops) < 2:
+        return
+    half = split_at(graph, data.draw(st.integers(1, len(graph.ops) - 1)))
+    for budget in (0.5, None):
+        found = plan(half, budget)
+        whole = Plan.of(graph, Schedule(found.sequence, ()))
+        whole.check()
+        assert (whole.peak_bytes, whole.added_seconds) == (found.peak_bytes, found.added_seconds)
+
+
+@every_solver
+@given(st.data())
+@settings(max_examples=25)
+def test_tampered_plans_are_refused(solver, data):
+    graph = training_chain(data.draw(st.integers(3, 9)), data.draw(st.booleans()))
+    found = plan(graph, 0.6, solver)
+    found.check()
+    half, sequence = len(found.schedule.forward), found.sequence
+    dropped = data.draw(st.sampled_from([p for p, op in enumerate(sequence) if sequence.count(op) == 1]))
+    lacking = Schedule(
+        tuple(op for p, op in enumerate(sequence) if p < half and p != dropped),
+        tuple(op for p, op in enumerate(sequence) if p >= half and p != dropped),
+    )
+    swapped = Schedule((1, 0, *found.schedule.forward[2:]), found.schedule.backward)
+    for schedule in (lacking, swapped):
+        with pytest.raises(PlanInvalid):
+            dataclasses.replace(found, schedule=schedule).check()
+    if found.recomputed:
+        once = tuple(dataclasses.replace(op, traits=Trait.RANDOM) for op in graph.ops)
+        with pytest.raises(PlanInvalid, match="may not run twice"):
+            found.check(dataclasses.replace(graph, ops=once))
+    lie = dataclasses.replace(found.timeline, bytes_at=found.timeline.bytes_at - 1)
+    with pytest.raises(PlanInvalid, match="peak"):
+        dataclasses.replace(found, timeline=lie).check()
+
+
+# -- known optima ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("one_phase", [True, False])
+@pytest.mark.parametrize(("root", "peak"), [(3, 6), (4, 8), (8, 16), (10, 20)])
+def test_chens_chain_needs_two_roots(root, peak, one_phase):
+    """A root of the activations less one is saved, on the cuts; each of the others is made again once."""
+    found = plan(training_chain(root * root, one_phase), solver="sqrt")
+    assert found.peak_bytes == peak
+    assert found.added_seconds == root * root - (root - 1)
+
+
+@pytest.mark.parametrize(("length", "budget", "optimum"), [(3, 3, 1), (4, 3, 3), (5, 3, 6), (4, 4, 1), (5, 4, 2), (6, 4, 3)])
+def test_chains_with_few_places_cost_what_griewank_says(length, budget, optimum):
+    """Reversing a chain of so many steps with so many checkpoints, by brute force; no solver and no bound contradicts it."""
+    for one_phase in (True, False):
+        graph = training_chain(length, one_phase)
+        assert least_added_seconds(graph, budget) == optimum
+        assert bounds_of(graph).seconds(budget) <= optimum
+        found = plan(graph, budget)
+        assert found.status is Status.INFEASIBLE or found.added_seconds >= optimum
+
+
+@pytest.mark.parametrize("one_phase", [True, False])
+@pytest.mark.parametrize("length", [4, 5, 6, 8])
+def test_a_chain_that_lacks_one_place_is_planned_optimally(length, one_phase):
+    graph = training_chain(length, one_phase)
+    found = plan(graph, without_recomputation(graph).peak_bytes - 1)
+    assert (found.added_seconds, found.status) == (1.0, Status.OPTIMAL)
+
+
+@pytest.mark.parametrize("one_phase", [True, False])
+def test_a_long_chain_is_planned_close_to_its_bound(one_phase):
+    graph = training_chain(100, one_phase)
+    for share in (0.8, 0.6, 0.4, 0.3):
+        assert plan(graph, share).gap <= 0.01
+
+
+# -- single facts ------------------------------------------------------------------------------------------------------
+
+
+def test_policies_do_not_look_at_the_budget():
+    for solver in POLICIES:
+        for one_phase in (True, False):
+            graph = training_chain(16, one_phase)
+            assert len({plan(graph, budget, solver).schedule for budget in (0.2, 0.5, 1.0, None)}) == 1
+    assert plan(training_chain(16), solver="none").recomputed == ()
+    assert plan(training_chain(16), solver="all").saved == ()
+
+
+def test_recomputing_all_saves_what_may_run_once():
+    count = 10
+    edges = [(i, i + 1) for i in range(count - 1)] + [(4 - i, 5 + i) for i in range(5)]
+    once = [index != 2 for index in range(count)]
+    graph = Graph.from_dag([1.0] * count, [1] * count, edges, outputs=(9,), repeatable=once, num_forward=5)
+    assert plan(graph, solver="all").saved == (2,)
+
+
+def test_an_infeasible_budget_gives_the_smallest_plan_with_bounds():
+    graph = training_chain(30)
+    found = plan(graph, 4)
+    assert found.status is Status.INFEASIBLE
+    assert 4 < found.peak_bytes < without_recomputation(graph).peak_bytes
+    assert 0 < found.lower_bound_bytes <= found.peak_bytes
+
+
+def test_budgets_are_given_as_in_options():
+    graph = training_chain(8, size=1024)
+    peak = without_recomputation(graph).peak_bytes
+    assert plan(graph).budget_bytes is None
+    assert plan(graph, 0.5).budget_bytes == peak // 2
+    assert plan(graph, "5KiB").budget_bytes == 5 * 1024
+    for refused in (0, -1, 1.5, "auto", True):
+        with pytest.raises(OptionsError):
+            plan(graph, refused)
+    with pytest.raises(OptionsError, match="time_limit"):
+        plan(graph, time_limit=0)
+
+
+def test_an_unknown_solver_is_refused_with_the_names():
+    with pytest.raises(ValueError, match="solver='simplex' is not accepted.*auto, min_cut, chain, sqrt, all, none"):
+        plan(training_chain(3), solver="simplex")
+
+
+@every_solver
+def test_graphs_with_nothing_to_split(solver):
+    assert plan(Graph.from_dag([], [], []), 0.5, solver).sequence == ()
+    one = Graph.from_dag([1.0], [5], [], outputs=(0,))
+    assert plan(one, 5, solver).status is Status.OPTIMAL
+    assert plan(one, 4, solver).status is Status.INFEASIBLE
+    assert plan(Graph.from_dag([1.0], [5], [], num_forward=0), None, solver).sequence == (0,)
+
+
+@pytest.mark.parametrize("place", [0, 3, -1, 4])
+def test_a_split_has_two_halves(place):
+    with pytest.raises(ValueError, match="one half of 3 ops empty"):
+        split_at(Graph.from_dag([1.0] * 3, [1] * 3, []), place)
+
+
+@pytest.mark.parametrize("one_phase", [True, False])
+def test_a_search_out_of_time_says_so_and_still_answers(one_phase):
+    found = plan(training_chain(100, one_phase), 0.5, time_limit=1e-9)
+    found.check()
+    assert found.interrupted
+    assert found.status in (Status.TIME_LIMIT, Status.INFEASIBLE)
+
+
+def test_the_interface_imports_no_torch():
+    code = (
+        "import sys, autoremat\n"
+        "graph = autoremat.Graph.from_dag([1.0] * 4, [1] * 4, [(0, 1), (1, 2), (0, 3), (2, 3)], outputs=(3,))\n"
+        "assert isinstance(autoremat.plan(graph, 0.9), autoremat.Plan)\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    assert autoremat.plan is plan
+
+
+def test_the_example_in_the_readme_does_what_it_says(capsys):
+    text = (ROOT / "README.md").read_text().split("## Plan any graph")[1]
+    code = text.split("```python")[1].split("```")[0]
+    exec(code, {})
+    assert capsys.readouterr().out.splitlines()[0] == code.split(':.1%}")  # ')[1].splitlines()[0]
