@@ -110,9 +110,11 @@ class Plan:
     def frees(self) -> tuple[tuple[int, ...], ...]:
         """For each execution of ``sequence``, the values of which a copy is freed after it. Outputs stay."""
         copies, num_forward = self.timeline.copies, len(self.schedule.forward)
-        held = {c.value: c for c in copies if c.value in self.graph.backward_outputs}.values()
-        with_caller = {c.value: c for c in copies if c.value in self.graph.forward_outputs and c.start < num_forward}.values()
-        staying = {*held, *with_caller}
+        with_caller, gradients = set(self.graph.forward_outputs), set(self.graph.backward_outputs)
+        # Of each output the newest copy stays; what the caller holds, as of the end of the forward.
+        handed_out = {c.value: c for c in copies if c.value in with_caller and c.start < num_forward}
+        at_the_end = {c.value: c for c in copies if c.value in gradients}
+        staying = {*handed_out.values(), *at_the_end.values()}
         freed: list[list[int]] = [[] for _ in self.sequence]
         for copy in copies:
             if copy not in staying:

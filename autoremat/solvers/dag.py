@@ -135,6 +135,9 @@ def search(graph: Graph, budget: int | None, time_limit: float, families: Family
         if known <= (0.0 if budget is None else bounds.seconds(budget)):
             break
         left = deadline - time.monotonic()
+        if left <= 0.0 and simulated > 1:
+            interrupted = True
+            break
         planner = Planner(step, left / 2, families, stepwise=True, bounds=bounds)
         found = (planner.choose(budget, known), planner.search.smallest)
         plans += [joined(graph, plan) for plan in filter(None, found)]
