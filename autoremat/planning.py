@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ from autoremat.errors import OptionsError
 from autoremat.graph import Graph
 from autoremat.options import Options
 from autoremat.plans import Plan
-from autoremat.solvers import Planning, dag, policies
+from autoremat.solvers import Planning, dag, ilp, policies
 from autoremat.solvers.search import EVERY_FAMILY, Family
 
 Solver = Callable[[Graph, int | None, float, int], Planning]
@@ -26,16 +27,37 @@ def _following(policy: policies.Policy) -> Solver:
     return lambda graph, budget, time_limit, seed: policies.solve(graph, budget, policy)
 
 
+def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, seed: int) -> Planning:
+    """The event-gap model and its neighbourhoods, from nothing; nothing more is tried once a plan is proven optimal."""
+    deadline = time.monotonic() + time_limit
+    found = policies.solve(graph, budget, policies.save_all)
+    return ilp.improve(graph, budget, time_limit, seed, found, 0.0, deadline)
+
+
+def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int) -> Planning:
+    """The search; where it leaves a gap, neighbourhoods of the event-gap model improve its plan."""
+    deadline = time.monotonic() + time_limit
+    found = dag.search(graph, budget, time_limit * SEARCH_SHARE if graph.one_phase else time_limit, EVERY_FAMILY)
+    return found if graph.fuses else ilp.improve(graph, budget, time_limit, seed, found, GOOD_GAP, deadline)
+
+
+SEARCH_SHARE = 0.3
+"""Of the time for a graph of one phase, in which splits seldom give the best plans."""
+
+GOOD_GAP = 0.01
+"""A plan this close to its lower bound, as a share of the step, is not improved further."""
+
 SOLVERS: dict[str, Solver] = {
-    "auto": _searching(EVERY_FAMILY),
+    "auto": _by_all_means,
+    "ilp": _by_integer_program,
     "min_cut": _searching(Family.CURVE),
     "chain": _searching(Family.SEGMENTS | Family.FILL),
     "sqrt": _following(policies.save_cuts),
     "all": _following(policies.recompute_all),
     "none": _following(policies.save_all),
 }
-"""By name: the whole search; minimum cuts without segments; segments without minimum cuts; Chen et al.'s policy of saving
-about a root of all values; recomputing all that may be; recomputing nothing."""
+"""By name: all of them together; the exact model; minimum cuts without segments; segments without minimum cuts; Chen et
+al.'s policy of saving about a root of all values; recomputing all that may be; recomputing nothing."""
 
 
 def plan(

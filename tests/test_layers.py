@@ -15,7 +15,8 @@ MAX_LINES = 400
 PURE = (
     "errors", "units", "options", "graph", "memory", "schedule", "plans", "replay", "planning", "report", "store",
     "wrapper_code", "cost", "cost.devices", "cost.roofline", "solvers", "solvers.mincut", "solvers.search", "solvers.segments",
-    "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.policies",
+    "solvers.bounds", "solvers.fill", "solvers.event_gap", "solvers.highs", "solvers.improve", "solvers.ilp",
+    "solvers.dag", "solvers.policies",
 )  # fmt: skip
 """Modules that must work without torch."""
 
