@@ -38,7 +38,7 @@ def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int
     """The search; where it leaves a gap, neighbourhoods of the event-gap model improve its plan."""
     deadline = time.monotonic() + time_limit
     found = dag.search(graph, budget, time_limit * SEARCH_SHARE if graph.one_phase else time_limit, EVERY_FAMILY)
-    return found if graph.fuses else ilp.improve(graph, budget, time_limit, seed, found, GOOD_GAP, deadline)
+    return ilp.improve(graph, budget, time_limit, seed, found, GOOD_GAP, deadline)
 
 
 SEARCH_SHARE = 0.3
@@ -76,6 +76,10 @@ def plan(
     """
     if solver not in SOLVERS:
         raise OptionsError(f"solver={solver!r} is not accepted. Accepted: {', '.join(SOLVERS)}")
+    if solver == "ilp" and graph.fuses:
+        raise OptionsError(
+            "solver='ilp' counts every result as materialised, but this graph's code generator fuses. Use 'auto'"
+        )
     options = Options(memory_budget=memory_budget, time_limit=time_limit)
     budget = options.resolve_budget(dag.without_recomputation(graph).peak_bytes, free_bytes=None)
     planning = SOLVERS[solver](graph, budget, options.time_limit, seed)

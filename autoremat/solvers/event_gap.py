@@ -183,14 +183,13 @@ class EventGap:
 
         for value, events in enumerate(self.hold):
             producer, size = graph.values[value].producer, graph.values[value].bytes
-            if producer is None or not size:
-                continue
-            previous = producer
-            for event, column in events.items():
-                put(column, previous + 1, event + 1, size)
-                if event in self.again[producer]:
-                    put(self.again[producer][event], event, event + 1, size)
-                previous = event
+            for previous, (event, column) in zip((producer, *events), events.items(), strict=False):
+                if previous is not None and size:
+                    put(column, previous + 1, event + 1, size)
+        for index, sites in enumerate(self.again):
+            made = sum(graph.values[v].bytes for v in graph.ops[index].outputs) + graph.ops[index].workspace_bytes
+            for site, column in sites.items():
+                put(column, site, site + 1, made)
         triple = (np.concatenate(entries), (np.concatenate(rows), np.concatenate(columns)))
         return csc_matrix(triple, shape=(end, self.columns))
 

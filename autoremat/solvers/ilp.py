@@ -16,7 +16,7 @@ from autoremat.graph import Graph
 from autoremat.plans import Plan
 from autoremat.solvers import Planning
 from autoremat.solvers.event_gap import EventGap, Vector, recomputations
-from autoremat.solvers.improve import Improvement, Incumbent
+from autoremat.solvers.improve import WHOLE_COLUMNS, Improvement, Incumbent
 
 COLUMNS_PER_SECOND = 1500
 """How large a model is tried, per second of the time limit: its relaxation then takes about a sixth of the time."""
@@ -49,32 +49,54 @@ class Descent:
         self.plans: list[Plan] = []
         self.interrupted = False
 
-    def improvement(self, depth: int, like: list[Plan]) -> Improvement:
-        """The search on the model of this depth in which the plans ``like`` can be said."""
-        sites = [pair for plan in like for pair in recomputations(self.graph, plan.schedule)]
-        model = EventGap(self.graph, depth, sites)
-        return Improvement(model, self.budget, self.peak, self.seed, self.deadline)
+    def models(self) -> list[EventGap]:
+        """Models of growing depth, as far as they grow and are not too large."""
+        found: list[EventGap] = []
+        for depth in DEPTHS:
+            model = EventGap(self.graph, depth)
+            if model.columns > COLUMNS_PER_SECOND * self.time_limit or (found and model.columns == found[-1].columns):
+                break
+            found.append(model)
+        return found
 
     def run(self, starts: list[Plan]) -> None:
-        """Find plans; ``starts`` are plans to begin from, if they are better than those of the relaxations."""
+        """Find plans; ``starts`` (at least one) are plans to begin from, if they are better than those of the relaxations."""
         self.plans += starts
-        deepest, support = None, np.zeros(0)
-        for depth in DEPTHS:
-            current = self.improvement(depth, [])
-            grown = deepest is None or current.model.columns > deepest.model.columns
-            if not grown or current.model.columns > COLUMNS_PER_SECOND * self.time_limit:
-                break
-            current.relax(current.model.nothing_recomputed())
-            if current.relaxed is None:
+        models = self.models()
+        if not models:
+            return
+        relaxed: Vector | None = None
+        if models[-1].columns > WHOLE_COLUMNS:
+            relaxed = self._relax(models)
+        start = min(self.plans, key=self._score)
+        model = EventGap(self.graph, models[-1].depth, recomputations(self.graph, start.schedule))
+        improvement = self._improvement(model)
+        if relaxed is not None:
+            improvement.relaxed = model.carried_over(models[-1], relaxed)
+        neighbourhoods = int(NEIGHBOURHOODS_PER_SECOND * self.time_limit)
+        self.plans += improvement.run(model.choice(start.schedule), neighbourhoods, self.good_enough)
+        self.interrupted = self.interrupted or improvement.interrupted
+
+    def _improvement(self, model: EventGap) -> Improvement:
+        return Improvement(model, self.budget, self.peak, self.seed, self.deadline)
+
+    def _relax(self, models: list[EventGap]) -> Vector | None:
+        """The relaxation of the last of ``models``, None if out of time; first plans come from the first ones' on the way."""
+        relaxed: Vector | None = None
+        support, before = np.zeros(0), models[0]
+        for model in models:
+            current = self._improvement(model)
+            current.relax(model.nothing_recomputed())
+            relaxed = current.relaxed
+            if relaxed is None:
                 self.interrupted = True
                 break
             # A deeper relaxation spreads over more places than any plan can; with the shallower ones' it has plans.
-            known = np.zeros(current.model.columns) if deepest is None else current.model.carried_over(deepest.model, support)
-            deepest, support = current, np.maximum(known, current.relaxed)
-            if depth <= DEEPEST_START:
+            support = np.maximum(model.carried_over(before, support), relaxed) if len(support) else relaxed
+            before = model
+            if model.depth <= DEEPEST_START:
                 self._begin(current, support)
-        if deepest is not None:
-            self._improve(deepest, min(self.plans, key=self._score))
+        return relaxed
 
     def _begin(self, current: Improvement, support: Vector) -> None:
         """A first plan, among what the relaxations use."""
@@ -89,15 +111,6 @@ class Descent:
         over = plan.timeline.bytes_at - self.budget
         return plan.cost_seconds + START_PENALTY * self.graph.step_seconds / self.peak * float(over[over > 0].sum())
 
-    def _improve(self, deepest: Improvement, start: Plan) -> None:
-        improvement = self.improvement(deepest.model.depth, [start])
-        assert deepest.relaxed is not None
-        improvement.relaxed = improvement.model.carried_over(deepest.model, deepest.relaxed)
-        chosen = improvement.model.choice(start.schedule)
-        neighbourhoods = int(NEIGHBOURHOODS_PER_SECOND * self.time_limit)
-        self.plans += improvement.run(chosen, neighbourhoods, self.good_enough)
-        self.interrupted = self.interrupted or improvement.interrupted
-
 
 def improve(
     graph: Graph, budget: int | None, time_limit: float, seed: int, found: Planning, good_gap: float, deadline: float
@@ -109,7 +122,7 @@ def improve(
     def good_enough(plan: Plan) -> bool:
         return plan.added_seconds <= bound + slack
 
-    if budget is None or math.isinf(bound) or (found.plan is not None and good_enough(found.plan)):
+    if budget is None or graph.fuses or math.isinf(bound) or (found.plan is not None and good_enough(found.plan)):
         return found
     descent = Descent(graph, budget, found.baseline.peak_bytes, time_limit, seed, good_enough, deadline)
     descent.run([found.plan or found.smallest])

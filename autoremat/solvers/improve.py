@@ -45,6 +45,9 @@ MOST_PENALTY = 64.0
 LEAST_GAIN = 1e-5
 """A smaller improvement, as a share of the step, does not count as one."""
 
+WHOLE_COLUMNS, WHOLE_NODES = 1500, 2000
+"""Up to so many columns the whole model is one neighbourhood; the branch-and-bound nodes that it may take."""
+
 NEIGHBOURHOOD_SECONDS = 5.0
 """A neighbourhood that takes longer is given up. On a machine of ordinary speed its nodes end it sooner."""
 
@@ -115,6 +118,7 @@ class Improvement:
         self.unit = max(model.graph.step_seconds, 1e-30) / max(peak, 1)
         self.penalty = PENALTY * self.unit
         self.relaxed: Vector | None = None
+        self.exhausted = self.solved_strictly = False
         self.interrupted = False
         self.op_of_column = np.zeros(model.columns, dtype=np.int64)
         for value, events in enumerate(model.hold):
@@ -200,7 +204,9 @@ class Improvement:
     def run(self, start: Vector, neighbourhoods: int, good_enough: Callable[[Plan], bool]) -> list[Plan]:
         """Improve ``start``; the plans found on the way, each better than the one before at the penalty of its time."""
         incumbent = Incumbent.of(self.model, start)
-        if incumbent.plan.peak_bytes <= self.budget:
+        if self.model.columns <= WHOLE_COLUMNS:
+            self.penalty = MOST_PENALTY * self.unit
+        elif incumbent.plan.peak_bytes <= self.budget:
             self.penalty = PENALTY_WHEN_FITTING * self.unit
         found, idle = [incumbent.plan], 0
         for _ in range(neighbourhoods):
@@ -216,32 +222,43 @@ class Improvement:
             fits = incumbent.plan.peak_bytes <= self.budget
             if fits and good_enough(incumbent.plan):
                 break
-            if not fits and idle >= IMPATIENCE and self.penalty < MOST_PENALTY * self.unit:
+            if self.exhausted or idle >= (PATIENCE if fits else IMPATIENCE):
+                if fits or self.penalty >= MOST_PENALTY * self.unit:
+                    break
                 self.penalty, idle = self.penalty * 2.0, 0
-            elif idle >= PATIENCE:
-                break
+                self.exhausted = self.solved_strictly = False
         return found
 
     def step(self, incumbent: Incumbent) -> Incumbent:
         """The incumbent after one neighbourhood: a better one, or the same."""
+        whole = self.model.columns <= WHOLE_COLUMNS
         kind = int(self.random.integers(len(self.kinds)))
-        free = self.kinds[kind](incumbent, self.size[kind])
-        if self.random.random() < 0.6:
+        free = np.arange(self.model.columns) if whole else self.kinds[kind](incumbent, self.size[kind])
+        if not whole and self.random.random() < 0.6:
             free = np.union1d(free, self._disagreement(incumbent))
-        generous = self.random.random() < 0.5
+        generous = self.solved_strictly if whole else bool(self.random.random() < 0.5)
         budgets = self._budgets(incumbent if generous else None)
         program = program_around(self.model, incumbent.chosen, free, budgets, self.penalty)
-        begun = time.monotonic()
-        solution = solve(program, len(free), min(self.left(), NEIGHBOURHOOD_SECONDS), NODES, gap=1e-3)
-        self.interrupted = self.interrupted or time.monotonic() - begun >= NEIGHBOURHOOD_SECONDS
+        solution = self._solve(program, len(free), WHOLE_NODES if whole else NODES)
         self.size[kind] = self._next_size(self.size[kind], solution)
-        if solution is None:
-            return incumbent
-        chosen = incumbent.chosen.copy()
-        chosen[free] = np.round(solution.values[: len(free)])
-        found = Incumbent.of(self.model, chosen)
-        better = found.score(self.budget, self.penalty) <= incumbent.score(self.budget, self.penalty)
-        return found if better else incumbent
+        better = incumbent
+        if solution is not None:
+            chosen = incumbent.chosen.copy()
+            chosen[free] = np.round(solution.values[: len(free)])
+            found = Incumbent.of(self.model, chosen)
+            if found.score(self.budget, self.penalty) <= incumbent.score(self.budget, self.penalty):
+                better = found
+        if whole:
+            # The model is done with once its optimum is known, and again with what the replay of it leaves free.
+            self.exhausted = generous and better.plan.schedule == incumbent.plan.schedule
+            self.solved_strictly = True
+        return better
+
+    def _solve(self, program: Program, integers: int, nodes: int) -> Solution | None:
+        begun = time.monotonic()
+        solution = solve(program, integers, min(self.left(), NEIGHBOURHOOD_SECONDS), nodes, gap=1e-3)
+        self.interrupted = self.interrupted or time.monotonic() - begun >= NEIGHBOURHOOD_SECONDS
+        return solution
 
     @staticmethod
     def _next_size(size: int, solution: Solution | None) -> int:
