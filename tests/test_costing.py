@@ -17,8 +17,10 @@ import autoremat
 from autoremat import costing, store, torch_compat
 from autoremat.capture import Capture, capture
 from autoremat.cost import BATCH, Basis, Curve, Rate, Rates, curve_name
+from autoremat.errors import OptionsError
 from autoremat.graph import Kind
 from autoremat.op_work import work_of
+from autoremat.options import COST_MODEL_VARIABLE, Options
 from autoremat.timing import calibration, profiling
 
 SPEED = 1e9
@@ -120,11 +122,12 @@ def test_a_kernel_of_no_class_moves_its_bytes_by_index_and_is_assumed():
 def test_measured_times_replace_those_of_kernels_only():
     w = weight(8, 8)
     result, bases = costing.by_rates(captured(lambda x: torch.mm(x, w).relu().sum(), torch.randn(8, 8)), some_rates())
-    node = next(n for n in result.op_nodes if "mm" in str(n.target))
-    priced, found, untimed = costing.by_times(result, bases, {profiling.signature(node): 7.0})
-    seconds = {op.target: op.seconds for op in priced.graph.ops}
-    assert seconds["aten.mm.default"] == 7.0
-    assert seconds["aten.relu.default"] < 1.0
+    node, relu = (next(n for n in result.op_nodes if name in str(n.target)) for name in ("mm", "relu"))
+    times = {profiling.signature(node): 7.0, profiling.signature(relu): 7.0}
+    priced, found, untimed = costing.by_times(result, bases, times)
+    seconds = dict(zip(result.op_nodes, (op.seconds for op in priced.graph.ops), strict=True))
+    assert seconds[node] == 7.0
+    assert seconds[relu] < 1.0
     assert found.count(Basis.MEASURED) >= 1
     assert untimed == sum(profiling.worth_timing(n, o) for n, o in zip(result.op_nodes, result.graph.ops, strict=True)) - (
         found.count(Basis.MEASURED)
@@ -132,9 +135,8 @@ def test_measured_times_replace_those_of_kernels_only():
 
 
 def test_only_pure_kernels_of_torch_are_worth_timing():
-    result = (
-        captured(lambda x: F.dropout(torch.sort(x * w)[0], 0.5).sum(), torch.randn(4)) if (w := weight(4)) is not None else None
-    )
+    w = weight(4)
+    result = captured(lambda x: F.dropout(torch.sort(x * w)[0], 0.5).sum(), torch.randn(4))
     timed = {o.target for n, o in zip(result.op_nodes, result.graph.ops, strict=True) if profiling.worth_timing(n, o)}
     assert "aten.sort.default" in timed
     assert all(op.kind is Kind.EXTERN for op in result.graph.ops if op.target in timed)
@@ -169,6 +171,37 @@ class OnXpu(torch.Tensor):
     """A tensor that says that it is elsewhere."""
 
     device = torch.device("xpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "configured", "environment", "expected"),
+    [
+        ({"cost_model": "profile"}, {"cost_model": "roofline"}, "calibrated", "profile"),
+        ({}, {"cost_model": "profile"}, "calibrated", "profile"),
+        ({}, {"memory_budget": 2}, "calibrated", "calibrated"),
+        ({"memory_budget": 2}, {}, " ", "roofline"),
+        ({}, {}, None, "roofline"),
+    ],
+)
+def test_precedence_of_the_cost_model(monkeypatch, options, configured, environment, expected):
+    if configured:
+        autoremat.configure(**configured)
+    if environment is not None:
+        monkeypatch.setenv(COST_MODEL_VARIABLE, environment)
+    assert Options.parse(options).cost_model == expected
+
+
+@pytest.mark.parametrize("value", ["measured", "", None, 3])
+def test_cost_models_that_nobody_knows(value):
+    accepted = 'Accepted: "roofline" or "calibrated" or "profile"'
+    with pytest.raises(OptionsError, match=f"cost_model={value!r} is not accepted. {accepted}"):
+        Options.parse({"cost_model": value})
+
+
+def test_a_cost_model_of_the_environment_that_nobody_knows(monkeypatch):
+    monkeypatch.setenv(COST_MODEL_VARIABLE, "guess")
+    with pytest.raises(OptionsError, match="^AUTOREMAT_COST_MODEL='guess' is not accepted"):
+        Options.parse()
 
 
 class Block(nn.Module):

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoremat.errors import OptionsError
-from autoremat.options import COST_MODEL_VARIABLE, DEFAULT_RESERVE, ENVIRONMENT_VARIABLE, OWN_KEYS, Options, configure
+from autoremat.options import DEFAULT_RESERVE, ENVIRONMENT_VARIABLE, OWN_KEYS, Options, configure
 
 INDUCTOR_KEYS = ("max_autotune", "max_autotune_gemm", "triton.cudagraphs", "fallback_random")
 
@@ -242,37 +242,6 @@ def test_environment_errors_name_the_variable(monkeypatch, text):
         parse()
 
 
-@pytest.mark.parametrize(
-    ("options", "configured", "environment", "expected"),
-    [
-        ({"cost_model": "profile"}, {"cost_model": "roofline"}, "calibrated", "profile"),
-        ({}, {"cost_model": "profile"}, "calibrated", "profile"),
-        ({}, {"memory_budget": 2}, "calibrated", "calibrated"),
-        ({"memory_budget": 2}, {}, " ", "roofline"),
-        ({}, {}, None, "roofline"),
-    ],
-)
-def test_precedence_of_the_cost_model(monkeypatch, options, configured, environment, expected):
-    if configured:
-        configure(**configured)
-    if environment is not None:
-        monkeypatch.setenv(COST_MODEL_VARIABLE, environment)
-    assert parse(options).cost_model == expected
-
-
-@pytest.mark.parametrize("value", ["measured", "", None, 3])
-def test_cost_models_that_nobody_knows(value):
-    accepted = 'Accepted: "roofline" or "calibrated" or "profile"'
-    with pytest.raises(OptionsError, match=f"cost_model={value!r} is not accepted. {accepted}"):
-        parse({"cost_model": value})
-
-
-def test_a_cost_model_of_the_environment_that_nobody_knows(monkeypatch):
-    monkeypatch.setenv(COST_MODEL_VARIABLE, "guess")
-    with pytest.raises(OptionsError, match="^AUTOREMAT_COST_MODEL='guess' is not accepted"):
-        parse()
-
-
 def test_configure_accumulates_and_resets():
     assert configure(memory_budget="1GiB") is None
     configure(time_limit=2)
@@ -351,6 +320,7 @@ all_options = st.builds(
         lambda config: tuple(config.items())
     ),
     mode=st.sampled_from([None, "default", "max-autotune"]),
+    cost_model=st.sampled_from(["roofline", "calibrated", "profile"]),
 )
 
 
