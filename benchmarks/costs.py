@@ -17,6 +17,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import statistics
 import sys
 import time
@@ -30,7 +31,6 @@ import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from model_zoo import MODELS, Built
-from planner import plan_of_partition
 from rich.console import Console
 from rich.table import Table
 from torch import fx, nn
@@ -42,6 +42,7 @@ from autoremat import torch_compat
 from autoremat.capture import Capture, capture
 from autoremat.costing import priced
 from autoremat.errors import BudgetInfeasible
+from autoremat.graph import Order
 from autoremat.options import COST_MODELS
 from autoremat.partitioner import Partitioner
 from autoremat.plans import Plan
@@ -108,8 +109,26 @@ class TorchPartitioner(torch_compat.CustomPartitionerFn):
         joint = torch_compat.prepare_joint(gm)
         captured = capture(_copied(joint), keywords["num_fwd_outputs"], fuses=True)
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
-        self.records.append(Recorded(captured, plan_of_partition(captured, forward, backward).schedule))
+        self.records.append(Recorded(captured, schedule_of(captured, forward, backward)))
         return forward, backward
+
+
+RANDOM_STATE = re.compile(r"run_(?:and_save|with)_rng_state(?:_(\d+))?")
+"""What torch calls random ops that it repeats, attention among them, numbered in the joint graph's order."""
+
+
+def schedule_of(captured: Capture, *halves: fx.GraphModule) -> Schedule:
+    """A partition as a schedule: nodes keep the names that they have in the joint graph, repeated random ones apart."""
+    pairs = list(zip(captured.op_nodes, captured.graph.ops, strict=True))
+    number = {node.name: index for index, (node, _) in enumerate(pairs)}
+    repeated = [node.name for node, op in pairs if op.order is Order.RECOMPUTE
+                and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]  # fmt: skip
+
+    def name(node: fx.Node) -> str:
+        match = RANDOM_STATE.fullmatch(node.name)
+        return repeated[int(match[1] or 0)] if match else node.name
+
+    return Schedule(*(tuple(number[name(n)] for n in half.graph.nodes if name(n) in number) for half in halves))
 
 
 def _copied(joint: fx.GraphModule) -> fx.GraphModule:
@@ -205,7 +224,8 @@ class Bench:
             compiled(*inputs).backward()
 
         begin = time.perf_counter()
-        with torch_compat.without_caches():
+        with warnings.catch_warnings(), torch_compat.without_caches():
+            warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
             step()
         print(f"{self.name}, {method}: compiled in {time.perf_counter() - begin:.1f} s", flush=True)
         # Replanning leaves several records; the last plan is the one that runs.
