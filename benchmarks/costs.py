@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import model_zoo
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
@@ -65,13 +66,15 @@ class Setting:
     shares: tuple[float, ...]
     torch_budgets: tuple[float, ...]
     rounds: int
+    sizes: dict[str, int]
+    """Constants of `model_zoo` to set: in its own sizes much of a step is the time of calls."""
 
 
 FULL = Setting(
     ("gpt2-12", "llama-12", "bert-12", "t5-6", "vit-12", "resnet-18", "densenet", "unet"),
-    (0.8, 0.6, 0.45, 0.3), (0.8, 0.5, 0.2), 15,
+    (0.8, 0.6, 0.45, 0.3), (0.8, 0.5, 0.2), 15, {"HIDDEN": 256, "BATCH": 4, "LENGTH": 256},
 )  # fmt: skip
-QUICK = Setting(("gpt2-4", "unet"), (0.7, 0.4), (0.5,), 5)
+QUICK = Setting(("gpt2-4", "unet"), (0.7, 0.4), (0.5,), 5, {})
 
 
 @dataclass(frozen=True)
@@ -348,10 +351,12 @@ def main() -> None:
     arguments = parser.parse_args()
     setting = QUICK if arguments.quick else FULL
     setting = replace(setting, models=tuple(arguments.models or setting.models))
+    for constant, size in setting.sizes.items():
+        setattr(model_zoo, constant, size)
     dynamo_config.recompile_limit = 10_000  # one code object is compiled once for each plan
     dynamo_config.accumulated_recompile_limit = 10_000
     setup = {"torch": torch.__version__, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
-             "rounds": setting.rounds, "planned by": arguments.planned_by}  # fmt: skip
+             "rounds": setting.rounds, "planned by": arguments.planned_by, "sizes": setting.sizes}  # fmt: skip
     rows: list[Row] = []
     for name in setting.models:
         torch._dynamo.reset()

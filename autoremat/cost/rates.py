@@ -51,7 +51,13 @@ class Rate(str, enum.Enum):
     WINDOW = "window"  # elements: pooling, interpolation
 
 
-FLOP_RATES = frozenset(rate for rate in Rate if "matmul" in rate.value or "attention" in rate.value or "conv" in rate.value)
+FLOP_RATES = frozenset(
+    {
+        Rate.MATMUL, Rate.BATCHED_MATMUL, Rate.ATTENTION, Rate.ATTENTION_BACKWARD, Rate.CONVOLUTION, Rate.CONVOLUTION_BACKWARD,
+        Rate.POINT_CONVOLUTION, Rate.POINT_CONVOLUTION_BACKWARD, Rate.DEPTHWISE_CONVOLUTION,
+        Rate.DEPTHWISE_CONVOLUTION_BACKWARD,
+    }
+)  # fmt: skip
 """Rates that depend on the element type; the others are measured with 32-bit floats."""
 
 SUBSTITUTES: Mapping[str, tuple[str, ...]] = {"float16": ("bfloat16",), "bfloat16": ("float16",)}
