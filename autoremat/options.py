@@ -1,7 +1,7 @@
 """What the user asks for: one frozen `Options`, checked and normalised where it enters and never again.
 
 Values come from three places; for each key the first that has it wins: the `options` of `torch.compile`, `configure`,
-and (the budget only) the environment variable AUTOREMAT_MEMORY_BUDGET.
+and, for the budget and the cost model, the environment variables AUTOREMAT_MEMORY_BUDGET and AUTOREMAT_COST_MODEL.
 """
 
 import difflib
@@ -21,10 +21,12 @@ from .errors import OptionsError
 from .units import BYTE_FORMS, format_bytes, parse_bytes
 
 ENVIRONMENT_VARIABLE = "AUTOREMAT_MEMORY_BUDGET"
+COST_MODEL_VARIABLE = "AUTOREMAT_COST_MODEL"
 DEFAULT_RESERVE = 512 * 2**20  # the CUDA context, cuBLAS workspaces and fragmentation live outside the budget
 INNER_COMPILERS = ("inductor", "aot_eager")
 INFEASIBLE_ACTIONS = ("raise", "best_effort")
-OWN_KEYS = ("memory_budget", "reserve", "time_limit", "inner", "on_infeasible")
+COST_MODELS = ("roofline", "calibrated", "profile")
+OWN_KEYS = ("memory_budget", "reserve", "time_limit", "inner", "on_infeasible", "cost_model")
 
 _BUDGET_FORMS_ANYWHERE = (
     f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak without "
@@ -52,6 +54,8 @@ class Options:
     time_limit: seconds that planning may take.
     inner: what compiles the planned graphs, "inductor" or "aot_eager" (runs them uncompiled).
     on_infeasible: "raise", or "best_effort" to run at the smallest peak found.
+    cost_model: where the seconds of ops come from: "roofline" (data sheets), "calibrated" (rates of the device, measured
+        once), "profile" (each distinct library kernel is timed, the rest as calibrated).
     inductor: pairs for Inductor's config, sorted by key.
     mode: as in `torch.compile`.
 
@@ -65,6 +69,7 @@ class Options:
     on_infeasible: str = "raise"
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
+    cost_model: str = "roofline"
 
     def __post_init__(self) -> None:
         normalised = {
@@ -73,6 +78,7 @@ class Options:
             "time_limit": _normalise_time_limit(self.time_limit),
             "inner": _one_of(INNER_COMPILERS, self.inner, "inner"),
             "on_infeasible": _one_of(INFEASIBLE_ACTIONS, self.on_infeasible, "on_infeasible"),
+            "cost_model": _one_of(COST_MODELS, self.cost_model, "cost_model"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
         if not isinstance(self.mode, str | None):
@@ -102,7 +108,7 @@ class Options:
             for key in foreign:
                 if key not in known:
                     raise _unknown_key(key, known)
-        defaults = _environment() if "memory_budget" not in own | _configured else {}
+        defaults = _environment(own.keys() | _configured.keys())
         merged: dict[str, Any] = defaults | _configured | own
         return cls(**merged, inductor=tuple(foreign.items()), mode=mode)
 
@@ -152,6 +158,7 @@ def configure(
     time_limit: float | _Unset = _UNSET,
     inner: str | _Unset = _UNSET,
     on_infeasible: str | _Unset = _UNSET,
+    cost_model: str | _Unset = _UNSET,
 ) -> None:
     """Set defaults for this process, for callers that can pass only the backend's name.
 
@@ -165,19 +172,28 @@ def configure(
         "time_limit": time_limit,
         "inner": inner,
         "on_infeasible": on_infeasible,
+        "cost_model": cost_model,
     }
     given = {key: value for key, value in arguments.items() if value is not _UNSET}
     checked = Options(**given)
     _configured = _configured | {key: getattr(checked, key) for key in given} if given else {}
 
 
-def _environment() -> dict[str, object]:
-    """What the environment variable says, its text read as the Python value it spells; unset or empty says nothing."""
-    text = os.environ.get(ENVIRONMENT_VARIABLE, "").strip()
-    if not text:
-        return {}
+def _environment(given: Collection[str]) -> dict[str, object]:
+    """What the environment says of the keys that are not ``given``; a variable that is unset or empty says nothing."""
+    found: dict[str, object] = {}
+    budget, model = (os.environ.get(name, "").strip() for name in (ENVIRONMENT_VARIABLE, COST_MODEL_VARIABLE))
+    if budget and "memory_budget" not in given:
+        found["memory_budget"] = _budget_from_text(budget)
+    if model and "cost_model" not in given:
+        found["cost_model"] = _one_of(COST_MODELS, model, COST_MODEL_VARIABLE)
+    return found
+
+
+def _budget_from_text(text: str) -> int | float | str | None:
+    """The budget that the environment variable spells as a Python value."""
     if text.lower() == "none":
-        return {"memory_budget": None}
+        return None
     value: object = text
     for number in (int, float):
         try:
@@ -185,7 +201,7 @@ def _environment() -> dict[str, object]:
             break
         except ValueError:
             continue
-    return {"memory_budget": _normalise_budget(value, ENVIRONMENT_VARIABLE)}
+    return _normalise_budget(value, ENVIRONMENT_VARIABLE)
 
 
 def _normalise_budget(value: object, name: str) -> int | float | str | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import logging
 import time
@@ -16,6 +17,8 @@ from torch import fx
 
 from autoremat import torch_compat
 from autoremat.capture import Capture, capture
+from autoremat.cost import Pricing
+from autoremat.costing import priced
 from autoremat.errors import BudgetInfeasible, Occupant
 from autoremat.graph import Kind
 from autoremat.options import Options
@@ -100,7 +103,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         captured = capture(joint, num_fwd_outputs, self.fuses)
         if captured.graph.num_forward == len(captured.graph.ops):
             return torch_compat.partition_as_torch_does(joint, joint_inputs, **kwargs)
-        plan = self.choose(captured)
+        captured, pricing = priced(captured, self.options.cost_model)
+        plan = self.choose(captured, pricing)
         self.plan = plan
         self.memory_first = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
         self.circumstances = circumstances(captured)
@@ -111,7 +115,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         """Whether the code generator may make ``plan`` fit though the simulator or an earlier try says that it does not."""
         return self.fuses and plan.peak_bytes <= budget * (1 + OPTIMISM)
 
-    def choose(self, captured: Capture) -> Plan:
+    def choose(self, captured: Capture, pricing: Pricing) -> Plan:
         """Plan under the budget and write the report. Raises ``BudgetInfeasible`` if nothing fits and that is asked for."""
         start = time.perf_counter()
         planner = Planner(captured.graph, self.options.time_limit)
@@ -132,6 +136,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             planning_seconds=time.perf_counter() - start,
             inner=self.options.inner,
             device=captured.device.name,
+            **dataclasses.asdict(pricing),
         )
         return plan
 

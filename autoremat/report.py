@@ -63,6 +63,15 @@ class Report:
     """Forward and backward without recomputation."""
     lower_bound_seconds: float | None = 0.0
     """No plan within the budget recomputes for less time; None if the simulator says that none fits."""
+    cost_model: str = "roofline"
+    measured_share: float = 0.0
+    """Of the step's estimated seconds, the share of ops that were timed themselves."""
+    calibrated_share: float = 0.0
+    """The share that comes from the measured rates of the device."""
+    assumed_share: float = 1.0
+    """The share that comes from data sheets, or from ops of other classes."""
+    untimed_ops: int = 0
+    """Ops that ``cost_model="profile"`` was to time and could not."""
 
     @property
     def gap(self) -> float | None:
@@ -161,11 +170,19 @@ def _figures(report: Report) -> list[tuple[str, str]]:
         ("recomputed", f"{report.recomputed_ops} ops, {format_seconds(report.recompute_seconds)} estimated "
                        f"({report.overhead:.1%} of the forward)"),
         ("distance from the optimum", "unknown" if report.gap is None else f"at most {report.gap:.1%} of the step's time"),
+        ("seconds by", _basis(report)),
         ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}; {report.strategy}"),
     ]  # fmt: skip
     if report.compiled_peak_bytes is not None:
         rows.insert(2, ("peak of the compiled code", format_bytes(report.compiled_peak_bytes)))
     return rows
+
+
+def _basis(report: Report) -> str:
+    """The cost model, and what its seconds rest on."""
+    shares = {"measured": report.measured_share, "calibrated": report.calibrated_share, "assumed": report.assumed_share}
+    untimed = f"; {report.untimed_ops} ops not timed" if report.untimed_ops else ""
+    return f"{report.cost_model}: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share) + untimed
 
 
 def _render(report: Report) -> str:

@@ -9,7 +9,7 @@ import numpy
 import pytest
 from hypothesis import settings
 
-from autoremat.options import ENVIRONMENT_VARIABLE, configure
+from autoremat.options import COST_MODEL_VARIABLE, ENVIRONMENT_VARIABLE, configure
 
 SEED = 0
 
@@ -57,8 +57,9 @@ def seed() -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def isolated_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No budget from outside: neither from the environment nor from an earlier test."""
-    monkeypatch.delenv(ENVIRONMENT_VARIABLE, raising=False)
+    """No budget or cost model from outside: neither from the environment nor from an earlier test."""
+    for variable in (ENVIRONMENT_VARIABLE, COST_MODEL_VARIABLE):
+        monkeypatch.delenv(variable, raising=False)
     configure()
     yield
     configure()

@@ -14,13 +14,16 @@ MAX_LINES = 400
 
 PURE = (
     "errors", "units", "options", "graph", "memory", "schedule", "plans", "replay", "planning", "report", "store",
-    "wrapper_code", "cost", "cost.devices", "cost.roofline", "solvers", "solvers.mincut", "solvers.search", "solvers.segments",
-    "solvers.bounds", "solvers.fill", "solvers.event_gap", "solvers.highs", "solvers.improve", "solvers.ilp",
-    "solvers.dag", "solvers.policies",
+    "wrapper_code", "cost", "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut",
+    "solvers.search", "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.policies",
+    "solvers.event_gap", "solvers.highs", "solvers.improve", "solvers.ilp",
 )  # fmt: skip
 """Modules that must work without torch."""
 
-TORCH = ("capture", "dynamo_backend", "measure", "op_rules", "partitioner", "torch_compat", "workspace", "passes")
+TORCH = (
+    "capture", "costing", "dynamo_backend", "measure", "op_rules", "op_work", "partitioner", "timing", "timing.calibration",
+    "timing.profiling", "timing.recipes", "timing.stopwatch", "torch_compat", "workspace", "passes",
+)  # fmt: skip
 
 ADAPTER = "torch_compat"
 """The one module that may touch torch's private names."""

@@ -1,0 +1,190 @@
+"""What a device was measured to do, and the seconds of an op that follow: no torch, no clock.
+
+An op's work is a few :class:`Task`: so many FLOPs of one kind, so many bytes moved in one way, so many elements of one
+class of arithmetic. A device does them at the same time, so the slowest counts (the roofline model), and a kernel of its
+own adds the time of a launch.
+"""
+
+from __future__ import annotations
+
+import bisect
+import enum
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+BYTES_OF_SAVING = 16 * 2**20
+"""Saved activations are charged the bandwidth that a transfer of this size reaches."""
+
+
+BATCH = 32
+"""Products of small matrices run side by side: their rate is that of so many of one size."""
+
+
+class Rate(str, enum.Enum):
+    """What can limit an op; the comment says what its amount counts."""
+
+    MATMUL = "matmul"  # FLOPs
+    BATCHED_MATMUL = "batched_matmul"  # FLOPs of BATCH products
+    ATTENTION = "attention"  # FLOPs
+    ATTENTION_BACKWARD = "attention_backward"
+    CONVOLUTION = "convolution"  # FLOPs; 3x3 and larger
+    CONVOLUTION_BACKWARD = "convolution_backward"
+    POINT_CONVOLUTION = "point_convolution"  # 1x1
+    POINT_CONVOLUTION_BACKWARD = "point_convolution_backward"
+    DEPTHWISE_CONVOLUTION = "depthwise_convolution"
+    DEPTHWISE_CONVOLUTION_BACKWARD = "depthwise_convolution_backward"
+    STREAM = "stream"  # bytes read or written in order
+    GATHER = "gather"  # bytes read by index
+    SCATTER = "scatter"  # bytes added to by index
+    CHEAP = "cheap"  # elements: add, multiply, compare
+    EXPONENTIAL = "exponential"  # elements: exp, log, sigmoid
+    SPECIAL = "special"  # elements: tanh, erf
+    RANDOM = "random"  # elements
+    REDUCTION = "reduction"  # elements read: sum, maximum
+    NORMALISATION = "normalisation"  # elements read: softmax, layer norm
+    SORT = "sort"  # elements
+    SCAN = "scan"  # elements
+    WINDOW = "window"  # elements: pooling, interpolation
+
+
+FLOP_RATES = frozenset(
+    {
+        Rate.MATMUL, Rate.BATCHED_MATMUL, Rate.ATTENTION, Rate.ATTENTION_BACKWARD, Rate.CONVOLUTION, Rate.CONVOLUTION_BACKWARD,
+        Rate.POINT_CONVOLUTION, Rate.POINT_CONVOLUTION_BACKWARD, Rate.DEPTHWISE_CONVOLUTION,
+        Rate.DEPTHWISE_CONVOLUTION_BACKWARD,
+    }
+)  # fmt: skip
+"""Rates that depend on the element type; the others are measured with 32-bit floats."""
+
+SUBSTITUTES: Mapping[str, tuple[str, ...]] = {"float16": ("bfloat16",), "bfloat16": ("float16",)}
+"""Types to look at, before float32, for a rate that was not measured for a type."""
+
+DOUBLE_SLOWDOWN = 2.0
+"""64-bit arithmetic against 32-bit, at the least."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds against an amount of work, through measured points: straight on logarithmic axes between two of them,
+    proportional beyond the first and the last.
+
+    Raises ``ValueError`` unless points are finite, positive, of growing amounts, and more work never takes less time.
+    """
+
+    points: tuple[tuple[float, float], ...]
+
+    def __post_init__(self) -> None:
+        figures = [x for point in self.points for x in point]
+        if not figures or not all(math.isfinite(x) and x > 0 for x in figures):
+            raise ValueError(f"a curve needs finite points above 0, not {self.points}")
+        amounts, seconds = zip(*self.points, strict=True)
+        if sorted(set(amounts)) != list(amounts) or sorted(seconds) != list(seconds):
+            raise ValueError(f"amounts must grow and seconds must not fall along a curve: {self.points}")
+
+    @classmethod
+    def through(cls, points: Iterable[tuple[float, float]]) -> Curve:
+        """The curve through measured points in any order; where more work took less time, the longer time counts."""
+        rising: dict[float, float] = {}
+        longest = 0.0
+        for amount, seconds in sorted(points):
+            longest = max(longest, seconds)
+            rising[amount] = longest
+        return cls(tuple(rising.items()))
+
+    def seconds(self, amount: float) -> float:
+        """Seconds for ``amount``; 0 only for 0."""
+        above = bisect.bisect_left(self.points, (amount,))
+        if above == 0 or above == len(self.points):
+            known, seconds = self.points[max(above - 1, 0)]
+            return seconds * (amount / known)
+        (less, least), (more, most) = self.points[above - 1], self.points[above]
+        share = math.log(amount / less) / math.log(more / less)
+        return min(most, least * math.pow(most / least, share))
+
+
+@dataclass(frozen=True)
+class Task:
+    """``count`` times ``amount`` of one kind of work, on elements of type ``dtype`` where the rate depends on it."""
+
+    rate: Rate
+    amount: float
+    dtype: str = "float32"
+    count: float = 1.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """All that one op does."""
+
+    tasks: tuple[Task, ...]
+    launches: bool = False
+    """Whether it is a kernel of its own, and not part of a fused one."""
+    known: bool = True
+    """Whether a rate was calibrated for ops of its class; else it is charged like one that moves its bytes by index."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The measured rates of one device. Curves by rate, and by rate and type as in ``matmul.bfloat16``.
+
+    Raises ``ValueError`` unless every rate has a curve (for float32 where it depends on the type).
+    """
+
+    device: str
+    launch_seconds: float
+    curves: Mapping[str, Curve] = field(hash=False)
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.launch_seconds) and self.launch_seconds >= 0):
+            raise ValueError(f"launch_seconds={self.launch_seconds} is no time")
+        missing = [rate.value for rate in Rate if curve_name(rate) not in self.curves]
+        if missing:
+            raise ValueError(f"no curve for {', '.join(missing)}")
+
+    def seconds(self, work: Work) -> float:
+        """Seconds of one op: its slowest task, and a launch if it is a kernel of its own."""
+        slowest = max((self._task_seconds(task) for task in work.tasks), default=0.0)
+        return slowest + (self.launch_seconds if work.launches else 0.0)
+
+    @property
+    def saving_seconds_per_byte(self) -> float:
+        """What a saved byte costs in time: it is written in the forward and read in the backward."""
+        return 2.0 * self.curves[curve_name(Rate.STREAM)].seconds(BYTES_OF_SAVING) / BYTES_OF_SAVING
+
+    def _task_seconds(self, task: Task) -> float:
+        slowdown = DOUBLE_SLOWDOWN if task.dtype in ("float64", "complex128") else 1.0
+        types = (task.dtype, *SUBSTITUTES.get(task.dtype, ()), "float32")
+        curve = next(self.curves[name] for name in (curve_name(task.rate, t) for t in types) if name in self.curves)
+        return slowdown * task.count * curve.seconds(task.amount)
+
+    def to_json(self) -> str:
+        """All of it as JSON; :meth:`from_json` reads it back."""
+        curves = {name: curve.points for name, curve in sorted(self.curves.items())}
+        return json.dumps({"device": self.device, "launch_seconds": self.launch_seconds, "curves": curves}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Rates:
+        """The rates that :meth:`to_json` wrote. Raises ``ValueError`` on anything else."""
+        try:
+            record: dict[str, Any] = json.loads(text)
+            curves = {
+                str(name): Curve(tuple((float(amount), float(seconds)) for amount, seconds in points))
+                for name, points in record["curves"].items()
+            }
+            return cls(str(record["device"]), float(record["launch_seconds"]), curves)
+        except (TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"not the rates of a device: {error}") from error
+
+    @property
+    def digest(self) -> str:
+        """A hash of all figures: what a plan that was made with them depends on."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+
+def curve_name(rate: Rate, dtype: str = "float32") -> str:
+    """The key of a curve in :attr:`Rates.curves`."""
+    return f"{rate.value}.{dtype}" if rate in FLOP_RATES else rate.value

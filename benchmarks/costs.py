@@ -1,0 +1,371 @@
+"""What recomputation is predicted to cost by each cost model, against the measured step, over many plans.
+
+    python benchmarks/costs.py            # all models, an hour or more on an idle machine
+    python benchmarks/costs.py --quick    # two small models and few plans
+
+Plans are autoremat's at several budgets, torch's at several values of `activation_memory_budget`, and those of per-block
+checkpointing. Each is compiled by Inductor and priced by every cost model on the joint graph that it was made for. Overheads
+are beside plain Inductor on the same model, in shares of its step: predicted from recomputation alone, measured as medians of
+steps taken in turn with those of all other plans of the model. Only an idle machine gives figures worth keeping.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import itertools
+import json
+import os
+import re
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+from model_zoo import MODELS, Built
+from rich.console import Console
+from rich.table import Table
+from torch import fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.utils.checkpoint import checkpoint
+
+from autoremat import torch_compat
+from autoremat.capture import Capture, capture
+from autoremat.costing import priced
+from autoremat.errors import BudgetInfeasible
+from autoremat.graph import Order
+from autoremat.options import COST_MODELS
+from autoremat.partitioner import Partitioner
+from autoremat.plans import Plan
+from autoremat.schedule import Schedule
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK_LISTS = ("h", "layers", "layer", "block", "blocks", "stages")
+"""What the lists of repeated blocks are called in the models."""
+
+WARM_ROUNDS = 2
+RESOLVED = 0.04
+"""Measured steps that differ by a smaller share count as equal."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How much to run."""
+
+    models: tuple[str, ...]
+    shares: tuple[float, ...]
+    torch_budgets: tuple[float, ...]
+    rounds: int
+    sizes: dict[str, int]
+    """Constants of `model_zoo` to set: in its own sizes much of a step is the time of calls."""
+
+
+FULL = Setting(
+    ("gpt2-12", "llama-12", "bert-12", "t5-6", "vit-12", "resnet-18", "densenet", "unet"),
+    (0.8, 0.6, 0.45, 0.3), (0.8, 0.5, 0.2), 15, {"HIDDEN": 256, "BATCH": 4, "LENGTH": 256},
+)  # fmt: skip
+QUICK = Setting(("gpt2-4", "unet"), (0.7, 0.4), (0.5,), 5, {})
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The graph that a plan was made for, as captured, and the plan's schedule."""
+
+    captured: Capture
+    schedule: Schedule
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan of one model. Overheads are added seconds as shares of plain Inductor's step."""
+
+    model: str
+    method: str
+    step_seconds: float
+    measured: float
+    predicted: dict[str, float]
+
+
+class TorchPartitioner(torch_compat.CustomPartitionerFn):
+    """Torch's own partitioner, at the budget in force, which leaves a record of what it did."""
+
+    def __init__(self, records: list[Recorded]) -> None:
+        self.records = records
+
+    def uuid(self) -> None:
+        """Not to be cached."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TorchPartitioner:
+        return self
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **keywords: Any) -> torch_compat.PartitionedModules:
+        joint = torch_compat.prepare_joint(gm)
+        captured = capture(_copied(joint), keywords["num_fwd_outputs"], fuses=True)
+        forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
+        self.records.append(Recorded(captured, schedule_of(captured, forward, backward)))
+        return forward, backward
+
+
+RANDOM_STATE = re.compile(r"run_(?:and_save|with)_rng_state(?:_(\d+))?")
+"""What torch calls random ops that it repeats, attention among them, numbered in the joint graph's order."""
+
+
+def schedule_of(captured: Capture, *halves: fx.GraphModule) -> Schedule:
+    """A partition as a schedule: nodes keep the names that they have in the joint graph, repeated random ones apart."""
+    pairs = list(zip(captured.op_nodes, captured.graph.ops, strict=True))
+    number = {node.name: index for index, (node, _) in enumerate(pairs)}
+    repeated = [node.name for node, op in pairs if op.order is Order.RECOMPUTE
+                and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]  # fmt: skip
+
+    def name(node: fx.Node) -> str:
+        match = RANDOM_STATE.fullmatch(node.name)
+        return repeated[int(match[1] or 0)] if match else node.name
+
+    return Schedule(*(tuple(number[name(n)] for n in half.graph.nodes if name(n) in number) for half in halves))
+
+
+def _copied(joint: fx.GraphModule) -> fx.GraphModule:
+    return fx.GraphModule(joint, copy.deepcopy(joint.graph))
+
+
+def recording(records: list[Recorded]) -> Callable[[Partitioner, Capture, Any], Plan]:
+    """`Partitioner.choose`, leaving a record; the graph is copied, because it is rewritten afterwards."""
+    choose = Partitioner.choose
+
+    def choose_and_record(self: Partitioner, captured: Capture, pricing: Any) -> Plan:
+        plan = choose(self, captured, pricing)
+        again = capture(_copied(captured.joint), captured.num_fwd_outputs, fuses=True)
+        records.append(Recorded(again, plan.schedule))
+        return plan
+
+    return choose_and_record
+
+
+def checkpointed(model: nn.Module) -> bool:
+    """Make every block of the model's lists of blocks a checkpoint region; whether there are any."""
+    found = [child for name, module in model.named_modules() if name.split(".")[-1] in BLOCK_LISTS
+             for child in module.children() if isinstance(module, (nn.ModuleList, nn.Sequential))]  # fmt: skip
+    for block in found:
+        forward = block.forward
+        block.forward = lambda *a, forward=forward, **k: checkpoint(forward, *a, use_reentrant=False, **k)
+    return bool(found)
+
+
+@dataclass
+class Bench:
+    """All plans of one model: compiled one after another, then run in turn."""
+
+    name: str
+    setting: Setting
+    planned_by: str
+
+    def __post_init__(self) -> None:
+        self.steps: dict[str, Callable[[], None]] = {}
+        self.records: dict[str, Recorded] = {}
+
+    def rows(self) -> list[Row]:
+        """One row for each plan that could be compiled, plain Inductor first."""
+        self.add_torch("plain", 1.0)
+        peak = self.peak_of("plain")
+        for budget in self.setting.torch_budgets:
+            self.add_torch(f"torch {budget:g}", budget)
+        self.add_torch("checkpoint", 1.0, blocks=True)
+        for share in self.setting.shares:
+            self.add_ours(f"autoremat {share:g}", int(share * peak))
+        seconds = self.measure()
+        plain = self.predicted("plain")
+        return [
+            Row(
+                self.name, method, seconds[method], seconds[method] / seconds["plain"] - 1,
+                {m: (p[1] - plain[m][1]) / sum(plain[m]) for m, p in self.predicted(method).items()},
+            )
+            for method in self.steps
+        ]  # fmt: skip
+
+    def peak_of(self, method: str) -> int:
+        record = self.records[method]
+        return Plan.of(record.captured.graph, record.schedule).peak_bytes
+
+    def add_torch(self, method: str, budget: float, blocks: bool = False) -> None:
+        model, inputs = build(self.name)
+        if blocks and not checkpointed(model):
+            return
+        records: list[Recorded] = []
+        with functorch_config.patch(activation_memory_budget=budget):
+            self.add(method, model, inputs, records, options={"custom_partitioner_fn": TorchPartitioner(records)})
+
+    def add_ours(self, method: str, budget: int) -> None:
+        model, inputs = build(self.name)
+        records: list[Recorded] = []
+        choose, Partitioner.choose = Partitioner.choose, recording(records)
+        options = {"memory_budget": budget, "cost_model": self.planned_by}
+        try:
+            self.add(method, model, inputs, records, backend="autoremat", options=options)
+        except BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, BudgetInfeasible):
+                raise
+            print(f"{self.name}, {method}: infeasible", flush=True)
+        finally:
+            Partitioner.choose = choose
+
+    def add(self, method: str, model: nn.Module, inputs: Any, records: list[Recorded], **keywords: Any) -> None:
+        """Compile by running a first step."""
+        compiled = torch.compile(model, **keywords)
+
+        def step() -> None:
+            model.zero_grad(set_to_none=True)
+            compiled(*inputs).backward()
+
+        begin = time.perf_counter()
+        with warnings.catch_warnings(), torch_compat.without_caches():
+            warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
+            step()
+        print(f"{self.name}, {method}: compiled in {time.perf_counter() - begin:.1f} s", flush=True)
+        # Replanning leaves several records; the last plan is the one that runs.
+        self.steps[method], self.records[method] = step, records[-1]
+
+    def measure(self) -> dict[str, float]:
+        """Median seconds of each plan's step, over rounds in which every plan takes one."""
+        samples: dict[str, list[float]] = {method: [] for method in self.steps}
+        for turn in range(WARM_ROUNDS + self.setting.rounds):
+            for method, step in self.steps.items():
+                begin = time.perf_counter()
+                step()
+                if turn >= WARM_ROUNDS:
+                    samples[method].append(time.perf_counter() - begin)
+        return {method: statistics.median(seconds) for method, seconds in samples.items()}
+
+    def predicted(self, method: str) -> dict[str, tuple[float, float]]:
+        """(seconds of the step without recomputation, seconds added) by each cost model."""
+        record = self.records[method]
+        found = {}
+        for model in COST_MODELS:
+            captured, _ = priced(record.captured, model)
+            plan = Plan.of(captured.graph, record.schedule)
+            found[model] = captured.graph.step_seconds, plan.added_seconds
+        return found
+
+
+def build(name: str) -> Built:
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+@dataclass(frozen=True)
+class Score:
+    """How good a cost model is over all plans."""
+
+    median_error: float
+    """Of the predicted overhead, in shares of the step."""
+    ranked_rightly: float | None
+    """Of the pairs of plans of one model whose measured steps differ by more than RESOLVED."""
+    pairs: int
+
+
+def scores(rows: list[Row]) -> dict[str, Score]:
+    """A score for each cost model; plain Inductor's own overhead is 0 by definition and has no error."""
+    plans = [row for row in rows if row.method != "plain"]
+    pairs = [
+        (one, other)
+        for one, other in itertools.combinations(rows, 2)
+        if one.model == other.model and abs(one.step_seconds / other.step_seconds - 1) > RESOLVED
+    ]
+    found = {}
+    for model in COST_MODELS:
+        errors = [abs(row.predicted[model] - row.measured) for row in plans]
+        right = sum(
+            (one.predicted[model] - other.predicted[model]) * (one.measured - other.measured) > 0 for one, other in pairs
+        )
+        found[model] = Score(statistics.median(errors), right / len(pairs) if pairs else None, len(pairs))
+    return found
+
+
+def table_of(rows: list[Row]) -> Table:
+    table = Table(title="Overhead over plain Inductor, % of its step")
+    for column in ("model", "plan"):
+        table.add_column(column, no_wrap=True)
+    for column in ("step, ms", "measured", *COST_MODELS):
+        table.add_column(column, justify="right")
+    for row in rows:
+        overheads = (row.measured, *(row.predicted[model] for model in COST_MODELS))
+        table.add_row(row.model, row.method, f"{1e3 * row.step_seconds:.1f}", *(f"{100 * x:.1f}" for x in overheads))
+    return table
+
+
+def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
+    """costs.txt, costs.json and costs.png in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    found = scores(rows)
+    with (folder / "costs.txt").open("w") as file:
+        for console in (Console(width=120), Console(width=120, file=file)):
+            console.print(", ".join(f"{key}: {value}" for key, value in setup.items()), highlight=False)
+            console.print(table_of(rows))
+            for model, score in found.items():
+                ranked = "-" if score.ranked_rightly is None else f"{score.ranked_rightly:.0%}"
+                text = f"median error {score.median_error:.1%} of the step, {ranked} of {score.pairs} pairs ranked rightly"
+                console.print(f"{model}: {text}", highlight=False)
+    record = setup | {"scores": {m: asdict(s) for m, s in found.items()}, "rows": [asdict(row) for row in rows]}
+    (folder / "costs.json").write_text(json.dumps(record, indent=2) + "\n")
+    draw(rows, found, folder / "costs.png")
+
+
+def draw(rows: list[Row], found: dict[str, Score], path: Path) -> None:
+    """Predicted against measured overhead, one panel for each cost model; nothing without matplotlib."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print("no matplotlib, no costs.png", file=sys.stderr)
+        return
+    figure = Figure(figsize=(4 * len(COST_MODELS), 4), layout="constrained")
+    panels = figure.subplots(1, len(COST_MODELS), sharex=True, sharey=True)
+    plans = [row for row in rows if row.method != "plain"]
+    for panel, model in zip(panels, COST_MODELS, strict=True):
+        for method, marker in (("autoremat", "o"), ("torch", "s"), ("checkpoint", "^")):
+            shown = [row for row in plans if row.method.startswith(method)]
+            panel.scatter(
+                [100 * r.measured for r in shown], [100 * r.predicted[model] for r in shown], marker=marker, label=method
+            )
+        panel.axline((0, 0), slope=1, color="grey", linewidth=0.8)
+        panel.set(title=f"{model}: median error {found[model].median_error:.1%}", xlabel="measured overhead, % of the step")
+    panels[0].set_ylabel("predicted, % of the step")
+    panels[0].legend()
+    figure.savefig(path, dpi=120)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--models", nargs="+", choices=list(MODELS))
+    parser.add_argument("--planned-by", choices=COST_MODELS, default="calibrated", help="the cost model of autoremat's plans")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    setting = QUICK if arguments.quick else FULL
+    setting = replace(setting, models=tuple(arguments.models or setting.models))
+    for constant, size in setting.sizes.items():
+        setattr(model_zoo, constant, size)
+    dynamo_config.recompile_limit = 10_000  # one code object is compiled once for each plan
+    dynamo_config.accumulated_recompile_limit = 10_000
+    setup = {"torch": torch.__version__, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
+             "rounds": setting.rounds, "planned by": arguments.planned_by, "sizes": setting.sizes}  # fmt: skip
+    rows: list[Row] = []
+    for name in setting.models:
+        torch._dynamo.reset()
+        gc.collect()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            rows += Bench(name, setting, arguments.planned_by).rows()
+        write(rows, setup, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

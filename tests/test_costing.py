@@ -1,0 +1,254 @@
+"""Cost models on captured graphs: which op is priced as what, and the three models through the backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import build
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch.nn import functional as F
+
+import autoremat
+from autoremat import costing, store, torch_compat
+from autoremat.capture import Capture, capture
+from autoremat.cost import BATCH, Basis, Curve, Rate, Rates, curve_name
+from autoremat.errors import OptionsError
+from autoremat.graph import Kind
+from autoremat.op_work import work_of
+from autoremat.options import COST_MODEL_VARIABLE, Options
+from autoremat.timing import calibration, profiling
+
+SPEED = 1e9
+
+
+def some_rates(speed: float = SPEED) -> Rates:
+    return Rates("cpu", 1e-6, {curve_name(rate): Curve(((1.0, 1 / speed),)) for rate in Rate})
+
+
+@pytest.fixture(autouse=True)
+def known_rates(request, monkeypatch, tmp_path):
+    """Rates and times from nowhere, except for slow tests, which measure."""
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(profiling, "_known", {})
+    monkeypatch.setattr(profiling, "_passed_over", set())
+    known = {} if request.node.get_closest_marker("slow") else {calibration.device_key(torch.device("cpu")): some_rates()}
+    monkeypatch.setattr(calibration, "_known", known)
+
+
+def captured(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Capture:
+    found = []
+
+    def partition(joint, joint_inputs, **keywords):
+        found.append(capture(torch_compat.prepare_joint(joint), keywords["num_fwd_outputs"], fuses=True))
+        return torch_compat.partition_as_torch_does(joint, joint_inputs, **keywords)
+
+    torch.compile(function, backend=aot_autograd(fw_compiler=lambda module, _: module.forward, partition_fn=partition))(*inputs)
+    return found[0]
+
+
+def rates_by_op(result: Capture) -> dict[str, set[Rate]]:
+    found: dict[str, set[Rate]] = {}
+    for node, op in zip(result.op_nodes, result.graph.ops, strict=True):
+        found.setdefault(op.target.split(".")[1], set()).update(task.rate for task in work_of(node, op).tasks)
+    return found
+
+
+def weight(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape))
+
+
+def test_every_class_of_op_has_its_rate():
+    table, point, wide, depth = weight(9, 8), weight(4, 4, 1, 1), weight(4, 4, 3, 3), weight(4, 1, 3, 3)
+    image, index, square = weight(2, 4, 8, 8), torch.tensor([1, 8, 3]), weight(2, 4, 8, 8)
+
+    def function(index):
+        rows = torch.cumsum(F.embedding(index, table), 0).sort(-1)[0].tanh().exp() @ weight_
+        y = F.conv2d(F.conv2d(F.conv2d(image, point), wide, padding=1), depth, padding=1, groups=4)
+        y = F.scaled_dot_product_attention(F.max_pool2d(y, 2, 1, padding=1)[..., :8, :8], square, square)
+        return rows.sum() + (y @ square).softmax(-1).sum()
+
+    weight_ = weight(8, 8)
+    found = rates_by_op(captured(function, index))
+    for op, rate in {
+        "mm": Rate.MATMUL, "bmm": Rate.BATCHED_MATMUL, "embedding": Rate.GATHER, "embedding_dense_backward": Rate.SCATTER,
+        "cumsum": Rate.SCAN, "sort": Rate.SORT, "tanh": Rate.SPECIAL, "exp": Rate.EXPONENTIAL, "sum": Rate.REDUCTION,
+        "_softmax": Rate.NORMALISATION, "max_pool2d_with_indices": Rate.WINDOW,
+        "_scaled_dot_product_flash_attention_for_cpu": Rate.ATTENTION,
+        "_scaled_dot_product_flash_attention_for_cpu_backward": Rate.ATTENTION_BACKWARD,
+    }.items():  # fmt: skip
+        assert rate in found[op], op
+    assert {Rate.CONVOLUTION, Rate.POINT_CONVOLUTION, Rate.DEPTHWISE_CONVOLUTION} < found["convolution"]
+    assert {
+        Rate.CONVOLUTION_BACKWARD, Rate.POINT_CONVOLUTION_BACKWARD, Rate.DEPTHWISE_CONVOLUTION_BACKWARD
+    } < found["convolution_backward"]  # fmt: skip
+
+
+def test_batched_products_are_priced_by_the_size_of_one():
+    left, right = weight(6, 4, 5), weight(6, 5, 7)
+    result = captured(lambda: torch.bmm(left, right).sum())
+    node, op = next((n, o) for n, o in zip(result.op_nodes, result.graph.ops, strict=True) if "bmm" in o.target)
+    task = work_of(node, op).tasks[0]
+    assert task.amount == 2 * 4 * 5 * 7 * BATCH
+    assert task.amount * task.count == pytest.approx(op.flops)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "unet"])
+@pytest.mark.parametrize("model", ["roofline", "calibrated"])
+def test_no_op_that_moves_bytes_is_free(name, model):
+    module, inputs = build(name)
+    result, pricing = costing.priced(captured(module, *inputs), model)
+    assert all(op.seconds > 0 for op in result.graph.ops if op.bytes_moved)
+    assert pricing.measured_share + pricing.calibrated_share + pricing.assumed_share == pytest.approx(1.0)
+    assert pricing.assumed_share == (1.0 if model == "roofline" else pytest.approx(pricing.assumed_share, abs=0.2))
+
+
+def test_a_kernel_of_no_class_moves_its_bytes_by_index_and_is_assumed():
+    x = weight(4, 4)
+    result = captured(lambda: torch.linalg.inv_ex(x)[0].sum())
+    number = next(i for i, op in enumerate(result.graph.ops) if "inv_ex" in op.target)
+    work = work_of(result.op_nodes[number], result.graph.ops[number])
+    assert [task.rate for task in work.tasks] == [Rate.GATHER]
+    assert work.launches
+    assert not work.known
+    _, bases = costing.by_rates(result, some_rates())
+    assert bases[number] is Basis.ASSUMED
+
+
+def test_measured_times_replace_those_of_kernels_only():
+    w = weight(8, 8)
+    result, bases = costing.by_rates(captured(lambda x: torch.mm(x, w).relu().sum(), torch.randn(8, 8)), some_rates())
+    node, relu = (next(n for n in result.op_nodes if name in str(n.target)) for name in ("mm", "relu"))
+    times = {profiling.signature(node): 7.0, profiling.signature(relu): 7.0}
+    priced, found, untimed = costing.by_times(result, bases, times)
+    seconds = dict(zip(result.op_nodes, (op.seconds for op in priced.graph.ops), strict=True))
+    assert seconds[node] == 7.0
+    assert seconds[relu] < 1.0
+    assert found.count(Basis.MEASURED) >= 1
+    assert untimed == sum(profiling.worth_timing(n, o) for n, o in zip(result.op_nodes, result.graph.ops, strict=True)) - (
+        found.count(Basis.MEASURED)
+    )
+
+
+def test_only_pure_kernels_of_torch_are_worth_timing():
+    w = weight(4)
+    result = captured(lambda x: F.dropout(torch.sort(x * w)[0], 0.5).sum(), torch.randn(4))
+    timed = {o.target for n, o in zip(result.op_nodes, result.graph.ops, strict=True) if profiling.worth_timing(n, o)}
+    assert "aten.sort.default" in timed
+    assert all(op.kind is Kind.EXTERN for op in result.graph.ops if op.target in timed)
+    assert not any("dropout" in target or "mul" in target for target in timed)
+
+
+def test_the_roofline_measures_nothing_and_has_no_identity(monkeypatch):
+    monkeypatch.setattr(calibration, "calibrate", None)
+    calibration._known.clear()
+    assert costing.identity("roofline", [torch.ones(1)]) == ""
+
+
+def test_plans_depend_on_the_rates():
+    key = calibration.device_key(torch.device("cpu"))
+    before = costing.identity("calibrated", [torch.ones(1), 3])
+    calibration._known[key] = some_rates(2 * SPEED)
+    assert before != costing.identity("calibrated", []) != ""
+
+
+def test_a_device_that_is_not_there_is_priced_by_its_data_sheet():
+    x = weight(4, 4)
+    result = captured(lambda: (x @ x).sum())
+    fake = dataclasses.replace(result, joint=torch.fx.GraphModule(nn.Module(), torch.fx.Graph()))
+    node = fake.joint.graph.placeholder("x")
+    node.meta["val"] = torch.empty(1, device="meta").as_subclass(OnXpu)
+    same, pricing = costing.priced(fake, "calibrated")
+    assert same is fake
+    assert (pricing.cost_model, pricing.assumed_share) == ("calibrated", 1.0)
+
+
+class OnXpu(torch.Tensor):
+    """A tensor that says that it is elsewhere."""
+
+    device = torch.device("xpu")
+
+
+@pytest.mark.parametrize(
+    ("options", "configured", "environment", "expected"),
+    [
+        ({"cost_model": "profile"}, {"cost_model": "roofline"}, "calibrated", "profile"),
+        ({}, {"cost_model": "profile"}, "calibrated", "profile"),
+        ({}, {"memory_budget": 2}, "calibrated", "calibrated"),
+        ({"memory_budget": 2}, {}, " ", "roofline"),
+        ({}, {}, None, "roofline"),
+    ],
+)
+def test_precedence_of_the_cost_model(monkeypatch, options, configured, environment, expected):
+    if configured:
+        autoremat.configure(**configured)
+    if environment is not None:
+        monkeypatch.setenv(COST_MODEL_VARIABLE, environment)
+    assert Options.parse(options).cost_model == expected
+
+
+@pytest.mark.parametrize("value", ["measured", "", None, 3])
+def test_cost_models_that_nobody_knows(value):
+    accepted = 'Accepted: "roofline" or "calibrated" or "profile"'
+    with pytest.raises(OptionsError, match=f"cost_model={value!r} is not accepted. {accepted}"):
+        Options.parse({"cost_model": value})
+
+
+def test_a_cost_model_of_the_environment_that_nobody_knows(monkeypatch):
+    monkeypatch.setenv(COST_MODEL_VARIABLE, "guess")
+    with pytest.raises(OptionsError, match="^AUTOREMAT_COST_MODEL='guess' is not accepted"):
+        Options.parse()
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(width, 4 * width), nn.Linear(4 * width, width), nn.LayerNorm(width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def trained(cost_model: str, **options: object) -> tuple[torch.Tensor, autoremat.Report]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(3)))
+    x = torch.randn(256, 32)
+    options = {"memory_budget": 0.7, "cost_model": cost_model, **options}
+    torch.compile(lambda x: model(x).square().mean(), backend="autoremat", options=options)(x).backward()
+    return model[0].up.weight.grad, autoremat.reports()[-1]
+
+
+@pytest.mark.parametrize("cost_model", ["roofline", "calibrated"])
+def test_the_report_names_the_cost_model(cost_model):
+    _, report = trained(cost_model, inner="aot_eager")
+    assert report.cost_model == cost_model
+    assert (report.assumed_share == 1.0) == (cost_model == "roofline")
+    assert f"{cost_model}: 100% {'assumed' if cost_model == 'roofline' else 'calibrated'}" in str(report)
+    assert autoremat.Report.from_json(report.to_json()) == report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cost_model", ["calibrated", "profile"])
+def test_measured_costs_under_inductor(cost_model):
+    """Measures while the graph is compiled, keeps what it measured, and changes no gradient."""
+    expected, _ = trained("roofline", inner="aot_eager", memory_budget=None)
+    found, report = trained(cost_model)
+    torch.testing.assert_close(found, expected)
+    assert report.fits
+    assert report.cost_model == cost_model
+    assert (report.measured_share > 0) == (cost_model == "profile")
+    assert report.measured_share + report.calibrated_share == pytest.approx(1.0)
+    key = calibration.device_key(torch.device("cpu"))
+    rates = Rates.from_json(store.read_text("rates", key) or "")
+    times = json.loads(store.read_text("times", key) or "{}")
+    assert bool(times) == (cost_model == "profile")
+    calibration._known.clear()
+    torch._dynamo.reset()
+    again, warm = trained(cost_model)
+    torch.testing.assert_close(again, expected)
+    assert dataclasses.replace(warm, planning_seconds=report.planning_seconds) == report
+    assert calibration._known[key] == rates

@@ -1,0 +1,256 @@
+"""Measuring with clocks of our own: what is run, how often, what is kept. No test asserts on real seconds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import fx
+
+from autoremat import store
+from autoremat.cost import Curve, Rate, Rates, curve_name
+from autoremat.timing import calibration, profiling
+from autoremat.timing.recipes import Place, Recipe, recipes
+from autoremat.timing.stopwatch import MAX_RUNS, Stopwatch, measurable, undisturbed
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Clock:
+    """Time that passes only when told to."""
+
+    time: float = 0.0
+
+    def now(self) -> float:
+        return self.time
+
+
+@dataclass
+class FakeTimer(Clock):
+    """Runs nothing, or once, and says that everything takes so long."""
+
+    each: float = 1e-3
+    runs_it: bool = False
+    timed: list[Callable[[], object]] = field(default_factory=list)
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        self.timed.append(run)
+        self.time += self.each
+        if self.runs_it:
+            run()
+        return self.each
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(calibration, "_known", {})
+    monkeypatch.setattr(profiling, "_known", {})
+    monkeypatch.setattr(profiling, "_passed_over", set())
+
+
+def uncompiled(function, tensor):
+    return lambda: function(tensor)
+
+
+@pytest.mark.parametrize("cost", [1e-5, 1e-3, 1.0])
+def test_a_stopwatch_takes_the_median_of_samples_long_enough_to_read(cost):
+    clock, runs = Clock(), []
+
+    def run() -> None:
+        runs.append(clock.time)
+        clock.time += cost if len(runs) != 5 else 50 * cost  # one run is disturbed
+
+    watch = Stopwatch(lambda: None, clock.now)
+    assert watch.seconds(run) == pytest.approx(cost)
+    per_sample = (len(runs) - 2) / watch.samples
+    assert 1 <= per_sample <= MAX_RUNS
+    assert per_sample * cost >= min(watch.sample_seconds, MAX_RUNS * cost) * (1 - 1e-9)
+
+
+def test_a_stopwatch_waits_for_the_device():
+    clock, waits = Clock(), []
+
+    def wait() -> None:
+        waits.append(clock.time)
+        clock.time += 2.0
+
+    assert Stopwatch(wait, clock.now, samples=3).seconds(lambda: None) == pytest.approx(2.0)
+    assert len(waits) == 2 * (1 + 3)
+
+
+def test_work_is_measured_outside_of_the_modes_of_a_compilation_and_keeps_the_random_state():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    state = torch.get_rng_state()
+    with FakeTensorMode():
+        kind, threads, graded = undisturbed(
+            CPU, lambda: (type(torch.rand(2)), torch.get_num_threads(), torch.is_grad_enabled())
+        )
+    assert (kind, threads, graded) == (torch.Tensor, torch.get_num_threads(), False)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_what_goes_wrong_while_measuring_is_raised_where_one_waits():
+    def fail() -> None:
+        raise RuntimeError("no such kernel")
+
+    with pytest.raises(RuntimeError, match="no such kernel"):
+        undisturbed(CPU, fail)
+
+
+def test_a_calibration_has_a_curve_for_every_rate_and_subtracts_the_call():
+    rates = calibration.calibrate(CPU, FakeTimer(each=1e-3), uncompiled)
+    assert set(rates.curves) >= {curve_name(rate) for rate in Rate}
+    assert curve_name(Rate.MATMUL, "bfloat16") in rates.curves
+    assert rates.launch_seconds == 1e-3
+    seconds = [seconds for curve in rates.curves.values() for _, seconds in curve.points]
+    assert seconds == pytest.approx([calibration.LEAST_SHARE * 1e-3] * len(seconds))
+
+
+def test_every_recipe_runs_at_its_smallest_size():
+    for recipe in recipes(CPU, uncompiled):
+        size = recipe.sizes[0] if recipe.rate not in (Rate.CHEAP, Rate.RANDOM) else 2
+        with torch.no_grad():
+            amount, run = recipe.prepare(Place(CPU, recipe.dtype), size)
+            run()
+        assert amount > 0
+
+
+def prepared(place: Place, size: int) -> tuple[float, Callable[[], object]]:
+    return float(size), lambda: None
+
+
+def test_sizes_that_would_take_too_long_are_left_out():
+    recipe = Recipe(Rate.MATMUL, (1, 10, 1000, 10000), prepared)
+    curve = calibration._curve(recipe, Place(CPU), FakeTimer(each=0.01), 0.0)
+    assert [amount for amount, _ in curve.points] == [1.0]
+    curve = calibration._curve(recipe, Place(CPU), FakeTimer(each=1e-6), 0.0)
+    assert [amount for amount, _ in curve.points] == [1.0, 10.0, 1000.0, 10000.0]
+
+
+def test_a_type_that_the_device_does_not_know_has_no_curve():
+    def refuse(place: Place, size: int) -> tuple[float, Callable[[], object]]:
+        raise RuntimeError("not implemented for 'BFloat16'")
+
+    assert calibration._curve(Recipe(Rate.MATMUL, (1,), refuse, torch.bfloat16), Place(CPU), FakeTimer(), 0.0) is None
+    with pytest.raises(RuntimeError, match="not implemented"):
+        calibration._curve(Recipe(Rate.MATMUL, (1,), refuse), Place(CPU), FakeTimer(), 0.0)
+
+
+def some_rates() -> Rates:
+    return Rates("cpu", 1e-6, {curve_name(r): Curve(((1.0, 1e-9),)) for r in Rate})
+
+
+def test_a_device_is_calibrated_once(monkeypatch):
+    calls = []
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: calls.append(1) or some_rates())
+    first = calibration.rates_of(CPU)
+    assert calibration.rates_of(CPU) is first
+    calibration._known.clear()  # as in another process
+    assert calibration.rates_of(CPU) == first
+    assert len(calls) == 1
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
+    calibration.rates_of(CPU)
+    assert len(calls) == 2
+
+
+def test_broken_rates_on_disk_are_measured_again(monkeypatch):
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: some_rates())
+    key = calibration.device_key(CPU)
+    for text in ("", "{", '{"device": "cpu", "launch_seconds": 0, "curves": {}}'):
+        store.write_text("rates", key, text)
+        calibration._known.clear()
+        assert calibration.rates_of(CPU) == some_rates()
+        assert Rates.from_json(store.read_text("rates", key) or "") == some_rates()
+
+
+def test_a_device_that_is_not_there_has_no_rates_and_says_so_once(caplog):
+    calibration._say_unmeasurable.cache_clear()
+    for _ in range(2):
+        assert calibration.rates_of(torch.device("xpu")) is None
+    assert not measurable(torch.device("meta"))
+    assert [record.message for record in caplog.records] == [
+        "a xpu device cannot be calibrated here: costs are taken from data sheets"
+    ]
+
+
+def nodes_of(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> list[fx.Node]:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    graph = make_fx(function, tracing_mode="fake")(*inputs).graph
+    return [node for node in graph.nodes if node.op == "call_function"]
+
+
+def test_equal_calls_have_equal_signatures_and_others_do_not():
+    x, y = torch.randn(4, 4), torch.randn(4, 8)
+
+    def function(x, y):
+        return torch.mm(x, x), torch.mm(x, x), torch.mm(x.t(), x), torch.mm(x, y), torch.cumsum(x, 0), torch.cumsum(x, 1)
+
+    names = [profiling.signature(n) for n in nodes_of(function, x, y) if "aten.t." not in str(n.target)]
+    assert names[0] == names[1]
+    assert len(set(names)) == 5
+
+
+@pytest.mark.parametrize(
+    ("function", "inputs"),
+    [
+        (lambda x: torch.mm(x, x.t()), (torch.randn(3, 5),)),
+        (lambda x: torch.mm(x.expand(4, 4), x.expand(4, 4)), (torch.randn(1, 4),)),
+        (lambda x, i: torch.ops.aten.index_put(x, [i], x[:2], True), (torch.randn(5, 3), torch.tensor([4, 1]))),
+        (lambda g, i: torch.ops.aten.embedding_dense_backward(g, i, 9, -1, False), (torch.randn(2, 3), torch.tensor([8, 1]))),
+        (lambda x: torch.sort(x)[0], (torch.randn(4, 4, dtype=torch.bfloat16),)),
+        (lambda x: torch.empty(0, 3) @ x, (torch.randn(3, 2),)),
+    ],
+)
+def test_ops_run_by_themselves_on_tensors_of_their_own_shapes(function, inputs):
+    node = nodes_of(function, *inputs)[-1]
+    node = node.args[0] if "getitem" in str(node.target) else node
+    timer = FakeTimer(runs_it=True)
+    assert profiling.seconds_of(node, timer) == timer.each
+    assert timer.timed[0]().__class__ in (torch.Tensor, tuple)
+
+
+def test_an_op_that_raises_has_no_time():
+    (node,) = nodes_of(lambda x: torch.linalg.cholesky(x), torch.eye(3))[:1]
+    node.args = (torch.zeros(2, 3),)
+    assert profiling.seconds_of(node, FakeTimer(runs_it=True)) is None
+
+
+def test_time_is_bounded_and_the_longest_come_first(monkeypatch):
+    x = torch.randn(4, 4)
+
+    def function(x):
+        return torch.mm(x, x), torch.bmm(x[None], x[None]), torch.sort(x)
+
+    nodes = [n for n in nodes_of(function, x) if any(op in str(n.target) for op in ("mm", "sort"))]
+    timer = FakeTimer(each=6.0)
+    monkeypatch.setattr(profiling, "stopwatch_for", lambda device: timer)
+    found = profiling.profile(zip(nodes, (1.0, 3.0, 2.0), strict=True), CPU)
+    assert list(found) == [profiling.signature(nodes[1]), profiling.signature(nodes[2])]
+    again = profiling.profile(zip(nodes, (1.0, 3.0, 2.0), strict=True), CPU)
+    assert again == found
+    assert len(timer.timed) == 2
+
+
+def test_times_are_kept_on_disk_with_those_of_other_processes(monkeypatch):
+    node = nodes_of(lambda x: torch.mm(x, x), torch.randn(4, 4))[0]
+    timer = FakeTimer()
+    monkeypatch.setattr(profiling, "stopwatch_for", lambda device: timer)
+    key = calibration.device_key(CPU)
+    found = profiling.profile([(node, 1.0)], CPU)
+    written = json.loads(store.read_text("times", key) or "")
+    assert written == found
+    store.write_text("times", key, json.dumps(written | {"other": None}))
+    profiling._known.clear()
+    assert profiling.profile([(node, 1.0)], CPU) == found
+    assert len(timer.timed) == 1
+    for broken in ("{", "[]", '{"x": "y"}'):
+        store.write_text("times", key, broken)
+        profiling._known.clear()
+        assert profiling.profile([(node, 1.0)], CPU) == found
