@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .errors import BudgetWarning as BudgetWarning
     from .errors import OptionsError as OptionsError
     from .errors import PlanInvalid as PlanInvalid
+    from .errors import UnplannedWarning as UnplannedWarning
     from .errors import UnsupportedTorchError as UnsupportedTorchError
     from .measure import track_peak as track_peak
     from .options import Options as Options
@@ -37,6 +38,7 @@ _MODULE_OF = {
     "OptionsError": "errors",
     "PlanInvalid": "errors",
     "Report": "report",
+    "UnplannedWarning": "errors",
     "UnsupportedTorchError": "errors",
     "backend": "dynamo_backend",
     "configure": "options",
@@ -52,6 +54,7 @@ __all__ = [
     "OptionsError",
     "PlanInvalid",
     "Report",
+    "UnplannedWarning",
     "UnsupportedTorchError",
     "__version__",
     "backend",

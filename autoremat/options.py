@@ -24,7 +24,8 @@ ENVIRONMENT_VARIABLE = "AUTOREMAT_MEMORY_BUDGET"
 DEFAULT_RESERVE = 512 * 2**20  # the CUDA context, cuBLAS workspaces and fragmentation live outside the budget
 INNER_COMPILERS = ("inductor", "aot_eager")
 INFEASIBLE_ACTIONS = ("raise", "best_effort")
-OWN_KEYS = ("memory_budget", "reserve", "time_limit", "inner", "on_infeasible")
+UNPLANNABLE_ACTIONS = ("warn", "raise")
+OWN_KEYS = ("memory_budget", "reserve", "time_limit", "inner", "on_infeasible", "on_unplannable")
 
 _BUDGET_FORMS_ANYWHERE = (
     f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak without "
@@ -52,6 +53,7 @@ class Options:
     time_limit: seconds that planning may take.
     inner: what compiles the planned graphs, "inductor" or "aot_eager" (runs them uncompiled).
     on_infeasible: "raise", or "best_effort" to run at the smallest peak found.
+    on_unplannable: "warn" leaves a graph that could not be planned to torch's partitioner; "raise" passes the error on.
     inductor: pairs for Inductor's config, sorted by key.
     mode: as in `torch.compile`.
 
@@ -63,6 +65,7 @@ class Options:
     time_limit: float = 10.0
     inner: str = "inductor"
     on_infeasible: str = "raise"
+    on_unplannable: str = "warn"
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
 
@@ -73,6 +76,7 @@ class Options:
             "time_limit": _normalise_time_limit(self.time_limit),
             "inner": _one_of(INNER_COMPILERS, self.inner, "inner"),
             "on_infeasible": _one_of(INFEASIBLE_ACTIONS, self.on_infeasible, "on_infeasible"),
+            "on_unplannable": _one_of(UNPLANNABLE_ACTIONS, self.on_unplannable, "on_unplannable"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
         if not isinstance(self.mode, str | None):
@@ -152,6 +156,7 @@ def configure(
     time_limit: float | _Unset = _UNSET,
     inner: str | _Unset = _UNSET,
     on_infeasible: str | _Unset = _UNSET,
+    on_unplannable: str | _Unset = _UNSET,
 ) -> None:
     """Set defaults for this process, for callers that can pass only the backend's name.
 
@@ -165,6 +170,7 @@ def configure(
         "time_limit": time_limit,
         "inner": inner,
         "on_infeasible": on_infeasible,
+        "on_unplannable": on_unplannable,
     }
     given = {key: value for key, value in arguments.items() if value is not _UNSET}
     checked = Options(**given)
