@@ -28,7 +28,8 @@ WIDTHS: dict[str, int] = {
     r"\w*lora_rank": 32,
     r"num_experts_per_tok|moe_topk|num_experts_per_token|moe_k|top_k|moe_top_k|num_selected_experts": 2,
     r"n_group|topk_group|num_expert_group|n_groups|num_groups|mamba_n_groups": 1,
-    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|context_length|max_(source|target)_positions": 64,
+    r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|context_length": 64,
+    r"max_(source|target)_positions": 64,
     r"image_size": 32,
     r"patch_size": 8,
     r"\w*state_size|mamba_d_state": 8,
@@ -42,9 +43,22 @@ DEEPER = {r"num_hidden_layers|n_layers?|num_layers": 6}
 ALL_HEADS = {r"num_key_value_heads": 4}
 """For attention in which keys have as many heads as queries, though its configuration has a field for them."""
 
+MORE_HEADS = {r"num_heads": 8}
+"""For state-space models, whose heads divide twice the width."""
+
 LISTS = {r"depths|layer_depths|num_blocks": 1}
-ABSENT = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "default_language": "en_XX"}
+ABSENT = {
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "head_dim": 16,
+    "num_key_value_heads": 4,
+    "default_language": "en_XX",
+}
 """For fields without which a model cannot be built, though their default is None."""
+
+EXACT = {"attention_types": [[["global", "local"], 1]]}
+"""Fields whose form depends on the number of layers."""
 
 DERIVED = re.compile(r"\w*layer_types|layers_block_type|indexer_types|mlp_layer_types|no_rope_layers|\w*_layer_idx\w*")
 """Lists with an entry per layer: left to the configuration's own defaults."""
@@ -53,7 +67,15 @@ TOKEN = re.compile(r"\w*(token_id|token_index|_token_idx|mask_index)")
 
 Rules = dict[str, int]
 SMALL = DEPTHS | WIDTHS
-LEVELS: tuple[Rules, ...] = (SMALL, ALL_HEADS | SMALL, DEEPER | SMALL, ALL_HEADS | DEEPER | SMALL, DEPTHS, {})
+LEVELS: tuple[Rules, ...] = (
+    SMALL,
+    ALL_HEADS | SMALL,
+    DEEPER | SMALL,
+    ALL_HEADS | DEEPER | SMALL,
+    MORE_HEADS | SMALL,
+    DEPTHS,
+    {},
+)
 """From the smallest to the configuration as it is; the first that gives a running model is taken."""
 
 
@@ -75,6 +97,8 @@ def _fields(fields: dict[str, Any], rules: Rules) -> dict[str, Any]:
     for name, value in fields.items():
         if isinstance(value, dict) and value.get("model_type"):
             found[name] = _fields(value, rules) | {"model_type": value["model_type"]}
+        elif name in EXACT:
+            found[name] = EXACT[name]
         elif value is None and name in ABSENT:
             found[name] = ABSENT[name]
         elif isinstance(value, int) and not isinstance(value, bool) and TOKEN.fullmatch(name):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import json
 import multiprocessing
 import os
 import resource
@@ -28,7 +29,7 @@ from typing import Any
 import torch
 import transformers
 from shrinking import LEVELS, shrunk
-from sweeping import FAILED, SKIPPED, SMALLEST, Late, Numbers, Row, Step, first_line, judge, limited, write
+from sweeping import FAILED, OK, SKIPPED, SMALLEST, Late, Numbers, Row, Step, first_line, judge, limited, write
 from transformers.models.auto import modeling_auto
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -63,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="families, exactly")
     parser.add_argument("--every", type=int, default=1, help="only every n-th case, for a first look")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are ok in the output folder")
     parser.add_argument("--budget", type=float, default=None, help="a share, in place of the smallest feasible budget")
     parser.add_argument("--seconds", type=int, default=120, help="limit for each case")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
@@ -71,8 +73,9 @@ def main() -> None:
     begin = time.perf_counter()
     chosen = [case for case in cases() if not arguments.only or case.family in arguments.only][:: arguments.every]
     options = SMALLEST if arguments.budget is None else SMALLEST | {"memory_budget": arguments.budget}
-    rows = []
-    for row in in_processes(chosen, options, arguments.seconds, arguments.jobs):
+    kept = earlier(arguments.output) if arguments.resume else {}
+    rows = [kept[case.name] for case in chosen if case.name in kept]
+    for row in in_processes([case for case in chosen if case.name not in kept], options, arguments.seconds, arguments.jobs):
         print(f"{row.name}: {row.result} {row.graphs} {row.recomputed} {row.seconds} {row.reason} {row.note}", flush=True)
         rows.append(row)
     setup = {
@@ -98,6 +101,12 @@ def cases() -> Iterator[Case]:
                 if class_name not in seen:
                     seen.add(class_name)
                     yield Case(family, task, class_name)
+
+
+def earlier(folder: Path) -> dict[str, Row]:
+    """The rows that are ok in the results of an earlier run."""
+    rows = (Row(**row) for row in json.loads((folder / "sweep_transformers.json").read_text())["rows"])
+    return {row.name: row for row in rows if row.result == OK}
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------

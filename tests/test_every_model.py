@@ -37,6 +37,19 @@ def test_ops_that_check_their_result(function: Function) -> None:
     assert autoremat.reports()[-1].recomputed_ops > 0
 
 
+def chosen(x: torch.Tensor) -> torch.Tensor:
+    places = (x > 0).nonzero()
+    return x.sin()[places[:, 0], places[:, 1]].cos()
+
+
+def test_assertions_about_sizes_stay_in_the_forward() -> None:
+    """Sizes that depend on data cross to the backward, and torch checks them where they are made."""
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        expected = gradient(chosen, backend="aot_eager")
+        assert same_bits(gradient(chosen, backend="autoremat", options=LEAST), expected)
+    assert autoremat.reports()[-1].recomputed_ops > 0
+
+
 # -- graphs that cannot be planned -------------------------------------------------------------------------------------
 
 
