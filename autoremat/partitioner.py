@@ -101,7 +101,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> torch_compat.PartitionedModules:
         joint = torch_compat.prepare_joint(gm)
-        untouched = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+        untouched = copy.deepcopy(joint.graph)
         try:
             captured = capture(joint, kwargs["num_fwd_outputs"], self.fuses)
             if captured.graph.num_forward < len(captured.graph.ops):
@@ -112,15 +112,16 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             if self.options.on_unplannable == "raise":
                 raise
             self.leave_to_torch(error)
-        return torch_compat.partition_as_torch_does(untouched, joint_inputs, **kwargs)
+            joint.graph = untouched
+        return torch_compat.partition_as_torch_does(joint, joint_inputs, **kwargs)
 
     def plan_and_split(self, captured: Capture, static_inputs: Collection[int]) -> torch_compat.PartitionedModules:
         """Plan under the budget; the forward and the backward that the plan asks for."""
         plan = self.choose(captured)
         modules = realise(captured, plan.schedule, static_inputs)
-        self.plan = plan
-        self.memory_first = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
         self.circumstances = circumstances(captured)
+        self.memory_first = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
+        self.plan = plan
         log.info("%s", self.report.summary() if self.report else "")
         return modules
 

@@ -173,11 +173,11 @@ def work(case: Case, options: dict[str, Any], seconds: int, results: Connection)
 def examine(case: Case, options: dict[str, Any], progress: list[str]) -> Row:
     """Build the case's model at the first level of shrinking at which it runs, and judge it."""
     model, batch = built(case)
-    progress.append("under eager")
     step = training_step(model, batch)
+    stages = iter(("under eager", "under plain aot_eager", "under autoremat"))
 
     def counted(compile: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Numbers:
-        progress.append({2: "under plain aot_eager", 3: "under autoremat"}.get(len(progress), "under eager"))
+        progress.append(next(stages))
         return step(compile)
 
     return judge(case.name, counted, options)
