@@ -52,6 +52,7 @@ ABSENT = {
     "n_shared_experts": 1,
     "num_experts_per_tok": 2,
     "head_dim": 16,
+    "vocab_size": VOCABULARY,
     "num_key_value_heads": 4,
     "default_language": "en_XX",
 }

@@ -199,7 +199,7 @@ def built(case: Case) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
                 raise Unbuildable(f"still {size / 1e6:.0f} million parameters")
             model = model_class(config).float().train()
             batch = example(case, model)
-            loss_of(model, batch).backward()
+            loss_of(copy.deepcopy(model), batch).backward()
             return model, batch
         except Exception as error:  # a configuration that does not fit together fails in any way: try the next
             reasons.append(first_line(error))
@@ -231,7 +231,6 @@ def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
 
 def training_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Step:
     """A step of a copy of ``model``, so that each starts from the same weights and buffers."""
-    model.zero_grad(set_to_none=True)
 
     def step(compile: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Numbers:
         fresh = copy.deepcopy(model)
