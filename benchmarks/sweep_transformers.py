@@ -66,7 +66,7 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="only every n-th case, for a first look")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are ok in the output folder")
     parser.add_argument("--budget", type=float, default=None, help="a share, in place of the smallest feasible budget")
-    parser.add_argument("--seconds", type=int, default=120, help="limit for each case")
+    parser.add_argument("--seconds", type=int, default=240, help="limit for each case")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
@@ -211,15 +211,16 @@ def example(case: Case, model: Any) -> dict[str, torch.Tensor]:
     config = model.config
     text = config.get_text_config()
     torch.manual_seed(SEED)
-    if case.task == "IMAGE_CLASSIFICATION":
+    classes = torch.zeros(BATCH, dtype=torch.long)
+    if model.main_input_name == "pixel_values" and case.task == "IMAGE_CLASSIFICATION":
         size = getattr(config, "image_size", None) or 32
         height, width = size if isinstance(size, (tuple, list)) else (size, size)
         channels = getattr(config, "num_channels", 3)
-        return {"pixel_values": torch.randn(BATCH, channels, height, width), "labels": torch.zeros(BATCH, dtype=torch.long)}
+        return {"pixel_values": torch.randn(BATCH, channels, height, width), "labels": classes}
     if model.main_input_name != "input_ids":
         raise Unbuildable(f"its main input is {model.main_input_name}")
     tokens = torch.randint(4, min(text.vocab_size, 100), (BATCH, TOKENS))
-    return {"input_ids": tokens, "labels": tokens.clone()}
+    return {"input_ids": tokens, "labels": classes if case.task == "IMAGE_CLASSIFICATION" else tokens.clone()}
 
 
 def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
