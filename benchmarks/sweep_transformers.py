@@ -84,7 +84,8 @@ def main() -> None:
         "budget": arguments.budget or "smallest feasible",
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
-        "minutes": round((time.perf_counter() - begin) / 60, 1),
+        "rows kept from earlier runs": len(kept),
+        "minutes of this run": round((time.perf_counter() - begin) / 60, 1),
     }
     order = {case.name: index for index, case in enumerate(chosen)}
     rows.sort(key=lambda row: order[row.name])
