@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from .errors import BudgetWarning as BudgetWarning
     from .errors import OptionsError as OptionsError
     from .errors import PlanInvalid as PlanInvalid
+    from .errors import UnplannedWarning as UnplannedWarning
     from .errors import UnsupportedTorchError as UnsupportedTorchError
     from .graph import Graph as Graph
     from .measure import track_peak as track_peak
@@ -44,6 +45,7 @@ _MODULE_OF = {
     "Plan": "plans",
     "PlanInvalid": "errors",
     "Report": "report",
+    "UnplannedWarning": "errors",
     "UnsupportedTorchError": "errors",
     "backend": "dynamo_backend",
     "configure": "options",
@@ -62,6 +64,7 @@ __all__ = [
     "Plan",
     "PlanInvalid",
     "Report",
+    "UnplannedWarning",
     "UnsupportedTorchError",
     "__version__",
     "backend",

@@ -8,8 +8,9 @@ forward's outputs or effects need it.
 
 from __future__ import annotations
 
+import contextlib
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -76,6 +77,17 @@ class _Builder:
         if role is Role.COMPUTED:
             self.maker[number] = node
         return number
+
+    def visit(self, node: fx.Node) -> None:
+        """Take in the next node of the joint graph."""
+        if node.op == "placeholder":
+            self.placeholder(node)
+        elif node.op == "get_attr":
+            self.constant(node)
+        elif node.op == "call_function":
+            self.call(node)
+        elif node.op != "output":
+            raise CaptureError("a joint graph should hold only function calls")
 
     def placeholder(self, node: fx.Node) -> None:
         tensor = node.meta.get("val")
@@ -183,6 +195,17 @@ def device_rates(device: torch.device, joint: fx.GraphModule) -> Device:
     return cuda_device(name, half)
 
 
+@contextlib.contextmanager
+def _naming(node: fx.Node) -> Iterator[None]:
+    """Turn whatever goes wrong with ``node`` into a ``CaptureError`` that says which op it was and where it comes from."""
+    try:
+        yield
+    except Exception as error:  # formulas and metadata of ops that nobody foresaw fail in any way
+        module, source = origin(node)
+        where = f" of {module or 'the model'} at {source or 'an unknown line'}"
+        raise CaptureError(f"{node.op} {node.target} ({node.name}){where}: {type(error).__name__}: {error}") from error
+
+
 def _is_backward(builder: _Builder, required: set[fx.Node]) -> dict[fx.Node, bool]:
     """Which calls belong to the backward (see the head of this file)."""
     tangent_values = {v for v, value in enumerate(builder.values) if value.role is Role.TANGENT}
@@ -262,19 +285,13 @@ def _op(builder: _Builder, node: fx.Node, backward: bool, overwritten: set[int],
 def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool) -> Capture:
     """Build the graph of a prepared joint module whose first ``num_fwd_outputs`` outputs are the forward's.
 
-    Raises ``CaptureError`` if the graph holds a node of a kind that joint graphs do not have.
+    Raises ``CaptureError``, which names the node, if one is not understood.
     """
     device = torch_compat.device_of(joint)
     builder = _Builder(joint, num_fwd_outputs, device.type)
     for node in joint.graph.nodes:
-        if node.op == "placeholder":
-            builder.placeholder(node)
-        elif node.op == "get_attr":
-            builder.constant(node)
-        elif node.op == "call_function":
-            builder.call(node)
-        elif node.op != "output":
-            raise CaptureError(f"the joint graph has a {node.op} node ({node.name}); it should hold only function calls")
+        with _naming(node):
+            builder.visit(node)
     required = _required_in_forward(builder)
     backward = _is_backward(builder, required)
     ordered = sorted(builder.calls, key=lambda n: backward[n])  # stable: joint order within each half
@@ -292,8 +309,12 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool) -> Capture
         return tuple(dict.fromkeys(v for v in held if values[v].role is Role.COMPUTED))
 
     forward_outputs, backward_outputs = torch_compat.joint_outputs(joint, num_fwd_outputs)
+    ops = []
+    for node in ordered:
+        with _naming(node):
+            ops.append(_op(builder, node, backward[node], overwritten, rates))
     graph = Graph(
-        ops=tuple(_op(builder, node, backward[node], overwritten, rates) for node in ordered),
+        ops=tuple(ops),
         values=values,
         forward_outputs=computed(forward_outputs),
         backward_outputs=computed(backward_outputs),

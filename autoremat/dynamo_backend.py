@@ -184,6 +184,8 @@ class _InductorCompilation:
                 margin = self.next_margin(partitioner, over.peak_bytes)
                 log.info("%s: replanning for %s less", over, format_bytes(margin))
                 continue
+            if partitioner.unplanned:
+                return compiled  # and no record: the next process is to warn as well
             if partitioner.report is None and record is None:
                 if caches is torch_compat.without_caches:  # no backward after all, whatever requires a gradient
                     store.save(self.key, Record(None))

@@ -42,7 +42,7 @@ class UnsupportedTorchError(AutorematError, RuntimeError):
 
 
 class CaptureError(AutorematError):
-    """The joint graph could not be turned into a `Graph`."""
+    """The joint graph could not be turned into a `Graph`; the message names the op and where it comes from."""
 
 
 class PlanInvalid(AutorematError):
@@ -116,6 +116,10 @@ class BudgetInfeasible(AutorematError):
 
 class BudgetWarning(UserWarning):
     """A request has no effect, or a best-effort plan runs over its budget."""
+
+
+class UnplannedWarning(UserWarning):
+    """A graph could not be planned: torch partitions it, and no budget holds for it."""
 
 
 def _table(rows: Sequence[tuple[str, ...]], alignments: str) -> list[str]:

@@ -26,7 +26,8 @@ DEFAULT_RESERVE = 512 * 2**20  # the CUDA context, cuBLAS workspaces and fragmen
 INNER_COMPILERS = ("inductor", "aot_eager")
 INFEASIBLE_ACTIONS = ("raise", "best_effort")
 COST_MODELS = ("roofline", "calibrated", "profile")
-OWN_KEYS = ("memory_budget", "reserve", "time_limit", "inner", "on_infeasible", "cost_model")
+UNPLANNABLE_ACTIONS = ("warn", "raise")
+OWN_KEYS = ("memory_budget", "reserve", "time_limit", "inner", "on_infeasible", "on_unplannable", "cost_model")
 
 _BUDGET_FORMS_ANYWHERE = (
     f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak without "
@@ -56,6 +57,7 @@ class Options:
     on_infeasible: "raise", or "best_effort" to run at the smallest peak found.
     cost_model: where the seconds of ops come from: "roofline" (data sheets), "calibrated" (rates of the device, measured
         once), "profile" (each distinct library kernel is timed, the rest as calibrated).
+    on_unplannable: "warn" leaves a graph that could not be planned to torch's partitioner; "raise" passes the error on.
     inductor: pairs for Inductor's config, sorted by key.
     mode: as in `torch.compile`.
 
@@ -67,6 +69,7 @@ class Options:
     time_limit: float = 10.0
     inner: str = "inductor"
     on_infeasible: str = "raise"
+    on_unplannable: str = "warn"
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
     cost_model: str = "roofline"
@@ -79,6 +82,7 @@ class Options:
             "inner": _one_of(INNER_COMPILERS, self.inner, "inner"),
             "on_infeasible": _one_of(INFEASIBLE_ACTIONS, self.on_infeasible, "on_infeasible"),
             "cost_model": _one_of(COST_MODELS, self.cost_model, "cost_model"),
+            "on_unplannable": _one_of(UNPLANNABLE_ACTIONS, self.on_unplannable, "on_unplannable"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
         if not isinstance(self.mode, str | None):
@@ -159,6 +163,7 @@ def configure(
     inner: str | _Unset = _UNSET,
     on_infeasible: str | _Unset = _UNSET,
     cost_model: str | _Unset = _UNSET,
+    on_unplannable: str | _Unset = _UNSET,
 ) -> None:
     """Set defaults for this process, for callers that can pass only the backend's name.
 
@@ -173,6 +178,7 @@ def configure(
         "inner": inner,
         "on_infeasible": on_infeasible,
         "cost_model": cost_model,
+        "on_unplannable": on_unplannable,
     }
     given = {key: value for key, value in arguments.items() if value is not _UNSET}
     checked = Options(**given)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import hashlib
 import logging
 import time
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -19,7 +21,7 @@ from autoremat import torch_compat
 from autoremat.capture import Capture, capture
 from autoremat.cost import Pricing
 from autoremat.costing import priced
-from autoremat.errors import BudgetInfeasible, Occupant
+from autoremat.errors import BudgetInfeasible, Occupant, OptionsError, UnplannedWarning
 from autoremat.graph import Kind
 from autoremat.options import Options
 from autoremat.passes import realise
@@ -79,6 +81,9 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     memory_first: bool = field(default=False, init=False)
     """Whether the code generator is to put the planned memory before speed: a plan of least time needs no such thing."""
 
+    unplanned: bool = field(default=False, init=False)
+    """Whether planning failed and the graph was left to torch's partitioner."""
+
     def __post_init__(self) -> None:
         self.identity = ("autoremat", source_hash(), self.fingerprint, self.margin_bytes, self.must_fit)
 
@@ -98,18 +103,42 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         return f"Partitioner{self.identity}"
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> torch_compat.PartitionedModules:
-        num_fwd_outputs = kwargs["num_fwd_outputs"]
         joint = torch_compat.prepare_joint(gm)
-        captured = capture(joint, num_fwd_outputs, self.fuses)
-        if captured.graph.num_forward == len(captured.graph.ops):
-            return torch_compat.partition_as_torch_does(joint, joint_inputs, **kwargs)
+        untouched = copy.deepcopy(joint.graph)
+        try:
+            captured = capture(joint, kwargs["num_fwd_outputs"], self.fuses)
+            if captured.graph.num_forward < len(captured.graph.ops):
+                return self.plan_and_split(captured, kwargs.get("static_lifetime_input_indices") or ())
+        except (BudgetInfeasible, OptionsError):
+            raise
+        except Exception as error:  # models and torch's ops are open-ended: what we fail on must train all the same
+            if self.options.on_unplannable == "raise":
+                raise
+            self.leave_to_torch(error)
+            joint.graph = untouched
+        return torch_compat.partition_as_torch_does(joint, joint_inputs, **kwargs)
+
+    def plan_and_split(self, captured: Capture, static_inputs: Collection[int]) -> torch_compat.PartitionedModules:
+        """Plan under the budget; the forward and the backward that the plan asks for."""
         captured, pricing = priced(captured, self.options.cost_model)
         plan = self.choose(captured, pricing)
-        self.plan = plan
-        self.memory_first = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
+        modules = realise(captured, plan.schedule, static_inputs)
         self.circumstances = circumstances(captured)
+        self.memory_first = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
+        self.plan = plan
         log.info("%s", self.report.summary() if self.report else "")
-        return realise(captured, plan.schedule, kwargs.get("static_lifetime_input_indices") or ())
+        return modules
+
+    def leave_to_torch(self, error: Exception) -> None:
+        """Say that no budget holds for this graph, and why."""
+        self.unplanned, self.report, self.planning, self.exhausted = True, None, None, False
+        log.info("planning failed", exc_info=error)
+        warnings.warn(
+            f"a graph could not be planned and is left to torch's partitioner, so no memory budget holds for it: "
+            f'{type(error).__name__}: {error} (on_unplannable="raise" makes this an error)',
+            UnplannedWarning,
+            stacklevel=2,
+        )
 
     def worth_trying(self, plan: Plan, budget: int) -> bool:
         """Whether the code generator may make ``plan`` fit though the simulator or an earlier try says that it does not."""
@@ -148,7 +177,12 @@ def circumstances(captured: Capture) -> torch_compat.Circumstances:
     for number in graph.forward_outputs:
         holder = captured.value_nodes[number]
         held[holder.name if holder is not None else graph.values[number].name] = graph.values[number].bytes
-    workspaces = {target.split(".")[1]: sizes for target, sizes in graph.workspaces().items()}
+    workspaces: dict[str, dict[int, int]] = {}
+    for target, sizes in graph.workspaces().items():
+        parts = target.split(".")  # "aten.mm.default"; a higher-order op's name has no such form, nor a kernel of its own
+        if len(parts) == 3:
+            known = workspaces.setdefault(parts[1], {})
+            known.update({made: max(size, known.get(made, 0)) for made, size in sizes.items()})
     return torch_compat.Circumstances(
         held,
         captured.device.allocation_bytes,

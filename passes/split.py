@@ -38,6 +38,10 @@ def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) 
 
     ``static_inputs`` are the positions of the forward's inputs that keep their address over steps (parameters).
     """
+    for op in capture.graph.pinned:
+        # Else the extraction takes an effect along to the backward if what it reads is there too, such as the sizes that an
+        # assertion compares.
+        capture.op_nodes[op].meta["partitioner_tag"] = "must_be_in_forward"
     forward_nodes = set(capture.op_nodes[: capture.graph.num_forward])
     symbols, opaque = [], []
     tainted: set[fx.Node] = set()

@@ -25,7 +25,7 @@ def parse(options=None, mode=None):
 
 
 def test_defaults():
-    assert Options() == Options(None, 512 * 2**20, 10.0, "inductor", "raise", (), None)
+    assert Options() == Options(None, 512 * 2**20, 10.0, "inductor", "raise", "warn", (), None)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +103,14 @@ def test_time_limit_refuses(value):
         Options(time_limit=value)
 
 
-@pytest.mark.parametrize("value", ["eager", "Inductor", "warn", "", None, 1, True, ["inductor"]])
+@pytest.mark.parametrize("value", ["eager", "Inductor", "Warn", "", None, 1, True, ["inductor"]])
 @pytest.mark.parametrize(
-    ("name", "forms"), [("inner", '"inductor" or "aot_eager"'), ("on_infeasible", '"raise" or "best_effort"')]
+    ("name", "forms"),
+    [
+        ("inner", '"inductor" or "aot_eager"'),
+        ("on_infeasible", '"raise" or "best_effort"'),
+        ("on_unplannable", '"warn" or "raise"'),
+    ],
 )
 def test_choices_refuse(name, forms, value):
     with pytest.raises(OptionsError, match=re.escape(f"{name}={value!r} is not accepted. Accepted: {forms}")):
@@ -316,6 +321,7 @@ all_options = st.builds(
     time_limit=st.floats(0.001, 1000),
     inner=st.sampled_from(["inductor", "aot_eager"]),
     on_infeasible=st.sampled_from(["raise", "best_effort"]),
+    on_unplannable=st.sampled_from(["warn", "raise"]),
     inductor=st.dictionaries(st.sampled_from(INDUCTOR_KEYS), st.one_of(st.booleans(), st.integers(0, 1), st.text())).map(
         lambda config: tuple(config.items())
     ),

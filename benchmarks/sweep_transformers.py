@@ -1,0 +1,250 @@
+"""Every model family of transformers that can be built tiny, trained at the smallest feasible budget, against `aot_eager`.
+
+    python benchmarks/sweep_transformers.py                 # an hour or more
+    python benchmarks/sweep_transformers.py --only gpt2 bert --jobs 1
+
+Families are those of the mappings for causal, masked and sequence-to-sequence language models and image classification.
+Configurations are shrunk by the names of their fields, weights are random, dropout is as the configuration has it. Loss,
+gradients and buffers must have the bits that `torch.compile(backend="aot_eager")` gives with the same seed. Each case has a
+process of its own, which is ended after `--seconds`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import multiprocessing
+import os
+import resource
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from shrinking import LEVELS, shrunk
+from sweeping import FAILED, OK, SKIPPED, SMALLEST, Late, Numbers, Row, Step, first_line, judge, limited, write
+from transformers.models.auto import modeling_auto
+
+ROOT = Path(__file__).resolve().parent.parent
+SEED = 0
+MEMORY_LIMIT = 8 * 2**30
+GRACE = 30
+"""Seconds beyond its limit after which a process that does not end is killed."""
+MAX_PARAMETERS = 30_000_000
+BATCH, TOKENS = 2, 16
+
+TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model class of one family."""
+
+    family: str
+    task: str
+    class_name: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.family}: {self.class_name}"
+
+
+class Unbuildable(Exception):
+    """No shrunk configuration gives a model that runs."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], help="families, exactly")
+    parser.add_argument("--every", type=int, default=1, help="only every n-th case, for a first look")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are ok in the output folder")
+    parser.add_argument("--budget", type=float, default=None, help="a share, in place of the smallest feasible budget")
+    parser.add_argument("--seconds", type=int, default=240, help="limit for each case")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    begin = time.perf_counter()
+    chosen = [case for case in cases() if not arguments.only or case.family in arguments.only][:: arguments.every]
+    options = SMALLEST if arguments.budget is None else SMALLEST | {"memory_budget": arguments.budget}
+    kept = earlier(arguments.output) if arguments.resume else {}
+    rows = [kept[case.name] for case in chosen if case.name in kept]
+    for row in in_processes([case for case in chosen if case.name not in kept], options, arguments.seconds, arguments.jobs):
+        print(f"{row.name}: {row.result} {row.graphs} {row.recomputed} {row.seconds} {row.reason} {row.note}", flush=True)
+        rows.append(row)
+    setup = {
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "budget": arguments.budget or "smallest feasible",
+        "threads": torch.get_num_threads(),
+        "cores": os.cpu_count(),
+        "rows kept from earlier runs": len(kept),
+        "minutes of this run": round((time.perf_counter() - begin) / 60, 1),
+    }
+    order = {case.name: index for index, case in enumerate(chosen)}
+    rows.sort(key=lambda row: order[row.name])
+    title = "Model families of transformers under a budget, inner aot_eager"
+    write(title, "sweep_transformers", rows, setup, arguments.output)
+
+
+def cases() -> Iterator[Case]:
+    """Each model class once, in the order of the mappings."""
+    seen = set()
+    for task in TASKS:
+        for family, names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
+            for class_name in (names,) if isinstance(names, str) else names[:1]:
+                if class_name not in seen:
+                    seen.add(class_name)
+                    yield Case(family, task, class_name)
+
+
+def earlier(folder: Path) -> dict[str, Row]:
+    """The rows that are ok in the results of an earlier run."""
+    rows = (Row(**row) for row in json.loads((folder / "sweep_transformers.json").read_text())["rows"])
+    return {row.name: row for row in rows if row.result == OK}
+
+
+# -- processes ---------------------------------------------------------------------------------------------------------
+
+
+def in_processes(chosen: list[Case], options: dict[str, Any], seconds: int, jobs: int) -> Iterator[Row]:
+    """The row of each case as it ends; a crash or a hang is its case's result."""
+    context = multiprocessing.get_context("fork")
+    waiting = iter(chosen)
+    running: dict[Connection, tuple[Case, BaseProcess, float]] = {}
+    while True:
+        while len(running) < jobs and (case := next(waiting, None)) is not None:
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(target=work, args=(case, options, seconds, theirs))
+            process.start()
+            theirs.close()
+            running[ours] = (case, process, time.monotonic() + seconds + GRACE)
+        if not running:
+            return
+        ready = wait(list(running), timeout=1)
+        for connection, (case, process, deadline) in list(running.items()):
+            if connection in ready:
+                yield received(connection, case, process)
+            elif time.monotonic() > deadline:
+                process.kill()
+                yield Row(case.name, SKIPPED, f"killed after {seconds + GRACE} s")
+            else:
+                continue
+            process.join()
+            del running[connection]
+
+
+def received(connection: Connection, case: Case, process: BaseProcess) -> Row:
+    """What the process sent, or that it died."""
+    try:
+        row: Row = connection.recv()
+    except EOFError:
+        process.join()
+        return Row(case.name, SKIPPED, f"the process died with exit code {process.exitcode}")
+    return row
+
+
+def work(case: Case, options: dict[str, Any], seconds: int, results: Connection) -> None:
+    """A case's process: judge it and send its row."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # transformers' advice on every model
+    warnings.simplefilter("ignore")
+    progress: list[str] = ["while the model was built"]
+    begin = time.perf_counter()
+    try:
+        with limited(seconds):
+            row = examine(case, options, progress)
+    except Late as late:
+        row = Row(case.name, FAILED if "autoremat" in progress[-1] else SKIPPED, f"{late}, {progress[-1]}")
+    except Unbuildable as error:
+        row = Row(case.name, SKIPPED, str(error), seconds=round(time.perf_counter() - begin, 2))
+    results.send(row)
+
+
+# -- one case ----------------------------------------------------------------------------------------------------------
+
+
+def examine(case: Case, options: dict[str, Any], progress: list[str]) -> Row:
+    """Build the case's model at the first level of shrinking at which it runs, and judge it."""
+    model, batch = built(case)
+    step = training_step(model, batch)
+    stages = iter(("under eager", "under plain aot_eager", "under autoremat"))
+
+    def counted(compile: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Numbers:
+        progress.append(next(stages))
+        return step(compile)
+
+    return judge(case.name, counted, options)
+
+
+def built(case: Case) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    """A tiny model of the case that runs, and its batch. Raises ``Unbuildable`` with the first level's reason."""
+    model_class = getattr(transformers, case.class_name, None)
+    if model_class is None:
+        raise Unbuildable(f"{case.class_name} is not exported by transformers")
+    reasons = []
+    for level in LEVELS:
+        try:
+            config = shrunk(model_class.config_class, level)
+            torch.manual_seed(SEED)
+            with torch.device("meta"):
+                size = sum(p.numel() for p in model_class(copy.deepcopy(config)).parameters())
+            if size > MAX_PARAMETERS:
+                raise Unbuildable(f"still {size / 1e6:.0f} million parameters")
+            model = model_class(config).float().train()
+            batch = example(case, model)
+            loss_of(copy.deepcopy(model), batch).backward()
+            return model, batch
+        except Exception as error:  # a configuration that does not fit together fails in any way: try the next
+            reasons.append(first_line(error))
+    raise Unbuildable(f"cannot be shrunk: {reasons[0]}")
+
+
+def example(case: Case, model: Any) -> dict[str, torch.Tensor]:
+    """A batch for the model's main input, with labels."""
+    config = model.config
+    text = config.get_text_config()
+    torch.manual_seed(SEED)
+    classes = torch.zeros(BATCH, dtype=torch.long)
+    if model.main_input_name == "pixel_values" and case.task == "IMAGE_CLASSIFICATION":
+        size = getattr(config, "image_size", None) or 32
+        height, width = size if isinstance(size, (tuple, list)) else (size, size)
+        channels = getattr(config, "num_channels", 3)
+        return {"pixel_values": torch.randn(BATCH, channels, height, width), "labels": classes}
+    if model.main_input_name != "input_ids":
+        raise Unbuildable(f"its main input is {model.main_input_name}")
+    tokens = torch.randint(4, min(text.vocab_size, 100), (BATCH, TOKENS))
+    return {"input_ids": tokens, "labels": classes if case.task == "IMAGE_CLASSIFICATION" else tokens.clone()}
+
+
+def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The model's own loss, or the mean square of its first output where it has none."""
+    outputs = model(**batch)
+    loss = getattr(outputs, "loss", None)
+    return outputs[0].square().mean() if loss is None else loss
+
+
+def training_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Step:
+    """A step of a copy of ``model``, so that each starts from the same weights and buffers."""
+
+    def step(compile: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Numbers:
+        fresh = copy.deepcopy(model)
+        torch.manual_seed(SEED)
+        loss = compile(lambda inputs: loss_of(fresh, inputs))(batch)
+        loss.backward()
+        numbers: Numbers = {"loss": loss.detach()}
+        numbers |= {f"gradient of {name}": p.grad for name, p in fresh.named_parameters()}
+        return numbers | {f"buffer {name}": b for name, b in fresh.named_buffers()}
+
+    return step
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""Whatever trains under torch.compile trains under a budget: what the sweeps in benchmarks/ found, and unforeseen graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from oracles import same_bits
+
+import autoremat
+from autoremat import capture
+
+LEAST = {"memory_budget": 1, "inner": "aot_eager", "on_infeasible": "best_effort"}
+
+pytestmark = pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")
+
+Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def gradient(function: Function, **arguments: object) -> torch.Tensor:
+    """Of a positive definite 4x4 matrix, through a fresh compilation."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    root = torch.randn(4, 4)
+    x = (root @ root.T + torch.eye(4)).requires_grad_()
+    torch.compile(lambda x: function(x * 1.0).sin().sin().sum(), fullgraph=True, **arguments)(x).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+@pytest.mark.parametrize("function", [torch.linalg.inv, torch.linalg.cholesky, lambda x: torch.linalg.lu_factor(x)[0]])
+def test_ops_that_check_their_result(function: Function) -> None:
+    """Their errors are effects, and effects are higher-order ops, whose names have no overload."""
+    expected = gradient(function, backend="aot_eager")
+    assert same_bits(gradient(function, backend="autoremat", options=LEAST), expected)
+    assert autoremat.reports()[-1].recomputed_ops > 0
+
+
+def chosen(x: torch.Tensor) -> torch.Tensor:
+    places = (x > 0).nonzero()
+    return x.sin()[places[:, 0], places[:, 1]].cos()
+
+
+def test_assertions_about_sizes_stay_in_the_forward() -> None:
+    """Sizes that depend on data cross to the backward, and torch checks them where they are made."""
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        expected = gradient(chosen, backend="aot_eager")
+        assert same_bits(gradient(chosen, backend="autoremat", options=LEAST), expected)
+    assert autoremat.reports()[-1].recomputed_ops > 0
+
+
+# -- graphs that cannot be planned -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The FLOP formula of every matrix product fails."""
+
+    def fail(node: torch.fx.Node, *arguments: object) -> int:
+        if capture.op_rules.packet(node) is torch.ops.aten.mm:
+            raise IndexError("no such dimension")
+        return 0
+
+    monkeypatch.setattr(capture.op_rules, "flops_of", fail)
+
+
+def product(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() @ x.cos()
+
+
+@pytest.mark.usefixtures("no_formula")
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_what_cannot_be_planned_trains_and_warns_once(inner: str) -> None:
+    expected = gradient(product, backend="aot_eager")
+    before = len(autoremat.reports())
+    with pytest.warns(autoremat.UnplannedWarning) as caught:
+        found = gradient(product, backend="autoremat", options=LEAST | {"inner": inner})
+    (warning,) = [w for w in caught if issubclass(w.category, autoremat.UnplannedWarning)]
+    for part in ("aten.mm.default", "test_every_model.py:", "IndexError: no such dimension", 'on_unplannable="raise"'):
+        assert part in str(warning.message)
+    torch.testing.assert_close(found, expected)
+    assert len(autoremat.reports()) == before
+
+
+@pytest.mark.usefixtures("no_formula")
+def test_what_cannot_be_planned_is_an_error_if_asked_for() -> None:
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        gradient(product, backend="autoremat", options=LEAST | {"on_unplannable": "raise"})
+    error = caught.value.inner_exception
+    assert isinstance(error, autoremat.AutorematError)
+    assert "aten.mm.default" in str(error)
+
+
+def test_a_failure_half_way_through_the_rewrite_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = gradient(product, backend="aot_eager")
+
+    def fail(*_: object) -> None:
+        raise autoremat.PlanInvalid("as if")
+
+    monkeypatch.setattr("autoremat.passes._check_split", fail)
+    with pytest.warns(autoremat.UnplannedWarning, match="PlanInvalid: as if"):
+        found = gradient(product, backend="autoremat", options=LEAST)
+    assert same_bits(found, expected)
