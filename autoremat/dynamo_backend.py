@@ -136,7 +136,8 @@ class _InductorCompilation:
     def __post_init__(self) -> None:
         self.key = fingerprint(self.gm, self.inputs, self.options)
         self.peaks: list[int] = []
-        self.failed_peaks: list[int] = []
+        self.failed: list[tuple[int, int]] = []
+        """Peak and margin of each attempt whose code was over the budget."""
 
     def attempt(self, partitioner: Partitioner, last: bool) -> Compiled:
         """Compile once; raises ``_OverBudget`` if the code needs too much, unless this is the ``last`` best effort."""
@@ -146,7 +147,8 @@ class _InductorCompilation:
             peak = lowered.peak_bytes
             self.peaks.append(peak)
             report = partitioner.report
-            give_in = self.options.on_infeasible == "best_effort" and (last or partitioner.exhausted)
+            least = all(peak <= earlier for earlier, _ in self.failed)
+            give_in = self.options.on_infeasible == "best_effort" and (last or (partitioner.exhausted and least))
             if not give_in and report is not None and report.budget_bytes is not None and peak > report.budget_bytes:
                 raise _OverBudget(peak)
 
@@ -168,8 +170,9 @@ class _InductorCompilation:
         record = store.load(self.key)
         margin = record.margin_bytes if record is not None else 0
         caches: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        last = False
         for replans in range(MAX_REPLANS + 1):
-            last = replans == MAX_REPLANS
+            last = last or replans == MAX_REPLANS
             partitioner = Partitioner(self.options, self.key, margin, must_fit=self.options.on_infeasible == "raise")
             try:
                 with caches():
@@ -178,10 +181,14 @@ class _InductorCompilation:
                 over = _over_budget(error)
                 if over is None or partitioner.report is None:
                     raise
-                self.failed_peaks.append(over.peak_bytes)
-                if partitioner.exhausted or last:
+                self.failed.append((over.peak_bytes, margin))
+                ends = partitioner.exhausted or replans >= MAX_REPLANS - 1
+                if self.options.on_infeasible == "raise" and (partitioner.exhausted or last):
                     raise self.gave_up(partitioner) from None
-                margin = self.next_margin(partitioner, over.peak_bytes)
+                if self.options.on_infeasible == "best_effort" and ends:
+                    last, (_, margin) = True, min(self.failed)  # nothing fits: the best that was seen
+                else:
+                    margin = self.next_margin(partitioner, over.peak_bytes)
                 log.info("%s: replanning for %s less", over, format_bytes(margin))
                 continue
             if partitioner.unplanned:
@@ -224,7 +231,7 @@ class _InductorCompilation:
         report, planning = partitioner.report, partitioner.planning
         assert report is not None
         assert planning is not None
-        return infeasible(planning, report.budget_bytes or 0, report.device, min(self.failed_peaks))
+        return infeasible(planning, report.budget_bytes or 0, report.device, min(self.failed)[0])
 
 
 def _over_budget(error: BaseException) -> _OverBudget | None:

@@ -86,8 +86,8 @@ def main() -> None:
         write(rows, duels, arguments.output)
 
 
-def capture_model(name: str) -> tuple[Capture, dict[float, Plan]]:
-    """The joint graph, priced by recomputation alone, and torch's partitions of it."""
+def capture_model(name: str, torch_budgets: tuple[float, ...] = TORCH_BUDGETS) -> tuple[Capture, dict[float, Plan]]:
+    """The joint graph, priced by recomputation alone, and torch's partitions of it at these of its budgets."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     found: list[tuple[Capture, dict[float, Plan]]] = []
@@ -97,7 +97,7 @@ def capture_model(name: str) -> tuple[Capture, dict[float, Plan]]:
         captured = capture(prepared, keywords["num_fwd_outputs"], fuses=False)
         captured = replace(captured, graph=replace(captured.graph, saving_seconds_per_byte=0.0))
         plans = {}
-        for budget in TORCH_BUDGETS:
+        for budget in torch_budgets:
             with warnings.catch_warnings(), functorch_config.patch(activation_memory_budget=budget):
                 warnings.simplefilter("ignore", FutureWarning)
                 halves = min_cut_rematerialization_partition(

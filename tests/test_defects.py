@@ -151,7 +151,9 @@ def graph_of(model: nn.Module, inputs: Sequence[torch.Tensor], monkeypatch: pyte
     graphs = []
     original = partitioner.Partitioner.choose
     monkeypatch.setattr(
-        partitioner.Partitioner, "choose", lambda self, captured: (graphs.append(captured.graph), original(self, captured))[1]
+        partitioner.Partitioner,
+        "choose",
+        lambda self, captured, pricing: (graphs.append(captured.graph), original(self, captured, pricing))[1],
     )
     compiled_by_us(model, memory_budget=None)(*inputs)
     return graphs[0]

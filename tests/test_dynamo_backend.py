@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat import Report, partitioner
+from autoremat import Options, Report, dynamo_backend, partitioner
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")
 
@@ -313,3 +314,35 @@ def test_a_recompilation_for_another_shape_is_another_graph(new_reports):
         compiled(torch.randn(batch, 64)).backward()
     first, second = new_reports()
     assert first.baseline_peak_bytes > second.baseline_peak_bytes
+
+
+# -- the loop of compiling, checking and planning again ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("code_peaks", "exhausted_at", "margins"),
+    [
+        ([120, 110, 90], None, [0, 20, 30]),  # fits at last
+        ([110, 130, 110], 1, [0, 10, 0]),  # the smallest plan's code is larger than the first's: that one is taken
+        ([150, 140, 130, 120, 150], None, [0, 50, 90, 120, 120]),  # never fits: the best of all tries
+    ],
+)
+def test_best_effort_takes_the_best_code_that_was_seen(monkeypatch, code_peaks, exhausted_at, margins):
+    planned = []
+
+    def attempt(self, partitioner, last):
+        number = len(planned)
+        planned.append(partitioner.margin_bytes)
+        partitioner.report = SimpleNamespace(predicted_peak_bytes=100 - partitioner.margin_bytes, budget_bytes=100)
+        partitioner.exhausted = number == exhausted_at
+        if code_peaks[number] > 100 and not last:
+            raise dynamo_backend._OverBudget(code_peaks[number])
+        return "compiled"
+
+    compilation = dynamo_backend._InductorCompilation
+    monkeypatch.setattr(compilation, "attempt", attempt)
+    monkeypatch.setattr(compilation, "finish", lambda self, compiled, partitioner, record, replans: compiled)
+    module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    options = Options(memory_budget=100, on_infeasible="best_effort")
+    assert compilation(module, [torch.zeros(1, 2)], options, {}).run() == "compiled"
+    assert planned == margins
