@@ -1,7 +1,8 @@
 """The backend that ``torch.compile(model, backend="autoremat")`` finds: options in, compiled callable out.
 
-Under Inductor the plan is checked against the code generator's own schedule before any kernel is compiled. If that needs
-more than the budget, the compilation stops there and starts again with a plan made for so much less.
+Under Inductor the plan is checked against the generated code before any kernel is compiled. If that needs more than the
+budget, the compilation stops there and starts again with a plan made for so much less. If it leaves room that would save time,
+it starts again once with a plan made for so much more; should that not fit, the first plan's code is taken.
 """
 
 from __future__ import annotations
@@ -35,12 +36,27 @@ EAGER_BACKWARD = {"force_non_lazy_backward_lowering": True}
 Compiled = Callable[..., Any]
 
 
-class _OverBudget(Exception):
-    """Ends a compilation whose schedule needs ``peak_bytes``, more than the budget."""
+LEAST_ROOM, ROOM_USED = 0.02, 0.9
+"""Shares: of the budget that must be left for a looser plan to be tried, and of what is left that it is made for."""
+
+LEAST_GAIN = 0.005
+"""So much of the step a looser plan has to save, by the cost model, to be worth generating code again."""
+
+
+class _PlanAgain(Exception):
+    """Ends a compilation whose code would need ``peak_bytes``, so that another plan can be made."""
 
     def __init__(self, peak_bytes: int) -> None:
         super().__init__(f"the compiled code would need {format_bytes(peak_bytes)}")
         self.peak_bytes = peak_bytes
+
+
+class _OverBudget(_PlanAgain):
+    """That is more than the budget."""
+
+
+class _RoomLeft(_PlanAgain):
+    """That is so much less than the budget that a looser plan would save time."""
 
 
 def backend(
@@ -126,7 +142,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 
 @dataclasses.dataclass
 class _InductorCompilation:
-    """One graph through Inductor, planned as often as its schedule turns out over budget."""
+    """One graph through Inductor, planned again while its code turns out over budget, and once if it leaves room."""
 
     gm: fx.GraphModule
     inputs: Sequence[Any]
@@ -135,22 +151,32 @@ class _InductorCompilation:
 
     def __post_init__(self) -> None:
         self.key = fingerprint(self.gm, self.inputs, self.options)
+        self.margin = 0
+        """By how many bytes less than the budget to plan; below zero: by how many more."""
+        self.fitting_margin: int | None = None
+        """The margin of a plan whose code fits, while a looser one is tried."""
+        self.may_loosen = self.last = False
         self.peaks: list[int] = []
         self.failed: list[tuple[int, int]] = []
         """Peak and margin of each attempt whose code was over the budget."""
 
-    def attempt(self, partitioner: Partitioner, last: bool) -> Compiled:
-        """Compile once; raises ``_OverBudget`` if the code needs too much, unless this is the ``last`` best effort."""
+    def attempt(self, partitioner: Partitioner) -> Compiled:
+        """Compile once; raises ``_OverBudget`` if the code needs too much, unless this is the last best effort, and
+        ``_RoomLeft`` if it needs so little that it is worth another attempt."""
         self.peaks = []
 
         def observe(lowered: torch_compat.LoweredPeak) -> None:
-            peak = lowered.peak_bytes
+            peak, report = lowered.peak_bytes, partitioner.report
             self.peaks.append(peak)
-            report = partitioner.report
+            if report is None or report.budget_bytes is None:
+                return
             least = all(peak <= earlier for earlier, _ in self.failed)
-            give_in = self.options.on_infeasible == "best_effort" and (last or (partitioner.exhausted and least))
-            if not give_in and report is not None and report.budget_bytes is not None and peak > report.budget_bytes:
+            give_in = self.options.on_infeasible == "best_effort" and (self.last or (partitioner.exhausted and least))
+            if peak > report.budget_bytes and not give_in:
                 raise _OverBudget(peak)
+            both_halves = len(self.peaks) == 2
+            if both_halves and self.may_loosen and self.worth_loosening(partitioner, report.budget_bytes, max(self.peaks)):
+                raise _RoomLeft(max(self.peaks))
 
         # Inductor takes ownership of the module; another attempt needs a fresh one.
         module = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
@@ -162,34 +188,24 @@ class _InductorCompilation:
         ):
             return torch_compat.compile_with_inductor(module, self.inputs, patches, EAGER_BACKWARD)
 
-    def partitioner(self, margin: int, must_fit: bool) -> Partitioner:
-        return Partitioner(self.options, self.key, margin, must_fit=must_fit)
-
     def run(self) -> Compiled:
-        """Compile, replan while over budget, and publish the report."""
+        """Compile, plan again where the code asks for it, and publish the report."""
         record = store.load(self.key)
-        margin = record.margin_bytes if record is not None else 0
+        self.margin = record.margin_bytes if record is not None else 0
         caches: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-        last = False
         for replans in range(MAX_REPLANS + 1):
-            last = last or replans == MAX_REPLANS
-            partitioner = Partitioner(self.options, self.key, margin, must_fit=self.options.on_infeasible == "raise")
+            self.last = self.last or replans == MAX_REPLANS
+            self.may_loosen = record is None and replans == 0
+            partitioner = Partitioner(self.options, self.key, self.margin, must_fit=self.options.on_infeasible == "raise")
             try:
                 with caches():
-                    compiled = self.attempt(partitioner, last)
+                    compiled = self.attempt(partitioner)
             except Exception as error:
-                over = _over_budget(error)
-                if over is None or partitioner.report is None:
+                reason = _plan_again(error)
+                if reason is None or partitioner.report is None:
                     raise
-                self.failed.append((over.peak_bytes, margin))
-                ends = partitioner.exhausted or replans >= MAX_REPLANS - 1
-                if self.options.on_infeasible == "raise" and (partitioner.exhausted or last):
-                    raise self.gave_up(partitioner) from None
-                if self.options.on_infeasible == "best_effort" and ends:
-                    last, (_, margin) = True, min(self.failed)  # nothing fits: the best that was seen
-                else:
-                    margin = self.next_margin(partitioner, over.peak_bytes)
-                log.info("%s: replanning for %s less", over, format_bytes(margin))
+                self.change_margin(partitioner, reason, replans)
+                log.info("%s: planning again for %s less than the budget", reason, format_bytes(self.margin))
                 continue
             if partitioner.unplanned:
                 return compiled  # and no record: the next process is to warn as well
@@ -203,12 +219,37 @@ class _InductorCompilation:
             return self.finish(compiled, partitioner, record, replans)
         raise AssertionError("the last attempt returns or raises")
 
-    @staticmethod
-    def next_margin(partitioner: Partitioner, peak: int) -> int:
-        """Plan for the budget less what the simulator underestimated this plan by."""
+    def change_margin(self, partitioner: Partitioner, reason: _PlanAgain, replans: int) -> None:
+        """Choose the margin of the next attempt. Raises ``BudgetInfeasible`` if there is none to try."""
         report = partitioner.report
         assert report is not None
-        return max(peak - report.predicted_peak_bytes, partitioner.margin_bytes + 1)
+        if isinstance(reason, _RoomLeft):
+            self.fitting_margin = self.margin
+            self.margin = self.looser_margin(report.budget_bytes or 0, reason.peak_bytes)
+            return
+        if self.fitting_margin is not None:  # the looser plan does not fit
+            self.margin, self.fitting_margin = self.fitting_margin, None
+            return
+        self.failed.append((reason.peak_bytes, self.margin))
+        if self.options.on_infeasible == "raise" and (partitioner.exhausted or self.last):
+            raise self.gave_up(partitioner) from None
+        if self.options.on_infeasible == "best_effort" and (partitioner.exhausted or replans >= MAX_REPLANS - 1):
+            self.last, (_, self.margin) = True, min(self.failed)  # nothing fits: the best that was seen
+            return
+        # For the budget less what the simulator underestimated this plan by.
+        self.margin = max(reason.peak_bytes - report.predicted_peak_bytes, self.margin + 1)
+
+    def looser_margin(self, budget: int, peak: int) -> int:
+        """The margin that leaves the code less room: code of ``peak`` bytes came of the present one."""
+        return self.margin - int(ROOM_USED * (budget - peak))
+
+    def worth_loosening(self, partitioner: Partitioner, budget: int, peak: int) -> bool:
+        """Whether code of ``peak`` bytes leaves room in which a plan would be faster."""
+        plan = partitioner.plan
+        if plan is None or budget - peak < LEAST_ROOM * budget:
+            return False
+        looser = partitioner.plan_for(budget - self.looser_margin(budget, peak))
+        return looser is not None and plan.cost_seconds - looser.cost_seconds >= LEAST_GAIN * plan.graph.step_seconds
 
     def finish(self, compiled: Compiled, partitioner: Partitioner, record: Record | None, replans: int) -> Compiled:
         """Complete the report of a compilation that stands, remember it, and publish it."""
@@ -234,11 +275,11 @@ class _InductorCompilation:
         return infeasible(planning, report.budget_bytes or 0, report.device, min(self.failed)[0])
 
 
-def _over_budget(error: BaseException) -> _OverBudget | None:
-    """The ``_OverBudget`` that ``error`` is or was raised from, if any."""
+def _plan_again(error: BaseException) -> _PlanAgain | None:
+    """The ``_PlanAgain`` that ``error`` is or was raised from, if any."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, _OverBudget):
+        if isinstance(seen, _PlanAgain):
             return seen
         inner = getattr(seen, "inner_exception", None)
         seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)

@@ -75,6 +75,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     report: Report | None = field(default=None, init=False)
     plan: Plan | None = field(default=None, init=False)
     planning: Planning | None = field(default=None, init=False)
+    planner: Planner | None = field(default=None, init=False)
     circumstances: torch_compat.Circumstances = field(default_factory=torch_compat.Circumstances, init=False)
     exhausted: bool = field(default=False, init=False)
     """Whether the plan is the one of least memory, because none fits by the simulator's count."""
@@ -144,12 +145,17 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         """Whether the code generator may make ``plan`` fit though the simulator or an earlier try says that it does not."""
         return self.fuses and plan.peak_bytes <= budget * (1 + OPTIMISM)
 
+    def plan_for(self, simulated_bytes: int) -> Plan | None:
+        """What would be planned for a simulated peak of at most so many bytes; None if nothing fits or nothing was planned."""
+        return None if self.planner is None else self.planner.choose(simulated_bytes)
+
     def choose(self, captured: Capture, pricing: Pricing) -> Plan:
         """Plan under the budget and write the report. Raises ``BudgetInfeasible`` if nothing fits and that is asked for."""
         start = time.perf_counter()
         planner = Planner(captured.graph, self.options.time_limit)
         device = torch_compat.device_of(captured.joint)
         budget = self.options.resolve_budget(planner.baseline.peak_bytes, free_device_bytes(device))
+        self.planner = planner
         planning = planner.find(None if budget is None else budget - self.margin_bytes)
         self.planning, plan = planning, planning.plan
         if plan is None:

@@ -319,6 +319,30 @@ def test_a_recompilation_for_another_shape_is_another_graph(new_reports):
 # -- the loop of compiling, checking and planning again ------------------------------------------------------------------
 
 
+def run_with_code_peaks(monkeypatch, code_peaks, exhausted_at=None, worth_loosening=False):
+    """The margins of all attempts of a compilation for 100 bytes whose attempts generate code with these peaks."""
+    planned = []
+
+    def attempt(self, partitioner):
+        number = len(planned)
+        planned.append(partitioner.margin_bytes)
+        partitioner.report = SimpleNamespace(predicted_peak_bytes=100 - partitioner.margin_bytes, budget_bytes=100)
+        partitioner.exhausted = number == exhausted_at
+        if code_peaks[number] > 100 and not self.last:
+            raise dynamo_backend._OverBudget(code_peaks[number])
+        if worth_loosening and self.may_loosen:
+            raise dynamo_backend._RoomLeft(code_peaks[number])
+        return "compiled"
+
+    compilation = dynamo_backend._InductorCompilation
+    monkeypatch.setattr(compilation, "attempt", attempt)
+    monkeypatch.setattr(compilation, "finish", lambda self, compiled, partitioner, record, replans: compiled)
+    module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    parsed = Options(memory_budget=100, on_infeasible="best_effort")
+    assert compilation(module, [torch.zeros(1, 2)], parsed, {}).run() == "compiled"
+    return planned
+
+
 @pytest.mark.parametrize(
     ("code_peaks", "exhausted_at", "margins"),
     [
@@ -328,21 +352,9 @@ def test_a_recompilation_for_another_shape_is_another_graph(new_reports):
     ],
 )
 def test_best_effort_takes_the_best_code_that_was_seen(monkeypatch, code_peaks, exhausted_at, margins):
-    planned = []
+    assert run_with_code_peaks(monkeypatch, code_peaks, exhausted_at) == margins
 
-    def attempt(self, partitioner, last):
-        number = len(planned)
-        planned.append(partitioner.margin_bytes)
-        partitioner.report = SimpleNamespace(predicted_peak_bytes=100 - partitioner.margin_bytes, budget_bytes=100)
-        partitioner.exhausted = number == exhausted_at
-        if code_peaks[number] > 100 and not last:
-            raise dynamo_backend._OverBudget(code_peaks[number])
-        return "compiled"
 
-    compilation = dynamo_backend._InductorCompilation
-    monkeypatch.setattr(compilation, "attempt", attempt)
-    monkeypatch.setattr(compilation, "finish", lambda self, compiled, partitioner, record, replans: compiled)
-    module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-    options = Options(memory_budget=100, on_infeasible="best_effort")
-    assert compilation(module, [torch.zeros(1, 2)], options, {}).run() == "compiled"
-    assert planned == margins
+def test_room_that_is_left_is_used_once_and_given_back_if_that_does_not_fit(monkeypatch):
+    assert run_with_code_peaks(monkeypatch, [90, 99], worth_loosening=True) == [0, -9]
+    assert run_with_code_peaks(monkeypatch, [90, 101, 90], worth_loosening=True) == [0, -9, 0]
