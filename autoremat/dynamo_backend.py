@@ -36,10 +36,10 @@ EAGER_BACKWARD = {"force_non_lazy_backward_lowering": True}
 Compiled = Callable[..., Any]
 
 
-LEAST_ROOM, ROOM_USED = 0.02, 0.9
+LEAST_ROOM, ROOM_USED = 0.03, 0.9
 """Shares: of the budget that must be left for a looser plan to be tried, and of what is left that it is made for."""
 
-LEAST_GAIN = 0.005
+LEAST_GAIN = 0.02
 """So much of the step a looser plan has to save, by the cost model, to be worth generating code again."""
 
 
@@ -155,7 +155,7 @@ class _InductorCompilation:
         """By how many bytes less than the budget to plan; below zero: by how many more."""
         self.fitting_margin: int | None = None
         """The margin of a plan whose code fits, while a looser one is tried."""
-        self.may_loosen = self.last = False
+        self.may_loosen = self.loosened = self.last = False
         self.peaks: list[int] = []
         self.failed: list[tuple[int, int]] = []
         """Peak and margin of each attempt whose code was over the budget."""
@@ -195,7 +195,8 @@ class _InductorCompilation:
         caches: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         for replans in range(MAX_REPLANS + 1):
             self.last = self.last or replans == MAX_REPLANS
-            self.may_loosen = record is None and replans == 0
+            # A looser plan that does not fit takes two attempts.
+            self.may_loosen = record is None and not (self.failed or self.loosened) and replans <= MAX_REPLANS - 2
             partitioner = Partitioner(self.options, self.key, self.margin, must_fit=self.options.on_infeasible == "raise")
             try:
                 with caches():
@@ -224,7 +225,7 @@ class _InductorCompilation:
         report = partitioner.report
         assert report is not None
         if isinstance(reason, _RoomLeft):
-            self.fitting_margin = self.margin
+            self.loosened, self.fitting_margin = True, self.margin
             self.margin = self.looser_margin(report.budget_bytes or 0, reason.peak_bytes)
             return
         if self.fitting_margin is not None:  # the looser plan does not fit
