@@ -10,6 +10,7 @@ from autoremat.errors import OptionsError
 from autoremat.graph import Graph
 from autoremat.options import Options
 from autoremat.plans import Plan
+from autoremat.progress import said_if_slow
 from autoremat.solvers import Planning, dag, ilp, policies
 from autoremat.solvers.search import EVERY_FAMILY, Family
 
@@ -82,7 +83,8 @@ def plan(
         )
     options = Options(memory_budget=memory_budget, time_limit=time_limit)
     budget = options.resolve_budget(dag.without_recomputation(graph).peak_bytes, free_bytes=None)
-    planning = SOLVERS[solver](graph, budget, options.time_limit, seed)
+    with said_if_slow(f"autoremat: planning {len(graph.ops)} ops, at most {options.time_limit:g} s"):
+        planning = SOLVERS[solver](graph, budget, options.time_limit, seed)
     found = replace(
         planning.plan or planning.smallest,
         budget_bytes=budget,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy
 import pytest
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 
 from autoremat.options import COST_MODEL_VARIABLE, ENVIRONMENT_VARIABLE, configure
 
@@ -22,7 +22,17 @@ settings.load_profile("default")
 logging.getLogger("torch.__trace").propagate = False  # else every failure shows thousands of empty lines
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--examples", type=int, help="examples of each property instead of its own number, drawn at random")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    examples = config.getoption("examples")
+    for item in items:
+        test = getattr(item, "obj", None)
+        if examples and is_hypothesis_test(test):
+            many = settings(settings.get_profile("default"), max_examples=examples, derandomize=False, database=None)
+            test._hypothesis_internal_use_settings = many  # there is no public way past a test's own settings
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return  # the pure tests do without torch

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
 
 PURE = (
-    "errors", "units", "options", "graph", "memory", "schedule", "plans", "replay", "planning", "report", "store",
+    "errors", "units", "options", "graph", "memory", "schedule", "plans", "replay", "planning", "progress", "report", "store",
     "wrapper_code", "cost", "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut",
     "solvers.search", "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.policies",
     "solvers.event_gap", "solvers.highs", "solvers.improve", "solvers.ilp",
