@@ -156,27 +156,33 @@ class _InductorCompilation:
         self.fitting_margin: int | None = None
         """The margin of a plan whose code fits, while a looser one is tried."""
         self.may_loosen = self.loosened = self.last = False
-        self.peaks: list[int] = []
+        self.fitting_peak: int | None = None
+        """The peak of its code, once the looser one turned out not to fit."""
+        self.peaks: dict[bool, int] = {}
+        """The peaks of the present attempt's forward (False) and backward (True), as far as code was generated for them."""
+        self.earlier_peaks: dict[bool, int] = {}
+        """The largest of earlier attempts that fit: a half that is the same again comes from Inductor's cache, unseen."""
         self.failed: list[tuple[int, int]] = []
         """Peak and margin of each attempt whose code was over the budget."""
 
     def attempt(self, partitioner: Partitioner) -> Compiled:
         """Compile once; raises ``_OverBudget`` if the code needs too much, unless this is the last best effort, and
         ``_RoomLeft`` if it needs so little that it is worth another attempt."""
-        self.peaks = []
+        self.peaks = {}
 
         def observe(lowered: torch_compat.LoweredPeak) -> None:
             peak, report = lowered.peak_bytes, partitioner.report
-            self.peaks.append(peak)
+            self.peaks[lowered.is_backward] = peak
             if report is None or report.budget_bytes is None:
                 return
             least = all(peak <= earlier for earlier, _ in self.failed)
             give_in = self.options.on_infeasible == "best_effort" and (self.last or (partitioner.exhausted and least))
             if peak > report.budget_bytes and not give_in:
                 raise _OverBudget(peak)
+            most = max(self.peaks.values())
             both_halves = len(self.peaks) == 2
-            if both_halves and self.may_loosen and self.worth_loosening(partitioner, report.budget_bytes, max(self.peaks)):
-                raise _RoomLeft(max(self.peaks))
+            if both_halves and self.may_loosen and self.worth_loosening(partitioner, report.budget_bytes, most):
+                raise _RoomLeft(most)
 
         # Inductor takes ownership of the module; another attempt needs a fresh one.
         module = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
@@ -224,8 +230,11 @@ class _InductorCompilation:
         """Choose the margin of the next attempt. Raises ``BudgetInfeasible`` if there is none to try."""
         report = partitioner.report
         assert report is not None
+        for half, peak in self.peaks.items():
+            if peak <= (report.budget_bytes or 0):
+                self.earlier_peaks[half] = max(peak, self.earlier_peaks.get(half, 0))
         if isinstance(reason, _RoomLeft):
-            self.loosened, self.fitting_margin = True, self.margin
+            self.loosened, self.fitting_margin, self.fitting_peak = True, self.margin, reason.peak_bytes
             self.margin = self.looser_margin(report.budget_bytes or 0, reason.peak_bytes)
             return
         if self.fitting_margin is not None:  # the looser plan does not fit
@@ -258,8 +267,7 @@ class _InductorCompilation:
         if report is None:  # answered by torch's caches
             report = record.report if record is not None else None
         else:
-            # The peak is known if both halves were lowered; else a cache held a half that fitted when it was made.
-            seen = max(self.peaks) if len(self.peaks) >= 2 else None
+            seen = self.peak_seen()
             if seen is None and record is not None and record.report is not None:
                 seen = record.report.compiled_peak_bytes
             report = report.compiled(seen, replans)
@@ -267,6 +275,13 @@ class _InductorCompilation:
         if report is not None:
             _publish(report)
         return compiled
+
+    def peak_seen(self) -> int | None:
+        """The peak of the code that stands; None if a cache held a half that no attempt has generated."""
+        if self.fitting_peak is not None and self.fitting_margin is None:
+            return self.fitting_peak  # the first plan's, taken up again
+        halves = {**self.earlier_peaks, **self.peaks}
+        return max(halves.values()) if len(halves) == 2 else None
 
     def gave_up(self, partitioner: Partitioner) -> BudgetInfeasible:
         """The error for a graph whose code needs more than the budget whatever the plan."""
