@@ -28,7 +28,7 @@ NODES = 30
 SUPPORT_NODES = 200
 """Branch-and-bound nodes of a first plan, which uses only what relaxations use."""
 
-PENALTY = 0.5
+PENALTY = 4.0
 """What the whole peak in excess costs at first, in steps."""
 
 PENALTY_WHEN_FITTING = 8.0
