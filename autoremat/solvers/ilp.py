@@ -19,7 +19,7 @@ from autoremat.solvers.event_gap import EventGap, Vector, recomputations
 from autoremat.solvers.improve import WHOLE_COLUMNS, Improvement, Incumbent
 
 COLUMNS_PER_SECOND = 1500
-"""How large a model is tried, per second of the time limit: its relaxation then takes about a sixth of the time."""
+"""How large a model is tried, per second of the time limit, so that its relaxation leaves time for neighbourhoods."""
 
 NEIGHBOURHOODS_PER_SECOND = 2
 
