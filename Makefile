@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow check format clean
+.PHONY: help venv demo test test-slow docs check format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -28,6 +28,10 @@ test: venv  ## the tests that take seconds
 test-slow: venv  ## the tests that compile with Inductor or build whole models
 	$(BIN)/python -m pytest -m slow
 
+docs: venv  ## build the documentation into site/; a warning is an error
+	$(BIN)/pip install --quiet -c constraints-dev.txt -e ".[docs]"
+	$(BIN)/mkdocs build --strict
+
 check: venv  ## lint, formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -38,5 +42,5 @@ format: venv  ## format and sort imports in place
 	$(BIN)/ruff format .
 
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

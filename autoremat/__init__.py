@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .errors import BudgetInfeasible as BudgetInfeasible
     from .errors import BudgetWarning as BudgetWarning
     from .errors import OptionsError as OptionsError
+    from .errors import PlanFileError as PlanFileError
     from .errors import PlanInvalid as PlanInvalid
     from .errors import UnplannedWarning as UnplannedWarning
     from .errors import UnsupportedTorchError as UnsupportedTorchError
@@ -43,6 +44,7 @@ _MODULE_OF = {
     "Options": "options",
     "OptionsError": "errors",
     "Plan": "plans",
+    "PlanFileError": "errors",
     "PlanInvalid": "errors",
     "Report": "report",
     "UnplannedWarning": "errors",
@@ -62,6 +64,7 @@ __all__ = [
     "Options",
     "OptionsError",
     "Plan",
+    "PlanFileError",
     "PlanInvalid",
     "Report",
     "UnplannedWarning",

@@ -26,6 +26,7 @@ from autoremat.options import Options
 from autoremat.partitioner import Partitioner, free_device_bytes, infeasible, source_hash
 from autoremat.report import Report, add_report
 from autoremat.store import Record
+from autoremat.torch_logs import trace_artifact
 from autoremat.units import format_bytes
 
 log = logging.getLogger("autoremat")
@@ -105,6 +106,8 @@ def _publish(report: Report) -> None:
             BudgetWarning,
             stacklevel=2,
         )
+    log.info("%s", report.summary())
+    trace_artifact("autoremat_report", report.to_json)
     add_report(report)
 
 
@@ -212,7 +215,8 @@ class _InductorCompilation:
                 if reason is None or partitioner.report is None:
                     raise
                 self.change_margin(partitioner, reason, replans)
-                log.info("%s: planning again for %s less than the budget", reason, format_bytes(self.margin))
+                change = f"{format_bytes(abs(self.margin))} {'more' if self.margin < 0 else 'less'} than the budget"
+                log.debug("%s: planning again for %s", reason, change)
                 continue
             if partitioner.unplanned:
                 return compiled  # and no record: the next process is to warn as well
@@ -288,7 +292,7 @@ class _InductorCompilation:
         report, planning = partitioner.report, partitioner.planning
         assert report is not None
         assert planning is not None
-        return infeasible(planning, report.budget_bytes or 0, report.device, min(self.failed)[0])
+        return infeasible(planning, report.budget_bytes or 0, report.device, min(self.failed)[0], partitioner.plan_file)
 
 
 def _plan_again(error: BaseException) -> _PlanAgain | None:

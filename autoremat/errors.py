@@ -30,6 +30,10 @@ class OptionsError(AutorematError, ValueError):
     """An option has a value or a name that is not accepted."""
 
 
+class PlanFileError(OptionsError):
+    """A stored plan cannot be read, is not valid, or is for another graph; the message says what differs."""
+
+
 class UnsupportedTorchError(AutorematError, RuntimeError):
     """The installed torch is outside the supported range."""
 
@@ -70,22 +74,27 @@ class BudgetInfeasible(AutorematError):
         lower_bound_bytes: int,
         occupants: Iterable[Occupant] = (),
         device: str | None = None,
+        plan_file: str | None = None,
     ) -> None:
         """`minimum_bytes`: smallest feasible peak found; `lower_bound_bytes`: proven for every plan;
-        `occupants`: what is alive at the peak of the smallest plan, kept largest first."""
+        `occupants`: what is alive at the peak of the smallest plan, kept largest first; `plan_file`: the stored plan that
+        was to be applied, beside which none was looked for."""
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.lower_bound_bytes = lower_bound_bytes
         self.occupants = tuple(sorted(occupants, key=lambda occupant: -occupant.bytes))
         self.device = device
+        self.plan_file = plan_file
         super().__init__(self._message())
 
     def _message(self) -> str:
         where = f" on {self.device}" if self.device else ""
         lines = [f"no plan was found that keeps the step's peak memory{where} within the budget"]
+        if self.plan_file:
+            lines = [f"the stored plan {self.plan_file} does not keep the step's peak memory{where} within the budget"]
         figures = {
             "asked for (memory_budget)": self.budget_bytes,
-            "smallest feasible peak found": self.minimum_bytes,
+            "peak of the stored plan" if self.plan_file else "smallest feasible peak found": self.minimum_bytes,
             "proven lower bound": self.lower_bound_bytes,
         }
         lines += _table([(f"{what}:", format_bytes(count), f"{count} bytes") for what, count in figures.items()], "<><")
@@ -109,7 +118,9 @@ class BudgetInfeasible(AutorematError):
             "use a smaller batch or a shorter sequence",
             'set on_infeasible="best_effort" to run at the smallest peak found anyway',
         ]
-        if self.lower_bound_bytes <= self.budget_bytes:
+        if self.plan_file:
+            advice.insert(1, "leave out the option `plan`: another plan may fit")
+        elif self.lower_bound_bytes <= self.budget_bytes:
             advice.insert(1, "raise time_limit: the bound does not rule out that a plan within the budget exists")
         return advice
 

@@ -10,7 +10,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
 from fractions import Fraction
@@ -18,6 +18,8 @@ from numbers import Real
 from typing import Any
 
 from .errors import OptionsError
+from .plan_files import PlanFile
+from .plans import Plan
 from .units import BYTE_FORMS, format_bytes, parse_bytes
 
 ENVIRONMENT_VARIABLE = "AUTOREMAT_MEMORY_BUDGET"
@@ -27,7 +29,7 @@ INNER_COMPILERS = ("inductor", "aot_eager")
 INFEASIBLE_ACTIONS = ("raise", "best_effort")
 COST_MODELS = ("roofline", "calibrated", "profile")
 UNPLANNABLE_ACTIONS = ("warn", "raise")
-OWN_KEYS = ("memory_budget", "reserve", "time_limit", "inner", "on_infeasible", "on_unplannable", "cost_model")
+OWN_KEYS = ("memory_budget", "reserve", "time_limit", "inner", "on_infeasible", "on_unplannable", "cost_model", "plan")
 
 _BUDGET_FORMS_ANYWHERE = (
     f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak without "
@@ -58,6 +60,8 @@ class Options:
     cost_model: where the seconds of ops come from: "roofline" (data sheets), "calibrated" (rates of the device, measured
         once), "profile" (each distinct library kernel is timed, the rest as calibrated).
     on_unplannable: "warn" leaves a graph that could not be planned to torch's partitioner; "raise" passes the error on.
+    plan: stored plans to apply instead of planning: paths that `Plan.save` wrote, or plans, one or a sequence. Each graph takes
+        the one that was made for it.
     inductor: pairs for Inductor's config, sorted by key.
     mode: as in `torch.compile`.
 
@@ -73,6 +77,7 @@ class Options:
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
     cost_model: str = "roofline"
+    plan: tuple[PlanFile, ...] = ()
 
     def __post_init__(self) -> None:
         normalised = {
@@ -83,6 +88,7 @@ class Options:
             "on_infeasible": _one_of(INFEASIBLE_ACTIONS, self.on_infeasible, "on_infeasible"),
             "cost_model": _one_of(COST_MODELS, self.cost_model, "cost_model"),
             "on_unplannable": _one_of(UNPLANNABLE_ACTIONS, self.on_unplannable, "on_unplannable"),
+            "plan": _normalise_plans(self.plan),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
         if not isinstance(self.mode, str | None):
@@ -164,6 +170,7 @@ def configure(
     on_infeasible: str | _Unset = _UNSET,
     cost_model: str | _Unset = _UNSET,
     on_unplannable: str | _Unset = _UNSET,
+    plan: str | os.PathLike[str] | Plan | Sequence[str | os.PathLike[str] | Plan] | None | _Unset = _UNSET,
 ) -> None:
     """Set defaults for this process, for callers that can pass only the backend's name.
 
@@ -179,6 +186,7 @@ def configure(
         "on_infeasible": on_infeasible,
         "cost_model": cost_model,
         "on_unplannable": on_unplannable,
+        "plan": plan,
     }
     given = {key: value for key, value in arguments.items() if value is not _UNSET}
     checked = Options(**given)
@@ -246,6 +254,18 @@ def _normalise_time_limit(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
         raise _refused("time_limit", value, "a finite number of seconds > 0")
     return float(value)
+
+
+def _normalise_plans(value: object) -> tuple[PlanFile, ...]:
+    """The plans that ``value`` names. Raises PlanFileError for one that cannot be read."""
+    if value is None:
+        return ()
+    found = []
+    for one in value if isinstance(value, list | tuple) else [value]:
+        if not isinstance(one, str | os.PathLike | Plan | PlanFile):
+            raise _refused("plan", one, "the path of a plan that Plan.save wrote, a Plan, or a sequence of these")
+        found.append(one if isinstance(one, PlanFile) else PlanFile.of(one))
+    return tuple(found)
 
 
 def _one_of(accepted: tuple[str, ...], value: object, name: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat import torch_compat
+from autoremat import plan_files, torch_compat
 from autoremat.capture import Capture, capture
 from autoremat.cost import Pricing
 from autoremat.costing import priced
@@ -78,12 +78,15 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     planner: Planner | None = field(default=None, init=False)
     circumstances: torch_compat.Circumstances = field(default_factory=torch_compat.Circumstances, init=False)
     exhausted: bool = field(default=False, init=False)
-    """Whether the plan is the one of least memory, because none fits by the simulator's count."""
+    """Whether there is no other plan to try: it is stored, or the one of least memory, because none fits by the simulator's
+    count."""
     memory_first: bool = field(default=False, init=False)
     """Whether the code generator is to put the planned memory before speed: a plan of least time needs no such thing."""
 
     unplanned: bool = field(default=False, init=False)
     """Whether planning failed and the graph was left to torch's partitioner."""
+    plan_file: str | None = field(default=None, init=False)
+    """The stored plan that is applied instead of planning."""
 
     def __post_init__(self) -> None:
         self.identity = ("autoremat", source_hash(), self.fingerprint, self.margin_bytes, self.must_fit)
@@ -127,7 +130,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         self.circumstances = circumstances(captured)
         self.memory_first = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
         self.plan = plan
-        log.info("%s", self.report.summary() if self.report else "")
+        log.debug("%s", self.report.summary() if self.report else "")
         return modules
 
     def leave_to_torch(self, error: Exception) -> None:
@@ -155,15 +158,14 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         planner = Planner(captured.graph, self.options.time_limit)
         device = torch_compat.device_of(captured.joint)
         budget = self.options.resolve_budget(planner.baseline.peak_bytes, free_device_bytes(device))
-        self.planner = planner
-        planning = planner.find(None if budget is None else budget - self.margin_bytes)
+        planning = self.search_or_apply(planner, budget)
         self.planning, plan = planning, planning.plan
         if plan is None:
             assert budget is not None
             plan = planning.smallest
             self.exhausted = True
             if self.must_fit and not self.worth_trying(plan, budget):
-                raise infeasible(planning, budget, str(device))
+                raise infeasible(planning, budget, str(device), plan_file=self.plan_file)
         self.report = Report.of(
             planning,
             plan,
@@ -174,6 +176,15 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             **dataclasses.asdict(pricing),
         )
         return plan
+
+    def search_or_apply(self, planner: Planner, budget: int | None) -> Planning:
+        """Look for the best plan, or take the stored one, which nothing then replaces. Raises ``PlanFileError``."""
+        if not self.options.plan:
+            self.planner = planner
+            return planner.find(None if budget is None else budget - self.margin_bytes)
+        file, plan = plan_files.fitted(self.options.plan, planner.graph)
+        self.plan_file, self.exhausted = file.name, True
+        return planner.judge(plan, budget)
 
 
 def circumstances(captured: Capture) -> torch_compat.Circumstances:
@@ -197,7 +208,9 @@ def circumstances(captured: Capture) -> torch_compat.Circumstances:
     )
 
 
-def infeasible(planning: Planning, budget: int, device: str, minimum: int | None = None) -> BudgetInfeasible:
+def infeasible(
+    planning: Planning, budget: int, device: str, minimum: int | None = None, plan_file: str | None = None
+) -> BudgetInfeasible:
     """The error that says what was asked, what is possible and what is in the way."""
     smallest = planning.smallest
     graph = smallest.graph
@@ -209,4 +222,5 @@ def infeasible(planning: Planning, budget: int, device: str, minimum: int | None
         lower_bound_bytes=planning.lower_bound_bytes,
         occupants=[Occupant(v.name, v.bytes, v.module, v.source) for v in values],
         device=device,
+        plan_file=plan_file,
     )

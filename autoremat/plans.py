@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 import json
 import math
+import os
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from autoremat.errors import PlanInvalid
 from autoremat.graph import Graph
@@ -139,6 +141,19 @@ class Plan:
             "copies": [(copy.value, copy.start, copy.end) for copy in self.timeline.copies],
         }
         return json.dumps(record, allow_nan=False)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan with its graph as JSON, for :meth:`load` and for ``options={"plan": path}``."""
+        from autoremat.plan_files import dump
+
+        Path(path).write_text(dump(self), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """The plan that :meth:`save` wrote, simulated and checked afresh. Raises ``PlanFileError`` on anything else."""
+        from autoremat.plan_files import PlanFile
+
+        return PlanFile.of(path).plan
 
     def check(self, graph: Graph | None = None) -> None:
         """Replay the plan against ``graph`` (its own by default); raise ``PlanInvalid`` on the first violation.

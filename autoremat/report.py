@@ -72,6 +72,8 @@ class Report:
     """The share that comes from data sheets, or from ops of other classes."""
     untimed_ops: int = 0
     """Ops that ``cost_model="profile"`` was to time and could not."""
+    plan: Plan | None = dataclasses.field(default=None, compare=False, repr=False)
+    """The plan itself, no part of the JSON: :meth:`Plan.save` writes it. None if the report was read from JSON."""
 
     @property
     def gap(self) -> float | None:
@@ -92,7 +94,15 @@ class Report:
     def of(cls, planning: Planning, plan: Plan, **fields: Any) -> Report:
         """Sum up ``plan``; ``fields`` are what a plan does not know of itself (budget, times, device ...)."""
         graph = plan.graph
+        plan = dataclasses.replace(
+            plan,
+            budget_bytes=fields.get("budget_bytes"),
+            lower_bound_bytes=planning.lower_bound_bytes,
+            lower_bound_seconds=planning.lower_bound_seconds,
+            interrupted=planning.interrupted,
+        )
         return cls(
+            plan=plan,
             predicted_peak_bytes=plan.peak_bytes,
             baseline_peak_bytes=planning.baseline.peak_bytes,
             minimum_peak_bytes=min(planning.smallest.peak_bytes, plan.peak_bytes),
@@ -117,8 +127,10 @@ class Report:
         return dataclasses.replace(self, compiled_peak_bytes=peak_bytes, minimum_peak_bytes=minimum, replans=replans)
 
     def to_json(self) -> str:
-        """All fields as JSON; :meth:`from_json` reads it back."""
-        return json.dumps(dataclasses.asdict(self), indent=2)
+        """All fields but the plan as JSON; :meth:`from_json` reads it back."""
+        record = dataclasses.asdict(dataclasses.replace(self, plan=None))
+        del record["plan"]
+        return json.dumps(record, indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -126,7 +138,7 @@ class Report:
         try:
             fields = json.loads(text)
             fields["saved"] = tuple(SavedTensor(**tensor) for tensor in fields["saved"])
-            return cls(**fields)
+            return cls(**fields | {"plan": None})
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a report of this version of autoremat: {error}") from error
 
@@ -134,8 +146,9 @@ class Report:
         """One line, for logs."""
         budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
         gap = "" if self.gap is None else f" (at most {self.gap:.1%} of the step over the optimum)"
+        peak = self.predicted_peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
         return (
-            f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.predicted_peak_bytes)}, "
+            f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(peak)}, "
             f"recomputation {self.overhead:.1%} of the forward{gap}, planned in {format_seconds(self.planning_seconds)}"
         )
 

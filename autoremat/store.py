@@ -1,5 +1,5 @@
-"""What is kept on disk: reports, so that a compilation that is answered from torch's caches has its report too; the rates
-of devices and the times of ops, so that they are measured once.
+"""What is kept on disk: reports and plans, so that a compilation that is answered from torch's caches has them too; the
+rates of devices and the times of ops, so that they are measured once.
 
 JSON files under ``AUTOREMAT_CACHE_DIR`` or the user's cache folder, one for each compiled graph or device. Nothing read from
 them is executed; a file that does not parse is as good as none.
@@ -7,6 +7,7 @@ them is executed; a file that does not parse is as good as none.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import tempfile
@@ -15,6 +16,9 @@ from pathlib import Path
 
 import platformdirs
 
+from autoremat import plan_files
+from autoremat.errors import PlanFileError
+from autoremat.plans import Plan
 from autoremat.report import Report
 
 
@@ -57,13 +61,26 @@ def load(key: str) -> Record | None:
     """The record of ``key``, or None."""
     try:
         fields = json.loads(read_text("reports", key) or "")
-        report = fields["report"]
-        return Record(None if report is None else Report.from_json(json.dumps(report)), int(fields["margin_bytes"]))
+        if fields["report"] is None:
+            return Record(None, int(fields["margin_bytes"]))
+        report = Report.from_json(json.dumps(fields["report"]))
+        return Record(dataclasses.replace(report, plan=_plan(key)), int(fields["margin_bytes"]))
     except (ValueError, KeyError, TypeError):
         return None
 
 
+def _plan(key: str) -> Plan | None:
+    """The plan of the report under ``key``; None if it is gone, for the report does without it."""
+    text = read_text("plans", key)
+    try:
+        return None if text is None else plan_files.parse(text)
+    except PlanFileError:
+        return None
+
+
 def save(key: str, record: Record) -> None:
-    """Write the record of ``key``."""
+    """Write the record of ``key``, and its plan."""
+    if record.report is not None and record.report.plan is not None:
+        write_text("plans", key, plan_files.dump(record.report.plan))
     report = None if record.report is None else json.loads(record.report.to_json())
     write_text("reports", key, json.dumps({"report": report, "margin_bytes": record.margin_bytes}))

@@ -15,6 +15,7 @@ from autoremat.errors import (
     CaptureError,
     Occupant,
     OptionsError,
+    PlanFileError,
     PlanInvalid,
     UnsupportedTorchError,
 )
@@ -115,7 +116,9 @@ ALL_ERRORS = [
     UnsupportedTorchError("1.13"),
     CaptureError("capture"),
     PlanInvalid("plan"),
+    PlanFileError("file"),
     infeasible(),
+    infeasible(plan_file="plan.json"),
     infeasible(occupants=(), device=None),
 ]
 

@@ -74,6 +74,14 @@ class Planner:
         bytes_, interrupted = self.moments.peak_bytes(), search.interrupted
         return Planning(best, self.baseline, search.smallest, bytes_, seconds, search.simulated, interrupted)
 
+    def judge(self, plan: Plan, budget_bytes: int | None) -> Planning:
+        """What :meth:`find` would say, had it found ``plan`` and nothing else. Without a budget the bound on added seconds is
+        that of the plan's own peak."""
+        limit = plan.peak_bytes if budget_bytes is None else budget_bytes
+        fitting = plan if plan.peak_bytes <= limit else None
+        bytes_, seconds = self.moments.peak_bytes(), self.moments.seconds(limit)
+        return Planning(fitting, self.baseline, plan, bytes_, seconds, 1, False)
+
     def choose(self, budget_bytes: int | None, known_seconds: float = math.inf) -> Plan | None:
         """As :meth:`find`, without the bounds. A plan that costs ``known_seconds`` is had elsewhere: only a cheaper one is
         worth filling for."""

@@ -1,0 +1,119 @@
+"""The command line: what it prints, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from test_report import SIZE, report_for
+
+from autoremat import __version__, cli
+from autoremat.errors import BudgetInfeasible, OptionsError
+from autoremat.report import Report
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, [str(one) for one in arguments])
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    path = tmp_path / "report.json"
+    path.write_text(report_for(16 * SIZE).to_json())
+    return path
+
+
+def test_a_stored_report_is_shown(stored):
+    done = run("report", stored)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.rstrip() == str(Report.from_json(stored.read_text())).rstrip()
+
+
+def test_a_stored_report_as_json(stored):
+    done = run("report", stored, "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == json.loads(stored.read_text())
+
+
+def test_what_is_no_report_is_wrong_usage(tmp_path):
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    for path in (tmp_path / "other.json", tmp_path / "nothing.json", tmp_path):
+        done = run("report", path)
+        assert done.exit_code == 2
+        assert str(path) in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_help_and_version():
+    assert "Exit codes" in run("--help").output
+    for name, command in cli.main.commands.items():
+        text = run(name, "--help").output
+        assert command.help.split("\n")[0][:40] in text
+    assert __version__ in run("--version").output
+
+
+INFEASIBLE = BudgetInfeasible(budget_bytes=1, minimum_bytes=2, lower_bound_bytes=1)
+
+
+class Wrapped(Exception):
+    """As torch wraps what a backend raises."""
+
+    inner_exception = INFEASIBLE
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (INFEASIBLE, 1, "no plan was found"),
+        (Wrapped("compilation failed"), 1, "no plan was found"),
+        (OptionsError("no such option"), 2, "Error: no such option"),
+        (KeyError("lost"), 3, "KeyError: 'lost'"),
+        (click.UsageError("wrong"), 2, "wrong"),
+    ],
+)
+def test_each_error_has_a_message_and_a_code(monkeypatch, error, code, text):
+    @click.command()
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setitem(cli.main.commands, "fail", fail)
+    done = run("fail")
+    assert done.exit_code == code
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    if not isinstance(error, click.ClickException):
+        assert run("--traceback", "fail").exception is error
+
+
+def test_warnings_are_lines(monkeypatch):
+    import warnings
+
+    @click.command()
+    def warn() -> None:
+        warnings.warn("mind the gap", stacklevel=1)
+
+    monkeypatch.setitem(cli.main.commands, "warn", warn)
+    before = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        done = run("warn")
+    assert (done.exit_code, done.stderr) == (0, "Warning: mind the gap\n")
+    assert warnings.showwarning is before
+
+
+def test_the_module_is_the_command_and_needs_no_torch(stored):
+    code = (
+        f"import sys; sys.argv = ['autoremat', 'report', {str(stored)!r}]\n"
+        "import runpy\ntry: runpy.run_module('autoremat', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "predicted peak" in done.stdout

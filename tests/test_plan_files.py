@@ -1,0 +1,266 @@
+"""Stored plans: what is written is read, what is broken or for another graph is refused, and what is applied is obeyed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from strategies import chain, graphs, saved_sets
+from torch import nn
+
+import autoremat
+from autoremat import plan_files, store
+from autoremat.errors import BudgetInfeasible, OptionsError, PlanFileError
+from autoremat.graph import Graph
+from autoremat.options import Options, configure
+from autoremat.plans import Plan
+from autoremat.schedule import build_schedule
+from autoremat.solvers import Planner
+
+
+@pytest.fixture
+def plan() -> Plan:
+    return autoremat.plan(chain(8, size=64, forward_outputs=(8,)), memory_budget=0.75)
+
+
+@given(graphs().flatmap(lambda graph: saved_sets(graph).map(lambda saved: Plan.of(graph, build_schedule(graph, saved), "l"))))
+def test_a_plan_comes_back_as_it_was(plan):
+    again = plan_files.parse(plan_files.dump(plan))
+    assert (again.graph, again.schedule, again.label) == (plan.graph, plan.schedule, plan.label)
+    assert again.peak_bytes == plan.peak_bytes
+    assert plan_files.graph_hash(again.graph) == plan_files.graph_hash(plan.graph)
+
+
+def test_what_is_known_of_the_budget_comes_back(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    for name in ("budget_bytes", "lower_bound_bytes", "lower_bound_seconds", "interrupted", "status", "gap"):
+        assert getattr(again, name) == getattr(plan, name)
+    impossible = autoremat.plan(plan.graph, memory_budget=1)
+    assert plan_files.parse(plan_files.dump(impossible)).status is impossible.status
+
+
+def changed(plan: Plan, change: Callable[[dict], object]) -> str:
+    record = json.loads(plan_files.dump(plan))
+    change(record)
+    return json.dumps(record)
+
+
+def rows(record: dict, table: str) -> list[list]:
+    return record["graph"][table]["rows"]
+
+
+BROKEN: dict[str, Callable[[dict], object]] = {
+    "a missing key": lambda r: r.pop("label"),
+    "an op that does not exist": lambda r: r["backward"].append(1000),
+    "a negative op": lambda r: r["backward"].append(-1),
+    "a share of an op": lambda r: r["backward"].append(0.5),
+    "a flag for a number": lambda r: r.update(budget_bytes=True),
+    "an infinite bound": lambda r: r.update(lower_bound_seconds=float("inf")),
+    "a backward op left out": lambda r: r["backward"].pop(),
+    "a read of what is not there": lambda r: r.update(forward=[]),
+    "a schedule that is no list": lambda r: r.update(forward="all"),
+    "a missing column": lambda r: r["graph"]["ops"]["columns"].pop(),
+    "a short row": lambda r: rows(r, "ops")[0].pop(),
+    "an unknown kind": lambda r: rows(r, "ops")[0].__setitem__(r["graph"]["ops"]["columns"].index("kind"), "magic"),
+    "an unknown trait": lambda r: rows(r, "ops")[0].__setitem__(r["graph"]["ops"]["columns"].index("traits"), ["SHY"]),
+    "a value that does not exist": lambda r: r["graph"].update(backward_outputs=[10**9]),
+    "a negative size": lambda r: rows(r, "values")[0].__setitem__(r["graph"]["values"]["columns"].index("bytes"), -1),
+    "no graph": lambda r: r.update(graph=None),
+}
+
+
+@pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN.keys())
+def test_a_broken_plan_is_refused(plan, change):
+    with pytest.raises(PlanFileError, match="p.json holds no valid plan"):
+        plan_files.parse(changed(plan, change), "p.json")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", '{"format": "zip"}', "[" * 100_000])
+def test_what_is_no_plan_is_refused(text):
+    with pytest.raises(PlanFileError):
+        plan_files.parse(text)
+
+
+def test_another_version_is_refused_by_its_number(plan):
+    with pytest.raises(PlanFileError, match="version 99 .* reads 1"):
+        plan_files.parse(changed(plan, lambda r: r.update(version=99)))
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path):
+    with pytest.raises(PlanFileError, match="cannot be read"):
+        Plan.load(tmp_path / "nothing.json")
+
+
+# -- the option --------------------------------------------------------------------------------------------------------
+
+
+def test_the_option_takes_paths_and_plans(plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    digests = {Options(plan=given).cache_key() for given in (tmp_path / "plan.json", str(tmp_path / "plan.json"), plan, [plan])}
+    assert len(digests) == 1, "the content decides, not where it lies"
+    other = dataclasses.replace(plan, label="another")
+    assert Options(plan=[plan, other]).cache_key() not in digests
+    assert Options(plan=other).cache_key() not in digests
+    assert Options().plan == Options(plan=None).plan == ()
+    configure(plan=plan)
+    assert Options.parse({}).plan[0].plan.schedule == plan.schedule
+
+
+def test_other_values_of_the_option_are_refused(tmp_path):
+    with pytest.raises(OptionsError, match="plan=7 is not accepted"):
+        Options(plan=7)
+    with pytest.raises(PlanFileError):
+        Options(plan=tmp_path / "nothing.json")
+
+
+# -- another graph -----------------------------------------------------------------------------------------------------
+
+
+def file_of(plan: Plan) -> plan_files.PlanFile:
+    return plan_files.PlanFile.of(plan)
+
+
+def test_names_lines_and_seconds_may_differ(plan):
+    graph = plan.graph
+    ops = tuple(dataclasses.replace(op, name=f"x{op.name}", seconds=7.0, source="elsewhere:1") for op in graph.ops)
+    values = tuple(dataclasses.replace(value, name=f"x{value.name}", module="m") for value in graph.values)
+    renamed = dataclasses.replace(graph, ops=ops, values=values)
+    _, applied = plan_files.fitted([file_of(plan)], renamed)
+    assert applied.graph is renamed
+    assert applied.schedule == plan.schedule
+
+
+def test_the_error_says_what_differs(plan):
+    ops = list(plan.graph.ops)
+    ops[3] = dataclasses.replace(ops[3], target="aten.mm.default", module="layers.3", source="model.py:7")
+    with pytest.raises(PlanFileError) as caught:
+        plan_files.fitted([file_of(plan)], dataclasses.replace(plan.graph, ops=tuple(ops)))
+    text = str(caught.value)
+    assert "16 ops (8 in the forward)" in text
+    assert "first op that differs is number 3" in text
+    assert "test.op reads values" in text
+    assert "aten.mm.default reads values" in text
+    assert "in layers.3 at model.py:7" in text
+
+
+def test_the_error_knows_shorter_graphs_and_equal_ops(plan):
+    with pytest.raises(PlanFileError, match="number 7"):
+        plan_files.fitted([file_of(plan)], chain(7, size=64))
+    with pytest.raises(PlanFileError, match="the ops are the same"):
+        plan_files.fitted([file_of(plan)], dataclasses.replace(plan.graph, pinned=(0,)))
+
+
+def test_each_graph_takes_its_own_of_several_plans(plan):
+    other = autoremat.plan(chain(5, size=64), memory_budget=0.6)
+    files = [file_of(plan), file_of(other)]
+    assert plan_files.fitted(files, other.graph)[1].schedule == other.schedule
+    with pytest.raises(PlanFileError, match="none of 2 plans"):
+        plan_files.fitted(files, chain(6, size=64))
+
+
+def test_bounds_of_an_applied_plan_are_those_of_its_graph(plan):
+    planner = Planner(plan.graph)
+    judged = planner.judge(plan, plan.budget_bytes)
+    found = planner.find(plan.budget_bytes)
+    assert judged.plan is plan
+    assert judged.lower_bound_bytes == found.lower_bound_bytes
+    assert judged.lower_bound_seconds == found.lower_bound_seconds <= plan.added_seconds
+    assert planner.judge(plan, 1).plan is None
+    assert planner.judge(plan, None).lower_bound_seconds == planner.moments.seconds(plan.peak_bytes)
+
+
+# -- through torch.compile ---------------------------------------------------------------------------------------------
+
+
+class Net(nn.Module):
+    def __init__(self, width: int = 32) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def train(width: int = 32, inner: str = "aot_eager", **options: object) -> tuple[autoremat.Report, torch.Tensor]:
+    """The report and the gradient of one step."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, x = Net(width), torch.randn(256, width)
+    torch.compile(model, backend="autoremat", options={"inner": inner, **options})(x).backward()
+    return autoremat.reports()[-1], next(model.parameters()).grad
+
+
+def test_a_stored_plan_is_applied_as_it_is(tmp_path):
+    report, gradient = train(memory_budget=0.6)
+    assert report.plan.peak_bytes == report.predicted_peak_bytes
+    assert report.plan.budget_bytes == report.budget_bytes
+    report.plan.save(tmp_path / "plan.json")
+    again, same = train(plan=tmp_path / "plan.json")
+    assert again.plan.schedule == report.plan.schedule
+    assert again.strategy.startswith("stored plan")
+    assert torch.equal(gradient, same)
+    for name in ("predicted_peak_bytes", "baseline_peak_bytes", "lower_bound_bytes", "saved", "recomputed_ops"):
+        assert getattr(again, name) == getattr(report, name)
+    assert again.budget_bytes is None
+    assert 0 <= again.lower_bound_seconds <= again.recompute_seconds
+    everything, _ = train()
+    assert everything.plan.schedule != report.plan.schedule, "else the test shows nothing"
+
+
+def test_a_stored_plan_over_the_budget_is_an_error(tmp_path):
+    report, _ = train(memory_budget=0.9)
+    report.plan.save(path := tmp_path / "plan.json")
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        train(plan=path, memory_budget=report.predicted_peak_bytes - 1)
+    error = caught.value.inner_exception
+    assert isinstance(error, BudgetInfeasible)
+    assert error.minimum_bytes == report.predicted_peak_bytes
+    assert f"the stored plan {path} does not keep" in str(error)
+    assert "leave out the option `plan`" in str(error)
+    with pytest.warns(autoremat.BudgetWarning):
+        best_effort, _ = train(plan=path, memory_budget=1, on_infeasible="best_effort")
+    assert best_effort.plan.schedule == report.plan.schedule
+
+
+def test_a_plan_of_another_model_is_an_error_and_not_left_to_torch(tmp_path):
+    report, _ = train(width=16)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="first op that differs"):
+        train(width=32, plan=report.plan)
+
+
+@pytest.mark.slow
+def test_under_inductor_the_plan_is_applied_and_a_warm_start_has_it_too(tmp_path: Path):
+    report, gradient = train(inner="inductor", memory_budget=0.6)
+    report.plan.save(path := tmp_path / "plan.json")
+    stored, same = train(inner="inductor", plan=path)
+    assert stored.plan.schedule == report.plan.schedule
+    assert (stored.compiled_peak_bytes, stored.replans) == (report.compiled_peak_bytes, 0)
+    assert torch.equal(gradient, same)
+    warm, _ = train(inner="inductor", memory_budget=0.6)
+    assert warm == report
+    assert warm.plan.schedule == report.plan.schedule
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="the stored plan"):
+        train(inner="inductor", plan=path, memory_budget=report.compiled_peak_bytes // 2)
+
+
+def test_a_report_whose_plan_is_gone_comes_without(tmp_path, monkeypatch, plan):
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
+    planning = Planner(plan.graph).find(plan.budget_bytes)
+    report = autoremat.Report.of(
+        planning, plan, budget_bytes=plan.budget_bytes, planning_seconds=0.0, inner="aot_eager", device="cpu"
+    )
+    store.save("key", store.Record(report))
+    assert store.load("key").report.plan.schedule == plan.schedule
+    (tmp_path / "plans" / "key.json").write_text("{")
+    assert store.load("key") == store.Record(report)
+    assert store.load("key").report.plan is None
+
+
+def test_a_graph_without_ops_has_a_hash():
+    assert plan_files.graph_hash(Graph((), ())) != plan_files.graph_hash(chain(1))
