@@ -30,7 +30,7 @@ test-slow: venv  ## the tests that compile with Inductor or build whole models
 
 docs: venv  ## build the documentation into site/; a warning is an error
 	$(BIN)/pip install --quiet -c constraints-dev.txt -e ".[docs]"
-	$(BIN)/mkdocs build --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: venv  ## lint, formatting and types
 	$(BIN)/ruff check .

@@ -206,13 +206,14 @@ def _flags(kind: type[enum.Flag], names: list[str]) -> enum.Flag:
 
 
 def graph_hash(graph: Graph) -> str:
-    """A hash of what a schedule depends on: ops, their edges, sizes, and what must and may not be done with them.
+    """A hash of the ops, their edges, the sizes and the outputs.
 
-    Names, lines, seconds and workspaces are left out: they differ between processes and machines.
+    Names, lines, seconds and workspaces are left out: they differ between processes and machines. So are orders and what may
+    not run twice: a plan is checked against those of the graph at hand.
     """
     ops = [_op_structure(graph, index) for index in range(len(graph.ops))]
     values = [(value.bytes, value.producer, value.role.value) for value in graph.values]
-    ends = (graph.forward_outputs, graph.backward_outputs, graph.pinned)
+    ends = (graph.forward_outputs, graph.backward_outputs)
     return hashlib.sha256(json.dumps([ops, values, ends]).encode()).hexdigest()
 
 
@@ -220,7 +221,7 @@ def _op_structure(graph: Graph, index: int) -> tuple[Any, ...]:
     op = graph.ops[index]
     target = re.sub(r" at 0x[0-9a-fA-F]+", "", op.target)
     made = [graph.values[v].bytes for v in op.outputs]
-    return target, op.forward, op.inputs, op.outputs, made, _plain(op.traits), op.order.value
+    return target, op.forward, op.inputs, op.outputs, made
 
 
 def fitted(files: Sequence[PlanFile], graph: Graph) -> tuple[PlanFile, Plan]:
@@ -232,7 +233,10 @@ def fitted(files: Sequence[PlanFile], graph: Graph) -> tuple[PlanFile, Plan]:
     for file in files:
         if graph_hash(file.plan.graph) == wanted:
             plan = Plan.of(graph, file.plan.schedule, f"stored plan ({file.plan.label})" if file.plan.label else "stored plan")
-            plan.check()
+            try:
+                plan.check()
+            except PlanInvalid as error:
+                raise PlanFileError(f"the plan in {file.name} breaks a rule of this graph: {error}") from error
             return file, plan
     nearest = min(files, key=lambda file: abs(len(file.plan.graph.ops) - len(graph.ops)))
     which = f"the plan in {nearest.name} is" if len(files) == 1 else f"none of {len(files)} plans ({nearest.name} is nearest)"
@@ -251,7 +255,7 @@ def difference(stored: Graph, found: Graph) -> str:
     shared = range(min(len(stored.ops), len(found.ops)))
     first = next((i for i in shared if _op_structure(stored, i) != _op_structure(found, i)), len(shared))
     if first == len(stored.ops) == len(found.ops):
-        return "\n".join([*lines, "  the ops are the same; sizes of inputs, outputs or what the forward must run differ"])
+        return "\n".join([*lines, "  the ops are the same; the sizes of inputs or the outputs differ"])
     lines.append(f"  the first op that differs is number {first}:")
     lines += [f"    {name:<8}{_op_text(graph, first)}" for name, graph in (("stored:", stored), ("here:", found))]
     return "\n".join(lines)

@@ -16,7 +16,7 @@ from torch import nn
 import autoremat
 from autoremat import plan_files, store
 from autoremat.errors import BudgetInfeasible, OptionsError, PlanFileError
-from autoremat.graph import Graph
+from autoremat.graph import Graph, Order
 from autoremat.options import Options, configure
 from autoremat.plans import Plan
 from autoremat.schedule import build_schedule
@@ -153,7 +153,15 @@ def test_the_error_knows_shorter_graphs_and_equal_ops(plan):
     with pytest.raises(PlanFileError, match="number 7"):
         plan_files.fitted([file_of(plan)], chain(7, size=64))
     with pytest.raises(PlanFileError, match="the ops are the same"):
-        plan_files.fitted([file_of(plan)], dataclasses.replace(plan.graph, pinned=(0,)))
+        plan_files.fitted([file_of(plan)], dataclasses.replace(plan.graph, forward_outputs=(1,)))
+
+
+def test_a_plan_that_breaks_an_order_is_refused(plan):
+    ops = list(plan.graph.ops)
+    again = plan.recomputed[0]
+    ops[again] = dataclasses.replace(ops[again], order=Order.SAVE)
+    with pytest.raises(PlanFileError, match="breaks a rule of this graph: .* ordered to be saved but runs twice"):
+        plan_files.fitted([file_of(plan)], dataclasses.replace(plan.graph, ops=tuple(ops)))
 
 
 def test_each_graph_takes_its_own_of_several_plans(plan):

@@ -1,0 +1,136 @@
+"""The documentation: its Python blocks run, its build has no warning, and it explains every error."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from autoremat import cli, errors
+from autoremat.options import OWN_KEYS, configure
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(<!-- not run: .+ -->\n+)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+"""A Python block; a comment before it says why it cannot be run here."""
+
+FROM_ELSEWHERE = re.compile(r'<(?:script|img)[^>]* src="https?:|<link[^>]* rel="(?:stylesheet|preconnect)"[^>]* href="https?:')
+
+PROVIDED = """
+import torch
+torch.manual_seed(0)
+layers = [torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(8)]
+class Model(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(*layers)
+    def forward(self, x):
+        return self.layers(x)
+model = Model()
+x = torch.randn(256, 32)
+def step_loss(x):
+    return model(x).square().mean()
+batches = [torch.randn(256, 32) for _ in range(4)]
+"""
+"""What the pages take for granted: a model, an input, a loss, some batches."""
+
+PROVIDED_TO = {
+    "README.md": """
+class Loss(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = torch.nn.Embedding(64, 32), torch.nn.Linear(32, 64)
+    def forward(self, input_ids, labels):
+        from types import SimpleNamespace
+        logits = self.head(torch.nn.functional.gelu(self.embed(input_ids)))
+        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+model = Loss()
+batches = [torch.randint(64, (4, 16)) for _ in range(2)]
+tokens = batches[0]
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+}
+
+
+def blocks(page: Path) -> list[tuple[int, str]]:
+    """(line, code) of each Python block."""
+    text = page.read_text()
+    return [(text[: match.start(2)].count("\n"), match[2]) for match in BLOCK.finditer(text) if not match[1]]
+
+
+def run_page(page: Path) -> None:
+    """Run the blocks of a page one after the other, as one program."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(PROVIDED + PROVIDED_TO.get(page.name, ""), names)
+    for line, code in blocks(page):
+        exec(compile("\n" * line + code, str(page), "exec"), names)
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Files that the blocks write land here."""
+    monkeypatch.chdir(tmp_path)
+    with warnings.catch_warnings():
+        yield
+
+
+WITH_BLOCKS = [page for page in PAGES if blocks(page)]
+
+
+@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
+def test_the_python_blocks_run(page, elsewhere):
+    configure(inner="aot_eager")  # nothing waits for a C++ compiler
+    run_page(page)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", ["README.md", "tutorial.md"])
+def test_the_first_pages_run_under_inductor(page, elsewhere):
+    run_page(next(path for path in PAGES if path.name == page))
+
+
+def test_every_error_and_warning_is_explained():
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    kinds = [
+        name
+        for name, kind in vars(errors).items()
+        if inspect.isclass(kind) and issubclass(kind, Exception) and kind.__module__ == errors.__name__
+    ]
+    assert len(kinds) > 7
+    assert not [name for name in kinds if f"### {name}\n" not in page]
+
+
+def test_every_option_and_command_is_mentioned():
+    text = "\n".join(page.read_text() for page in PAGES)
+    assert not [key for key in OWN_KEYS if f"`{key}`" not in text and f'"{key}"' not in text and f"{key}=" not in text]
+    page = (ROOT / "docs" / "command-line.md").read_text()
+    assert not [name for name in cli.main.commands if f"autoremat {name}" not in page]
+
+
+def test_every_page_is_in_the_table_of_contents():
+    contents = (ROOT / "mkdocs.yml").read_text()
+    assert not [page.name for page in PAGES[1:] if page.name not in contents]
+
+
+@pytest.mark.slow
+def test_the_build_has_no_warning_and_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs", reason="needs the extra `docs`")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    for page in tmp_path.rglob("*.html"):
+        assert not FROM_ELSEWHERE.search(page.read_text()), page
+    planner = (tmp_path / "planner.html").read_text()
+    assert "<math" in planner
+    assert "arithmatex" not in planner
+    assert ":class:" not in (tmp_path / "api.html").read_text()
