@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .declarations import declare_pure as declare_pure
     from .dynamo_backend import backend as backend
     from .errors import AutorematError as AutorematError
     from .errors import BudgetInfeasible as BudgetInfeasible
@@ -51,6 +52,7 @@ _MODULE_OF = {
     "UnsupportedTorchError": "errors",
     "backend": "dynamo_backend",
     "configure": "options",
+    "declare_pure": "declarations",
     "plan": "planning",
     "reports": "report",
     "track_peak": "measure",
@@ -72,6 +74,7 @@ __all__ = [
     "__version__",
     "backend",
     "configure",
+    "declare_pure",
     "plan",
     "reports",
     "track_peak",

@@ -17,14 +17,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat import op_rules, torch_compat
+from autoremat import calls, op_rules, torch_compat, torch_higher_order
 from autoremat.cost import Device, cpu_device, cuda_device, roofline_seconds, saving_seconds_per_byte
 from autoremat.errors import CaptureError
-from autoremat.graph import Graph, Kind, Op, Role, Trait, Value
-from autoremat.workspace import workspace_bytes
+from autoremat.graph import Graph, Op, Role, Trait, Value
 
-Alias = int | None | tuple["Alias", ...]
-"""What a node holds: a value number, nothing that takes memory, or a tuple of these."""
+Alias = int | None | tuple["Alias", ...] | dict[str, "Alias"]
+"""What a node holds: a value number, nothing that takes memory, or several of these by position or by name."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +58,7 @@ class _Builder:
 
     def nbytes(self, tensor: torch.Tensor) -> int:
         """Bytes of the tensor's storage, if it lies on the model's device."""
-        if tensor.device.type != self.device_type:
-            return 0
-        try:
-            return torch_compat.size_hint(tensor.untyped_storage().nbytes())
-        except NotImplementedError:
-            return torch_compat.size_hint(tensor.numel()) * tensor.element_size()
+        return calls.storage_bytes(tensor, self.device_type)
 
     def new_value(self, node: fx.Node, name: str, tensor: torch.Tensor, role: Role) -> int:
         module, source = origin(node)
@@ -118,7 +112,9 @@ class _Builder:
     def unpack(self, node: fx.Node) -> None:
         source, index = node.args
         held = self.aliases.get(source) if isinstance(source, fx.Node) else None
-        alias = held[index] if isinstance(held, tuple) and isinstance(index, int) else held
+        alias: Alias = held
+        if isinstance(held, (tuple, dict)):
+            alias = held[index]  # type: ignore[index]
         self.aliases[node] = alias
         if isinstance(alias, int) and self.value_nodes[alias] is None and self.maker.get(alias) is _unpacked(node):
             self.value_nodes[alias] = node
@@ -126,22 +122,25 @@ class _Builder:
     def compute(self, node: fx.Node) -> None:
         read = tuple(dict.fromkeys(v for n in node.all_input_nodes for v in _flatten(self.aliases.get(n))))
         made: list[int] = []
-        read_set = set(read)
+        # A higher-order op returns no alias of an operand; calls of the same region may share the fake tensors of results.
+        may_alias = set() if torch_higher_order.name_of(node) else set(read)
 
         def hold(tensor: Any, name: str) -> Alias:
             if isinstance(tensor, (tuple, list)):
                 return tuple(hold(t, f"{name}[{i}]") for i, t in enumerate(tensor))
+            if isinstance(tensor, dict):  # results of Triton kernels, by the names of arguments
+                return {str(key): hold(t, f"{name}[{key!r}]") for key, t in tensor.items()}
             if not isinstance(tensor, torch.Tensor):
                 return None
             known = self.storages.get(torch_compat.storage_key(tensor) or 0)
-            if known is not None and known in read_set:
+            if known is not None and known in may_alias:
                 return known
             made.append(self.new_value(node, name, tensor, Role.COMPUTED))
             return made[-1]
 
         alias = hold(node.meta.get("val"), node.name)
         self.aliases[node] = alias
-        if not made and alias is not None and op_rules.traits_of(node) == Trait.NONE:
+        if not made and alias is not None and calls.traits_of(node) == Trait.NONE:
             return  # shares its input's storage though its schema does not say so: `_unsafe_view`, `unsafe_split`
         if isinstance(alias, int) and alias in made:
             self.value_nodes[alias] = node
@@ -154,8 +153,8 @@ def _like(result: Any, base: Alias) -> Alias:
 
 
 def _flatten(alias: Alias) -> Iterable[int]:
-    if isinstance(alias, tuple):
-        for part in alias:
+    if isinstance(alias, (tuple, dict)):
+        for part in alias.values() if isinstance(alias, dict) else alias:
             yield from _flatten(part)
     elif alias is not None:
         yield alias
@@ -240,7 +239,7 @@ def _pins(node: fx.Node) -> bool:
     if torch_compat.is_traced_in_backward(node) or torch_compat.must_be_in_backward(node):
         return False
     effects = Trait.MUTATING | Trait.EFFECTFUL | Trait.COLLECTIVE
-    return torch_compat.must_be_in_forward(node) or bool(op_rules.traits_of(node) & effects)
+    return torch_compat.must_be_in_forward(node) or bool(calls.traits_of(node) & effects)
 
 
 def _overwritten_inputs(builder: _Builder) -> set[int]:
@@ -256,29 +255,16 @@ def _overwritten_inputs(builder: _Builder) -> set[int]:
     return found
 
 
-def _tensor_bytes(builder: _Builder, node: fx.Node) -> int:
-    leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
-    return sum(torch_compat.size_hint(t.numel()) * t.element_size() for t in leaves if isinstance(t, torch.Tensor))
-
-
 def _op(builder: _Builder, node: fx.Node, backward: bool, overwritten: set[int], device: Device) -> Op:
-    args, kwargs = torch.utils._pytree.tree_map(
-        lambda x: x.meta.get("val") if isinstance(x, fx.Node) else x, (node.args, node.kwargs)
-    )
-    flops = op_rules.flops_of(node, tuple(args), dict(kwargs), node.meta.get("val"))
-    moved = _tensor_bytes(builder, node) + sum(_tensor_bytes(builder, n) for n in node.all_input_nodes)
-    traits = op_rules.traits_of(node)
+    cost = calls.cost_of(node, builder.device_type)
+    traits = calls.traits_of(node)
     if overwritten.intersection(builder.reads[node]):
         traits |= Trait.READS_MUTATED_INPUT
-    kind = op_rules.kind_of(node)
-    workspace = workspace_bytes(node, tuple(args), dict(kwargs), node.meta.get("val"))
     module, source = origin(node)
-    # A fused pointwise op moves its share of the chain's traffic, not what it would move alone.
-    traffic = moved // 3 if kind is Kind.POINTWISE else moved
+    seconds = roofline_seconds(cost.flops, calls.traffic_of(node, cost.moved_bytes), device)
     return Op(
-        node.name, str(node.target), builder.reads[node], builder.makes[node], not backward,
-        roofline_seconds(flops, traffic, device), flops, moved, workspace, kind, traits, op_rules.order_of(node),
-        module, source,
+        node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, seconds, cost.flops,
+        cost.moved_bytes, cost.workspace_bytes, op_rules.kind_of(node), traits, op_rules.order_of(node), module, source,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat import costing, store, torch_compat
+from autoremat import costing, declarations, store, torch_compat
 from autoremat.errors import BudgetInfeasible, BudgetWarning, OptionsError
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner, free_device_bytes, infeasible, source_hash
@@ -133,6 +133,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
         torch.__version__,
         f"{options.cache_key()} {free}",
         costing.identity(options.cost_model, [*inputs, *gm.parameters()]),
+        declarations.identity(),
         gm.print_readable(print_output=False),
         *map(_describe, inputs),
         f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')} {torch.get_num_threads()} {device}",

@@ -88,28 +88,31 @@ def is_random(node: fx.Node) -> bool:
     return bound.get("train", True) is not False
 
 
+def traits_of_op(op: torch._ops.OpOverload) -> Trait:
+    """What calls of ``op`` may not do, whatever their arguments."""
+    traits = Trait.RANDOM if torch.Tag.nondeterministic_seeded in op.tags else Trait.NONE
+    if op._schema.is_mutable:
+        traits |= Trait.MUTATING
+    if op.namespace in COLLECTIVE_NAMESPACES:
+        traits |= Trait.COLLECTIVE
+    elif op._schema.name in EFFECTS:
+        traits |= Trait.EFFECTFUL
+    elif op.namespace not in PURE_NAMESPACES:
+        traits |= Trait.UNDECLARED
+    return traits
+
+
 def traits_of(node: fx.Node) -> Trait:
-    """What the node may not do, by its target alone."""
+    """What the node may not do, by its target and its arguments alone."""
     target = node.target
-    traits = Trait.NONE
     if is_with_effects(node):
         return Trait.EFFECTFUL
     if isinstance(target, torch._ops.HigherOrderOperator):
         return Trait.UNDECLARED
     if not isinstance(target, torch._ops.OpOverload):
-        return traits
-    namespace, name = target.namespace, target._schema.name
-    if is_random(node):
-        traits |= Trait.RANDOM
-    if target._schema.is_mutable:
-        traits |= Trait.MUTATING
-    if namespace in COLLECTIVE_NAMESPACES:
-        traits |= Trait.COLLECTIVE
-    elif name in EFFECTS:
-        traits |= Trait.EFFECTFUL
-    elif namespace not in PURE_NAMESPACES and not (namespace == "prims" or name.startswith("prims::inductor")):
-        traits |= Trait.UNDECLARED
-    return traits
+        return Trait.NONE
+    traits = traits_of_op(target)
+    return traits if is_random(node) else traits & ~Trait.RANDOM
 
 
 def adds_to_product(node: fx.Node) -> bool:
@@ -144,11 +147,16 @@ def order_of(node: fx.Node) -> Order:
     return Order.NONE
 
 
-def _shapes(value: Any) -> Any:
-    """Replace (fake) tensors by their shapes, as torch's FLOP formulas want them."""
-    return torch.utils._pytree.tree_map(
-        lambda x: torch.Size([size_hint(s) for s in x.shape]) if isinstance(x, torch.Tensor) else x, value
-    )
+def without_data(value: Any) -> Any:
+    """Replace (fake) tensors by some that have sizes and no data, and symbolic numbers, also of sizes, by their hints."""
+
+    def sized(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            shape, strides = ([size_hint(s) for s in sizes] for sizes in (x.shape, x.stride()))
+            return torch.empty_strided(shape, strides, dtype=x.dtype, device="meta")
+        return size_hint(x) if isinstance(x, torch.SymInt) else x
+
+    return torch.utils._pytree.tree_map(sized, value)
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, matmuls: int) -> int:
@@ -173,4 +181,4 @@ def flops_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     formula = flop_formulas().get(name)
     if formula is None:
         return 0
-    return int(formula(*_shapes(args), **_shapes(kwargs), out_val=_shapes(result)))
+    return int(formula(*without_data(args), **without_data(kwargs), out_val=without_data(result)))

@@ -24,7 +24,7 @@ from autoremat.costing import priced
 from autoremat.errors import BudgetInfeasible, Occupant, OptionsError, UnplannedWarning
 from autoremat.graph import Kind
 from autoremat.options import Options
-from autoremat.passes import realise
+from autoremat.passes import read_operands_directly, realise
 from autoremat.plans import Plan
 from autoremat.report import Report
 from autoremat.solvers import Planner, Planning
@@ -83,6 +83,10 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     memory_first: bool = field(default=False, init=False)
     """Whether the code generator is to put the planned memory before speed: a plan of least time needs no such thing."""
 
+    is_region: bool = field(default=False, init=False)
+    """Whether the graph at hand is a nested compile region, which torch has partitioned first, without inputs. The graph around
+    it may recompute it whole, so alone it only has to fit the budget if it can, and a share of its own peak means nothing."""
+
     unplanned: bool = field(default=False, init=False)
     """Whether planning failed and the graph was left to torch's partitioner."""
     plan_file: str | None = field(default=None, init=False)
@@ -110,8 +114,10 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         joint = torch_compat.prepare_joint(gm)
         untouched = copy.deepcopy(joint.graph)
         try:
+            read_operands_directly(joint)
             captured = capture(joint, kwargs["num_fwd_outputs"], self.fuses)
             if captured.graph.num_forward < len(captured.graph.ops):
+                self.is_region = not joint_inputs
                 return self.plan_and_split(captured, kwargs.get("static_lifetime_input_indices") or ())
         except (BudgetInfeasible, OptionsError):
             raise
@@ -158,13 +164,16 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         planner = Planner(captured.graph, self.options.time_limit)
         device = torch_compat.device_of(captured.joint)
         budget = self.options.resolve_budget(planner.baseline.peak_bytes, free_device_bytes(device))
+        if self.is_region and isinstance(self.options.memory_budget, float):
+            budget = None
+        self.exhausted = False
         planning = self.search_or_apply(planner, budget)
         self.planning, plan = planning, planning.plan
         if plan is None:
             assert budget is not None
             plan = planning.smallest
             self.exhausted = True
-            if self.must_fit and not self.worth_trying(plan, budget):
+            if self.must_fit and not self.is_region and not self.worth_trying(plan, budget):
                 raise infeasible(planning, budget, str(device), plan_file=self.plan_file)
         self.report = Report.of(
             planning,
@@ -179,7 +188,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
 
     def search_or_apply(self, planner: Planner, budget: int | None) -> Planning:
         """Look for the best plan, or take the stored one, which nothing then replaces. Raises ``PlanFileError``."""
-        if not self.options.plan:
+        if not self.options.plan or self.is_region:
             self.planner = planner
             return planner.find(None if budget is None else budget - self.margin_bytes)
         file, plan = plan_files.fitted(self.options.plan, planner.graph)

@@ -21,11 +21,12 @@ PURE = (
 """Modules that must work without torch."""
 
 TORCH = (
-    "capture", "costing", "dynamo_backend", "measure", "op_rules", "op_work", "partitioner", "timing", "timing.calibration",
-    "timing.profiling", "timing.recipes", "timing.stopwatch", "torch_compat", "torch_logs", "workspace", "passes",
+    "calls", "capture", "costing", "declarations", "dynamo_backend", "measure", "op_rules", "op_work", "partitioner", "timing",
+    "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch", "torch_compat", "torch_higher_order",
+    "torch_logs", "workspace", "passes",
 )  # fmt: skip
 
-ADAPTERS = ("torch_compat", "torch_logs")
+ADAPTERS = ("torch_compat", "torch_higher_order", "torch_logs")
 """The modules that may touch torch's private names."""
 
 PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispatch")

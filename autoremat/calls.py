@@ -1,0 +1,148 @@
+"""What a call may do and what it costs: what torch says of it (:mod:`autoremat.op_rules`), what its user declares
+(:mod:`autoremat.declarations`), and, for a higher-order op, what its bodies do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat import declarations, op_rules, torch_compat, torch_higher_order
+from autoremat.graph import Kind, Trait
+from autoremat.workspace import workspace_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """FLOPs of one call, bytes that it reads and writes, and those that it allocates beside its results and frees again."""
+
+    flops: int
+    moved_bytes: int
+    workspace_bytes: int
+
+
+def traits_of(node: fx.Node) -> Trait:
+    """What ``node`` may not do."""
+    traits = op_rules.traits_of(node)
+    if Trait.UNDECLARED not in traits:
+        return traits
+    if declarations.find(node) is not None:
+        return traits & ~Trait.UNDECLARED
+    if torch_higher_order.name_of(node) not in torch_higher_order.RUNS_BODIES:
+        return traits
+    found = Trait.NONE
+    for body in torch_higher_order.bodies(node):
+        for inner in body.graph.nodes:
+            found |= traits_of(inner) if inner.op == "call_function" else Trait.NONE
+    return found
+
+
+def cost_of(node: fx.Node, device_type: str) -> Cost:
+    """What one call costs, with symbolic sizes at their hints."""
+    args, kwargs = _arguments(node)
+    result = node.meta.get("val")
+    moved = _tensor_bytes(node) + sum(_tensor_bytes(n) for n in node.all_input_nodes)
+    declared = declarations.find(node)
+    if declared is not None:
+        written = torch_higher_order.written_op(node)
+        if written is not None:
+            args, kwargs = (), torch_higher_order.written_arguments(written, kwargs)
+        flops, workspace = (declarations.amount(a, args, kwargs) for a in (declared.flops, declared.workspace_bytes))
+        return Cost(flops, moved, workspace)
+    flops = op_rules.flops_of(node, args, kwargs, result)
+    bodies = torch_higher_order.bodies(node) if torch_higher_order.name_of(node) in torch_higher_order.RUNS_BODIES else []
+    if not bodies:
+        return Cost(flops, moved, workspace_bytes(node, args, kwargs, result))
+    inside = [_cost_of_body(body, device_type) for body in bodies]
+    runs = _runs(node, args)
+    held = _tensor_bytes(node) if torch_higher_order.name_of(node) in torch_higher_order.HOLDS_RESULTS_TWICE else 0
+    return Cost(
+        flops or runs * _together(node, [c.flops for c in inside]),
+        max(moved, runs * _together(node, [c.moved_bytes for c in inside])),
+        max(c.workspace_bytes for c in inside) + held,
+    )
+
+
+def traffic_of(node: fx.Node, moved_bytes: int) -> int:
+    """Of the bytes that ``node`` reads and writes, those to charge for: a fused pointwise op moves its share of the chain's."""
+    return moved_bytes // 3 if op_rules.kind_of(node) is Kind.POINTWISE else moved_bytes
+
+
+def storage_bytes(tensor: torch.Tensor, device_type: str) -> int:
+    """Bytes of the tensor's storage, 0 if it lies on another device."""
+    if tensor.device.type != device_type:
+        return 0
+    try:
+        return torch_compat.size_hint(tensor.untyped_storage().nbytes())
+    except NotImplementedError:
+        return torch_compat.size_hint(tensor.numel()) * tensor.element_size()
+
+
+def _arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    args, kwargs = torch.utils._pytree.tree_map(
+        lambda x: x.meta.get("val") if isinstance(x, fx.Node) else x, (node.args, node.kwargs)
+    )
+    return tuple(args), dict(kwargs)
+
+
+def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
+    for leaf in torch.utils._pytree.tree_leaves(node.meta.get("val")):
+        if isinstance(leaf, torch.Tensor):
+            yield leaf
+
+
+def _tensor_bytes(node: fx.Node) -> int:
+    return sum(torch_compat.size_hint(t.numel()) * t.element_size() for t in _tensors(node))
+
+
+def _runs(node: fx.Node, args: tuple[Any, ...]) -> int:
+    """How often the bodies run; once where only the data decides."""
+    position = torch_higher_order.LOOPED_OVER.get(torch_higher_order.name_of(node))
+    over = torch.utils._pytree.tree_leaves(args[position]) if position is not None else []
+    return torch_compat.size_hint(over[0].shape[0]) if over else 1
+
+
+def _together(node: fx.Node, amounts: list[int]) -> int:
+    """The amount of all bodies: of a branch, the larger."""
+    return max(amounts) if torch_higher_order.name_of(node) == "cond" else sum(amounts)
+
+
+def _cost_of_body(body: fx.GraphModule, device_type: str) -> Cost:
+    flops = moved = peak = alive = 0
+    born: dict[int, int] = {}
+    last_use = _last_uses(body)
+    for position, node in enumerate(body.graph.nodes):
+        if node.op != "call_function":
+            born.update((_key(t), 0) for t in _tensors(node))  # inputs are there anyway
+            continue
+        cost = cost_of(node, device_type)
+        flops, moved = flops + cost.flops, moved + traffic_of(node, cost.moved_bytes)
+        for tensor in _tensors(node):
+            if _key(tensor) not in born:
+                born[_key(tensor)] = storage_bytes(tensor, device_type)
+                alive += born[_key(tensor)]
+        peak = max(peak, alive + cost.workspace_bytes)
+        for key in {_key(t) for n in (node, *node.all_input_nodes) for t in _tensors(n)}:
+            if last_use[key] <= position:
+                alive -= born.get(key, 0)
+                born[key] = 0
+    return Cost(flops, moved, max(0, peak - alive))  # what is alive at the end are the results
+
+
+def _key(tensor: torch.Tensor) -> int:
+    key = torch_compat.storage_key(tensor)
+    return id(tensor) if key is None else key
+
+
+def _last_uses(body: fx.GraphModule) -> dict[int, int]:
+    """For each storage, the position of the last node that holds or reads it."""
+    found: dict[int, int] = {}
+    for position, node in enumerate(body.graph.nodes):
+        for holder in (node, *node.all_input_nodes):
+            for tensor in _tensors(holder):
+                found[_key(tensor)] = position
+    return found
