@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from .options import configure as configure
     from .planning import plan as plan
     from .plans import Plan as Plan
+    from .preview import explain as explain
     from .report import Report as Report
     from .report import reports as reports
 
@@ -53,6 +54,7 @@ _MODULE_OF = {
     "backend": "dynamo_backend",
     "configure": "options",
     "declare_pure": "declarations",
+    "explain": "preview",
     "plan": "planning",
     "reports": "report",
     "track_peak": "measure",
@@ -75,6 +77,7 @@ __all__ = [
     "backend",
     "configure",
     "declare_pure",
+    "explain",
     "plan",
     "reports",
     "track_peak",

@@ -41,8 +41,9 @@ def traits_of(node: fx.Node) -> Trait:
     return found
 
 
-def cost_of(node: fx.Node, device_type: str) -> Cost:
-    """What one call costs, with symbolic sizes at their hints."""
+def cost_of(node: fx.Node, device_type: str, runs_on: str) -> Cost:
+    """What one call costs, with symbolic sizes at their hints; traced on a device of ``device_type``, to run on one of the type
+    ``runs_on``."""
     args, kwargs = _arguments(node)
     result = node.meta.get("val")
     moved = _tensor_bytes(node) + sum(_tensor_bytes(n) for n in node.all_input_nodes)
@@ -56,8 +57,8 @@ def cost_of(node: fx.Node, device_type: str) -> Cost:
     flops = op_rules.flops_of(node, args, kwargs, result)
     bodies = torch_higher_order.bodies(node) if torch_higher_order.name_of(node) in torch_higher_order.RUNS_BODIES else []
     if not bodies:
-        return Cost(flops, moved, workspace_bytes(node, args, kwargs, result))
-    inside = [_cost_of_body(body, device_type) for body in bodies]
+        return Cost(flops, moved, workspace_bytes(node, args, kwargs, result, runs_on))
+    inside = [_cost_of_body(body, device_type, runs_on) for body in bodies]
     runs = _runs(node, args)
     held = _tensor_bytes(node) if torch_higher_order.name_of(node) in torch_higher_order.HOLDS_RESULTS_TWICE else 0
     return Cost(
@@ -111,7 +112,7 @@ def _together(node: fx.Node, amounts: list[int]) -> int:
     return max(amounts) if torch_higher_order.name_of(node) == "cond" else sum(amounts)
 
 
-def _cost_of_body(body: fx.GraphModule, device_type: str) -> Cost:
+def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str) -> Cost:
     flops = moved = peak = alive = 0
     born: dict[int, int] = {}
     last_use = _last_uses(body)
@@ -119,7 +120,7 @@ def _cost_of_body(body: fx.GraphModule, device_type: str) -> Cost:
         if node.op != "call_function":
             born.update((_key(t), 0) for t in _tensors(node))  # inputs are there anyway
             continue
-        cost = cost_of(node, device_type)
+        cost = cost_of(node, device_type, runs_on)
         flops, moved = flops + cost.flops, moved + traffic_of(node, cost.moved_bytes)
         for tensor in _tensors(node):
             if _key(tensor) not in born:

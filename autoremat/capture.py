@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,9 @@ from autoremat import calls, op_rules, torch_compat, torch_higher_order
 from autoremat.cost import Device, cpu_device, cuda_device, roofline_seconds, saving_seconds_per_byte
 from autoremat.errors import CaptureError
 from autoremat.graph import Graph, Op, Role, Trait, Value
+
+ROOT = re.compile(r"^([LG]\['\w+'\]|\.__closure__\[\d+\]\.cell_contents|\.__self__|\.func|\.args\[\d+\])+")
+"""How Dynamo says where it found the model: an argument, a global or what a function closes over."""
 
 Alias = int | None | tuple["Alias", ...] | dict[str, "Alias"]
 """What a node holds: a value number, nothing that takes memory, or several of these by position or by name."""
@@ -167,12 +171,18 @@ def _unpacked(node: fx.Node) -> Any:
     return node
 
 
+def may_train(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether autograd can ask for a backward of a graph that Dynamo captured."""
+    tensors = [*inputs, *gm.parameters()]
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
 def origin(node: fx.Node) -> tuple[str, str]:
-    """(module path, "file:line, code") of a node, empty where unknown."""
+    """(module path, "file:line") of a node, empty where unknown; what autograd made has its forward's."""
     module = ""
-    for path, _ in node.meta.get("nn_module_stack", {}).values():
+    for path, _ in (node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}).values():
         module = path
-    module = module.replace("L['self']", "").replace("L['model']", "").replace("._modules", "").lstrip(".")
+    module = ROOT.sub("", module.replace("._modules", "")).lstrip(".")
     source = ""
     for line in (node.meta.get("stack_trace") or "").splitlines():
         if line.strip().startswith("File "):
@@ -181,17 +191,19 @@ def origin(node: fx.Node) -> tuple[str, str]:
     return module, source
 
 
-def device_rates(device: torch.device, joint: fx.GraphModule) -> Device:
-    """The roofline of ``device`` for the precision in which the joint graph multiplies matrices."""
-    if device.type == "cpu":
+def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | None = None) -> Device:
+    """The roofline of ``device``, or of the CUDA device ``cuda_name``, for the precision in which the joint graph multiplies
+    matrices."""
+    if device.type == "cpu" and cuda_name is None:
         return cpu_device(torch.get_num_threads())
     half = any(
         getattr(n.meta.get("val"), "dtype", None) in (torch.float16, torch.bfloat16)
         for n in joint.graph.nodes
         if n.op == "call_function"
     )
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
-    return cuda_device(name, half)
+    if cuda_name is None:
+        cuda_name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
+    return cuda_device(cuda_name, half)
 
 
 @contextlib.contextmanager
@@ -255,8 +267,8 @@ def _overwritten_inputs(builder: _Builder) -> set[int]:
     return found
 
 
-def _op(builder: _Builder, node: fx.Node, backward: bool, overwritten: set[int], device: Device) -> Op:
-    cost = calls.cost_of(node, builder.device_type)
+def _op(builder: _Builder, node: fx.Node, backward: bool, overwritten: set[int], device: Device, runs_on: str) -> Op:
+    cost = calls.cost_of(node, builder.device_type, runs_on)
     traits = calls.traits_of(node)
     if overwritten.intersection(builder.reads[node]):
         traits |= Trait.READS_MUTATED_INPUT
@@ -268,8 +280,9 @@ def _op(builder: _Builder, node: fx.Node, backward: bool, overwritten: set[int],
     )  # fmt: skip
 
 
-def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool) -> Capture:
-    """Build the graph of a prepared joint module whose first ``num_fwd_outputs`` outputs are the forward's.
+def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name: str | None = None) -> Capture:
+    """Build the graph of a prepared joint module whose first ``num_fwd_outputs`` outputs are the forward's. With ``cuda_name``
+    the device on which it was traced stands for the CUDA device of that name.
 
     Raises ``CaptureError``, which names the node, if one is not understood.
     """
@@ -282,7 +295,8 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool) -> Capture
     backward = _is_backward(builder, required)
     ordered = sorted(builder.calls, key=lambda n: backward[n])  # stable: joint order within each half
     number = {node: index for index, node in enumerate(ordered)}
-    rates = device_rates(device, joint)
+    rates = device_rates(device, joint, cuda_name)
+    runs_on = device.type if cuda_name is None else "cuda"
     overwritten = _overwritten_inputs(builder)
     values = tuple(
         Value(v.name, -(-v.bytes // rates.allocation_bytes) * rates.allocation_bytes,
@@ -298,7 +312,7 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool) -> Capture
     ops = []
     for node in ordered:
         with _naming(node):
-            ops.append(_op(builder, node, backward[node], overwritten, rates))
+            ops.append(_op(builder, node, backward[node], overwritten, rates, runs_on))
     graph = Graph(
         ops=tuple(ops),
         values=values,

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from autoremat import costing, declarations, store, torch_compat
+from autoremat.capture import may_train
 from autoremat.errors import BudgetInfeasible, BudgetWarning, OptionsError
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner, free_device_bytes, infeasible, source_hash
@@ -78,15 +79,9 @@ def backend(
     if parsed.inner == "aot_eager":
         return _compile_uncompiled(gm, example_inputs, parsed)
     patches = {**torch_compat.mode_config(mode), **dict(parsed.inductor)}
-    if not _may_train(gm, example_inputs):
+    if not may_train(gm, example_inputs):
         return torch_compat.compile_with_inductor(gm, example_inputs, patches, {})
     return _InductorCompilation(gm, example_inputs, parsed, patches).run()
-
-
-def _may_train(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether autograd can ask for a backward of this graph."""
-    tensors = [*inputs, *gm.parameters()]
-    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:

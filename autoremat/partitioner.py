@@ -8,7 +8,7 @@ import hashlib
 import logging
 import time
 import warnings
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -72,6 +72,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     fuses: bool = True
     must_fit: bool = True
     """Whether to raise if nothing fits; else the plan of least memory is taken."""
+    free_bytes: Callable[[torch.device], int | None] = free_device_bytes
+    """What an "auto" budget is taken from: bytes free on the device; None where that is not known."""
     report: Report | None = field(default=None, init=False)
     plan: Plan | None = field(default=None, init=False)
     planning: Planning | None = field(default=None, init=False)
@@ -163,7 +165,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         start = time.perf_counter()
         planner = Planner(captured.graph, self.options.time_limit)
         device = torch_compat.device_of(captured.joint)
-        budget = self.options.resolve_budget(planner.baseline.peak_bytes, free_device_bytes(device))
+        budget = self.options.resolve_budget(planner.baseline.peak_bytes, self.free_bytes(device))
         if self.is_region and isinstance(self.options.memory_budget, float):
             budget = None
         self.exhausted = False
@@ -174,10 +176,11 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             plan = planning.smallest
             self.exhausted = True
             if self.must_fit and not self.is_region and not self.worth_trying(plan, budget):
-                raise infeasible(planning, budget, str(device), plan_file=self.plan_file)
+                raise infeasible(planning, budget, captured.device.name, plan_file=self.plan_file)
         self.report = Report.of(
             planning,
             plan,
+            self.margin_bytes,
             budget_bytes=budget,
             planning_seconds=time.perf_counter() - start,
             inner=self.options.inner,

@@ -1,21 +1,26 @@
-"""What was planned for a compiled graph, for people and for programs."""
+"""What was planned for a graph, for people and for programs."""
 
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 import math
 import threading
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
+from autoremat import report_text
+from autoremat.explanation import Fate, ForwardValue, Reason, explain_values, module_class, op_name
 from autoremat.graph import Graph
+from autoremat.moments import Alive, Moment, Profile, Sort, peak_of, profile_of
 from autoremat.plans import Plan
+from autoremat.report_diff import ReportDiff, compare
 from autoremat.solvers import Planning
 from autoremat.units import format_bytes, format_seconds
 
-SAVED_TENSORS_SHOWN = 10
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -27,6 +32,32 @@ class SavedTensor:
     op: str
     module: str
     source: str
+
+
+@dataclass(frozen=True)
+class Total:
+    """Sums over the forward's values of one class of modules or one op. Seconds are estimates of the cost model."""
+
+    name: str
+    values: int
+    saved_bytes: int
+    recomputed_bytes: int
+    fused_bytes: int
+    """Bytes of what is never materialised."""
+    seconds: float
+    """One run of the ops."""
+    added_seconds: float
+    """Recomputation."""
+
+    @classmethod
+    def of(cls, name: str, values: Sequence[ForwardValue]) -> Total:
+        """Sum up ``values``."""
+
+        def size(fate: Fate) -> int:
+            return sum(value.bytes for value in values if value.fate is fate)
+
+        seconds, added = sum(v.seconds for v in values), sum(v.added_seconds for v in values)
+        return cls(name, len(values), size(Fate.SAVED), size(Fate.RECOMPUTED), size(Fate.FUSED), seconds, added)
 
 
 @dataclass(frozen=True)
@@ -72,7 +103,21 @@ class Report:
     """The share that comes from data sheets, or from ops of other classes."""
     untimed_ops: int = 0
     """Ops that ``cost_model="profile"`` was to time and could not."""
-    plan: Plan | None = dataclasses.field(default=None, compare=False, repr=False)
+    values: tuple[ForwardValue, ...] = ()
+    """What becomes of every value of the forward, and why; empty in reports of versions that did not look."""
+    peak_before: Moment | None = None
+    """Where memory is fullest without recomputation, and what is alive there."""
+    peak_after: Moment | None = None
+    """The same with the plan."""
+    profile_before: Profile | None = None
+    """Memory over the step without recomputation."""
+    profile_after: Profile | None = None
+    """The same with the plan."""
+    notes: tuple[str, ...] = ()
+    """What else should be known of these figures."""
+    others: tuple[Report, ...] = ()
+    """After graph breaks, of :func:`autoremat.explain`: the reports of the other graphs, in their order."""
+    plan: Plan | None = field(default=None, compare=False, repr=False)
     """The plan itself, no part of the JSON: :meth:`Plan.save` writes it. None if the report was read from JSON."""
 
     @property
@@ -91,12 +136,13 @@ class Report:
         return self.budget_bytes is None or peak <= self.budget_bytes
 
     @classmethod
-    def of(cls, planning: Planning, plan: Plan, **fields: Any) -> Report:
-        """Sum up ``plan``; ``fields`` are what a plan does not know of itself (budget, times, device ...)."""
-        graph = plan.graph
+    def of(cls, planning: Planning, plan: Plan, margin_bytes: int = 0, **fields: Any) -> Report:
+        """Sum up ``plan``, made for ``margin_bytes`` less than its budget; ``fields`` are what a plan does not know of itself
+        (budget, times, device ...)."""
+        graph, budget = plan.graph, fields.get("budget_bytes")
         plan = dataclasses.replace(
             plan,
-            budget_bytes=fields.get("budget_bytes"),
+            budget_bytes=budget,
             lower_bound_bytes=planning.lower_bound_bytes,
             lower_bound_seconds=planning.lower_bound_seconds,
             interrupted=planning.interrupted,
@@ -117,6 +163,11 @@ class Report:
             time_limited=planning.interrupted,
             step_seconds=graph.step_seconds,
             lower_bound_seconds=planning.lower_bound_seconds if planning.lower_bound_seconds < math.inf else None,
+            values=explain_values(plan, None if budget is None else budget - margin_bytes),
+            peak_before=peak_of(planning.baseline),
+            peak_after=peak_of(plan),
+            profile_before=profile_of(planning.baseline),
+            profile_after=profile_of(plan),
             **fields,
         )
 
@@ -127,20 +178,46 @@ class Report:
         return dataclasses.replace(self, compiled_peak_bytes=peak_bytes, minimum_peak_bytes=minimum, replans=replans)
 
     def to_json(self) -> str:
-        """All fields but the plan as JSON; :meth:`from_json` reads it back."""
-        record = dataclasses.asdict(dataclasses.replace(self, plan=None))
-        del record["plan"]
-        return json.dumps(record, indent=2)
+        """All fields but ``plan`` as JSON; :meth:`from_json` reads it back."""
+        return json.dumps(_plain(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> Report:
-        """The report that :meth:`to_json` wrote. Raises ``ValueError`` on anything else."""
+        """The report that :meth:`to_json` wrote, this version's or an earlier one's. Raises ``ValueError`` on anything else."""
         try:
-            fields = json.loads(text)
-            fields["saved"] = tuple(SavedTensor(**tensor) for tensor in fields["saved"])
-            return cls(**fields | {"plan": None})
+            return _parsed(json.loads(text))
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a report of this version of autoremat: {error}") from error
+
+    def totals(self, by: str = "module") -> tuple[Total, ...]:
+        """Sums over ``values`` by ``"module"`` (its path, numbers replaced by ``*``) or ``"op"``, most saved bytes first."""
+        if by not in ("module", "op"):
+            raise ValueError(f'totals(by={by!r}) is not accepted. Accepted: "module", "op"')
+        groups: dict[str, list[ForwardValue]] = {}
+        for value in self.values:
+            key = module_class(value.module) if by == "module" else op_name(value.op)
+            groups.setdefault(key, []).append(value)
+        found = (Total.of(name, values) for name, values in groups.items())
+        return tuple(sorted(found, key=lambda total: (-total.saved_bytes, -total.added_seconds, total.name)))
+
+    def table(self, fate: Fate | str | None = None, limit: int | None = 40) -> Table:
+        """The forward's values, the largest first, as a table of ``rich``; ``fate`` shows only those, ``limit=None`` all."""
+        wanted = None if fate is None else Fate(fate)
+        values = [value for value in self.values if wanted in (None, value.fate)]
+        return report_text.value_table(sorted(values, key=lambda value: -value.bytes), limit)
+
+    def totals_table(self, by: str = "module") -> Table:
+        """:meth:`totals` as a table of ``rich``."""
+        return report_text.totals_table(self.totals(by), by)
+
+    def peak_table(self, before: bool = False, limit: int | None = 20) -> Table | None:
+        """What is alive where memory is fullest, with the plan or ``before``, without recomputation; None if not known."""
+        moment = self.peak_before if before else self.peak_after
+        return None if moment is None else report_text.moment_table(moment, limit)
+
+    def diff(self, other: Report) -> ReportDiff:
+        """What ``other`` does otherwise than this report; values are told apart by their names."""
+        return compare(self, other)
 
     def summary(self) -> str:
         """One line, for logs."""
@@ -158,7 +235,7 @@ class Report:
         return self.recompute_seconds / self.forward_seconds if self.forward_seconds else 0.0
 
     def __str__(self) -> str:
-        return _render(self)
+        return report_text.render(self)
 
 
 def _saved_tensors(graph: Graph, plan: Plan) -> tuple[SavedTensor, ...]:
@@ -171,56 +248,44 @@ def _saved_tensors(graph: Graph, plan: Plan) -> tuple[SavedTensor, ...]:
     return tuple(found)
 
 
-def _figures(report: Report) -> list[tuple[str, str]]:
-    budget = "none" if report.budget_bytes is None else format_bytes(report.budget_bytes)
-    share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
-    rows = [
-        ("budget", budget),
-        ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of no recomputation)"),
-        ("without recomputation", format_bytes(report.baseline_peak_bytes)),
-        ("smallest found", f"{format_bytes(report.minimum_peak_bytes)} (bound {format_bytes(report.lower_bound_bytes)})"),
-        ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),
-        ("recomputed", f"{report.recomputed_ops} ops, {format_seconds(report.recompute_seconds)} estimated "
-                       f"({report.overhead:.1%} of the forward)"),
-        ("distance from the optimum", "unknown" if report.gap is None else f"at most {report.gap:.1%} of the step's time"),
-        ("seconds by", _basis(report)),
-        ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}; {report.strategy}"),
-    ]  # fmt: skip
-    if report.compiled_peak_bytes is not None:
-        rows.insert(2, ("peak of the compiled code", format_bytes(report.compiled_peak_bytes)))
-    return rows
+def _plain(report: Report) -> dict[str, Any]:
+    """The fields as JSON data."""
+    own = dataclasses.replace(report, plan=None, others=())
+    return dataclasses.asdict(own) | {"others": [_plain(other) for other in report.others]}
 
 
-def _basis(report: Report) -> str:
-    """The cost model, and what its seconds rest on."""
-    shares = {"measured": report.measured_share, "calibrated": report.calibrated_share, "assumed": report.assumed_share}
-    untimed = f"; {report.untimed_ops} ops not timed" if report.untimed_ops else ""
-    return f"{report.cost_model}: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share) + untimed
+def _parsed(fields: dict[str, Any]) -> Report:
+    """The report with these fields. Raises ``TypeError``, ``KeyError`` or ``ValueError`` if they are no report's."""
+    plan = fields.pop("plan", None)
+    if plan is not None:
+        raise TypeError("a plan is no part of a report's JSON")
+    fields["saved"] = tuple(SavedTensor(**tensor) for tensor in fields["saved"])
+    fields["values"] = tuple(
+        ForwardValue(**value | {"fate": Fate(value["fate"]), "reason": Reason(value["reason"])})
+        for value in fields.get("values", ())
+    )
+    for name in ("peak_before", "peak_after"):
+        fields[name] = _moment(fields.get(name))
+    for name in ("profile_before", "profile_after"):
+        fields[name] = _profile(fields.get(name))
+    fields["notes"] = tuple(fields.get("notes", ()))
+    fields["others"] = tuple(map(_parsed, fields.get("others", ())))
+    return Report(**fields)
 
 
-def _render(report: Report) -> str:
-    from rich.console import Console, Group
-    from rich.table import Table
-
-    figures = Table(show_header=False, box=None, pad_edge=False)
-    figures.add_column(style="bold", no_wrap=True)
-    figures.add_column()
-    for name, text in _figures(report):
-        figures.add_row(name, text)
-    tensors = Table(title="largest saved tensors", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    tensors.add_column("bytes", justify="right", no_wrap=True)
-    for column in ("op", "module", "source"):
-        tensors.add_column(column, overflow="fold")
-    for tensor in report.saved[:SAVED_TENSORS_SHOWN]:
-        tensors.add_row(format_bytes(tensor.bytes), tensor.op, tensor.module, _short(tensor.source))
-    out = io.StringIO()
-    Console(file=out, width=120, force_terminal=False).print(Group(figures, "", tensors) if report.saved else figures)
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+def _moment(fields: Mapping[str, Any] | None) -> Moment | None:
+    if fields is None:
+        return None
+    alive = tuple(Alive(**tensor | {"sort": Sort(tensor["sort"])}) for tensor in fields["alive"])
+    by_sort = tuple((Sort(sort), int(size)) for sort, size in fields["by_sort"])
+    return Moment(**{**fields, "alive": alive, "by_sort": by_sort})
 
 
-def _short(source: str) -> str:
-    """The last three parts of a path."""
-    return "/".join(source.replace("\\", "/").split("/")[-3:])
+def _profile(fields: Mapping[str, Any] | None) -> Profile | None:
+    if fields is None:
+        return None
+    bands = tuple(tuple(map(int, band)) for band in fields["bytes"])
+    return Profile(tuple(fields["groups"]), tuple(map(float, fields["seconds"])), int(fields["border"]), bands)
 
 
 _reports: list[Report] = []

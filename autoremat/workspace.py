@@ -133,17 +133,21 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
-def workspace_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """An upper bound on what the call allocates and frees again, with (fake) tensor arguments ``args``."""
+def workspace_bytes(
+    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device_type: str | None = None
+) -> int:
+    """An upper bound on what the call allocates and frees again, with (fake) tensor arguments ``args``, on the device of its
+    result or on one of ``device_type``."""
     packet = getattr(node.target, "overloadpacket", None)
     tensor = next(iter(_tensors(result)), None)
     if tensor is None:
         return 0
-    if tensor.device.type == "cpu" and packet is aten.convolution:
+    on_cpu = (device_type or tensor.device.type) == "cpu"
+    if on_cpu and packet is aten.convolution:
         return _cpu_convolution(*args, out=tensor, **kwargs)
-    formula = (CPU if tensor.device.type == "cpu" else CUDA).get(packet)
+    formula = (CPU if on_cpu else CUDA).get(packet)
     if formula is not None:
         return formula(*args, **kwargs)
-    if tensor.device.type != "cpu":
+    if not on_cpu:
         return 0
     return SCALARS + (sum(_bytes(t) for t in _tensors(result)) if packet in CPU_SORTING else 0)

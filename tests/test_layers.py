@@ -14,19 +14,20 @@ MAX_LINES = 400
 
 PURE = (
     "errors", "units", "options", "graph", "memory", "schedule", "plans", "plan_files", "replay", "planning", "progress",
-    "report", "store", "cli", "__main__", "wrapper_code", "cost", "cost.basis", "cost.devices", "cost.rates",
-    "cost.roofline", "solvers", "solvers.mincut", "solvers.search", "solvers.segments", "solvers.bounds", "solvers.fill",
-    "solvers.dag", "solvers.policies", "solvers.event_gap", "solvers.highs", "solvers.improve", "solvers.ilp",
+    "explanation", "moments", "report", "report_text", "report_diff", "store", "cli", "__main__", "wrapper_code", "cost",
+    "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut", "solvers.search",
+    "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.policies", "solvers.event_gap",
+    "solvers.highs", "solvers.improve", "solvers.ilp",
 )  # fmt: skip
 """Modules that must work without torch."""
 
 TORCH = (
-    "calls", "capture", "costing", "declarations", "dynamo_backend", "measure", "op_rules", "op_work", "partitioner", "timing",
-    "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch", "torch_compat", "torch_higher_order",
-    "torch_logs", "workspace", "passes",
+    "calls", "capture", "costing", "cuda_attention", "declarations", "dynamo_backend", "measure", "op_rules", "op_work",
+    "partitioner", "preview", "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
+    "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "tracing", "workspace", "passes",
 )  # fmt: skip
 
-ADAPTERS = ("torch_compat", "torch_higher_order", "torch_logs")
+ADAPTERS = ("torch_compat", "torch_fake", "torch_higher_order", "torch_logs")
 """The modules that may touch torch's private names."""
 
 PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispatch")

@@ -10,6 +10,8 @@ import pytest
 from strategies import chain
 
 from autoremat import report as report_module
+from autoremat import report_text
+from autoremat.explanation import Fate
 from autoremat.graph import Graph
 from autoremat.report import Report, add_report, reports
 from autoremat.solvers import Planner
@@ -175,3 +177,77 @@ def test_reports_can_be_added_from_several_threads():
     for thread in threads:
         thread.join()
     assert len(reports()) == 200
+
+
+def test_totals_add_up():
+    report = report_for(16 * SIZE)
+    for by in ("module", "op"):
+        totals = report.totals(by)
+        assert sum(total.saved_bytes for total in totals) == report.saved_bytes
+        assert sum(total.added_seconds for total in totals) == pytest.approx(report.recompute_seconds)
+        assert sum(total.values for total in totals) == len(report.values) == LENGTH
+    (layers,) = report.totals("module")
+    assert layers.name == "layers.*"
+    with pytest.raises(ValueError, match='"module", "op"'):
+        report.totals("line")
+
+
+def test_tables_show_values_and_what_is_alive():
+    report = report_for(16 * SIZE)
+    text = report_text.as_text(report.table(Fate.RECOMPUTED, limit=3))
+    assert "3 of " in text
+    assert text.count("recomputed ") >= 3
+    assert "layers." in text
+    assert len(report_text.as_text(report.table(limit=None)).splitlines()) >= LENGTH
+    assert "layers.*" in report_text.as_text(report.totals_table())
+    before, after = (report_text.as_text(report.peak_table(before=before)) for before in (True, False))
+    assert "26.00 MiB alive in the backward" in before
+    assert "saved" in after
+    with pytest.raises(ValueError, match="not a valid Fate"):
+        report.table("kept")
+    assert dataclasses.replace(report, peak_after=None).peak_table() is None
+
+
+def test_the_text_says_where_memory_is_fullest_and_what_became_of_the_values():
+    text = str(report_for(16 * SIZE, notes=("a note",)))
+    assert "fullest" in text
+    assert "values of the forward" in text
+    assert "a note" in text
+    assert len(text.splitlines()) <= 40
+
+
+def test_a_report_of_an_earlier_version_is_read():
+    report = report_for(16 * SIZE)
+    fields = json.loads(report.to_json())
+    for name in ("values", "peak_before", "peak_after", "profile_before", "profile_after", "notes", "others"):
+        del fields[name]
+    old = Report.from_json(json.dumps(fields))
+    assert old.saved == report.saved
+    assert old.values == ()
+    assert "fullest" not in str(old)
+    assert report.diff(old).changes
+
+
+def test_a_plan_is_no_part_of_the_json():
+    report = report_for(16 * SIZE)
+    assert report.plan.peak_bytes == report.predicted_peak_bytes
+    assert "plan" not in json.loads(report.to_json())
+    with pytest.raises(ValueError, match="not a report"):
+        Report.from_json(json.dumps({**json.loads(report.to_json()), "plan": {}}))
+
+
+def test_diff_says_what_changed():
+    loose, tight = report_for(None), report_for(16 * SIZE)
+    diff = loose.diff(tight)
+    assert {change.after.fate for change in diff.changes} == {Fate.RECOMPUTED}
+    assert len(diff.changes) == tight.recomputed_ops
+    text = str(diff)
+    assert "predicted peak" in text
+    assert f"{len(diff.changes)} values with another fate" in text
+    figures = {what: change for what, _, _, change in diff.figures}
+    assert figures["budget"] == ""
+    assert figures["without recomputation"] == "="
+    assert figures["predicted peak"].startswith("-")
+    assert figures["recomputation"].startswith("+")
+    assert "same fate" in str(loose.diff(loose))
+    assert "-" in str(loose.diff(dataclasses.replace(loose, values=())))

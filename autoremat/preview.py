@@ -1,0 +1,111 @@
+"""What the backend would plan for a step, without running it: ``autoremat.explain``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from autoremat import torch_compat
+from autoremat.capture import Capture, capture
+from autoremat.cost import Pricing
+from autoremat.costing import ROOFLINE, priced
+from autoremat.errors import CaptureError, OptionsError
+from autoremat.options import Options
+from autoremat.partitioner import Partitioner, free_device_bytes
+from autoremat.passes import read_operands_directly
+from autoremat.report import Report
+from autoremat.tracing import Target, Visitor, trace
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Preview:
+    """One joint graph of a step, captured and priced as the backend does it."""
+
+    captured: Capture
+    pricing: Pricing
+    partitioner: Partitioner
+    joint_inputs: Sequence[object]
+    keywords: Mapping[str, Any]
+    """What AOTAutograd passes to a partitioner beside the joint graph and its inputs."""
+
+    def report(self) -> Report:
+        """Plan. Raises ``BudgetInfeasible`` as the backend does."""
+        self.partitioner.choose(self.captured, self.pricing)
+        assert self.partitioner.report is not None
+        return self.partitioner.report
+
+
+def explain(
+    model_or_fn: Callable[..., Any],
+    *args: Any,
+    options: Mapping[str, Any] | None = None,
+    device: str | torch.device | None = None,
+    **kwargs: Any,
+) -> Report:
+    """The plan that the backend would make for ``model_or_fn(*args, **kwargs)``, and why, without running or allocating.
+
+    The model and its inputs may be real, fake or on the meta device; what counts of them is shapes and types. ``options`` are
+    those of the backend. ``device``: where to plan for, a device of torch or a CUDA card by name, such as "H100-80GB", here
+    or not; None: where the model is. ``memory_budget="auto"`` takes what the card has beside parameters, buffers and inputs.
+
+    After graph breaks the report is that of the graph with the highest peak, and ``Report.others`` has those of the others.
+    Under Inductor it is the plan that is first compiled; the backend makes it again if the generated code needs more.
+
+    Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
+    """
+    parsed = Options.parse(options, None, torch_compat.inductor_config_names)
+    found, notes = previews(model_or_fn, args, kwargs, parsed, device, Preview.report)
+    main = max(range(len(found)), key=lambda number: found[number].baseline_peak_bytes)
+    if len(found) > 1:
+        notes = (*notes, f"{len(found)} graphs train, this is number {main + 1}; their peaks can add up")
+    others = tuple(dataclasses.replace(report, notes=notes[:-1]) for i, report in enumerate(found) if i != main)
+    return dataclasses.replace(found[main], notes=notes, others=others)
+
+
+def previews(
+    model_or_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    device: str | torch.device | None,
+    look: Callable[[Preview], T],
+) -> tuple[list[T], tuple[str, ...]]:
+    """What ``look`` makes of each graph of the step that trains, in order (at least one), and notes on how they were had."""
+
+    def visiting(target: Target, resident: int) -> Visitor[T | None]:
+        if target.cuda_name is not None and options.cost_model != ROOFLINE:
+            raise OptionsError(
+                f"cost_model={options.cost_model!r} measures the device, and {target.cuda_name} is known by name only. "
+                f'Accepted with it: "{ROOFLINE}"'
+            )
+
+        def free(traced_on: torch.device) -> int | None:
+            if target.cuda_name is None:
+                return free_device_bytes(traced_on)
+            return None if target.memory_bytes is None else max(0, target.memory_bytes - resident)
+
+        def visit(joint: fx.GraphModule, inputs: Sequence[object], keywords: Mapping[str, Any]) -> T | None:
+            fuses = options.inner == "inductor"
+            prepared = torch_compat.prepare_joint(joint)
+            read_operands_directly(prepared)
+            captured = capture(prepared, keywords["num_fwd_outputs"], fuses, target.cuda_name)
+            if captured.graph.one_phase:
+                return None
+            captured, pricing = priced(captured, options.cost_model)
+            partitioner = Partitioner(options, "", fuses=fuses, must_fit=options.on_infeasible == "raise", free_bytes=free)
+            return look(Preview(captured, pricing, partitioner, inputs, keywords))
+
+        return visit
+
+    traced = trace(model_or_fn, args, kwargs, options, device, visiting)
+    found = [result for result in traced.found if result is not None]
+    if not found:
+        raise CaptureError("nothing to plan: the graphs of the step have no backward of their own")
+    return found, traced.notes

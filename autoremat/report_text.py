@@ -1,0 +1,143 @@
+"""Reports as text and as tables for terminals."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+
+from autoremat.explanation import Fate, ForwardValue
+from autoremat.moments import Alive, Moment
+from autoremat.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from autoremat.report import Report, Total
+
+SAVED_TENSORS_SHOWN = 10
+WIDTH = 120
+
+
+def render(report: Report) -> str:
+    """A screen of text: the figures, and the largest saved tensors."""
+    figures = Table(show_header=False, box=None, pad_edge=False)
+    figures.add_column(style="bold", no_wrap=True)
+    figures.add_column()
+    for name, text in _figures(report):
+        figures.add_row(name, text)
+    parts: list[RenderableType] = [figures]
+    if report.saved:
+        tensors = plain_table("largest saved tensors", ("bytes", "op", "module", "source"), numbers=1)
+        for tensor in report.saved[:SAVED_TENSORS_SHOWN]:
+            tensors.add_row(format_bytes(tensor.bytes), tensor.op, tensor.module, short_source(tensor.source))
+        parts += ["", tensors]
+    return as_text(*parts)
+
+
+def as_text(*parts: RenderableType) -> str:
+    """What ``rich`` would print, without colours."""
+    out = io.StringIO()
+    Console(file=out, width=WIDTH, force_terminal=False).print(Group(*parts))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def plain_table(title: str, columns: Iterable[str], numbers: int) -> Table:
+    """A table without lines, of which the first ``numbers`` columns hold figures."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number < numbers else "left", no_wrap=number < numbers, overflow="fold")
+    return table
+
+
+def short_source(source: str) -> str:
+    """The last three parts of a path."""
+    return "/".join(source.replace("\\", "/").split("/")[-3:])
+
+
+def _figures(report: Report) -> list[tuple[str, str]]:
+    budget = "none" if report.budget_bytes is None else format_bytes(report.budget_bytes)
+    share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
+    rows = [
+        ("budget", budget),
+        ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of no recomputation)"),
+        ("without recomputation", format_bytes(report.baseline_peak_bytes)),
+        ("smallest found", f"{format_bytes(report.minimum_peak_bytes)} (bound {format_bytes(report.lower_bound_bytes)})"),
+        ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),
+        ("recomputed", f"{report.recomputed_ops} ops, {format_seconds(report.recompute_seconds)} estimated "
+                       f"({report.overhead:.1%} of the forward)"),
+        ("distance from the optimum", "unknown" if report.gap is None else f"at most {report.gap:.1%} of the step's time"),
+        ("seconds by", _basis(report)),
+        ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}; {report.strategy}"),
+    ]  # fmt: skip
+    if report.values:
+        counts = {fate: sum(value.fate is fate for value in report.values) for fate in Fate}
+        texts = (f"{count} {fate.value}" for fate, count in counts.items() if count)
+        rows.insert(6, ("values of the forward", ", ".join(texts)))
+    if report.peak_after is not None:
+        rows.insert(3, ("fullest", place(report.peak_after)))
+    if report.compiled_peak_bytes is not None:
+        rows.insert(2, ("peak of the compiled code", format_bytes(report.compiled_peak_bytes)))
+    rows += [("note", note) for note in report.notes]
+    if report.others:
+        rows.append(("other graphs", f"{len(report.others)}, see `others`"))
+    return rows
+
+
+def place(moment: Moment) -> str:
+    """Where in the step a moment is, and what fills it."""
+    shares = ", ".join(f"{size / moment.bytes:.0%} {sort.value}" for sort, size in moment.by_sort[:4] if moment.bytes)
+    where = f" of {moment.module}" if moment.module else ""
+    return f"{moment.half}, at {moment.op}{where}: {shares}"
+
+
+def _basis(report: Report) -> str:
+    """The cost model, and what its seconds rest on."""
+    shares = {"measured": report.measured_share, "calibrated": report.calibrated_share, "assumed": report.assumed_share}
+    untimed = f"; {report.untimed_ops} ops not timed" if report.untimed_ops else ""
+    return f"{report.cost_model}: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share) + untimed
+
+
+def value_table(values: Sequence[ForwardValue], limit: int | None) -> Table:
+    """The first ``limit`` of ``values`` with their fates and reasons."""
+    shown = values if limit is None else values[:limit]
+    title = f"{len(shown)} of {len(values)} values" if len(shown) < len(values) else f"{len(values)} values"
+    table = plain_table(title, ("bytes", "seconds", "added", "value", "fate", "why", "where"), numbers=3)
+    for value in shown:
+        added = format_seconds(value.added_seconds) if value.added_seconds else ""
+        seconds = format_seconds(value.seconds) if value.seconds else ""
+        row = (format_bytes(value.bytes), seconds, added, value.name, value.fate.value, value.why, where(value))
+        table.add_row(*row)
+    return table
+
+
+def where(thing: ForwardValue | Alive) -> str:
+    """Module and line of a tensor, as far as they are known."""
+    return ", ".join(filter(None, (thing.module, short_source(thing.source))))
+
+
+def totals_table(totals: Sequence[Total], by: str) -> Table:
+    """Sums by module or op."""
+    table = plain_table(f"by {by}", ("saved", "recomputed", "fused", "run", "run again", "values", by), numbers=6)
+    for total in totals:
+        table.add_row(
+            format_bytes(total.saved_bytes), format_bytes(total.recomputed_bytes), format_bytes(total.fused_bytes),
+            format_seconds(total.seconds), format_seconds(total.added_seconds), str(total.values), total.name or "-",
+        )  # fmt: skip
+    return table
+
+
+def moment_table(moment: Moment, limit: int | None) -> Table:
+    """What is alive at a moment, the largest first."""
+    table = plain_table(
+        f"{format_bytes(moment.bytes)} alive in the {place(moment)}", ("bytes", "tensor", "is", "where"), numbers=1
+    )
+    shown = moment.alive if limit is None else moment.alive[:limit]
+    for tensor in shown:
+        table.add_row(format_bytes(tensor.bytes), tensor.name, tensor.sort.value, where(tensor))
+    unseen = moment.alive[len(shown) :]
+    count, size = len(unseen) + moment.others, sum(tensor.bytes for tensor in unseen) + moment.others_bytes
+    if count:
+        table.add_row(format_bytes(size), f"{count} others", "", "")
+    return table

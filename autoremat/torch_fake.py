@@ -1,0 +1,114 @@
+"""The second file that touches torch's private names: fake tensors, and tracing a step without compiling or running it.
+
+As in ``torch_compat``, each function says what it stands for and nothing here decides anything about plans.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._inductor.config as inductor_config
+from torch import fx
+from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+
+from autoremat import torch_compat
+
+MANY = 1 << 20
+
+NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+"""What is raised where the value of a tensor is asked for that has none."""
+
+Partition = Callable[..., torch_compat.PartitionedModules]
+
+
+def new_mode() -> FakeTensorMode:
+    """A world in which tensors have shapes, types and devices, and no memory. Real ones that it meets become fake."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor, or parameter, with the sizes, strides and type of ``tensor``, on ``device``."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
+        if tensor.device != device:
+            raise NotImplementedError(f"a {type(tensor).__name__} cannot be moved to another device without its data")
+        return mode.from_tensor(tensor, static_shapes=True)
+    with mode, torch.no_grad():
+        size, stride = tuple(tensor.size()), tuple(tensor.stride())
+        made = torch.empty_strided(size, stride, dtype=tensor.dtype, device=device)
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def compiled_by(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, its graphs handed to ``backend``: sizes are constants, and nothing is said of what was compiled before."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        settings = {
+            "recompile_limit": MANY, "accumulated_recompile_limit": MANY, "automatic_dynamic_shapes": False,
+            "suppress_errors": False,
+        }  # fmt: skip
+        with torch._dynamo.config.patch(settings), warnings.catch_warnings():
+            # Dynamo looks at the gradients of a graph's inputs, which after a graph break are no leaves.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+            return torch.compile(function, backend=backend, dynamic=False)(*args, **kwargs)
+
+    return run
+
+
+class _NoBackward(Exception):
+    """AOTAutograd asked for code without having asked for a partition: the graph has no backward."""
+
+
+def _no_code(*_: Any, **__: Any) -> Any:
+    raise _NoBackward
+
+
+def trace_joint(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: Partition, inductor: bool, config: dict[str, Any]
+) -> None:
+    """Have AOTAutograd trace the joint graph of ``module`` and hand it to ``partition``, which ends the tracing by raising.
+
+    ``inductor``: with its decompositions and its passes over joint graphs, under ``config``. Returns if there is no backward.
+    """
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    assert mode is not None, "called by Dynamo"
+    own = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
+    try:
+        if not inductor:
+            torch_compat.compile_uncompiled(module, own, partition)
+            return
+        from torch._inductor.compile_fx import compile_fx
+
+        # Padding of matrix products is decided by running them.
+        with torch_compat.without_caches(), inductor_config.patch({"shape_padding": False}):
+            compile_fx(module, own, inner_compile=_no_code, config_patches={**config, "custom_partitioner_fn": partition})
+    except Exception as error:
+        if not any(isinstance(cause, _NoBackward) for cause in causes(error)):
+            raise
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and all that it was raised from, or stands for in an exception of torch's."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        inner = getattr(seen, "inner_exception", None)
+        seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)
+
+
+def is_tracing_error(error: BaseException) -> bool:
+    """Whether Dynamo raised ``error``."""
+    return isinstance(error, (BackendCompilerFailed, TorchDynamoException))

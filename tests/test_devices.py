@@ -1,0 +1,39 @@
+"""The table of devices: names are found as vendors and torch spell them."""
+
+from __future__ import annotations
+
+import pytest
+
+from autoremat.cost import DATASHEETS, cuda_device, device_memory
+from autoremat.cost.devices import MATMUL_EFFICIENCY, UNKNOWN_GPU, datasheet
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("H100-80GB", "H100"),
+        ("h100", "H100"),
+        ("NVIDIA H100 80GB HBM3", "H100"),
+        ("NVIDIA H100 PCIe", "H100 PCIe"),
+        ("NVIDIA A100-SXM4-40GB", "A100 40GB"),
+        ("A100-40GB", "A100 40GB"),
+        ("NVIDIA A100-SXM4-80GB", "A100"),
+        ("NVIDIA L40S", "L40S"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+    ],
+)
+def test_names(name, key):
+    assert datasheet(name) == DATASHEETS[key]
+
+
+def test_memory_is_the_names_or_the_sheets():
+    assert device_memory("V100-16GB") == 16 * 10**9
+    assert device_memory("V100") == 32 * 10**9
+    assert device_memory("A100 40 GB") == 40 * 10**9
+    assert device_memory("Abacus") is None
+
+
+def test_an_unknown_card_has_middling_rates():
+    assert cuda_device("Abacus", True).flops_per_second == UNKNOWN_GPU.half_flops * MATMUL_EFFICIENCY
+    assert cuda_device("H100", False).flops_per_second < cuda_device("H100", True).flops_per_second

@@ -1,0 +1,179 @@
+"""Fates and reasons of the forward's values on graphs small enough to see through."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import GraphBuilder, chain, graphs
+
+from autoremat.explanation import WHY, Fate, Reason, explain_values, module_class, op_name
+from autoremat.graph import Graph, Kind, Order, Role, Trait
+from autoremat.plans import Plan
+from autoremat.schedule import Schedule, build_schedule
+from autoremat.solvers import Planner
+
+
+def explained(graph: Graph, saved: set[int], budget: int | None = None) -> dict[str, tuple[Fate, Reason]]:
+    plan = Plan.of(graph, build_schedule(graph, saved))
+    return {value.name: (value.fate, value.reason) for value in explain_values(plan, budget)}
+
+
+def three_ops(**second: object) -> Graph:
+    """v1, v2, v3 in a row, of 100 bytes and one second; the backward reads v1, v2 and v3; saving 100 bytes takes 0.1 s."""
+    build = GraphBuilder()
+    made = [build.source(0)]
+    for number in range(3):
+        made.append(build.op([made[-1]], 100, **(second if number == 1 else {})))
+    tangent = build.source(0, Role.TANGENT)
+    gradient = build.op([made[3], made[2], tangent], 10, forward=False)
+    gradient = build.op([made[1], gradient], 10, forward=False)
+    return build.graph(forward_outputs=(made[3],), backward_outputs=(gradient,), saving_seconds_per_byte=1e-3)
+
+
+def test_what_is_saved_has_a_reason():
+    found = explained(three_ops(), {1, 2, 3})
+    assert found == {
+        "v1": (Fate.SAVED, Reason.DEAR),
+        "v2": (Fate.SAVED, Reason.DEAR),
+        "v3": (Fate.SAVED, Reason.FORWARD_OUTPUT),
+    }
+
+
+def test_recomputation_starts_from_what_is_saved_for_it():
+    found = explained(three_ops(), {1, 3}, budget=10**6)
+    assert found["v1"] == (Fate.SAVED, Reason.START)
+    assert found["v2"] == (Fate.RECOMPUTED, Reason.NO_GAIN)  # with so much room it should be saved
+
+
+def test_a_binding_moment_is_named():
+    build = GraphBuilder()
+    first = build.op([build.source(0)], 100)
+    large = build.op([first], 1000)
+    output = build.op([large], 10)
+    tangent = build.source(0, Role.TANGENT)
+    gradient = build.op([output, tangent], 10, forward=False)
+    gradient = build.op([first, gradient], 10, forward=False)
+    graph = build.graph(forward_outputs=(output,), backward_outputs=(gradient,))
+    plan = Plan.of(graph, build_schedule(graph, {output}))
+    values = {v.name: v for v in explain_values(plan, 1105)}
+    assert values["v1"].reason is Reason.BUDGET
+    assert values["v1"].why == "saved too, the budget would not hold: 1.08 KiB at op2 in the forward"  # 1000 + 10 + 100
+
+
+def test_what_is_cheap_is_called_cheap():
+    found = explained(three_ops(seconds=0.05), {1, 3}, budget=1)
+    assert found["v2"] == (Fate.RECOMPUTED, Reason.CHEAP)
+
+
+@pytest.mark.parametrize(
+    ("trait", "reason"),
+    [
+        (Trait.RANDOM, Reason.RANDOM),
+        (Trait.MUTATING, Reason.MUTATING),
+        (Trait.COLLECTIVE, Reason.COLLECTIVE),
+        (Trait.EFFECTFUL, Reason.EFFECT),
+        (Trait.UNDECLARED, Reason.UNDECLARED),
+        (Trait.READS_MUTATED_INPUT, Reason.READS_MUTATED_INPUT),
+    ],
+)
+def test_what_may_not_run_twice_says_so(trait, reason):
+    assert explained(three_ops(traits=trait), {1, 2, 3})["v2"] == (Fate.SAVED, reason)
+
+
+def test_orders_are_reasons():
+    assert explained(three_ops(order=Order.SAVE), {1, 2, 3})["v2"] == (Fate.SAVED, Reason.ORDERED)
+    assert explained(three_ops(order=Order.RECOMPUTE), {1, 3})["v2"] == (Fate.RECOMPUTED, Reason.ORDERED)
+
+
+def test_what_only_feeds_recomputation_is_needed_for_it():
+    build = GraphBuilder()
+    first = build.op([build.source(0)], 10)
+    second = build.op([first], 10)
+    third = build.op([second], 10)
+    tangent = build.source(0, Role.TANGENT)
+    gradient = build.op([third, tangent], 10, forward=False)
+    graph = build.graph(pinned=(0, 1, 2), backward_outputs=(gradient,))
+    assert explained(graph, {first})["v2"] == (Fate.RECOMPUTED, Reason.NEEDED)
+    assert explained(graph, {third}) == {
+        "v1": (Fate.FORWARD_ONLY, Reason.NOT_READ),
+        "v2": (Fate.FORWARD_ONLY, Reason.NOT_READ),
+        "v3": (Fate.SAVED, Reason.DEAR),
+    }
+
+
+def test_what_only_the_backward_reads_is_made_there():
+    build = GraphBuilder()
+    needed = build.op([build.source(0)], 10)
+    later = build.op([needed], 10)
+    gradient = build.op([needed, later], 10, forward=False)
+    graph = build.graph(forward_outputs=(needed,), backward_outputs=(gradient,))
+    plan = Plan.of(graph, Schedule((0,), (1, 2)))
+    postponed = explain_values(plan, None)[1]
+    assert (postponed.fate, postponed.reason, postponed.added_seconds) == (Fate.POSTPONED, Reason.ONLY_BACKWARD, 0.0)
+
+
+def test_what_fuses_is_never_materialised():
+    build = GraphBuilder()
+    first = build.op([build.source(0)], 10, kind=Kind.EXTERN)
+    second = build.op([first], 10, kind=Kind.POINTWISE)
+    third = build.op([second], 10, kind=Kind.POINTWISE)
+    gradient = build.op([third], 10, forward=False)
+    graph = build.graph(backward_outputs=(gradient,), fuses=True, forward_outputs=(third,))
+    assert explained(graph, {third})["v2"] == (Fate.FUSED, Reason.INSIDE_READERS)
+    assert explained(dataclasses.replace(graph, fuses=False), {third})["v2"] == (Fate.FORWARD_ONLY, Reason.NOT_READ)
+
+
+def test_an_output_that_the_backward_does_not_read_stays_with_the_caller():
+    build = GraphBuilder()
+    first = build.op([build.source(0)], 10)
+    output = build.op([first], 10)
+    gradient = build.op([first], 10, forward=False)
+    graph = build.graph(forward_outputs=(output,), backward_outputs=(gradient,))
+    assert explained(graph, {first})["v2"] == (Fate.FORWARD_ONLY, Reason.FORWARD_OUTPUT)
+
+
+@settings(max_examples=40)
+@given(graphs(), st.floats(0.3, 1.0))
+def test_values_add_up_to_the_plan(graph, share):
+    planner = Planner(graph, 5.0)
+    planning = planner.find(int(share * planner.baseline.peak_bytes))
+    plan = planning.plan or planning.smallest
+    values = explain_values(plan, planner.baseline.peak_bytes)
+    assert [value.name for value in values] == [graph.values[v].name for v in graph.forward_values]
+    assert sum(v.bytes for v in values if v.fate is Fate.SAVED) == plan.saved_bytes
+    assert sum(v.added_seconds for v in values) == pytest.approx(
+        plan.added_seconds - sum(graph.ops[op].seconds for op in plan.recomputed if not graph.ops[op].outputs)
+    )
+    assert all(value.why.startswith(WHY[value.reason]) for value in values)
+    for value in values:
+        assert (value.fate is Fate.RECOMPUTED) <= (
+            value.reason in (Reason.ORDERED, Reason.CHEAP, Reason.BUDGET, Reason.NEEDED, Reason.NO_GAIN)
+        )
+
+
+def test_every_reason_has_a_sentence():
+    assert set(WHY) == set(Reason)
+
+
+def test_a_chain_under_a_budget_names_the_budget():
+    graph = chain(24, size=1 << 20, seconds=1e-3, forward_outputs=(24,), saving_seconds_per_byte=1e-12)
+    values = explain_values(Planner(graph).find(16 << 20).plan, 16 << 20)
+    assert {value.fate for value in values} == {Fate.SAVED, Fate.RECOMPUTED}
+    assert Reason.BUDGET in {value.reason for value in values if value.fate is Fate.RECOMPUTED}
+
+
+@pytest.mark.parametrize(
+    ("module", "expected"),
+    [("layers.3.mlp", "layers.*.mlp"), ("layers.10", "layers.*"), ("", ""), ("h.0.attn.2", "h.*.attn.*"), ("head", "head")],
+)
+def test_module_class(module, expected):
+    assert module_class(module) == expected
+
+
+def test_op_name():
+    assert [op_name(t) for t in ("aten.mm.default", "aten.add.Tensor", "op", "flex_attention")] == [
+        "mm", "add", "op", "flex_attention",
+    ]  # fmt: skip

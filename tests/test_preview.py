@@ -1,0 +1,232 @@
+"""``autoremat.explain``: the backend's plan without a run, of models with and without memory, for devices here and not."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import pytest
+import torch
+from models import build
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import autoremat
+from autoremat.errors import BudgetInfeasible, CaptureError, OptionsError
+from autoremat.explanation import Fate, Reason
+from autoremat.report import Report
+
+MIB = 1 << 20
+EAGER = {"inner": "aot_eager"}
+
+
+class Mlp(nn.Module):
+    """Three layers with a tanh each; the loss is a mean of squares."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def backends_report(model, inputs, options) -> Report:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autoremat.BudgetWarning)
+        torch.compile(model, backend="autoremat", options=options)(*inputs)
+    return autoremat.reports()[-1]
+
+
+def same_plan(first: Report, second: Report) -> bool:
+    return (first.saved, first.values, first.peak_after, first.predicted_peak_bytes, first.lower_bound_seconds) == (
+        second.saved, second.values, second.peak_after, second.predicted_peak_bytes, second.lower_bound_seconds,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("budget", [None, 0.6, 200_000])
+def test_the_plan_is_the_backends(budget):
+    model, x = Mlp(), torch.randn(512, 64)
+    options = EAGER | {"memory_budget": budget, "on_infeasible": "best_effort"}
+    explained = autoremat.explain(model, x, options=options)
+    assert same_plan(explained, backends_report(model, (x,), options))
+    assert explained.plan is not None
+    assert explained.plan.peak_bytes == explained.predicted_peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet", "unet", "lstm"])
+def test_the_plan_of_whole_models_is_the_backends(name):
+    model, inputs = build(name)
+    options = EAGER | {"memory_budget": 0.6}
+    assert same_plan(autoremat.explain(model, *inputs, options=options), backends_report(model, inputs, options))
+
+
+@pytest.mark.slow
+def test_under_inductor_it_is_the_plan_that_is_compiled_first():
+    model, inputs = build("llama")
+    options = {"memory_budget": 0.7}
+    explained, compiled = autoremat.explain(model, *inputs, options=options), backends_report(model, inputs, options)
+    assert explained.baseline_peak_bytes == compiled.baseline_peak_bytes
+    assert explained.minimum_peak_bytes <= compiled.minimum_peak_bytes
+    if compiled.replans == 0:
+        assert same_plan(explained, compiled)
+
+
+def test_nothing_runs_and_nothing_is_left_behind():
+    model, x = Mlp(), torch.randn(4096, 64)
+    parameters = dict(model.named_parameters())
+    with autoremat.track_peak() as peak:
+        autoremat.explain(model, x, options=EAGER)
+    assert peak.bytes < MIB // 16  # scalars of torch's own: a single activation has 1 MiB
+    assert all(parameters[name] is p for name, p in model.named_parameters())
+    assert model(x).isfinite()
+
+
+def test_batch_norm_statistics_stay_as_they_are():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    autoremat.explain(lambda image: model(image).sum(), torch.randn(2, 3, 8, 8), options=EAGER)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name])
+
+
+def test_models_on_the_meta_device_give_the_same_plan():
+    x = torch.randn(512, 64)
+    real = autoremat.explain(Mlp(), x, options=EAGER | {"memory_budget": 0.9})
+    with torch.device("meta"):
+        model = Mlp()
+    for inputs in (x, x.to("meta")):
+        assert same_plan(real, autoremat.explain(model, inputs, options=EAGER | {"memory_budget": 0.9}, device="cpu"))
+
+
+def test_a_model_that_no_memory_could_hold():
+    with torch.device("meta"):
+        model = Mlp(1 << 18)  # 768 GiB of parameters
+    report = autoremat.explain(model, torch.empty(1 << 16, 1 << 18, device="meta"), device="H100-80GB", options=EAGER)
+    assert report.baseline_peak_bytes > 300 << 30
+    assert report.device == "H100-80GB"
+
+
+def test_a_function_over_a_model_and_its_arguments():
+    model, x = Mlp(), torch.randn(512, 64)
+    direct = autoremat.explain(model, x, options=EAGER)
+    for function in (lambda x: model(x), functools.partial(lambda model, x: model(x), model), model.forward):
+        report = autoremat.explain(function, x, options=EAGER)
+        assert report.predicted_peak_bytes == direct.predicted_peak_bytes
+        assert [v.module for v in report.values] == [v.module for v in direct.values]
+    assert autoremat.explain(model, x=x, options=EAGER).predicted_peak_bytes == direct.predicted_peak_bytes
+
+
+def test_checkpoint_regions_and_random_numbers_are_reasons():
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def step(x):
+        hidden = checkpoint(lambda h: torch.tanh(first(h)), x, use_reentrant=False)
+        return F.dropout(torch.sin(second(hidden)), 0.5).square().mean()
+
+    values = autoremat.explain(step, torch.randn(256, 64), options=EAGER).values
+    reasons = {(v.fate, v.reason) for v in values}
+    assert (Fate.RECOMPUTED, Reason.ORDERED) in reasons
+    assert (Fate.SAVED, Reason.RANDOM) in reasons
+    assert all("test_preview.py" in v.source for v in values)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's look at inputs
+def test_after_graph_breaks_every_graph_has_a_report():
+    model = Mlp()
+
+    def step(x):
+        x = torch.tanh(model.layers[0](x))
+        torch._dynamo.graph_break()
+        return torch.tanh(model.layers[1](torch.sin(x))).square().mean()
+
+    x = torch.randn(256, 64)
+    report = autoremat.explain(step, x, options=EAGER | {"memory_budget": 0.9, "on_infeasible": "best_effort"})
+    (other,) = report.others
+    assert report.baseline_peak_bytes >= other.baseline_peak_bytes
+    assert "2 graphs train" in " ".join(report.notes)
+    before = len(autoremat.reports())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autoremat.BudgetWarning)
+        torch.compile(step, backend="autoremat", options=EAGER | {"memory_budget": 0.9, "on_infeasible": "best_effort"})(x)
+    compiled = sorted(r.predicted_peak_bytes for r in autoremat.reports()[before:])
+    assert compiled == sorted([report.predicted_peak_bytes, other.predicted_peak_bytes])
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_what_was_compiled_stays_compiled():
+    model, x = Mlp(), torch.randn(8, 64)
+    compiled = torch.compile(model, backend="autoremat", options=EAGER)
+    compiled(x).backward()
+    before = len(autoremat.reports())
+    for rows in range(1, 12):  # more than Dynamo's limit of recompilations
+        autoremat.explain(model, torch.randn(rows, 64), options=EAGER)
+    compiled(x).backward()
+    assert len(autoremat.reports()) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CUDA device would be asked for its kernels")
+def test_a_cuda_card_that_is_not_here():
+    def step(query):
+        return F.scaled_dot_product_attention(query, query, query, is_causal=True).float().square().mean()
+
+    query = torch.empty(1, 4, 1024, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    report = autoremat.explain(step, query, device="H100-80GB", options=EAGER)
+    assert "aten._scaled_dot_product_flash_attention.default" in {v.op for v in report.values}
+    assert all(v.bytes % 512 == 0 for v in report.values)
+    assert "traced on the CPU" in " ".join(report.notes)
+    slower = autoremat.explain(step, query, device="T4", options=EAGER)
+    assert slower.step_seconds > 3 * report.step_seconds
+    assert autoremat.explain(step, query.float().detach().requires_grad_(), device="H100", options=EAGER).values[0].op == (
+        "aten._scaled_dot_product_efficient_attention.default"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="free memory would be the device's")
+def test_auto_is_what_a_named_card_has_left():
+    with torch.device("meta"):
+        model = Mlp(1024)
+    x = torch.empty(64, 1024, device="meta")
+    options = EAGER | {"memory_budget": "auto", "reserve": 0}
+    resident = sum(p.numel() * 4 for p in model.parameters()) + x.numel() * 4
+    assert autoremat.explain(model, x, device="V100-16GB", options=options).budget_bytes == 16 * 10**9 - resident
+    with pytest.raises(OptionsError, match="needs a CUDA device"):
+        autoremat.explain(model, x, device="cuda", options=options)  # no card is named
+
+
+def test_what_cannot_be_is_said():
+    model, x = Mlp(), torch.randn(512, 64)
+    with pytest.raises(OptionsError, match="H100"):
+        autoremat.explain(model, x, device="Z9000")
+    with pytest.raises(OptionsError, match="known by name only"):
+        autoremat.explain(model, x, device="H100", options=EAGER | {"cost_model": "calibrated"})
+    with pytest.raises(BudgetInfeasible) as caught:
+        autoremat.explain(model, x, options=EAGER | {"memory_budget": 1000})
+    assert caught.value.minimum_bytes > 1000
+    with pytest.raises(CaptureError, match="no graph of the step has a backward"), torch.no_grad():
+        autoremat.explain(model, x, options=EAGER)
+    with pytest.raises(CaptureError, match="looks at the values"):
+        autoremat.explain(lambda x: model(x) if x.sum().item() > 0 else x, x, options=EAGER)
+
+
+def test_what_stops_after_a_graph_break_is_noted():
+    model = Mlp()
+
+    def step(x):
+        loss = model(x)
+        if loss.item() > 0:
+            return loss
+        return loss * 2
+
+    report = autoremat.explain(step, torch.randn(8, 64), options=EAGER)
+    assert "what comes later is missing" in " ".join(report.notes)
+
+
+def test_the_environment_is_asked_for_a_budget_as_by_the_backend(monkeypatch):
+    monkeypatch.setenv("AUTOREMAT_MEMORY_BUDGET", "3MiB")
+    assert autoremat.explain(Mlp(), torch.randn(512, 64), options=EAGER).budget_bytes == 3 * MIB
