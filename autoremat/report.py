@@ -179,7 +179,7 @@ class Report:
 
     def to_json(self) -> str:
         """All fields but ``plan`` as JSON; :meth:`from_json` reads it back."""
-        return json.dumps(_plain(self), indent=2)
+        return json.dumps(_plain(self))
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -251,7 +251,9 @@ def _saved_tensors(graph: Graph, plan: Plan) -> tuple[SavedTensor, ...]:
 def _plain(report: Report) -> dict[str, Any]:
     """The fields as JSON data."""
     own = dataclasses.replace(report, plan=None, others=())
-    return dataclasses.asdict(own) | {"others": [_plain(other) for other in report.others]}
+    fields = dataclasses.asdict(own) | {"others": [_plain(other) for other in report.others]}
+    del fields["plan"]
+    return fields
 
 
 def _parsed(fields: dict[str, Any]) -> Report:
