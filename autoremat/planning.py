@@ -11,7 +11,7 @@ from autoremat.graph import Graph
 from autoremat.options import Options
 from autoremat.plans import Plan
 from autoremat.progress import said_if_slow
-from autoremat.solvers import Planning, dag, ilp, policies
+from autoremat.solvers import Planning, anneal, dag, ilp, policies
 from autoremat.solvers.search import EVERY_FAMILY, Family
 
 Solver = Callable[[Graph, int | None, float, int], Planning]
@@ -36,17 +36,23 @@ def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, see
 
 
 def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int) -> Planning:
-    """The search; where it leaves a gap, neighbourhoods of the event-gap model improve its plan."""
-    deadline = time.monotonic() + time_limit
-    found = dag.search(graph, budget, time_limit * SEARCH_SHARE if graph.one_phase else time_limit, EVERY_FAMILY)
-    return ilp.improve(graph, budget, time_limit, seed, found, GOOD_GAP, deadline)
+    """The search; where it leaves a gap, annealing and then neighbourhoods of the event-gap model."""
+    begun = time.monotonic()
+    search_share, good_gap = (SEARCH_SHARE_OF_ONE_PHASE, GOOD_GAP_OF_ONE_PHASE) if graph.one_phase else (1.0, GOOD_GAP)
+    found = dag.search(graph, budget, search_share * time_limit, EVERY_FAMILY)
+    found = anneal.improve(graph, budget, time_limit, seed, found, good_gap, begun + ANNEALED_BY * time_limit)
+    return ilp.improve(graph, budget, time_limit, seed, found, good_gap, begun + time_limit)
 
 
-SEARCH_SHARE = 0.3
+SEARCH_SHARE_OF_ONE_PHASE = 0.15
 """Of the time for a graph of one phase, in which splits seldom give the best plans."""
 
-GOOD_GAP = 0.01
-"""A plan this close to its lower bound, as a share of the step, is not improved further."""
+ANNEALED_BY = 0.75
+"""The share of the time after which annealing ends in any case, so that some is left for neighbourhoods."""
+
+GOOD_GAP, GOOD_GAP_OF_ONE_PHASE = 0.01, 0.001
+"""A plan this close to its lower bound, as a share of the step, is not improved further. The best plans of a graph of one
+phase are often this close; a training step's is planned while somebody waits for it."""
 
 SOLVERS: dict[str, Solver] = {
     "auto": _by_all_means,

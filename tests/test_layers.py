@@ -18,6 +18,7 @@ PURE = (
     "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut", "solvers.search",
     "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.policies", "solvers.event_gap",
     "solvers.highs", "solvers.improve", "solvers.ilp",
+    "solvers.sites", "solvers.anneal",
 )  # fmt: skip
 """Modules that must work without torch."""
 

@@ -7,7 +7,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autoremat.graph import Graph
 from autoremat.plans import Plan
@@ -16,6 +16,10 @@ from autoremat.solvers.search import EVERY_FAMILY, Family, Search
 
 STEPS = 100
 """In how many equal steps of the baseline's peak memory is filled, where a larger budget must never cost more."""
+
+
+ROUNDING = 1e-9
+"""Seconds that differ by a smaller share of the step are equal."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,26 @@ class Planning:
     candidates: int
     interrupted: bool
     """Whether the time limit, and not the search itself, ended it."""
+
+    def good_enough(self, plan: Plan, good_gap: float) -> bool:
+        """Whether ``plan`` costs at most a share ``good_gap`` of the step more than the lower bound."""
+        step, bound = plan.graph.step_seconds, self.lower_bound_seconds
+        return plan.added_seconds <= bound + good_gap * (step + bound) + ROUNDING * step
+
+    def settled(self, good_gap: float) -> bool:
+        """Whether nothing is left to look for: the plan is :meth:`good_enough`, or no plan fits."""
+        return math.isinf(self.lower_bound_seconds) or (self.plan is not None and self.good_enough(self.plan, good_gap))
+
+    def with_plans(self, plans: list[Plan], budget: int, interrupted: bool) -> Planning:
+        """With further ``plans``, of which the better ones are checked; ``budget`` in bytes."""
+        known = [*filter(None, (self.plan, self.smallest)), *plans]
+        fitting = [plan for plan in known if plan.peak_bytes <= budget]
+        best = min(fitting, key=lambda p: (p.cost_seconds, p.peak_bytes), default=None)
+        smallest = min(known, key=lambda p: (p.peak_bytes, p.cost_seconds))
+        for plan in filter(None, (best, smallest)):
+            plan.check()
+        candidates, interrupted = self.candidates + len(plans), self.interrupted or interrupted
+        return replace(self, plan=best, smallest=smallest, candidates=candidates, interrupted=interrupted)
 
 
 @contextlib.contextmanager

@@ -286,15 +286,7 @@ class EventGap:
 
     def schedule(self, chosen: Vector) -> Schedule:
         """The executions in order, without first runs in the forward that nothing needs."""
-        graph, sites = self.graph, self.sites_chosen(chosen)
-        first, end = graph.num_forward, len(graph.ops)
-        executions = [[*sites[index], index] for index in range(end)]
-        backward = [op for at in executions[first:] for op in at] + (sites[end] if first < end else [])
-        if graph.one_phase:
-            return Schedule(tuple(op for at in executions for op in at) + tuple(sites[end]), ())
-        crossing = Schedule((), tuple(backward)).saved(graph)
-        forward = graph.ancestors([*graph.required_forward, *graph.producers(crossing)])
-        return Schedule(tuple(sorted(forward)), tuple(backward))
+        return in_order(self.graph, self.sites_chosen(chosen))
 
     def choice(self, schedule: Schedule) -> Vector:
         """The columns of a schedule whose recomputations all stand at sites of this model: the inverse of :meth:`schedule`."""
@@ -317,6 +309,21 @@ class EventGap:
                 if at < len(ordered) and not any(event <= again <= ordered[at] for again in made[producer]):
                     chosen[column] = 1.0
         return chosen
+
+
+def in_order(graph: Graph, sites: list[list[int]]) -> Schedule:
+    """The schedule in which the ops of ``sites[i]`` run again just before op ``i`` of ``graph``, those of the last at the end.
+
+    First runs in the forward that nothing needs are left out.
+    """
+    first, end = graph.num_forward, len(graph.ops)
+    executions = [[*sites[index], index] for index in range(end)]
+    if graph.one_phase:
+        return Schedule((*(op for at in executions for op in at), *sites[end]), ())
+    backward = [op for at in executions[first:] for op in at] + sites[end]
+    crossing = Schedule((), tuple(backward)).saved(graph)
+    forward = graph.ancestors([*graph.required_forward, *graph.producers(crossing)])
+    return Schedule(tuple(sorted(forward)), tuple(backward))
 
 
 def sites_of(graph: Graph, schedule: Schedule) -> list[int]:

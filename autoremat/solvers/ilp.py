@@ -5,10 +5,9 @@ How much is tried follows from the time limit that was asked for, not from the c
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -116,21 +115,12 @@ def improve(
     graph: Graph, budget: int | None, time_limit: float, seed: int, found: Planning, good_gap: float, deadline: float
 ) -> Planning:
     """The outcome ``found``, or a better one: stops at a plan whose gap, as a share of the step, is ``good_gap`` or less."""
-    bound = found.lower_bound_seconds
-    slack = good_gap * (graph.step_seconds + bound) + 1e-9 * graph.step_seconds
+    if budget is None or graph.fuses or found.settled(good_gap):
+        return found
 
     def good_enough(plan: Plan) -> bool:
-        return plan.added_seconds <= bound + slack
+        return found.good_enough(plan, good_gap)
 
-    if budget is None or graph.fuses or math.isinf(bound) or (found.plan is not None and good_enough(found.plan)):
-        return found
     descent = Descent(graph, budget, found.baseline.peak_bytes, time_limit, seed, good_enough, deadline)
     descent.run([found.plan or found.smallest])
-    plans = sorted(descent.plans, key=lambda p: (p.cost_seconds, p.peak_bytes))
-    best = next((plan for plan in plans if plan.peak_bytes <= budget), None)
-    smallest = min((*plans, found.smallest), key=lambda p: (p.peak_bytes, p.cost_seconds))
-    for plan in filter(None, (best, smallest)):
-        plan.check()
-    interrupted = found.interrupted or descent.interrupted
-    candidates = found.candidates + len(plans)
-    return replace(found, plan=best, smallest=smallest, candidates=candidates, interrupted=interrupted)
+    return found.with_plans(descent.plans, budget, descent.interrupted)

@@ -1,0 +1,161 @@
+"""Annealing: the bytes of its states against the simulator, its plans against brute force."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import least_added_seconds
+from strategies import dags, graphs
+
+from autoremat.graph import Graph
+from autoremat.plans import Plan
+from autoremat.solvers import Planner, Planning
+from autoremat.solvers.anneal import Annealing, improve
+from autoremat.solvers.dag import OnePhaseBounds, outcome, without_recomputation
+from autoremat.solvers.event_gap import sites_of
+from autoremat.solvers.sites import Sites
+
+HOT = 3.0
+
+
+def materialising(graph: Graph) -> Graph:
+    return dataclasses.replace(graph, fuses=False)
+
+
+def bytes_by_simulation(sites: Sites) -> np.ndarray:
+    """The most bytes at each site, by the simulator."""
+    plan = Plan.of(sites.graph, sites.schedule())
+    found = np.zeros(sites.end + 1)
+    np.maximum.at(found, np.array(sites_of(sites.graph, plan.schedule), dtype=np.int64), plan.timeline.bytes_at)
+    return found
+
+
+def some_pairs(sites: Sites, seed: int) -> list[tuple[int, int]]:
+    """Recomputations at places where the result is read, or anywhere later; in the backward, if the graph has one."""
+    drawn = random.Random(seed)
+    first = 0 if sites.graph.one_phase else sites.graph.num_forward
+    pairs = {
+        (i, s)
+        for i, may in enumerate(sites.movable)
+        if may
+        for s in range(max(first, i + 1), sites.end)
+        if drawn.random() < 0.15
+    }
+    return sorted(pairs, key=lambda _: drawn.random())
+
+
+@given(dags(max_ops=20, one_phase=True), st.integers(0, 1000))
+@settings(max_examples=50, deadline=None)
+def test_the_bytes_at_each_site_are_those_of_the_simulator(graph, seed):
+    sites = Sites(graph)
+    for index, site in some_pairs(sites, seed):
+        sites.add(index, site)
+    sites.settle()
+    expected = bytes_by_simulation(sites)
+    assert sites.together[:-1] - sites.apart[:-1] == pytest.approx(expected[:-1])
+    assert sites.added == pytest.approx(Plan.of(graph, sites.schedule()).added_seconds)
+
+
+@given(graphs(max_ops=20, max_outputs=2).map(materialising), st.integers(0, 1000))
+@settings(max_examples=50, deadline=None)
+def test_in_a_training_step_no_bytes_are_missed(graph, seed):
+    """What the forward need not run is counted there all the same."""
+    sites = Sites(graph)
+    for index, site in some_pairs(sites, seed):
+        sites.add(index, site)
+    sites.settle()
+    assert (sites.together[:-1] - sites.apart[:-1] >= bytes_by_simulation(sites)[:-1] - 1e-6).all()
+
+
+@given(dags(max_ops=20, one_phase=True), st.integers(0, 1000))
+@settings(max_examples=30, deadline=None)
+def test_what_is_added_and_removed_leaves_no_trace(graph, seed):
+    sites, fresh = Sites(graph), Sites(graph)
+    pairs = some_pairs(sites, seed)
+    for index, site in pairs:
+        sites.add(index, site)
+    sites.settle()
+    for index, site in random.Random(seed).sample(pairs, len(pairs)):
+        sites.remove(index, site)
+    sites.settle()
+    assert (sites.together == fresh.together).all()
+    assert (sites.apart == fresh.apart).all()
+    assert (sites.runs, sites.at, sites.reads) == (fresh.runs, fresh.at, fresh.reads)
+    assert sites.added == pytest.approx(0.0, abs=1e-9 * max(graph.step_seconds, 1e-30))
+
+
+@given(dags(max_ops=6, one_phase=True), st.sampled_from([0.5, 0.7, 0.9]))
+@settings(max_examples=30, deadline=None)
+def test_small_graphs_are_annealed_to_the_optimum_of_brute_force(graph, share):
+    budget = int(share * without_recomputation(graph).peak_bytes)
+    if graph.step_seconds == 0.0 or budget == 0:
+        return
+    optimum = least_added_seconds(graph, budget)
+    found = Annealing(graph, budget, seed=0).run(1500, HOT, math.inf)
+    if found.best is None:
+        assert Plan.of(graph, found.closest).peak_bytes > budget
+        return
+    plan = Plan.of(graph, found.best)
+    plan.check()
+    assert plan.peak_bytes <= budget
+    assert plan.added_seconds >= optimum - 1e-9 * graph.step_seconds
+
+
+def crowded(ops: int = 40) -> Graph:
+    """A chain with skips that overlap."""
+    drawn = np.random.default_rng(3)
+    edges = [(i - 1, i) for i in range(1, ops)]
+    edges += [(int(a), int(a + d)) for a, d in zip(drawn.integers(0, 20, ops), drawn.integers(2, 20, ops), strict=True)]
+    return Graph.from_dag(drawn.uniform(0, 10, ops).tolist(), drawn.integers(1, 50, ops).tolist(), edges)
+
+
+def nothing_found(graph: Graph, budget: int) -> Planning:
+    return outcome([without_recomputation(graph)], budget, OnePhaseBounds(graph), 1, interrupted=False)
+
+
+def test_annealing_is_repeatable_and_another_seed_goes_another_way():
+    graph = crowded()
+    budget = int(0.7 * without_recomputation(graph).peak_bytes)
+    ways = [Annealing(graph, budget, seed).run(3000, HOT, math.inf) for seed in (1, 1, 2)]
+    assert ways[0].best is not None
+    assert ways[0] == ways[1]
+    assert ways[0].closest != ways[2].closest
+
+
+def test_annealing_from_a_plan_never_comes_back_with_a_worse_one():
+    graph = crowded()
+    budget = int(0.7 * without_recomputation(graph).peak_bytes)
+    first = improve(graph, budget, 1.0, 0, nothing_found(graph, budget), 0.0, math.inf)
+    assert first.plan is not None
+    again = improve(graph, budget, 1.0, 5, first, 0.0, math.inf)
+    assert again.plan is not None
+    assert again.plan.added_seconds <= first.plan.added_seconds
+
+
+def test_the_deadline_cuts_annealing_short_and_the_outcome_says_so():
+    graph = crowded()
+    budget = int(0.7 * without_recomputation(graph).peak_bytes)
+    found = improve(graph, budget, 10.0, 0, nothing_found(graph, budget), 0.0, time.monotonic())
+    assert found.interrupted
+
+
+@given(graphs(max_ops=25, fuses=False, max_outputs=1), st.sampled_from([0.4, 0.7]))
+@settings(max_examples=30, deadline=None)
+def test_plans_of_training_steps_are_improved_and_stay_plans(graph, share):
+    planner = Planner(graph)
+    budget = int(share * planner.baseline.peak_bytes)
+    found = planner.find(budget)
+    better = improve(graph, budget, 0.1, 0, found, 0.0, math.inf)
+    assert better.lower_bound_seconds == found.lower_bound_seconds
+    if found.plan is not None:
+        assert better.plan is not None
+        assert better.plan.peak_bytes <= budget
+        assert better.plan.cost_seconds <= found.plan.cost_seconds
+    assert better.smallest.peak_bytes <= found.smallest.peak_bytes
