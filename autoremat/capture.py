@@ -191,6 +191,12 @@ def origin(node: fx.Node) -> tuple[str, str]:
     return module, source
 
 
+def decomposed_from(node: fx.Node) -> str:
+    """The target of the op that the node is part of, empty if it is that op."""
+    original = node.meta.get("original_aten")
+    return "" if original is None or original is node.target else str(original)
+
+
 def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | None = None) -> Device:
     """The roofline of ``device``, or of the CUDA device ``cuda_name``, for the precision in which the joint graph multiplies
     matrices."""
@@ -277,6 +283,7 @@ def _op(builder: _Builder, node: fx.Node, backward: bool, overwritten: set[int],
     return Op(
         node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, seconds, cost.flops,
         cost.moved_bytes, cost.workspace_bytes, op_rules.kind_of(node), traits, op_rules.order_of(node), module, source,
+        decomposed_from(node),
     )  # fmt: skip
 
 

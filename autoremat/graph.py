@@ -99,6 +99,8 @@ class Op:
     order: Order = Order.NONE
     module: str = ""
     source: str = ""
+    decomposed_from: str = ""
+    """The target of the op of the model that this one is part of, where that is another."""
 
     @property
     def repeatable(self) -> bool:

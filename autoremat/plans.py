@@ -6,9 +6,12 @@ import enum
 import json
 import math
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from autoremat.errors import PlanInvalid
 from autoremat.graph import Graph
@@ -154,6 +157,27 @@ class Plan:
         from autoremat.plan_files import PlanFile
 
         return PlanFile.of(path).plan
+
+    def as_selective_checkpoint_context(self, model: Any = None) -> Callable[[], tuple[Any, Any]]:
+        """The plan for eager training: a ``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``.
+
+        With it a checkpointed region saves the results that the plan saves, and recomputes all else. The region is the whole
+        model (or a function that calls it), or, if ``model`` is given, each of any parts of it. The gradients are those of
+        training without checkpoints. What differs from the compiled step:
+
+        - Torch's checkpoint repeats a region from its start, all at once, when the backward first needs any of it, so the peak
+          of one large region is higher than the plan's; its saved bytes are near the plan's. Make each layer a region for a
+          lower peak: the inputs of each region are saved too.
+        - The plan's ops are matched with calls of the model by module, ATen op and number. Inside a decomposed op (a layer
+          norm, a GELU) the plan may save what eager training does not have: then the whole result is saved if the plan saves
+          at least half of its bytes. Results that do not come by are recomputed, with a ``BudgetWarning``.
+        - Results of in-place ops are recomputed; a saved result that the model overwrites is torch's error in the backward.
+
+        Only plans of a model that was compiled or explained can be used.
+        """
+        # By name, for this half of the package does without torch.
+        context: Callable[[], tuple[Any, Any]] = import_module("autoremat.eager").checkpoint_context(self, model)
+        return context
 
     def check(self, graph: Graph | None = None) -> None:
         """Replay the plan against ``graph`` (its own by default); raise ``PlanInvalid`` on the first violation.

@@ -23,7 +23,7 @@ PURE = (
 """Modules that must work without torch."""
 
 TORCH = (
-    "calls", "capture", "costing", "cuda_attention", "declarations", "dynamo_backend", "measure", "op_rules", "op_work",
+    "calls", "capture", "costing", "cuda_attention", "declarations", "dynamo_backend", "eager", "measure", "op_rules", "op_work",
     "partitioner", "preview", "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
     "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "tracing", "workspace", "passes",
 )  # fmt: skip
