@@ -13,6 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from .comparison import pareto as pareto
     from .declarations import declare_pure as declare_pure
     from .dynamo_backend import backend as backend
     from .errors import AutorematError as AutorematError
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .preview import explain as explain
     from .report import Report as Report
     from .report import reports as reports
+    from .sizing import max_batch as max_batch
 
 try:
     __version__ = version("autoremat")
@@ -55,6 +57,8 @@ _MODULE_OF = {
     "configure": "options",
     "declare_pure": "declarations",
     "explain": "preview",
+    "max_batch": "sizing",
+    "pareto": "comparison",
     "plan": "planning",
     "reports": "report",
     "track_peak": "measure",
@@ -78,6 +82,8 @@ __all__ = [
     "configure",
     "declare_pure",
     "explain",
+    "max_batch",
+    "pareto",
     "plan",
     "reports",
     "track_peak",

@@ -18,6 +18,7 @@ from autoremat.errors import CaptureError, OptionsError
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner, free_device_bytes
 from autoremat.passes import read_operands_directly
+from autoremat.progress import said_if_slow
 from autoremat.report import Report
 from autoremat.tracing import Target, Visitor, trace
 
@@ -61,7 +62,19 @@ def explain(
     Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
     """
     parsed = Options.parse(options, None, torch_compat.inductor_config_names)
-    found, notes = previews(model_or_fn, args, kwargs, parsed, device, Preview.report)
+    with said_if_slow("autoremat: tracing and planning the step"):
+        return explain_by(model_or_fn, args, kwargs, parsed, device)
+
+
+def explain_by(
+    model_or_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    device: str | torch.device | None,
+) -> Report:
+    """:func:`explain` for options that are parsed."""
+    found, notes = previews(model_or_fn, args, kwargs, options, device, Preview.report)
     main = max(range(len(found)), key=lambda number: found[number].baseline_peak_bytes)
     if len(found) > 1:
         notes = (*notes, f"{len(found)} graphs train, this is number {main + 1}; their peaks can add up")

@@ -6,14 +6,14 @@ As in ``torch_compat``, each function says what it stands for and nothing here d
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch._dynamo
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
-from torch._dynamo.exc import BackendCompilerFailed, TorchDynamoException
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -109,6 +109,20 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)
 
 
-def is_tracing_error(error: BaseException) -> bool:
-    """Whether Dynamo raised ``error``."""
-    return isinstance(error, (BackendCompilerFailed, TorchDynamoException))
+def partition_for(
+    share: float, joint: fx.GraphModule, inputs: Sequence[object], keywords: Mapping[str, Any]
+) -> torch_compat.PartitionedModules:
+    """Torch's own partition of a copy of ``joint`` at ``activation_memory_budget=share``."""
+    copied = fx.GraphModule(joint, shallow_copy(joint.graph))
+    with functorch_config.patch(activation_memory_budget=share):
+        return torch_compat.partition_as_torch_does(copied, inputs, **keywords)
+
+
+def shallow_copy(graph: fx.Graph) -> fx.Graph:
+    """The graph, its nodes with the same names and metadata."""
+    copied = fx.Graph()
+    result = copied.graph_copy(graph, {})
+    copied.output(result)
+    for before, after in zip(graph.find_nodes(op="output"), copied.find_nodes(op="output"), strict=True):
+        after.meta = dict(before.meta)
+    return copied

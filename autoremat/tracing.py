@@ -98,7 +98,7 @@ class _Recorder(Generic[T]):
     found: list[T] = field(default_factory=list)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
-        runnable = fx.GraphModule(module, _copied(module.graph))
+        runnable = fx.GraphModule(module, torch_fake.shallow_copy(module.graph))
         if may_train(module, inputs):
             if self.target.cuda_name is not None and self.target.traced_on.type != "cuda":
                 module = with_attention_of_cuda(module)
@@ -106,14 +106,6 @@ class _Recorder(Generic[T]):
             with contextlib.suppress(_Seen):
                 torch_fake.trace_joint(module, inputs, _Handover(self), self.options.inner == "inductor", config)
         return runnable.forward
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    """The graph with the same metadata, not copied."""
-    copied = fx.Graph()
-    result = copied.graph_copy(graph, {})
-    copied.output(result)
-    return copied
 
 
 class _Seen(Exception):

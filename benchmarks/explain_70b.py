@@ -52,7 +52,8 @@ def main() -> None:
         "device": report.device,
         "seconds to build the model": round(built - begin, 1),
         "seconds to explain": round(end - built, 1),
-        "of these to plan": round(report.planning_seconds, 1),
+        "processor seconds in all": round(time.process_time(), 1),
+        "seconds to plan": round(report.planning_seconds, 1),
         "largest resident memory": format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
     }
     write(figures, report, arguments.output)

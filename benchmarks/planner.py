@@ -34,9 +34,9 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from autoremat import torch_compat
 from autoremat.capture import Capture, capture
+from autoremat.comparison import plan_of_partition
 from autoremat.graph import Graph
 from autoremat.plans import Plan
-from autoremat.schedule import Schedule
 from autoremat.solvers import Planner
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -112,13 +112,6 @@ def capture_model(name: str, torch_budgets: tuple[float, ...] = TORCH_BUDGETS) -
     torch.compile(model, backend=backend)(*inputs)
     (result,) = found
     return result
-
-
-def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.GraphModule) -> Plan:
-    """A partition as a plan: its nodes keep the names that they have in the joint graph."""
-    number = {node.name: index for index, node in enumerate(captured.op_nodes)}
-    halves = [tuple(number[n.name] for n in half.graph.nodes if n.name in number) for half in (forward, backward)]
-    return Plan.of(captured.graph, Schedule(*halves), "torch")
 
 
 def plan_at_all_budgets(name: str, graph: Graph) -> list[Row]:

@@ -17,15 +17,15 @@ PURE = (
     "explanation", "moments", "report", "report_text", "report_diff", "store", "cli", "__main__", "wrapper_code", "cost",
     "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut", "solvers.search",
     "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.policies", "solvers.event_gap",
-    "solvers.highs", "solvers.improve", "solvers.ilp",
-    "solvers.sites", "solvers.anneal",
+    "solvers.highs", "solvers.improve", "solvers.ilp", "solvers.sites", "solvers.anneal", "frontier",
 )  # fmt: skip
 """Modules that must work without torch."""
 
 TORCH = (
-    "calls", "capture", "costing", "cuda_attention", "declarations", "dynamo_backend", "eager", "measure", "op_rules", "op_work",
-    "partitioner", "preview", "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
-    "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "tracing", "workspace", "passes",
+    "calls", "capture", "costing", "cuda_attention", "declarations", "dynamo_backend", "eager", "measure", "op_rules",
+    "op_work", "partitioner", "preview", "timing", "timing.calibration", "timing.profiling", "timing.recipes",
+    "timing.stopwatch", "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "tracing", "workspace", "passes",
+    "comparison", "sizing",
 )  # fmt: skip
 
 ADAPTERS = ("torch_compat", "torch_fake", "torch_higher_order", "torch_logs")

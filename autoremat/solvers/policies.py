@@ -23,7 +23,7 @@ def save_all(graph: Graph) -> Plan:
 
 def recompute_all(graph: Graph) -> Plan:
     """Everything runs again in the backward that may, once, when it is first needed."""
-    return Plan.of(graph, build_schedule(graph, _must_be_saved(graph)), "recompute all")
+    return Plan.of(graph, build_schedule(graph, must_be_saved(graph)), "recompute all")
 
 
 def save_cuts(graph: Graph) -> Plan:
@@ -31,11 +31,11 @@ def save_cuts(graph: Graph) -> Plan:
     of forward ops; what crosses the cuts is saved, the inside of a segment is recomputed when the backward reaches it."""
     chain = Chain.of(graph)
     segments, _ = chain.segments(max(1, round(math.sqrt(graph.num_forward))))
-    saved = _must_be_saved(graph) | segments.kept | chain.ambient
+    saved = must_be_saved(graph) | segments.kept | chain.ambient
     return Plan.of(graph, build_schedule(graph, saved, segments), f"{segments.count} segments")
 
 
-def _must_be_saved(graph: Graph) -> frozenset[int]:
+def must_be_saved(graph: Graph) -> frozenset[int]:
     """Forward values that cannot be had again, and those that the caller holds anyway."""
     ops = graph.ops[: graph.num_forward]
     single = {v for op in ops if not op.repeatable or op.order is Order.SAVE for v in op.outputs}

@@ -1,0 +1,84 @@
+"""Time against memory: what plans of one graph cost at many peaks, ours, fixed policies' and the least that any could."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from autoremat.graph import Graph
+from autoremat.plans import Plan
+from autoremat.schedule import build_schedule
+from autoremat.solvers import Planner, policies
+from autoremat.solvers.segments import Chain, segment_counts
+
+OURS, BOUND, POLICY, TORCH = "autoremat", "lower bound", "policy", "torch"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan, or for the family "lower bound" what no plan of that peak can do better. Seconds are estimates of the cost
+    model, bytes are simulated."""
+
+    family: str
+    """"autoremat", "torch", "policy" or "lower bound"."""
+    label: str
+    """Which of its family: the budget that was asked for, the policy."""
+    peak_bytes: int
+    added_seconds: float
+    step_seconds: float
+    """The step without recomputation."""
+
+    @property
+    def overhead(self) -> float:
+        """Recomputation as a share of the step without it."""
+        return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    def beats(self, other: Point) -> bool:
+        """Whether this point needs no more of both and less of one."""
+        mine, theirs = (self.peak_bytes, self.added_seconds), (other.peak_bytes, other.added_seconds)
+        return mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]
+
+
+def point_of(plan: Plan, family: str, label: str) -> Point:
+    """``plan`` as a point."""
+    return Point(family, label, plan.peak_bytes, plan.added_seconds, plan.graph.step_seconds)
+
+
+def levels(least: int, most: int, count: int) -> list[int]:
+    """``count`` budgets evenly spread from ``least`` to ``most`` bytes, both among them."""
+    return sorted({least + (most - least) * i // max(count - 1, 1) for i in range(count)} | {least, most})
+
+
+def our_points(graph: Graph, points: int, time_limit: float) -> Iterator[Point]:
+    """Our plans at ``points`` budgets between the smallest peak found and that without recomputation, and the lower bound at
+    each. ``time_limit``: seconds for each budget."""
+    planner = Planner(graph, time_limit * points)
+    smallest = planner.find(None).smallest
+    for budget in levels(smallest.peak_bytes, planner.baseline.peak_bytes, points):
+        planning = planner.find(budget)
+        plan = planning.plan or smallest
+        yield point_of(plan, OURS, f"{budget} bytes")
+        if planning.lower_bound_seconds < math.inf:
+            yield Point(BOUND, f"{budget} bytes", budget, planning.lower_bound_seconds, graph.step_seconds)
+
+
+def policy_points(graph: Graph) -> Iterator[Point]:
+    """Fixed policies: nothing recomputed, everything, Chen's root of all values, and segments of equal size."""
+    yield point_of(policies.save_all(graph), POLICY, "save everything")
+    yield point_of(policies.recompute_all(graph), POLICY, "recompute everything")
+    yield point_of(policies.save_cuts(graph), POLICY, "sqrt")
+    chain = Chain.of(graph)
+    always = policies.must_be_saved(graph) | chain.ambient
+    for count in segment_counts(graph.num_forward):
+        if count & (count - 1) == 0 and count > 1:
+            segments, _ = chain.segments(count)
+            plan = Plan.of(graph, build_schedule(graph, always | segments.kept, segments))
+            yield point_of(plan, POLICY, f"{segments.count} segments")
+
+
+def undominated(points: Iterable[Point]) -> list[Point]:
+    """Of each family the points that no other of it beats, by peak."""
+    every = list(points)
+    kept = [p for p in every if not any(q.family == p.family and q.beats(p) for q in every)]
+    return sorted(kept, key=lambda p: (p.family, p.peak_bytes, p.added_seconds))

@@ -1,0 +1,93 @@
+"""``autoremat.pareto`` and ``autoremat.max_batch`` on a small model, and the search for sizes on made-up ones."""
+
+from __future__ import annotations
+
+import types
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_preview import EAGER, MIB, Mlp
+
+import autoremat
+from autoremat.errors import BudgetInfeasible, OptionsError
+from autoremat.frontier import BOUND, OURS, POLICY, TORCH
+from autoremat.sizing import _Search
+
+
+@pytest.fixture(scope="module")
+def points():
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)))
+    return autoremat.pareto(
+        lambda x: model(x).square().mean(), torch.randn(512, 64), points=5, torch_budgets=(1, 0.5), options=EAGER
+    )
+
+
+def test_all_families_are_there(points):
+    assert {p.family for p in points} == {OURS, BOUND, POLICY, TORCH}
+    assert [p.label for p in points if p.family == TORCH] == ["1", "0.5"]
+    assert len({p.step_seconds for p in points}) == 1
+
+
+def test_nothing_is_below_the_bound_and_nothing_of_torchs_beats_ours(points):
+    ours = [p for p in points if p.family == OURS]
+    for bound in (p for p in points if p.family == BOUND):
+        assert all(p.added_seconds >= bound.added_seconds - 1e-12 for p in points if p.peak_bytes <= bound.peak_bytes)
+    for theirs in (p for p in points if p.family == TORCH):
+        assert not any(theirs.peak_bytes <= p.peak_bytes and theirs.added_seconds < p.added_seconds - 1e-12 for p in ours)
+
+
+def test_pareto_refuses_a_budget():
+    with pytest.raises(OptionsError, match="leave it out"):
+        autoremat.pareto(Mlp(), torch.randn(8, 64), options={"memory_budget": 0.5})
+    with pytest.raises(OptionsError, match="2 or more"):
+        autoremat.pareto(Mlp(), torch.randn(8, 64), points=1)
+
+
+def test_the_largest_batch_fits_and_the_next_does_not():
+    model = Mlp()
+    fit = autoremat.max_batch(lambda rows: torch.randn(rows, 64), model, MIB, options=EAGER)
+    assert fit.report.predicted_peak_bytes <= MIB < fit.next_report.minimum_peak_bytes
+    assert fit.next_size == fit.size + 1
+    assert len(fit.tried) < 12
+    assert autoremat.explain(model, torch.randn(fit.size, 64), options=EAGER | {"memory_budget": MIB}).fits
+    with pytest.raises(BudgetInfeasible):
+        autoremat.explain(model, torch.randn(fit.size + 1, 64), options=EAGER | {"memory_budget": MIB})
+    assert f"largest size that fits 1.00 MiB: {fit.size}" in str(fit)
+
+
+def test_sizes_are_multiples_up_to_a_limit():
+    for give in (lambda rows: (torch.randn(rows, 64),), lambda rows: {"x": torch.randn(rows, 64)}):
+        fit = autoremat.max_batch(give, Mlp(), "1GiB", step=64, limit=200, options=EAGER)
+        assert (fit.size, fit.next_size) == (192, None)
+        assert "larger ones were not allowed" in str(fit)
+
+
+def test_what_cannot_be_searched_is_refused():
+    with pytest.raises(BudgetInfeasible) as caught:
+        autoremat.max_batch(lambda rows: torch.randn(rows, 64), Mlp(), "1KiB", options=EAGER)
+    assert caught.value.budget_bytes == 1024 < caught.value.minimum_bytes
+    for budget in (0.5, None):
+        with pytest.raises(OptionsError, match="needs bytes"):
+            autoremat.max_batch(lambda rows: torch.randn(rows, 64), Mlp(), budget)
+    with pytest.raises(OptionsError, match="1 <= step <= limit"):
+        autoremat.max_batch(lambda rows: torch.randn(rows, 64), Mlp(), MIB, step=8, limit=4)
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**7), st.floats(1.0, 2.0), st.integers(1, 10**5))
+def test_the_search_finds_the_last_that_fits(slope, start, power, largest):
+    def peak(count: int) -> int:
+        return start + int(slope * count**power)
+
+    budget = peak(largest)
+
+    def report_for(count: int):
+        return types.SimpleNamespace(minimum_peak_bytes=peak(count), budget_bytes=budget, fits=peak(count) <= budget, others=())
+
+    search = _Search(report_for, 10**6)
+    search.run()
+    assert peak(search.fits) <= budget
+    assert search.misses == search.fits + 1
+    assert peak(search.misses) > budget
+    assert len(search.reports) < 60

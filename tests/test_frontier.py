@@ -1,0 +1,54 @@
+"""Points of time against memory: ours, policies' and bounds."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from hypothesis import given, settings
+from strategies import chain, graphs
+
+from autoremat.frontier import BOUND, OURS, Point, levels, our_points, policy_points, undominated
+from autoremat.solvers import Planner
+
+MIB = 1 << 20
+
+
+def test_our_points_lie_between_the_bound_and_no_recomputation():
+    graph = chain(24, size=MIB, seconds=1e-3, forward_outputs=(24,), saving_seconds_per_byte=0.0)
+    points = list(our_points(graph, 6, 5.0))
+    ours, bounds = ([p for p in points if p.family == family] for family in (OURS, BOUND))
+    planner = Planner(graph)
+    assert ours[-1].peak_bytes == planner.baseline.peak_bytes
+    assert ours[-1].added_seconds == 0.0
+    assert ours[0].peak_bytes == planner.find(None).smallest.peak_bytes
+    assert [p.added_seconds for p in ours] == sorted((p.added_seconds for p in ours), reverse=True)
+    for bound in bounds:
+        assert all(p.added_seconds >= bound.added_seconds for p in ours if p.peak_bytes <= bound.peak_bytes)
+
+
+@settings(max_examples=25)
+@given(graphs())
+def test_no_policy_is_below_the_bound(graph):
+    graph = dataclasses.replace(graph, saving_seconds_per_byte=0.0)
+    bounds = [p for p in our_points(graph, 4, 5.0) if p.family == BOUND]
+    for point in policy_points(graph):
+        assert all(point.added_seconds >= b.added_seconds - 1e-9 for b in bounds if point.peak_bytes <= b.peak_bytes)
+
+
+def test_policies_have_names():
+    labels = [p.label for p in policy_points(chain(24, size=MIB))]
+    assert labels[:3] == ["save everything", "recompute everything", "sqrt"]
+    assert "4 segments" in labels
+
+
+def test_what_another_of_its_family_beats_is_left_out():
+    points = [Point("a", "x", 10, 1.0, 2.0), Point("a", "y", 10, 2.0, 2.0), Point("b", "z", 20, 3.0, 2.0)]
+    assert [p.label for p in undominated(points)] == ["x", "z"]
+    assert points[0].beats(points[2])
+    assert not points[0].beats(points[0])
+    assert points[0].overhead == 0.5
+
+
+def test_levels():
+    assert levels(10, 20, 3) == [10, 15, 20]
+    assert levels(10, 10, 3) == [10]
