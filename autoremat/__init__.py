@@ -8,11 +8,13 @@ The table below is the public interface. Names are looked up on first use, so th
 (`autoremat.graph`, ...) does not import torch.
 """
 
+import sys
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from . import policies as policies
     from .comparison import pareto as pareto
     from .declarations import declare_pure as declare_pure
     from .dynamo_backend import backend as backend
@@ -20,12 +22,14 @@ if TYPE_CHECKING:
     from .errors import BudgetInfeasible as BudgetInfeasible
     from .errors import BudgetWarning as BudgetWarning
     from .errors import OptionsError as OptionsError
+    from .errors import OrderWarning as OrderWarning
     from .errors import PlanFileError as PlanFileError
     from .errors import PlanInvalid as PlanInvalid
     from .errors import UnplannedWarning as UnplannedWarning
     from .errors import UnsupportedTorchError as UnsupportedTorchError
     from .graph import Graph as Graph
     from .measure import track_peak as track_peak
+    from .naming import name as name
     from .options import Options as Options
     from .options import configure as configure
     from .planning import plan as plan
@@ -47,6 +51,7 @@ _MODULE_OF = {
     "Graph": "graph",
     "Options": "options",
     "OptionsError": "errors",
+    "OrderWarning": "errors",
     "Plan": "plans",
     "PlanFileError": "errors",
     "PlanInvalid": "errors",
@@ -58,6 +63,7 @@ _MODULE_OF = {
     "declare_pure": "declarations",
     "explain": "preview",
     "max_batch": "sizing",
+    "name": "naming",
     "pareto": "comparison",
     "plan": "planning",
     "reports": "report",
@@ -71,6 +77,7 @@ __all__ = [
     "Graph",
     "Options",
     "OptionsError",
+    "OrderWarning",
     "Plan",
     "PlanFileError",
     "PlanInvalid",
@@ -83,20 +90,27 @@ __all__ = [
     "declare_pure",
     "explain",
     "max_batch",
+    "name",
     "pareto",
     "plan",
+    "policies",
     "reports",
     "track_peak",
 ]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _MODULE_OF:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value: object = getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
+    module = import_module(f".{_MODULE_OF.get(name, name)}", __name__)
+    value: object = getattr(module, name) if name in _MODULE_OF else module
     globals()[name] = value  # the next look-up does not come here
     return value
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if "torch" in sys.modules:
+    import_module(".naming", __name__)  # so that `torch.ops.autoremat.named` is there without a look-up here

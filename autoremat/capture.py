@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import operator
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,9 +21,7 @@ from autoremat import calls, op_rules, torch_compat, torch_higher_order
 from autoremat.cost import Device, cpu_device, cuda_device, roofline_seconds, saving_seconds_per_byte
 from autoremat.errors import CaptureError
 from autoremat.graph import Graph, Op, Role, Trait, Value
-
-ROOT = re.compile(r"^([LG]\['\w+'\]|\.__closure__\[\d+\]\.cell_contents|\.__self__|\.func|\.args\[\d+\])+")
-"""How Dynamo says where it found the model: an argument, a global or what a function closes over."""
+from autoremat.origins import decomposed_from, names, origin, scopes
 
 Alias = int | None | tuple["Alias", ...] | dict[str, "Alias"]
 """What a node holds: a value number, nothing that takes memory, or several of these by position or by name."""
@@ -177,26 +174,6 @@ def may_train(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
-def origin(node: fx.Node) -> tuple[str, str]:
-    """(module path, "file:line") of a node, empty where unknown; what autograd made has its forward's."""
-    module = ""
-    for path, _ in (node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}).values():
-        module = path
-    module = ROOT.sub("", module.replace("._modules", "")).lstrip(".")
-    source = ""
-    for line in (node.meta.get("stack_trace") or "").splitlines():
-        if line.strip().startswith("File "):
-            parts = line.strip().split(",")
-            source = f"{parts[0][len('File ') :].strip(chr(34))}:{parts[1].strip().removeprefix('line ')}"
-    return module, source
-
-
-def decomposed_from(node: fx.Node) -> str:
-    """The target of the op that the node is part of, empty if it is that op."""
-    original = node.meta.get("original_aten")
-    return "" if original is None or original is node.target else str(original)
-
-
 def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | None = None) -> Device:
     """The roofline of ``device``, or of the CUDA device ``cuda_name``, for the precision in which the joint graph multiplies
     matrices."""
@@ -273,7 +250,21 @@ def _overwritten_inputs(builder: _Builder) -> set[int]:
     return found
 
 
-def _op(builder: _Builder, node: fx.Node, backward: bool, overwritten: set[int], device: Device, runs_on: str) -> Op:
+def _named(calls: Iterable[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
+    """What the model calls the results of ops: of those that one call of the model became, the last makes its result."""
+    last = {names(node)[0]: node for node in calls}
+    return {node: names(node)[1] for call, node in last.items() if call}
+
+
+def _op(
+    builder: _Builder,
+    node: fx.Node,
+    backward: bool,
+    overwritten: set[int],
+    device: Device,
+    runs_on: str,
+    named: tuple[str, ...],
+) -> Op:
     cost = calls.cost_of(node, builder.device_type, runs_on)
     traits = calls.traits_of(node)
     if overwritten.intersection(builder.reads[node]):
@@ -283,7 +274,7 @@ def _op(builder: _Builder, node: fx.Node, backward: bool, overwritten: set[int],
     return Op(
         node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, seconds, cost.flops,
         cost.moved_bytes, cost.workspace_bytes, op_rules.kind_of(node), traits, op_rules.order_of(node), module, source,
-        decomposed_from(node),
+        () if backward else scopes(node), decomposed_from(node), named,
     )  # fmt: skip
 
 
@@ -316,10 +307,11 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name:
         return tuple(dict.fromkeys(v for v in held if values[v].role is Role.COMPUTED))
 
     forward_outputs, backward_outputs = torch_compat.joint_outputs(joint, num_fwd_outputs)
+    named = _named(node for node in ordered if not backward[node])
     ops = []
     for node in ordered:
         with _naming(node):
-            ops.append(_op(builder, node, backward[node], overwritten, rates, runs_on))
+            ops.append(_op(builder, node, backward[node], overwritten, rates, runs_on, named.get(node, ())))
     graph = Graph(
         ops=tuple(ops),
         values=values,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat import costing, declarations, store, torch_compat
+from autoremat import costing, declarations, origins, store, torch_compat
 from autoremat.capture import may_train
 from autoremat.errors import BudgetInfeasible, BudgetWarning, OptionsError
 from autoremat.options import Options
@@ -76,6 +76,7 @@ def backend(
     parsed = Options.parse(options, mode, torch_compat.inductor_config_names)
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
+    origins.take_names(gm)
     if parsed.inner == "aot_eager":
         return _compile_uncompiled(gm, example_inputs, parsed)
     patches = {**torch_compat.mode_config(mode), **dict(parsed.inductor)}
@@ -130,6 +131,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
         costing.identity(options.cost_model, [*inputs, *gm.parameters()]),
         declarations.identity(),
         gm.print_readable(print_output=False),
+        origins.identity(gm) if options.has_orders else "",
         *map(_describe, inputs),
         f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')} {torch.get_num_threads()} {device}",
         f"{torch.get_autocast_dtype('cpu')} {torch.get_autocast_dtype('cuda')} {torch.get_default_dtype()}",

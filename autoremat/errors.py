@@ -75,16 +75,19 @@ class BudgetInfeasible(AutorematError):
         occupants: Iterable[Occupant] = (),
         device: str | None = None,
         plan_file: str | None = None,
+        without_orders_bytes: int | None = None,
     ) -> None:
         """`minimum_bytes`: smallest feasible peak found; `lower_bound_bytes`: proven for every plan;
         `occupants`: what is alive at the peak of the smallest plan, kept largest first; `plan_file`: the stored plan that
-        was to be applied, beside which none was looked for."""
+        was to be applied, beside which none was looked for; `without_orders_bytes`: the smallest peak found without the
+        user's orders, if there are any."""
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.lower_bound_bytes = lower_bound_bytes
         self.occupants = tuple(sorted(occupants, key=lambda occupant: -occupant.bytes))
         self.device = device
         self.plan_file = plan_file
+        self.without_orders_bytes = without_orders_bytes
         super().__init__(self._message())
 
     def _message(self) -> str:
@@ -122,11 +125,18 @@ class BudgetInfeasible(AutorematError):
             advice.insert(1, "leave out the option `plan`: another plan may fit")
         elif self.lower_bound_bytes <= self.budget_bytes:
             advice.insert(1, "raise time_limit: the bound does not rule out that a plan within the budget exists")
+        if self.without_orders_bytes is not None and self.without_orders_bytes < self.minimum_bytes:
+            relaxed = f"{self.without_orders_bytes} bytes ({format_bytes(self.without_orders_bytes)})"
+            advice.insert(1, f"relax policy, save or recompute: without them the smallest peak found is {relaxed}")
         return advice
 
 
 class BudgetWarning(UserWarning):
     """A request has no effect, or a best-effort plan runs over its budget."""
+
+
+class OrderWarning(UserWarning):
+    """An order or a policy matches nothing, has no effect, or cannot be obeyed."""
 
 
 class UnplannedWarning(UserWarning):

@@ -37,6 +37,7 @@ class Reason(str, enum.Enum):
     EFFECT = "effect"
     UNDECLARED = "undeclared"
     READS_MUTATED_INPUT = "reads mutated input"
+    CHOICE = "choice"
     FORWARD_OUTPUT = "forward output"
     START = "start"
     DEAR = "dear"
@@ -57,6 +58,7 @@ WHY: dict[Reason, str] = {
     Reason.EFFECT: "its op has an effect",
     Reason.UNDECLARED: "custom or higher-order op of which nobody says that it is pure",
     Reason.READS_MUTATED_INPUT: "its op reads an input that is overwritten later",
+    Reason.CHOICE: "other code, which rounds otherwise, might choose otherwise",
     Reason.FORWARD_OUTPUT: "returned by the forward: the caller holds it anyway",
     Reason.START: "recomputation starts from it",
     Reason.DEAR: "dearer to recompute than to write and read",
@@ -76,6 +78,7 @@ _BY_TRAIT = (
     (Trait.EFFECTFUL, Reason.EFFECT),
     (Trait.UNDECLARED, Reason.UNDECLARED),
     (Trait.READS_MUTATED_INPUT, Reason.READS_MUTATED_INPUT),
+    (Trait.CHOOSES, Reason.CHOICE),
 )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from autoremat.graph import Graph
 from autoremat.plans import Plan
 from autoremat.schedule import build_schedule
-from autoremat.solvers import Planner, policies
+from autoremat.solvers import Planner, baselines
 from autoremat.solvers.segments import Chain, segment_counts
 
 OURS, BOUND, POLICY, TORCH = "autoremat", "lower bound", "policy", "torch"
@@ -65,11 +65,11 @@ def our_points(graph: Graph, points: int, time_limit: float) -> Iterator[Point]:
 
 def policy_points(graph: Graph) -> Iterator[Point]:
     """Fixed policies: nothing recomputed, everything, Chen's root of all values, and segments of equal size."""
-    yield point_of(policies.save_all(graph), POLICY, "save everything")
-    yield point_of(policies.recompute_all(graph), POLICY, "recompute everything")
-    yield point_of(policies.save_cuts(graph), POLICY, "sqrt")
+    yield point_of(baselines.save_all(graph), POLICY, "save everything")
+    yield point_of(baselines.recompute_all(graph), POLICY, "recompute everything")
+    yield point_of(baselines.save_cuts(graph), POLICY, "sqrt")
     chain = Chain.of(graph)
-    always = policies.must_be_saved(graph) | chain.ambient
+    always = baselines.must_be_saved(graph) | chain.ambient
     for count in segment_counts(graph.num_forward):
         if count & (count - 1) == 0 and count > 1:
             segments, _ = chain.segments(count)

@@ -35,10 +35,19 @@ class Trait(enum.Flag):
     """A custom or higher-order op whose purity nobody has declared."""
     READS_MUTATED_INPUT = enum.auto()
     """Reads an input that the forward later overwrites: run again, it would see the new contents."""
+    CHOOSES = enum.auto()
+    """Picks some of several floating-point numbers (the experts of a token): run again by other code, whose last bits differ,
+    it might pick others."""
 
 
 NOT_REPEATABLE = (
-    Trait.RANDOM | Trait.MUTATING | Trait.COLLECTIVE | Trait.EFFECTFUL | Trait.UNDECLARED | Trait.READS_MUTATED_INPUT
+    Trait.RANDOM
+    | Trait.MUTATING
+    | Trait.COLLECTIVE
+    | Trait.EFFECTFUL
+    | Trait.UNDECLARED
+    | Trait.READS_MUTATED_INPUT
+    | Trait.CHOOSES
 )
 
 
@@ -81,6 +90,15 @@ class Value:
 
 
 @dataclass(frozen=True)
+class Scope:
+    """One call of a module: its path, such as "model.layers.0.mlp", the name of its class, and which call of it this is."""
+
+    path: str
+    kind: str = ""
+    call: int = 0
+
+
+@dataclass(frozen=True)
 class Op:
     """One call. ``inputs`` and ``outputs`` are value numbers without repetition."""
 
@@ -99,8 +117,12 @@ class Op:
     order: Order = Order.NONE
     module: str = ""
     source: str = ""
+    scopes: tuple[Scope, ...] = ()
+    """The modules that were running, outermost first."""
     decomposed_from: str = ""
     """The target of the op of the model that this one is part of, where that is another."""
+    tensor_names: tuple[str, ...] = ()
+    """What the model calls the result (``autoremat.name``)."""
 
     @property
     def repeatable(self) -> bool:

@@ -56,6 +56,14 @@ REDUCTION = frozenset(
     }
 )  # fmt: skip
 
+CHOOSING = frozenset(
+    {
+        aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.kthvalue, aten.median, aten.mode, aten.searchsorted,
+        aten.bucketize, aten.max.dim, aten.min.dim,
+    }
+)  # fmt: skip
+"""Ops whose result jumps when the last bit of what they read changes."""
+
 INDUCTOR_POINTWISE = frozenset({"inductor_random", "inductor_randint", "inductor_lookup_seed"})
 
 
@@ -102,6 +110,14 @@ def traits_of_op(op: torch._ops.OpOverload) -> Trait:
     return traits
 
 
+def chooses(node: fx.Node) -> bool:
+    """Whether the node picks some of several floating-point numbers."""
+    read = (n.meta.get("val") for n in node.all_input_nodes)
+    return bool(CHOOSING & {packet(node), node.target}) and any(
+        isinstance(t, torch.Tensor) and t.is_floating_point() for t in read
+    )
+
+
 def traits_of(node: fx.Node) -> Trait:
     """What the node may not do, by its target and its arguments alone."""
     target = node.target
@@ -111,7 +127,7 @@ def traits_of(node: fx.Node) -> Trait:
         return Trait.UNDECLARED
     if not isinstance(target, torch._ops.OpOverload):
         return Trait.NONE
-    traits = traits_of_op(target)
+    traits = traits_of_op(target) | (Trait.CHOOSES if chooses(node) else Trait.NONE)
     return traits if is_random(node) else traits & ~Trait.RANDOM
 
 

@@ -1,7 +1,8 @@
 """What the user asks for: one frozen `Options`, checked and normalised where it enters and never again.
 
 Values come from three places; for each key the first that has it wins: the `options` of `torch.compile`, `configure`,
-and, for the budget and the cost model, the environment variables AUTOREMAT_MEMORY_BUDGET and AUTOREMAT_COST_MODEL.
+and, for the budget, the cost model and the policy, the environment variables AUTOREMAT_MEMORY_BUDGET, AUTOREMAT_COST_MODEL
+and AUTOREMAT_POLICY.
 """
 
 import difflib
@@ -17,25 +18,32 @@ from fractions import Fraction
 from numbers import Real
 from typing import Any
 
+from . import policies
 from .errors import OptionsError
 from .plan_files import PlanFile
 from .plans import Plan
+from .policies import Policy, Selective
 from .units import BYTE_FORMS, format_bytes, parse_bytes
 
 ENVIRONMENT_VARIABLE = "AUTOREMAT_MEMORY_BUDGET"
 COST_MODEL_VARIABLE = "AUTOREMAT_COST_MODEL"
+POLICY_VARIABLE = "AUTOREMAT_POLICY"
 DEFAULT_RESERVE = 512 * 2**20  # the CUDA context, cuBLAS workspaces and fragmentation live outside the budget
 INNER_COMPILERS = ("inductor", "aot_eager")
 INFEASIBLE_ACTIONS = ("raise", "best_effort")
 COST_MODELS = ("roofline", "calibrated", "profile")
 UNPLANNABLE_ACTIONS = ("warn", "raise")
-OWN_KEYS = ("memory_budget", "reserve", "time_limit", "inner", "on_infeasible", "on_unplannable", "cost_model", "plan")
+OWN_KEYS = (
+    "memory_budget", "reserve", "time_limit", "inner", "on_infeasible", "on_unplannable", "cost_model", "plan", "policy",
+    "recompute_modules", "save", "recompute",
+)  # fmt: skip
 
 _BUDGET_FORMS_ANYWHERE = (
     f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak without "
     "recomputation); None (no bound)"
 )
 _BUDGET_FORMS = f'{_BUDGET_FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `reserve`)'
+_PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
 _RESERVE_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
 
@@ -62,6 +70,9 @@ class Options:
     on_unplannable: "warn" leaves a graph that could not be planned to torch's partitioner; "raise" passes the error on.
     plan: stored plans to apply instead of planning: paths that `Plan.save` wrote, or plans, one or a sequence. Each graph takes
         the one that was made for it.
+    policy: what runs again in the backward; see `autoremat.policies`. Without a budget it is the whole plan.
+    recompute_modules: the modules of the policy "selective"; kept in the policy, empty here.
+    save, recompute: orders to the planner: globs of module paths, ops, or names of tensors.
     inductor: pairs for Inductor's config, sorted by key.
     mode: as in `torch.compile`.
 
@@ -78,6 +89,10 @@ class Options:
     mode: str | None = None
     cost_model: str = "roofline"
     plan: tuple[PlanFile, ...] = ()
+    policy: Policy | str | None = None
+    recompute_modules: tuple[str, ...] = ()
+    save: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         normalised = {
@@ -89,8 +104,14 @@ class Options:
             "cost_model": _one_of(COST_MODELS, self.cost_model, "cost_model"),
             "on_unplannable": _one_of(UNPLANNABLE_ACTIONS, self.on_unplannable, "on_unplannable"),
             "plan": _normalise_plans(self.plan),
+            "policy": _normalise_policy(self.policy, self.recompute_modules),
+            "recompute_modules": (),
+            "save": _normalise_patterns(self.save, "save"),
+            "recompute": _normalise_patterns(self.recompute, "recompute"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
+        if normalised["plan"] and (normalised["policy"] or normalised["save"] or normalised["recompute"]):
+            raise OptionsError("`plan` applies a stored plan as it is: policy, save and recompute cannot be given beside it")
         if not isinstance(self.mode, str | None):
             raise _refused("mode", self.mode, "a mode of torch.compile, a string, or None")
         for name, value in normalised.items():
@@ -122,6 +143,11 @@ class Options:
         merged: dict[str, Any] = defaults | _configured | own
         return cls(**merged, inductor=tuple(foreign.items()), mode=mode)
 
+    @property
+    def has_orders(self) -> bool:
+        """Whether a policy or orders point at parts of the model."""
+        return bool(self.policy or self.save or self.recompute)
+
     def cache_key(self) -> str:
         """Text that is equal, in every process, for options that lead to the same plan of the same graph.
 
@@ -129,6 +155,7 @@ class Options:
         """
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["inductor"] = dict(self.inductor)
+        values["policy"] = policies.identity(policies.parse(self.policy))
         return json.dumps(_stable(values), sort_keys=True)
 
     def resolve_budget(self, baseline_peak_bytes: int, free_bytes: int | None) -> int | None:
@@ -171,6 +198,10 @@ def configure(
     cost_model: str | _Unset = _UNSET,
     on_unplannable: str | _Unset = _UNSET,
     plan: str | os.PathLike[str] | Plan | Sequence[str | os.PathLike[str] | Plan] | None | _Unset = _UNSET,
+    policy: Policy | str | None | _Unset = _UNSET,
+    recompute_modules: Collection[str] | _Unset = _UNSET,
+    save: Collection[str] | _Unset = _UNSET,
+    recompute: Collection[str] | _Unset = _UNSET,
 ) -> None:
     """Set defaults for this process, for callers that can pass only the backend's name.
 
@@ -187,6 +218,10 @@ def configure(
         "cost_model": cost_model,
         "on_unplannable": on_unplannable,
         "plan": plan,
+        "policy": policy,
+        "recompute_modules": recompute_modules,
+        "save": save,
+        "recompute": recompute,
     }
     given = {key: value for key, value in arguments.items() if value is not _UNSET}
     checked = Options(**given)
@@ -196,11 +231,14 @@ def configure(
 def _environment(given: Collection[str]) -> dict[str, object]:
     """What the environment says of the keys that are not ``given``; a variable that is unset or empty says nothing."""
     found: dict[str, object] = {}
-    budget, model = (os.environ.get(name, "").strip() for name in (ENVIRONMENT_VARIABLE, COST_MODEL_VARIABLE))
+    variables = (ENVIRONMENT_VARIABLE, COST_MODEL_VARIABLE, POLICY_VARIABLE)
+    budget, model, policy = (os.environ.get(name, "").strip() for name in variables)
     if budget and "memory_budget" not in given:
         found["memory_budget"] = _budget_from_text(budget)
     if model and "cost_model" not in given:
         found["cost_model"] = _one_of(COST_MODELS, model, COST_MODEL_VARIABLE)
+    if policy and "policy" not in given:
+        found["policy"] = policies.parse(policy, POLICY_VARIABLE)
     return found
 
 
@@ -266,6 +304,24 @@ def _normalise_plans(value: object) -> tuple[PlanFile, ...]:
             raise _refused("plan", one, "the path of a plan that Plan.save wrote, a Plan, or a sequence of these")
         found.append(one if isinstance(one, PlanFile) else PlanFile.of(one))
     return tuple(found)
+
+
+def _normalise_policy(value: object, modules: object) -> Policy | None:
+    policy = policies.parse(value)
+    if not modules:
+        return policy
+    if not isinstance(policy, Selective):
+        raise OptionsError(f'recompute_modules={modules!r} belongs to policy="selective", and the policy is {value!r}')
+    return Selective(_normalise_patterns(modules, "recompute_modules"))
+
+
+def _normalise_patterns(value: object, name: str) -> tuple[str, ...]:
+    """A list of patterns without repetition."""
+    if isinstance(value, str) or not isinstance(value, Collection):
+        raise _refused(name, value, _PATTERN_FORMS)
+    if wrong := [pattern for pattern in value if not isinstance(pattern, str) or not pattern.strip()]:
+        raise _refused(name, wrong[0], _PATTERN_FORMS)
+    return tuple(dict.fromkeys(value))
 
 
 def _one_of(accepted: tuple[str, ...], value: object, name: str) -> str:

@@ -17,13 +17,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat import plan_files, torch_compat
+from autoremat import plan_files, policies, torch_compat
 from autoremat.capture import Capture, capture
 from autoremat.cost import Pricing
 from autoremat.costing import priced
-from autoremat.errors import BudgetInfeasible, Occupant, OptionsError, UnplannedWarning
+from autoremat.errors import BudgetInfeasible, Occupant, OptionsError, OrderWarning, UnplannedWarning
 from autoremat.graph import Kind
 from autoremat.options import Options
+from autoremat.orders import Ordered, Orders
 from autoremat.passes import read_operands_directly, realise
 from autoremat.plans import Plan
 from autoremat.report import Report
@@ -121,7 +122,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             if captured.graph.num_forward < len(captured.graph.ops):
                 self.is_region = not joint_inputs
                 return self.plan_and_split(captured, kwargs.get("static_lifetime_input_indices") or ())
-        except (BudgetInfeasible, OptionsError):
+        except (BudgetInfeasible, OptionsError, OrderWarning):
             raise
         except Exception as error:  # models and torch's ops are open-ended: what we fail on must train all the same
             if self.options.on_unplannable == "raise":
@@ -163,20 +164,23 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     def choose(self, captured: Capture, pricing: Pricing) -> Plan:
         """Plan under the budget and write the report. Raises ``BudgetInfeasible`` if nothing fits and that is asked for."""
         start = time.perf_counter()
-        planner = Planner(captured.graph, self.options.time_limit)
+        ordered = orders_of(self.options).apply(captured.graph)
+        given = () if ordered.candidate is None else (ordered.candidate,)
+        planner = Planner(ordered.graph, self.options.time_limit, given=given)
         device = torch_compat.device_of(captured.joint)
         budget = self.options.resolve_budget(planner.baseline.peak_bytes, self.free_bytes(device))
         if self.is_region and isinstance(self.options.memory_budget, float):
             budget = None
         self.exhausted = False
-        planning = self.search_or_apply(planner, budget)
+        planning = self.search_or_apply(planner, budget, ordered)
         self.planning, plan = planning, planning.plan
         if plan is None:
             assert budget is not None
             plan = planning.smallest
             self.exhausted = True
             if self.must_fit and not self.is_region and not self.worth_trying(plan, budget):
-                raise infeasible(planning, budget, captured.device.name, plan_file=self.plan_file)
+                relaxed = self.smallest_without_orders(captured, ordered)
+                raise infeasible(planning, budget, captured.device.name, plan_file=self.plan_file, without_orders=relaxed)
         self.report = Report.of(
             planning,
             plan,
@@ -189,14 +193,29 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         )
         return plan
 
-    def search_or_apply(self, planner: Planner, budget: int | None) -> Planning:
-        """Look for the best plan, or take the stored one, which nothing then replaces. Raises ``PlanFileError``."""
-        if not self.options.plan or self.is_region:
-            self.planner = planner
-            return planner.find(None if budget is None else budget - self.margin_bytes)
-        file, plan = plan_files.fitted(self.options.plan, planner.graph)
-        self.plan_file, self.exhausted = file.name, True
-        return planner.judge(plan, budget)
+    def search_or_apply(self, planner: Planner, budget: int | None, ordered: Ordered) -> Planning:
+        """Look for the best plan, or take the stored one or the policy's, which nothing then replaces. Raises
+        ``PlanFileError``."""
+        if self.options.plan and not self.is_region:
+            file, plan = plan_files.fitted(self.options.plan, planner.graph)
+            self.plan_file, self.exhausted = file.name, True
+            return planner.judge(plan, budget)
+        self.planner = planner
+        if self.options.memory_budget is None and ordered.candidate is not None:
+            ordered.candidate.plan.check()
+            return planner.judge(ordered.candidate.plan, None)
+        return planner.find(None if budget is None else budget - self.margin_bytes)
+
+    def smallest_without_orders(self, captured: Capture, ordered: Ordered) -> int | None:
+        """The smallest peak found if the options order nothing; None if they do not."""
+        if ordered.graph is captured.graph:
+            return None
+        return Planner(captured.graph, self.options.time_limit).search.smallest.peak_bytes
+
+
+def orders_of(options: Options) -> Orders:
+    """What the options order. With a budget, a policy only says what is recomputed."""
+    return Orders(options.save, options.recompute, policies.parse(options.policy), exact=options.memory_budget is None)
 
 
 def circumstances(captured: Capture) -> torch_compat.Circumstances:
@@ -221,7 +240,12 @@ def circumstances(captured: Capture) -> torch_compat.Circumstances:
 
 
 def infeasible(
-    planning: Planning, budget: int, device: str, minimum: int | None = None, plan_file: str | None = None
+    planning: Planning,
+    budget: int,
+    device: str,
+    minimum: int | None = None,
+    plan_file: str | None = None,
+    without_orders: int | None = None,
 ) -> BudgetInfeasible:
     """The error that says what was asked, what is possible and what is in the way."""
     smallest = planning.smallest
@@ -235,4 +259,5 @@ def infeasible(
         occupants=[Occupant(v.name, v.bytes, v.module, v.source) for v in values],
         device=device,
         plan_file=plan_file,
+        without_orders_bytes=without_orders,
     )

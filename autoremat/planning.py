@@ -11,7 +11,7 @@ from autoremat.graph import Graph
 from autoremat.options import Options
 from autoremat.plans import Plan
 from autoremat.progress import said_if_slow
-from autoremat.solvers import Planning, anneal, dag, ilp, policies
+from autoremat.solvers import Planning, anneal, baselines, dag, ilp
 from autoremat.solvers.search import EVERY_FAMILY, Family
 
 Solver = Callable[[Graph, int | None, float, int], Planning]
@@ -23,15 +23,15 @@ def _searching(families: Family) -> Solver:
     return lambda graph, budget, time_limit, seed: dag.search(graph, budget, time_limit, families)
 
 
-def _following(policy: policies.Policy) -> Solver:
+def _following(policy: baselines.Policy) -> Solver:
     """The solver that follows ``policy``, which takes no time and draws no random numbers."""
-    return lambda graph, budget, time_limit, seed: policies.solve(graph, budget, policy)
+    return lambda graph, budget, time_limit, seed: baselines.solve(graph, budget, policy)
 
 
 def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, seed: int) -> Planning:
     """The event-gap model and its neighbourhoods, from nothing; nothing more is tried once a plan is proven optimal."""
     deadline = time.monotonic() + time_limit
-    found = policies.solve(graph, budget, policies.save_all)
+    found = baselines.solve(graph, budget, baselines.save_all)
     return ilp.improve(graph, budget, time_limit, seed, found, 0.0, deadline)
 
 
@@ -59,9 +59,9 @@ SOLVERS: dict[str, Solver] = {
     "ilp": _by_integer_program,
     "min_cut": _searching(Family.CURVE),
     "chain": _searching(Family.SEGMENTS | Family.FILL),
-    "sqrt": _following(policies.save_cuts),
-    "all": _following(policies.recompute_all),
-    "none": _following(policies.save_all),
+    "sqrt": _following(baselines.save_cuts),
+    "all": _following(baselines.recompute_all),
+    "none": _following(baselines.save_all),
 }
 """By name: all of them together; the exact model; minimum cuts without segments; segments without minimum cuts; Chen et
 al.'s policy of saving about a root of all values; recomputing all that may be; recomputing nothing."""

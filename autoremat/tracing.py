@@ -24,6 +24,7 @@ from autoremat.cost import DATASHEETS, device_memory
 from autoremat.cuda_attention import with_attention_of_cuda
 from autoremat.errors import AutorematError, CaptureError, OptionsError
 from autoremat.options import Options
+from autoremat.origins import take_names
 from autoremat.partitioner import Partitioner
 
 T = TypeVar("T")
@@ -98,6 +99,7 @@ class _Recorder(Generic[T]):
     found: list[T] = field(default_factory=list)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        take_names(module)
         runnable = fx.GraphModule(module, torch_fake.shallow_copy(module.graph))
         if may_train(module, inputs):
             if self.target.cuda_name is not None and self.target.traced_on.type != "cuda":

@@ -9,7 +9,7 @@ import numpy
 import pytest
 from hypothesis import is_hypothesis_test, settings
 
-from autoremat.options import COST_MODEL_VARIABLE, ENVIRONMENT_VARIABLE, configure
+from autoremat.options import COST_MODEL_VARIABLE, ENVIRONMENT_VARIABLE, POLICY_VARIABLE, configure
 
 SEED = 0
 
@@ -68,7 +68,7 @@ def seed() -> Iterator[int]:
 @pytest.fixture(autouse=True)
 def isolated_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """No budget or cost model from outside: neither from the environment nor from an earlier test."""
-    for variable in (ENVIRONMENT_VARIABLE, COST_MODEL_VARIABLE):
+    for variable in (ENVIRONMENT_VARIABLE, COST_MODEL_VARIABLE, POLICY_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     configure()
     yield

@@ -16,8 +16,9 @@ PURE = (
     "errors", "units", "options", "graph", "memory", "schedule", "plans", "plan_files", "replay", "planning", "progress",
     "explanation", "moments", "report", "report_text", "report_diff", "store", "cli", "__main__", "wrapper_code", "cost",
     "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut", "solvers.search",
-    "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.policies", "solvers.event_gap",
+    "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.baselines", "solvers.event_gap",
     "solvers.highs", "solvers.improve", "solvers.ilp", "solvers.sites", "solvers.anneal", "frontier",
+    "orders", "patterns", "policies", "structure",
 )  # fmt: skip
 """Modules that must work without torch."""
 
@@ -25,7 +26,7 @@ TORCH = (
     "calls", "capture", "costing", "cuda_attention", "declarations", "dynamo_backend", "eager", "measure", "op_rules",
     "op_work", "partitioner", "preview", "timing", "timing.calibration", "timing.profiling", "timing.recipes",
     "timing.stopwatch", "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "tracing", "workspace", "passes",
-    "comparison", "sizing",
+    "comparison", "sizing", "naming", "origins",
 )  # fmt: skip
 
 ADAPTERS = ("torch_compat", "torch_fake", "torch_higher_order", "torch_logs")

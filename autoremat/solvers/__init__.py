@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autoremat.graph import Graph
 from autoremat.plans import Plan
 from autoremat.solvers.bounds import Bounds, Moments
-from autoremat.solvers.search import EVERY_FAMILY, Family, Search
+from autoremat.solvers.search import EVERY_FAMILY, Candidate, Family, Search
 
 STEPS = 100
 """In how many equal steps of the baseline's peak memory is filled, where a larger budget must never cost more."""
@@ -84,9 +84,11 @@ class Planner:
     :meth:`_fill_stepwise`)."""
     bounds: Bounds | None = None
     """What filling in steps relies on: the graph's own moments, unless the graph is part of another problem."""
+    given: tuple[Candidate, ...] = ()
+    """Candidates from elsewhere: a policy's."""
 
     def __post_init__(self) -> None:
-        self.search = Search(self.graph, time.monotonic() + self.time_limit, self.families)
+        self.search = Search(self.graph, time.monotonic() + self.time_limit, self.families, self.given)
         self.moments = Moments(self.graph, self.search.mincut)
         self.baseline = self.search.save_everything()
         self.baseline.check()

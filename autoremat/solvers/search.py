@@ -87,6 +87,8 @@ class Search:
     graph: Graph
     deadline: float = math.inf
     families: Family = EVERY_FAMILY
+    given: tuple[Candidate, ...] = ()
+    """Candidates from elsewhere: a policy's."""
     simulated: int = 0
     interrupted: bool = False
 
@@ -164,10 +166,10 @@ class Search:
         segmentations = list(self.segmentations()) if Family.SEGMENTS in self.families else [self.whole]
         plain = [s for s in segmentations if not s.nested]
         chosen = sorted(spread(len(plain), effort(PLAIN_WORK, PLAIN_LIMITS, self.graph.num_forward)))
-        found: list[Candidate] = []
+        found = list(self.given)
         for number, saved in enumerate(curve):
             for choice in chosen:
-                if not self.interrupted or not found:
+                if not self.interrupted or len(found) == len(self.given):
                     found.append(Candidate(self.plan(saved, plain[choice], f"cut {number}"), plain[choice]))
         for segmentation in segmentations:
             if not self.interrupted:

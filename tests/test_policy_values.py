@@ -1,0 +1,88 @@
+"""Policies as options: written as text, told from one another, with the modules they speak of. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import pytest
+
+import autoremat
+from autoremat import policies
+from autoremat.errors import OptionsError
+from autoremat.policies import Forward, Region
+
+
+@dataclass(frozen=True)
+class Odd:
+    """The layers with odd numbers."""
+
+    def __call__(self, forward: Forward) -> Sequence[Region]:
+        return [Region(layer) for layer in forward.layers[1::2]]
+
+
+@pytest.mark.parametrize(
+    ("text", "policy"),
+    [
+        ("full", policies.Full()),
+        ("sqrt", policies.Sqrt()),
+        ("uniform:3", policies.Uniform(3)),
+        ("block:12", policies.Block(12)),
+        ("segments:4", policies.Segments(4)),
+        ("selective", policies.Selective()),
+        ("selective:mlp, *.norm1", policies.Selective(("mlp", "*.norm1"))),
+        ("none", None),
+        (Odd(), Odd()),
+    ],
+)
+def test_policies_may_be_written_as_text(text, policy):
+    assert policies.parse(text) == policy
+
+
+@pytest.mark.parametrize("value", ["ful", "uniform", "uniform:0", "uniform:x", "full:1", "block:-1", "selective:", 3, Odd, True,
+                                   "selective:atention", "", "segments:1.5"])  # fmt: skip
+def test_anything_else_is_refused(value):
+    if value == "selective:":
+        assert policies.parse(value) == policies.Selective()
+        return
+    with pytest.raises(OptionsError, match="is not accepted"):
+        policies.parse(value)
+
+
+def test_a_policy_is_told_from_every_other():
+    everything = [policies.Full(), policies.Sqrt(), policies.Uniform(2), policies.Uniform(3), policies.Block(2), Odd()]
+    identities = [str(policies.identity(policy)) for policy in everything]
+    assert len(set(identities)) == len(everything)
+    assert policies.identity(Odd()) == policies.identity(Odd())
+    number = 3
+    with pytest.raises(OptionsError, match="caches must tell it from others"):
+        policies.parse(lambda forward: [Region(forward.layers[number])])
+
+
+def test_options_fold_modules_into_the_policy(monkeypatch):
+    options = autoremat.Options(policy="selective", recompute_modules=["mlp", "*.norm1"])
+    assert options.policy == policies.Selective(("mlp", "*.norm1"))
+    keys = {autoremat.Options(policy=p).cache_key() for p in (None, "full", "uniform:1", "uniform:2", "selective")}
+    assert len(keys | {options.cache_key(), autoremat.Options(save=["a"]).cache_key()}) == 7
+    with pytest.raises(OptionsError, match="belongs to policy=\"selective\", and the policy is 'full'"):
+        autoremat.Options(policy="full", recompute_modules=["mlp"])
+    with pytest.raises(OptionsError, match="save='a' is not accepted. Accepted: a list of globs"):
+        autoremat.Options(save="a")
+    monkeypatch.setenv("AUTOREMAT_POLICY", "uniform:2")
+    assert autoremat.Options.parse({}).policy == policies.Uniform(2)
+    assert autoremat.Options.parse({"policy": None}).policy is None
+    autoremat.configure(policy="selective", recompute_modules=["moe"], save=["*.attn"])
+    assert autoremat.Options.parse({}) == autoremat.Options(policy=policies.Selective(("moe",)), save=("*.attn",))
+    assert autoremat.Options.parse({"recompute_modules": ["mlp"]}).policy == policies.Selective(("mlp",))
+    monkeypatch.setenv("AUTOREMAT_POLICY", "ful")
+    autoremat.configure()
+    with pytest.raises(OptionsError, match="AUTOREMAT_POLICY='ful' is not accepted"):
+        autoremat.Options.parse({})
+
+
+def test_a_stored_plan_leaves_no_room_for_orders(tmp_path):
+    path = tmp_path / "plan.json"
+    autoremat.plan(autoremat.Graph.from_dag([1.0, 1.0], [4, 4], [(0, 1)], num_forward=1)).save(path)
+    for orders in ({"policy": "full"}, {"save": ["a"]}, {"recompute": ["a"]}):
+        with pytest.raises(OptionsError, match="cannot be given beside it"):
+            autoremat.Options(plan=path, **orders)
