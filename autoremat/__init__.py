@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .errors import OrderWarning as OrderWarning
     from .errors import PlanFileError as PlanFileError
     from .errors import PlanInvalid as PlanInvalid
+    from .errors import SurveyError as SurveyError
     from .errors import UnplannedWarning as UnplannedWarning
     from .errors import UnsupportedTorchError as UnsupportedTorchError
     from .graph import Graph as Graph
@@ -38,6 +39,8 @@ if TYPE_CHECKING:
     from .report import Report as Report
     from .report import reports as reports
     from .sizing import max_batch as max_batch
+    from .steps.survey import survey as survey
+    from .steps.surveyed import Survey as Survey
 
 try:
     __version__ = version("autoremat")
@@ -56,6 +59,8 @@ _MODULE_OF = {
     "PlanFileError": "errors",
     "PlanInvalid": "errors",
     "Report": "report",
+    "Survey": "steps.surveyed",
+    "SurveyError": "errors",
     "UnplannedWarning": "errors",
     "UnsupportedTorchError": "errors",
     "backend": "dynamo_backend",
@@ -67,6 +72,7 @@ _MODULE_OF = {
     "pareto": "comparison",
     "plan": "planning",
     "reports": "report",
+    "survey": "steps.survey",
     "track_peak": "measure",
 }
 
@@ -82,6 +88,8 @@ __all__ = [
     "PlanFileError",
     "PlanInvalid",
     "Report",
+    "Survey",
+    "SurveyError",
     "UnplannedWarning",
     "UnsupportedTorchError",
     "__version__",
@@ -95,6 +103,7 @@ __all__ = [
     "plan",
     "policies",
     "reports",
+    "survey",
     "track_peak",
 ]
 

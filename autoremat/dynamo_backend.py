@@ -26,6 +26,9 @@ from autoremat.errors import BudgetInfeasible, BudgetWarning, OptionsError
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner, free_device_bytes, infeasible, source_hash
 from autoremat.report import Report, add_report
+from autoremat.steps.ledger import Share
+from autoremat.steps.recording import active, graph_key
+from autoremat.steps.surveyed import Survey
 from autoremat.store import Record
 from autoremat.torch_logs import trace_artifact
 from autoremat.units import format_bytes
@@ -48,9 +51,9 @@ LEAST_GAIN = 0.02
 class _PlanAgain(Exception):
     """Ends a compilation whose code would need ``peak_bytes``, so that another plan can be made."""
 
-    def __init__(self, peak_bytes: int) -> None:
-        super().__init__(f"the compiled code would need {format_bytes(peak_bytes)}")
-        self.peak_bytes = peak_bytes
+    def __init__(self, peak_bytes: int, limit_bytes: int) -> None:
+        super().__init__(f"the compiled code would need {format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}")
+        self.peak_bytes, self.limit_bytes = peak_bytes, limit_bytes
 
 
 class _OverBudget(_PlanAgain):
@@ -77,12 +80,32 @@ def backend(
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
     origins.take_names(gm)
+    patches = {**torch_compat.mode_config(mode), **dict(parsed.inductor)}
+    recording = active()
+    if recording is not None and may_train(gm, example_inputs):
+        return recording.compile(gm, example_inputs, patches)
+    parsed = _with_share(gm, example_inputs, parsed)
     if parsed.inner == "aot_eager":
         return _compile_uncompiled(gm, example_inputs, parsed)
-    patches = {**torch_compat.mode_config(mode), **dict(parsed.inductor)}
     if not may_train(gm, example_inputs):
         return torch_compat.compile_with_inductor(gm, example_inputs, patches, {})
     return _InductorCompilation(gm, example_inputs, parsed, patches).run()
+
+
+def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Options:
+    """``options`` with the graph's share in the place of a survey."""
+    survey = options.memory_budget
+    if not isinstance(survey, Survey) or not may_train(gm, inputs):
+        return options
+    known = survey.number_of(graph_key(gm, inputs))
+    if known is None:
+        warnings.warn(
+            "a graph is compiled that the surveyed step did not have, under the whole budget of the step: the peaks of this "
+            "graph and of others can add up. Survey the function that is compiled, with inputs of these shapes",
+            BudgetWarning,
+            stacklevel=2,
+        )
+    return dataclasses.replace(options, memory_budget=survey.budget_bytes if known is None else survey.shares[known])
 
 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
@@ -172,18 +195,18 @@ class _InductorCompilation:
         self.peaks = {}
 
         def observe(lowered: torch_compat.LoweredPeak) -> None:
-            peak, report = lowered.peak_bytes, partitioner.report
+            peak, limit = lowered.peak_bytes, partitioner.limit_bytes(lowered.is_backward)
             self.peaks[lowered.is_backward] = peak
-            if report is None or report.budget_bytes is None:
+            if limit is None:
                 return
             least = all(peak <= earlier for earlier, _ in self.failed)
             give_in = self.options.on_infeasible == "best_effort" and (self.last or (partitioner.exhausted and least))
-            if peak > report.budget_bytes and not give_in:
-                raise _OverBudget(peak)
+            if peak > limit and not give_in:
+                raise _OverBudget(peak, limit)
             most = max(self.peaks.values())
             both_halves = len(self.peaks) == 2
-            if both_halves and self.may_loosen and self.worth_loosening(partitioner, report.budget_bytes, most):
-                raise _RoomLeft(most)
+            if both_halves and self.may_loosen and self.worth_loosening(partitioner, limit, most):
+                raise _RoomLeft(most, limit)
 
         # Inductor takes ownership of the module; another attempt needs a fresh one.
         module = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
@@ -204,6 +227,7 @@ class _InductorCompilation:
             self.last = self.last or replans == MAX_REPLANS
             # A looser plan that does not fit takes two attempts.
             self.may_loosen = record is None and not (self.failed or self.loosened) and replans <= MAX_REPLANS - 2
+            self.may_loosen = self.may_loosen and not isinstance(self.options.memory_budget, Share)
             partitioner = Partitioner(self.options, self.key, self.margin, must_fit=self.options.on_infeasible == "raise")
             try:
                 with caches():
@@ -247,6 +271,9 @@ class _InductorCompilation:
             raise self.gave_up(partitioner) from None
         if self.options.on_infeasible == "best_effort" and (partitioner.exhausted or replans >= MAX_REPLANS - 1):
             self.last, (_, self.margin) = True, min(self.failed)  # nothing fits: the best that was seen
+            return
+        if isinstance(self.options.memory_budget, Share):  # what is over a half's own limit
+            self.margin += reason.peak_bytes - reason.limit_bytes
             return
         # For the budget less what the simulator underestimated this plan by.
         self.margin = max(reason.peak_bytes - report.predicted_peak_bytes, self.margin + 1)

@@ -49,6 +49,10 @@ class CaptureError(AutorematError):
     """The joint graph could not be turned into a `Graph`; the message names the op and where it comes from."""
 
 
+class SurveyError(AutorematError, RuntimeError):
+    """A step could not be surveyed: nothing was compiled in it, or it has no loss to differentiate."""
+
+
 class PlanInvalid(AutorematError):
     """A plan does not hold what it promises: it failed the check that every plan must pass before it is used."""
 

@@ -28,6 +28,9 @@ Timeline = tuple[tuple[float, int], ...]
 KINETO_SILENT = "6"
 """The level of `KINETO_LOG_LEVEL` above all that kineto prints, its "profiler_start" lines included."""
 
+MARK = "autoremat::mark"
+"""The name of events that divide a CPU timeline."""
+
 CUDA_HISTORY_ENTRIES = 1_000_000
 """How many allocator events a CUDA timeline can hold; torch drops the oldest past that."""
 
@@ -45,7 +48,7 @@ def track_peak(device: torch.device | str | None = None, *, timeline: bool = Fal
     """
     chosen = _default_device() if device is None else torch.device(device)
     if chosen.type == "cpu":
-        return _CpuTracker()
+        return CpuTracker()
     if chosen.type == "cuda":
         index = torch.cuda.current_device() if chosen.index is None else chosen.index
         return _CudaTracker(index, record_timeline=timeline)
@@ -97,8 +100,17 @@ class PeakTracker(ABC):
     def _stop(self) -> tuple[int, Timeline | None]: ...
 
 
-class _CpuTracker(PeakTracker):
+class CpuTracker(PeakTracker):
     """Replays the allocator events of a profile."""
+
+    marks: tuple[float, ...] = ()
+    """When :meth:`mark` was called, on the timeline."""
+
+    @staticmethod
+    def mark() -> None:
+        """Note this moment."""
+        with torch.profiler.record_function(MARK):
+            pass
 
     def _start(self) -> None:
         if _profiler_enabled():
@@ -119,8 +131,10 @@ class _CpuTracker(PeakTracker):
                 "A profiler inside the block of `track_peak` took over its events, so the peak is unknown. Profile "
                 "and track in two separate runs."
             )
-        events = sorted(_allocations(results.experimental_event_tree()), key=lambda event: event.start_time_ns)
-        timeline = _replay(events, results.trace_start_ns())
+        found = list(_events(results.experimental_event_tree()))
+        start = results.trace_start_ns()
+        self.marks = tuple(sorted((e.start_time_ns - start) / 1e9 for e in found if e.name == MARK))
+        timeline = _replay(sorted(filter(_is_allocation, found), key=lambda event: event.start_time_ns), start)
         return max(held for _, held in timeline), timeline
 
 
@@ -137,14 +151,18 @@ def _kineto_silenced() -> Iterator[None]:
         del os.environ["KINETO_LOG_LEVEL"]
 
 
-def _allocations(roots: Iterable[Any]) -> Iterator[Any]:
-    """The CPU allocator's events in a profile's event tree, parents first: a thread's own order."""
+def _events(roots: Iterable[Any]) -> Iterator[Any]:
+    """A profile's event tree, parents first: a thread's own order."""
     pending = list(reversed(list(roots)))
     while pending:
         event = pending.pop()
         pending.extend(reversed(event.children))
-        if hasattr(event.extra_fields, "alloc_size") and event.extra_fields.device.type == "cpu":
-            yield event
+        yield event
+
+
+def _is_allocation(event: Any) -> bool:
+    """Whether the CPU allocator gave or took memory."""
+    return hasattr(event.extra_fields, "alloc_size") and event.extra_fields.device.type == "cpu"
 
 
 def _replay(events: Iterable[Any], start_ns: int) -> Timeline:

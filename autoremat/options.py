@@ -23,6 +23,8 @@ from .errors import OptionsError
 from .plan_files import PlanFile
 from .plans import Plan
 from .policies import Policy, Selective
+from .steps.ledger import Share
+from .steps.surveyed import Survey
 from .units import BYTE_FORMS, format_bytes, parse_bytes
 
 ENVIRONMENT_VARIABLE = "AUTOREMAT_MEMORY_BUDGET"
@@ -38,11 +40,15 @@ OWN_KEYS = (
     "recompute_modules", "save", "recompute",
 )  # fmt: skip
 
+Budget = int | float | str | Share | Survey | None
+
 _BUDGET_FORMS_ANYWHERE = (
     f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak without "
     "recomputation); None (no bound)"
 )
-_BUDGET_FORMS = f'{_BUDGET_FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `reserve`)'
+_BUDGET_FORMS = (
+    f'{_BUDGET_FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `reserve`); what `autoremat.survey` returned'
+)
 _PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
 _RESERVE_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
@@ -60,7 +66,7 @@ class Options:
     """Everything that influences a plan. Fields hold normalised values: bytes are ints, also if given as "6GiB".
 
     memory_budget: peak bytes of forward and backward above the step's start (int), a share of the peak without
-        recomputation (float in (0, 1]), "auto", or None for no bound.
+        recomputation (float in (0, 1]), "auto", None for no bound, or the `Survey` of a step of several graphs.
     reserve: bytes that "auto" leaves free.
     time_limit: seconds that planning may take.
     inner: what compiles the planned graphs, "inductor" or "aot_eager" (runs them uncompiled).
@@ -79,7 +85,7 @@ class Options:
     Raises OptionsError for a value that is not accepted.
     """
 
-    memory_budget: int | float | str | None = None
+    memory_budget: Budget = None
     reserve: int = DEFAULT_RESERVE
     time_limit: float = 10.0
     inner: str = "inductor"
@@ -167,6 +173,10 @@ class Options:
         match self.memory_budget:
             case str():
                 return self._resolve_auto(free_bytes)
+            case Share() as share:
+                return share.peak_bytes
+            case Survey(budget_bytes=budget):  # a graph that the surveyed step did not have
+                return budget
             case float(share):
                 # The decimal that was written, not its binary neighbour: 0.7 of 10 bytes is 7, not 6.
                 return math.floor(Fraction(repr(share)) * baseline_peak_bytes)
@@ -190,7 +200,7 @@ class Options:
 
 def configure(
     *,
-    memory_budget: int | float | str | None | _Unset = _UNSET,
+    memory_budget: Budget | _Unset = _UNSET,
     reserve: int | str | _Unset = _UNSET,
     time_limit: float | _Unset = _UNSET,
     inner: str | _Unset = _UNSET,
@@ -242,7 +252,7 @@ def _environment(given: Collection[str]) -> dict[str, object]:
     return found
 
 
-def _budget_from_text(text: str) -> int | float | str | None:
+def _budget_from_text(text: str) -> Budget:
     """The budget that the environment variable spells as a Python value."""
     if text.lower() == "none":
         return None
@@ -256,10 +266,10 @@ def _budget_from_text(text: str) -> int | float | str | None:
     return _normalise_budget(value, ENVIRONMENT_VARIABLE)
 
 
-def _normalise_budget(value: object, name: str) -> int | float | str | None:
-    """`value` as an int (bytes), a float in (0, 1], "auto" or None; `name` is what an error calls it."""
-    if value is None:
-        return None
+def _normalise_budget(value: object, name: str) -> Budget:
+    """`value` as an int (bytes), a float in (0, 1], "auto", a survey, a share or None; `name` is what an error calls it."""
+    if value is None or isinstance(value, Survey | Share):
+        return value
     if isinstance(value, str):
         return "auto" if value.strip().lower() == "auto" else _text_to_bytes(value, name, _BUDGET_FORMS)
     count = _as_int(value)

@@ -22,13 +22,15 @@ from autoremat.capture import Capture, capture
 from autoremat.cost import Pricing
 from autoremat.costing import priced
 from autoremat.errors import BudgetInfeasible, Occupant, OptionsError, OrderWarning, UnplannedWarning
-from autoremat.graph import Kind
+from autoremat.graph import Kind, Role
 from autoremat.options import Options
 from autoremat.orders import Ordered, Orders
 from autoremat.passes import read_operands_directly, realise
 from autoremat.plans import Plan
 from autoremat.report import Report
 from autoremat.solvers import Planner, Planning
+from autoremat.steps.fronts import point_of
+from autoremat.steps.ledger import PlanPoint, Share
 from autoremat.workspace import SMALL
 
 log = logging.getLogger("autoremat")
@@ -89,7 +91,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     is_region: bool = field(default=False, init=False)
     """Whether the graph at hand is a nested compile region, which torch has partitioned first, without inputs. The graph around
     it may recompute it whole, so alone it only has to fit the budget if it can, and a share of its own peak means nothing."""
-
+    inputs_kept: frozenset[int] = field(default=frozenset(), init=False)
+    """The values of the graph that are inputs, but not parameters."""
     unplanned: bool = field(default=False, init=False)
     """Whether planning failed and the graph was left to torch's partitioner."""
     plan_file: str | None = field(default=None, init=False)
@@ -134,6 +137,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     def plan_and_split(self, captured: Capture, static_inputs: Collection[int]) -> torch_compat.PartitionedModules:
         """Plan under the budget; the forward and the backward that the plan asks for."""
         captured, pricing = priced(captured, self.options.cost_model)
+        self.inputs_kept = kept_inputs(captured, static_inputs)
         plan = self.choose(captured, pricing)
         modules = realise(captured, plan.schedule, static_inputs)
         self.circumstances = circumstances(captured)
@@ -159,14 +163,38 @@ class Partitioner(torch_compat.CustomPartitionerFn):
 
     def plan_for(self, simulated_bytes: int) -> Plan | None:
         """What would be planned for a simulated peak of at most so many bytes; None if nothing fits or nothing was planned."""
-        return None if self.planner is None else self.planner.choose(simulated_bytes)
+        return None if self.planner is None else self.planner.choose(simulated_bytes, accepts=self.accepts())
+
+    def accepts(self) -> Callable[[Plan], bool] | None:
+        """What a plan must hold to beside the peak; None for nothing."""
+        share = self.share
+        if share is None:
+            return None
+        return lambda plan: share.holds(self.point_of(plan), self.margin_bytes)
+
+    @property
+    def share(self) -> Share | None:
+        """The graph's share of a step's budget, if it has none of its own."""
+        budget = self.options.memory_budget
+        return budget if isinstance(budget, Share) and not self.is_region else None
+
+    def point_of(self, plan: Plan) -> PlanPoint:
+        """``plan`` as the ledger of the step has it."""
+        return point_of(plan, self.inputs_kept if self.share is not None and self.share.borders else None)
+
+    def limit_bytes(self, backward: bool) -> int | None:
+        """What the code of one half may need; None for no bound."""
+        if self.report is None or self.plan is None or self.share is None:
+            return None if self.report is None else self.report.budget_bytes
+        if not backward:
+            return self.share.forward_peak_bytes
+        on_borders = self.point_of(self.plan).backward_peak_bytes - point_of(self.plan).backward_peak_bytes
+        return self.share.backward_peak_bytes - on_borders
 
     def choose(self, captured: Capture, pricing: Pricing) -> Plan:
         """Plan under the budget and write the report. Raises ``BudgetInfeasible`` if nothing fits and that is asked for."""
         start = time.perf_counter()
-        ordered = orders_of(self.options).apply(captured.graph)
-        given = () if ordered.candidate is None else (ordered.candidate,)
-        planner = Planner(ordered.graph, self.options.time_limit, given=given)
+        planner, ordered = self.planner_of(captured)
         device = torch_compat.device_of(captured.joint)
         budget = self.options.resolve_budget(planner.baseline.peak_bytes, self.free_bytes(device))
         if self.is_region and isinstance(self.options.memory_budget, float):
@@ -178,7 +206,9 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             assert budget is not None
             plan = planning.smallest
             self.exhausted = True
-            if self.must_fit and not self.is_region and not self.worth_trying(plan, budget):
+            accepts = self.accepts()
+            worth_trying = (accepts is None or accepts(plan)) and self.worth_trying(plan, budget)
+            if self.must_fit and not self.is_region and not worth_trying:
                 relaxed = self.smallest_without_orders(captured, ordered)
                 raise infeasible(planning, budget, captured.device.name, plan_file=self.plan_file, without_orders=relaxed)
         self.report = Report.of(
@@ -193,6 +223,12 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         )
         return plan
 
+    def planner_of(self, captured: Capture) -> tuple[Planner, Ordered]:
+        """A planner of the graph with what the options order."""
+        ordered = orders_of(self.options).apply(captured.graph)
+        given = () if ordered.candidate is None else (ordered.candidate,)
+        return Planner(ordered.graph, self.options.time_limit, given=given), ordered
+
     def search_or_apply(self, planner: Planner, budget: int | None, ordered: Ordered) -> Planning:
         """Look for the best plan, or take the stored one or the policy's, which nothing then replaces. Raises
         ``PlanFileError``."""
@@ -204,7 +240,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         if self.options.memory_budget is None and ordered.candidate is not None:
             ordered.candidate.plan.check()
             return planner.judge(ordered.candidate.plan, None)
-        return planner.find(None if budget is None else budget - self.margin_bytes)
+        return planner.find(None if budget is None else budget - self.margin_bytes, self.accepts())
 
     def smallest_without_orders(self, captured: Capture, ordered: Ordered) -> int | None:
         """The smallest peak found if the options order nothing; None if they do not."""
@@ -216,6 +252,18 @@ class Partitioner(torch_compat.CustomPartitionerFn):
 def orders_of(options: Options) -> Orders:
     """What the options order. With a budget, a policy only says what is recomputed."""
     return Orders(options.save, options.recompute, policies.parse(options.policy), exact=options.memory_budget is None)
+
+
+def kept_inputs(captured: Capture, static_inputs: Collection[int]) -> frozenset[int]:
+    """The graph's inputs, by value number, that are no parameters or buffers: saving one may keep it alive."""
+    placeholders = [node for node in captured.joint.graph.nodes if node.op == "placeholder"]
+    static = {placeholders[index] for index in static_inputs}
+    values = zip(captured.graph.values, captured.value_nodes, strict=True)
+    return frozenset(
+        number
+        for number, (value, node) in enumerate(values)
+        if value.role is Role.INPUT and node is not None and node.op == "placeholder" and node not in static
+    )
 
 
 def circumstances(captured: Capture) -> torch_compat.Circumstances:

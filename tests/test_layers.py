@@ -19,17 +19,19 @@ PURE = (
     "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.baselines", "solvers.event_gap",
     "solvers.highs", "solvers.improve", "solvers.ilp", "solvers.sites", "solvers.anneal", "frontier",
     "orders", "patterns", "policies", "structure",
+    "steps", "steps.fronts", "steps.ledger", "steps.surveyed",
 )  # fmt: skip
 """Modules that must work without torch."""
 
 TORCH = (
     "calls", "capture", "costing", "cuda_attention", "declarations", "dynamo_backend", "eager", "measure", "op_rules",
-    "op_work", "partitioner", "preview", "timing", "timing.calibration", "timing.profiling", "timing.recipes",
-    "timing.stopwatch", "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "tracing", "workspace", "passes",
+    "op_work", "partitioner", "preview", "steps.metering", "steps.recording", "steps.survey",
+    "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
+    "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_steps", "tracing", "workspace", "passes",
     "comparison", "sizing", "naming", "origins",
 )  # fmt: skip
 
-ADAPTERS = ("torch_compat", "torch_fake", "torch_higher_order", "torch_logs")
+ADAPTERS = ("torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_steps")
 """The modules that may touch torch's private names."""
 
 PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispatch")

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from autoremat.graph import Graph
@@ -93,9 +93,12 @@ class Planner:
         self.baseline = self.search.save_everything()
         self.baseline.check()
 
-    def find(self, budget_bytes: int | None) -> Planning:
-        """The cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the bounds."""
-        best = self.choose(budget_bytes)
+    def find(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> Planning:
+        """The cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the bounds.
+
+        With ``accepts``, the cheapest for which that holds of those that :meth:`Search.spread_out` finds for every budget.
+        """
+        best = self.choose(budget_bytes, accepts=accepts)
         search, seconds = self.search, 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
         bytes_, interrupted = self.moments.peak_bytes(), search.interrupted
         return Planning(best, self.baseline, search.smallest, bytes_, seconds, search.simulated, interrupted)
@@ -108,12 +111,23 @@ class Planner:
         bytes_, seconds = self.moments.peak_bytes(), self.moments.seconds(limit)
         return Planning(fitting, self.baseline, plan, bytes_, seconds, 1, False)
 
-    def choose(self, budget_bytes: int | None, known_seconds: float = math.inf) -> Plan | None:
+    def choose(
+        self,
+        budget_bytes: int | None,
+        known_seconds: float = math.inf,
+        accepts: Callable[[Plan], bool] | None = None,
+    ) -> Plan | None:
         """As :meth:`find`, without the bounds. A plan that costs ``known_seconds`` is had elsewhere: only a cheaper one is
         worth filling for."""
         with _without_garbage_collection():
             search = self.search
-            best = self._fill_stepwise(budget_bytes, known_seconds) if self.stepwise else search.cheapest(budget_bytes)
+            if accepts is not None:
+                search.spread_out()
+                best = search.best(budget_bytes, accepts)
+            elif self.stepwise:
+                best = self._fill_stepwise(budget_bytes, known_seconds)
+            else:
+                best = search.cheapest(budget_bytes)
         for plan in filter(None, (best, self.search.smallest)):
             plan.check()
         return best

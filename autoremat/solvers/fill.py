@@ -7,6 +7,7 @@ are taken greedily by gain per byte, in rounds, because what is saved changes wh
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -95,23 +96,25 @@ def _candidates(plan: Plan) -> list[_Candidate]:
     return sorted(found, key=lambda c: (-c.gain_per_byte, c.values))
 
 
-def fill(base: Plan, rebuild: Callable[[frozenset[int]], Plan], budget: int) -> Plan:
+def fill(base: Plan, rebuild: Callable[[frozenset[int]], Plan], budget: int, saved_budget: float = math.inf) -> Plan:
     """The cheapest plan on the way from ``base``, which fits, to one that saves all that fits ``budget`` bytes.
 
-    ``rebuild`` schedules and simulates a saved set.
+    ``rebuild`` schedules and simulates a saved set. No more than ``saved_budget`` bytes are saved.
     """
     plan = base
     for _ in range(MAX_ROUNDS):
-        alive, saved = plan.timeline.bytes_at.copy(), set(plan.saved)
+        alive, saved, room = plan.timeline.bytes_at.copy(), set(plan.saved), saved_budget - plan.saved_bytes
         for candidate in _candidates(plan):
             stretch = alive[candidate.start : candidate.end]
-            if int(stretch.max(initial=0)) + candidate.bytes <= budget:
+            if candidate.bytes <= room and int(stretch.max(initial=0)) + candidate.bytes <= budget:
                 stretch += candidate.bytes
+                room -= candidate.bytes
                 saved.update(candidate.values)
         if len(saved) == len(plan.saved):
             break
         filled = rebuild(frozenset(saved))
-        if filled.peak_bytes > budget or filled.cost_seconds >= plan.cost_seconds:
+        fits = filled.peak_bytes <= budget and filled.saved_bytes <= saved_budget
+        if not fits or filled.cost_seconds >= plan.cost_seconds:
             break
         plan = filled
     return plan

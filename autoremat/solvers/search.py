@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -33,6 +33,9 @@ divided by that of forward ops, within limits."""
 
 BASE_WORK, BASE_LIMITS = 4000, (4, 12)
 """So many candidates, spread over the peaks that they reach, are filled: likewise."""
+
+SAVED_LEVELS, PEAK_LEVELS = 8, 3
+"""To how many levels of saved bytes and of the peak memory is filled where a graph shares its budget with others."""
 
 SAVE_ALL = "save all"
 
@@ -93,6 +96,7 @@ class Search:
     interrupted: bool = False
 
     def __post_init__(self) -> None:
+        self.explored = False
         self.filled: list[Plan] = []  # a later, larger budget never does worse than an earlier, smaller one
         self.mincut = MinCut(self.graph)
         self.chain = Chain.of(self.graph)
@@ -177,11 +181,11 @@ class Search:
                 found.append(Candidate(self.plan(saved, segmentation, "leanest"), segmentation))
         return found
 
-    def bases(self, budget: int) -> list[Candidate]:
+    def bases(self, budget: int, saved_budget: float) -> list[Candidate]:
         """Candidates that fit, of those that no other beats in both peak and cost: the cheapest, and some leaner ones."""
         front: list[Candidate] = []
         for candidate in sorted(self.candidates, key=lambda c: (c.plan.peak_bytes, c.plan.cost_seconds)):
-            fits = candidate.plan.peak_bytes <= budget
+            fits = candidate.plan.peak_bytes <= budget and candidate.plan.saved_bytes <= saved_budget
             if fits and (not front or candidate.plan.cost_seconds < front[-1].plan.cost_seconds):
                 front.append(candidate)
         front.reverse()
@@ -204,18 +208,18 @@ class Search:
         """What filling cannot beat: the first minimum cut of the curve costs the least of all plans."""
         return min(p.cost_seconds for p in self.unfilled) if Family.CURVE in self.families else 0.0
 
-    def best(self, budget: int | None) -> Plan | None:
-        """The cheapest plan found so far within ``budget`` bytes (None: no bound)."""
-        fitting = (p for p in (*self.unfilled, *self.filled) if budget is None or p.peak_bytes <= budget)
+    def best(self, budget: int | None, accepts: Callable[[Plan], bool] = bool) -> Plan | None:
+        """The cheapest plan found so far within ``budget`` bytes (None: no bound) that ``accepts`` holds for."""
+        fitting = (p for p in (*self.unfilled, *self.filled) if (budget is None or p.peak_bytes <= budget) and accepts(p))
         return min(fitting, key=lambda p: p.cost_seconds, default=None)
 
-    def fill(self, budget: int) -> None:
-        """Fill candidates up to ``budget`` bytes."""
-        for base in self.bases(budget):
+    def fill(self, budget: int, saved_budget: float = math.inf) -> None:
+        """Fill candidates up to ``budget`` bytes, of which ``saved_budget`` may be saved."""
+        for base in self.bases(budget, saved_budget):
             if self.interrupted:
                 break
             rebuild = partial(self.plan, segmentation=base.segmentation, label="filled")
-            self.filled.append(fill(base.plan, rebuild, budget))
+            self.filled.append(fill(base.plan, rebuild, budget, saved_budget))
 
     def cheapest(self, budget: int | None) -> Plan | None:
         """The cheapest plan found within ``budget`` bytes (None: no bound), after filling."""
@@ -224,3 +228,15 @@ class Search:
         if budget is not None and worth_filling:
             self.fill(budget)
         return self.best(budget)
+
+    def spread_out(self) -> list[Plan]:
+        """Plans for all needs of a graph that shares its budget with others: some of little peak, some of few saved bytes."""
+        if not self.explored:
+            self.explored = True
+            whole, saved = self.save_what_orders_allow(), [plan.saved_bytes for plan in self.unfilled]
+            least, most, smallest = min(saved), max(saved), self.smallest.peak_bytes
+            for step in range(1, SAVED_LEVELS + 1):
+                self.fill(whole.peak_bytes, least + (most - least) * step // SAVED_LEVELS)
+            for step in range(1, PEAK_LEVELS + 1):
+                self.fill(smallest + (whole.peak_bytes - smallest) * step // (PEAK_LEVELS + 1))
+        return [*self.unfilled, *self.filled]

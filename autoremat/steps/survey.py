@@ -1,0 +1,178 @@
+"""``autoremat.survey``: one budget for the compiled graphs of a step, from one look at the step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoremat import torch_compat, torch_steps
+from autoremat.errors import OptionsError, SurveyError
+from autoremat.options import Options
+from autoremat.partitioner import free_device_bytes
+from autoremat.steps.ledger import Moment, Share
+from autoremat.steps.metering import meter_of
+from autoremat.steps.recording import Recording, recording
+from autoremat.steps.surveyed import Step, Survey
+
+
+def survey(
+    function: Callable[..., Any],
+    *args: Any,
+    memory_budget: int | float | str | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    regional: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Survey:
+    """Share one budget among the compiled graphs of a training step, which are several after graph breaks, or where parts of a
+    model are compiled.
+
+    Runs ``function(*args, **kwargs)`` and its backward twice, as ``torch.compile(function, backend="autoremat")`` would, each
+    graph on its plan of least memory and without generated code; the second time memory is measured. Gradients, buffers of
+    the modules that ``function`` is, is bound to or closes over, and random states are as before; what it does otherwise it
+    does twice. Then every graph gets a plan such that the step's peak fits ``memory_budget`` at the least time.
+
+    ``memory_budget``: as in ``options``, for the whole step; a float is a share of its peak without recomputation.
+    ``loss``: makes the scalar to differentiate of what ``function`` returns; by default that itself or its ``loss``.
+    ``regional``: whether ``function`` holds parts that are compiled already with this backend, and is itself not to be
+    compiled. By default that is so for a module with compiled parts and for what ``torch.compile`` has returned.
+    ``options``: those of ``torch.compile``, without ``memory_budget``.
+
+    All that ``torch.compile`` has made in this process is compiled again at its next call, as after
+    ``torch.compiler.reset()``. Pass the result as ``memory_budget``, in ``options`` or to ``configure``.
+
+    Raises ``BudgetInfeasible`` if no choice of plans fits, ``SurveyError`` if there is nothing to share.
+    """
+    if "memory_budget" in (options or {}):
+        raise OptionsError("a survey takes `memory_budget` as an argument of its own, not in `options`")
+    parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, torch_compat.inductor_config_names)
+    if isinstance(parsed.memory_budget, Survey | Share):
+        raise OptionsError("a survey takes a budget of its own, not the result of another one")
+    holds_compiled = _holds_compiled(function) if regional is None else regional
+    step = function
+    torch.compiler.reset()
+    if not holds_compiled:
+        step = torch.compile(function, backend="autoremat", options=dict(options or {}) or None)
+    taken = Recording(parsed)
+    try:
+        with recording(taken), _undone(function):
+            moments = _measured(taken, functools.partial(step, *args, **kwargs), loss or _loss_of)
+    finally:
+        torch.compiler.reset()
+    device = _device_of(taken)
+    found = _step(taken, moments, device)
+    return found.shared_out(parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(device)))
+
+
+def _device_of(taken: Recording) -> torch.device:
+    """The device whose memory the budget is about."""
+    return next((d for d in taken.devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], torch.Tensor]) -> list[Moment]:
+    """Run ``step`` once to trace it and once to measure it."""
+    devices = _state_devices()
+    for attempt in ("trace", "measure"):
+        with torch.random.fork_rng(devices):
+            meter = meter_of(_device_of(taken))
+            taken.start(meter if attempt == "measure" else None)
+            with meter if attempt == "measure" else contextlib.nullcontext():
+                _backward(loss(step()))
+    if not any(graph.planned for graph in taken.graphs):
+        raise SurveyError(
+            "nothing in this step was compiled that could be planned. If `function` only calls parts that are compiled with "
+            "backend='autoremat', pass regional=True; gradients must be enabled, and something must require one"
+        )
+    return taken.moments(meter.readings)
+
+
+def _state_devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """The scalar to differentiate."""
+    found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        raise SurveyError(
+            "the function returns neither a scalar tensor nor something with a `loss`: "
+            "pass loss=..., which makes a scalar of what the function returns"
+        )
+    return found
+
+
+def _backward(loss: torch.Tensor) -> None:
+    """Differentiate, and leave the gradients of all leaves as they were."""
+    if not loss.requires_grad:
+        raise SurveyError("the loss does not require a gradient: there is no backward to survey")
+    leaves = torch_steps.leaves_of(loss)
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
+
+
+def _modules_of(function: Any) -> list[nn.Module]:
+    """The modules that ``function`` is, is bound to, or closes over."""
+    if isinstance(function, functools.partial):
+        return [m for part in (function.func, *function.args, *function.keywords.values()) for m in _modules_of(part)]
+    if isinstance(function, nn.Module):
+        return [function]
+    found = [getattr(function, "__self__", None)]
+    code, around = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    found += [around.get(name) for name in code.co_names] if code is not None else []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            found.append(cell.cell_contents)
+    return [value for value in found if isinstance(value, nn.Module)]
+
+
+def _holds_compiled(function: Any) -> bool:
+    """Whether ``function`` is or holds what ``torch.compile`` made."""
+    if hasattr(function, "_torchdynamo_orig_callable"):
+        return True
+    modules = [module for root in _modules_of(function) for module in root.modules()]
+    return any(torch_steps.is_compiled(module) for module in modules)
+
+
+@contextlib.contextmanager
+def _undone(function: Any) -> Iterator[None]:
+    """Whatever the body writes to the buffers of the function's modules is undone."""
+    buffers = {id(b): b for module in _modules_of(function) for b in module.buffers()}
+    before = {key: buffer.detach().clone() for key, buffer in buffers.items()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for key, buffer in buffers.items():
+                buffer.copy_(before[key])
+
+
+def _step(taken: Recording, moments: list[Moment], device: torch.device) -> Step:
+    """What was recorded, without the graphs that no plan can change."""
+    planned = [number for number, graph in enumerate(taken.graphs) if graph.planned]
+    number_of = {number: place for place, number in enumerate(planned)}
+    begun = ((event.backward, taken.calls[event.call]) for event in taken.events if event.begins)
+    return Step(
+        graphs=tuple(taken.graphs[number].surveyed(taken.calls.count(number)) for number in planned),
+        moments=tuple(
+            replace(
+                moment,
+                open=tuple(number_of[g] for g in moment.open),
+                running=None if moment.running is None else number_of[moment.running],
+            )
+            for moment in moments
+        ),
+        order=tuple(f"{'backward' if back else 'forward'} {number_of[g]}" for back, g in begun if g in number_of),
+        device=str(device),
+    )

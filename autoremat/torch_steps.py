@@ -1,0 +1,66 @@
+"""Torch's private names that a step of several graphs needs: Inductor's way to a joint graph, autograd's nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+from torch.autograd.graph import Node
+
+from autoremat import torch_compat
+
+COMPILED_NODE = "CompiledFunctionBackward"
+VIEWS_DEEP = 4
+"""How many views may stand between an output and the node of its compiled graph: AOTAutograd makes outputs that alias another
+one outside of the graph."""
+
+
+def trace_as_inductor_does(module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any]) -> Callable[..., Any]:
+    """As ``compile_with_inductor`` up to the code generation: the same joint graph for ``custom_partitioner_fn``; its halves
+    run op by op. No cache is read or written."""
+    from torch._inductor.compile_fx import compile_fx
+
+    def interpret(module: fx.GraphModule, _inputs: Sequence[Any], **_: Any) -> Any:
+        return torch_compat._run_uncompiled(module, _inputs)
+
+    with torch_compat.without_caches():
+        compiled: Any = compile_fx(module, inputs, inner_compile=cast(Any, interpret), config_patches=config)
+    return cast(Callable[..., Any], compiled)
+
+
+def backward_node(outputs: Iterable[Any]) -> Node | None:
+    """The autograd node of the compiled graph that made ``outputs``; None if no backward can come."""
+    level = [out.grad_fn for out in outputs if isinstance(out, torch.Tensor) and out.grad_fn is not None]
+    for _ in range(VIEWS_DEEP):
+        for node in level:
+            if COMPILED_NODE in node.name():
+                return node
+        level = [following for node in level for following, _ in node.next_functions if following is not None]
+    return None
+
+
+def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The leaf tensors whose gradients ``tensor.backward()`` would accumulate."""
+    if tensor.grad_fn is None:
+        return [tensor] if tensor.requires_grad else []
+    found: dict[int, torch.Tensor] = {}
+    seen, stack = {tensor.grad_fn}, [tensor.grad_fn]
+    while stack:
+        node = stack.pop()
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, torch.Tensor):
+            found[id(variable)] = variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                stack.append(following)
+    return list(found.values())
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether ``torch.compile`` made the module, or ``module.compile`` its call."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None

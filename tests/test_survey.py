@@ -1,0 +1,261 @@
+"""One budget for a step of several compiled graphs: measured peaks, the same bits, and what a survey leaves behind."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from oracles import same_bits
+from torch import nn
+from torch.nn import functional as F
+
+import autoremat
+from autoremat.errors import BudgetInfeasible, BudgetWarning, OptionsError, SurveyError
+
+# Dynamo looks at `.grad` of what it is handed after a graph break.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+WIDTH, ROWS = 32, 96
+EAGER = {"inner": "aot_eager"}
+
+
+class Block(nn.Module):
+    """A residual block: two products, a norm, dropout."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Broken(nn.Module):
+    """Six blocks and a loss; the first ``breaks`` blocks end in a graph break."""
+
+    def __init__(self, breaks: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.a, self.b, self.c, self.d, self.e, self.f = (Block(dropout) for _ in range(6))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.a(x))
+        if self.breaks > 0:
+            torch._dynamo.graph_break()
+        x = self.b(x)
+        if self.breaks > 1:
+            torch._dynamo.graph_break()
+        x = self.c(x)
+        if self.breaks > 2:
+            torch._dynamo.graph_break()
+        x = self.d(x)
+        if self.breaks > 3:
+            torch._dynamo.graph_break()
+        x = self.e(x)
+        if self.breaks > 4:
+            torch._dynamo.graph_break()
+        return self.f(x).square().mean()
+
+
+class Layered(nn.Module):
+    """An embedding and a head that stay eager around layers that are compiled one by one."""
+
+    def __init__(self, layers: int = 12, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(layers))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return F.cross_entropy(self.head(hidden), tokens)
+
+    def compile_layers(self, **arguments) -> Layered:
+        for layer in self.layers:
+            layer.compile(**arguments)
+        return self
+
+
+def gradients(model: nn.Module, step, inputs: torch.Tensor, seed: int = 0) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    step(inputs).backward()
+    return [p.grad for p in model.parameters()]
+
+
+def measured(model: nn.Module, step, inputs: torch.Tensor) -> int:
+    """The peak of a step that is compiled already."""
+    gradients(model, step, inputs)
+    model.zero_grad(set_to_none=True)
+    with autoremat.track_peak("cpu") as peak:
+        step(inputs).backward()
+    return peak.bytes
+
+
+def plain_gradients(model: nn.Module, step, inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Without recomputation and with the same graphs."""
+    torch.compiler.reset()
+    found = gradients(model, step, inputs)
+    torch.compiler.reset()
+    return found
+
+
+def check_steps(model: nn.Module, build, inputs: torch.Tensor, *surveys: autoremat.Survey) -> None:
+    """Compile under each survey: the step fits, is as predicted, and has the bits of the plain one."""
+    expected = plain_gradients(model, build("aot_eager", {}), inputs)
+    for survey in surveys:
+        torch.compiler.reset()
+        step = build("autoremat", {**EAGER, "memory_budget": survey})
+        peak = measured(model, step, inputs)
+        assert peak <= survey.budget_bytes
+        assert 0.9 * survey.peak_bytes <= peak <= survey.peak_bytes
+        found = gradients(model, step, inputs)
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("breaks", [1, 2, 5])
+def test_the_step_fits_its_budget_over_graph_breaks(breaks):
+    model, inputs = Broken(breaks), torch.randn(ROWS, WIDTH)
+    model.norm.track_running_stats = False
+    found = autoremat.survey(model, inputs, memory_budget=1.0, options=EAGER)
+    # Middle blocks without a neighbour in their graph are one graph, compiled several times.
+    assert sum(graph.calls for graph in found.step.graphs) == breaks + 1
+    assert len(found.step.graphs) == min(breaks + 1, 3)
+
+    def build(backend, options):
+        return torch.compile(model, backend=backend, options=options) if options else torch.compile(model, backend=backend)
+
+    surveys = [found.within(found.minimum_peak_bytes), found.within(0.7)]
+    for survey in surveys:
+        assert survey.peak_bytes <= survey.budget_bytes < survey.baseline_peak_bytes
+        assert survey.added_seconds >= 0.0
+    check_steps(model, build, inputs, *surveys)
+
+
+def test_the_step_fits_its_budget_where_one_block_is_compiled_and_called_twelve_times():
+    model, inputs = Layered(), torch.randint(0, 50, (ROWS,))
+
+    def build(backend, options):
+        return model.compile_layers(backend=backend, options=options or None)
+
+    build("autoremat", EAGER)
+    found = autoremat.survey(model, inputs, memory_budget=1.0, options=EAGER)
+    assert [graph.calls for graph in found.step.graphs] == [12]
+    assert found.step.order == ("forward 0",) * 12 + ("backward 0",) * 12
+    check_steps(model, build, inputs, found.within(found.minimum_peak_bytes), found.within(0.6))
+    # Each of the twelve would fit alone; together they do not.
+    torch.compiler.reset()
+    alone = measured(model, build("autoremat", {**EAGER, "memory_budget": found.minimum_peak_bytes}), inputs)
+    assert alone > found.minimum_peak_bytes
+
+
+def test_a_survey_leaves_the_model_and_the_random_state_as_they_were():
+    model, inputs = Broken(1), torch.randn(ROWS, WIDTH, requires_grad=True)
+    model.a.up.weight.grad = kept = torch.ones_like(model.a.up.weight)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    reports = len(autoremat.reports())
+    autoremat.survey(model, inputs, memory_budget="1MiB", options=EAGER)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.a.up.weight.grad is kept
+    assert torch.equal(kept, torch.ones_like(kept))
+    assert inputs.grad is None
+    assert all(parameter.grad is None for name, parameter in model.named_parameters() if name != "a.up.weight")
+    assert all(same_bits(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert len(autoremat.reports()) == reports
+
+
+def test_what_runs_between_the_graphs_counts():
+    """The eager part between two graphs saves more than both of them."""
+    model = nn.ModuleList([Block(0.0), Block(0.0)])
+    inputs = torch.randn(ROWS, WIDTH)
+
+    @torch._dynamo.disable
+    def between(x):
+        for _ in range(20):
+            x = torch.tanh(x)
+        return x
+
+    def function(x):
+        return model[1](between(model[0](x))).square().mean()
+
+    survey = autoremat.survey(function, inputs, memory_budget=1.0, options=EAGER)
+    eager_bytes = 20 * ROWS * WIDTH * 4
+    assert survey.minimum_peak_bytes > eager_bytes
+
+    def build(backend, options):
+        return torch.compile(function, backend=backend, options=options or None)
+
+    check_steps(model, build, inputs, survey)
+
+
+def test_the_shares_of_a_survey_work_through_configure_and_do_not_mix(monkeypatch):
+    model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
+    wide = autoremat.survey(model, inputs, memory_budget=1.0, options=EAGER)
+    tight = wide.within(wide.minimum_peak_bytes)
+    peaks = []
+    for survey in (wide, tight, wide):
+        torch.compiler.reset()
+        autoremat.configure(memory_budget=survey, inner="aot_eager")
+        peaks.append(measured(model, torch.compile(model, backend="autoremat"), inputs))
+    assert peaks[0] == peaks[2] > peaks[1]
+    assert autoremat.reports()[-1].budget_bytes == wide.shares[2].peak_bytes
+
+
+def test_an_impossible_budget_says_what_is_possible():
+    model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
+    with pytest.raises(BudgetInfeasible) as caught:
+        autoremat.survey(model, inputs, memory_budget=1000, options=EAGER)
+    error = caught.value
+    assert error.budget_bytes == 1000 < error.minimum_bytes
+    assert error.lower_bound_bytes <= error.minimum_bytes
+    assert any("graph" in occupant.name for occupant in error.occupants)
+
+
+def test_a_graph_that_was_not_surveyed_is_compiled_with_a_warning():
+    model = Broken(1, dropout=0.0)
+    survey = autoremat.survey(model, torch.randn(ROWS, WIDTH), memory_budget=1.0, options=EAGER)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": survey}, dynamic=False)
+    with pytest.warns(BudgetWarning, match="surveyed step did not have"):
+        compiled(torch.randn(ROWS // 2, WIDTH)).backward()
+
+
+def test_what_cannot_be_surveyed_is_an_error():
+    model, inputs = Broken(1, dropout=0.0), torch.randn(ROWS, WIDTH)
+    survey = functools.partial(autoremat.survey, memory_budget=1.0)
+    with pytest.raises(SurveyError, match="loss="):
+        survey(model.a, inputs, options=EAGER)
+    with pytest.raises(SurveyError, match="regional"):
+        survey(model, inputs, options=EAGER, regional=True)
+    with pytest.raises(SurveyError, match="require a gradient"):
+        survey(lambda x: x.sum(), inputs, options=EAGER)
+    with pytest.raises(OptionsError, match="memory_budget"):
+        survey(model, inputs, options={"memory_budget": 1})
+    found = survey(model.a, inputs, options=EAGER, loss=torch.Tensor.sum)
+    assert len(found.step.graphs) == 1
+    with pytest.raises(OptionsError, match="of another"):
+        autoremat.survey(model, inputs, memory_budget=found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regional", [False, True], ids=["graph breaks", "regional"])
+def test_the_step_fits_its_budget_under_inductor(regional):
+    torch.compiler.reset()
+    if regional:
+        model, inputs = Layered(dropout=0.0), torch.randint(0, 50, (ROWS,))
+        step = model.compile_layers(backend="autoremat")
+    else:
+        model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
+        step = torch.compile(model, backend="autoremat")
+    peaks, found = [], autoremat.survey(model, inputs, memory_budget=1.0)
+    for budget in (1.0, 0.75):
+        survey = found.within(budget)
+        autoremat.configure(memory_budget=survey)
+        peaks.append(measured(model, step, inputs))
+        assert peaks[-1] <= survey.budget_bytes
+        torch.compiler.reset()
+    assert peaks[1] < peaks[0]
