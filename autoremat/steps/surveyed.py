@@ -38,6 +38,8 @@ class Step:
     order: tuple[str, ...]
     """The halves of the calls as they ran, such as ``"forward 0"``."""
     device: str
+    headroom: float = 0.0
+    """Of the budget, what the plans leave to the code generator, if they can."""
 
     @cached_property
     def baseline_peak_bytes(self) -> int:
@@ -55,7 +57,10 @@ class Step:
         """
         fronts, calls = [graph.front for graph in self.graphs], [graph.calls for graph in self.graphs]
         smallest = ledger.least_memory(fronts, calls, self.moments)
-        chosen = ledger.allocate(fronts, calls, self.moments, budget)
+        chosen = None
+        if budget is not None:
+            chosen = ledger.allocate(fronts, calls, self.moments, int(budget * (1 - self.headroom)))
+        chosen = chosen or ledger.allocate(fronts, calls, self.moments, budget)
         if chosen is None:
             assert budget is not None
             raise self._infeasible(self.points(smallest.choice), budget)
