@@ -24,7 +24,7 @@ from .plan_files import PlanFile
 from .plans import Plan
 from .policies import Policy, Selective
 from .steps.ledger import Share
-from .steps.surveyed import Survey
+from .steps.surveyed import Budget, Survey
 from .units import BYTE_FORMS, format_bytes, parse_bytes
 
 ENVIRONMENT_VARIABLE = "AUTOREMAT_MEMORY_BUDGET"
@@ -40,15 +40,11 @@ OWN_KEYS = (
     "recompute_modules", "save", "recompute",
 )  # fmt: skip
 
-Budget = int | float | str | Share | Survey | None
-
 _BUDGET_FORMS_ANYWHERE = (
     f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak without "
     "recomputation); None (no bound)"
 )
-_BUDGET_FORMS = (
-    f'{_BUDGET_FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `reserve`); what `autoremat.survey` returned'
-)
+_BUDGET_FORMS = f'{_BUDGET_FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `reserve`); an `autoremat.survey`'
 _PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
 _RESERVE_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
@@ -173,9 +169,7 @@ class Options:
         match self.memory_budget:
             case str():
                 return self._resolve_auto(free_bytes)
-            case Share() as share:
-                return share.peak_bytes
-            case Survey(budget_bytes=budget):  # a graph that the surveyed step did not have
+            case Share(peak_bytes=budget) | Survey(budget_bytes=budget):  # whole for a graph that the survey does not know
                 return budget
             case float(share):
                 # The decimal that was written, not its binary neighbour: 0.7 of 10 bytes is 7, not 6.

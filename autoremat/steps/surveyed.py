@@ -168,3 +168,6 @@ class Survey:
 
 
 ORDER_SHOWN = 12
+
+Budget = int | float | str | Share | Survey | None
+"""What is accepted as a ``memory_budget``."""
