@@ -1,0 +1,128 @@
+"""The steps of ``training_steps`` under a budget that nothing fits have the bits of the same graphs without recomputation."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from oracles import same_bits
+from torch import Tensor, nn
+from torch.nn import functional as F
+from training_models import STEPS
+from training_steps import layers, rows
+
+import autoremat
+
+LEAST = {"memory_budget": 1, "inner": "aot_eager", "on_infeasible": "best_effort"}
+NO_RECOMPUTATION = "aot_eager_default_partitioner"
+
+AT_LEAST_ALREADY = {"nothing_in_the_batch", "batch_norm", "writing_in_place"}
+"""Steps that need no less memory under any plan: gradients, or what is written to, make their peak."""
+
+LARGE = {"whisper", "language_model_with_cache", "experts_whole", "two_towers", "recurrent_layers"}
+
+# What torch says of these steps under any backend.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*Torchinductor does not support code generation for complex:UserWarning"),
+]
+
+
+def numbers(name: str, backend: str, **arguments: object) -> list[Tensor]:
+    """What the step gives with a backend; the seed is the same each time."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    return STEPS[name](lambda function: torch.compile(function, backend=backend, **arguments))
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in STEPS])
+def test_recomputation_changes_no_bit(name: str) -> None:
+    expected, before = numbers(name, NO_RECOMPUTATION), len(autoremat.reports())
+    found = numbers(name, "autoremat", options=LEAST)
+    assert len(found) == len(expected)
+    wrong = [index for index, pair in enumerate(zip(found, expected, strict=True)) if not same_bits(*pair)]
+    assert not wrong
+    assert all(torch.isfinite(torch.view_as_real(t) if t.is_complex() else t).all() for t in found)
+    recomputed = sum(report.recomputed_ops for report in autoremat.reports()[before:])
+    assert recomputed > 0 or name in AT_LEAST_ALREADY
+
+
+def test_a_second_derivative_is_refused_as_torch_refuses_it() -> None:
+    """Through the compiled backward; inside the compiled function there may be any."""
+    messages = []
+    for arguments in ({"backend": NO_RECOMPUTATION}, {"backend": "autoremat", "options": LEAST}):
+        torch._dynamo.reset()
+        model, x = layers(), rows(gradient=True)
+        loss = torch.compile(lambda x, model=model: model(x).exp().mean(), **arguments)(x)
+        (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(RuntimeError, match="double backward") as caught:
+            gradient.square().sum().backward()
+        messages.append(str(caught.value))
+    assert messages[0] == messages[1]
+
+
+def test_a_tensor_subclass_trains() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def run(**arguments: object) -> list[Tensor]:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, x = layers(), TwoTensor(rows(), rows()).requires_grad_()
+        loss = torch.compile(lambda x: model(x).exp().mean(), **arguments)(x)
+        loss.backward()
+        return [t.detach() for held in (loss, x.grad) for t in (held.a, held.b)] + [p.grad for p in model.parameters()]
+
+    expected = run(backend=NO_RECOMPUTATION)
+    found = run(backend="autoremat", options=LEAST)
+    assert all(
+        type(t) is type(e) and same_bits(getattr(t, "a", t), getattr(e, "a", e)) for t, e in zip(found, expected, strict=True)
+    )
+    assert autoremat.reports()[-1].recomputed_ops > 0
+
+
+class Noisy(nn.Module):
+    """Dropout in three forms between layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.dropout(layer(x).tanh(), 0.2)
+            x = x * torch.bernoulli(torch.full_like(x, 0.9)) + 0.1 * torch.rand_like(x)
+        return F.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=0.2).exp().mean()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fallback", [False, True])
+def test_random_numbers_under_inductor(fallback: bool) -> None:
+    """Twice the same seed, twice the same bits; with recomputation the gradients of the same draws without; and with
+    ``fallback_random``, eager's."""
+    torch.manual_seed(0)
+    model, x = Noisy(), torch.randn(32, 64)
+
+    def gradients(function) -> list[Tensor]:
+        model.zero_grad(set_to_none=True)
+        torch.manual_seed(1)
+        loss = function(x)
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = gradients(torch.compile(model, backend="inductor", options={"fallback_random": fallback}))
+    torch._dynamo.reset()
+    options = {"memory_budget": 1, "on_infeasible": "best_effort", "fallback_random": fallback}
+    compiled = torch.compile(model, backend="autoremat", options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", autoremat.UnplannedWarning)
+        found, again = gradients(compiled), gradients(compiled)
+    assert autoremat.reports()[-1].recomputed_ops > 0
+    for mine, second, reference in zip(found, again, expected, strict=True):
+        assert same_bits(mine, second)
+        torch.testing.assert_close(mine, reference, rtol=1e-4, atol=1e-6)
+    if fallback:
+        for mine, eager in zip(found, gradients(model), strict=True):
+            torch.testing.assert_close(mine, eager, rtol=1e-4, atol=1e-6)
