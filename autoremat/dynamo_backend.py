@@ -15,14 +15,21 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import fx
 
 from autoremat import costing, declarations, origins, store, torch_compat
 from autoremat.capture import may_train
-from autoremat.errors import BudgetInfeasible, BudgetWarning, OptionsError
+from autoremat.errors import (
+    AutorematError,
+    BudgetInfeasible,
+    BudgetWarning,
+    OptionsError,
+    UnplannedWarning,
+    unplanned_message,
+)
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner, free_device_bytes, infeasible, source_hash
 from autoremat.report import Report, add_report
@@ -39,6 +46,7 @@ MAX_REPLANS = 4
 EAGER_BACKWARD = {"force_non_lazy_backward_lowering": True}
 """The backward is compiled with the forward, not at its first call, so that its peak is known while there is a choice."""
 Compiled = Callable[..., Any]
+Kind = TypeVar("Kind", bound=BaseException)
 
 
 LEAST_ROOM, ROOM_USED = 0.03, 0.9
@@ -79,8 +87,13 @@ def backend(
     parsed = Options.parse(options, mode, torch_compat.inductor_config_names)
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
+    with torch_compat.compile_lock():  # what is patched meanwhile belongs to the whole process
+        return _compile(gm, example_inputs, parsed)
+
+
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options) -> Compiled:
     origins.take_names(gm)
-    patches = {**torch_compat.mode_config(mode), **dict(parsed.inductor)}
+    patches = {**torch_compat.mode_config(parsed.mode), **dict(parsed.inductor)}
     recording = active()
     if recording is not None and may_train(gm, example_inputs):
         return recording.compile(gm, example_inputs, patches)
@@ -89,7 +102,20 @@ def backend(
         return _compile_uncompiled(gm, example_inputs, parsed)
     if not may_train(gm, example_inputs):
         return torch_compat.compile_with_inductor(gm, example_inputs, patches, {})
-    return _InductorCompilation(gm, example_inputs, parsed, patches).run()
+    try:
+        return _InductorCompilation(gm, example_inputs, parsed, patches).run()
+    except Exception as error:  # what is wrong with the graph itself, plain Inductor says below
+        if parsed.on_unplannable == "raise" or _is_meant(error):
+            raise
+        log.info("compiling a plan failed", exc_info=error)
+        compiled = torch_compat.compile_with_inductor(gm, example_inputs, patches, {})
+        warnings.warn(unplanned_message(error, origins.place_of(gm.graph)), UnplannedWarning, stacklevel=2)
+        return compiled
+
+
+def _is_meant(error: Exception) -> bool:
+    """Whether the user is to see ``error``: one of ours, or a warning that is treated as an error."""
+    return _cause(error, AutorematError) is not None or _cause(error, Warning) is not None
 
 
 def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Options:
@@ -233,7 +259,7 @@ class _InductorCompilation:
                 with caches():
                     compiled = self.attempt(partitioner)
             except Exception as error:
-                reason = _plan_again(error)
+                reason = _cause(error, _PlanAgain)
                 if reason is None or partitioner.report is None:
                     raise
                 self.change_margin(partitioner, reason, replans)
@@ -320,11 +346,11 @@ class _InductorCompilation:
         return infeasible(planning, report.budget_bytes or 0, report.device, min(self.failed)[0], partitioner.plan_file)
 
 
-def _plan_again(error: BaseException) -> _PlanAgain | None:
-    """The ``_PlanAgain`` that ``error`` is or was raised from, if any."""
+def _cause(error: BaseException, kind: type[Kind]) -> Kind | None:
+    """The exception of that kind that ``error`` is or was raised from, if any."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, _PlanAgain):
+        if isinstance(seen, kind):
             return seen
         inner = getattr(seen, "inner_exception", None)
         seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)

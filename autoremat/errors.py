@@ -147,6 +147,15 @@ class UnplannedWarning(UserWarning):
     """A graph could not be planned: torch partitions it, and no budget holds for it."""
 
 
+def unplanned_message(error: BaseException, place: str) -> str:
+    """What an ``UnplannedWarning`` says: what went wrong, in which graph (``place``), and what to do about it."""
+    return (
+        f"a graph ({place}) could not be planned and is left to torch, so no memory budget holds for it: "
+        f"{type(error).__name__}: {error}. It trains all the same. Please report this text to autoremat's issue tracker; "
+        'on_unplannable="raise" makes it an error.'
+    )
+
+
 def _table(rows: Sequence[tuple[str, ...]], alignments: str) -> list[str]:
     """Rows of cells as lines of aligned columns; `alignments` holds one of "<" and ">" per column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

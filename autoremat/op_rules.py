@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils.flop_counter import flop_registry
 
 from autoremat.graph import Kind, Order, Trait
-from autoremat.torch_compat import CheckpointPolicy, flop_formulas, is_with_effects, size_hint
+from autoremat.torch_compat import CheckpointPolicy, is_with_effects, size_hint
 
 aten = torch.ops.aten
 prims = torch.ops.prims
@@ -194,7 +195,7 @@ def flops_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], resul
     name = packet(node)
     if name in CPU_ATTENTION:
         return CPU_ATTENTION[name](*args, **kwargs)
-    formula = flop_formulas().get(name)
+    formula = flop_registry.get(name)
     if formula is None:
         return 0
     return int(formula(*without_data(args), **without_data(kwargs), out_val=without_data(result)))

@@ -109,3 +109,9 @@ def identity(gm: fx.GraphModule) -> str:
     """Text that changes with anything that orders may point at and the graph's own text does not show."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
     return repr([(scopes(node), names(node)) for graph in graphs for node in graph.nodes])
+
+
+def place_of(graph: fx.Graph) -> str:
+    """Where the code of a graph begins and ends, for people."""
+    sources = [source for node in graph.nodes if node.op != "placeholder" and (source := origin(node)[1])]
+    return f"from {sources[0]} to {sources[-1]}" if sources else "of unknown origin"

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat import plan_files, policies, torch_compat
+from autoremat import origins, plan_files, policies, torch_compat
 from autoremat.capture import Capture, capture
 from autoremat.cost import Pricing
 from autoremat.costing import priced
-from autoremat.errors import BudgetInfeasible, Occupant, OptionsError, OrderWarning, UnplannedWarning
+from autoremat.errors import BudgetInfeasible, Occupant, OptionsError, OrderWarning, UnplannedWarning, unplanned_message
 from autoremat.graph import Kind, Role
 from autoremat.options import Options
 from autoremat.orders import Ordered, Orders
@@ -130,8 +130,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         except Exception as error:  # models and torch's ops are open-ended: what we fail on must train all the same
             if self.options.on_unplannable == "raise":
                 raise
-            self.leave_to_torch(error)
             joint.graph = untouched
+            self.leave_to_torch(error, origins.place_of(untouched))
         return torch_compat.partition_as_torch_does(joint, joint_inputs, **kwargs)
 
     def plan_and_split(self, captured: Capture, static_inputs: Collection[int]) -> torch_compat.PartitionedModules:
@@ -146,16 +146,11 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         log.debug("%s", self.report.summary() if self.report else "")
         return modules
 
-    def leave_to_torch(self, error: Exception) -> None:
+    def leave_to_torch(self, error: Exception, place: str) -> None:
         """Say that no budget holds for this graph, and why."""
         self.unplanned, self.report, self.planning, self.exhausted = True, None, None, False
         log.info("planning failed", exc_info=error)
-        warnings.warn(
-            f"a graph could not be planned and is left to torch's partitioner, so no memory budget holds for it: "
-            f'{type(error).__name__}: {error} (on_unplannable="raise" makes this an error)',
-            UnplannedWarning,
-            stacklevel=2,
-        )
+        warnings.warn(unplanned_message(error, place), UnplannedWarning, stacklevel=2)
 
     def worth_trying(self, plan: Plan, budget: int) -> bool:
         """Whether the code generator may make ``plan`` fit though the simulator or an earlier try says that it does not."""

@@ -176,14 +176,14 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     return None
 
 
-def flop_formulas() -> Mapping[Any, Callable[..., int]]:
-    """Torch's FLOP formulas by op packet."""
-    from torch.utils.flop_counter import flop_registry
-
-    return flop_registry
-
-
 # -- compilers ---------------------------------------------------------------------------------------------------------
+
+
+def compile_lock() -> contextlib.AbstractContextManager[Any]:
+    """Dynamo's own lock: whatever Dynamo compiles in this process is compiled by one thread at a time."""
+    from torch._dynamo.convert_frame import compile_lock
+
+    return cast("contextlib.AbstractContextManager[Any]", compile_lock)
 
 
 def inductor_config_names() -> frozenset[str]:

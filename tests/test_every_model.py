@@ -69,6 +69,54 @@ def product(x: torch.Tensor) -> torch.Tensor:
     return x.sin() @ x.cos()
 
 
+STAGES = (
+    "partitioner.read_operands_directly", "partitioner.capture", "partitioner.priced", "partitioner.Planner",
+    "solvers.Planner.find", "solvers.mincut.MinCut.solve", "partitioner.Report.of", "partitioner.realise",
+    "partitioner.circumstances",
+)  # fmt: skip
+FAILURES = (RuntimeError("as if"), MemoryError("as if"), RecursionError("as if"), KeyError("as if"), ArithmeticError("as if"))
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, stage: str, failure: Exception) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(f"autoremat.{stage}", fail)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_failure_of_any_stage_reaches_the_user(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    expected = gradient(product, backend="aot_eager")
+    failure = FAILURES[STAGES.index(stage) % len(FAILURES)]
+    failing(monkeypatch, stage, failure)
+    with pytest.warns(autoremat.UnplannedWarning) as caught:
+        found = gradient(product, backend="autoremat", options=LEAST)
+    (warning,) = [w for w in caught if issubclass(w.category, autoremat.UnplannedWarning)]
+    for part in (f"{type(failure).__name__}: ", "as if", "test_every_model.py:", "issue tracker"):
+        assert part in str(warning.message)
+    assert same_bits(found, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", ["dynamo_backend.fingerprint", "torch_compat._lowered_peak", "store.load", "store.save"])
+def test_no_failure_around_inductor_reaches_the_user(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    expected = gradient(product, backend="inductor")
+    failing(monkeypatch, stage, RuntimeError("as if"))
+    options = LEAST | {"inner": "inductor"}
+    with pytest.warns(autoremat.UnplannedWarning, match=r"test_every_model\.py:.*RuntimeError: as if.*issue tracker"):
+        found = gradient(product, backend="autoremat", options=options)
+    torch.testing.assert_close(found, expected)
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="as if"):
+        gradient(product, backend="autoremat", options=options | {"on_unplannable": "raise"})
+
+
+def test_a_planner_without_time_still_finds_a_plan() -> None:
+    expected = gradient(product, backend="aot_eager")
+    assert same_bits(gradient(product, backend="autoremat", options=LEAST | {"time_limit": 1e-9}), expected)
+    assert autoremat.reports()[-1].recomputed_ops > 0
+
+
 @pytest.mark.usefixtures("no_formula")
 @pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_what_cannot_be_planned_trains_and_warns_once(inner: str) -> None:
@@ -77,7 +125,13 @@ def test_what_cannot_be_planned_trains_and_warns_once(inner: str) -> None:
     with pytest.warns(autoremat.UnplannedWarning) as caught:
         found = gradient(product, backend="autoremat", options=LEAST | {"inner": inner})
     (warning,) = [w for w in caught if issubclass(w.category, autoremat.UnplannedWarning)]
-    for part in ("aten.mm.default", "test_every_model.py:", "IndexError: no such dimension", 'on_unplannable="raise"'):
+    for part in (
+        "aten.mm.default",
+        "test_every_model.py:",
+        "IndexError: no such dimension",
+        "issue tracker",
+        'on_unplannable="raise"',
+    ):
         assert part in str(warning.message)
     torch.testing.assert_close(found, expected)
     assert len(autoremat.reports()) == before
