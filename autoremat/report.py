@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from autoremat import report_text
@@ -218,6 +219,12 @@ class Report:
     def diff(self, other: Report) -> ReportDiff:
         """What ``other`` does otherwise than this report; values are told apart by their names."""
         return compare(self, other)
+
+    def to_html(self, path: str | PathLike[str]) -> None:
+        """Write one HTML file that needs nothing else, with pictures. Raises ``ImportError`` without matplotlib and Jinja."""
+        from autoremat.html_report import write
+
+        write(self, path)
 
     def summary(self) -> str:
         """One line, for logs."""

@@ -22,12 +22,12 @@ WIDTH = 120
 
 def render(report: Report) -> str:
     """A screen of text: the figures, and the largest saved tensors."""
-    figures = Table(show_header=False, box=None, pad_edge=False)
-    figures.add_column(style="bold", no_wrap=True)
-    figures.add_column()
-    for name, text in _figures(report):
-        figures.add_row(name, text)
-    parts: list[RenderableType] = [figures]
+    named = Table(show_header=False, box=None, pad_edge=False)
+    named.add_column(style="bold", no_wrap=True)
+    named.add_column()
+    for name, text in figures(report):
+        named.add_row(name, text)
+    parts: list[RenderableType] = [named]
     if report.saved:
         tensors = plain_table("largest saved tensors", ("bytes", "op", "module", "source"), numbers=1)
         for tensor in report.saved[:SAVED_TENSORS_SHOWN]:
@@ -56,7 +56,8 @@ def short_source(source: str) -> str:
     return "/".join(source.replace("\\", "/").split("/")[-3:])
 
 
-def _figures(report: Report) -> list[tuple[str, str]]:
+def figures(report: Report) -> list[tuple[str, str]]:
+    """The report's figures, each with its name."""
     budget = "none" if report.budget_bytes is None else format_bytes(report.budget_bytes)
     share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
     rows = [

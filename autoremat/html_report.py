@@ -1,0 +1,59 @@
+"""A report as one HTML file that needs nothing else: no network, no other files."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from autoremat import pictures, report_text
+from autoremat.explanation import Fate, op_name
+from autoremat.moments import Moment
+from autoremat.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from autoremat.report import Report
+
+
+def to_html(report: Report) -> str:
+    """The text of the file. Raises ``ImportError`` without matplotlib and Jinja (``pip install "autoremat[plot]"``)."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ImportError('HTML reports need Jinja: pip install "autoremat[plot]"') from error
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("autoremat"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    filters = {"bytes": format_bytes, "seconds": format_seconds, "place": report_text.place, "op": op_name,
+               "line": report_text.short_source}  # fmt: skip
+    environment.filters.update(filters)
+    return environment.get_template("report.html").render(
+        graphs=[_graph(one) for one in (report, *report.others)], fates=list(Fate)
+    )
+
+
+def write(report: Report, path: str | PathLike[str]) -> None:
+    """Write the file."""
+    Path(path).write_text(to_html(report), encoding="utf-8")
+
+
+def _graph(report: Report) -> dict[str, Any]:
+    """What the template shows of one graph."""
+    drawn = {}
+    if report.profile_after is not None:
+        drawn["Memory over the step"] = pictures.as_svg(pictures.memory(report))
+    if report.values:
+        drawn["What becomes of the forward's values, by layer"] = pictures.as_svg(pictures.saved_by_layer(report))
+    moments: dict[str, Moment] = {}
+    if report.peak_after is not None:
+        moments["Where memory is fullest"] = report.peak_after
+    if report.peak_before is not None:
+        moments["Where it would be without recomputation"] = report.peak_before
+    return {
+        "figures": report_text.figures(report),
+        "pictures": drawn,
+        "moments": moments,
+        "totals": {by: report.totals(by) for by in ("module", "op")},
+        "values": sorted(report.values, key=lambda value: -value.bytes),
+    }
