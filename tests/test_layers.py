@@ -18,7 +18,7 @@ PURE = (
     "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut", "solvers.search",
     "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.baselines", "solvers.event_gap",
     "solvers.highs", "solvers.improve", "solvers.ilp", "solvers.sites", "solvers.anneal", "frontier",
-    "orders", "patterns", "policies", "structure",
+    "orders", "patterns", "policies", "structure", "pictures", "html_report",
     "steps", "steps.fronts", "steps.ledger", "steps.surveyed",
 )  # fmt: skip
 """Modules that must work without torch."""
