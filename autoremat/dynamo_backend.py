@@ -36,6 +36,7 @@ from autoremat.report import Report, add_report
 from autoremat.steps.ledger import Share
 from autoremat.steps.recording import active, graph_key
 from autoremat.steps.surveyed import Survey
+from autoremat.steps.watch import watched
 from autoremat.store import Record
 from autoremat.torch_logs import trace_artifact
 from autoremat.units import format_bytes
@@ -137,12 +138,11 @@ def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
     partitioner = Partitioner(options, "", fuses=False, must_fit=options.on_infeasible == "raise")
     compiled = torch_compat.compile_uncompiled(gm, inputs, partitioner)
-    if partitioner.report is not None:
-        _publish(partitioner.report)
-    return compiled
+    return compiled if partitioner.report is None else _published(compiled, partitioner.report, options)
 
 
-def _publish(report: Report) -> None:
+def _published(compiled: Compiled, report: Report, options: Options) -> Compiled:
+    """``compiled``, with its report made known; watched, if its budget is in bytes and nobody has shared it out."""
     if not report.fits and report.budget_bytes is not None:
         peak = report.compiled_peak_bytes or report.predicted_peak_bytes
         warnings.warn(
@@ -154,6 +154,7 @@ def _publish(report: Report) -> None:
     log.info("%s", report.summary())
     trace_artifact("autoremat_report", report.to_json)
     add_report(report)
+    return watched(compiled, report) if isinstance(options.memory_budget, int | str) else compiled
 
 
 def _describe(value: Any) -> str:
@@ -327,9 +328,7 @@ class _InductorCompilation:
                 seen = record.report.compiled_peak_bytes
             report = report.compiled(seen, replans)
             store.save(self.key, Record(report, partitioner.margin_bytes))
-        if report is not None:
-            _publish(report)
-        return compiled
+        return compiled if report is None else _published(compiled, report, self.options)
 
     def peak_seen(self) -> int | None:
         """The peak of the code that stands; None if a cache held a half that no attempt has generated."""

@@ -25,7 +25,7 @@ PURE = (
 
 TORCH = (
     "calls", "capture", "costing", "cuda_attention", "declarations", "dynamo_backend", "eager", "measure", "op_rules",
-    "op_work", "partitioner", "preview", "steps.metering", "steps.recording", "steps.survey",
+    "op_work", "partitioner", "preview", "steps.metering", "steps.recording", "steps.survey", "steps.watch",
     "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
     "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_steps", "tracing", "workspace", "passes",
     "comparison", "sizing", "naming", "origins",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat.errors import BudgetInfeasible, BudgetWarning, OptionsError, SurveyError
+from autoremat.steps import watch as watch_module
 
 # Dynamo looks at `.grad` of what it is handed after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -239,6 +241,47 @@ def test_what_cannot_be_surveyed_is_an_error():
     assert len(found.step.graphs) == 1
     with pytest.raises(OptionsError, match="of another"):
         autoremat.survey(model, inputs, memory_budget=found)
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """A watch of this test's own."""
+    fresh = watch_module.Watch()
+    monkeypatch.setattr(watch_module, "_watch", fresh)
+    return fresh
+
+
+def test_without_a_survey_graphs_that_are_over_the_budget_together_are_noticed(watch):
+    model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 400_000})
+    with pytest.warns(BudgetWarning, match=r"together.*autoremat\.survey") as caught:
+        loss = compiled(inputs)
+    assert len(caught) == 1
+    loss.backward()
+    compiled(inputs).backward()  # once is enough
+    assert not watch.active
+    assert not watch.open
+
+
+def test_a_step_of_one_graph_is_watched_once(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": "1MiB"})
+    first = compiled(inputs).sum()
+    assert len(watch.open) == 1
+    assert watch.active
+    del first  # freed without a backward
+    gc.collect()
+    assert not watch.open
+    compiled(inputs).sum().backward()
+    assert not watch.active
+    compiled(inputs).sum()
+    assert not watch.open
+
+
+def test_shares_of_a_graph_alone_are_not_watched(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})(inputs).sum().backward()
+    assert not watch.active
 
 
 @pytest.mark.slow
