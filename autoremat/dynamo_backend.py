@@ -60,8 +60,8 @@ LEAST_GAIN = 0.02
 class _PlanAgain(Exception):
     """Ends a compilation whose code would need ``peak_bytes``, so that another plan can be made."""
 
-    def __init__(self, peak_bytes: int, limit_bytes: int) -> None:
-        super().__init__(f"the compiled code would need {format_bytes(peak_bytes)} of {format_bytes(limit_bytes)}")
+    def __init__(self, peak_bytes: int, limit_bytes: int = 0) -> None:
+        super().__init__(f"the compiled code would need {format_bytes(peak_bytes)}")
         self.peak_bytes, self.limit_bytes = peak_bytes, limit_bytes
 
 
