@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+from autoremat.errors import OrderWarning
 from autoremat.graph import Graph
+from autoremat.orders import Orders
 from autoremat.plans import Plan
-from autoremat.schedule import build_schedule
+from autoremat.policies import Block, Full, Policy, Segments, Selective, Sqrt, Uniform
 from autoremat.solvers import Planner, baselines
-from autoremat.solvers.segments import Chain, segment_counts
+from autoremat.structure import Forward
 
 OURS, BOUND, POLICY, TORCH = "autoremat", "lower bound", "policy", "torch"
 
@@ -63,18 +66,31 @@ def our_points(graph: Graph, points: int, time_limit: float) -> Iterator[Point]:
             yield Point(BOUND, f"{budget} bytes", budget, planning.lower_bound_seconds, graph.step_seconds)
 
 
+POLICIES: tuple[tuple[str, Policy], ...] = (
+    ("full", Full()),
+    ("uniform:2", Uniform(2)),
+    ("uniform:4", Uniform(4)),
+    ("sqrt", Sqrt()),
+    ("segments:4", Segments(4)),
+    ("selective", Selective()),
+    ("selective:mlp", Selective(("mlp",))),
+    ("selective:layernorm", Selective(("layernorm",))),
+)
+"""Those of practice, as they are written in options; "block:" is added with half of the layers."""
+
+
 def policy_points(graph: Graph) -> Iterator[Point]:
-    """Fixed policies: nothing recomputed, everything, Chen's root of all values, and segments of equal size."""
+    """Nothing recomputed, everything, and the policies of practice that recompute something in this graph."""
     yield point_of(baselines.save_all(graph), POLICY, "save everything")
     yield point_of(baselines.recompute_all(graph), POLICY, "recompute everything")
-    yield point_of(baselines.save_cuts(graph), POLICY, "sqrt")
-    chain = Chain.of(graph)
-    always = baselines.must_be_saved(graph) | chain.ambient
-    for count in segment_counts(graph.num_forward):
-        if count & (count - 1) == 0 and count > 1:
-            segments, _ = chain.segments(count)
-            plan = Plan.of(graph, build_schedule(graph, always | segments.kept, segments))
-            yield point_of(plan, POLICY, f"{segments.count} segments")
+    half = len(Forward(graph).layers) // 2
+    block: list[tuple[str, Policy]] = [(f"block:{half}", Block(half))] if half else []
+    for label, policy in (*POLICIES, *block):
+        with warnings.catch_warnings():  # a policy without effect is left out, which is all that its warning asks for
+            warnings.simplefilter("ignore", OrderWarning)
+            ordered = Orders(policy=policy, exact=True).apply(graph)
+        if ordered.candidate is not None and ordered.candidate.plan.recomputed:
+            yield point_of(ordered.candidate.plan, POLICY, label)
 
 
 def undominated(points: Iterable[Point]) -> list[Point]:
