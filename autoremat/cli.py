@@ -5,14 +5,21 @@ Exit codes: 0 all went well; 1 no plan within the budget; 2 wrong usage or input
 
 from __future__ import annotations
 
+import importlib
+import json
+import os
+import sys
 import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
+from rich.console import Console
 
-from autoremat import __version__
+import autoremat
 from autoremat.errors import AutorematError, BudgetInfeasible
+from autoremat.progress import said_if_slow
 from autoremat.report import Report
 
 INFEASIBLE, USAGE, FAILURE = 1, 2, 3
@@ -53,7 +60,7 @@ def _show_warning(message: Warning | str, *_: Any) -> None:
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
-@click.version_option(__version__, prog_name="autoremat")
+@click.version_option(autoremat.__version__, prog_name="autoremat")
 @click.option("--traceback", is_flag=True, help="On an error show where it was raised.")
 def main(traceback: bool) -> None:
     """Plan the memory of training steps, and look at plans.
@@ -61,6 +68,117 @@ def main(traceback: bool) -> None:
     \b
     Exit codes: 0 all went well, 1 no plan within the budget, 2 wrong usage or input, 3 any other failure.
     """
+
+
+# -- what is planned ---------------------------------------------------------------------------------------------------
+
+
+def _load(target: str) -> Callable[..., Any]:
+    """The function that ``MODULE:FUNCTION`` names; modules are also found in the present folder."""
+    module_name, colon, function_name = target.partition(":")
+    if not (module_name and colon and function_name):
+        raise click.BadParameter(f"{target!r} is not of the form MODULE:FUNCTION", param_hint="MODULE:FUNCTION")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: object = importlib.import_module(module_name)
+        for part in function_name.split("."):
+            found = getattr(found, part)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and imports another that is not
+        raise click.BadParameter(f"there is no module {error.name!r}", param_hint="MODULE:FUNCTION") from error
+    except AttributeError as error:
+        raise click.BadParameter(str(error), param_hint="MODULE:FUNCTION") from error
+    if not callable(found):
+        raise click.BadParameter(f"{target} is no function", param_hint="MODULE:FUNCTION")
+    return found
+
+
+def _step(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """The model, the positional and the keyword arguments of the step that the function returns."""
+    made = _load(target)()
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
+        raise click.UsageError(f"{target}() should return (model, inputs), and returns {type(made).__name__}")
+    model, inputs = made
+    if isinstance(inputs, Mapping):
+        return model, (), dict(inputs)
+    return model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+
+
+def _number_or_text(text: str) -> Any:
+    """``text`` as JSON has it (a number, a truth value, a list), else itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _planning(command: Callable[..., None]) -> Callable[..., None]:
+    """The argument and the options of commands that plan."""
+    for decorate in (
+        click.option("-o", "--option", "further", metavar="KEY=VALUE", multiple=True,
+                     help="Any other option of the backend; may be repeated."),
+        click.option("--device", metavar="DEVICE", help="Where to plan for: cpu, cuda, or a card such as H100-80GB, here or "
+                     "not. Default: where the model is."),
+        click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or a share such as 0.5. Default: no bound."),
+        click.argument("target", metavar="MODULE:FUNCTION"),
+    ):  # fmt: skip
+        command = decorate(command)
+    return command
+
+
+def _options(budget: str | None, further: tuple[str, ...]) -> dict[str, Any]:
+    """The backend's options, as ``torch.compile(options=...)`` takes them."""
+    options = {}
+    for one in further:
+        key, equals, value = one.partition("=")
+        if not equals:
+            raise click.BadParameter(f"{one!r} is not of the form KEY=VALUE", param_hint="--option")
+        options[key] = _number_or_text(value)
+    return options if budget is None else options | {"memory_budget": _number_or_text(budget)}
+
+
+@main.command()
+@_planning
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.option("--values", is_flag=True, help="Also show what becomes of the largest values of the forward, and why.")
+@click.option("--totals", type=click.Choice(["module", "op"]), help="Also show sums by kind of module or by op.")
+@click.option("--peak", is_flag=True, help="Also show what is alive where memory is fullest.")
+@click.option("--save-plan", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Store the plan.")
+def explain(
+    target: str,
+    budget: str | None,
+    device: str | None,
+    further: tuple[str, ...],
+    as_json: bool,
+    values: bool,
+    totals: str | None,
+    peak: bool,
+    save_plan: Path | None,
+) -> None:
+    """Plan a training step without running it.
+
+    MODULE:FUNCTION takes nothing and returns (model, inputs): inputs is a tensor, a tuple of arguments or a dict of keyword
+    arguments, and model(inputs) returns the loss. The model may be on the meta device.
+    """
+    model, args, kwargs = _step(target)
+    with said_if_slow(f"autoremat: planning {target}"):
+        found = autoremat.explain(model, *args, options=_options(budget, further), device=device, **kwargs)
+    if save_plan is not None and found.plan is not None:
+        found.plan.save(save_plan)
+    if as_json:
+        click.echo(found.to_json())
+        return
+    click.echo(str(found))
+    tables = [found.table() if values else None, found.totals_table(totals) if totals else None]
+    for table in [*tables, found.peak_table() if peak else None]:
+        if table is not None:
+            click.echo()
+            Console().print(table)
+
+
+# -- what was planned --------------------------------------------------------------------------------------------------
 
 
 @main.command()

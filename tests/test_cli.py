@@ -14,6 +14,7 @@ from test_report import SIZE, report_for
 
 from autoremat import __version__, cli
 from autoremat.errors import BudgetInfeasible, OptionsError
+from autoremat.plans import Plan
 from autoremat.report import Report
 
 ROOT = Path(__file__).parent.parent
@@ -106,6 +107,86 @@ def test_warnings_are_lines(monkeypatch):
         done = run("warn")
     assert (done.exit_code, done.stderr) == (0, "Warning: mind the gap\n")
     assert warnings.showwarning is before
+
+
+# -- explain -----------------------------------------------------------------------------------------------------------
+
+TRAINING = """
+import torch
+from torch import nn
+
+def net(batch=256):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)))
+    return nn.Sequential(model, nn.Linear(32, 1), nn.Flatten(0)), torch.randn(batch, 32)
+
+def loss():
+    model, x = net()
+    return lambda x: model(x).square().mean(), (x,)
+
+def by_keyword():
+    model, x = net()
+    return lambda x: model(x).square().mean(), {"x": x}
+
+def wrong():
+    return 7
+
+def failing():
+    raise ValueError("no data here")
+
+number = 7
+"""
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module in the present folder."""
+    (tmp_path / "my_training.py").write_text(TRAINING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_training", raising=False)
+    return "my_training"
+
+
+@pytest.mark.parametrize("function", ["net", "loss", "by_keyword"])
+def test_explain_prints_the_report_and_stores_the_plan(training, function, tmp_path):
+    done = run("explain", f"{training}:{function}", "--budget", "0.7", "-o", "inner=aot_eager", "--save-plan", "plan.json",
+               "--values", "--totals", "op", "--peak")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    for text in ("predicted peak", "without recomputation", "aten.addmm"):
+        assert text in done.stdout
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.budget_bytes is not None
+    assert plan.peak_bytes <= plan.budget_bytes
+
+
+def test_explain_for_a_device_that_is_not_here_as_json(training):
+    done = run("explain", f"{training}:loss", "--device", "H100-80GB", "--json", "--budget", "1GiB")
+    assert done.exit_code == 0, done.output
+    report = Report.from_json(done.stdout)
+    assert report.budget_bytes == 2**30
+    assert "H100" in report.device
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["{}:loss", "--budget", "1KiB"], 1, "no plan was found"),
+        (["{}:loss", "--budget", "much"], 2, "memory_budget='much' is not accepted"),
+        (["{}:loss", "-o", "color=blue"], 2, "'color' is known neither"),
+        (["{}:loss", "-o", "color"], 2, "not of the form KEY=VALUE"),
+        (["{}"], 2, "not of the form MODULE:FUNCTION"),
+        (["{}:nothing"], 2, "nothing"),
+        (["{}:number"], 2, "is no function"),
+        (["{}:wrong"], 2, "should return (model, inputs), and returns int"),
+        (["nowhere:loss"], 2, "there is no module 'nowhere'"),
+        (["{}:failing"], 3, "ValueError: no data here"),
+    ],
+)
+def test_what_goes_wrong_has_a_message_and_a_code(training, arguments, code, text):
+    done = run("explain", *(one.format(training) for one in arguments))
+    assert done.exit_code == code, done.output
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_module_is_the_command_and_needs_no_torch(stored):
