@@ -5,6 +5,7 @@ Exit codes: 0 all went well; 1 no plan within the budget; 2 wrong usage or input
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import json
 import os
@@ -15,12 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 import autoremat
 from autoremat.errors import AutorematError, BudgetInfeasible
-from autoremat.progress import said_if_slow
 from autoremat.report import Report
+from autoremat.report_text import as_text, plain_table
+from autoremat.units import format_bytes, format_seconds
 
 INFEASIBLE, USAGE, FAILURE = 1, 2, 3
 
@@ -95,12 +96,17 @@ def _load(target: str) -> Callable[..., Any]:
     return found
 
 
+def _made(target: str, *size: int) -> tuple[Any, Any]:
+    """The model and its inputs, as the function returns them."""
+    made = _load(target)(*size)
+    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
+        raise click.UsageError(f"{target} should return (model, inputs), and returns {type(made).__name__}")
+    return made
+
+
 def _step(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
     """The model, the positional and the keyword arguments of the step that the function returns."""
-    made = _load(target)()
-    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
-        raise click.UsageError(f"{target}() should return (model, inputs), and returns {type(made).__name__}")
-    model, inputs = made
+    model, inputs = _made(target)
     if isinstance(inputs, Mapping):
         return model, (), dict(inputs)
     return model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
@@ -115,22 +121,22 @@ def _number_or_text(text: str) -> Any:
 
 
 def _planning(command: Callable[..., None]) -> Callable[..., None]:
-    """The argument and the options of commands that plan."""
+    """The argument and the options that all commands have that plan."""
     for decorate in (
+        click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
         click.option("-o", "--option", "further", metavar="KEY=VALUE", multiple=True,
                      help="Any other option of the backend; may be repeated."),
         click.option("--device", metavar="DEVICE", help="Where to plan for: cpu, cuda, or a card such as H100-80GB, here or "
                      "not. Default: where the model is."),
-        click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or a share such as 0.5. Default: no bound."),
         click.argument("target", metavar="MODULE:FUNCTION"),
     ):  # fmt: skip
         command = decorate(command)
     return command
 
 
-def _options(budget: str | None, further: tuple[str, ...]) -> dict[str, Any]:
+def _options(further: tuple[str, ...], budget: str | None = None) -> dict[str, Any]:
     """The backend's options, as ``torch.compile(options=...)`` takes them."""
-    options = {}
+    options: dict[str, Any] = {}
     for one in further:
         key, equals, value = one.partition("=")
         if not equals:
@@ -141,7 +147,7 @@ def _options(budget: str | None, further: tuple[str, ...]) -> dict[str, Any]:
 
 @main.command()
 @_planning
-@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
+@click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or a share such as 0.5. Default: no bound.")
 @click.option("--values", is_flag=True, help="Also show what becomes of the largest values of the forward, and why.")
 @click.option("--totals", type=click.Choice(["module", "op"]), help="Also show sums by kind of module or by op.")
 @click.option("--peak", is_flag=True, help="Also show what is alive where memory is fullest.")
@@ -163,8 +169,7 @@ def explain(
     arguments, and model(inputs) returns the loss. The model may be on the meta device.
     """
     model, args, kwargs = _step(target)
-    with said_if_slow(f"autoremat: planning {target}"):
-        found = autoremat.explain(model, *args, options=_options(budget, further), device=device, **kwargs)
+    found = autoremat.explain(model, *args, options=_options(further, budget), device=device, **kwargs)
     if save_plan is not None and found.plan is not None:
         found.plan.save(save_plan)
     if as_json:
@@ -174,8 +179,60 @@ def explain(
     tables = [found.table() if values else None, found.totals_table(totals) if totals else None]
     for table in [*tables, found.peak_table() if peak else None]:
         if table is not None:
-            click.echo()
-            Console().print(table)
+            click.echo(f"\n{as_text(table)}")
+
+
+@main.command()
+@_planning
+@click.option("--points", type=click.IntRange(min=2), default=20, show_default=True, help="For so many budgets.")
+@click.option("--torch/--no-torch", "torch_too", default=True, help="Also torch's partitions; slow on large graphs.")
+def pareto(target: str, device: str | None, further: tuple[str, ...], as_json: bool, points: int, torch_too: bool) -> None:
+    """Time against peak memory of a training step, for many budgets.
+
+    MODULE:FUNCTION is that of `autoremat explain`. Besides ours, the plans of fixed policies and of torch's partitioner, and
+    the lower bound.
+    """
+    model, args, kwargs = _step(target)
+    torchs: dict[str, Any] = {} if torch_too else {"torch_budgets": ()}
+    found = autoremat.pareto(model, *args, points=points, options=_options(further), device=device, **torchs, **kwargs)
+    found = sorted(found, key=lambda point: (point.peak_bytes, point.added_seconds))
+    if as_json:
+        click.echo(json.dumps([{**dataclasses.asdict(point), "overhead": point.overhead} for point in found], indent=2))
+        return
+    table = plain_table("time against memory", ("peak", "added", "of the step", "family", "which"), numbers=3)
+    for point in found:
+        added = format_seconds(point.added_seconds)
+        table.add_row(format_bytes(point.peak_bytes), added, f"{point.overhead:.1%}", point.family, point.label)
+    click.echo(as_text(table))
+
+
+@main.command("max-batch")
+@_planning
+@click.option("--budget", metavar="BUDGET", required=True, help="6GiB, bytes, or auto.")
+@click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Try multiples of this size only.")
+@click.option("--limit", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="The largest size to try.")
+def max_batch(
+    target: str, device: str | None, further: tuple[str, ...], as_json: bool, budget: str, step: int, limit: int
+) -> None:
+    """The largest batch, or other size, that fits a budget.
+
+    MODULE:FUNCTION takes the size and returns (model, inputs). Nothing is allocated for the sizes that are tried.
+    """
+    model, _ = _made(target, step)
+    found = autoremat.max_batch(
+        lambda size: _made(target, size)[1],
+        model,
+        _number_or_text(budget),
+        step=step,
+        limit=limit,
+        options=_options(further),
+        device=device,
+    )
+    if not as_json:
+        click.echo(str(found))
+        return
+    report = json.loads(found.report.to_json())
+    click.echo(json.dumps({"size": found.size, "next_size": found.next_size, "tried": found.tried, "report": report}))
 
 
 # -- what was planned --------------------------------------------------------------------------------------------------

@@ -167,6 +167,28 @@ def test_explain_for_a_device_that_is_not_here_as_json(training):
     assert "H100" in report.device
 
 
+def test_pareto_lists_plans_and_bounds(training):
+    arguments = ("pareto", f"{training}:loss", "--points", 3, "--no-torch", "-o", "inner=aot_eager")
+    done = run(*arguments)
+    assert done.exit_code == 0, done.output
+    assert "lower bound" in done.stdout
+    points = json.loads(run(*arguments, "--json").stdout)
+    assert {point["family"] for point in points} == {"autoremat", "lower bound", "policy"}
+    assert points == sorted(points, key=lambda point: (point["peak_bytes"], point["added_seconds"]))
+
+
+def test_max_batch_finds_the_largest_size(training):
+    arguments = ("max-batch", f"{training}:net", "--step", 64, "-o", "inner=aot_eager", "--budget")
+    done = run(*arguments, "256KiB", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["size"] % 64 == 0
+    assert found["next_size"] == found["size"] + 64
+    assert found["report"]["predicted_peak_bytes"] <= 2**18
+    assert run(*arguments, "1KiB").exit_code == 1
+    assert f"size that fits 256.00 KiB: {found['size']}" in run(*arguments, "256KiB", "--limit", found["size"]).stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "text"),
     [

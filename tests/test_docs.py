@@ -54,6 +54,14 @@ model = Loss()
 batches = [torch.randint(64, (4, 16)) for _ in range(2)]
 tokens = batches[0]
 optimizer = torch.optim.AdamW(model.parameters())
+import autoremat, rich
+other_report = autoremat.explain(lambda tokens: model(tokens, tokens).loss, tokens)
+config, LlamaForCausalLM = None, lambda config: model
+library = torch.library.Library("mylib", "FRAGMENT")
+if not hasattr(torch.ops.mylib, "rope"):
+    library.define("rope(Tensor x, Tensor angles) -> Tensor")
+    library.define("kernel(Tensor x) -> Tensor")
+my_triton_kernel = torch.ops.mylib.kernel
 """
 }
 
