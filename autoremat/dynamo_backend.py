@@ -20,8 +20,9 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from autoremat import costing, declarations, origins, store, torch_compat
+from autoremat import costing, declarations, origins, store, torch_compat, torch_sizes
 from autoremat.capture import may_train
+from autoremat.dynamic_shapes import with_limits
 from autoremat.errors import (
     AutorematError,
     BudgetInfeasible,
@@ -99,6 +100,16 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options)
     if recording is not None and may_train(gm, example_inputs):
         return recording.compile(gm, example_inputs, patches)
     parsed = _with_share(gm, example_inputs, parsed)
+    if not may_train(gm, example_inputs):
+        return _compile_planned(gm, example_inputs, parsed, patches)
+
+    def compile_with(options: Options) -> Compiled:
+        return _compile_planned(gm, example_inputs, options, patches)
+
+    return with_limits(compile_with, example_inputs, parsed, lambda error: _cause(error, BudgetInfeasible) is not None)
+
+
+def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options, patches: dict[str, Any]) -> Compiled:
     if parsed.inner == "aot_eager":
         return _compile_uncompiled(gm, example_inputs, parsed)
     if not may_train(gm, example_inputs):
@@ -183,6 +194,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
         gm.print_readable(print_output=False),
         origins.identity(gm) if options.has_orders else "",
         *map(_describe, inputs),
+        torch_sizes.planned_identity(),
         f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')} {torch.get_num_threads()} {device}",
         f"{torch.get_autocast_dtype('cpu')} {torch.get_autocast_dtype('cuda')} {torch.get_default_dtype()}",
         f"{torch.are_deterministic_algorithms_enabled()} {torch.get_float32_matmul_precision()}",

@@ -17,6 +17,8 @@ import torch
 from torch import fx
 
 from autoremat.errors import UnsupportedTorchError
+from autoremat.torch_sizes import expression_hint
+from autoremat.torch_sizes import size_hint as size_hint
 from autoremat.wrapper_code import replay_peak
 
 SUPPORTED_MINORS = range(11, 16)
@@ -36,7 +38,6 @@ import torch._inductor.config as inductor_config  # noqa: E402
 from torch._functorch import compile_utils, partitioners  # noqa: E402
 from torch._functorch._aot_autograd import utils as aot_utils  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # noqa: E402
-from torch.fx.experimental import symbolic_shapes  # noqa: E402
 from torch.fx.experimental.proxy_tensor import is_sym_node as is_sym_node  # noqa: E402
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy  # noqa: E402
 
@@ -155,13 +156,6 @@ def finish_module(module: fx.GraphModule, is_backward: bool) -> fx.GraphModule:
 
 # -- sizes and costs ---------------------------------------------------------------------------------------------------
 
-UNKNOWN_SIZE = 4096  # for a data-dependent dimension, as in torch's partitioner
-
-
-def size_hint(size: int | torch.SymInt) -> int:
-    """A concrete number for a possibly symbolic one, without a guard."""
-    return size if isinstance(size, int) else int(symbolic_shapes.optimization_hint(size, fallback=UNKNOWN_SIZE))
-
 
 def multiplies_in_tiles(dtype: torch.dtype) -> bool:
     """Whether this CPU multiplies matrices of ``dtype`` in tiles (AMX), for which oneDNN packs its operands."""
@@ -266,8 +260,7 @@ def _layout_bytes(buffer: Any) -> int:
 
     try:
         layout = buffer.get_layout()
-        elements = V.graph.sizevars.optimization_hint(layout.storage_size(), fallback=UNKNOWN_SIZE)
-        return int(elements) * int(layout.dtype.itemsize)
+        return expression_hint(layout.storage_size(), V.graph.sizevars) * int(layout.dtype.itemsize)
     except (AttributeError, NotImplementedError):
         return 0
 

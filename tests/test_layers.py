@@ -24,14 +24,14 @@ PURE = (
 """Modules that must work without torch."""
 
 TORCH = (
-    "calls", "capture", "costing", "cuda_attention", "declarations", "dynamo_backend", "eager", "measure", "op_rules",
-    "op_work", "partitioner", "preview", "steps.metering", "steps.recording", "steps.survey", "steps.watch",
+    "calls", "capture", "costing", "cuda_attention", "declarations", "dynamic_shapes", "dynamo_backend", "eager", "measure",
+    "op_rules", "op_work", "partitioner", "preview", "steps.metering", "steps.recording", "steps.survey", "steps.watch",
     "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
-    "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_steps", "tracing", "workspace", "passes",
-    "comparison", "sizing", "naming", "origins",
+    "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_sizes", "torch_steps", "tracing",
+    "workspace", "passes", "comparison", "sizing", "naming", "origins",
 )  # fmt: skip
 
-ADAPTERS = ("torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_steps")
+ADAPTERS = ("torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_sizes", "torch_steps")
 """The modules that may touch torch's private names."""
 
 PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispatch")

@@ -1,0 +1,128 @@
+"""Budgets under dynamic shapes: kept for every size that a compiled graph accepts, with few compilations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from oracles import same_bits
+from torch import nn
+
+import autoremat
+from autoremat.errors import BudgetInfeasible
+
+WIDTH = 32
+SWEEP = range(64, 1025, 64)
+
+
+class Mlp(nn.Module):
+    """Four layers whose activations are much larger than their weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)).sin()
+        return x.square().mean()
+
+
+def peak_at(model: nn.Module, step, rows: int) -> int:
+    """The measured peak of a step that is compiled already."""
+    inputs = torch.randn(rows, WIDTH)
+    step(inputs).backward()
+    model.zero_grad(set_to_none=True)
+    with autoremat.track_peak("cpu") as peak:
+        step(inputs).backward()
+    return peak.bytes
+
+
+def sweep(options: dict, lengths: Iterable[int], **arguments) -> tuple[list[int], list[autoremat.Report]]:
+    """Peaks and the reports of all compilations of a model that is called with so many rows, one after the other."""
+    model, before = Mlp(), len(autoremat.reports())
+    step = torch.compile(model, backend="autoremat", options={"inner": "aot_eager", **options}, **arguments)
+    peaks = [peak_at(model, step, rows) for rows in lengths]
+    return peaks, autoremat.reports()[before:]
+
+
+@pytest.fixture(scope="module")
+def possible() -> autoremat.Report:
+    """The report of the largest size."""
+    torch.compiler.reset()
+    _, (report,) = sweep({"memory_budget": 1.0}, [SWEEP[-1]], dynamic=False)
+    torch.compiler.reset()
+    return report
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("order", [1, -1], ids=["growing", "shrinking"])
+def test_the_budget_holds_for_every_length(possible, dynamic, order):
+    budget = possible.minimum_peak_bytes * 21 // 20
+    peaks, reports = sweep({"memory_budget": budget}, SWEEP[::order], dynamic=dynamic)
+    assert max(peaks) <= budget
+    assert len(reports) <= (6 if order > 0 else 2)
+    assert max(report.predicted_peak_bytes for report in reports) <= budget
+    assert any(report.recomputed_ops for report in reports)
+
+
+def test_without_a_budget_or_with_a_share_nothing_is_compiled_twice():
+    for budget in (None, 0.9):
+        torch.compiler.reset()
+        _, reports = sweep({"memory_budget": budget}, (64, 200, 900), dynamic=True)
+        assert len(reports) == 1
+
+
+def test_the_limit_is_the_size_at_hand_where_no_more_fits(possible):
+    """1024 rows do not fit, 640 do; larger ones are an error, not an excess."""
+    budget = possible.minimum_peak_bytes * 7 // 10
+    model, before = Mlp(), len(autoremat.reports())
+    options = {"inner": "aot_eager", "memory_budget": budget}
+    step = torch.compile(model, backend="autoremat", options=options, dynamic=True)
+    assert peak_at(model, step, 640) <= budget
+    assert peak_at(model, step, 600) <= budget
+    assert len(autoremat.reports()) == before + 1
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        step(torch.randn(1024, WIDTH))
+    assert isinstance(caught.value.inner_exception, BudgetInfeasible)
+    assert caught.value.inner_exception.minimum_bytes == possible.minimum_peak_bytes
+
+
+def test_a_declared_maximum_is_the_limit(possible):
+    model, before = Mlp(), len(autoremat.reports())
+    budget = (possible.minimum_peak_bytes + possible.baseline_peak_bytes) // 2
+    step = torch.compile(model, backend="autoremat", options={"inner": "aot_eager", "memory_budget": budget})
+    first = torch.randn(520, WIDTH)
+    torch._dynamo.mark_dynamic(first, 0, min=2, max=1000)
+    step(first).backward()
+    assert peak_at(model, step, 1000) <= budget
+    assert len(autoremat.reports()) == before + 1
+    assert 0.9 * budget * 0.8 < autoremat.reports()[-1].predicted_peak_bytes <= budget
+
+
+def test_gradients_are_those_without_recomputation(possible):
+    model, budget = Mlp(), possible.minimum_peak_bytes
+    found = []
+    for arguments in (
+        {"backend": "aot_eager"},
+        {"backend": "autoremat", "options": {"inner": "aot_eager", "memory_budget": budget}},
+    ):
+        torch.compiler.reset()
+        step = torch.compile(model, dynamic=True, **arguments)
+        for rows in (300, 700):
+            model.zero_grad(set_to_none=True)
+            torch.manual_seed(0)
+            step(torch.randn(rows, WIDTH)).backward()
+            found.append([p.grad for p in model.parameters()])
+    for plain, planned in zip(found[:2], found[2:], strict=True):
+        assert all(same_bits(a, b) for a, b in zip(plain, planned, strict=True))
+
+
+@pytest.mark.slow
+def test_the_budget_holds_for_every_length_under_inductor(possible):
+    budget = (possible.minimum_peak_bytes + possible.baseline_peak_bytes) // 2
+    peaks, reports = sweep({"memory_budget": budget, "inner": "inductor"}, (300, 512, 700, 1024, 64), dynamic=True)
+    assert max(peaks) <= budget
+    assert len(reports) == 2
+    assert max(peaks) > budget // 4
