@@ -18,6 +18,7 @@ from typing import Any
 import click
 
 import autoremat
+from autoremat import pictures
 from autoremat.errors import AutorematError, BudgetInfeasible
 from autoremat.report import Report
 from autoremat.report_text import as_text, plain_table
@@ -134,6 +135,10 @@ def _planning(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+_html = click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+                     help="Also write the report, with pictures, as one HTML file.")  # fmt: skip
+
+
 def _options(further: tuple[str, ...], budget: str | None = None) -> dict[str, Any]:
     """The backend's options, as ``torch.compile(options=...)`` takes them."""
     options: dict[str, Any] = {}
@@ -151,6 +156,7 @@ def _options(further: tuple[str, ...], budget: str | None = None) -> dict[str, A
 @click.option("--values", is_flag=True, help="Also show what becomes of the largest values of the forward, and why.")
 @click.option("--totals", type=click.Choice(["module", "op"]), help="Also show sums by kind of module or by op.")
 @click.option("--peak", is_flag=True, help="Also show what is alive where memory is fullest.")
+@_html
 @click.option("--save-plan", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Store the plan.")
 def explain(
     target: str,
@@ -161,6 +167,7 @@ def explain(
     values: bool,
     totals: str | None,
     peak: bool,
+    html: Path | None,
     save_plan: Path | None,
 ) -> None:
     """Plan a training step without running it.
@@ -172,6 +179,8 @@ def explain(
     found = autoremat.explain(model, *args, options=_options(further, budget), device=device, **kwargs)
     if save_plan is not None and found.plan is not None:
         found.plan.save(save_plan)
+    if html is not None:
+        found.to_html(html)
     if as_json:
         click.echo(found.to_json())
         return
@@ -186,7 +195,18 @@ def explain(
 @_planning
 @click.option("--points", type=click.IntRange(min=2), default=20, show_default=True, help="For so many budgets.")
 @click.option("--torch/--no-torch", "torch_too", default=True, help="Also torch's partitions; slow on large graphs.")
-def pareto(target: str, device: str | None, further: tuple[str, ...], as_json: bool, points: int, torch_too: bool) -> None:
+@click.option(
+    "--picture", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Also draw it: PNG, SVG or PDF."
+)
+def pareto(
+    target: str,
+    device: str | None,
+    further: tuple[str, ...],
+    as_json: bool,
+    points: int,
+    torch_too: bool,
+    picture: Path | None,
+) -> None:
     """Time against peak memory of a training step, for many budgets.
 
     MODULE:FUNCTION is that of `autoremat explain`. Besides ours, the plans of fixed policies and of torch's partitioner, and
@@ -195,6 +215,8 @@ def pareto(target: str, device: str | None, further: tuple[str, ...], as_json: b
     model, args, kwargs = _step(target)
     torchs: dict[str, Any] = {} if torch_too else {"torch_budgets": ()}
     found = autoremat.pareto(model, *args, points=points, options=_options(further), device=device, **torchs, **kwargs)
+    if picture is not None:
+        pictures.pareto(found).savefig(picture)
     found = sorted(found, key=lambda point: (point.peak_bytes, point.added_seconds))
     if as_json:
         click.echo(json.dumps([{**dataclasses.asdict(point), "overhead": point.overhead} for point in found], indent=2))
@@ -241,10 +263,13 @@ def max_batch(
 @main.command()
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
-def report(file: Path, as_json: bool) -> None:
+@_html
+def report(file: Path, as_json: bool, html: Path | None) -> None:
     """Show a report that was stored as JSON (FILE, written from Report.to_json())."""
     try:
         found = Report.from_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise click.BadParameter(f"{file}: {error}", param_hint="FILE") from error
+    if html is not None:
+        found.to_html(html)
     click.echo(found.to_json() if as_json else str(found))

@@ -61,22 +61,22 @@ _configured: dict[str, object] = {}
 class Options:
     """Everything that influences a plan. Fields hold normalised values: bytes are ints, also if given as "6GiB".
 
-    memory_budget: peak bytes of forward and backward above the step's start (int), a share of the peak without
+    - memory_budget: peak bytes of forward and backward above the step's start (int), a share of the peak without
         recomputation (float in (0, 1]), "auto", None for no bound, or the `Survey` of a step of several graphs.
-    reserve: bytes that "auto" leaves free.
-    time_limit: seconds that planning may take.
-    inner: what compiles the planned graphs, "inductor" or "aot_eager" (runs them uncompiled).
-    on_infeasible: "raise", or "best_effort" to run at the smallest peak found.
-    cost_model: where the seconds of ops come from: "roofline" (data sheets), "calibrated" (rates of the device, measured
+    - reserve: bytes that "auto" leaves free.
+    - time_limit: seconds that planning may take.
+    - inner: what compiles the planned graphs, "inductor" or "aot_eager" (runs them uncompiled).
+    - on_infeasible: "raise", or "best_effort" to run at the smallest peak found.
+    - cost_model: where the seconds of ops come from: "roofline" (data sheets), "calibrated" (rates of the device, measured
         once), "profile" (each distinct library kernel is timed, the rest as calibrated).
-    on_unplannable: "warn" leaves a graph that could not be planned to torch's partitioner; "raise" passes the error on.
-    plan: stored plans to apply instead of planning: paths that `Plan.save` wrote, or plans, one or a sequence. Each graph takes
-        the one that was made for it.
-    policy: what runs again in the backward; see `autoremat.policies`. Without a budget it is the whole plan.
-    recompute_modules: the modules of the policy "selective"; kept in the policy, empty here.
-    save, recompute: orders to the planner: globs of module paths, ops, or names of tensors.
-    inductor: pairs for Inductor's config, sorted by key.
-    mode: as in `torch.compile`.
+    - on_unplannable: "warn" leaves a graph that could not be planned to torch's partitioner; "raise" passes the error on.
+    - plan: stored plans to apply instead of planning: paths that `Plan.save` wrote, or plans, one or a sequence. Each graph
+        takes the one that was made for it.
+    - policy: what runs again in the backward; see `autoremat.policies`. Without a budget it is the whole plan.
+    - recompute_modules: the modules of the policy "selective"; kept in the policy, empty here.
+    - save, recompute: orders to the planner: globs of module paths, ops, or names of tensors.
+    - inductor: pairs for Inductor's config, sorted by key.
+    - mode: as in `torch.compile`.
 
     Raises OptionsError for a value that is not accepted.
     """

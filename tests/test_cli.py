@@ -43,6 +43,12 @@ def test_a_stored_report_as_json(stored):
     assert json.loads(done.stdout) == json.loads(stored.read_text())
 
 
+def test_a_report_as_html(stored, tmp_path):
+    done = run("report", stored, "--html", tmp_path / "report.html")
+    assert done.exit_code == 0, done.output
+    assert "<html" in (tmp_path / "report.html").read_text()
+
+
 def test_what_is_no_report_is_wrong_usage(tmp_path):
     (tmp_path / "other.json").write_text('{"a": 1}')
     for path in (tmp_path / "other.json", tmp_path / "nothing.json", tmp_path):
@@ -150,10 +156,11 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 @pytest.mark.parametrize("function", ["net", "loss", "by_keyword"])
 def test_explain_prints_the_report_and_stores_the_plan(training, function, tmp_path):
     done = run("explain", f"{training}:{function}", "--budget", "0.7", "-o", "inner=aot_eager", "--save-plan", "plan.json",
-               "--values", "--totals", "op", "--peak")  # fmt: skip
+               "--values", "--totals", "op", "--peak", "--html", "report.html")  # fmt: skip
     assert done.exit_code == 0, done.output
     for text in ("predicted peak", "without recomputation", "aten.addmm"):
         assert text in done.stdout
+    assert "<html" in (tmp_path / "report.html").read_text()
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.budget_bytes is not None
     assert plan.peak_bytes <= plan.budget_bytes
@@ -169,14 +176,16 @@ def test_explain_for_a_device_that_is_not_here_as_json(training):
 
 def test_pareto_lists_plans_and_bounds(training):
     arguments = ("pareto", f"{training}:loss", "--points", 3, "--no-torch", "-o", "inner=aot_eager")
-    done = run(*arguments)
+    done = run(*arguments, "--picture", "pareto.png")
     assert done.exit_code == 0, done.output
     assert "lower bound" in done.stdout
+    assert Path("pareto.png").read_bytes().startswith(b"\x89PNG")
     points = json.loads(run(*arguments, "--json").stdout)
     assert {point["family"] for point in points} == {"autoremat", "lower bound", "policy"}
     assert points == sorted(points, key=lambda point: (point["peak_bytes"], point["added_seconds"]))
 
 
+@pytest.mark.slow
 def test_max_batch_finds_the_largest_size(training):
     arguments = ("max-batch", f"{training}:net", "--step", 64, "-o", "inner=aot_eager", "--budget")
     done = run(*arguments, "256KiB", "--json")
