@@ -28,7 +28,7 @@ TORCH = (
     "op_rules", "op_work", "partitioner", "preview", "steps.metering", "steps.recording", "steps.survey", "steps.watch",
     "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
     "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_sizes", "torch_steps", "tracing",
-    "workspace", "passes", "comparison", "sizing", "naming", "origins",
+    "workspace", "passes", "comparison", "sizing", "integrations", "naming", "origins",
 )  # fmt: skip
 
 ADAPTERS = ("torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_sizes", "torch_steps")

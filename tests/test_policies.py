@@ -130,6 +130,7 @@ def test_a_layer_saves_only_its_input(transformer):
     assert in_layers == {(f"layers.{i}", "aten.add.Tensor") for i in range(LAYERS)}  # the input of the next, or of the head
 
 
+@pytest.mark.slow
 def test_saved_bytes_and_peaks_are_ordered_as_in_practice(transformer):
     reports = {}
     for policy in ("full", "uniform:3", "block:1", "segments:2", "sqrt"):

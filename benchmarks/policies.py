@@ -1,0 +1,179 @@
+"""Hand-made policies against the planner at the same peak: predicted and measured peaks, predicted and measured time.
+
+    python benchmarks/policies.py                  # one Llama and one GPT-2 of 12 layers
+    python benchmarks/policies.py --quick          # of 4 layers
+    python benchmarks/policies.py --inner inductor # compiled; takes as many minutes as there are rows
+
+Each policy is compiled alone and is the plan. Then the planner gets the policy's predicted peak as its budget. Peaks are
+forward and backward above the step's start. *Recomputed* is the recomputation's seconds by the cost model; *cost* adds the
+traffic of what is saved, which is what plans are chosen by; both as shares of the step without recomputation. Step times are
+medians, and say something only on an idle machine; `load` in the heading is what the machine had to do when the run began.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from model_zoo import MODELS
+from rich.console import Console
+from rich.table import Table
+
+import autoremat
+
+ROOT = Path(__file__).resolve().parent.parent
+FAMILIES = ("llama", "gpt2")
+WARM_STEPS = 2
+TIME_LIMIT = 600.0
+"""Seconds that one planning may take: no plan is to depend on how busy the machine is."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy, or the planner at the peak of one. Times without a unit are shares of the step without recomputation."""
+
+    model: str
+    method: str
+    predicted_bytes: int
+    measured_bytes: int
+    saved_bytes: int
+    recomputed: float
+    cost: float
+    step_seconds: float
+    note: str = ""
+
+
+def policies(layers: int) -> list[str]:
+    half = layers // 2
+    found = (
+        "full", "uniform:2", f"uniform:{half}", f"block:{half}", f"block:{layers - 1}", "sqrt", "segments:4", "selective",
+        "selective:mlp", "selective:layernorm", "selective:core_attn,mlp,layernorm",
+    )  # fmt: skip
+    return list(dict.fromkeys(found))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="models of 4 layers")
+    parser.add_argument("--inner", choices=("aot_eager", "inductor"), default="aot_eager")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps for each row")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    layers = 4 if arguments.quick else 12
+    setup = {
+        "torch": torch.__version__,
+        "inner": arguments.inner,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "load": round(os.getloadavg()[0], 1),
+        "timed steps": arguments.repeats,
+    }
+    rows: list[Row] = []
+    for family in FAMILIES:
+        for row in Bench(f"{family}-{layers}", arguments.inner, arguments.repeats).rows(layers):
+            print(f"{row.model} {row.method}: {row.measured_bytes / 2**20:.2f} MiB, cost {row.cost:.1%}", flush=True)
+            rows.append(row)
+    write(rows, setup, arguments.output)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """One model."""
+
+    name: str
+    inner: str
+    repeats: int
+
+    def rows(self, layers: int) -> Iterator[Row]:
+        yield self.measure("no recomputation", save=["*"])
+        for policy in policies(layers):
+            by_hand = self.measure(policy, policy=policy)
+            yield by_hand
+            yield self.measure(f"  planner at {policy}", memory_budget=by_hand.predicted_bytes)
+
+    def measure(self, method: str, **options: Any) -> Row:
+        torch._dynamo.reset()
+        torch.manual_seed(0)
+        model, inputs = MODELS[self.name]()
+        compiled = torch.compile(model, backend="autoremat", options={"inner": self.inner, "time_limit": TIME_LIMIT, **options})
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", autoremat.OrderWarning)
+            compiled(*inputs).backward()
+        notes = [str(w.message) for w in caught if issubclass(w.category, autoremat.OrderWarning)]
+        report = autoremat.reports()[-1]
+        tracker, seconds = autoremat.track_peak("cpu"), []
+        for step in range(WARM_STEPS + self.repeats):
+            model.zero_grad(set_to_none=True)
+            if step == 0:
+                with tracker:
+                    compiled(*inputs).backward()
+                continue
+            begin = time.perf_counter()
+            compiled(*inputs).backward()
+            seconds.append(time.perf_counter() - begin)
+        plan = report.plan
+        assert plan is not None
+        predicted = report.predicted_peak_bytes if report.compiled_peak_bytes is None else report.compiled_peak_bytes
+        return Row(
+            self.name, method, predicted, tracker.bytes, report.saved_bytes, report.recompute_seconds / report.step_seconds,
+            plan.cost_seconds / report.step_seconds, statistics.median(seconds[WARM_STEPS - 1 :]), "; ".join(notes),
+        )  # fmt: skip
+
+
+def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
+    """Prints the table and writes it to policies.txt and policies.json in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "policies.txt").open("w") as file:
+        for console in (Console(width=120), Console(width=120, file=file)):
+            console.print(", ".join(f"{key}: {value}" for key, value in setup.items()), highlight=False)
+            for name in dict.fromkeys(row.model for row in rows):
+                console.print(table_of(name, [row for row in rows if row.model == name]))
+            for number, note in enumerate(notes_of(rows), 1):
+                console.print(f"({number}) {note}", highlight=False)
+            console.print(verdict(rows), highlight=False)
+    record = setup | {"rows": [asdict(row) for row in rows]}
+    (folder / "policies.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def notes_of(rows: list[Row]) -> list[str]:
+    return list(dict.fromkeys(row.note for row in rows if row.note))
+
+
+def table_of(name: str, rows: list[Row]) -> Table:
+    table = Table(title=f"{name}: MiB above the step's start; shares of the step", title_justify="left")
+    table.add_column("method", no_wrap=True)
+    for column in ("predicted", "measured", "saved", "recomputed", "cost", "step, ms"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for row in rows:
+        sizes = [f"{size / 2**20:.2f}" for size in (row.predicted_bytes, row.measured_bytes, row.saved_bytes)]
+        mark = f" ({notes_of(rows).index(row.note) + 1})" if row.note else ""
+        table.add_row(
+            row.method + mark, *sizes, f"{row.recomputed:.1%}", f"{row.cost:.1%}", f"{row.step_seconds * 1e3:.1f}"
+        )  # fmt: skip
+    return table
+
+
+def verdict(rows: list[Row]) -> str:
+    """How the planner compares at the same peaks."""
+    pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if b.method.startswith("  planner")]
+    dearer = [f"{b.model} {b.method.strip()}" for a, b in pairs if b.cost > a.cost * (1 + 1e-9)]
+    larger = [f"{b.model} {b.method.strip()}" for a, b in pairs if b.measured_bytes > a.predicted_bytes]
+    saved = statistics.median(a.cost - b.cost for a, b in pairs)
+    return (
+        f"At the peaks of {len(pairs)} policies the planner's cost is higher {len(dearer)} times, its measured peak "
+        f"{len(larger)} times; the median saving is {saved:.1%} of the step. {' '.join(dearer + larger)}".strip()
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,25 @@
+"""Accelerate: compile the model as you like, then prepare it; or let Accelerate compile it by the backend's name."""
+
+import torch
+from accelerate import Accelerator
+from tiny_model import Tokens, tiny_llama
+
+import autoremat
+from autoremat import integrations
+
+autoremat.configure(memory_budget=0.6)
+integrations.accept_in_accelerate()
+accelerator = Accelerator(cpu=True, dynamo_backend="autoremat", gradient_accumulation_steps=2)
+model = tiny_llama()
+model.train()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+loader = torch.utils.data.DataLoader(Tokens(), batch_size=4)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    with accelerator.accumulate(model):
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+print(f"loss {loss.item():.4f}")
+print(autoremat.reports()[-1].summary())
