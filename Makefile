@@ -1,7 +1,10 @@
 # Every target works from a fresh clone that has python3 (3.10 or later, with venv), a C++ compiler and make.
 PYTHON ?= python3
 DEMO_ARGS ?=
-VENV := .venv
+# Another version of torch than the pinned one, in an environment of its own: make test TORCH=2.15.0
+TORCH ?=
+VENV := .venv$(if $(TORCH),-$(TORCH))
+CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints-dev.txt)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
@@ -16,7 +19,8 @@ venv: $(STAMP)  ## make .venv and install the package with all it needs
 # One call, so that the constraints decide which torch comes: a second one could replace it by another build.
 $(STAMP): pyproject.toml constraints-dev.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints-dev.txt -e ".[dev]"
+	test -z "$(TORCH)" || sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d' constraints-dev.txt > $(CONSTRAINTS)
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e ".[dev]"
 	touch $@
 
 demo: venv  ## train a language model under several budgets; options in DEMO_ARGS, e.g. DEMO_ARGS=--quick
@@ -29,7 +33,7 @@ test-slow: venv  ## the tests that compile with Inductor or build whole models
 	$(BIN)/python -m pytest -m slow
 
 docs: venv  ## build the documentation into site/; a warning is an error
-	$(BIN)/pip install --quiet -c constraints-dev.txt -e ".[docs]"
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e ".[docs]"
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 check: venv  ## lint, formatting and types
@@ -42,5 +46,5 @@ format: venv  ## format and sort imports in place
 	$(BIN)/ruff format .
 
 clean:  ## remove .venv, caches and build outputs
-	rm -rf $(VENV) build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
