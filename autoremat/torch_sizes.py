@@ -22,7 +22,8 @@ def size_hint(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
     known = _at_planned_sizes(size.node.expr)
-    return known if known is not None else int(symbolic_shapes.optimization_hint(size, fallback=UNKNOWN_SIZE))
+    hint = vars(symbolic_shapes).get("optimization_hint") or vars(symbolic_shapes)["size_hint"]  # its name in 2.11
+    return known if known is not None else int(hint(size, fallback=UNKNOWN_SIZE))
 
 
 def expression_hint(expression: Any, sizevars: Any) -> int:
