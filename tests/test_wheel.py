@@ -10,6 +10,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from test_report import report_for
 
 pytestmark = pytest.mark.slow
 
@@ -80,6 +81,14 @@ def test_installed_package_comes_from_the_wheel(python, tmp_path):
     assert Path(package).is_relative_to(home)
     assert Path(passes).is_relative_to(home)
     assert owner == "autoremat.passes"
+
+
+def test_the_command_is_installed_with_what_it_needs(python, tmp_path):
+    command = python.parent / "autoremat"
+    assert "version" in run(command, "--version", cwd=tmp_path)
+    (tmp_path / "report.json").write_text(report_for(None).to_json())
+    assert "predicted peak" in run(command, "report", "report.json", "--html", "report.html", cwd=tmp_path)
+    assert (tmp_path / "report.html").exists()
 
 
 def test_backend_is_found_by_name(python, tmp_path):
