@@ -33,13 +33,15 @@ def attention_on_cuda(
         flash = aten._scaled_dot_product_flash_attention
         out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
         return out
+    mask = None if attn_mask is None else _as_numbers(attn_mask, query)
     if _suits_efficient(query, key, value) and not enable_gqa:
-        bias = None if attn_mask is None else _bias(attn_mask, query, key)
+        # For every head, which is what the kernel reads.
+        bias = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
         efficient = aten._scaled_dot_product_efficient_attention
         out = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
         return out
     plain = aten._scaled_dot_product_attention_math
-    out = plain(query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
+    out = plain(query, key, value, mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa)[0]
     return out
 
 
@@ -59,11 +61,11 @@ def _suits_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return (half or query.dtype is torch.float32) and aligned and _dense(query, key, value)
 
 
-def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """The mask as numbers to add, for every head: what the memory-efficient kernel reads."""
-    if mask.dtype is torch.bool:
-        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
-    return mask.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+def _as_numbers(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
+    """The mask as numbers to add."""
+    if mask.dtype is not torch.bool:
+        return mask
+    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
 
 
 def with_attention_of_cuda(module: fx.GraphModule) -> fx.GraphModule:

@@ -194,9 +194,10 @@ def trace(
 def _stopped(error: Exception, found: bool) -> str:
     """A note on what ended the tracing early; raises if that was our own error or nothing has been seen before."""
     for cause in torch_fake.causes(error):
-        if isinstance(cause, AutorematError):
+        if isinstance(cause, (AutorematError, Warning)):  # a warning is raised where the user makes errors of them
             raise cause from None
-    what = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else 'no message'}"
+    inner = getattr(error, "inner_exception", error)
+    what = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0] or 'no message'}"
     if not found:
         hint = ""
         if isinstance(error, torch_fake.NEEDS_DATA):

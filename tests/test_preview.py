@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
-from autoremat.errors import BudgetInfeasible, CaptureError, OptionsError
+from autoremat.cuda_attention import attention_on_cuda
+from autoremat.errors import BudgetInfeasible, CaptureError, OptionsError, OrderWarning
 from autoremat.explanation import Fate, Reason
 from autoremat.report import Report
 
@@ -230,3 +231,26 @@ def test_what_stops_after_a_graph_break_is_noted():
 def test_the_environment_is_asked_for_a_budget_as_by_the_backend(monkeypatch):
     monkeypatch.setenv("AUTOREMAT_MEMORY_BUDGET", "3MiB")
     assert autoremat.explain(Mlp(), torch.randn(512, 64), options=EAGER).budget_bytes == 3 * MIB
+
+
+def test_orders_and_policies_are_obeyed_and_named():
+    model, x = Mlp(), torch.randn(512, 64)
+    ordered = autoremat.explain(model, x, options=EAGER | {"recompute": ["aten.tanh"]})
+    again = [v for v in ordered.values if v.fate is Fate.RECOMPUTED]
+    assert {(v.op, v.reason) for v in again} == {("aten.tanh.default", Reason.ORDERED)}
+    assert again
+    with pytest.warns(OrderWarning, match="matches nothing"):
+        autoremat.explain(model, x, options=EAGER | {"save": ["aten.cos"]})
+    segments = EAGER | {"policy": "segments:3"}
+    explained = autoremat.explain(model, x, options=segments)
+    assert explained.recomputed_ops > 0
+    assert same_plan(explained, backends_report(model, (x,), segments))
+
+
+def test_attention_without_a_fused_kernel_is_the_plain_product():
+    query, key, value = (torch.randn(2, 4, 8, 6) for _ in range(3))  # a width that no fused kernel takes
+    mask = torch.rand(8, 8) > 0.3
+    for given in ({}, {"is_causal": True}, {"attn_mask": mask}, {"scale": 0.5}):
+        torch.testing.assert_close(
+            attention_on_cuda(query, key, value, **given), F.scaled_dot_product_attention(query, key, value, **given)
+        )
