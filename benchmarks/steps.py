@@ -1,0 +1,143 @@
+"""Budgets for a step of several compiled graphs, predicted and measured.
+
+    python benchmarks/steps.py
+
+Twelve blocks of a language model on a CPU, the planned graphs uncompiled: with five graph breaks, and compiled one by one. For
+each budget the peak that the survey predicts, the one that is measured, and what is measured if every graph has the budget for
+itself. Written to `benchmarks/results/steps.txt` and `.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autoremat
+from autoremat.units import format_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+EAGER = {"inner": "aot_eager"}
+WIDTH, VOCABULARY = 64, 256
+SHARES = (1.0, 0.8, 0.6, 0.4)
+
+
+class Block(nn.Module):
+    """Attention and a gated product, each around a residual stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.inwards, self.outwards = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 8 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in self.inwards(self.first(x)).chunk(3, -1))
+        x = x + self.outwards(F.scaled_dot_product_attention(*heads, is_causal=True).transpose(1, 2).flatten(2))
+        gate, value = self.up(self.second(x)).chunk(2, -1)
+        return x + self.down(F.silu(gate) * value)
+
+
+class Model(nn.Module):
+    """Embedding, twelve blocks, head and loss; with a graph break after each second block if it is compiled whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.blocks = nn.ModuleList(Block() for _ in range(12))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        b = self.blocks
+        x = b[1](b[0](x))
+        torch._dynamo.graph_break()
+        x = b[3](b[2](x))
+        torch._dynamo.graph_break()
+        x = b[5](b[4](x))
+        torch._dynamo.graph_break()
+        x = b[7](b[6](x))
+        torch._dynamo.graph_break()
+        x = b[9](b[8](x))
+        torch._dynamo.graph_break()
+        x = b[11](b[10](x))
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def broken(model: Model, budget: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The model compiled whole."""
+    return torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": budget})
+
+
+def regional(model: Model, budget: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The model with its blocks compiled one by one."""
+    for block in model.blocks:
+        block.compile(backend="autoremat", options={**EAGER, "memory_budget": budget})
+    return model
+
+
+def measured(model: Model, build: Callable[..., Any], tokens: torch.Tensor, budget: Any) -> int | None:
+    """Bytes of the second step; None if a graph does not fit."""
+    torch.compiler.reset()
+    step = build(model, budget)
+    try:
+        step(tokens).backward()
+    except torch._dynamo.exc.BackendCompilerFailed:
+        return None
+    model.zero_grad(set_to_none=True)
+    with autoremat.track_peak("cpu") as peak:
+        step(tokens).backward()
+    model.zero_grad(set_to_none=True)
+    return peak.bytes
+
+
+def rows(name: str, build: Callable[..., Any]) -> list[dict[str, Any]]:
+    """A row for each budget: shares of the step's peak without recomputation, and the least."""
+    torch.manual_seed(0)
+    model, tokens = Model(), torch.randint(0, VOCABULARY, (4, 128))
+    build(model, None)
+    found = autoremat.survey(model, tokens, memory_budget=None, options=EAGER)
+    result = []
+    for share in (*SHARES, found.minimum_peak_bytes / found.baseline_peak_bytes):
+        survey = found.within(max(int(share * found.baseline_peak_bytes), found.minimum_peak_bytes))
+        result.append(
+            {
+                "graphs": name,
+                "share": share,
+                "budget": survey.budget_bytes,
+                "predicted": survey.peak_bytes,
+                "measured": measured(model, build, tokens, survey),
+                "each for itself": measured(model, build, tokens, survey.budget_bytes),
+                "added_seconds": survey.added_seconds,
+            }
+        )
+    return result
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    found = rows("5 breaks", broken) + rows("12 blocks", regional)
+    columns = ("budget", "predicted", "measured", "each for itself")
+    lines = [f"{'graphs':<10} {'share':>6}" + "".join(f" {column:>16}" for column in columns)]
+    for row in found:
+        figures = ("does not fit" if row[column] is None else format_bytes(row[column]) for column in columns)
+        lines.append(f"{row['graphs']:<10} {row['share']:>6.0%}" + "".join(f" {figure:>16}" for figure in figures))
+    text = "\n".join(lines) + "\n"
+    print(text)
+    (arguments.output / "steps.txt").write_text(text)
+    (arguments.output / "steps.json").write_text(json.dumps(found, indent=2) + "\n")
+    if any(row["measured"] is None or row["measured"] > row["budget"] for row in found):
+        raise SystemExit("a measured peak is over its budget")
+
+
+if __name__ == "__main__":
+    main()
