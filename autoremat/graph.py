@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -237,6 +237,12 @@ class Graph:
         return tuple(tuple(v for v in op.inputs if self.values[v].producer is not None) for op in self.ops)
 
     @cached_property
+    def forward_reads(self) -> tuple[tuple[int, ...], ...]:
+        """For each op, its inputs that a forward op makes."""
+        made = set(self.forward_values)
+        return tuple(tuple(v for v in op.inputs if v in made) for op in self.ops)
+
+    @cached_property
     def forward_values(self) -> tuple[int, ...]:
         """Values made by forward ops: what the planner decides about."""
         return tuple(v for op in self.ops[: self.num_forward] for v in op.outputs)
@@ -261,14 +267,19 @@ class Graph:
         found = (self.values[v].producer for v in values)
         return [op for op in found if op is not None]
 
-    def ancestors(self, roots: Iterable[int], available: frozenset[int] = frozenset()) -> set[int]:
+    @cached_property
+    def _behind(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each op, its computed inputs with the ops that make them."""
+        makers = [-1 if value.producer is None else value.producer for value in self.values]
+        return tuple(tuple((v, makers[v]) for v in inputs) for inputs in self.computed_inputs)
+
+    def ancestors(self, roots: Iterable[int], available: Set[int] = frozenset()) -> set[int]:
         """The ops in ``roots`` and all they depend on, not looking behind ``available`` values."""
-        seen = set(roots)
+        behind, seen = self._behind, set(roots)
         stack = list(seen)
         while stack:
-            for value in self.ops[stack.pop()].inputs:
-                producer = self.values[value].producer
-                if producer is not None and value not in available and producer not in seen:
+            for value, producer in behind[stack.pop()]:
+                if producer not in seen and value not in available:
                     seen.add(producer)
                     stack.append(producer)
         return seen

@@ -44,16 +44,15 @@ class Schedule:
         """Forward-made values that cross from the forward to the backward."""
         fresh: set[int] = set()
         saved: dict[int, None] = {}
-        forward_made = set(graph.forward_values)
+        reads, outputs, backward_begins = graph.forward_reads, [op.outputs for op in graph.ops], graph.num_forward
         for index in self.backward:
-            op = graph.ops[index]
-            for value in op.inputs:
-                if value in forward_made and value not in fresh:
+            for value in reads[index]:
+                if value not in fresh:
                     saved[value] = None
-            fresh.update(op.outputs)
-        for value in graph.backward_outputs:
-            if value in forward_made and value not in fresh:
-                saved[value] = None
+            if index < backward_begins:
+                fresh.update(outputs[index])
+        made = set(graph.forward_values)
+        saved.update(dict.fromkeys(v for v in graph.backward_outputs if v in made and v not in fresh))
         return tuple(saved)
 
 
@@ -93,19 +92,16 @@ class _Backward:
         self.current = segments.count - 1
         self.executions: list[int] = []
         self.segment_of_op = _backward_segments(graph, segments)
-        self.read_in = {
-            value: {self.segment_of_op[r - graph.num_forward] for r in graph.readers[value] if r >= graph.num_forward}
-            for value in graph.forward_values
-        }
+
+    def read_here(self, value: int) -> bool:
+        """Whether a backward op of the current segment reads ``value``."""
+        first = self.graph.num_forward
+        return any(r >= first and self.segment_of_op[r - first] == self.current for r in self.graph.readers[value])
 
     def missing(self, values: Sequence[int]) -> list[int]:
-        num_forward, graph_values, available = self.graph.num_forward, self.graph.values, self.available
-        found = []
-        for value in values:
-            producer = graph_values[value].producer
-            if producer is not None and producer < num_forward and value not in available:
-                found.append(value)
-        return found
+        """Of values that the forward makes, those that are not there."""
+        available = self.available
+        return [value for value in values if value not in available]
 
     def enter(self, segment: int) -> None:
         """Drop what was recomputed for another segment, except the values on cuts."""
@@ -117,14 +113,14 @@ class _Backward:
     def recompute(self, values: list[int]) -> None:
         """Execute all that is missing to make ``values``, in forward order."""
         graph, kept, of_op = self.graph, self.segments.kept, self.segments.of_op
-        for index in sorted(graph.ancestors(graph.producers(values), frozenset(self.available))):
+        for index in sorted(graph.ancestors(graph.producers(values), self.available)):
             self.executions.append(index)
             for value in graph.ops[index].outputs:
                 if value in self.saved:
                     continue
                 if value in kept:
                     self.available.add(value)
-                elif of_op[index] == self.current or self.current in self.read_in[value]:
+                elif of_op[index] == self.current or self.read_here(value):
                     self.available.add(value)
                     self.local.append(value)
 
@@ -132,11 +128,12 @@ class _Backward:
         graph = self.graph
         for index in range(graph.num_forward, len(graph.ops)):
             self.enter(self.segment_of_op[index - graph.num_forward])
-            missing = self.missing(graph.ops[index].inputs)
+            missing = self.missing(graph.forward_reads[index])
             if missing:
                 self.recompute(missing)
             self.executions.append(index)
-        missing = self.missing(graph.backward_outputs)
+        made = set(graph.forward_values)
+        missing = self.missing([value for value in graph.backward_outputs if value in made])
         if missing:
             self.recompute(missing)
         return tuple(self.executions)
@@ -147,13 +144,16 @@ def _backward_segments(graph: Graph, segments: Segments) -> list[int]:
 
     That is the latest segment that it or any op after it reads from, so that the backward leaves a segment once, for good.
     """
+    latest = [0] * len(graph.values)
+    for index, op in enumerate(graph.ops[: graph.num_forward]):
+        for value in op.outputs:
+            latest[value] = 0 if value in segments.ambient else segments.of_op[index]
     found = []
     current = 0
-    for op in reversed(graph.ops[graph.num_forward :]):
-        for value in op.inputs:
-            producer = graph.values[value].producer
-            if producer is not None and producer < graph.num_forward and value not in segments.ambient:
-                current = max(current, segments.of_op[producer])
+    for reads in reversed(graph.forward_reads[graph.num_forward :]):
+        for value in reads:
+            if latest[value] > current:
+                current = latest[value]
         found.append(current)
     return found[::-1]
 

@@ -2,9 +2,10 @@
 
     python benchmarks/any_graph.py                     # about half an hour
     python benchmarks/any_graph.py --sizes 100 250 --seeds 0 --joint
+    python benchmarks/any_graph.py --published FOLDER  # with the files of MOCCASIN's data set, not part of this project
 
 The first table: random layered graphs of the published sizes (see random_layered.py), as shares of the peak of their given
-order. The second: what improving by the event-gap model adds to the search that the backend runs, on joint graphs without
+order. The second: what annealing and the event-gap model add to the search that the backend runs, on joint graphs without
 fusion. Times are in % of the graph's own seconds.
 """
 
@@ -58,10 +59,16 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="*", type=int, choices=list(WIDTHS), default=list(WIDTHS))
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--joint", nargs="*", choices=JOINT, default=list(JOINT))
+    parser.add_argument("--published", type=Path, help="a folder with the graphs random_layered_*.json of MOCCASIN")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     layered: list[Row] = []
     joint: list[Row] = []
+    for path in sorted(arguments.published.glob("random_layered_*.json"), key=ops_of) if arguments.published else ():
+        graph = published_graph(path)
+        for share in SHARES:
+            layered.append(row("published", graph, share, LIMITS[len(graph.ops)], None))
+            write(layered, joint, arguments.output)
     for size in arguments.sizes:
         for seed in arguments.seeds:
             drawn = generate(size, WIDTHS[size], seed)
@@ -76,6 +83,20 @@ def main() -> None:
             searched = planner.find(int(share * planner.baseline.peak_bytes)).plan
             joint.append(row(name, graph, share, JOINT_LIMIT, searched))
             write(layered, joint, arguments.output)
+
+
+def ops_of(path: Path) -> int:
+    return len(json.loads(path.read_text())["nodes"])
+
+
+def published_graph(path: Path) -> Graph:
+    """A graph of MOCCASIN's data set (github.com/haoming-codes/moccasin, folder data), in its stored order."""
+    stored = json.loads(path.read_text())
+    order = stored["graph"]["order"]
+    place = {node: index for index, node in enumerate(order)}
+    nodes = [stored["nodes"][node] for node in order]
+    edges = [(place[link["0"]], place[link["1"]]) for link in stored["links"]]
+    return Graph.from_dag([float(node["duration"]) for node in nodes], [node["out_cost"] for node in nodes], edges)
 
 
 def row(name: str, graph: Graph, share: float, limit: float, searched: Plan | None) -> Row:
@@ -118,7 +139,7 @@ def write(layered: list[Row], joint: list[Row], folder: Path) -> None:
     setup = {"torch": torch.__version__, "cores": os.cpu_count(), "time limits": LIMITS, "joint time limit": JOINT_LIMIT}
     parts = (
         table("Random layered graphs; added time, bound and gap in % of the graph's seconds", layered, False),
-        table("Joint graphs: the search, and improved by the event-gap model, in % of the step", joint, True),
+        table("Joint graphs: the search, and improved by annealing and the event-gap model, in % of the step", joint, True),
     )
     with (folder / "any_graph.txt").open("w") as file:
         console = Console(width=120, file=file)

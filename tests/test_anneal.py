@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import least_added_seconds
-from strategies import dags, graphs
+from strategies import dags, graphs, training_chain
 
 from autoremat.graph import Graph
 from autoremat.plans import Plan
 from autoremat.solvers import Planner, Planning
-from autoremat.solvers.anneal import Annealing, improve
+from autoremat.solvers.anneal import Annealing, improve, lengths_of
 from autoremat.solvers.dag import OnePhaseBounds, outcome, without_recomputation
 from autoremat.solvers.event_gap import sites_of
 from autoremat.solvers.sites import Sites
@@ -144,6 +144,22 @@ def test_the_deadline_cuts_annealing_short_and_the_outcome_says_so():
     budget = int(0.7 * without_recomputation(graph).peak_bytes)
     found = improve(graph, budget, 10.0, 0, nothing_found(graph, budget), 0.0, time.monotonic())
     assert found.interrupted
+
+
+@given(st.integers(0, 10**6), st.integers(0, 5000))
+def test_searches_from_nothing_grow_and_use_all_moves(moves, ops):
+    lengths = lengths_of(moves, ops)
+    assert sum(lengths) == moves
+    assert lengths == sorted(lengths)
+
+
+def test_a_training_step_runs_nothing_again_in_its_forward():
+    graph = training_chain(8)
+    budget = int(0.6 * without_recomputation(graph).peak_bytes)
+    found = Annealing(graph, budget, seed=0).run(2000, HOT, math.inf)
+    assert found.best is not None
+    assert found.best.forward == tuple(range(8))
+    assert set(found.best.backward) & set(range(8))
 
 
 @given(graphs(max_ops=25, fuses=False, max_outputs=1), st.sampled_from([0.4, 0.7]))

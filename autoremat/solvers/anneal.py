@@ -42,6 +42,9 @@ LEAVING, LEAVING_WHEN_FITTING, ALONE = 0.35, 0.6, 0.15
 MOST_BOLD, LONGEST_CHAIN = 0.6, 10
 """The highest probability with which an input that is gone runs again too, rather than be held; how many do at most."""
 
+EARLY = 0.2
+"""How likely an op runs again before its result is read, while its inputs are there still."""
+
 TRIES = 60
 """Values that are drawn before a site is found to hold nothing that could go."""
 
@@ -49,22 +52,12 @@ MOVES_PER_SECOND = 4000
 """Of the time limit. On a machine of ordinary speed that takes a third to a half of it."""
 
 
-@dataclass(frozen=True)
-class Attempt:
-    """One of several searches."""
+HOT, WARM = 3.0, 0.3
+"""First temperatures, in mean seconds of an op: from nothing, and from a plan that is good already."""
 
-    share: float
-    """Of the moves."""
-    hottest: float
-    """The first temperature, in mean seconds of an op."""
-    goes_on: bool
-    """Whether it starts from the best plan known, rather than from no recomputation."""
-
-
-ATTEMPTS = (Attempt(0.5, 0.3, True),)
-ATTEMPTS_OF_ONE_PHASE = (Attempt(0.2, 3.0, False), Attempt(0.6, 3.0, False), Attempt(0.2, 0.3, True))
-"""The search finds good plans of training steps, and seldom of graphs of one phase: those are annealed from nothing, for a
-short time first, so that there is a plan if the time is cut short."""
+WARM_SHARE, SHORTEST_SHARE, MOVES_PER_OP = 0.2, 0.2, 300
+"""Of the moves: how many go to annealing the best plan once more; how many the first search from nothing takes at most, and
+how many that is for each op."""
 
 
 @dataclass
@@ -91,6 +84,7 @@ class Annealing:
         graph = self.graph
         self.random = random.Random(self.seed)
         self.sites = Sites(graph)
+        self.first_site = 0 if graph.one_phase else graph.num_forward
         self.movable = [index for index, movable in enumerate(self.sites.movable) if movable]
         sizes = [sum(self.sites.size[v] for v in graph.ops[index].outputs) for index in self.movable]
         self.cumulative = np.cumsum(sizes).tolist()
@@ -157,20 +151,30 @@ class Annealing:
 
     def _relieve(self, moment: int) -> None:
         """Give up a value that is alive over ``moment`` but not read there, until its next read."""
-        sites, total = self.sites, self.cumulative[-1]
+        total = self.cumulative[-1]
         for _ in range(TRIES):
             index = self.movable[bisect_left(self.cumulative, self.random.random() * total)]
-            if index >= moment:
-                continue
-            for value in sites.outputs[index]:
-                reads = sites.reads[value]
-                at = bisect_left(reads, moment)
-                if at < len(reads) and reads[at] != moment and moment not in sites.runs[index]:
-                    following = reads[at]
-                    if following not in sites.runs[index] and sites.last_read(value, moment) >= following:
-                        self.chain = LONGEST_CHAIN
-                        self._request(index, following, MOST_BOLD * self.random.random() ** 2)
-                        return
+            following = self._gap_over(moment, index) if index < moment else None
+            if following is not None:
+                earliest = max(moment + 1, self.first_site)
+                if self.random.random() < EARLY and earliest < following:
+                    following = self.random.randrange(earliest, following)
+                self.chain = LONGEST_CHAIN
+                self._request(index, following, MOST_BOLD * self.random.random() ** 2)
+                return
+
+    def _gap_over(self, moment: int, index: int) -> int | None:
+        """Where a result of op ``index`` is read next, if it is alive over ``moment`` and could be run again by then."""
+        sites = self.sites
+        for value in sites.outputs[index]:
+            reads = sites.reads[value]
+            at = bisect_left(reads, moment)
+            if at < len(reads) and reads[at] != moment and moment not in sites.runs[index]:
+                following = reads[at]
+                again = following in sites.runs[index] or following < self.first_site
+                if not again and sites.last_read(value, moment) >= following:
+                    return following
+        return None
 
     def _propose(self, over: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
         """Make a move from a state that is ``over`` the budget by so many bytes at each site."""
@@ -255,12 +259,32 @@ def improve(
     ordered = any(op.order is Order.RECOMPUTE for op in graph.ops)
     if budget is None or graph.fuses or ordered or found.settled(good_gap):
         return found
-    attempts = ATTEMPTS_OF_ONE_PHASE if graph.one_phase else ATTEMPTS
-    for number, attempt in enumerate(attempts):
+    moves = int(MOVES_PER_SECOND * time_limit)
+    # The search's plans of a training step are seldom far off; of a graph of one phase they are.
+    from_nothing = graph.one_phase or found.plan is None
+    lengths = lengths_of(int((1 - WARM_SHARE) * moves), len(graph.ops)) if from_nothing else []
+    for number, length in enumerate([*lengths, int(WARM_SHARE * moves)]):
+        warm = number == len(lengths)
         search = Annealing(graph, budget, seed + number)
-        if attempt.goes_on:
+        if warm:
             search.start_from((found.plan or found.smallest).schedule)
-        reached = search.run(int(attempt.share * MOVES_PER_SECOND * time_limit), attempt.hottest, deadline)
+        reached = search.run(length, WARM if warm else HOT, deadline)
         plan = Plan.of(graph, reached.best or reached.closest, "annealed")
         found = found.with_plans([plan], budget, reached.interrupted)
+        if reached.interrupted or found.settled(good_gap):
+            break
     return found
+
+
+def lengths_of(moves: int, ops: int) -> list[int]:
+    """Of searches from nothing on a graph of so many ops, which take ``moves`` together, each longer than the one before.
+
+    Small graphs are searched more than once; the first search of a large one is short, so that there is a plan if the time is
+    cut short.
+    """
+    lengths: list[int] = []
+    following = max(min(int(SHORTEST_SHARE * moves), MOVES_PER_OP * ops), 1)
+    while moves - sum(lengths) > 3 * following:
+        lengths.append(following)
+        following *= 2
+    return [*lengths, moves - sum(lengths)]
