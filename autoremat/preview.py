@@ -20,6 +20,7 @@ from autoremat.partitioner import Partitioner, free_device_bytes
 from autoremat.passes import read_operands_directly
 from autoremat.progress import said_if_slow
 from autoremat.report import Report
+from autoremat.steps.surveyed import Survey
 from autoremat.tracing import Target, Visitor, trace
 
 T = TypeVar("T")
@@ -91,6 +92,11 @@ def previews(
     look: Callable[[Preview], T],
 ) -> tuple[list[T], tuple[str, ...]]:
     """What ``look`` makes of each graph of the step that trains, in order (at least one), and notes on how they were had."""
+    if isinstance(options.memory_budget, Survey):
+        raise OptionsError(
+            "memory_budget: a survey shares its budget out among the graphs that are compiled; here each graph is planned by "
+            "itself. Accepted here: bytes, a share or None; print(survey) shows the whole step"
+        )
 
     def visiting(target: Target, resident: int) -> Visitor[T | None]:
         if target.cuda_name is not None and options.cost_model != ROOFLINE:

@@ -206,6 +206,9 @@ def test_what_cannot_be_is_said():
         autoremat.explain(model, x, device="Z9000")
     with pytest.raises(OptionsError, match="known by name only"):
         autoremat.explain(model, x, device="H100", options=EAGER | {"cost_model": "calibrated"})
+    survey = autoremat.survey(model, x, memory_budget=0.9, options=EAGER)
+    with pytest.raises(OptionsError, match="each graph is planned by itself"):
+        autoremat.explain(model, x, options=EAGER | {"memory_budget": survey})
     with pytest.raises(BudgetInfeasible) as caught:
         autoremat.explain(model, x, options=EAGER | {"memory_budget": 1000})
     assert caught.value.minimum_bytes > 1000
