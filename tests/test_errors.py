@@ -17,6 +17,7 @@ from autoremat.errors import (
     OptionsError,
     PlanFileError,
     PlanInvalid,
+    SurveyError,
     UnsupportedTorchError,
 )
 
@@ -116,6 +117,7 @@ ALL_ERRORS = [
     UnsupportedTorchError("1.13"),
     CaptureError("capture"),
     PlanInvalid("plan"),
+    SurveyError("survey"),
     PlanFileError("file"),
     infeasible(),
     infeasible(plan_file="plan.json"),
