@@ -169,7 +169,7 @@ class _Region:
         self.running.pop()
 
     def policy(self, ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        """What torch asks for each op of the forward and, before 2.13, again for each op of the recomputation."""
+        """What torch asks for each op of the forward and, in torch 2.11, again for each op of the recomputation."""
         if ctx.is_recompute:
             self.repeated[op] += 1
             return self.decided[op][self.repeated[op] - 1]

@@ -160,7 +160,7 @@ def test_a_plan_for_inductor_maps_decomposed_ops_back():
 
 
 def test_a_torch_that_asks_again_for_the_recomputation_gets_the_same_answers():
-    """As torch did before 2.13."""
+    """As torch 2.11 does."""
     _, _, plan = planned(SHARES[0])
     region = eager._Region(eager.checkpoint_context(plan, planned(SHARES[0])[0]))
     region.running.append("blocks.1.up")
