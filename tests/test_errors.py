@@ -158,7 +158,7 @@ def test_errors_are_also_the_builtin_kind(kind, base):
 
 
 def test_public_table_is_complete_and_lazy():
-    assert set(autoremat._MODULE_OF) | {"__version__"} == set(autoremat.__all__)
+    assert set(autoremat._MODULE_OF) | {"__version__", "policies"} == set(autoremat.__all__)
     assert sorted(autoremat.__all__) == autoremat.__all__
     assert set(autoremat.__all__) <= set(dir(autoremat))
     assert autoremat.BudgetInfeasible is BudgetInfeasible
