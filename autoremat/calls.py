@@ -13,7 +13,7 @@ from torch import fx
 
 from autoremat import declarations, op_rules, torch_compat, torch_higher_order
 from autoremat.graph import Kind, Trait
-from autoremat.workspace import workspace_bytes
+from autoremat.workspace import channels_last_workspace, workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +66,12 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str) -> Cost:
         max(moved, runs * _together(node, [c.moved_bytes for c in inside])),
         max(c.workspace_bytes for c in inside) + held,
     )
+
+
+def workspace_under_inductor(node: fx.Node, workspace: int) -> int:
+    """What the call allocates beside its results where Inductor chooses the layouts, if alone it needs ``workspace`` bytes."""
+    found = channels_last_workspace(node, _arguments(node)[0])
+    return workspace if found is None else found
 
 
 def traffic_of(node: fx.Node, moved_bytes: int) -> int:

@@ -48,6 +48,7 @@ class _Builder:
     joint: fx.GraphModule
     num_fwd_outputs: int
     device_type: str
+    fuses: bool = False
     values: list[Value] = field(default_factory=list)
     value_nodes: list[fx.Node | None] = field(default_factory=list)
     aliases: dict[fx.Node, Alias] = field(default_factory=dict)
@@ -270,12 +271,23 @@ def _op(
     if overwritten.intersection(builder.reads[node]):
         traits |= Trait.READS_MUTATED_INPUT
     module, source = origin(node)
+    workspace = calls.workspace_under_inductor(node, cost.workspace_bytes) if builder.fuses else cost.workspace_bytes
     seconds = roofline_seconds(cost.flops, calls.traffic_of(node, cost.moved_bytes), device)
     return Op(
         node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, seconds, cost.flops,
-        cost.moved_bytes, cost.workspace_bytes, op_rules.kind_of(node), traits, op_rules.order_of(node), module, source,
-        () if backward else scopes(node), decomposed_from(node), named,
+        cost.moved_bytes, workspace, op_rules.kind_of(node), traits, op_rules.order_of(node), module, source,
+        () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
     )  # fmt: skip
+
+
+def _in_place(builder: _Builder, node: fx.Node) -> tuple[int, ...]:
+    """The values whose storage the node's result may take over: whole ones of its size, not views of larger ones."""
+    made = builder.makes[node]
+    if len(made) != 1:
+        return ()
+    size = builder.values[made[0]].bytes
+    aliases = (builder.aliases.get(operand) for operand in op_rules.works_in_place(node))
+    return tuple(dict.fromkeys(v for v in aliases if isinstance(v, int) and builder.values[v].bytes == size))
 
 
 def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name: str | None = None) -> Capture:
@@ -285,7 +297,7 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name:
     Raises ``CaptureError``, which names the node, if one is not understood.
     """
     device = torch_compat.device_of(joint)
-    builder = _Builder(joint, num_fwd_outputs, device.type)
+    builder = _Builder(joint, num_fwd_outputs, device.type, fuses)
     for node in joint.graph.nodes:
         with _naming(node):
             builder.visit(node)

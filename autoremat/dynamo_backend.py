@@ -315,7 +315,8 @@ class _InductorCompilation:
             self.margin += reason.peak_bytes - reason.limit_bytes
             return
         # For the budget less what the simulator underestimated this plan by.
-        self.margin = max(reason.peak_bytes - report.predicted_peak_bytes, self.margin + 1)
+        excess = reason.peak_bytes - report.predicted_peak_bytes - partitioner.slack_bytes
+        self.margin = max(excess, self.margin + 1)
 
     def looser_margin(self, budget: int, peak: int) -> int:
         """The margin that leaves the code less room: code of ``peak`` bytes came of the present one."""
@@ -338,9 +339,22 @@ class _InductorCompilation:
             seen = self.peak_seen()
             if seen is None and record is not None and record.report is not None:
                 seen = record.report.compiled_peak_bytes
-            report = report.compiled(seen, replans)
+            report = report.compiled(seen, replans, self.why_room_is_left(partitioner, report.budget_bytes, seen))
             store.save(self.key, Record(report, partitioner.margin_bytes))
         return compiled if report is None else _published(compiled, report, self.options)
+
+    def why_room_is_left(self, partitioner: Partitioner, budget: int | None, peak: int | None) -> str:
+        """Why code of ``peak`` bytes uses so much less than the budget; empty if it does not."""
+        plan, fastest = partitioner.plan, partitioner.plan_for(None)
+        if budget is None or peak is None or plan is None or fastest is None or budget - peak < LEAST_ROOM * budget:
+            return ""
+        if plan.cost_seconds <= fastest.cost_seconds:
+            return "the plan of least time needs no more"
+        if self.failed or (self.loosened and self.fitting_margin is None):
+            return "the code of a looser plan is over the budget"
+        if self.loosened:
+            return "the plan was loosened once already"
+        return f"a looser plan saves less than {LEAST_GAIN:.0%} of the step"
 
     def peak_seen(self) -> int | None:
         """The peak of the code that stands; None if a cache held a half that no attempt has generated."""

@@ -123,6 +123,9 @@ class Op:
     """The target of the op of the model that this one is part of, where that is another."""
     tensor_names: tuple[str, ...] = ()
     """What the model calls the result (``autoremat.name``)."""
+    in_place: tuple[int, ...] = ()
+    """Inputs whose storage the result may take over where the code generator fuses, if nobody reads them later: of its size
+    and layout, and read only where it is written."""
 
     @property
     def repeatable(self) -> bool:

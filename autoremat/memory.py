@@ -8,11 +8,14 @@ backward by autograd; forward outputs and gradients stay with the caller from th
 
 When the code generator fuses (``graph.fuses``), a pointwise result that only fusible ops read within one run of fusible
 ops never exists: its readers compute it from *its* inputs, which therefore live until then. Everything else is
-materialised: results of extern kernels and reductions, whatever an extern kernel reads, outputs, saved values.
+materialised: results of extern kernels and reductions, whatever an extern kernel reads, outputs, saved values. A result
+takes the place of an input of the same size and layout that is read for the last time and that nobody holds
+(``Op.in_place``), unless it is reduced in the same run.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -110,14 +113,13 @@ class _Copies:
             self.forward_copy = dict(newest)
 
 
-def _inlined(copies: _Copies, kept: set[int]) -> list[bool]:
+def _inlined(copies: _Copies, kept: set[int], barrier: list[int]) -> list[bool]:
     """For each copy, whether fusion keeps it from ever existing (see the head of this file)."""
     graph, sequence = copies.graph, copies.sequence
     inlined = [False] * len(copies.value)
     if not graph.fuses:
         return inlined
     fusible = [graph.ops[index].kind is not Kind.EXTERN for index in sequence]
-    barrier = np.cumsum([not f for f in fusible]).tolist()  # extern kernels so far: equal between two => one fusible run
     for copy, readers in enumerate(copies.readers):
         start = copies.start[copy]
         if copy in kept or not readers or graph.ops[sequence[start]].kind is not Kind.POINTWISE:
@@ -126,6 +128,41 @@ def _inlined(copies: _Copies, kept: set[int]) -> list[bool]:
             continue
         inlined[copy] = len(readers) == 1 or (len(readers) <= INLINE_READERS and barrier[readers[0]] == barrier[readers[-1]])
     return inlined
+
+
+def _taken_over(copies: _Copies, inlined: list[bool], last: list[int], kept: set[int], barrier: list[int]) -> list[int]:
+    """The copies whose storage the execution that reads them last writes its result to, at most one for each execution.
+
+    A reduction of the result in the same kernel runs over other loops, and Inductor then does not reuse the storage.
+    """
+    graph, sequence = copies.graph, copies.sequence
+    found: list[int] = []
+    if not graph.fuses:
+        return found
+    for position, made in enumerate(copies.made):
+        if len(made) != 1 or inlined[made[0]] or not graph.ops[sequence[position]].in_place:
+            continue
+        same_run = (r for r in copies.readers[made[0]] if barrier[r] == barrier[position])
+        if any(graph.ops[sequence[r]].kind is Kind.REDUCTION for r in same_run):
+            continue
+        size = graph.values[copies.value[made[0]]].bytes
+        for copy in _read_in_place(copies, inlined, position):
+            if last[copy] == position and copy not in kept and graph.values[copies.value[copy]].bytes == size:
+                found.append(copy)
+                break
+    return found
+
+
+def _read_in_place(copies: _Copies, inlined: list[bool], position: int) -> Iterator[int]:
+    """The materialised copies that an execution reads where it writes, through inlined results too."""
+    may = copies.graph.ops[copies.sequence[position]].in_place
+    for copy in copies.sources[position]:
+        if copies.value[copy] not in may:
+            continue
+        if inlined[copy]:
+            yield from _read_in_place(copies, inlined, copies.start[copy])
+        else:
+            yield copy
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Timeline:
@@ -139,7 +176,9 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     end_of_step = len(sequence) - 1
     kept = {copies.forward_copy[v] for v in graph.forward_outputs if v in copies.forward_copy}
     kept |= {copies.newest[v] for v in graph.backward_outputs if v in copies.newest}
-    inlined = _inlined(copies, kept)
+    # Extern kernels so far: equal between two executions, they are in one fusible run.
+    barrier = np.cumsum([graph.ops[index].kind is Kind.EXTERN for index in sequence]).tolist()
+    inlined = _inlined(copies, kept, barrier)
 
     last = list(copies.start)
     # Backwards, so that the readers of an inlined copy are known before they become readers of its inputs.
@@ -152,6 +191,8 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
         for copy in copies.sources[position]:
             if last[copy] < until:
                 last[copy] = until
+    for copy in _taken_over(copies, inlined, last, kept, barrier):
+        last[copy] -= 1
     for copy in kept:
         last[copy] = end_of_step
     existing = [copy for copy in range(len(copies.value)) if not inlined[copy]]

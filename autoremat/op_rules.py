@@ -44,9 +44,25 @@ POINTWISE = frozenset(
         aten.select_scatter, aten.slice_scatter, aten.as_strided_scatter, aten.diagonal_scatter, aten.repeat, aten.tril,
         aten.triu, aten.copy, aten.masked_fill, aten.fill, aten.lift_fresh_copy, aten.native_dropout_backward, aten.cat,
         aten.upsample_nearest2d, aten.gelu_backward, aten.threshold_backward, aten.sigmoid_backward, aten.tanh_backward,
-        prims.convert_element_type, prims.iota, prims.broadcast_in_dim, prims.device_put,
+        aten._unsafe_index, aten._unsafe_masked_index,
+        prims.convert_element_type, prims.iota, prims.broadcast_in_dim, prims.device_put, prims.rev,
     }
 )  # fmt: skip
+
+# Of these and of the tagged ones, those that read elsewhere than they write.
+MOVING = frozenset(
+    {
+        aten.embedding, aten.index, aten._unsafe_index, aten._unsafe_masked_index, aten.gather, aten.index_select, aten.cat,
+        aten.constant_pad_nd, aten.flip, aten.roll, aten.repeat, aten.as_strided_scatter, aten.upsample_nearest2d, prims.rev,
+    }
+)  # fmt: skip
+
+SCATTER = frozenset(
+    {
+        aten.scatter, aten.scatter_add, aten.index_put, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate,
+    }
+)  # fmt: skip
+"""Ops that write to places of a copy of their first argument: what they write is computed in the same loop."""
 
 REDUCTION = frozenset(
     {
@@ -136,7 +152,7 @@ def adds_to_product(node: fx.Node) -> bool:
     """Whether the node adds to a matrix product that nothing else reads: Inductor makes one ``addmm`` of the two."""
     if packet(node) is not aten.add:
         return False
-    return any(packet(n) in (aten.mm, aten.addmm) and len(n.users) == 1 for n in node.all_input_nodes)
+    return any(packet(n) is aten.mm and len(n.users) == 1 for n in node.all_input_nodes)
 
 
 def kind_of(node: fx.Node) -> Kind:
@@ -145,13 +161,34 @@ def kind_of(node: fx.Node) -> Kind:
     name = packet(node)
     if adds_to_product(node):
         return Kind.EXTERN
-    if name in REDUCTION:
-        return Kind.REDUCTION
+    if name in REDUCTION or name in SCATTER:
+        return Kind.REDUCTION  # materialised, but what it reads need not be
     if name in POINTWISE or getattr(name, "__name__", "") in INDUCTOR_POINTWISE:
         return Kind.POINTWISE
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
         return Kind.POINTWISE
     return Kind.EXTERN
+
+
+def works_in_place(node: fx.Node) -> list[fx.Node]:
+    """The arguments whose storage Inductor may reuse for the node's result: those that are read where it is written, and have
+    its type, shape and strides."""
+    result, name = node.meta.get("val"), packet(node)
+    if not isinstance(result, torch.Tensor):
+        return []
+    if name in SCATTER:
+        candidates = [n for n in node.args[:1] if isinstance(n, fx.Node)]
+    elif kind_of(node) is Kind.POINTWISE and name not in MOVING:
+        candidates = node.all_input_nodes
+    else:
+        return []
+    return [n for n in candidates if _laid_out_alike(n.meta.get("val"), result)]
+
+
+def _laid_out_alike(operand: Any, result: torch.Tensor) -> bool:
+    if not isinstance(operand, torch.Tensor) or operand.dtype != result.dtype:
+        return False
+    return operand.shape == result.shape and operand.stride() == result.stride()
 
 
 def order_of(node: fx.Node) -> Order:

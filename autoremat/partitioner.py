@@ -22,16 +22,17 @@ from autoremat.capture import Capture, capture
 from autoremat.cost import Pricing
 from autoremat.costing import priced
 from autoremat.errors import BudgetInfeasible, Occupant, OptionsError, OrderWarning, UnplannedWarning, unplanned_message
-from autoremat.graph import Kind, Role
+from autoremat.graph import Graph, Kind, Role
 from autoremat.options import Options
 from autoremat.orders import Ordered, Orders
-from autoremat.passes import read_operands_directly, realise
+from autoremat.passes import accumulate_in_order, read_operands_directly, realise
 from autoremat.plans import Plan
 from autoremat.report import Report
 from autoremat.solvers import Planner, Planning
 from autoremat.steps.fronts import point_of
 from autoremat.steps.ledger import PlanPoint, Share
-from autoremat.workspace import SMALL
+from autoremat.workspace import SMALL, layout_copies_bytes
+from autoremat.wrapper_code import Circumstances
 
 log = logging.getLogger("autoremat")
 
@@ -81,7 +82,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     plan: Plan | None = field(default=None, init=False)
     planning: Planning | None = field(default=None, init=False)
     planner: Planner | None = field(default=None, init=False)
-    circumstances: torch_compat.Circumstances = field(default_factory=torch_compat.Circumstances, init=False)
+    circumstances: Circumstances = field(default_factory=Circumstances, init=False)
     exhausted: bool = field(default=False, init=False)
     """Whether there is no other plan to try: it is stored, or the one of least memory, because none fits by the simulator's
     count."""
@@ -93,6 +94,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     it may recompute it whole, so alone it only has to fit the budget if it can, and a share of its own peak means nothing."""
     inputs_kept: frozenset[int] = field(default=frozenset(), init=False)
     """The values of the graph that are inputs, but not parameters."""
+    slack_bytes: int = field(default=0, init=False)
+    """What generated code may need beside what is simulated."""
     unplanned: bool = field(default=False, init=False)
     """Whether planning failed and the graph was left to torch's partitioner."""
     plan_file: str | None = field(default=None, init=False)
@@ -121,6 +124,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         untouched = copy.deepcopy(joint.graph)
         try:
             read_operands_directly(joint)
+            if self.fuses:
+                accumulate_in_order(joint)
             captured = capture(joint, kwargs["num_fwd_outputs"], self.fuses)
             if captured.graph.num_forward < len(captured.graph.ops):
                 self.is_region = not joint_inputs
@@ -141,7 +146,9 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         plan = self.choose(captured, pricing)
         modules = realise(captured, plan.schedule, static_inputs)
         self.circumstances = circumstances(captured)
-        self.memory_first = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
+        fastest = self.plan_for(None)
+        binding = fastest is not None and plan.cost_seconds > fastest.cost_seconds
+        self.memory_first = binding or any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
         self.plan = plan
         log.debug("%s", self.report.summary() if self.report else "")
         return modules
@@ -156,9 +163,13 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         """Whether the code generator may make ``plan`` fit though the simulator or an earlier try says that it does not."""
         return self.fuses and plan.peak_bytes <= budget * (1 + OPTIMISM)
 
-    def plan_for(self, simulated_bytes: int) -> Plan | None:
-        """What would be planned for a simulated peak of at most so many bytes; None if nothing fits or nothing was planned."""
-        return None if self.planner is None else self.planner.choose(simulated_bytes, accepts=self.accepts())
+    def plan_for(self, simulated_bytes: int | None) -> Plan | None:
+        """What would be planned for a simulated peak of at most so many bytes (None: no bound). None if nothing fits or nothing
+        was planned."""
+        if self.planner is None:
+            return None
+        most = None if simulated_bytes is None else simulated_bytes - self.slack_bytes
+        return self.planner.choose(most, accepts=self.accepts())
 
     def accepts(self) -> Callable[[Plan], bool] | None:
         """What a plan must hold to beside the peak; None for nothing."""
@@ -191,6 +202,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         start = time.perf_counter()
         planner, ordered = self.planner_of(captured)
         device = torch_compat.device_of(captured.joint)
+        self.slack_bytes = slack_bytes(captured.graph) + layout_copies_bytes(captured.op_nodes) if self.fuses else 0
         budget = self.options.resolve_budget(planner.baseline.peak_bytes, self.free_bytes(device))
         if self.is_region and isinstance(self.options.memory_budget, float):
             budget = None
@@ -209,7 +221,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         self.report = Report.of(
             planning,
             plan,
-            self.margin_bytes,
+            self.slack_bytes + self.margin_bytes,
             budget_bytes=budget,
             planning_seconds=time.perf_counter() - start,
             inner=self.options.inner,
@@ -235,7 +247,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         if self.options.memory_budget is None and ordered.candidate is not None:
             ordered.candidate.plan.check()
             return planner.judge(ordered.candidate.plan, None)
-        return planner.find(None if budget is None else budget - self.margin_bytes, self.accepts())
+        return planner.find(None if budget is None else budget - self.slack_bytes - self.margin_bytes, self.accepts())
 
     def smallest_without_orders(self, captured: Capture, ordered: Ordered) -> int | None:
         """The smallest peak found if the options order nothing; None if they do not."""
@@ -261,7 +273,20 @@ def kept_inputs(captured: Capture, static_inputs: Collection[int]) -> frozenset[
     )
 
 
-def circumstances(captured: Capture) -> torch_compat.Circumstances:
+def slack_bytes(graph: Graph) -> int:
+    """What generated code may allocate at any time beside its buffers."""
+    return SMALL + (SMALL if any(op.target.startswith("aten.convolution") and op.workspace_bytes for op in graph.ops) else 0)
+
+
+def _fixed_strides(tensor: object) -> tuple[int, ...] | None:
+    """Of the dimensions of images and their weights that are longer than 1; None for all else and for symbolic sizes."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dim() != 4:
+        return None
+    pairs = list(zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(step for size, step in pairs if size != 1) if all(type(n) is int for pair in pairs for n in pair) else None
+
+
+def circumstances(captured: Capture) -> Circumstances:
     """What the generated code alone does not say: forward outputs stay with the caller."""
     graph = captured.graph
     held = {}
@@ -274,11 +299,13 @@ def circumstances(captured: Capture) -> torch_compat.Circumstances:
         if len(parts) == 3:
             known = workspaces.setdefault(parts[1], {})
             known.update({made: max(size, known.get(made, 0)) for made, size in sizes.items()})
-    return torch_compat.Circumstances(
+    inputs = captured.joint.graph.find_nodes(op="placeholder")
+    return Circumstances(
         held,
         captured.device.allocation_bytes,
         workspaces,
-        SMALL + (SMALL if "convolution" in workspaces else 0),
+        slack_bytes(graph),
+        {n.name: strides for n in inputs if (strides := _fixed_strides(n.meta.get("val"))) is not None},
     )
 
 

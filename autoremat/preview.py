@@ -17,7 +17,7 @@ from autoremat.costing import ROOFLINE, priced
 from autoremat.errors import CaptureError, OptionsError
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner, free_device_bytes
-from autoremat.passes import read_operands_directly
+from autoremat.passes import accumulate_in_order, read_operands_directly
 from autoremat.progress import said_if_slow
 from autoremat.report import Report
 from autoremat.steps.surveyed import Survey
@@ -114,6 +114,8 @@ def previews(
             fuses = options.inner == "inductor"
             prepared = torch_compat.prepare_joint(joint)
             read_operands_directly(prepared)
+            if fuses:
+                accumulate_in_order(prepared)
             captured = capture(prepared, keywords["num_fwd_outputs"], fuses, target.cuda_name)
             if captured.graph.one_phase:
                 return None

@@ -121,6 +121,11 @@ class Report:
     plan: Plan | None = field(default=None, compare=False, repr=False)
     """The plan itself, no part of the JSON: :meth:`Plan.save` writes it. None if the report was read from JSON."""
 
+    gradient_bytes: int = 0
+    """All gradients that the backward returns together: of the peak, a floor that no recomputation lowers."""
+    room_left_because: str = ""
+    """Why the compiled code uses so much less than the budget; empty if it does not, or was not seen."""
+
     @property
     def gap(self) -> float | None:
         """How far from optimal the plan may be: its recomputation over the bound, as a share of the step with the least
@@ -163,6 +168,7 @@ class Report:
             saved=_saved_tensors(graph, plan),
             time_limited=planning.interrupted,
             step_seconds=graph.step_seconds,
+            gradient_bytes=sum(graph.values[v].bytes for v in graph.backward_outputs),
             lower_bound_seconds=planning.lower_bound_seconds if planning.lower_bound_seconds < math.inf else None,
             values=explain_values(plan, None if budget is None else budget - margin_bytes),
             peak_before=peak_of(planning.baseline),
@@ -172,11 +178,14 @@ class Report:
             **fields,
         )
 
-    def compiled(self, peak_bytes: int | None, replans: int) -> Report:
+    def compiled(self, peak_bytes: int | None, replans: int, room_left_because: str = "") -> Report:
         """The report with what code generation has shown: where it needs more than simulated, so will the smallest plan."""
         excess = max(0, (peak_bytes or 0) - self.predicted_peak_bytes)
         minimum = min(self.minimum_peak_bytes + excess, peak_bytes or self.minimum_peak_bytes + excess)
-        return dataclasses.replace(self, compiled_peak_bytes=peak_bytes, minimum_peak_bytes=minimum, replans=replans)
+        return dataclasses.replace(
+            self, compiled_peak_bytes=peak_bytes, minimum_peak_bytes=minimum, replans=replans,
+            room_left_because=room_left_because,
+        )  # fmt: skip
 
     def to_json(self) -> str:
         """All fields but ``plan`` as JSON; :meth:`from_json` reads it back."""

@@ -71,6 +71,7 @@ def figures(report: Report) -> list[tuple[str, str]]:
         ("distance from the optimum", "unknown" if report.gap is None else f"at most {report.gap:.1%} of the step's time"),
         ("seconds by", _basis(report)),
         ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}; {report.strategy}"),
+        ("gradients", f"{format_bytes(report.gradient_bytes)} at the end of the step, whatever is recomputed"),
     ]  # fmt: skip
     if report.values:
         counts = {fate: sum(value.fate is fate for value in report.values) for fate in Fate}
@@ -79,7 +80,8 @@ def figures(report: Report) -> list[tuple[str, str]]:
     if report.peak_after is not None:
         rows.insert(3, ("fullest", place(report.peak_after)))
     if report.compiled_peak_bytes is not None:
-        rows.insert(2, ("peak of the compiled code", format_bytes(report.compiled_peak_bytes)))
+        because = f"; no more, because {report.room_left_because}" if report.room_left_because else ""
+        rows.insert(2, ("peak of the compiled code", format_bytes(report.compiled_peak_bytes) + because))
     rows += [("note", note) for note in report.notes]
     if report.others:
         rows.append(("other graphs", f"{len(report.others)}, see `others`"))

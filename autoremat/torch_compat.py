@@ -9,8 +9,8 @@ import contextlib
 import inspect
 import re
 import unittest.mock
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -19,7 +19,7 @@ from torch import fx
 from autoremat.errors import UnsupportedTorchError
 from autoremat.torch_sizes import expression_hint
 from autoremat.torch_sizes import size_hint as size_hint
-from autoremat.wrapper_code import replay_peak
+from autoremat.wrapper_code import Circumstances, replay_peak
 
 SUPPORTED_MINORS = range(11, 16)
 
@@ -163,6 +163,12 @@ def multiplies_in_tiles(dtype: torch.dtype) -> bool:
     return bool(getattr(torch.cpu, probe, bool)())
 
 
+def lays_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether Inductor convolves images like ``tensor`` channels last whatever their layout was: on a CPU with oneDNN."""
+    library: Any = torch.backends.mkldnn
+    return bool(tensor.device.type == "cpu" and library.enabled and inductor_config.layout_optimization)
+
+
 def storage_key(tensor: torch.Tensor) -> int | None:
     """Identifies the storage of a (fake) tensor; None if it has none (sparse tensors, some subclasses)."""
     with contextlib.suppress(NotImplementedError):
@@ -265,6 +271,13 @@ def _layout_bytes(buffer: Any) -> int:
         return 0
 
 
+def _strides(buffer: Any) -> tuple[object, ...]:
+    """Of the dimensions that are longer than 1; nothing for what is no tensor."""
+    with contextlib.suppress(AttributeError, NotImplementedError):
+        return tuple(step for size, step in zip(buffer.get_size(), buffer.get_stride(), strict=True) if size != 1)
+    return ()
+
+
 def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
     """The peak by the scheduler's buffers, for generated code that :func:`replay_peak` cannot read. It knows nothing of
     in-place reuse, and what is held is added without ever being freed."""
@@ -285,18 +298,6 @@ def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
     return int(peak) + sum(_layout_bytes(lowering.graph_inputs[name]) for name in kept)
 
 
-@dataclass(frozen=True)
-class Circumstances:
-    """What the replay of generated code has to know of the graph: forward outputs (bytes by name), which nobody may free;
-    the allocator's granularity; workspaces by ATen op name and bytes of its results; and what else the code may allocate
-    at any time."""
-
-    held: Mapping[str, int] = field(default_factory=dict)
-    allocation_bytes: int = 1
-    workspaces: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    slack_bytes: int = 0
-
-
 def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPeak:
     from torch._inductor.virtualized import V
 
@@ -306,7 +307,7 @@ def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPe
             counted = {
                 name: _layout_bytes(buffer)
                 for name, buffer in lowering.graph_inputs.items()
-                if not name.startswith(("primals_", "fwd_rng_state", "bwd_rng_state"))
+                if not known.is_input(name, _strides(buffer))
             }
         held = {name for name in counted if name in known.held or name.startswith("tangents")}
 

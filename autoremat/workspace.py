@@ -6,13 +6,14 @@ against the allocator. A kernel without a formula is taken to need none (matrix 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 
-from autoremat.torch_compat import multiplies_in_tiles, size_hint
+from autoremat.torch_compat import lays_channels_last, multiplies_in_tiles, size_hint
 
 aten = torch.ops.aten
 
@@ -81,6 +82,39 @@ def _cpu_convolution(image: torch.Tensor, weight: torch.Tensor, *_: Any, out: to
 def _cpu_convolution_backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> int:
     """The gradient and the image (or its gradient) in blocks."""
     return 2 * max(_blocked(gradient), _blocked(image)) + 2 * _bytes(weight) + SMALL
+
+
+def _blocked_weight(weight: torch.Tensor) -> int:
+    """Bytes of a convolution's weight reordered into blocks of both channels."""
+    outputs, inputs, *window = (size_hint(size) for size in weight.shape)
+    padded = [-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK for channels in (outputs, inputs)]
+    return math.prod([*padded, *window]) * weight.element_size()
+
+
+def channels_last_workspace(node: fx.Node, args: tuple[Any, ...]) -> int | None:
+    """As :func:`workspace_bytes`, of a convolution that Inductor runs channels last: then only weights, and what threads sum
+    up of their gradients, are reordered. None for other calls, and for kinds of convolutions that were not measured."""
+    backward = getattr(node.target, "overloadpacket", None) is aten.convolution_backward
+    if not backward and getattr(node.target, "overloadpacket", None) is not aten.convolution:
+        return None
+    weight, transposed = (args[2], args[7]) if backward else (args[1], args[6])
+    if weight.dim() != 4 or weight.dtype != torch.float32 or transposed or not lays_channels_last(weight):
+        return None
+    size = _blocked_weight(weight)
+    return 2 * size + torch.get_num_threads() * min(size, SMALL) + SMALL if backward else size + SMALL
+
+
+def layout_copies_bytes(nodes: Iterable[fx.Node]) -> int:
+    """Bytes of the images and weights among a graph's inputs that Inductor copies to convolve them channels last."""
+    copied: dict[fx.Node, int] = {}
+    for node in nodes:
+        if getattr(node.target, "overloadpacket", None) is aten.convolution:
+            for operand in node.args[:2]:
+                tensor = operand.meta.get("val") if isinstance(operand, fx.Node) and operand.op == "placeholder" else None
+                if isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and lays_channels_last(tensor):
+                    if not tensor.is_contiguous(memory_format=torch.channels_last):
+                        copied[operand] = _bytes(tensor)  # type: ignore[index]
+    return sum(copied.values())
 
 
 def _cpu_batch_norm_backward(gradient: torch.Tensor, *_: Any, **__: Any) -> int:

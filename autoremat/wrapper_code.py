@@ -10,12 +10,32 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "uint32": 4,
     "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
 }  # fmt: skip
+
+INPUT_PREFIXES = ("primals_", "fwd_rng_state", "bwd_rng_state")
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What the replay of generated code has to know of the graph: forward outputs (bytes by name), which nobody may free;
+    the allocator's granularity; workspaces by ATen op name and bytes of its results; what else the code may allocate at any
+    time; and the strides of the step's inputs, where known."""
+
+    held: Mapping[str, int] = field(default_factory=dict)
+    allocation_bytes: int = 1
+    workspaces: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    slack_bytes: int = 0
+    input_strides: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+
+    def is_input(self, name: str, strides: tuple[object, ...]) -> bool:
+        """Whether what the backward reads under this name is an input of the step: not the forward's copy in another layout."""
+        return name.startswith(INPUT_PREFIXES) and self.input_strides.get(name, strides) == strides
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:

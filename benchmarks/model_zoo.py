@@ -46,7 +46,7 @@ def _tokens() -> tuple[torch.Tensor, ...]:
     return (torch.randint(0, VOCABULARY, (BATCH, LENGTH)),)
 
 
-def _images(size: int) -> tuple[torch.Tensor, ...]:
+def images(size: int) -> tuple[torch.Tensor, ...]:
     return torch.randn(IMAGES, 3, size, size), torch.randint(0, 10, (IMAGES,))
 
 
@@ -98,7 +98,7 @@ def vit(layers: int) -> Built:
         hidden_size=HIDDEN, num_hidden_layers=layers, num_attention_heads=HEADS, intermediate_size=4 * HIDDEN,
         image_size=64, patch_size=8, num_labels=10,
     )  # fmt: skip
-    return ImageLoss(ViTForImageClassification(config)), _images(64)
+    return ImageLoss(ViTForImageClassification(config)), images(64)
 
 
 def resnet(kind: str, depths: list[int]) -> Built:
@@ -108,7 +108,7 @@ def resnet(kind: str, depths: list[int]) -> Built:
     config = ResNetConfig(
         embedding_size=16, hidden_sizes=[16 * expansion * 2**i for i in range(4)], depths=depths, layer_type=kind, num_labels=10
     )
-    return ImageLoss(ResNetForImageClassification(config)), _images(128)
+    return ImageLoss(ResNetForImageClassification(config)), images(128)
 
 
 class Classifier(nn.Module):
@@ -122,7 +122,7 @@ class Classifier(nn.Module):
         return F.cross_entropy(self.head(self.features(images).mean((2, 3))), labels)
 
 
-def _convolve(before: int, after: int) -> nn.Sequential:
+def convolve(before: int, after: int) -> nn.Sequential:
     return nn.Sequential(nn.Conv2d(before, after, 3, padding=1, bias=False), nn.BatchNorm2d(after), nn.ReLU())
 
 
@@ -131,9 +131,9 @@ def vgg11() -> Built:
     layers: list[nn.Module] = []
     before = 3
     for after in (8, 0, 16, 0, 32, 32, 0, 64, 64, 0, 64, 64, 0):
-        layers.append(_convolve(before, after) if after else nn.MaxPool2d(2))
+        layers.append(convolve(before, after) if after else nn.MaxPool2d(2))
         before = after or before
-    return Classifier(nn.Sequential(*layers), before), _images(64)
+    return Classifier(nn.Sequential(*layers), before), images(64)
 
 
 class DenseBlock(nn.Module):
@@ -141,7 +141,7 @@ class DenseBlock(nn.Module):
 
     def __init__(self, before: int, growth: int, layers: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(_convolve(before + i * growth, growth) for i in range(layers))
+        self.layers = nn.ModuleList(convolve(before + i * growth, growth) for i in range(layers))
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -151,12 +151,12 @@ class DenseBlock(nn.Module):
 
 def densenet() -> Built:
     """Three dense blocks of eight layers."""
-    layers: list[nn.Module] = [_convolve(3, 16)]
+    layers: list[nn.Module] = [convolve(3, 16)]
     width = 16
     for _ in range(3):
         layers += [DenseBlock(width, 8, 8), nn.Conv2d(width + 64, (width + 64) // 2, 1), nn.AvgPool2d(2)]
         width = (width + 64) // 2
-    return Classifier(nn.Sequential(*layers), width), _images(32)
+    return Classifier(nn.Sequential(*layers), width), images(32)
 
 
 class UNet(nn.Module):
@@ -165,9 +165,9 @@ class UNet(nn.Module):
     def __init__(self, widths: tuple[int, ...] = (8, 16, 32, 64)) -> None:
         super().__init__()
         pairs = list(zip((3, *widths[:-1]), widths, strict=True))
-        self.down = nn.ModuleList(nn.Sequential(_convolve(a, b), _convolve(b, b)) for a, b in pairs)
+        self.down = nn.ModuleList(nn.Sequential(convolve(a, b), convolve(b, b)) for a, b in pairs)
         turns = list(zip(widths[:0:-1], widths[-2::-1], strict=True))
-        self.up = nn.ModuleList(nn.Sequential(_convolve(a + b, b), _convolve(b, b)) for a, b in turns)
+        self.up = nn.ModuleList(nn.Sequential(convolve(a + b, b), convolve(b, b)) for a, b in turns)
         self.head = nn.Conv2d(widths[0], 10, 1)
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -190,5 +190,5 @@ MODELS: dict[str, Callable[[], Built]] = {
     "resnet-50": lambda: resnet("bottleneck", [3, 4, 6, 3]),
     "vgg-11": vgg11,
     "densenet": densenet,
-    "unet": lambda: (UNet(), _images(64)),
+    "unet": lambda: (UNet(), images(64)),
 }

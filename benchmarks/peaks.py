@@ -1,29 +1,31 @@
-"""Peak memory and step time of the demo's model: torch's activation budget, checkpointing of each layer, and autoremat.
+"""Planned, post-fusion and measured peaks of many models under many budgets, compiled by Inductor.
 
-    python benchmarks/peaks.py            # about a quarter of an hour on two idle cores
-    python benchmarks/peaks.py --layers 4 --repeats 3 --output /tmp/peaks
+    python benchmarks/peaks.py                         # nine models, six budgets each, about half an hour on two cores
+    python benchmarks/peaks.py --resume                # goes on from the rows that are there
+    python benchmarks/peaks.py --lowered               # without kernels, and so without measuring
+    python benchmarks/peaks.py --models unet --times   # with step times, which say something only on an idle machine
+    python benchmarks/peaks.py --monotone llama-12     # post-fusion peaks over twelve budgets, and torch's over twelve
+    python benchmarks/peaks.py --no-budget             # post-fusion peaks without a budget against Inductor alone
 
-A step is forward and backward. Every method must hold the parameter gradients at the end, so peaks are also given
-above them. Step times say something only on an idle machine: a busy core slows all of them many times over.
+Budgets lie between the smallest peak and the peak without a budget, both by the simulator. "Planned" is what the simulator
+says of a plan before any correction: that of the first attempt is held against the code made of it.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import json
-import os
 import statistics
-import sys
 import time
-import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch._functorch.config as functorch_config
+from lowering import BUILDERS, KINDS, ROOT, Watch, build, lowered, plain_peak, planned, smallest, uncached, watching
 from rich.console import Console
 from rich.table import Table
 from torch._dynamo.exc import BackendCompilerFailed
@@ -31,157 +33,275 @@ from torch._dynamo.exc import BackendCompilerFailed
 import autoremat
 from autoremat.errors import BudgetInfeasible
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
-import demo_model  # noqa: E402
+SHARES = (0.0, 0.15, 0.3, 0.5, 0.7, 0.9)
+"""Budgets, as shares of the way from 3 % above the smallest peak to the peak without a budget."""
 
-TORCH_BUDGETS = tuple(tenths / 10 for tenths in range(9, -1, -1))
-"""Below 1, which is torch's default and Inductor alone."""
-
-SHARES = (0.9, 0.7, 0.5, 0.4, 0.35, 0.3, 0.25)
-"""autoremat's budgets as shares of the peak of Inductor alone; the last two may not be feasible."""
-
-MARGIN_OF_MINIMUM = 1.02
-WARM_STEPS = 2
+MONOTONE_BUDGETS = 12
+MARGIN_OF_MINIMUM = 1.03
+TIMED_STEPS, WARM_STEPS = 9, 2
 
 
 @dataclass(frozen=True)
 class Row:
-    """One measured method; bytes above what is live when the step begins."""
+    """One model under one budget; bytes above what is live when the step begins."""
 
-    method: str
-    peak_bytes: int
-    peak_above_gradients_bytes: int
-    step_seconds: float
-    compile_seconds: float
-    loss: float
-    budget_bytes: int | None = None
-    predicted_bytes: int | None = None
+    model: str
+    budget_bytes: int
+    first_planned_bytes: int
+    """By the simulator, for the first attempt."""
+    first_code_bytes: int
+    """Post-fusion, of the first attempt; of its half that is over the budget, if there is one."""
+    code_bytes: int
+    """Post-fusion, of the code that runs."""
+    measured_bytes: int | None
+    attempts: int
+    overhead: float
+    """Predicted recomputation as a share of the step."""
+    why_not_more: str
+    """Why the rest of the budget is not used."""
+    step_seconds: float | None = None
+    plain_step_seconds: float | None = None
+
+    @property
+    def best_known_bytes(self) -> int:
+        return self.code_bytes if self.measured_bytes is None else self.measured_bytes
+
+    @property
+    def used(self) -> float:
+        return self.best_known_bytes / self.budget_bytes
+
+    @property
+    def planned_error(self) -> float:
+        return self.first_planned_bytes / self.first_code_bytes - 1
+
+    @property
+    def code_error(self) -> float:
+        return 0.0 if self.measured_bytes is None else self.code_bytes / self.measured_bytes - 1
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What to do with each budget beside generating code."""
+
+    measured: bool = True
+    times: bool = False
+
+
+def rows_of(name: str, setting: Setting, known: Sequence[Row]) -> Iterator[Row]:
+    """One row per budget, the tightest first; those in ``known`` are taken from there."""
+    report = planned(name)
+    least, most = report.minimum_peak_bytes * MARGIN_OF_MINIMUM, report.predicted_peak_bytes
+    plain = step_seconds(name) if setting.times else None
+    for number, share in enumerate(SHARES):
+        if number < len(known):
+            yield known[number]
+            continue
+        budget = int(least + share * (most - least))
+        try:
+            yield budgeted(name, budget, setting, plain)
+        except BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, BudgetInfeasible):
+                raise
+            yield budgeted(name, int(error.inner_exception.minimum_bytes * MARGIN_OF_MINIMUM), setting, plain)
+
+
+def budgeted(name: str, budget: int, setting: Setting, plain_seconds: float | None) -> Row:
+    measured, seconds = None, None
+    if setting.measured:
+        watch, measured, seconds = measure(name, setting.times, memory_budget=budget)
+    else:
+        watch = lowered(name, memory_budget=budget)
+    report, first, last = watch.report, watch.attempts[0], watch.attempts[-1]
+    return Row(
+        model=name,
+        budget_bytes=budget,
+        first_planned_bytes=first.planned_bytes,
+        first_code_bytes=first.code_bytes,
+        code_bytes=last.code_bytes,
+        measured_bytes=measured,
+        attempts=len(watch.attempts),
+        overhead=report.recompute_seconds / report.step_seconds,
+        why_not_more=report.room_left_because,
+        step_seconds=seconds,
+        plain_step_seconds=plain_seconds,
+    )
+
+
+def measure(name: str, times: bool, **options: Any) -> tuple[Watch, int, float | None]:
+    """What was compiled, the measured peak of the third step, and the median step time if wanted."""
+    model, inputs = build(name)
+    gc.collect()
+    compiled = torch.compile(model, backend="autoremat", options=options)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        compiled(*inputs).backward()
+
+    with uncached(), watching(kernels=True) as watch:
+        for _ in range(WARM_STEPS):
+            step()
+    model.zero_grad(set_to_none=True)
+    with autoremat.track_peak("cpu") as peak:
+        step()
+    return watch, peak.bytes, median_seconds(step) if times else None
+
+
+def median_seconds(step: Callable[[], None]) -> float:
+    samples = []
+    for _ in range(TIMED_STEPS):
+        begin = time.perf_counter()
+        step()
+        samples.append(time.perf_counter() - begin)
+    return statistics.median(samples)
+
+
+def step_seconds(name: str) -> float:
+    """Median step time of Inductor alone."""
+    model, inputs = build(name)
+    compiled = torch.compile(model)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        compiled(*inputs).backward()
+
+    for _ in range(WARM_STEPS):
+        step()
+    return median_seconds(step)
+
+
+def summary(rows: Sequence[Row]) -> dict[str, float]:
+    """The figures that a change must not make worse."""
+    planned = [abs(row.planned_error) for row in rows]
+    return {
+        "cells": len(rows),
+        "over the budget": sum(row.best_known_bytes > row.budget_bytes for row in rows),
+        "post-fusion against measured, worst": max(abs(row.code_error) for row in rows),
+        "planned against post-fusion, worst": max(planned),
+        "planned against post-fusion, median": statistics.median(planned),
+        "budget used, least": min(row.used for row in rows),
+        "cells that use less than 90 % of the budget": sum(row.used < 0.9 for row in rows),
+        "of these without a reason": sum(row.used < 0.9 and not row.why_not_more for row in rows),
+    }
+
+
+def table_of(rows: Sequence[Row], times: bool) -> Table:
+    table = Table(title="Peaks of forward and backward, MiB above the step's start")
+    table.add_column("model", no_wrap=True)
+    columns = ["budget", "planned", "its code", "error %", "final code", "measured", "error %", "used %", "attempts",
+               "added %"]  # fmt: skip
+    for column in [*columns, *(["measured %"] if times else [])]:
+        table.add_column(column, justify="right")
+    table.add_column("why not more")
+    for row in rows:
+        cells = [
+            mebibytes(row.budget_bytes),
+            mebibytes(row.first_planned_bytes),
+            mebibytes(row.first_code_bytes),
+            f"{row.planned_error:.1%}".rstrip("%"),
+            mebibytes(row.code_bytes),
+            "" if row.measured_bytes is None else mebibytes(row.measured_bytes),
+            "" if row.measured_bytes is None else f"{row.code_error:.1%}".rstrip("%"),
+            f"{100 * row.used:.0f}",
+            str(row.attempts),
+            f"{100 * row.overhead:.1f}",
+        ]
+        if times and row.step_seconds and row.plain_step_seconds:
+            cells.append(f"{100 * (row.step_seconds / row.plain_step_seconds - 1):.1f}")
+        table.add_row(row.model, *cells, row.why_not_more)
+    return table
+
+
+def mebibytes(count: int) -> str:
+    return f"{count / 2**20:.2f}"
+
+
+def write(name: str, shown: Sequence[Any], record: dict[str, Any], folder: Path) -> None:
+    """Print, and write the same to ``name``.txt and the record to ``name``.json in ``folder``."""
+    setup = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.txt").open("w") as file:
+        for console in (Console(width=150), Console(width=150, file=file)):
+            console.print(", ".join(f"{key}: {value}" for key, value in setup.items()), highlight=False)
+            for part in shown:
+                console.print(part, highlight=False)
+    (folder / f"{name}.json").write_text(json.dumps(setup | record, indent=2) + "\n")
+
+
+def sweep(names: Sequence[str], setting: Setting, folder: Path, resume: bool) -> None:
+    path, rows, known = folder / "peaks.json", [], []
+    if resume and path.exists():
+        known = [Row(**fields) for fields in json.loads(path.read_text())["rows"]]
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in names:
+        there = [row for row in known if row.model == name]
+        for row in there if len(there) == len(SHARES) else rows_of(name, setting, there):
+            print(row, flush=True)
+            rows.append(row)
+            path.write_text(json.dumps({"rows": [asdict(r) for r in rows]}))
+    figures = summary(rows)
+    lines = "\n".join(f"{key}: {value:.4g}" for key, value in figures.items())
+    write("peaks", [table_of(rows, setting.times), lines], {"summary": figures, "rows": [asdict(r) for r in rows]}, folder)
+
+
+def monotone(name: str, folder: Path) -> None:
+    """Twelve budgets, evenly from the smallest peak to that without a budget; torch's twelve are shares of saved bytes."""
+    free = lowered(name)
+    least, most = int(smallest(name).attempts[-1].code_bytes * MARGIN_OF_MINIMUM), free.attempts[-1].code_bytes
+    budgets = [least + (most - least) * i // (MONOTONE_BUDGETS - 1) for i in range(MONOTONE_BUDGETS)]
+    ours, theirs = [], []
+    for i, budget in enumerate(budgets):
+        ours.append(lowered(name, memory_budget=budget).attempts[-1].code_bytes)
+        theirs.append(plain_peak(name, free.known, activation_memory_budget=(i + 1) / MONOTONE_BUDGETS))
+        print(f"{name}: budget {mebibytes(budget)}, peak {mebibytes(ours[-1])}, torch {mebibytes(theirs[-1])}", flush=True)
+    table = Table(title=f"{name}: post-fusion peaks, MiB")
+    for column in ("budget", "autoremat", "torch's budget", "torch"):
+        table.add_column(column, justify="right")
+    for i, budget in enumerate(budgets):
+        share = f"{(i + 1) / MONOTONE_BUDGETS:.2f}"
+        table.add_row(mebibytes(budget), mebibytes(ours[i]), share, mebibytes(theirs[i]))
+    falls = {"ours": falls_in(ours), "torch": falls_in(theirs)}
+    record = {"model": name, "budgets": budgets, "ours": ours, "torch": theirs, "falls": falls}
+    text = f"the peak falls as the budget grows: autoremat {falls['ours']} times, torch {falls['torch']} times"
+    write(f"peaks_{name}", [table, text], record, folder)
+
+
+def falls_in(peaks: Sequence[int]) -> int:
+    return sum(larger < smaller for smaller, larger in pairwise(peaks))
+
+
+def without_budget(names: Sequence[str], folder: Path) -> None:
+    """Ours without a budget against Inductor alone."""
+    table = Table(title="Post-fusion peaks without a budget, MiB")
+    for column in ("model", "Inductor alone", "autoremat", "ratio", "recomputed, % of the step"):
+        table.add_column(column, justify="left" if column == "model" else "right")
+    record = {}
+    for name in names:
+        watch = lowered(name)
+        ours, plain = watch.attempts[-1].code_bytes, plain_peak(name, watch.known)
+        overhead = watch.report.recompute_seconds / watch.report.step_seconds
+        record[name] = {"inductor": plain, "autoremat": ours, "recomputed": overhead}
+        print(name, record[name], flush=True)
+        table.add_row(name, mebibytes(plain), mebibytes(ours), f"{ours / plain:.3f}", f"{100 * overhead:.2f}")
+    write("peaks_no_budget", [table], {"peaks": record}, folder)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=demo_model.FULL.layers)
-    parser.add_argument("--repeats", type=int, default=9, help="timed steps for each method")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--models", nargs="+", choices=sorted(BUILDERS), default=list(KINDS))
+    parser.add_argument("--resume", action="store_true", help="keep the rows that the output has")
+    parser.add_argument("--lowered", action="store_true", help="generate code, but compile and run nothing")
+    parser.add_argument("--times", action="store_true", help="also time the steps")
+    parser.add_argument("--monotone", nargs="+", metavar="MODEL", choices=sorted(BUILDERS))
+    parser.add_argument("--no-budget", action="store_true")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
-    size = demo_model.CUDA if arguments.device == "cuda" else demo_model.FULL
-    bench = Bench(replace(size, layers=arguments.layers), arguments.device, arguments.repeats)
-    rows = []
-    for row in bench.rows():
-        print(f"{row.method}: peak {row.peak_bytes / 2**20:.1f} MiB, step {row.step_seconds:.3f} s", flush=True)
-        rows.append(row)
-    write(rows, bench, arguments.output)
-
-
-@dataclass(frozen=True)
-class Bench:
-    """The model, the device and how often to time a step."""
-
-    size: demo_model.ModelSize
-    device: str
-    repeats: int
-
-    def rows(self) -> Iterator[Row]:
-        """Every method in turn; each compiles a fresh model with the same weights."""
-        plain = self.measure("torch budget 1")
-        yield plain
-        for budget in TORCH_BUDGETS:
-            with functorch_config.patch(activation_memory_budget=budget):
-                yield self.measure(f"torch budget {budget:g}")
-        yield self.measure("checkpoint each layer", checkpoint=True)
-        for share in SHARES:
-            yield from self.budgeted(f"autoremat {share:.0%} of torch's at 1", int(plain.peak_bytes * share))
-        (batch,) = demo_model.token_batches(self.size, 1, self.device)
-        minimum = demo_model.smallest_peak(self.size, batch)
-        yield from self.budgeted("autoremat, smallest + 2 %", int(minimum * MARGIN_OF_MINIMUM))
-
-    def budgeted(self, method: str, budget: int) -> Iterator[Row]:
-        """One row, or none and a printed line if there is no plan for `budget` bytes."""
-        try:
-            yield self.measure(method, budget=budget)
-        except BackendCompilerFailed as error:
-            if not isinstance(error.inner_exception, BudgetInfeasible):
-                raise
-            print(f"{method}: infeasible, the smallest peak is {error.inner_exception.minimum_bytes / 2**20:.1f} MiB")
-
-    def measure(self, method: str, *, budget: int | None = None, checkpoint: bool = False) -> Row:
-        torch._dynamo.reset()
-        gc.collect()
-        model = demo_model.build_model(self.size, device=self.device)
-        if checkpoint:
-            with warnings.catch_warnings():  # later versions of transformers rename it
-                warnings.simplefilter("ignore", FutureWarning)
-                model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        compiled = torch.compile(model)
-        if budget is not None:
-            compiled = torch.compile(model, backend="autoremat", options={"memory_budget": budget})
-        (batch,) = demo_model.token_batches(self.size, 1, self.device)
-        tracker = autoremat.track_peak(self.device)
-        seconds = []
-        for step in range(1 + WARM_STEPS + self.repeats):
-            model.zero_grad(set_to_none=True)
-            begin = time.perf_counter()
-            with tracker if step == WARM_STEPS else contextlib.nullcontext():
-                loss = compiled(batch)
-                loss.backward()
-            final_loss = loss.item()  # waits for the device
-            seconds.append(time.perf_counter() - begin)
-            del loss
-        gradients = sum(parameter.grad.untyped_storage().nbytes() for parameter in model.parameters())
-        return Row(
-            method=method,
-            peak_bytes=tracker.bytes,
-            peak_above_gradients_bytes=tracker.bytes - gradients,
-            step_seconds=statistics.median(seconds[1 + WARM_STEPS :]),
-            compile_seconds=seconds[0],
-            loss=final_loss,
-            budget_bytes=budget,
-            predicted_bytes=None if budget is None else autoremat.reports()[-1].compiled_peak_bytes,
-        )
-
-
-def lowest(rows: list[Row], prefix: str) -> int:
-    return min(row.peak_above_gradients_bytes for row in rows if row.method.startswith(prefix))
-
-
-def write(rows: list[Row], bench: Bench, folder: Path) -> None:
-    """Prints the table and the ratios, and writes them to peaks.txt and peaks.json in `folder`."""
-    ours, theirs, checkpoint = (lowest(rows, prefix) for prefix in ("autoremat", "torch", "checkpoint"))
-    ratios = {"ours lowest / torch's lowest": ours / theirs, "ours lowest / per-layer checkpoint": ours / checkpoint}
-    setup = {
-        "torch": torch.__version__,
-        "device": bench.device,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "size": asdict(bench.size) | {"dtype": str(bench.size.dtype)},
-        "timed steps": bench.repeats,
-    }
-    table = Table(title="Forward and backward, MiB above the step's start")
-    table.add_column("method", no_wrap=True)
-    for column in ("budget", "predicted", "peak", "above gradients", "step, s", "to first, x", "compile, s"):
-        table.add_column(column, justify="right")
-    for row in rows:
-        mebibytes = ["" if count is None else f"{count / 2**20:.2f}" for count in (row.budget_bytes, row.predicted_bytes)]
-        table.add_row(
-            row.method,
-            *mebibytes,
-            f"{row.peak_bytes / 2**20:.2f}",
-            f"{row.peak_above_gradients_bytes / 2**20:.2f}",
-            f"{row.step_seconds:.3f}",
-            f"{row.step_seconds / rows[0].step_seconds:.2f}",
-            f"{row.compile_seconds:.1f}",
-        )
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "peaks.txt").open("w") as file:
-        for console in (Console(width=120), Console(width=120, file=file)):
-            console.print(", ".join(f"{key}: {value}" for key, value in setup.items()), highlight=False)
-            console.print(table)
-            for name, ratio in ratios.items():
-                console.print(f"{name}, peaks above the parameter gradients: {ratio:.3f}", highlight=False)
-    record = setup | {"ratios": ratios, "rows": [asdict(row) for row in rows]}
-    (folder / "peaks.json").write_text(json.dumps(record, indent=2) + "\n")
+    if arguments.no_budget:
+        without_budget(arguments.models, arguments.output)
+    elif arguments.monotone:
+        for name in arguments.monotone:
+            monotone(name, arguments.output)
+    else:
+        sweep(arguments.models, Setting(not arguments.lowered, arguments.times), arguments.output, arguments.resume)
 
 
 if __name__ == "__main__":

@@ -86,10 +86,25 @@ def replay_bytes(graph: Graph, schedule: Schedule) -> list[int]:
         inlining = [needed_until(r) for b in made_by.get(execution, []) if b in absent for r in b.readers]
         return max([execution, *inlining])
 
+    def last_moment(b: Buffer) -> int:
+        return len(sequence) - 1 if b.to_the_end else max([b.made_at, *map(needed_until, b.readers)])
+
+    def read_where_written(moment: int) -> Iterator[Buffer]:
+        for b in buffers:
+            if moment in b.readers and b.value in graph.ops[sequence[moment]].in_place:
+                yield from read_where_written(b.made_at) if b in absent else [b]
+
+    kinds = [graph.ops[op].kind for op in sequence]
+    overwritten = set()
+    for moment, op in enumerate(sequence if graph.fuses else ()):
+        for result in made_by.get(moment, []) if len(graph.ops[op].outputs) == 1 else []:
+            reduced = [r for r in result.readers if kinds[r] is Kind.REDUCTION and Kind.EXTERN not in kinds[moment + 1 : r]]
+            ending = [b for b in read_where_written(moment) if not b.to_the_end and last_moment(b) == moment]
+            same = [b for b in ending if graph.values[b.value].bytes == graph.values[result.value].bytes]
+            overwritten.update(same[:1] if result not in absent and not reduced else [])
+
     def alive(b: Buffer, moment: int) -> bool:
-        if moment < b.made_at:
-            return False
-        return b.to_the_end or moment == b.made_at or any(moment <= needed_until(r) for r in b.readers)
+        return b.made_at <= moment <= last_moment(b) - (b in overwritten)
 
     tangents = sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
     return [

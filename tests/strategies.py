@@ -5,6 +5,7 @@ Importing this file does not import torch; `modules` does, on first use.
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,6 +113,9 @@ def graphs(draw: st.DrawFn, max_ops: int = 40, fuses: bool | None = None, max_ou
             workspace_bytes=draw(WORKSPACES),
         )  # fmt: skip
         gradients += range(first, first + len(outputs))
+    for index, op in enumerate(build.ops):
+        if op.kind is not Kind.EXTERN and len(op.outputs) == 1:
+            build.ops[index] = dataclasses.replace(op, in_place=tuple(v for v in op.inputs if draw(st.booleans())))
     return build.graph(
         forward_outputs=forward_outputs,
         backward_outputs=tuple(draw(st.lists(st.sampled_from([*gradients, *made]), min_size=1, max_size=4, unique=True))),

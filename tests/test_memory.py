@@ -124,6 +124,31 @@ def test_when_a_pointwise_result_is_inlined(graph, peak):
     assert run_all(graph).peak_bytes == peak
 
 
+def overwriting(size: int = 10, *, in_place: bool = True, read_later: bool = False, held: bool = False) -> Graph:
+    """An extern result of 10 bytes, and a reduction of `size` bytes that reads it through an inlined pointwise result."""
+    build = GraphBuilder()
+    a = build.op([build.source(0)], 10)
+    b = build.op([a], 10, kind=Kind.POINTWISE, in_place=(a,))
+    build.op([b], size, kind=Kind.REDUCTION, in_place=(b,) if in_place else ())
+    if read_later:
+        build.op([a], 0)
+    return build.graph(fuses=True, forward_outputs=(a,) if held else ())
+
+
+@pytest.mark.parametrize(
+    ("graph", "peak"),
+    [
+        (overwriting(), 10),
+        (overwriting(in_place=False), 20),
+        (overwriting(size=8), 18),  # of another size
+        (overwriting(read_later=True), 20),
+        (overwriting(held=True), 20),  # the caller has it
+    ],
+)
+def test_a_result_takes_the_place_of_what_is_read_for_the_last_time(graph, peak):
+    assert run_all(graph).peak_bytes == peak
+
+
 def test_an_output_is_materialised_even_if_it_could_fuse():
     build = GraphBuilder()
     a = build.op([build.source(0)], 10, kind=Kind.POINTWISE)

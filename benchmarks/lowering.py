@@ -1,0 +1,225 @@
+"""Shared by the benchmarks of peaks: models by kind, and what Inductor makes of a plan, with its kernels or without.
+
+Memory says the same on a busy machine as on an idle one, and the peak of generated code is known without its kernels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import unittest.mock
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
+
+import autoremat
+from autoremat import torch_compat
+from autoremat.dynamo_backend import _InductorCompilation
+from autoremat.partitioner import Partitioner
+from autoremat.wrapper_code import Circumstances
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+import models as test_models  # noqa: E402
+
+Built = tuple[nn.Module, tuple[torch.Tensor, ...]]
+
+
+def batched(built: Built, times: int) -> Built:
+    """The model with its batch repeated, so that activations outweigh what is rounded up."""
+    model, inputs = built
+    return model, tuple(tensor.repeat(times, *[1] * (tensor.dim() - 1)) for tensor in inputs)
+
+
+def with_dropout(built: Built, probability: float = 0.1) -> Built:
+    model, inputs = built
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = probability
+    return model, inputs
+
+
+def unet() -> Built:
+    """Two levels down and up."""
+    return model_zoo.UNet((8, 16)), model_zoo.images(64)
+
+
+def densenet() -> Built:
+    """One dense block of four layers."""
+    convolve, block, pool = model_zoo.convolve(3, 16), model_zoo.DenseBlock(16, 8, 4), nn.Conv2d(48, 24, 1)
+    return model_zoo.Classifier(nn.Sequential(convolve, block, pool), 24), model_zoo.images(32)
+
+
+def lstm() -> Built:
+    """An LSTM cell unrolled over six steps."""
+    model, (tokens,) = test_models.lstm()
+    return model, (tokens[:, :6].repeat(4, 1),)
+
+
+KINDS: dict[str, Callable[[], Built]] = {
+    "llama": lambda: batched(model_zoo.llama(2), 4),
+    "gpt2": lambda: batched(model_zoo.gpt2(2), 4),
+    "bert": lambda: with_dropout(batched(model_zoo.bert(2), 4)),
+    "t5": lambda: batched(model_zoo.t5(1), 4),
+    "vit": lambda: model_zoo.vit(2),
+    "resnet": lambda: model_zoo.resnet("basic", [1, 1, 1, 1]),
+    "unet": unet,
+    "densenet": densenet,
+    "lstm": lstm,
+}
+"""Nine kinds of models with as few layers as show all that the kind does, so that they compile in seconds."""
+
+BUILDERS = {**model_zoo.MODELS, **KINDS}
+
+
+class Lowered(Exception):
+    """Ends a compilation whose code is generated, before a kernel is compiled."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One plan that code was generated for. Bytes are peaks above the start of the step."""
+
+    planned_bytes: int
+    code_bytes: int
+    """Of the halves that were generated: an attempt ends with the first that is over the budget."""
+
+
+@dataclass
+class Watch:
+    """What one compilation did."""
+
+    attempts: list[Attempt] = field(default_factory=list)
+    partitioner: Partitioner | None = None
+
+    @property
+    def report(self) -> autoremat.Report:
+        """Of the last attempt. Raises ``RuntimeError`` if nothing was planned."""
+        if self.partitioner is None or self.partitioner.report is None:
+            raise RuntimeError("nothing was planned: a cache answered, or the graph has no backward")
+        return self.partitioner.report
+
+    @property
+    def known(self) -> Circumstances:
+        """What the replay of the code had to know of the graph."""
+        return self.partitioner.circumstances if self.partitioner is not None else Circumstances()
+
+
+def build(name: str) -> Built:
+    """The model in training mode and its inputs, always with the same weights and batch."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, inputs = BUILDERS[name]()
+    return model.train(), inputs
+
+
+@contextlib.contextmanager
+def uncached() -> Iterator[None]:
+    """Every graph is lowered again, so that its code is seen; compiled kernels are taken from Inductor's cache."""
+    with (
+        functorch_config.patch({"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}),
+        inductor_config.patch({"fx_graph_cache": False}),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", autoremat.BudgetWarning)
+        yield
+
+
+@contextlib.contextmanager
+def watching(kernels: bool) -> Iterator[Watch]:
+    """Record every attempt of the compilations inside. Without ``kernels``, each ends with ``Lowered`` once its last code
+    is generated."""
+    watch = Watch()
+    attempt, observe_lowering = _InductorCompilation.attempt, torch_compat.observe_lowering
+
+    def watched(self: _InductorCompilation, partitioner: Partitioner) -> Any:
+        watch.partitioner = partitioner
+        try:
+            return attempt(self, partitioner)
+        finally:
+            if partitioner.report is not None:
+                watch.attempts.append(Attempt(partitioner.report.predicted_peak_bytes, max(self.peaks.values(), default=0)))
+
+    def stopping(known: Any, observer: Callable[[torch_compat.LoweredPeak], None]) -> Any:
+        seen = set()
+
+        def observe(lowered: torch_compat.LoweredPeak) -> None:
+            observer(lowered)
+            seen.add(lowered.is_backward)
+            if not kernels and len(seen) == 2:
+                raise Lowered
+
+        return observe_lowering(known, observe)
+
+    with (
+        unittest.mock.patch.object(_InductorCompilation, "attempt", watched),
+        unittest.mock.patch.object(torch_compat, "observe_lowering", stopping),
+    ):
+        yield watch
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Swallows the ``Lowered`` that ends the compilation inside."""
+    try:
+        yield
+    except BackendCompilerFailed as error:
+        if not isinstance(error.inner_exception, Lowered):
+            raise
+
+
+def planned(name: str) -> autoremat.Report:
+    """What is planned for a model without a budget; nothing is lowered."""
+    model, inputs = build(name)
+    watch, choose = Watch(), Partitioner.choose
+
+    def choose_and_stop(self: Partitioner, *arguments: Any) -> Any:
+        choose(self, *arguments)
+        watch.partitioner = self
+        raise Lowered
+
+    with uncached(), unittest.mock.patch.object(Partitioner, "choose", choose_and_stop), without_kernels():
+        torch.compile(model, backend="autoremat", options={"on_unplannable": "raise"})(*inputs)
+    return watch.report
+
+
+def lowered(name: str, **options: Any) -> Watch:
+    """The attempts of compiling a model, without kernels."""
+    model, inputs = build(name)
+    with uncached(), watching(kernels=False) as watch, without_kernels():
+        torch.compile(model, backend="autoremat", options=options)(*inputs)
+    return watch
+
+
+def smallest(name: str) -> Watch:
+    """What a budget of one byte is answered with, as well as it goes, without kernels."""
+    return lowered(name, memory_budget=1, on_infeasible="best_effort")
+
+
+def plain_peak(name: str, known: Circumstances, activation_memory_budget: float = 1.0) -> int:
+    """The peak of the code that Inductor alone generates, replayed as ours is, without kernels."""
+    model, inputs = build(name)
+    peaks: dict[bool, int] = {}
+
+    def observe(half: torch_compat.LoweredPeak) -> None:
+        peaks[half.is_backward] = half.peak_bytes
+        if len(peaks) == 2:
+            raise Lowered
+
+    with (
+        uncached(),
+        functorch_config.patch(activation_memory_budget=activation_memory_budget),
+        torch_compat.observe_lowering(lambda: known, observe),
+        without_kernels(),
+    ):
+        torch.compile(model)(*inputs)
+    return max(peaks.values())

@@ -1,0 +1,188 @@
+"""Peak memory and step time of the demo's model: torch's activation budget, checkpointing of each layer, and autoremat.
+
+    python benchmarks/rivals.py            # about a quarter of an hour on two idle cores
+    python benchmarks/rivals.py --layers 4 --repeats 3 --output /tmp/rivals
+
+A step is forward and backward. Every method must hold the parameter gradients at the end, so peaks are also given
+above them. Step times say something only on an idle machine: a busy core slows all of them many times over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import torch._functorch.config as functorch_config
+from rich.console import Console
+from rich.table import Table
+from torch._dynamo.exc import BackendCompilerFailed
+
+import autoremat
+from autoremat.errors import BudgetInfeasible
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+import demo_model  # noqa: E402
+
+TORCH_BUDGETS = tuple(tenths / 10 for tenths in range(9, -1, -1))
+"""Below 1, which is torch's default and Inductor alone."""
+
+SHARES = (0.9, 0.7, 0.5, 0.4, 0.35, 0.3, 0.25)
+"""autoremat's budgets as shares of the peak of Inductor alone; the last two may not be feasible."""
+
+MARGIN_OF_MINIMUM = 1.02
+WARM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured method; bytes above what is live when the step begins."""
+
+    method: str
+    peak_bytes: int
+    peak_above_gradients_bytes: int
+    step_seconds: float
+    compile_seconds: float
+    loss: float
+    budget_bytes: int | None = None
+    predicted_bytes: int | None = None
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=demo_model.FULL.layers)
+    parser.add_argument("--repeats", type=int, default=9, help="timed steps for each method")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    size = demo_model.CUDA if arguments.device == "cuda" else demo_model.FULL
+    bench = Bench(replace(size, layers=arguments.layers), arguments.device, arguments.repeats)
+    rows = []
+    for row in bench.rows():
+        print(f"{row.method}: peak {row.peak_bytes / 2**20:.1f} MiB, step {row.step_seconds:.3f} s", flush=True)
+        rows.append(row)
+    write(rows, bench, arguments.output)
+
+
+@dataclass(frozen=True)
+class Bench:
+    """The model, the device and how often to time a step."""
+
+    size: demo_model.ModelSize
+    device: str
+    repeats: int
+
+    def rows(self) -> Iterator[Row]:
+        """Every method in turn; each compiles a fresh model with the same weights."""
+        plain = self.measure("torch budget 1")
+        yield plain
+        for budget in TORCH_BUDGETS:
+            with functorch_config.patch(activation_memory_budget=budget):
+                yield self.measure(f"torch budget {budget:g}")
+        yield self.measure("checkpoint each layer", checkpoint=True)
+        for share in SHARES:
+            yield from self.budgeted(f"autoremat {share:.0%} of torch's at 1", int(plain.peak_bytes * share))
+        (batch,) = demo_model.token_batches(self.size, 1, self.device)
+        minimum = demo_model.smallest_peak(self.size, batch)
+        yield from self.budgeted("autoremat, smallest + 2 %", int(minimum * MARGIN_OF_MINIMUM))
+
+    def budgeted(self, method: str, budget: int) -> Iterator[Row]:
+        """One row, or none and a printed line if there is no plan for `budget` bytes."""
+        try:
+            yield self.measure(method, budget=budget)
+        except BackendCompilerFailed as error:
+            if not isinstance(error.inner_exception, BudgetInfeasible):
+                raise
+            print(f"{method}: infeasible, the smallest peak is {error.inner_exception.minimum_bytes / 2**20:.1f} MiB")
+
+    def measure(self, method: str, *, budget: int | None = None, checkpoint: bool = False) -> Row:
+        torch._dynamo.reset()
+        gc.collect()
+        model = demo_model.build_model(self.size, device=self.device)
+        if checkpoint:
+            with warnings.catch_warnings():  # later versions of transformers rename it
+                warnings.simplefilter("ignore", FutureWarning)
+                model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        compiled = torch.compile(model)
+        if budget is not None:
+            compiled = torch.compile(model, backend="autoremat", options={"memory_budget": budget})
+        (batch,) = demo_model.token_batches(self.size, 1, self.device)
+        tracker = autoremat.track_peak(self.device)
+        seconds = []
+        for step in range(1 + WARM_STEPS + self.repeats):
+            model.zero_grad(set_to_none=True)
+            begin = time.perf_counter()
+            with tracker if step == WARM_STEPS else contextlib.nullcontext():
+                loss = compiled(batch)
+                loss.backward()
+            final_loss = loss.item()  # waits for the device
+            seconds.append(time.perf_counter() - begin)
+            del loss
+        gradients = sum(parameter.grad.untyped_storage().nbytes() for parameter in model.parameters())
+        return Row(
+            method=method,
+            peak_bytes=tracker.bytes,
+            peak_above_gradients_bytes=tracker.bytes - gradients,
+            step_seconds=statistics.median(seconds[1 + WARM_STEPS :]),
+            compile_seconds=seconds[0],
+            loss=final_loss,
+            budget_bytes=budget,
+            predicted_bytes=None if budget is None else autoremat.reports()[-1].compiled_peak_bytes,
+        )
+
+
+def lowest(rows: list[Row], prefix: str) -> int:
+    return min(row.peak_above_gradients_bytes for row in rows if row.method.startswith(prefix))
+
+
+def write(rows: list[Row], bench: Bench, folder: Path) -> None:
+    """Prints the table and the ratios, and writes them to rivals.txt and rivals.json in `folder`."""
+    ours, theirs, checkpoint = (lowest(rows, prefix) for prefix in ("autoremat", "torch", "checkpoint"))
+    ratios = {"ours lowest / torch's lowest": ours / theirs, "ours lowest / per-layer checkpoint": ours / checkpoint}
+    setup = {
+        "torch": torch.__version__,
+        "device": bench.device,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "size": asdict(bench.size) | {"dtype": str(bench.size.dtype)},
+        "timed steps": bench.repeats,
+    }
+    table = Table(title="Forward and backward, MiB above the step's start")
+    table.add_column("method", no_wrap=True)
+    for column in ("budget", "predicted", "peak", "above gradients", "step, s", "to first, x", "compile, s"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        mebibytes = ["" if count is None else f"{count / 2**20:.2f}" for count in (row.budget_bytes, row.predicted_bytes)]
+        table.add_row(
+            row.method,
+            *mebibytes,
+            f"{row.peak_bytes / 2**20:.2f}",
+            f"{row.peak_above_gradients_bytes / 2**20:.2f}",
+            f"{row.step_seconds:.3f}",
+            f"{row.step_seconds / rows[0].step_seconds:.2f}",
+            f"{row.compile_seconds:.1f}",
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "rivals.txt").open("w") as file:
+        for console in (Console(width=120), Console(width=120, file=file)):
+            console.print(", ".join(f"{key}: {value}" for key, value in setup.items()), highlight=False)
+            console.print(table)
+            for name, ratio in ratios.items():
+                console.print(f"{name}, peaks above the parameter gradients: {ratio:.3f}", highlight=False)
+    record = setup | {"ratios": ratios, "rows": [asdict(row) for row in rows]}
+    (folder / "rivals.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Sums of gradients in a graph for Inductor: the late summand goes onto the early one, and the numbers stay the same."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import autoremat
+from autoremat import partitioner
+from autoremat.passes import accumulate_in_order
+
+aten = torch.ops.aten
+
+
+def computed(b: Tensor) -> Tensor:
+    return torch.cumsum(b.cos(), 0)
+
+
+def a_product_late(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    early = a @ b
+    return early + computed(b) @ b
+
+
+def a_scatter_late(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    early = a @ b
+    zeros = aten.full.default([4, 4], 0.0)
+    return early + aten.index_put.default(zeros, [index], computed(b), True)
+
+
+def anything_late(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    early = a @ b
+    return computed(b) + early
+
+
+def overwritten_late(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    early = a @ b
+    return early + aten.index_put.default(aten.full.default([4, 4], 0.0), [index], computed(b), False)
+
+
+def read_twice(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    early = a @ b
+    return computed(b) + early + early.sin()
+
+
+def weighted(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    early = a @ b
+    return torch.add(computed(b), early, alpha=2)
+
+
+def nothing_between(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    prepared = b.cos()
+    early = a @ b
+    return early + torch.cumsum(prepared, 0)
+
+
+def of_another_type(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    early = a @ b
+    return early + computed(b).double()
+
+
+def rewritten(function: Callable[..., Tensor]) -> tuple[Counter[object], Tensor, Tensor, int]:
+    """The calls of the rewritten graph, its result, the result before, and how many additions were rewritten."""
+    inputs = torch.randn(4, 4), torch.randn(4, 4), torch.tensor([0, 2, 2, 3])
+    graph: fx.GraphModule = make_fx(function, tracing_mode="fake")(*inputs)
+    count = accumulate_in_order(graph)
+    calls = Counter(node.target for node in graph.graph.nodes if node.op == "call_function")
+    return calls, graph(*inputs), function(*inputs), count
+
+
+@pytest.mark.parametrize(
+    ("function", "there", "gone"),
+    [
+        (a_product_late, {aten.addmm.default: 1, aten.mm.default: 1}, aten.add.Tensor),
+        (a_scatter_late, {aten.index_put.default: 1, aten.mm.default: 1}, aten.full.default),
+        (anything_late, {aten.sub.Tensor: 1, aten.neg.default: 1, aten.mm.default: 1}, aten.add.Tensor),
+        (overwritten_late, {aten.sub.Tensor: 1, aten.index_put.default: 1, aten.full.default: 1}, aten.add.Tensor),
+    ],
+)
+def test_the_late_summand_goes_onto_the_early_product(function, there, gone):
+    calls, result, expected, count = rewritten(function)
+    assert count == 1
+    assert there.items() <= calls.items()
+    assert gone not in calls
+    torch.testing.assert_close(result, expected)
+
+
+def test_what_is_only_kept_from_fusing_has_the_same_bits():
+    _, result, expected, _ = rewritten(anything_late)
+    assert torch.equal(result, expected)
+
+
+@pytest.mark.parametrize("function", [read_twice, weighted, nothing_between, of_another_type])
+def test_other_additions_stay(function):
+    calls, result, expected, count = rewritten(function)
+    assert count == 0
+    assert calls[aten.add.Tensor] > 0
+    assert torch.equal(result, expected)
+
+
+class TiedModel(nn.Module):
+    """A projection onto a large vocabulary whose weight is the embedding's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(4096, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = hidden + torch.tanh(layer(hidden))
+        return nn.functional.cross_entropy(hidden @ self.embedding.weight.t(), tokens)
+
+
+def step(in_order: bool) -> tuple[list[Tensor], autoremat.Report, int]:
+    """Gradients, report and measured peak of the tied model without a budget."""
+    torch.manual_seed(0)
+    model, tokens = TiedModel(), torch.randint(0, 4096, (512,))
+    with pytest.MonkeyPatch.context() as patch:
+        if not in_order:
+            patch.setattr(partitioner, "accumulate_in_order", lambda joint: 0)
+        # An option that changes nothing but the key of Inductor's caches.
+        compiled = torch.compile(model, backend="autoremat", options={"max_pointwise_cat_inputs": 8 + in_order})
+        compiled(tokens).backward()
+        model.zero_grad(set_to_none=True)
+        with autoremat.track_peak("cpu") as peak:
+            compiled(tokens).backward()
+    torch._dynamo.reset()
+    return [p.grad.clone() for p in model.parameters() if p.grad is not None], autoremat.reports()[-1], peak.bytes
+
+
+@pytest.mark.slow
+def test_a_tied_weights_gradient_does_not_hold_the_logits():
+    expected, before, measured_before = step(in_order=False)
+    gradients, after, measured = step(in_order=True)
+    weight = 4096 * 64 * 4
+    assert after.compiled_peak_bytes <= before.compiled_peak_bytes - weight
+    assert measured <= measured_before - weight
+    assert after.gradient_bytes == sum(g.untyped_storage().nbytes() for g in gradients)
+    for got, wanted in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(got, wanted)
