@@ -78,6 +78,9 @@ KINDS: dict[str, Callable[[], Built]] = {
 }
 """Nine kinds of models with as few layers as show all that the kind does, so that they compile in seconds."""
 
+PATIENT = {"time_limit": 600}
+"""Options: a busy machine must not cut the planner's search short."""
+
 BUILDERS = {**model_zoo.MODELS, **KINDS}
 
 
@@ -188,7 +191,7 @@ def planned(name: str) -> autoremat.Report:
         raise Lowered
 
     with uncached(), unittest.mock.patch.object(Partitioner, "choose", choose_and_stop), without_kernels():
-        torch.compile(model, backend="autoremat", options={"on_unplannable": "raise"})(*inputs)
+        torch.compile(model, backend="autoremat", options=PATIENT | {"on_unplannable": "raise"})(*inputs)
     return watch.report
 
 
@@ -196,7 +199,7 @@ def lowered(name: str, **options: Any) -> Watch:
     """The attempts of compiling a model, without kernels."""
     model, inputs = build(name)
     with uncached(), watching(kernels=False) as watch, without_kernels():
-        torch.compile(model, backend="autoremat", options=options)(*inputs)
+        torch.compile(model, backend="autoremat", options=PATIENT | options)(*inputs)
     return watch
 
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lowering import BUILDERS, KINDS, ROOT, Watch, build, lowered, plain_peak, planned, smallest, uncached, watching
+from lowering import BUILDERS, KINDS, PATIENT, ROOT, Watch, build, lowered, plain_peak, planned, smallest, uncached, watching
 from rich.console import Console
 from rich.table import Table
 from torch._dynamo.exc import BackendCompilerFailed
@@ -131,7 +131,7 @@ def measure(name: str, times: bool, **options: Any) -> tuple[Watch, int, float |
     """What was compiled, the measured peak of the third step, and the median step time if wanted."""
     model, inputs = build(name)
     gc.collect()
-    compiled = torch.compile(model, backend="autoremat", options=options)
+    compiled = torch.compile(model, backend="autoremat", options=PATIENT | options)
 
     def step() -> None:
         model.zero_grad(set_to_none=True)
