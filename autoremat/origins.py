@@ -37,11 +37,11 @@ def scopes(node: fx.Node) -> tuple[Scope, ...]:
     """The modules that were running when the node was traced, outermost first; without those of an empty path."""
     found = []
     for key, (name, kind) in node.meta.get("nn_module_stack", {}).items():
-        _, _, call = str(key).rpartition("@")
+        _, again, call = str(key).rpartition("@")  # an address, which differs between processes, and "@2" at the third call
         kind = kind if isinstance(kind, str) else kind.__qualname__
         path = _path(name)
         if path:
-            found.append(Scope(path, kind.rpartition(".")[2], int(call) if call.isdigit() else 0))
+            found.append(Scope(path, kind.rpartition(".")[2], int(call) if again else 0))
     return tuple(found)
 
 

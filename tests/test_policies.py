@@ -371,3 +371,11 @@ def test_explain_knows_names_and_policies(transformer):
     report = autoremat.explain(model, batch, options={"inner": "aot_eager", "policy": "full"})
     planned(model, batch, policy="full")
     assert report.saved_bytes == autoremat.reports()[-1].saved_bytes
+
+
+def test_calls_of_modules_are_numbered_not_addressed():
+    """Dynamo's keys of modules are addresses, which differ between processes; torch's caches must not depend on them."""
+    block = nn.Sequential(nn.Linear(4, 4), nn.GELU())
+    seen, _ = planned(lambda x: block(block(x)).square().mean(), torch.randn(2, 4))
+    calls = {(scope.path, scope.call) for op in seen.plan.graph.ops for scope in op.scopes}
+    assert calls == {(path, call) for path in ("block", "block.0", "block.1") for call in (0, 1)}
