@@ -1,6 +1,6 @@
 """Planned, post-fusion and measured peaks of many models under many budgets, compiled by Inductor.
 
-    python benchmarks/peaks.py                         # nine models, six budgets each, about half an hour on two cores
+    python benchmarks/peaks.py                         # nine models, six budgets each
     python benchmarks/peaks.py --resume                # goes on from the rows that are there
     python benchmarks/peaks.py --lowered               # without kernels, and so without measuring
     python benchmarks/peaks.py --models unet --times   # with step times, which say something only on an idle machine
