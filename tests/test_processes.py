@@ -1,12 +1,17 @@
-"""Compiled modules in a process: threads, copies, pickles, resets, several budgets."""
+"""Compiled modules in a process: threads, copies, pickles, resets, several budgets; and torch's cache artifacts between two."""
 
 from __future__ import annotations
 
 import copy
 import io
+import json
+import os
 import pickle
+import subprocess
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +21,7 @@ from torch import Tensor, nn
 import autoremat
 from autoremat import dynamo_backend
 
+ROOT = Path(__file__).parent.parent
 UNCOMPILED = {"inner": "aot_eager"}
 
 
@@ -122,3 +128,54 @@ def test_weights_go_to_a_file_and_to_an_uncompiled_model():
     other.compile(backend="autoremat", options={**UNCOMPILED, "memory_budget": 0.75})  # in place: no prefix
     assert all_same(gradients(other), gradients(compiled))
     assert other.state_dict().keys() == weights.keys()
+
+
+SCRIPT = """
+import json, sys, torch, autoremat
+from autoremat import partitioner
+calls, original = [], partitioner.Partitioner.__call__
+def counted(self, *args, **kwargs):
+    calls.append(1)
+    return original(self, *args, **kwargs)
+partitioner.Partitioner.__call__ = counted
+file, write = sys.argv[1], sys.argv[2] == "write"
+if not write:
+    torch.compiler.load_cache_artifacts(open(file, "rb").read())
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(m for _ in range(3) for m in (torch.nn.Linear(32, 32), torch.nn.Tanh())))
+x = torch.linspace(-1, 1, 256 * 32).view(256, 32)
+compiled = torch.compile(lambda x: model(x).exp().mean(), backend="autoremat", options={"memory_budget": "10MiB"})
+compiled(x).backward()
+if write:
+    open(file, "wb").write(torch.compiler.save_cache_artifacts()[0])
+(report,) = autoremat.reports()
+print("ANSWER", json.dumps([report.budget_bytes, report.compiled_peak_bytes, report.fits, len(calls) > 0,
+                            sum(float(p.grad.double().abs().sum()) for p in model.parameters())]))
+"""
+
+
+@pytest.mark.slow
+def test_cache_artifacts_never_bring_a_plan_without_its_report(tmp_path):
+    """Torch's artifacts hold its own caches, not our records; beside those that a shared cache folder keeps, they answer."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def run(mode: str, ours: str, torchs: str) -> list:
+        environment = {
+            **os.environ, "PYTHONPATH": str(ROOT), "AUTOREMAT_CACHE_DIR": str(tmp_path / ours),
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / torchs),
+        }  # fmt: skip
+        command = [sys.executable, str(script), str(tmp_path / "artifacts"), mode]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-4000:]
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+        return json.loads(line.removeprefix("ANSWER "))
+
+    *cold, planned, gradient = run("write", "ours", "torch")
+    assert planned
+    *alone, planned_again, same = run("read", "other", "other_torch")
+    assert (alone, same) == (cold, pytest.approx(gradient))
+    assert planned_again
+    *together, planned_again, same = run("read", "ours", "third_torch")
+    assert (together, same) == (cold, pytest.approx(gradient))
+    assert not planned_again
