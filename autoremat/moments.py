@@ -187,10 +187,10 @@ def _samples(plan: Plan) -> tuple[list[int], int]:
     length, border = len(plan.schedule.sequence), len(plan.schedule.forward)
     bytes_at = plan.timeline.bytes_at
     chosen: list[int] = []
-    forward = 0
+    in_forward: list[int] = []
     for first, last in ((0, border), (border, length)):
         share = max(1, round(SAMPLES * (last - first) / length))
         stretches = np.array_split(np.arange(first, last), min(share, max(last - first, 1)))
         chosen += [int(stretch[bytes_at[stretch].argmax()]) for stretch in stretches if len(stretch)]
-        forward = forward or len(chosen)
-    return chosen, forward
+        in_forward.append(len(chosen))
+    return chosen, in_forward[0]

@@ -212,10 +212,18 @@ def compile_with_inductor(
 
 
 def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Interpret the graph op by op, freeing each tensor after its last use."""
+    """Run the graph op by op, freeing each tensor after its last use.
+
+    Not by ``fx.Interpreter``, which writes to what another thread's tracing reads.
+    """
+    from torch.fx.graph import _BoxedCodeGen
+
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    forward = module.forward
 
     def run(args: list[Any]) -> Any:
-        return fx.Interpreter(module).boxed_run(args)
+        return forward(args)
 
     run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark for functions that empty their argument list
     return run

@@ -283,7 +283,7 @@ def test_dynamic_shapes(new_reports):
         found = gradients(model, compiled(x))
         for name, gradient in gradients(model, model(x)).items():
             torch.testing.assert_close(found[name], gradient)
-    assert len(new_reports()) == 1
+    assert len(new_reports()) == 2  # up to 256, and up to 512
     assert new_reports()[0].recomputed_ops > 0
 
 
@@ -305,7 +305,7 @@ def test_dynamic_sizes_in_views_and_outputs(new_reports):
         (expected[0].sum() + expected[2].sum()).backward()
         torch.testing.assert_close(found, weight.grad)
         assert outputs[1] == rows + 1
-    assert len(new_reports()) == 1
+    assert len(new_reports()) == 2  # up to 4 rows, and up to 8
 
 
 def test_a_recompilation_for_another_shape_is_another_graph(new_reports):

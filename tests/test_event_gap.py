@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import least_added_seconds
 from strategies import dags, graphs
@@ -50,6 +50,9 @@ def test_holding_everything_is_the_plan_without_recomputation(graph):
 def test_a_plan_said_in_columns_is_the_same_plan_and_counts_no_fewer_bytes(graph, share):
     planner = Planner(graph) if not graph.one_phase else None
     found = planner.find(int(share * planner.baseline.peak_bytes)).smallest if planner else plan(graph, share, "chain")
+    # A forward output that is ordered to be recomputed exists twice; the model reads the copy that the caller holds.
+    recomputed = {value for index in found.recomputed for value in graph.ops[index].outputs}
+    assume(graph.one_phase or recomputed.isdisjoint(graph.forward_outputs))
     model = EventGap(graph, 1, recomputations(graph, found.schedule))
     chosen = model.choice(found.schedule)
     logic, low, high = model.logic
