@@ -217,7 +217,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             worth_trying = (accepts is None or accepts(plan)) and self.worth_trying(plan, budget)
             if self.must_fit and not self.is_region and not worth_trying:
                 relaxed = self.smallest_without_orders(captured, ordered)
-                raise infeasible(planning, budget, captured.device.name, plan_file=self.plan_file, without_orders=relaxed)
+                least = planning.smallest.peak_bytes + self.slack_bytes  # what generated code is taken to need
+                raise infeasible(planning, budget, captured.device.name, least, self.plan_file, relaxed)
         self.report = Report.of(
             planning,
             plan,
