@@ -212,12 +212,10 @@ def compile_with_inductor(
 
 
 def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Run the graph op by op, freeing each tensor after its last use.
-
-    Not by ``fx.Interpreter``, which writes to what another thread's tracing reads.
-    """
+    """Run the graph op by op, freeing each tensor after its last use."""
     from torch.fx.graph import _BoxedCodeGen
 
+    # Not by fx.Interpreter, which writes to what another thread's tracing reads.
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
     forward = module.forward
