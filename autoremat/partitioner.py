@@ -37,8 +37,9 @@ from autoremat.wrapper_code import Circumstances
 log = logging.getLogger("autoremat")
 
 FREE_STEP = 64 * 2**20
-OPTIMISM = 0.25
-"""By how much the generated code's peak may be hoped to be under the simulated one: in-place reuse is not simulated."""
+OPTIMISM = 0.5
+"""By how much the simulated peak may be over the budget for the generated code to be tried: it reuses more than is simulated,
+in unrolled loops most of all."""
 
 
 @cache

@@ -22,6 +22,12 @@ class Block(nn.Module):
         return x + F.dropout(self.down(autoremat.name(F.gelu(self.up(x)), self.name)), 0.1)
 
 
+@pytest.fixture(autouse=True)
+def no_records(tmp_path, monkeypatch):
+    """Nothing that an earlier test or run left behind answers."""
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
+
+
 def stack(name: str = "hidden") -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(Block(name), Block(name))
