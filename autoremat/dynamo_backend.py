@@ -29,6 +29,7 @@ from autoremat.errors import (
     BudgetWarning,
     OptionsError,
     UnplannedWarning,
+    causes,
     unplanned_message,
 )
 from autoremat.options import Options
@@ -373,10 +374,4 @@ class _InductorCompilation:
 
 def _cause(error: BaseException, kind: type[Kind]) -> Kind | None:
     """The exception of that kind that ``error`` is or was raised from, if any."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, kind):
-            return seen
-        inner = getattr(seen, "inner_exception", None)
-        seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)
-    return None
+    return next((cause for cause in causes(error) if isinstance(cause, kind)), None)

@@ -4,7 +4,7 @@ All errors survive pickling with their attributes, so that they cross process bo
 compile workers).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -164,3 +164,12 @@ def _table(rows: Sequence[tuple[str, ...]], alignments: str) -> list[str]:
         cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True)]
         lines.append(f"  {'  '.join(cells)}".rstrip())
     return lines
+
+
+def causes(error: BaseException) -> Iterator[BaseException]:
+    """``error`` and all that it was raised from, or stands for in an exception of torch's."""
+    seen: BaseException | None = error
+    while seen is not None:
+        yield seen
+        inner = getattr(seen, "inner_exception", None)
+        seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)

@@ -6,7 +6,7 @@ As in ``torch_compat``, each function says what it stands for and nothing here d
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from autoremat import torch_compat
+from autoremat.errors import causes
 
 MANY = 1 << 20
 
@@ -98,15 +99,6 @@ def trace_joint(
     except Exception as error:
         if not any(isinstance(cause, _NoBackward) for cause in causes(error)):
             raise
-
-
-def causes(error: BaseException) -> Iterator[BaseException]:
-    """``error`` and all that it was raised from, or stands for in an exception of torch's."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        inner = getattr(seen, "inner_exception", None)
-        seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)
 
 
 def partition_for(

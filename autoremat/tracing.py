@@ -22,7 +22,7 @@ from autoremat import torch_compat, torch_fake
 from autoremat.capture import may_train
 from autoremat.cost import DATASHEETS, device_memory
 from autoremat.cuda_attention import with_attention_of_cuda
-from autoremat.errors import AutorematError, CaptureError, OptionsError
+from autoremat.errors import AutorematError, CaptureError, OptionsError, causes
 from autoremat.options import Options
 from autoremat.origins import take_names
 from autoremat.partitioner import Partitioner
@@ -193,7 +193,7 @@ def trace(
 
 def _stopped(error: Exception, found: bool) -> str:
     """A note on what ended the tracing early; raises if that was our own error or nothing has been seen before."""
-    for cause in torch_fake.causes(error):
+    for cause in causes(error):
         if isinstance(cause, (AutorematError, Warning)):  # a warning is raised where the user makes errors of them
             raise cause from None
     inner = getattr(error, "inner_exception", error)

@@ -77,6 +77,7 @@ def test_what_is_cheap_is_called_cheap():
         (Trait.EFFECTFUL, Reason.EFFECT),
         (Trait.UNDECLARED, Reason.UNDECLARED),
         (Trait.READS_MUTATED_INPUT, Reason.READS_MUTATED_INPUT),
+        (Trait.CHOOSES, Reason.CHOICE),
     ],
 )
 def test_what_may_not_run_twice_says_so(trait, reason):

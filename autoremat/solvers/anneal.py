@@ -1,7 +1,7 @@
 """Simulated annealing over where ops run again (Kirkpatrick et al., "Optimization by simulated annealing", 1983).
 
 Random layered graphs have thousands of overlapping lifetimes, so that linear relaxations say little of where a plan that fits
-is. Here a move takes microseconds: one op runs again where its result is read next after a crowded site, with those of its
+is. Here moves are small and cheap: one op runs again where its result is read next after a crowded site, with those of its
 inputs that are gone; or something no longer runs again; or both. Whatever is then read by nobody goes as well. The energy
 is the added seconds plus a price for the bytes over the budget at each site. The price rises while the state does not fit
 and falls while it does, so the search stays near the border.
@@ -49,7 +49,7 @@ TRIES = 60
 """Values that are drawn before a site is found to hold nothing that could go."""
 
 MOVES_PER_SECOND = 4000
-"""Of the time limit. On a machine of ordinary speed that takes a third to a half of it."""
+"""Of the time limit: few enough that neighbourhoods have time too."""
 
 
 HOT, WARM = 3.0, 0.3
