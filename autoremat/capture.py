@@ -239,8 +239,9 @@ def _pins(node: fx.Node) -> bool:
 
 
 def _overwritten_inputs(builder: _Builder) -> set[int]:
-    """Inputs that the forward writes to: afterwards they hold something else."""
-    found: set[int] = set()
+    """Inputs that are written to in the forward or after it: the backward finds something else in them."""
+    written = torch_compat.inputs_written_afterwards(builder.joint)
+    found = {value for node in written for value in _flatten(builder.aliases.get(node))}
     for node in builder.calls:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:

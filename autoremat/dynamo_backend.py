@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from autoremat import costing, declarations, origins, store, torch_compat, torch_sizes
+from autoremat import costing, declarations, origins, store, torch_compat, torch_lowering, torch_sizes
 from autoremat.capture import may_train
 from autoremat.dynamic_shapes import with_limits
 from autoremat.errors import (
@@ -234,7 +234,7 @@ class _InductorCompilation:
         ``_RoomLeft`` if it needs so little that it is worth another attempt."""
         self.peaks = {}
 
-        def observe(lowered: torch_compat.LoweredPeak) -> None:
+        def observe(lowered: torch_lowering.LoweredPeak) -> None:
             peak, limit = lowered.peak_bytes, partitioner.limit_bytes(lowered.is_backward)
             self.peaks[lowered.is_backward] = peak
             if limit is None:
@@ -253,8 +253,8 @@ class _InductorCompilation:
         module.meta = dict(self.gm.meta)
         patches = {**self.patches, "custom_partitioner_fn": partitioner}
         with (
-            torch_compat.memory_first(lambda: partitioner.memory_first),
-            torch_compat.observe_lowering(lambda: partitioner.circumstances, observe),
+            torch_lowering.memory_first(lambda: partitioner.memory_first),
+            torch_lowering.observe_lowering(lambda: partitioner.circumstances, observe),
         ):
             return torch_compat.compile_with_inductor(module, self.inputs, patches, EAGER_BACKWARD)
 

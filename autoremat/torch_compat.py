@@ -1,4 +1,5 @@
-"""The one file that touches torch's private names. Each function says what it stands for; nothing else here decides anything.
+"""Torch's private names for joint graphs and compilers; those for other things are in the ``torch_*`` files beside this one,
+and nowhere else. Each function says what it stands for and decides nothing.
 
 Supported: torch 2.11 to 2.15. Where a private signature differs between versions, arguments are matched by name.
 """
@@ -8,18 +9,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
-import unittest.mock
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import fx
 
 from autoremat.errors import UnsupportedTorchError
-from autoremat.torch_sizes import expression_hint
 from autoremat.torch_sizes import size_hint as size_hint
-from autoremat.wrapper_code import Circumstances, replay_peak
 
 SUPPORTED_MINORS = range(11, 16)
 
@@ -36,6 +33,7 @@ check_torch_version()
 import torch._functorch.config as functorch_config  # noqa: E402
 import torch._inductor.config as inductor_config  # noqa: E402
 from torch._functorch import compile_utils, partitioners  # noqa: E402
+from torch._functorch._aot_autograd import descriptors  # noqa: E402
 from torch._functorch._aot_autograd import utils as aot_utils  # noqa: E402
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # noqa: E402
 from torch.fx.experimental.proxy_tensor import is_sym_node as is_sym_node  # noqa: E402
@@ -121,6 +119,22 @@ def joint_outputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any
     (output,) = joint.graph.find_nodes(op="output")
     outputs = torch.utils._pytree.arg_tree_leaves(*output.args)
     return outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
+
+
+def inputs_written_afterwards(joint: fx.GraphModule) -> list[fx.Node]:
+    """The inputs whose new values the forward returns: AOTAutograd copies these into them after the forward, so that a backward
+    that reads such an input reads the new value."""
+
+    def unwrapped(description: Any) -> Any:  # components of tensor subclasses are described beside the whole
+        while hasattr(description, "base"):
+            description = description.base
+        return description
+
+    (output,) = joint.graph.find_nodes(op="output")
+    described = map(unwrapped, output.meta.get("desc", ()))
+    written = {unwrapped(d.mutated_input) for d in described if isinstance(d, descriptors.InputMutationAOTOutput)}
+    inputs: list[fx.Node] = joint.graph.find_nodes(op="placeholder")
+    return [node for node in inputs if unwrapped(node.meta.get("desc")) in written]
 
 
 def extract_modules(
@@ -252,148 +266,4 @@ def without_caches() -> Iterator[None]:
         functorch_config.patch({"enable_autograd_cache": False}),
         inductor_config.patch({"force_disable_caches": True}),
     ):
-        yield
-
-
-# -- what Inductor makes of a graph ------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class LoweredPeak:
-    """The peak of one lowered graph, in bytes: what it allocates and, for a backward, what it was handed."""
-
-    is_backward: bool
-    peak_bytes: int
-
-
-def _layout_bytes(buffer: Any) -> int:
-    """Bytes of a buffer of Inductor's; 0 for what holds several results or none."""
-    from torch._inductor.virtualized import V
-
-    try:
-        layout = buffer.get_layout()
-        return expression_hint(layout.storage_size(), V.graph.sizevars) * int(layout.dtype.itemsize)
-    except (AttributeError, NotImplementedError):
-        return 0
-
-
-def _strides(buffer: Any) -> tuple[object, ...]:
-    """Of the dimensions that are longer than 1; nothing for what is no tensor."""
-    with contextlib.suppress(AttributeError, NotImplementedError):
-        return tuple(step for size, step in zip(buffer.get_size(), buffer.get_stride(), strict=True) if size != 1)
-    return ()
-
-
-def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
-    """The peak by the scheduler's buffers, for generated code that :func:`replay_peak` cannot read. It knows nothing of
-    in-place reuse, and what is held is added without ever being freed."""
-    from torch._inductor import memory
-
-    scheduler, ordered_set = lowering.scheduler, torch.utils._ordered_set.OrderedSet
-    outputs = ordered_set(lowering.get_output_names())
-    _, freeable = memory.prepare_planning_info(
-        scheduler.nodes,
-        scheduler.name_to_buf,
-        scheduler.name_to_fused_node,
-        ordered_set(lowering.graph_inputs),
-        outputs,
-    )
-    kept = [name for name in lowering.graph_inputs if name in held]
-    freeable = {name: buffer for name, buffer in freeable.items() if name not in held}
-    peak, _ = memory.estimate_peak_memory(scheduler.nodes, freeable, outputs)
-    return int(peak) + sum(_layout_bytes(lowering.graph_inputs[name]) for name in kept)
-
-
-def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPeak:
-    from torch._inductor.virtualized import V
-
-    with V.set_graph_handler(lowering):
-        counted = {}
-        if lowering.is_backward:
-            counted = {
-                name: _layout_bytes(buffer)
-                for name, buffer in lowering.graph_inputs.items()
-                if not known.is_input(name, _strides(buffer))
-            }
-        held = {name for name in counted if name in known.held or name.startswith("tangents")}
-
-        def buffer_bytes(name: str) -> int:
-            return _layout_bytes(lowering.get_buffer(name)) if lowering.try_get_buffer(name) is not None else 0
-
-        peak = replay_peak(source, counted, buffer_bytes, held, known.allocation_bytes, known.workspaces)
-        peak = _scheduled_peak(lowering, held) if peak is None else peak
-        if lowering.is_backward:  # forward outputs that the backward does not read are alive all the same
-            peak += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
-        return LoweredPeak(bool(lowering.is_backward), peak + known.slack_bytes)
-
-
-def _pin_order(scheduler: Any) -> None:
-    """Keep the graph's order between extern kernels: fusion may merge what stands between two of them, but move nothing
-    past one. Otherwise the scheduler computes what the plan recomputes late together with what it computes early, because
-    both read the same buffer."""
-    from torch._inductor import ir
-    from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
-    from torch._inductor.virtualized import V
-
-    def after(node: Any, earlier: Any) -> None:
-        # Read by `compute_dependencies` as control dependencies, which order nodes but keep no buffer alive.
-        V.graph.additional_buffer_deps[node.get_name()].update(earlier.get_buffer_names())
-
-    barrier: Any = None
-    window: list[Any] = []
-    for node in scheduler.nodes:
-        if isinstance(node, NopKernelSchedulerNode) or isinstance(node.node, ir.MultiOutput):
-            continue
-        if barrier is not None:
-            after(node, barrier)
-        if isinstance(node, ExternKernelSchedulerNode):
-            for earlier in window:
-                after(node, earlier)
-            barrier, window = node, []
-        else:
-            window.append(node)
-
-
-@contextlib.contextmanager
-def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
-    """While active and if ``wanted()``, Inductor keeps the order of backward graphs (see ``_pin_order``), and frees buffers
-    after their last use rather than keep them for a later one of the same size."""
-    from torch._inductor.graph import GraphLowering
-    from torch._inductor.scheduler import Scheduler
-    from torch._inductor.virtualized import V
-
-    compute, generate = Scheduler.compute_dependencies, GraphLowering.codegen
-
-    def pin_and_compute(scheduler: Any) -> None:
-        if wanted() and V.graph.is_backward:
-            _pin_order(scheduler)
-        compute(scheduler)
-
-    def generate_compactly(lowering: Any) -> Any:
-        with inductor_config.patch({"allow_buffer_reuse": False} if wanted() else {}):
-            return generate(lowering)
-
-    with (
-        unittest.mock.patch.object(Scheduler, "compute_dependencies", pin_and_compute),
-        unittest.mock.patch.object(GraphLowering, "codegen", generate_compactly),
-    ):
-        yield
-
-
-@contextlib.contextmanager
-def observe_lowering(known: Callable[[], Circumstances], observer: Callable[[LoweredPeak], None]) -> Iterator[None]:
-    """Call ``observer`` with every whole training graph that Inductor has generated code for, before any of its kernels is
-    compiled. What ``observer`` raises ends the compilation."""
-    from torch._inductor.graph import GraphLowering, SubgraphLowering
-
-    generate = GraphLowering.codegen
-
-    def generate_and_observe(lowering: Any) -> Any:
-        generated = generate(lowering)
-        if not isinstance(lowering, SubgraphLowering) and not lowering.is_inference:
-            source = str(getattr(generated[0], "value", ""))
-            observer(_lowered_peak(lowering, source, known()))
-        return generated
-
-    with unittest.mock.patch.object(GraphLowering, "codegen", generate_and_observe):
         yield

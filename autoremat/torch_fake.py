@@ -1,4 +1,4 @@
-"""The second file that touches torch's private names: fake tensors, and tracing a step without compiling or running it.
+"""Torch's private names for fake tensors, and tracing a step without compiling or running it.
 
 As in ``torch_compat``, each function says what it stands for and nothing here decides anything about plans.
 """

@@ -1,6 +1,6 @@
 """The adapter for torch's higher-order ops: which there are, which bodies they run, which op or kernel they stand for.
 
-Beside ``torch_compat`` the only file that touches torch's private names.
+As in ``torch_compat``, nothing here decides anything about plans.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
-from autoremat import torch_compat
+from autoremat import torch_lowering
 from autoremat.dynamo_backend import _InductorCompilation
 from autoremat.partitioner import Partitioner
 from autoremat.wrapper_code import Circumstances
@@ -142,7 +142,7 @@ def watching(kernels: bool) -> Iterator[Watch]:
     """Record every attempt of the compilations inside. Without ``kernels``, each ends with ``Lowered`` once its last code
     is generated."""
     watch = Watch()
-    attempt, observe_lowering = _InductorCompilation.attempt, torch_compat.observe_lowering
+    attempt, observe_lowering = _InductorCompilation.attempt, torch_lowering.observe_lowering
 
     def watched(self: _InductorCompilation, partitioner: Partitioner) -> Any:
         watch.partitioner = partitioner
@@ -152,10 +152,10 @@ def watching(kernels: bool) -> Iterator[Watch]:
             if partitioner.report is not None:
                 watch.attempts.append(Attempt(partitioner.report.predicted_peak_bytes, max(self.peaks.values(), default=0)))
 
-    def stopping(known: Any, observer: Callable[[torch_compat.LoweredPeak], None]) -> Any:
+    def stopping(known: Any, observer: Callable[[torch_lowering.LoweredPeak], None]) -> Any:
         seen = set()
 
-        def observe(lowered: torch_compat.LoweredPeak) -> None:
+        def observe(lowered: torch_lowering.LoweredPeak) -> None:
             observer(lowered)
             seen.add(lowered.is_backward)
             if not kernels and len(seen) == 2:
@@ -165,7 +165,7 @@ def watching(kernels: bool) -> Iterator[Watch]:
 
     with (
         unittest.mock.patch.object(_InductorCompilation, "attempt", watched),
-        unittest.mock.patch.object(torch_compat, "observe_lowering", stopping),
+        unittest.mock.patch.object(torch_lowering, "observe_lowering", stopping),
     ):
         yield watch
 
@@ -213,7 +213,7 @@ def plain_peak(name: str, known: Circumstances, activation_memory_budget: float 
     model, inputs = build(name)
     peaks: dict[bool, int] = {}
 
-    def observe(half: torch_compat.LoweredPeak) -> None:
+    def observe(half: torch_lowering.LoweredPeak) -> None:
         peaks[half.is_backward] = half.peak_bytes
         if len(peaks) == 2:
             raise Lowered
@@ -221,7 +221,7 @@ def plain_peak(name: str, known: Circumstances, activation_memory_budget: float 
     with (
         uncached(),
         functorch_config.patch(activation_memory_budget=activation_memory_budget),
-        torch_compat.observe_lowering(lambda: known, observe),
+        torch_lowering.observe_lowering(lambda: known, observe),
         without_kernels(),
     ):
         torch.compile(model)(*inputs)

@@ -111,3 +111,25 @@ def test_outputs_that_the_backward_reads_count_once():
 
     bytes_, report = peak_with_outputs(function, [weight])
     assert 0.8 * report.compiled_peak_bytes <= bytes_ <= report.compiled_peak_bytes
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("budget", [None, 1])
+def test_inputs_with_gradients_that_are_written_to(budget):
+    """Torch writes to them after the forward, and takes Inductor's copies of what they held out of the graph."""
+
+    def step(x: Tensor, state: Tensor, weight: Tensor) -> Tensor:
+        hidden = torch.exp(state + x)
+        state.mul_(2.0)
+        return (hidden @ weight).exp().mean() + (state * x).sum()
+
+    def numbers(function: Callable) -> list[Tensor]:
+        torch.manual_seed(0)
+        x, weight, root = ((torch.randn(8, 8) / 4).requires_grad_() for _ in range(3))
+        state = root * 1.0
+        loss = function(x, state, weight)
+        (loss + state.sum()).backward()
+        return [loss, x.grad, weight.grad, root.grad, state]
+
+    for found, expected in zip(numbers(compiled(step, budget)), numbers(step), strict=True):
+        torch.testing.assert_close(found, expected)

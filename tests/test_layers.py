@@ -27,11 +27,11 @@ TORCH = (
     "calls", "capture", "costing", "cuda_attention", "declarations", "dynamic_shapes", "dynamo_backend", "eager", "measure",
     "op_rules", "op_work", "partitioner", "preview", "steps.metering", "steps.recording", "steps.survey", "steps.watch",
     "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
-    "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_sizes", "torch_steps", "tracing",
+    "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_sizes", "torch_steps", "tracing",
     "workspace", "passes", "comparison", "sizing", "integrations", "naming", "origins",
 )  # fmt: skip
 
-ADAPTERS = ("torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_sizes", "torch_steps")
+ADAPTERS = ("torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_sizes", "torch_steps")
 """The modules that may touch torch's private names."""
 
 PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispatch")

@@ -179,6 +179,22 @@ def writing_to_inputs(compile_: Compile) -> list[Tensor]:
 
 
 @step
+def writing_to_inputs_with_gradients(compile_: Compile) -> list[Tensor]:
+    """To a result of ops before, through which gradients go: torch writes to it only after the forward."""
+    model, root = layers(), rows(gradient=True)
+
+    def forward(x: Tensor, state: Tensor) -> Tensor:
+        hidden = torch.exp(model(x) + state)
+        state.mul_(0.5)
+        return (model(hidden) + state).exp().mean()
+
+    compiled, x, state = compile_(forward), rows(gradient=True), root * 1.0
+    losses = [compiled(x, state) for _ in range(2)]
+    (torch.stack(losses).sum() + state.sum()).backward()
+    return numbers(*losses, x, root, state, model)
+
+
+@step
 def outputs_that_share(compile_: Compile) -> list[Tensor]:
     """Views of an input, the same result twice, a view of a result, a detached one."""
     model = layers()
