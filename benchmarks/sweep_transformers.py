@@ -3,7 +3,9 @@
     python benchmarks/sweep_transformers.py                 # an hour or more
     python benchmarks/sweep_transformers.py --only gpt2 bert --jobs 1
 
-Families are those of the mappings for causal, masked and sequence-to-sequence language models and image classification.
+Families are those of the mappings for causal, masked and sequence-to-sequence language models and image classification;
+and every further family that has a base model: encoders of text, images, videos and sound, detectors, speech models. Models
+that join several others (vision-language models) are not walked: their parts are.
 Configurations are shrunk by the names of their fields, weights are random, dropout is as the configuration has it. Loss,
 gradients and buffers must have the bits that `torch.compile(backend="aot_eager")` gives with the same seed. Each case has a
 process of its own, which is ended after `--seconds`.
@@ -16,6 +18,7 @@ import copy
 import json
 import multiprocessing
 import os
+import random
 import resource
 import time
 import warnings
@@ -26,11 +29,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 import transformers
 from shrinking import LEVELS, shrunk
 from sweeping import FAILED, OK, SKIPPED, SMALLEST, Late, Numbers, Row, Step, first_line, judge, limited, write
 from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 0
@@ -41,6 +46,8 @@ MAX_PARAMETERS = 30_000_000
 BATCH, TOKENS = 2, 16
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION")
+BASE = "BASE"
+"""The task of families that have none of these: what their base model returns."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +71,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="families, exactly")
     parser.add_argument("--every", type=int, default=1, help="only every n-th case, for a first look")
-    parser.add_argument("--resume", action="store_true", help="keep the rows that are ok in the output folder")
+    parser.add_argument(
+        "--resume", action="store_true", help="keep the output folder's rows; run what is chosen and not ok there"
+    )
     parser.add_argument("--budget", type=float, default=None, help="a share, in place of the smallest feasible budget")
     parser.add_argument("--seconds", type=int, default=240, help="limit for each case")
     parser.add_argument("--jobs", type=int, default=os.cpu_count())
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     begin = time.perf_counter()
-    chosen = [case for case in cases() if not arguments.only or case.family in arguments.only][:: arguments.every]
+    everything = list(cases())
+    chosen = [case for case in everything if not arguments.only or case.family in arguments.only][:: arguments.every]
     options = SMALLEST if arguments.budget is None else SMALLEST | {"memory_budget": arguments.budget}
     kept = earlier(arguments.output) if arguments.resume else {}
-    rows = [kept[case.name] for case in chosen if case.name in kept]
-    for row in in_processes([case for case in chosen if case.name not in kept], options, arguments.seconds, arguments.jobs):
+    chosen = [case for case in chosen if case.name not in kept or kept[case.name].result != OK]
+    rows = [row for row in kept.values() if row.name not in {case.name for case in chosen}]
+    before = len(rows)
+    for row in in_processes(chosen, options, arguments.seconds, arguments.jobs):
         print(f"{row.name}: {row.result} {row.graphs} {row.recomputed} {row.seconds} {row.reason} {row.note}", flush=True)
         rows.append(row)
     setup = {
@@ -84,30 +96,33 @@ def main() -> None:
         "budget": arguments.budget or "smallest feasible",
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
-        "rows kept from earlier runs": len(kept),
+        "rows kept from earlier runs": before,
         "minutes of this run": round((time.perf_counter() - begin) / 60, 1),
     }
-    order = {case.name: index for index, case in enumerate(chosen)}
+    order = {case.name: index for index, case in enumerate(everything)}
     rows.sort(key=lambda row: order[row.name])
     title = "Model families of transformers under a budget, inner aot_eager"
     write(title, "sweep_transformers", rows, setup, arguments.output)
 
 
 def cases() -> Iterator[Case]:
-    """Each model class once, in the order of the mappings."""
-    seen = set()
-    for task in TASKS:
-        for family, names in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").items():
-            for class_name in (names,) if isinstance(names, str) else names[:1]:
-                if class_name not in seen:
-                    seen.add(class_name)
-                    yield Case(family, task, class_name)
+    """Each model class once, in the order of the mappings; base models of families that have no other."""
+    seen: set[str] = set()
+    families: set[str] = set()
+    mappings = {task: getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS}
+    for task, mapping in (mappings | {BASE: modeling_auto.MODEL_MAPPING_NAMES}).items():
+        for family, names in mapping.items():
+            class_name = names if isinstance(names, str) else names[0]
+            if class_name not in seen and (task != BASE or family not in families):
+                yield Case(family, task, class_name)
+            seen.add(class_name)
+            families.add(family)
 
 
 def earlier(folder: Path) -> dict[str, Row]:
-    """The rows that are ok in the results of an earlier run."""
+    """The rows of an earlier run."""
     rows = (Row(**row) for row in json.loads((folder / "sweep_transformers.json").read_text())["rows"])
-    return {row.name: row for row in rows if row.result == OK}
+    return {row.name: row for row in rows}
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -186,6 +201,9 @@ def examine(case: Case, options: dict[str, Any], progress: list[str]) -> Row:
 
 def built(case: Case) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """A tiny model of the case that runs, and its batch. Raises ``Unbuildable`` with the first level's reason."""
+    parts = CONFIG_MAPPING[case.family].sub_configs
+    if case.task == BASE and len(parts) > 1:
+        raise Unbuildable(f"joins other models: {', '.join(sorted(parts))}")
     model_class = getattr(transformers, case.class_name, None)
     if model_class is None:
         raise Unbuildable(f"{case.class_name} is not exported by transformers")
@@ -199,36 +217,78 @@ def built(case: Case) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
             if size > MAX_PARAMETERS:
                 raise Unbuildable(f"still {size / 1e6:.0f} million parameters")
             model = model_class(config).float().train()
-            batch = example(case, model)
-            loss_of(copy.deepcopy(model), batch).backward()
+            batch = runnable(model, examples(case, model))
             return model, batch
         except Exception as error:  # a configuration that does not fit together fails in any way: try the next
             reasons.append(first_line(error))
     raise Unbuildable(f"cannot be shrunk: {reasons[0]}")
 
 
-def example(case: Case, model: Any) -> dict[str, torch.Tensor]:
-    """A batch for the model's main input, with labels."""
+def runnable(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The first of the batches with which the model trains, eagerly. Raises what the first one raises."""
+    errors = []
+    for batch in batches:
+        try:
+            loss_of(copy.deepcopy(model), batch).backward()
+        except Exception as error:  # inputs of another form fail in any way
+            errors.append(error)
+        else:
+            return batch
+    raise errors[0]
+
+
+def examples(case: Case, model: Any) -> list[dict[str, torch.Tensor]]:
+    """Batches for the model's main input, with labels where its task has any; of several forms where its name allows them."""
     config = model.config
-    text = config.get_text_config()
     torch.manual_seed(SEED)
     classes = torch.zeros(BATCH, dtype=torch.long)
-    if model.main_input_name == "pixel_values" and case.task == "IMAGE_CLASSIFICATION":
-        size = getattr(config, "image_size", None) or 32
-        height, width = size if isinstance(size, (tuple, list)) else (size, size)
-        channels = getattr(config, "num_channels", 3)
-        return {"pixel_values": torch.randn(BATCH, channels, height, width), "labels": classes}
+    labels = {"labels": classes} if case.task == "IMAGE_CLASSIFICATION" else {}
+    if model.main_input_name in SHAPES and (labels or case.task == BASE):
+        shapes = SHAPES[model.main_input_name](config)
+        return [{model.main_input_name: torch.randn(BATCH, *shape)} | labels for shape in shapes]
     if model.main_input_name != "input_ids":
         raise Unbuildable(f"its main input is {model.main_input_name}")
-    tokens = torch.randint(4, min(text.vocab_size, 100), (BATCH, TOKENS))
-    return {"input_ids": tokens, "labels": classes if case.task == "IMAGE_CLASSIFICATION" else tokens.clone()}
+    tokens = torch.randint(4, min(getattr(config.get_text_config(), "vocab_size", 100), 100), (BATCH, TOKENS))
+    return [{"input_ids": tokens} | (labels or ({} if case.task == BASE else {"labels": tokens.clone()}))]
+
+
+def of_images(config: Any) -> list[tuple[int, ...]]:
+    """Channels, height and width; for videos, frames before or after the channels."""
+    size = getattr(config, "image_size", None) or 32
+    height, width = size if isinstance(size, (tuple, list)) else (size, size)
+    channels = getattr(config, "num_channels", 3)
+    frames = getattr(config, "num_frames", None)
+    if frames is None:
+        return [(channels, height, width)]
+    return [(frames, channels, height, width), (channels, frames, height, width), (channels, height, width)]
+
+
+def of_sound(config: Any) -> list[tuple[int, ...]]:
+    """Samples, with or without a channel; frames of a spectrogram, or its bands first."""
+    bands = next((getattr(config, name) for name in BANDS if getattr(config, name, None)), 80)
+    frames = getattr(config, "max_length", None) or 2 * getattr(config, "max_source_positions", 32)
+    spectrograms: list[tuple[int, ...]] = [(frames, bands), (bands, frames)]
+    samples: list[tuple[int, ...]] = [(SAMPLES,), (1, SAMPLES)]
+    return spectrograms + samples if hasattr(config, "num_mel_bins") else samples + spectrograms
+
+
+BANDS = ("num_mel_bins", "feature_size", "input_feat_per_channel", "feature_projection_input_dim", "input_dim")
+SAMPLES = 4000
+
+SHAPES: dict[str, Callable[[Any], list[tuple[int, ...]]]] = {
+    "pixel_values": of_images,
+    "pixel_values_videos": of_images,
+    "input_values": of_sound,
+    "input_features": of_sound,
+}
+"""What shapes, but for the batch, a main input of this name may have."""
 
 
 def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The model's own loss, or the mean square of its first output where it has none."""
+    """The model's own loss; where it has none, a mean of its first output, which a last layer norm leaves gradients."""
     outputs = model(**batch)
     loss = getattr(outputs, "loss", None)
-    return outputs[0].square().mean() if loss is None else loss
+    return outputs[0].tanh().square().mean() if loss is None else loss
 
 
 def training_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Step:
@@ -237,6 +297,8 @@ def training_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Ste
     def step(compile: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Numbers:
         fresh = copy.deepcopy(model)
         torch.manual_seed(SEED)
+        numpy.random.seed(SEED)  # what speech models mask
+        random.seed(SEED)
         loss = compile(lambda inputs: loss_of(fresh, inputs))(batch)
         loss.backward()
         numbers: Numbers = {"loss": loss.detach()}

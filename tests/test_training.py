@@ -9,7 +9,7 @@ import torch
 from oracles import same_bits
 from torch import Tensor, nn
 from torch.nn import functional as F
-from training_models import STEPS
+from training_families import FAMILIES, STEPS
 from training_steps import layers, rows
 
 import autoremat
@@ -20,12 +20,13 @@ NO_RECOMPUTATION = "aot_eager_default_partitioner"
 AT_LEAST_ALREADY = {"nothing_in_the_batch", "batch_norm", "writing_in_place"}
 """Steps that need no less memory under any plan: gradients, or what is written to, make their peak."""
 
-LARGE = {"whisper", "language_model_with_cache", "experts_whole", "two_towers", "recurrent_layers"}
+LARGE = {"whisper", "language_model_with_cache", "experts_whole", "two_towers", "recurrent_layers"} | set(FAMILIES)
 
 # What torch says of these steps under any backend.
 pytestmark = [
     pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*Torchinductor does not support code generation for complex:UserWarning"),
 ]
