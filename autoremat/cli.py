@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import json
 import os
 import sys
@@ -47,7 +48,9 @@ class _Commands(click.Group):
 def _failure(error: BaseException) -> click.ClickException:
     """The error as click shows it, without its traceback, and the exit code that it has."""
     error = getattr(error, "inner_exception", None) or error  # torch wraps what a backend raises
-    if isinstance(error, AutorematError):
+    if isinstance(error, OSError) and error.filename:
+        shown, code = click.ClickException(f"{error.filename}: {error.strerror}"), USAGE
+    elif isinstance(error, AutorematError):
         shown = click.ClickException(str(error))
         code = INFEASIBLE if isinstance(error, BudgetInfeasible) else USAGE
     else:
@@ -89,7 +92,8 @@ def _load(target: str) -> Callable[..., Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, and imports another that is not
-        raise click.BadParameter(f"there is no module {error.name!r}", param_hint="MODULE:FUNCTION") from error
+        hint = " (a module is named without .py)" if module_name.endswith(".py") else ""
+        raise click.BadParameter(f"there is no module {error.name!r}{hint}", param_hint="MODULE:FUNCTION") from error
     except AttributeError as error:
         raise click.BadParameter(str(error), param_hint="MODULE:FUNCTION") from error
     if not callable(found):
@@ -99,7 +103,12 @@ def _load(target: str) -> Callable[..., Any]:
 
 def _made(target: str, *size: int) -> tuple[Any, Any]:
     """The model and its inputs, as the function returns them."""
-    made = _load(target)(*size)
+    function = _load(target)
+    try:
+        inspect.signature(function).bind(*size)
+    except TypeError as error:
+        raise click.UsageError(f"{target} is called with {'the size' if size else 'nothing'} here: {error}") from error
+    made = function(*size)
     if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
         raise click.UsageError(f"{target} should return (model, inputs), and returns {type(made).__name__}")
     return made

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def to_html(report: Report) -> str:
-    """The text of the file. Raises ``ImportError`` without matplotlib and Jinja (``pip install "autoremat[plot]"``)."""
+    """The text of the file. Raises ``ImportError`` without matplotlib and Jinja, of the extra ``plot``."""
     try:
         import jinja2
     except ImportError as error:
-        raise ImportError('HTML reports need Jinja: pip install "autoremat[plot]"') from error
+        raise ImportError("HTML reports need Jinja: pip install jinja2") from error
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("autoremat"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,

@@ -1,4 +1,4 @@
-"""Pictures of reports and of time against memory, by matplotlib (``pip install "autoremat[plot]"``).
+"""Pictures of reports and of time against memory, by matplotlib (of the extra ``plot``).
 
 Each function returns a ``matplotlib.figure.Figure``; ``figure.savefig("memory.png")`` or ``.svg`` writes it. Nothing is shown,
 and no global state is touched.
@@ -150,7 +150,7 @@ def _empty(width: float, height: float) -> tuple[Figure, Axes]:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ImportError('pictures need matplotlib: pip install "autoremat[plot]"') from error
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
     figure = Figure(figsize=(width, height), layout="constrained", dpi=120)
     axes = figure.add_subplot()
     axes.spines[["top", "right"]].set_visible(False)

@@ -106,12 +106,11 @@ def value_table(values: Sequence[ForwardValue], limit: int | None) -> Table:
     """The first ``limit`` of ``values`` with their fates and reasons."""
     shown = values if limit is None else values[:limit]
     title = f"{len(shown)} of {len(values)} values" if len(shown) < len(values) else f"{len(values)} values"
-    table = plain_table(title, ("bytes", "seconds", "added", "value", "fate", "why", "where"), numbers=3)
+    table = plain_table(title, ("bytes", "added", "value", "fate", "where, and why"), numbers=2)
     for value in shown:
         added = format_seconds(value.added_seconds) if value.added_seconds else ""
-        seconds = format_seconds(value.seconds) if value.seconds else ""
-        row = (format_bytes(value.bytes), seconds, added, value.name, value.fate.value, value.why, where(value))
-        table.add_row(*row)
+        lines = "\n".join(filter(None, (where(value), value.why)))  # beside one another neither is readable at 80 columns
+        table.add_row(format_bytes(value.bytes), added, value.name, value.fate.value, lines)
     return table
 
 

@@ -5,8 +5,10 @@ As in ``torch_compat``, each function says what it stands for and nothing here d
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +31,9 @@ MANY = 1 << 20
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 """What is raised where the value of a tensor is asked for that has none."""
+
+FAILED_OP = torch._dynamo.exc.TorchRuntimeError
+"""What is raised where an op refuses its arguments; the op's own error is the first of its causes."""
 
 Partition = Callable[..., torch_compat.PartitionedModules]
 
@@ -60,12 +65,23 @@ def compiled_by(function: Callable[..., Any], backend: Callable[..., Any]) -> Ca
             "recompile_limit": MANY, "accumulated_recompile_limit": MANY, "automatic_dynamic_shapes": False,
             "suppress_errors": False,
         }  # fmt: skip
-        with torch._dynamo.config.patch(settings), warnings.catch_warnings():
+        with torch._dynamo.config.patch(settings), warnings.catch_warnings(), _failed_ops_unlogged():
             # Dynamo looks at the gradients of a graph's inputs, which after a graph break are no leaves.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
             return torch.compile(function, backend=backend, dynamic=False)(*args, **kwargs)
 
     return run
+
+
+@contextlib.contextmanager
+def _failed_ops_unlogged() -> Iterator[None]:
+    """Torch logs the traceback of an op that refuses its arguments, beside raising it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 class _NoBackward(Exception):

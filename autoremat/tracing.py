@@ -197,6 +197,8 @@ def _stopped(error: Exception, found: bool) -> str:
         if isinstance(cause, (AutorematError, Warning)):  # a warning is raised where the user makes errors of them
             raise cause from None
     inner = getattr(error, "inner_exception", error)
+    if isinstance(error, torch_fake.FAILED_OP):
+        *_, inner = causes(error)
     what = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0] or 'no message'}"
     if not found:
         hint = ""

@@ -133,6 +133,15 @@ def by_keyword():
     model, x = net()
     return lambda x: model(x).square().mean(), {"x": x}
 
+def sized(batch):
+    return net(batch)
+
+def mistaken():
+    return lambda x: lost(x), torch.randn(3)
+
+def unequal():
+    return nn.Linear(3, 1), torch.randn(256, 32)
+
 def wrong():
     return 7
 
@@ -210,6 +219,11 @@ def test_max_batch_finds_the_largest_size(training):
         (["{}:number"], 2, "is no function"),
         (["{}:wrong"], 2, "should return (model, inputs), and returns int"),
         (["nowhere:loss"], 2, "there is no module 'nowhere'"),
+        (["{}.py:loss"], 2, "(a module is named without .py)"),
+        (["{}:sized"], 2, "sized is called with nothing here: missing a required argument: 'batch'"),
+        (["{}:loss", "--save-plan", "no/such/folder"], 2, "no/such/folder: No such file or directory"),
+        (["{}:mistaken"], 2, "cannot be traced without running it (NameError: name 'lost' is not defined)"),
+        (["{}:unequal"], 2, "must have same reduction dim, but got [256, 32] X [3, 1]"),
         (["{}:failing"], 3, "ValueError: no data here"),
     ],
 )

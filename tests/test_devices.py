@@ -34,6 +34,11 @@ def test_memory_is_the_names_or_the_sheets():
     assert device_memory("Abacus") is None
 
 
+@pytest.mark.parametrize("name", ["H1000", "NVIDIA T400 4GB", "RTX A1000", "RTX 40900"])
+def test_another_number_is_another_card(name):
+    assert datasheet(name) is None
+
+
 def test_an_unknown_card_has_middling_rates():
     assert cuda_device("Abacus", True).flops_per_second == UNKNOWN_GPU.half_flops * MATMUL_EFFICIENCY
     assert cuda_device("H100", False).flops_per_second < cuda_device("H100", True).flops_per_second

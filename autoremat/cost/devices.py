@@ -62,8 +62,8 @@ UNKNOWN_GPU = Datasheet(150e12, 75e12, 1.0e12, 0)
 
 def datasheet(name: str) -> Datasheet | None:
     """The data sheet of the CUDA device that calls itself ``name``, such as "NVIDIA A100-SXM4-40GB"; None if there is none."""
-    # The longest match wins: "L40S" is not an "L4".
-    matches = [key for key in DATASHEETS if all(part in name.lower() for part in key.lower().split())]
+    # Whole numbers only: a "T400" is not a "T4". The longest match wins: an "H100 PCIe" is not an "H100".
+    matches = [key for key in DATASHEETS if all(re.search(rf"(?<!\d){part}(?!\d)", name, re.I) for part in key.split())]
     return DATASHEETS[max(matches, key=len)] if matches else None
 
 
