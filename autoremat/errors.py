@@ -57,6 +57,10 @@ class PlanInvalid(AutorematError):
     """A plan does not hold what it promises: it failed the check that every plan must pass before it is used."""
 
 
+class NotByRows(AutorematError):
+    """The projection and the loss of a graph cannot be computed in parts; the message says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class Occupant:
     """One tensor that is alive at the peak; `bytes` are those of its storage, unknown places are empty strings."""

@@ -10,7 +10,6 @@ import json
 import math
 import operator
 import os
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from enum import Enum
@@ -23,6 +22,7 @@ from .errors import OptionsError
 from .plan_files import PlanFile
 from .plans import Plan
 from .policies import Policy, Selective
+from .stable import stable
 from .steps.ledger import Share
 from .steps.surveyed import Budget, Survey
 from .units import BYTE_FORMS, format_bytes, parse_bytes
@@ -37,7 +37,7 @@ COST_MODELS = ("roofline", "calibrated", "profile")
 UNPLANNABLE_ACTIONS = ("warn", "raise")
 OWN_KEYS = (
     "memory_budget", "reserve", "time_limit", "inner", "on_infeasible", "on_unplannable", "cost_model", "plan", "policy",
-    "recompute_modules", "save", "recompute",
+    "recompute_modules", "save", "recompute", "chunk_loss",
 )  # fmt: skip
 
 _BUDGET_FORMS_ANYWHERE = (
@@ -46,6 +46,7 @@ _BUDGET_FORMS_ANYWHERE = (
 )
 _BUDGET_FORMS = f'{_BUDGET_FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `reserve`); an `autoremat.survey`'
 _PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
+_CHUNK_FORMS = '"auto", True, False or a number of parts, an int >= 2'
 _RESERVE_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
 
@@ -75,6 +76,8 @@ class Options:
     - policy: what runs again in the backward; see `autoremat.policies`. Without a budget it is the whole plan.
     - recompute_modules: the modules of the policy "selective"; kept in the policy, empty here.
     - save, recompute: orders to the planner: globs of module paths, ops, or names of tensors.
+    - chunk_loss: whether the projection onto a vocabulary, the loss and their gradients are computed in parts: "auto" (if no
+        plan fits otherwise), True (also if that is faster by prediction), in how many parts in any case, or False (never).
     - inductor: pairs for Inductor's config, sorted by key.
     - mode: as in `torch.compile`.
 
@@ -95,6 +98,7 @@ class Options:
     recompute_modules: tuple[str, ...] = ()
     save: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
+    chunk_loss: bool | int | str = "auto"
 
     def __post_init__(self) -> None:
         normalised = {
@@ -110,6 +114,7 @@ class Options:
             "recompute_modules": (),
             "save": _normalise_patterns(self.save, "save"),
             "recompute": _normalise_patterns(self.recompute, "recompute"),
+            "chunk_loss": _normalise_chunks(self.chunk_loss),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
         if normalised["plan"] and (normalised["policy"] or normalised["save"] or normalised["recompute"]):
@@ -158,7 +163,7 @@ class Options:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         values["inductor"] = dict(self.inductor)
         values["policy"] = policies.identity(policies.parse(self.policy))
-        return json.dumps(_stable(values), sort_keys=True)
+        return json.dumps(stable(values), sort_keys=True)
 
     def resolve_budget(self, baseline_peak_bytes: int, free_bytes: int | None) -> int | None:
         """The budget in bytes, None for no bound.
@@ -206,6 +211,7 @@ def configure(
     recompute_modules: Collection[str] | _Unset = _UNSET,
     save: Collection[str] | _Unset = _UNSET,
     recompute: Collection[str] | _Unset = _UNSET,
+    chunk_loss: bool | int | str | _Unset = _UNSET,
 ) -> None:
     """Set defaults for this process, for callers that can pass only the backend's name.
 
@@ -226,6 +232,7 @@ def configure(
         "recompute_modules": recompute_modules,
         "save": save,
         "recompute": recompute,
+        "chunk_loss": chunk_loss,
     }
     given = {key: value for key, value in arguments.items() if value is not _UNSET}
     checked = Options(**given)
@@ -328,6 +335,15 @@ def _normalise_patterns(value: object, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(value))
 
 
+def _normalise_chunks(value: object) -> bool | int | str:
+    if isinstance(value, bool) or value == "auto":
+        return value
+    count = _as_int(value)
+    if count is None or count < 2:
+        raise _refused("chunk_loss", value, _CHUNK_FORMS)
+    return count
+
+
 def _one_of(accepted: tuple[str, ...], value: object, name: str) -> str:
     if not isinstance(value, str) or value not in accepted:
         raise _refused(name, value, " or ".join(f'"{one}"' for one in accepted))
@@ -375,25 +391,3 @@ def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:
         f"the option {key!r} is known neither to autoremat nor to Inductor's config; {hint}. "
         f"Autoremat's own: {', '.join(OWN_KEYS)}"
     )
-
-
-def _stable(value: object) -> object:
-    """`value` as JSON data that is the same in every process: no addresses, no hash order."""
-    match value:
-        case None | bool() | int() | float() | str():
-            return value
-        case list() | tuple():
-            return [_stable(one) for one in value]
-        case set() | frozenset():
-            return sorted(json.dumps(_stable(one), sort_keys=True) for one in value)
-        case dict():
-            return {str(key): _stable(one) for key, one in value.items()}
-    if callable(uuid := getattr(value, "uuid", None)) and not isinstance(value, type):
-        return [_qualified_name(type(value)), _stable(uuid())]  # torch's custom passes name their version this way
-    if callable(value) and hasattr(value, "__qualname__"):
-        return _qualified_name(value)
-    return [_qualified_name(type(value)), re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))]
-
-
-def _qualified_name(value: object) -> str:
-    return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', '')}"

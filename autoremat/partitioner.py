@@ -21,8 +21,17 @@ from autoremat import origins, plan_files, policies, torch_compat
 from autoremat.capture import Capture, capture
 from autoremat.cost import Pricing
 from autoremat.costing import priced
-from autoremat.errors import BudgetInfeasible, Occupant, OptionsError, OrderWarning, UnplannedWarning, unplanned_message
+from autoremat.errors import (
+    BudgetInfeasible,
+    BudgetWarning,
+    Occupant,
+    OptionsError,
+    OrderWarning,
+    UnplannedWarning,
+    unplanned_message,
+)
 from autoremat.graph import Graph, Kind, Role
+from autoremat.loss_parts import Contender, Parts
 from autoremat.options import Options
 from autoremat.orders import Ordered, Orders
 from autoremat.passes import accumulate_in_order, read_operands_directly, realise
@@ -79,6 +88,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     """Whether to raise if nothing fits; else the plan of least memory is taken."""
     free_bytes: Callable[[torch.device], int | None] = free_device_bytes
     """What an "auto" budget is taken from: bytes free on the device; None where that is not known."""
+    cuda_name: str | None = None
+    """The CUDA device that is planned for, if the one at hand only stands for it."""
     report: Report | None = field(default=None, init=False)
     plan: Plan | None = field(default=None, init=False)
     planning: Planning | None = field(default=None, init=False)
@@ -101,6 +112,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     """Whether planning failed and the graph was left to torch's partitioner."""
     plan_file: str | None = field(default=None, init=False)
     """The stored plan that is applied instead of planning."""
+    captured: Capture | None = field(default=None, init=False)
+    """The graph that was chosen: the one at hand, or the same with its loss in parts."""
 
     def __post_init__(self) -> None:
         self.identity = ("autoremat", source_hash(), self.fingerprint, self.margin_bytes, self.must_fit)
@@ -131,7 +144,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             if captured.graph.num_forward < len(captured.graph.ops):
                 self.is_region = not joint_inputs
                 return self.plan_and_split(captured, kwargs.get("static_lifetime_input_indices") or ())
-        except (BudgetInfeasible, OptionsError, OrderWarning):
+        except (BudgetInfeasible, OptionsError, OrderWarning, BudgetWarning):
             raise
         except Exception as error:  # models and torch's ops are open-ended: what we fail on must train all the same
             if self.options.on_unplannable == "raise":
@@ -145,6 +158,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         captured, pricing = priced(captured, self.options.cost_model)
         self.inputs_kept = kept_inputs(captured, static_inputs)
         plan = self.choose(captured, pricing)
+        captured = self.captured or captured
         modules = realise(captured, plan.schedule, static_inputs)
         self.circumstances = circumstances(captured)
         fastest = self.plan_for(None)
@@ -201,15 +215,17 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     def choose(self, captured: Capture, pricing: Pricing) -> Plan:
         """Plan under the budget and write the report. Raises ``BudgetInfeasible`` if nothing fits and that is asked for."""
         start = time.perf_counter()
-        planner, ordered = self.planner_of(captured)
+        first = self.planner_of(captured)
+        baseline = first[0].baseline
         device = torch_compat.device_of(captured.joint)
         self.slack_bytes = slack_bytes(captured.graph) + layout_copies_bytes(captured.op_nodes) if self.fuses else 0
-        budget = self.options.resolve_budget(planner.baseline.peak_bytes, self.free_bytes(device))
+        budget = self.options.resolve_budget(baseline.peak_bytes, self.free_bytes(device))
         if self.is_region and isinstance(self.options.memory_budget, float):
             budget = None
         self.exhausted = False
-        planning = self.search_or_apply(planner, budget, ordered)
-        self.planning, plan = planning, planning.plan
+        chosen, whole = self.whole_or_in_parts(captured, pricing, budget, first)
+        captured, ordered, planning = chosen.captured, chosen.ordered, chosen.planning
+        self.captured, self.planning, plan = captured, planning, planning.plan
         if plan is None:
             assert budget is not None
             plan = planning.smallest
@@ -221,16 +237,37 @@ class Partitioner(torch_compat.CustomPartitionerFn):
                 least = planning.smallest.peak_bytes + self.slack_bytes  # what generated code is taken to need
                 raise infeasible(planning, budget, captured.device.name, least, self.plan_file, relaxed)
         self.report = Report.of(
-            planning,
+            dataclasses.replace(planning, baseline=baseline),
             plan,
             self.slack_bytes + self.margin_bytes,
             budget_bytes=budget,
             planning_seconds=time.perf_counter() - start,
             inner=self.options.inner,
             device=captured.device.name,
-            **dataclasses.asdict(pricing),
+            loss_parts=chosen.parts,
+            minimum_in_one_part_bytes=None if whole is None else whole.planning.smallest.peak_bytes,
+            **dataclasses.asdict(chosen.pricing),
         )
         return plan
+
+    def whole_or_in_parts(
+        self, captured: Capture, pricing: Pricing, budget: int | None, planner_at_hand: tuple[Planner, Ordered]
+    ) -> tuple[Contender, Contender | None]:
+        """The graph to take, at hand or with its loss in parts, with what was planned for it, and for the one at hand."""
+
+        def recapture(joint: fx.GraphModule) -> tuple[Capture, Pricing]:
+            again = capture(joint, captured.num_fwd_outputs, self.fuses, self.cuda_name)
+            return priced(again, self.options.cost_model)
+
+        def contend(form: Capture, its_pricing: Pricing, parts: int) -> Contender:
+            planner, ordered = planner_at_hand if form is captured else self.planner_of(form)
+            planning = self.search_or_apply(planner, budget, ordered)
+            return Contender(form, its_pricing, planner, ordered, planning, parts)
+
+        chosen, whole = Parts(self.options, recapture, contend).best(captured, pricing, self.share is None)
+        if self.planner is not None:
+            self.planner = chosen.planner
+        return chosen, whole
 
     def planner_of(self, captured: Capture) -> tuple[Planner, Ordered]:
         """A planner of the graph with what the options order."""

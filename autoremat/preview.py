@@ -120,7 +120,9 @@ def previews(
             if captured.graph.one_phase:
                 return None
             captured, pricing = priced(captured, options.cost_model)
-            partitioner = Partitioner(options, "", fuses=fuses, must_fit=options.on_infeasible == "raise", free_bytes=free)
+            partitioner = Partitioner(
+                options, "", fuses=fuses, must_fit=options.on_infeasible == "raise", free_bytes=free, cuda_name=target.cuda_name
+            )
             return look(Preview(captured, pricing, partitioner, inputs, keywords))
 
         return visit

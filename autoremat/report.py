@@ -123,6 +123,10 @@ class Report:
 
     gradient_bytes: int = 0
     """All gradients that the backward returns together: of the peak, a floor that no recomputation lowers."""
+    loss_parts: int = 1
+    """In how many parts the projection and the loss are computed (see the option ``chunk_loss``)."""
+    minimum_in_one_part_bytes: int | None = None
+    """The smallest peak that any plan found reaches with the loss in one part; None if none was looked for."""
     room_left_because: str = ""
     """Why the compiled code uses so much less than the budget; empty if it does not, or was not seen."""
 

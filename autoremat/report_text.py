@@ -82,6 +82,10 @@ def figures(report: Report) -> list[tuple[str, str]]:
     if report.compiled_peak_bytes is not None:
         because = f"; no more, because {report.room_left_because}" if report.room_left_because else ""
         rows.insert(2, ("peak of the compiled code", format_bytes(report.compiled_peak_bytes) + because))
+    if report.loss_parts > 1:
+        least = report.minimum_in_one_part_bytes
+        whole = "" if least is None else f"; in one part the smallest peak found is {format_bytes(least)}"
+        rows.append(("loss", f"in {report.loss_parts} parts, so sums over tokens are rounded otherwise{whole}"))
     rows += [("note", note) for note in report.notes]
     if report.others:
         rows.append(("other graphs", f"{len(report.others)}, see `others`"))

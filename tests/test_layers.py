@@ -18,7 +18,7 @@ PURE = (
     "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut", "solvers.search",
     "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.baselines", "solvers.event_gap",
     "solvers.highs", "solvers.improve", "solvers.ilp", "solvers.sites", "solvers.anneal", "frontier",
-    "orders", "patterns", "policies", "structure", "pictures", "html_report",
+    "orders", "stable", "patterns", "policies", "structure", "pictures", "html_report",
     "steps", "steps.fronts", "steps.ledger", "steps.surveyed",
 )  # fmt: skip
 """Modules that must work without torch."""
@@ -28,7 +28,7 @@ TORCH = (
     "op_rules", "op_work", "partitioner", "preview", "steps.metering", "steps.recording", "steps.survey", "steps.watch",
     "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
     "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_sizes", "torch_steps", "tracing",
-    "workspace", "passes", "comparison", "sizing", "integrations", "naming", "origins",
+    "workspace", "loss_parts", "passes", "comparison", "sizing", "integrations", "naming", "origins",
 )  # fmt: skip
 
 ADAPTERS = ("torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_sizes", "torch_steps")

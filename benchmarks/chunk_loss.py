@@ -1,0 +1,172 @@
+"""What it gains to compute the projection onto the vocabulary and the loss in parts, for GPT-2's vocabulary of 50257 words.
+
+    python benchmarks/chunk_loss.py            # compiled by Inductor: code peaks, measured peaks, and step times (idle machine)
+    python benchmarks/chunk_loss.py --planned  # by the simulator and the cost model alone, without compiling
+
+Each number of parts is planned without a budget, then compiled for the smallest peak that its plans reach.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import autoremat
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS, LENGTH, HIDDEN, HEADS = 50257, 512, 256, 4
+PARTS = (1, 2, 4, 8, 16, 32)
+TIMED_STEPS, WARM_STEPS = 7, 2
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number of parts; bytes above what is live when the step begins, seconds of forward and backward."""
+
+    parts: int
+    unbounded_peak_bytes: int
+    """Without recomputation, by the simulator."""
+    smallest_peak_bytes: int
+    """That any plan found reaches, by the simulator."""
+    unbounded_seconds: float
+    """Without recomputation, by the cost model."""
+    smallest_seconds: float
+    """At the smallest peak, by the cost model."""
+    code_bytes: int | None = None
+    """Of the code for the smallest peak."""
+    measured_bytes: int | None = None
+    measured_seconds: float | None = None
+
+
+class Loss(nn.Module):
+    """A Hugging Face model with its own loss and nothing else returned."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.model(input_ids=tokens, labels=tokens).loss
+
+
+def build(layers: int, batch: int) -> tuple[nn.Module, torch.Tensor]:
+    """GPT-2, small but for its vocabulary, and tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=WORDS, n_embd=HIDDEN, n_layer=layers, n_head=HEADS, n_positions=LENGTH, use_cache=False, resid_pdrop=0.0,
+        embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return Loss(GPT2LMHeadModel(config)), torch.randint(0, WORDS, (batch, LENGTH))
+
+
+def planned(model: nn.Module, tokens: torch.Tensor, parts: int) -> Row:
+    """The row by simulator and cost model."""
+    options: dict[str, Any] = {"chunk_loss": parts if parts > 1 else False}
+    free = autoremat.explain(model, tokens, options=options).plan
+    assert free is not None
+    tight = autoremat.explain(model, tokens, options=options | {"memory_budget": 1, "on_infeasible": "best_effort"})
+    plan = tight.plan
+    assert plan is not None
+    return Row(
+        tight.loss_parts, free.peak_bytes, plan.peak_bytes, free.graph.step_seconds + free.added_seconds,
+        plan.graph.step_seconds + plan.added_seconds,
+    )  # fmt: skip
+
+
+def measured(row: Row, model: nn.Module, tokens: torch.Tensor) -> Row:
+    """``row`` with what the code for the smallest peak needs."""
+    torch._dynamo.reset()
+    gc.collect()
+    options: dict[str, Any] = {"chunk_loss": row.parts if row.parts > 1 else False, "memory_budget": row.smallest_peak_bytes,
+                               "on_infeasible": "best_effort"}  # fmt: skip
+    compiled = torch.compile(model, backend="autoremat", options=options)
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        compiled(tokens).backward()
+
+    with warnings.catch_warnings():  # the code may need more than was simulated; that is in the table
+        warnings.simplefilter("ignore", autoremat.errors.BudgetWarning)
+        for _ in range(WARM_STEPS):
+            step()
+    model.zero_grad(set_to_none=True)
+    with autoremat.track_peak("cpu") as peak:
+        step()
+    code = autoremat.reports()[-1].compiled_peak_bytes
+    return replace(row, code_bytes=code, measured_bytes=peak.bytes, measured_seconds=median_seconds(step))
+
+
+def median_seconds(step: Callable[[], None]) -> float:
+    samples = []
+    for _ in range(TIMED_STEPS):
+        begin = time.perf_counter()
+        step()
+        samples.append(time.perf_counter() - begin)
+    return statistics.median(samples)
+
+
+def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
+    """Prints the table and writes it to chunk_loss.txt and chunk_loss.json in ``folder``."""
+    table = Table(title="The loss in parts: peaks in MiB, seconds of a step")
+    for column in (
+        "parts",
+        "peak unbounded",
+        "smallest",
+        "its code",
+        "measured",
+        "seconds unbounded",
+        "at smallest",
+        "measured",
+    ):
+        table.add_column(column, justify="right")
+    for row in rows:
+        sizes = (row.unbounded_peak_bytes, row.smallest_peak_bytes, row.code_bytes, row.measured_bytes)
+        times = (row.unbounded_seconds, row.smallest_seconds, row.measured_seconds)
+        texts = ["" if size is None else f"{size / 2**20:.1f}" for size in sizes]
+        texts += ["" if seconds is None else f"{seconds:.3f}" for seconds in times]
+        table.add_row(str(row.parts), *texts)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "chunk_loss.txt").open("w") as file:
+        for console in (Console(width=120), Console(width=120, file=file)):
+            console.print(", ".join(f"{key}: {value}" for key, value in setup.items()), highlight=False)
+            console.print(table)
+    (folder / "chunk_loss.json").write_text(json.dumps(setup | {"rows": [asdict(row) for row in rows]}, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--batch", type=int, default=4)
+    parser.add_argument("--parts", type=int, nargs="+", default=list(PARTS))
+    parser.add_argument("--planned", action="store_true", help="without compiling")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    model, tokens = build(arguments.layers, arguments.batch)
+    rows = []
+    for parts in arguments.parts:
+        row = planned(model, tokens, parts)
+        rows.append(row if arguments.planned else measured(row, model, tokens))
+        print(rows[-1], flush=True)
+    setup = {"torch": torch.__version__, "cores": os.cpu_count(), "layers": arguments.layers, "hidden": HIDDEN, "words": WORDS,
+             "tokens": f"{arguments.batch} x {LENGTH}"}  # fmt: skip
+    write(rows, setup, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,336 @@
+"""The projection and the loss in parts: the same numbers to float tolerance, a lower peak, and only where it is wanted."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from captured import planned, seen
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn import functional as F
+
+import autoremat
+from autoremat.errors import BudgetInfeasible, BudgetWarning
+
+WORDS, WIDTH, BATCH, LENGTH = 320, 16, 3, 22
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+"""Of logits (batch, length, words) and labels (batch, length)."""
+
+
+def flat(logits: Tensor, labels: Tensor, **keywords: Any) -> Tensor:
+    return F.cross_entropy(logits.view(-1, WORDS), labels.view(-1), **keywords)
+
+
+def shifted_as_transformers_does(logits: Tensor, labels: Tensor) -> Tensor:
+    labels = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return flat(logits.float(), labels, ignore_index=-100)
+
+
+def some_ignored(logits: Tensor, labels: Tensor) -> Tensor:
+    return flat(logits, torch.where(labels % 3 == 0, 7, labels), ignore_index=7)
+
+
+def sliced(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.float()[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+def capped(logits: Tensor, labels: Tensor) -> Tensor:
+    return flat(30 * torch.tanh(logits / 30), labels)
+
+
+def with_penalty(logits: Tensor, labels: Tensor) -> Tensor:
+    return flat(logits, labels) + 1e-2 * logits.float().logsumexp(-1).square().mean()
+
+
+def masked(logits: Tensor, labels: Tensor) -> Tensor:
+    losses = flat(logits, labels, reduction="none").view(BATCH, LENGTH)
+    mask = (labels % 2).to(losses.dtype)
+    return (losses * mask).sum() / mask.sum()
+
+
+def by_hand(logits: Tensor, labels: Tensor) -> Tensor:
+    scores = torch.log_softmax(logits, -1)
+    return -scores.gather(-1, labels[..., None]).squeeze(-1).mean()
+
+
+LOSSES: dict[str, Loss] = {
+    "mean": flat,
+    "sum": lambda logits, labels: flat(logits, labels, reduction="sum") / 100,
+    "weighted": lambda logits, labels: flat(logits, labels, weight=torch.linspace(0.5, 2.0, WORDS).to(logits.dtype)),
+    "smoothed": lambda logits, labels: flat(logits, labels, label_smoothing=0.1),
+    "some_ignored": some_ignored,
+    "shifted": shifted_as_transformers_does,
+    "sliced": sliced,
+    "sliced_twice": lambda logits, labels: F.cross_entropy(logits[1:, 3:].flatten(0, 1), labels[1:, 3:].flatten()),
+    "capped": capped,
+    "with_penalty": with_penalty,
+    "masked": masked,
+    "by_hand": by_hand,
+}
+
+
+class Model(nn.Module):
+    """Embedding, a layer that mixes the tokens, and a projection."""
+
+    def __init__(self, loss: Loss, bias: bool = False, tied: bool = False, words: int = WORDS) -> None:
+        super().__init__()
+        self.loss = loss
+        self.embedding = nn.Embedding(words, WIDTH)
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, words, bias=bias)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        return torch.tanh(self.layer(self.embedding(tokens).cumsum(1)))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.loss(self.head(self.hidden(tokens)), tokens)
+
+
+def tokens_of(batch: int = BATCH, length: int = LENGTH) -> Tensor:
+    return torch.randint(0, WORDS, (batch, length), generator=torch.Generator().manual_seed(1))
+
+
+def train(model: nn.Module, tokens: Tensor, **options: Any) -> tuple[list[Tensor], autoremat.Report]:
+    """The loss and the gradients of one step, and its report; uncompiled graphs unless ``options`` say otherwise."""
+    torch._dynamo.reset()
+    model.zero_grad(set_to_none=True)
+    loss = torch.compile(model, backend="autoremat", options={"inner": "aot_eager", **options})(tokens)
+    loss.backward()
+    found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return found, autoremat.reports()[-1]
+
+
+def assert_close(found: list[Tensor], wanted: list[Tensor], **tolerances: float) -> None:
+    assert len(found) == len(wanted) > 2
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, **tolerances)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_the_numbers_are_the_same(name):
+    model, tokens = Model(LOSSES[name]), tokens_of()
+    wanted, whole = train(model, tokens, chunk_loss=False)
+    found, report = train(model, tokens, chunk_loss=4)
+    assert (whole.loss_parts, report.loss_parts) == (1, 4)
+    assert_close(found, wanted)
+
+
+@pytest.mark.parametrize(("bias", "tied"), [(True, False), (False, True), (True, True)])
+def test_with_a_bias_and_with_a_tied_weight(bias, tied):
+    model, tokens = Model(shifted_as_transformers_does, bias, tied), tokens_of()
+    wanted, _ = train(model, tokens, chunk_loss=False)
+    found, report = train(model, tokens, chunk_loss=5)
+    assert report.loss_parts == 5
+    assert_close(found, wanted)
+
+
+def test_sums_of_halves_are_kept_in_floats():
+    model, tokens = Model(shifted_as_transformers_does, bias=True).bfloat16(), tokens_of(4, 64)
+    exact, _ = train(Model(shifted_as_transformers_does, bias=True).double(), tokens)  # for the order of parameters alone
+    reference = Model(shifted_as_transformers_does, bias=True).double()
+    reference.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+    exact, _ = train(reference, tokens, chunk_loss=False)
+    wanted, _ = train(model, tokens, chunk_loss=False)
+    found, report = train(model, tokens, chunk_loss=8)
+    assert report.loss_parts == 8
+    assert all(gradient.dtype == torch.bfloat16 for gradient in found[1:])
+
+    def error(gradients: list[Tensor]) -> float:
+        return max(float((one - other).norm() / other.norm()) for one, other in zip(gradients, exact, strict=True))
+
+    assert error(found) < 1.5 * error(wanted)
+    assert_close(found, wanted, rtol=2e-2, atol=2e-3)
+
+
+@settings(max_examples=5)
+@given(batch=st.integers(1, 4), length=st.integers(2, 9), parts=st.integers(2, 12))
+def test_any_number_of_rows_and_parts(batch, length, parts):
+    torch.manual_seed(0)
+    model, tokens = Model(flat), tokens_of(batch, length)
+    wanted, _ = train(model, tokens, chunk_loss=False)
+    found, report = train(model, tokens, chunk_loss=parts)
+    assert 2 <= report.loss_parts <= min(parts, batch * length)
+    assert_close(found, wanted)
+
+
+def test_every_part_has_its_own_products():
+    tokens = tokens_of()
+    with seen() as found:
+        train(Model(flat, bias=True), tokens, chunk_loss=4)
+    graph = found.plan.graph
+    largest = max(graph.values[v].bytes for v in graph.forward_values)
+    assert largest == 17 * WORDS * 4  # 66 rows in parts of 17
+    # The layer, the logits and sums of the weight's gradient; the gradient of what is projected, a first summand, the layer's.
+    products = Counter(op.target for op in graph.ops if op.target in ("aten.mm.default", "aten.addmm.default"))
+    assert products == {
+        "aten.addmm.default": 1 + 4 + 3,
+        "aten.mm.default": 4 + 1 + 2,
+    }  # layer, logits, sums; dx, first dw, layer
+
+
+def peak_of(model: nn.Module, tokens: Tensor, **options: Any) -> tuple[int, autoremat.Report]:
+    """The measured peak of a second step."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="autoremat", options={"inner": "aot_eager", **options})
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with autoremat.track_peak("cpu") as peak:
+            compiled(tokens).backward()
+    return peak.bytes, autoremat.reports()[-1]
+
+
+LARGE = 4096
+
+
+def large(loss: Loss | None = None) -> tuple[Model, Tensor]:
+    """A model whose peak is its logits."""
+    return Model(loss or (lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten())), words=LARGE), (
+        tokens_of(4, 256)
+    )
+
+
+def smallest(model: nn.Module, tokens: Tensor, **options: Any) -> int:
+    """The smallest peak found, by the simulator."""
+    _, report = train(model, tokens, memory_budget=2**40, **options)
+    return report.minimum_peak_bytes
+
+
+def test_the_measured_peak_is_lower():
+    model, tokens = large()
+    least = smallest(model, tokens, chunk_loss=False)
+    whole, _ = peak_of(model, tokens, memory_budget=least, chunk_loss=False)
+    budget = least // 3
+    measured, report = peak_of(model, tokens, memory_budget=budget)
+    assert report.loss_parts > 1
+    assert measured <= budget < whole / 2.5
+    assert report.minimum_in_one_part_bytes == least
+    assert f"in {report.loss_parts} parts" in str(report)
+
+
+def test_by_default_only_where_nothing_else_fits():
+    model, tokens = large()
+    least = smallest(model, tokens, chunk_loss=False)
+    wanted, whole = train(model, tokens, memory_budget=least)
+    plain, _ = train(model, tokens)
+    assert whole.loss_parts == 1
+    assert all(torch.equal(one, other) for one, other in zip(wanted, plain, strict=True))
+    found, parts = train(model, tokens, memory_budget=least - 1)
+    assert parts.loss_parts > 1
+    assert parts.fits
+    assert_close(found, plain)
+
+
+def test_never_by_request():
+    model, tokens = large()
+    least = smallest(model, tokens, chunk_loss=False)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        train(model, tokens, memory_budget=least - 1, chunk_loss=False)
+    assert isinstance(caught.value.inner_exception, BudgetInfeasible)
+
+
+def test_true_takes_what_is_faster():
+    model, tokens = large()
+    least = smallest(model, tokens, chunk_loss=False)
+    _, whole = train(model, tokens, memory_budget=least, chunk_loss=False)
+    _, best = train(model, tokens, memory_budget=least, chunk_loss=True)
+    assert best.step_seconds + best.recompute_seconds <= whole.step_seconds + whole.recompute_seconds
+    _, unbounded = train(model, tokens, chunk_loss=True)
+    assert unbounded.loss_parts == 1
+
+
+class Returning(Model):
+    """Hands the logits to the caller too."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        logits = self.head(self.hidden(tokens))
+        return SimpleNamespace(loss=self.loss(logits, tokens), logits=logits).__dict__
+
+
+def test_logits_that_are_returned_cannot_be_had_in_parts():
+    compiled = torch.compile(Returning(flat), backend="autoremat", options={"inner": "aot_eager", "chunk_loss": 4})
+    with pytest.warns(BudgetWarning, match="the caller is handed .* whole; return the loss alone"):
+        compiled(tokens_of())
+    assert autoremat.reports()[-1].loss_parts == 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "reason"),
+    [
+        (lambda logits, labels: flat(logits.softmax(1), labels), "mixes rows"),
+        (lambda logits, labels: flat(logits.sort(-1).values, labels), "may not be run in parts"),
+    ],
+)
+def test_a_loss_that_mixes_tokens_is_refused_with_the_reason(loss, reason):
+    with pytest.warns(BudgetWarning, match=f"chunk_loss has no effect on a graph: .*{reason}"):
+        train(Model(loss), tokens_of(), chunk_loss=4)
+
+
+def test_without_a_projection_there_is_nothing_to_do():
+    with pytest.warns(BudgetWarning, match="no matrix product"):
+        train(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0), SumOf()), torch.randn(64, 16),
+              chunk_loss=2)  # fmt: skip
+
+
+class SumOf(nn.Module):
+    """The sum."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.sum()
+
+
+def test_dynamic_sizes_are_refused():
+    model, tokens = Model(flat), tokens_of()
+    torch._dynamo.mark_dynamic(tokens, 1)
+    with pytest.warns(BudgetWarning, match="dynamic"):
+        train(model, tokens, chunk_loss=4)
+
+
+def test_by_default_nothing_warns():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(BackendCompilerFailed):
+            train(Model(lambda logits, labels: flat(logits.softmax(1), labels)), tokens_of(), memory_budget=1)
+
+
+def test_explain_says_so():
+    model, tokens = large()
+    options = {"inner": "aot_eager", "chunk_loss": 8}
+    report = autoremat.explain(model, tokens, options=options)
+    assert report.loss_parts == 8
+    assert "in 8 parts" in str(report)
+    assert autoremat.Report.from_json(report.to_json()) == report
+
+
+def test_a_stored_plan_of_parts_is_applied_to_parts(tmp_path):
+    model, tokens = Model(flat), tokens_of()
+    found, _ = planned(model, tokens, chunk_loss=4, memory_budget=0.5)
+    autoremat.reports()[-1].plan.save(tmp_path / "plan.json")
+    again, _ = planned(model, tokens, chunk_loss=4, plan=tmp_path / "plan.json")
+    assert again.plan.schedule == found.plan.schedule
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tied", [False, True])
+def test_under_inductor(tied):
+    torch.manual_seed(0)
+    model = Model(lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), tied=tied, words=LARGE)
+    tokens = tokens_of(4, 256)
+    options: dict[str, Any] = {"inner": "inductor"}
+    wanted, whole = train(model, tokens, **options, chunk_loss=False)
+    budget = whole.predicted_peak_bytes // 3
+    found, report = train(model, tokens, **options, memory_budget=budget)
+    assert report.loss_parts > 1
+    assert_close(found, wanted)
+    measured, _ = peak_of(model, tokens, **options, memory_budget=budget)
+    assert measured <= budget
