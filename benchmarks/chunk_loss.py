@@ -72,7 +72,9 @@ def build(layers: int, batch: int) -> tuple[nn.Module, torch.Tensor]:
         vocab_size=WORDS, n_embd=HIDDEN, n_layer=layers, n_head=HEADS, n_positions=LENGTH, use_cache=False, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0,
     )  # fmt: skip
-    return Loss(GPT2LMHeadModel(config)), torch.randint(0, WORDS, (batch, LENGTH))
+    model = GPT2LMHeadModel(config)
+    model.loss_type = "ForCausalLM"  # else the library warns that this model names no loss, which breaks the graph
+    return Loss(model), torch.randint(0, WORDS, (batch, LENGTH))
 
 
 def planned(model: nn.Module, tokens: torch.Tensor, parts: int) -> Row:

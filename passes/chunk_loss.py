@@ -29,7 +29,8 @@ from torch import fx
 from autoremat import op_rules, torch_compat
 from autoremat.errors import NotByRows
 from autoremat.passes.building import Builder
-from autoremat.passes.rows import Region, Rows, Step, described, projection_step, shape_of, step_of
+from autoremat.passes.row_rules import projection_step, step_of
+from autoremat.passes.rows import Region, Rows, Step, described, shape_of
 from autoremat.passes.select_rows import select_before_projecting
 
 aten = torch.ops.aten
@@ -91,7 +92,7 @@ def _projection(graph: fx.Graph) -> fx.Node:
 
 @dataclass
 class _Finder:
-    """Finds what has to run part by part: all that is as wide as the logits, what reads it, and what leads from it to it."""
+    """Finds what runs part by part: all that is as wide as the logits, and what follows from it row by row up to sums."""
 
     graph: fx.Graph
     projection: fx.Node
@@ -103,7 +104,7 @@ class _Finder:
             region = self.explore(wanted)
             further = {n: lead for n, lead in self.wide_operands(region) if n not in wanted}
             if not further:
-                return self.needed(region)
+                return region
             wanted |= further
 
     def explore(self, wanted: dict[fx.Node, int]) -> Region:
@@ -142,16 +143,6 @@ class _Finder:
             for operand, read in step.reads.items():
                 if isinstance(read, Rows) and operand not in region.steps and self.is_wide(operand, Step({}, _never, read)):
                     yield operand, read.lead
-
-    def needed(self, region: Region) -> Region:
-        """Without what is narrow and leads to nothing wide."""
-        kept: dict[fx.Node, Step] = {}
-        for node, step in reversed(region.steps.items()):
-            feeds = region.holds(node) and any(user in kept for user in node.users)
-            reads = any(region.holds(n) and self.is_wide(n, region.steps[n]) for n in node.all_input_nodes)
-            if feeds or reads or self.is_wide(node, step):
-                kept[node] = step
-        return Region(region.count, dict(reversed(kept.items())), region.ends & kept.keys())
 
 
 def _never(*_: Any) -> None:

@@ -21,7 +21,8 @@ from torch import fx
 
 from autoremat import op_rules, torch_compat
 from autoremat.passes.building import Builder
-from autoremat.passes.rows import VIEWS, shape_of
+from autoremat.passes.row_rules import VIEWS
+from autoremat.passes.rows import shape_of
 
 aten = torch.ops.aten
 CONVERSIONS = (aten._to_copy, torch.ops.prims.convert_element_type)
