@@ -134,6 +134,9 @@ class _Application:
         label = f"policy {self.orders.policy}, {len(self.regions)} regions"
         segments = self._segments()
         plan = Plan.of(graph, build_schedule(graph, saved, segments), label)
+        if self.by_policy and self.by_policy.isdisjoint(plan.recomputed):
+            _warn(f"policy={self.orders.policy} recomputes nothing: the backward reads no result of its regions, only what "
+                  "others make of them")  # fmt: skip
         return Candidate(plan, Segmentation(segments, frozenset(), f"{label},"))
 
     def _segments(self) -> Segments:

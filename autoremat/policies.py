@@ -151,7 +151,7 @@ class Selective:
 
     ``modules`` are names of ``MODULES`` or globs of module paths. Without a module of that name, "core_attn" is the core of
     attention itself. "moe" is also any module that has ``experts``, "moe_act" counts only inside ``experts``, and "mlp"
-    leaves out what has them.
+    leaves out what has them. "mla_up_proj" reaches up to the attention, over the rotary embedding.
     """
 
     modules: tuple[str, ...] = ("core_attn",)
@@ -192,6 +192,9 @@ def _regions_of(forward: Forward, name: str) -> list[Region]:
     calls = forward.calls_of(wanted.get(name, module))
     if name == "core_attn" and not calls:
         calls = forward.attention_cores
+    if name == "mla_up_proj":  # with the rotary embedding: what attention reads, and so keeps, is the result of that
+        cores = frozenset(op for region in _regions_of(forward, "core_attn") for op in region.ops)
+        calls = tuple(forward.up_to_products(ops, cores) for ops in calls)
     return [Region(ops, module.results_too) for ops in calls]
 
 

@@ -12,7 +12,7 @@ Transformer Models", 2022).
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import takewhile
@@ -74,6 +74,20 @@ class Forward:
             if (outermost := next(filter(wanted, scopes), None)) is not None:
                 calls[outermost].append(index)
         return tuple(map(tuple, calls.values()))
+
+    def up_to_products(self, ops: Ops, others: Collection[int]) -> Ops:
+        """``ops``, which are the call of a module, and what the module around them makes of their results before the next
+        matrix product, without ``others``."""
+        around = self.scopes[ops[0]][:-1]
+        found = list(ops)
+        reached = {v for index in ops for v in self.ops[index].outputs}
+        for index in range(ops[-1] + 1, len(self.ops)):
+            op = self.ops[index]
+            ends = bool(op.flops) or index in others or self.scopes[index][: len(around)] != around
+            if not ends and reached.intersection(op.inputs):
+                found.append(index)
+                reached.update(op.outputs)
+        return tuple(found)
 
     def segments(self, count: int) -> tuple[Ops, ...]:
         """About ``count`` stretches that make about equally many bytes, cut at narrow places."""

@@ -1,0 +1,197 @@
+"""What people do today about activation memory, on small models of the kinds that they do it with, uncompiled."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from captured import planned
+from models import build
+from oracles import measured_step
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import autoremat
+from autoremat import dynamo_backend
+from autoremat.errors import OrderWarning
+from autoremat.explanation import Fate
+from autoremat.options import ENVIRONMENT_VARIABLE
+from autoremat.partitioner import Partitioner, free_device_bytes
+
+MIB = 1 << 20
+
+
+def in_a_tuple(model: nn.Module) -> Callable[..., tuple[torch.Tensor]]:
+    return lambda *inputs: (model(*inputs),)
+
+
+# -- "auto": recompute only when memory is short -----------------------------------------------------------------------
+
+
+@pytest.fixture
+def device_with(monkeypatch) -> Callable[[int], None]:
+    """Has the device of the step report so many free bytes."""
+
+    def give(free: int) -> None:
+        monkeypatch.setattr(dynamo_backend, "Partitioner", functools.partial(Partitioner, free_bytes=lambda device: free))
+
+    return give
+
+
+def test_auto_recomputes_no_more_than_a_full_device_asks_for(device_with, monkeypatch):
+    model, inputs = build("llama")
+    step = in_a_tuple(model)
+    planned(step, *inputs)
+    fastest = autoremat.reports()[-1]
+    least = fastest.minimum_peak_bytes
+    added = []
+    for free in (least + 4 * MIB, 1 << 34):
+        device_with(free)
+        _, compiled = planned(step, *inputs, memory_budget="auto", reserve="1MiB")
+        report = autoremat.reports()[-1]
+        assert report.budget_bytes == free - MIB
+        assert measured_step(compiled, model, inputs) <= report.predicted_peak_bytes <= report.budget_bytes
+        added.append(report.recompute_seconds)
+    assert added[0] > added[1] == fastest.recompute_seconds
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "auto")  # for who can only name a backend
+    planned(step, *inputs)
+    assert autoremat.reports()[-1].budget_bytes == (1 << 34) - autoremat.Options().reserve
+
+
+def test_a_device_without_room_says_what_is_missing(device_with):
+    device_with(MIB)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="leaves nothing: 1.00 MiB .* are free on the device"):
+        planned(nn.Linear(4, 4), torch.randn(2, 4), memory_budget="auto", reserve="2MiB")
+
+
+@pytest.mark.gpu
+def test_auto_is_what_the_device_has_free():
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4))).cuda()
+    planned(lambda x: model(x).square().mean(), torch.randn(1024, 256, device="cuda"), memory_budget="auto", reserve=0)
+    free = free_device_bytes(torch.device("cuda"))
+    assert free is not None
+    assert abs(autoremat.reports()[-1].budget_bytes - free) <= 256 * MIB  # other processes allocate too
+
+
+# -- attention ---------------------------------------------------------------------------------------------------------
+
+FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is the CPU's")
+@pytest.mark.parametrize("share", [None, 0.45])
+def test_of_flash_attention_the_output_and_the_log_sum_exp_are_saved(share):
+    model, (tokens,) = build("llama")
+    seen, _ = planned(model, tokens, memory_budget=share)
+    graph, saved = seen.plan.graph, set(seen.plan.saved)
+    kernels = [op for op in graph.ops if op.target == FLASH]
+    assert len(kernels) == 4
+    assert all(set(op.outputs) <= saved for op in kernels)
+    assert not any(target == FLASH for _, target in seen.recomputed())
+    scores = 4 * 4 * 128 * 128 * 4  # of all tokens against all, which no op makes
+    heads = max(graph.values[v].bytes for op in kernels for v in op.outputs)
+    assert heads * 4 == scores
+    in_attention = {v for op in graph.ops[: graph.num_forward] if "self_attn" in op.module for v in op.outputs}
+    assert max(graph.values[v].bytes for v in in_attention) < scores
+
+
+def test_to_checkpoint_flash_attention_is_refused_as_useless():
+    model, (tokens,) = build("llama")
+    with pytest.warns(OrderWarning, match="recomputes nothing: .* fused attention, which needs no checkpoint"):
+        seen, _ = planned(model, tokens, policy="selective")
+    assert not seen.plan.recomputed
+
+
+def test_what_the_planner_recomputes_first_is_softmax_and_not_products():
+    """As Korthikanti et al., 2022, chose by hand; dropout keeps GPT-2 from fused attention."""
+    model, (tokens,) = build("gpt2")
+    seen, compiled = planned(in_a_tuple(model), tokens, memory_budget=0.55)
+    again = Counter(target for _, target in seen.recomputed())
+    assert again["aten._safe_softmax.default"] >= 3  # of 4
+    assert not {"aten.addmm.default", "aten.mm.default", "aten.native_dropout.default"} & set(again)
+    report = autoremat.reports()[-1]
+    assert measured_step(compiled, model, (tokens,)) <= report.budget_bytes
+
+
+@pytest.mark.slow
+def test_megatrons_names_on_a_mixture_of_experts_with_latent_attention():
+    """What runs again in each layer of a DeepSeek-V3, the first of which has no experts."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    experts = {"moe_intermediate_size": 16, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1}
+    heads = {"num_key_value_heads": 2, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8}
+    model = DeepseekV3ForCausalLM(
+        DeepseekV3Config(**sizes, **experts, **heads, v_head_dim=8, first_k_dense_replace=1, use_cache=False)
+    ).train()
+
+    def recomputed(name: str) -> set[tuple[str, str]]:
+        options = {"inner": "aot_eager", "policy": "selective", "recompute_modules": [name]}
+        report = autoremat.explain(lambda x: model(input_ids=x).logits.square().mean(), tokens, options=options)
+        again = (value for value in report.values if value.fate is Fate.RECOMPUTED)
+        return {(value.module.rpartition("layers.")[2], value.op.split(".")[1]) for value in again}
+
+    tokens = torch.randint(64, (2, 24))
+    gated = {("gate_proj", "mm"), ("act_fn", "silu"), ("up_proj", "mm")}
+    mlp = {(f"0.mlp.{part}", op) for part, op in gated} | {("0.mlp", "mul")}
+    shared = {(f"1.mlp.shared_experts.{part}", op) for part, op in gated} | {("1.mlp.shared_experts", "mul")}
+    assert recomputed("mlp") == mlp | shared
+    assert recomputed("shared_experts") == shared
+    assert recomputed("moe_act") == {("1.mlp.experts.act_fn", "silu")}
+    norms = {module for module, _ in recomputed("layernorm")}
+    assert {module.rpartition(".")[2] for module in norms} == {
+        "input_layernorm", "post_attention_layernorm", "q_a_layernorm", "kv_a_layernorm", "norm"
+    }  # fmt: skip
+    assert {module for module, _ in recomputed("core_attn")} == {"0.self_attn", "1.self_attn"}
+    up = {(f"{layer}.self_attn.{name}", "mm") for layer in (0, 1) for name in ("q_b_proj", "kv_b_proj")}
+    assert up < recomputed("mla_up_proj")
+    assert {module.partition(".")[2] for module, _ in recomputed("mla_up_proj") - up} == {"self_attn"}  # rotary embedding
+
+
+# -- what needs no preparation -----------------------------------------------------------------------------------------
+
+
+def test_inputs_of_frozen_layers_are_not_saved():
+    saved = {}
+    for trained in (True, False):
+        layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        layers[1:].requires_grad_(trained)
+        seen, _ = planned(lambda x, layers=layers: nn.Sequential(*layers)(x).square().mean(), torch.randn(512, 64))
+        saved[trained] = {module for module, _ in seen.saved()}
+    assert saved == {True: {"0", "1", "2", "3"}, False: {"3"}}  # of the last the loss needs its output
+
+
+def test_reentrant_or_not_is_the_same():
+    recomputed = []
+    for reentrant in (True, False):
+        first, inner, last = (nn.Linear(32, 32) for _ in range(3))
+
+        def step(x, first=first, inner=inner, last=last, reentrant=reentrant):
+            hidden = checkpoint(lambda y: torch.tanh(inner(torch.tanh(y))), first(x), use_reentrant=reentrant)
+            return last(hidden).square().mean()
+
+        seen, _ = planned(step, torch.randn(64, 32))
+        recomputed.append([target for _, target in seen.recomputed()])
+    assert recomputed[0] == recomputed[1]
+    assert "aten.addmm.default" in recomputed[0]
+
+
+def test_generation_with_a_cache_of_keys_and_values_is_left_alone():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=True)).eval()
+    tokens, before = torch.randint(32, (1, 6)), len(autoremat.reports())
+    compiled = torch.compile(model, backend="autoremat", options={"inner": "aot_eager", "policy": "full", "memory_budget": 1})
+
+    def logits(function: Callable[..., object]) -> list[torch.Tensor]:
+        with torch.no_grad():
+            first = function(input_ids=tokens)
+            return [first.logits, function(input_ids=tokens[:, -1:], past_key_values=first.past_key_values).logits]
+
+    for found, expected in zip(logits(compiled), logits(model), strict=True):
+        torch.testing.assert_close(found, expected)
+    assert len(autoremat.reports()) == before
