@@ -165,6 +165,7 @@ def _options(further: tuple[str, ...], budget: str | None = None) -> dict[str, A
 @click.option("--values", is_flag=True, help="Also show what becomes of the largest values of the forward, and why.")
 @click.option("--totals", type=click.Choice(["module", "op"]), help="Also show sums by kind of module or by op.")
 @click.option("--peak", is_flag=True, help="Also show what is alive where memory is fullest.")
+@click.option("--lower", is_flag=True, help="Also generate the code, without its kernels, and show what memory that needs.")
 @_html
 @click.option("--save-plan", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Store the plan.")
 def explain(
@@ -176,6 +177,7 @@ def explain(
     values: bool,
     totals: str | None,
     peak: bool,
+    lower: bool,
     html: Path | None,
     save_plan: Path | None,
 ) -> None:
@@ -185,7 +187,7 @@ def explain(
     arguments, and model(inputs) returns the loss. The model may be on the meta device.
     """
     model, args, kwargs = _step(target)
-    found = autoremat.explain(model, *args, options=_options(further, budget), device=device, **kwargs)
+    found = autoremat.explain(model, *args, options=_options(further, budget), device=device, lower=lower, **kwargs)
     if save_plan is not None and found.plan is not None:
         found.plan.save(save_plan)
     if html is not None:

@@ -116,7 +116,7 @@ def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: 
     if not may_train(gm, example_inputs):
         return torch_compat.compile_with_inductor(gm, example_inputs, patches, {})
     try:
-        return _InductorCompilation(gm, example_inputs, parsed, patches).run()
+        return InductorCompilation(gm, example_inputs, parsed, patches).run()
     except Exception as error:  # what is wrong with the graph itself, plain Inductor says below
         if parsed.on_unplannable == "raise" or _is_meant(error):
             raise
@@ -205,7 +205,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 
 
 @dataclasses.dataclass
-class _InductorCompilation:
+class InductorCompilation:
     """One graph through Inductor, planned again while its code turns out over budget, and once if it leaves room."""
 
     gm: fx.GraphModule
@@ -332,17 +332,21 @@ class _InductorCompilation:
         return looser is not None and plan.cost_seconds - looser.cost_seconds >= LEAST_GAIN * plan.graph.step_seconds
 
     def finish(self, compiled: Compiled, partitioner: Partitioner, record: Record | None, replans: int) -> Compiled:
-        """Complete the report of a compilation that stands, remember it, and publish it."""
-        report = partitioner.report
-        if report is None:  # answered by torch's caches
-            report = record.report if record is not None else None
-        else:
-            seen = self.peak_seen()
-            if seen is None and record is not None and record.report is not None:
-                seen = record.report.compiled_peak_bytes
-            report = report.compiled(seen, replans, self.why_room_is_left(partitioner, report.budget_bytes, seen))
+        """Remember the report of a compilation that stands, and publish it."""
+        report = self.completed(partitioner, record, replans)
+        if partitioner.report is not None:
             store.save(self.key, Record(report, partitioner.margin_bytes))
         return compiled if report is None else _published(compiled, report, self.options)
+
+    def completed(self, partitioner: Partitioner, record: Record | None, replans: int) -> Report | None:
+        """The report with what the code that stands needs; None if there is no backward."""
+        report = partitioner.report
+        if report is None:  # answered by torch's caches
+            return record.report if record is not None else None
+        seen = self.peak_seen()
+        if seen is None and record is not None and record.report is not None:
+            seen = record.report.compiled_peak_bytes
+        return report.compiled(seen, replans, self.why_room_is_left(partitioner, report.budget_bytes, seen))
 
     def why_room_is_left(self, partitioner: Partitioner, budget: int | None, peak: int | None) -> str:
         """Why code of ``peak`` bytes uses so much less than the budget; empty if it does not."""

@@ -14,13 +14,13 @@ from autoremat import torch_compat
 from autoremat.capture import Capture, capture
 from autoremat.cost import Pricing
 from autoremat.costing import ROOFLINE, priced
-from autoremat.errors import CaptureError, OptionsError
+from autoremat.errors import OptionsError
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner, free_device_bytes
 from autoremat.passes import accumulate_in_order, read_operands_directly
 from autoremat.progress import said_if_slow
+from autoremat.rehearsal import refuse_surveys, rehearsals
 from autoremat.report import Report
-from autoremat.steps.surveyed import Survey
 from autoremat.tracing import Target, Visitor, trace
 
 T = TypeVar("T")
@@ -49,6 +49,7 @@ def explain(
     *args: Any,
     options: Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
+    lower: bool = False,
     **kwargs: Any,
 ) -> Report:
     """The plan that the backend would make for ``model_or_fn(*args, **kwargs)``, and why, without running or allocating.
@@ -58,13 +59,15 @@ def explain(
     or not; None: where the model is. ``memory_budget="auto"`` takes what the card has beside parameters, buffers and inputs.
 
     After graph breaks the report is that of the graph with the highest peak, and ``Report.others`` has those of the others.
-    Under Inductor it is the plan that is first compiled; the backend makes it again if the generated code needs more.
+    Under Inductor it is the plan that is first compiled; the backend makes it again if the generated code needs more. With
+    ``lower=True`` Inductor generates the code, for a device that is here, and compiles no kernel of it: the report is that of
+    the plan that is left in the end, with the peak of its code. That takes several times as long.
 
     Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
     """
     parsed = Options.parse(options, None, torch_compat.inductor_config_names)
     with said_if_slow("autoremat: tracing and planning the step"):
-        return explain_by(model_or_fn, args, kwargs, parsed, device)
+        return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
 
 
 def explain_by(
@@ -73,9 +76,13 @@ def explain_by(
     kwargs: Mapping[str, Any],
     options: Options,
     device: str | torch.device | None,
+    lower: bool = False,
 ) -> Report:
     """:func:`explain` for options that are parsed."""
-    found, notes = previews(model_or_fn, args, kwargs, options, device, Preview.report)
+    if lower:
+        found, notes = rehearsals(model_or_fn, args, kwargs, options, device)
+    else:
+        found, notes = previews(model_or_fn, args, kwargs, options, device, Preview.report)
     main = max(range(len(found)), key=lambda number: found[number].baseline_peak_bytes)
     if len(found) > 1:
         notes = (*notes, f"{len(found)} graphs train, this is number {main + 1}; their peaks can add up")
@@ -92,11 +99,7 @@ def previews(
     look: Callable[[Preview], T],
 ) -> tuple[list[T], tuple[str, ...]]:
     """What ``look`` makes of each graph of the step that trains, in order (at least one), and notes on how they were had."""
-    if isinstance(options.memory_budget, Survey):
-        raise OptionsError(
-            "memory_budget: a survey shares its budget out among the graphs that are compiled; here each graph is planned by "
-            "itself. Accepted here: bytes, a share or None; print(survey) shows the whole step"
-        )
+    refuse_surveys(options)
 
     def visiting(target: Target, resident: int) -> Visitor[T | None]:
         if target.cuda_name is not None and options.cost_model != ROOFLINE:
@@ -127,8 +130,4 @@ def previews(
 
         return visit
 
-    traced = trace(model_or_fn, args, kwargs, options, device, visiting)
-    found = [result for result in traced.found if result is not None]
-    if not found:
-        raise CaptureError("nothing to plan: the graphs of the step have no backward of their own")
-    return found, traced.notes
+    return trace(model_or_fn, args, kwargs, options, device, visiting).results()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch._dynamo
 import torch._functorch.config as functorch_config
-import torch._inductor.config as inductor_config
 from torch import fx
 from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import (
@@ -28,6 +27,9 @@ from autoremat import torch_compat
 from autoremat.errors import causes
 
 MANY = 1 << 20
+
+RUNS_NOTHING = {"shape_padding": False, "max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False}
+"""Settings of Inductor under which nothing is decided by running kernels."""
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 """What is raised where the value of a tensor is asked for that has none."""
@@ -92,6 +94,14 @@ def _no_code(*_: Any, **__: Any) -> Any:
     raise _NoBackward
 
 
+def own_inputs(inputs: Sequence[Any]) -> list[Any]:
+    """What Dynamo hands to a backend, its tensors those of the world in which Dynamo traced."""
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    assert mode is not None, "called by Dynamo"
+    return [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
+
+
 def trace_joint(
     module: fx.GraphModule, inputs: Sequence[Any], partition: Partition, inductor: bool, config: dict[str, Any]
 ) -> None:
@@ -99,19 +109,16 @@ def trace_joint(
 
     ``inductor``: with its decompositions and its passes over joint graphs, under ``config``. Returns if there is no backward.
     """
-    context = TracingContext.try_get()
-    mode = context.fake_mode if context is not None else None
-    assert mode is not None, "called by Dynamo"
-    own = [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
+    own = own_inputs(inputs)
     try:
         if not inductor:
             torch_compat.compile_uncompiled(module, own, partition)
             return
         from torch._inductor.compile_fx import compile_fx
 
-        # Padding of matrix products is decided by running them.
-        with torch_compat.without_caches(), inductor_config.patch({"shape_padding": False}):
-            compile_fx(module, own, inner_compile=_no_code, config_patches={**config, "custom_partitioner_fn": partition})
+        with torch_compat.without_caches():
+            patches = {**config, **RUNS_NOTHING, "custom_partitioner_fn": partition}
+            compile_fx(module, own, inner_compile=_no_code, config_patches=patches)
     except Exception as error:
         if not any(isinstance(cause, _NoBackward) for cause in causes(error)):
             raise

@@ -6,12 +6,14 @@ As in ``torch_compat``, each function says what it stands for and nothing here d
 from __future__ import annotations
 
 import contextlib
+import types
 import unittest.mock
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 
 from autoremat.torch_sizes import expression_hint
@@ -156,4 +158,25 @@ def observe_lowering(known: Callable[[], Circumstances], observer: Callable[[Low
         return generated
 
     with unittest.mock.patch.object(GraphLowering, "codegen", generate_and_observe):
+        yield
+
+
+def _not_compiled(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("code was generated and its kernels were not compiled")
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Inductor generates all code and compiles no kernel: what it returns cannot be called, and no cache keeps it."""
+    from torch._inductor.graph import GraphLowering
+
+    def only_generated(lowering: Any) -> Any:
+        lowering.codegen()
+        return types.SimpleNamespace(call=_not_compiled, __file__="")
+
+    with (
+        functorch_config.patch({"enable_autograd_cache": False}),
+        inductor_config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False}),
+        unittest.mock.patch.object(GraphLowering, "compile_to_module", only_generated),
+    ):
         yield

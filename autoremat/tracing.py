@@ -28,6 +28,7 @@ from autoremat.origins import take_names
 from autoremat.partitioner import Partitioner
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 Visitor = Callable[[fx.GraphModule, Sequence[object], Mapping[str, Any]], T]
 """Called as AOTAutograd calls a partitioner: the joint graph, its inputs, keywords."""
@@ -96,12 +97,17 @@ class _Recorder(Generic[T]):
     options: Options
     target: Target
     visit: Visitor[T]
+    joint: bool
     found: list[T] = field(default_factory=list)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         take_names(module)
         runnable = fx.GraphModule(module, torch_fake.shallow_copy(module.graph))
-        if may_train(module, inputs):
+        if not may_train(module, inputs):
+            return runnable.forward
+        if not self.joint:
+            self.found.append(self.visit(module, torch_fake.own_inputs(inputs), {}))
+        else:
             if self.target.cuda_name is not None and self.target.traced_on.type != "cuda":
                 module = with_attention_of_cuda(module)
             config = {**torch_compat.mode_config(self.options.mode), **dict(self.options.inductor)}
@@ -144,6 +150,13 @@ class Traced(Generic[T]):
     resident_bytes: int
     """Of the parameters, buffers and inputs."""
 
+    def results(self: Traced[R | None]) -> tuple[list[R], tuple[str, ...]]:
+        """What the visitor found (at least one thing), and the notes. Raises ``CaptureError`` if it found nothing."""
+        found = [result for result in self.found if result is not None]
+        if not found:
+            raise CaptureError("nothing to plan: the graphs of the step have no backward of their own")
+        return found, self.notes
+
 
 def trace(
     model_or_fn: Callable[..., Any],
@@ -152,10 +165,12 @@ def trace(
     options: Options,
     device: str | torch.device | None,
     visit: Callable[[Target, int], Visitor[T]],
+    joint: bool = True,
 ) -> Traced[T]:
     """Call ``model_or_fn(*args, **kwargs)`` without running or allocating; visit the joint graph of each graph that trains.
 
-    ``visit`` gets the target and the bytes of what is there before the step, and returns the visitor. Models are found in
+    ``visit`` gets the target and the bytes of what is there before the step, and returns the visitor. Unless
+    ``joint``, that gets each graph that may train as Dynamo captured it. Models are found in
     what a function closes over and in the globals that it names. Raises ``CaptureError`` if nothing can be planned.
     """
     models = list(dict.fromkeys(_models_in(model_or_fn)))
@@ -176,7 +191,7 @@ def trace(
         lambda leaf: fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, (tuple(args), dict(kwargs))
     )
     resident = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*own, *given)}.values())
-    recorder = _Recorder(options, target, visit(target, resident))
+    recorder = _Recorder(options, target, visit(target, resident), joint)
     notes = list(target.notes)
     with _borrowed(models, fake), mode:
         try:

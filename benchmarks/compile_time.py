@@ -91,7 +91,7 @@ class Timers:
 def attempts_timed(timers: Timers) -> Iterator[list[float]]:
     """Seconds of each attempt of a compilation; all but the last were given up, and hold no other own work."""
     spans: list[float] = []
-    original = dynamo_backend._InductorCompilation.attempt
+    original = dynamo_backend.InductorCompilation.attempt
 
     def attempt(self: Any, partitioner: Partitioner) -> Callable[..., Any]:
         begin, before = time.perf_counter(), dict(timers.seconds)
@@ -103,7 +103,7 @@ def attempts_timed(timers: Timers) -> Iterator[list[float]]:
         finally:
             spans.append(time.perf_counter() - begin)
 
-    with unittest.mock.patch.object(dynamo_backend._InductorCompilation, "attempt", attempt):
+    with unittest.mock.patch.object(dynamo_backend.InductorCompilation, "attempt", attempt):
         yield spans
 
 

@@ -23,7 +23,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
 from autoremat import torch_lowering
-from autoremat.dynamo_backend import _InductorCompilation
+from autoremat.dynamo_backend import InductorCompilation
 from autoremat.partitioner import Partitioner
 from autoremat.wrapper_code import Circumstances
 
@@ -142,9 +142,9 @@ def watching(kernels: bool) -> Iterator[Watch]:
     """Record every attempt of the compilations inside. Without ``kernels``, each ends with ``Lowered`` once its last code
     is generated."""
     watch = Watch()
-    attempt, observe_lowering = _InductorCompilation.attempt, torch_lowering.observe_lowering
+    attempt, observe_lowering = InductorCompilation.attempt, torch_lowering.observe_lowering
 
-    def watched(self: _InductorCompilation, partitioner: Partitioner) -> Any:
+    def watched(self: InductorCompilation, partitioner: Partitioner) -> Any:
         watch.partitioner = partitioner
         try:
             return attempt(self, partitioner)
@@ -164,7 +164,7 @@ def watching(kernels: bool) -> Iterator[Watch]:
         return observe_lowering(known, observe)
 
     with (
-        unittest.mock.patch.object(_InductorCompilation, "attempt", watched),
+        unittest.mock.patch.object(InductorCompilation, "attempt", watched),
         unittest.mock.patch.object(torch_lowering, "observe_lowering", stopping),
     ):
         yield watch

@@ -334,7 +334,7 @@ def run_with_code_peaks(monkeypatch, code_peaks, exhausted_at=None, worth_loosen
             raise dynamo_backend._RoomLeft(code_peaks[number])
         return "compiled"
 
-    compilation = dynamo_backend._InductorCompilation
+    compilation = dynamo_backend.InductorCompilation
     monkeypatch.setattr(compilation, "attempt", attempt)
     monkeypatch.setattr(compilation, "finish", lambda self, compiled, partitioner, record, replans: compiled)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))

@@ -28,7 +28,7 @@ TORCH = (
     "op_rules", "op_work", "partitioner", "preview", "steps.metering", "steps.recording", "steps.survey", "steps.watch",
     "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
     "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_sizes", "torch_steps", "tracing",
-    "workspace", "loss_parts", "passes", "comparison", "sizing", "integrations", "naming", "origins",
+    "workspace", "loss_parts", "passes", "rehearsal", "comparison", "sizing", "integrations", "naming", "origins",
 )  # fmt: skip
 
 ADAPTERS = ("torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_sizes", "torch_steps")

@@ -78,6 +78,27 @@ def test_under_inductor_it_is_the_plan_that_is_compiled_first():
         assert same_plan(explained, compiled)
 
 
+@pytest.mark.slow
+def test_with_lowering_it_is_what_is_left_in_the_end(monkeypatch):
+    layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(6)), torch.randn(2048, 64)
+    options = {"memory_budget": 0.5}
+
+    def model(x):
+        for layer in layers:
+            x = x + F.gelu(layer(torch.tanh(x)))
+        return x.square().mean()
+
+    before = len(autoremat.reports())
+    with monkeypatch.context() as patch:
+        patch.setattr("torch._inductor.async_compile.AsyncCompile.cpp_pybinding", None)  # no kernel is compiled
+        lowered = autoremat.explain(model, x, options=options, lower=True)
+    assert len(autoremat.reports()) == before
+    compiled = backends_report(model, (x,), options)
+    assert lowered.compiled_peak_bytes == compiled.compiled_peak_bytes <= compiled.budget_bytes
+    assert lowered.replans == compiled.replans
+    assert same_plan(lowered, compiled)
+
+
 def test_nothing_runs_and_nothing_is_left_behind():
     model, x = Mlp(), torch.randn(4096, 64)
     parameters = dict(model.named_parameters())
@@ -207,8 +228,14 @@ def test_what_cannot_be_is_said():
     with pytest.raises(OptionsError, match="known by name only"):
         autoremat.explain(model, x, device="H100", options=EAGER | {"cost_model": "calibrated"})
     survey = autoremat.survey(model, x, memory_budget=0.9, options=EAGER)
-    with pytest.raises(OptionsError, match="each graph is planned by itself"):
-        autoremat.explain(model, x, options=EAGER | {"memory_budget": survey})
+    for lower in (False, True):
+        with pytest.raises(OptionsError, match="each graph is planned by itself"):
+            autoremat.explain(model, x, options=EAGER | {"memory_budget": survey}, lower=lower)
+    with pytest.raises(OptionsError, match="generates no code"):
+        autoremat.explain(model, x, options=EAGER, lower=True)
+    if not torch.cuda.is_available():
+        with pytest.raises(OptionsError, match="H100 is known by name only"):
+            autoremat.explain(model, x, device="H100", lower=True)
     with pytest.raises(BudgetInfeasible) as caught:
         autoremat.explain(model, x, options=EAGER | {"memory_budget": 1000})
     assert caught.value.minimum_bytes > 1000
