@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,11 +27,18 @@ def to_html(report: Report) -> str:
         undefined=jinja2.StrictUndefined,
     )  # fmt: skip
     filters = {"bytes": format_bytes, "seconds": format_seconds, "place": report_text.place, "op": op_name,
-               "line": report_text.short_source}  # fmt: skip
+               "line": report_text.short_source, "breakable": _breakable}  # fmt: skip
     environment.filters.update(filters)
     return environment.get_template("report.html").render(
         graphs=[_graph(one) for one in (report, *report.others)], fates=list(Fate)
     )
+
+
+def _breakable(path: str) -> Any:
+    """A path of a module or a file that may go on in the next line behind a dot or a slash."""
+    import markupsafe
+
+    return markupsafe.Markup(re.sub("([./])", r"\1<wbr>", str(markupsafe.escape(path))))
 
 
 def write(report: Report, path: str | PathLike[str]) -> None:

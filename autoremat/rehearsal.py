@@ -51,7 +51,9 @@ def rehearsals(
     if options.inner != "inductor":
         raise OptionsError(f'lower=True: inner={options.inner!r} generates no code. Accepted with it: inner="inductor"')
     options = dataclasses.replace(options, on_unplannable="raise")
-    patches = {**torch_compat.mode_config(options.mode), **dict(options.inductor), **torch_fake.RUNS_NOTHING}
+    asked = {**torch_compat.mode_config(options.mode), **dict(options.inductor)}
+    patches = {**asked, **torch_fake.RUNS_NOTHING}
+    left_out = [key for key in torch_fake.RUNS_NOTHING if asked.get(key)]
 
     def visiting(target: Target, resident: int) -> Visitor[Report | None]:
         if target.cuda_name is not None:
@@ -68,4 +70,7 @@ def rehearsals(
 
         return visit
 
-    return trace(model_or_fn, args, kwargs, options, device, visiting, joint=False).results()
+    found, notes = trace(model_or_fn, args, kwargs, options, device, visiting, joint=False).results()
+    if left_out:
+        notes = (*notes, f"code without {', '.join(left_out)}, which would run kernels to choose among them")
+    return found, notes

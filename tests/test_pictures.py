@@ -16,7 +16,7 @@ from autoremat.explanation import Fate
 from autoremat.frontier import BOUND, OURS, POLICY, TORCH, Point
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
-VOID = frozenset({"meta", "input", "br", "link", "img"})
+VOID = frozenset({"meta", "input", "br", "link", "img", "wbr"})
 
 
 @pytest.fixture(scope="module")

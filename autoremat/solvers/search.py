@@ -137,7 +137,8 @@ class Search:
                 key = (segments.of_op, saved)
                 if key not in seen and (stride == 1 or count > stride):
                     seen.add(key)
-                    label = f"{segments.count} segments, every {stride}. cut saved,"
+                    cuts = "every cut" if stride == 1 else f"one cut in {stride}"
+                    label = "1 segment," if segments.count == 1 else f"{segments.count} segments, {cuts} saved,"
                     yield Segmentation(segments, saved, label, nested=bool(saved) and stride > 1)
 
     def curve(self) -> list[frozenset[int]]:
