@@ -39,6 +39,9 @@ convert = torch.ops.prims.convert_element_type.default
 WIDENS = 2
 """A matrix product is taken for the projection if its result is at least so many times as wide as what it reads by rows."""
 
+EXPONENTIALS = (aten._log_softmax, aten._softmax, aten.logsumexp, aten.exp)
+"""One of these tells a loss over a vocabulary from any other wide layer."""
+
 IN_BACKWARD = 1 << 20
 """Added to the stage of nodes in the backward: no node of the forward waits for them."""
 
@@ -64,6 +67,8 @@ def chunk_loss(joint: fx.GraphModule, parts: int) -> Chunked:
     if rows < 2:
         raise NotByRows("it has a single row")
     region = _Finder(joint.graph, projection, width).region()
+    if not any(op_rules.packet(node) in EXPONENTIALS for node in region.steps):
+        raise NotByRows(f"what {described(projection)} makes goes into no softmax")
     length = math.ceil(rows / min(parts, rows))
     bounds = [(start, min(start + length, rows)) for start in range(0, rows, length)]
     result = Chunked(len(bounds), rows, projection.meta["val"].numel() * projection.meta["val"].element_size())

@@ -49,7 +49,7 @@ MEAN, SUM = 1, 2
 def step_of(node: fx.Node, region: Region, lead: int | None = None) -> Step:
     """How ``node`` runs part by part, given what is in the region; ``lead``: of its dimensions, how many are rows, for a node
     that reads nothing of the region. Raises ``NotByRows``."""
-    if node.op != "call_function" or node.target is not operator.getitem and calls.traits_of(node) != Trait.NONE:
+    if node.op != "call_function" or node.target is not operator.getitem and calls.traits_of(node) & ~Trait.CHOOSES:
         raise NotByRows(f"{described(node)} may not be run in parts")
     name = op_rules.packet(node)
     target = node.target

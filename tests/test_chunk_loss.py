@@ -230,6 +230,17 @@ def test_by_default_only_where_nothing_else_fits():
     assert_close(found, plain)
 
 
+def test_the_error_knows_of_parts_and_a_best_effort_keeps_its_bits():
+    model, tokens = large()
+    least = smallest(model, tokens, chunk_loss=False)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        train(model, tokens, memory_budget=1)
+    assert caught.value.inner_exception.minimum_bytes < least
+    with pytest.warns(BudgetWarning, match="over its budget"):
+        _, report = train(model, tokens, memory_budget=1, on_infeasible="best_effort")
+    assert (report.loss_parts, report.minimum_peak_bytes) == (1, least)
+
+
 def test_never_by_request():
     model, tokens = large()
     least = smallest(model, tokens, chunk_loss=False)
@@ -267,7 +278,8 @@ def test_logits_that_are_returned_cannot_be_had_in_parts():
     ("loss", "reason"),
     [
         (lambda logits, labels: flat(logits.softmax(1), labels), "mixes rows"),
-        (lambda logits, labels: flat(logits.sort(-1).values, labels), "may not be run in parts"),
+        (lambda logits, labels: flat(logits.sort(-1).values, labels), "not known to compute row by row"),
+        (lambda logits, labels: logits.square().mean(), "goes into no softmax"),
     ],
 )
 def test_a_loss_that_mixes_tokens_is_refused_with_the_reason(loss, reason):
