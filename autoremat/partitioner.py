@@ -113,7 +113,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     plan_file: str | None = field(default=None, init=False)
     """The stored plan that is applied instead of planning."""
     captured: Capture | None = field(default=None, init=False)
-    """The graph that was chosen: the one at hand, or the same with its loss in parts."""
+    """The graph that was chosen, until it is rewritten: the one at hand, or the same with its loss in parts."""
 
     def __post_init__(self) -> None:
         self.identity = ("autoremat", source_hash(), self.fingerprint, self.margin_bytes, self.must_fit)
@@ -158,7 +158,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         captured, pricing = priced(captured, self.options.cost_model)
         self.inputs_kept = kept_inputs(captured, static_inputs)
         plan = self.choose(captured, pricing)
-        captured = self.captured or captured
+        captured, self.captured = self.captured or captured, None
         modules = realise(captured, plan.schedule, static_inputs)
         self.circumstances = circumstances(captured)
         fastest = self.plan_for(None)
@@ -264,7 +264,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             planning = self.search_or_apply(planner, budget, ordered)
             return Contender(form, its_pricing, planner, ordered, planning, parts)
 
-        chosen, whole = Parts(self.options, recapture, contend).best(captured, pricing, self.share is None)
+        options = dataclasses.replace(self.options, chunk_loss=False) if self.is_region else self.options
+        chosen, whole = Parts(options, recapture, contend).best(captured, pricing, self.share is None)
         if self.planner is not None:
             self.planner = chosen.planner
         return chosen, whole

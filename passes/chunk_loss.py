@@ -140,7 +140,8 @@ class _Finder:
         if step.rows is None:
             return step.several
         shape = shape_of(node)
-        return (shape[0] if step.rows.transposed else math.prod(shape[step.rows.lead :])) >= self.width
+        inner = shape[0] if step.rows.transposed else math.prod(shape[step.rows.lead :])
+        return 2 * inner > self.width  # a part of the vocabulary may be padding that is cut off
 
     def wide_operands(self, region: Region) -> Iterator[tuple[fx.Node, int]]:
         """Operands from outside of which parts are read and that are as wide, with the number of dimensions that are rows."""

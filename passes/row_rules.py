@@ -35,6 +35,7 @@ REDUCTIONS = (
 ALONG = {
     aten._log_softmax: 1, aten._softmax: 1, aten._log_softmax_backward_data: 2, aten._softmax_backward_data: 2,
     aten.gather: 1, aten.scatter: 1, aten.scatter_add: 1, aten.slice: 1, aten.cumsum: 1,
+    aten.slice_scatter: 2,
 }  # fmt: skip
 """Ops along one dimension, which is no dimension of rows, and the place of that dimension among the arguments."""
 
@@ -137,6 +138,23 @@ def _creation_like(node: fx.Node, region: Region, given: int | None) -> Step:
     return Step(
         reads, lambda args, kwargs, count: (node.target, (args[0], [count, *rest], *args[2:]), dict(kwargs)), Rows(lead)
     )
+
+
+def _slice_backward(node: fx.Node, region: Region) -> Step:
+    lead, made = _lead(node, region, None), shape_of(node)
+    dimension, rest = _inner(node, node.args[2], len(made), lead), made[lead:]  # type: ignore[arg-type]
+    return Step(
+        {node.args[0]: Rows(lead)},  # type: ignore[dict-item]
+        lambda args, kwargs, count: (node.target, (args[0], [count, *rest], dimension, *args[3:]), {}),
+        Rows(lead),
+    )
+
+
+def _padding(node: fx.Node, region: Region) -> Step:
+    lead, widths = _lead(node, region, None), _numbers(node.args[1:2])
+    if len(widths) > 2 * (len(shape_of(node)) - lead):
+        raise NotByRows(f"{described(node)} adds rows")
+    return Step({node.args[0]: Rows(lead)}, _as_it_is(node), Rows(lead))  # type: ignore[dict-item]
 
 
 def _view(node: fx.Node, region: Region) -> Step:
@@ -319,6 +337,8 @@ def _loss_backward(node: fx.Node, region: Region) -> Step:
 
 
 RULES: dict[Any, Callable[[fx.Node, Region], Step]] = {
+    aten.slice_backward: _slice_backward,
+    aten.constant_pad_nd: _padding,
     aten.mm: _product,
     aten.addmm: _product,
     aten.unsqueeze: _unsqueeze,

@@ -71,6 +71,7 @@ LOSSES: dict[str, Loss] = {
     "shifted": shifted_as_transformers_does,
     "sliced": sliced,
     "sliced_twice": lambda logits, labels: F.cross_entropy(logits[1:, 3:].flatten(0, 1), labels[1:, 3:].flatten()),
+    "cropped": lambda logits, labels: F.cross_entropy(logits[..., : WORDS - 20].flatten(0, 1), labels.flatten() % 300),
     "capped": capped,
     "with_penalty": with_penalty,
     "masked": masked,
@@ -265,6 +266,22 @@ class Returning(Model):
     def forward(self, tokens: Tensor) -> Any:
         logits = self.head(self.hidden(tokens))
         return SimpleNamespace(loss=self.loss(logits, tokens), logits=logits).__dict__
+
+
+class WithAccuracy(Model):
+    """Counts the right guesses as well."""
+
+    def forward(self, tokens: Tensor) -> Any:
+        logits = self.head(self.hidden(tokens))
+        return self.loss(logits, tokens) + 0 * (logits.argmax(-1) == tokens).float().mean()
+
+
+def test_guesses_are_made_in_parts():
+    model, tokens = WithAccuracy(flat), tokens_of()
+    wanted, _ = train(model, tokens, chunk_loss=False)
+    found, report = train(model, tokens, chunk_loss=4)
+    assert report.loss_parts == 4
+    assert_close(found, wanted)
 
 
 def test_logits_that_are_returned_cannot_be_had_in_parts():
