@@ -60,6 +60,11 @@ class PlanInvalid(AutorematError):
 class NotByRows(AutorematError):
     """The projection and the loss of a graph cannot be computed in parts; the message says why."""
 
+    def __init__(self, message: str, remedy: str = "") -> None:
+        """``remedy``: what its user can do about it; empty if that is nothing."""
+        super().__init__(message)
+        self.remedy = remedy
+
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
@@ -84,11 +89,12 @@ class BudgetInfeasible(AutorematError):
         device: str | None = None,
         plan_file: str | None = None,
         without_orders_bytes: int | None = None,
+        remedy: str = "",
     ) -> None:
         """`minimum_bytes`: smallest feasible peak found; `lower_bound_bytes`: proven for every plan;
         `occupants`: what is alive at the peak of the smallest plan, kept largest first; `plan_file`: the stored plan that
         was to be applied, beside which none was looked for; `without_orders_bytes`: the smallest peak found without the
-        user's orders, if there are any."""
+        user's orders, if there are any; `remedy`: further advice."""
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.lower_bound_bytes = lower_bound_bytes
@@ -96,6 +102,7 @@ class BudgetInfeasible(AutorematError):
         self.device = device
         self.plan_file = plan_file
         self.without_orders_bytes = without_orders_bytes
+        self.remedy = remedy
         super().__init__(self._message())
 
     def _message(self) -> str:
@@ -136,6 +143,8 @@ class BudgetInfeasible(AutorematError):
         if self.without_orders_bytes is not None and self.without_orders_bytes < self.minimum_bytes:
             relaxed = f"{self.without_orders_bytes} bytes ({format_bytes(self.without_orders_bytes)})"
             advice.insert(1, f"relax policy, save or recompute: without them the smallest peak found is {relaxed}")
+        if self.remedy:
+            advice.insert(1, self.remedy)
         return advice
 
 

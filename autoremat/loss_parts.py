@@ -43,6 +43,16 @@ class Contender:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """The contender to take; the graph as it is, if it was planned for; what its user can do to have parts, if that is what
+    is missing."""
+
+    taken: Contender
+    whole: Contender | None
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
 class Parts:
     """Makes contenders: ``recapture`` captures and prices a joint graph, ``contend`` plans for it."""
 
@@ -50,9 +60,8 @@ class Parts:
     recapture: Callable[[fx.GraphModule], tuple[Capture, Pricing]]
     contend: Callable[[Capture, Pricing, int], Contender]
 
-    def best(self, captured: Capture, pricing: Pricing, applicable: bool) -> tuple[Contender, Contender | None]:
-        """The contender to take and, if it was planned for, the graph as it is. Warns if parts were asked for and cannot be;
-        ``applicable``: whether there is a choice at all."""
+    def best(self, captured: Capture, pricing: Pricing, applicable: bool) -> Choice:
+        """Warns if parts were asked for and cannot be had; ``applicable``: whether there is a choice at all."""
         wanted = self.options.chunk_loss
         asked = wanted is True or type(wanted) is int
         if not applicable and asked:
@@ -61,21 +70,23 @@ class Parts:
         whole = None if always else self.contend(captured, pricing, 1)
         if wanted is False or not applicable or (self.options.plan and not always):
             assert whole is not None
-            return whole, whole
+            return Choice(whole, whole)
+        remedy = ""
         found = [whole] if whole is not None else []
         try:
             for contender in self.in_parts(captured, found):
                 found.append(contender)
         except NotByRows as reason:
+            remedy = reason.remedy
             if asked:
                 _warn(str(reason))
             found = found or [self.contend(captured, pricing, 1)]
         fitting = [contender for contender in found if contender.planning.plan is not None]
         if fitting:
-            return min(fitting, key=lambda contender: contender.step_seconds), whole
+            return Choice(min(fitting, key=lambda contender: contender.step_seconds), whole)
         if whole is not None and wanted == "auto" and self.options.on_infeasible == "best_effort":
-            return whole, whole  # what runs although it is over the budget keeps its bits
-        return min(found, key=lambda contender: contender.planning.smallest.peak_bytes), whole
+            return Choice(whole, whole)  # what runs although it is over the budget keeps its bits
+        return Choice(min(found, key=lambda contender: contender.planning.smallest.peak_bytes), whole, remedy)
 
     def in_parts(self, captured: Capture, found: list[Contender]) -> Iterator[Contender]:
         """Further contenders, as long as ``found`` leaves something to wish for. Raises ``NotByRows``."""

@@ -31,7 +31,7 @@ from autoremat.errors import (
     unplanned_message,
 )
 from autoremat.graph import Graph, Kind, Role
-from autoremat.loss_parts import Contender, Parts
+from autoremat.loss_parts import Choice, Contender, Parts
 from autoremat.options import Options
 from autoremat.orders import Ordered, Orders
 from autoremat.passes import accumulate_in_order, read_operands_directly, realise
@@ -223,7 +223,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         if self.is_region and isinstance(self.options.memory_budget, float):
             budget = None
         self.exhausted = False
-        chosen, whole = self.whole_or_in_parts(captured, pricing, budget, first)
+        choice = self.whole_or_in_parts(captured, pricing, budget, first)
+        chosen, whole = choice.taken, choice.whole
         captured, ordered, planning = chosen.captured, chosen.ordered, chosen.planning
         self.captured, self.planning, plan = captured, planning, planning.plan
         if plan is None:
@@ -235,7 +236,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             if self.must_fit and not self.is_region and not worth_trying:
                 relaxed = self.smallest_without_orders(captured, ordered)
                 least = planning.smallest.peak_bytes + self.slack_bytes  # what generated code is taken to need
-                raise infeasible(planning, budget, captured.device.name, least, self.plan_file, relaxed)
+                raise infeasible(planning, budget, captured.device.name, least, self.plan_file, relaxed, choice.remedy)
         self.report = Report.of(
             dataclasses.replace(planning, baseline=baseline),
             plan,
@@ -252,7 +253,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
 
     def whole_or_in_parts(
         self, captured: Capture, pricing: Pricing, budget: int | None, planner_at_hand: tuple[Planner, Ordered]
-    ) -> tuple[Contender, Contender | None]:
+    ) -> Choice:
         """The graph to take, at hand or with its loss in parts, with what was planned for it, and for the one at hand."""
 
         def recapture(joint: fx.GraphModule) -> tuple[Capture, Pricing]:
@@ -265,10 +266,10 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             return Contender(form, its_pricing, planner, ordered, planning, parts)
 
         options = dataclasses.replace(self.options, chunk_loss=False) if self.is_region else self.options
-        chosen, whole = Parts(options, recapture, contend).best(captured, pricing, self.share is None)
+        choice = Parts(options, recapture, contend).best(captured, pricing, self.share is None)
         if self.planner is not None:
-            self.planner = chosen.planner
-        return chosen, whole
+            self.planner = choice.taken.planner
+        return choice
 
     def planner_of(self, captured: Capture) -> tuple[Planner, Ordered]:
         """A planner of the graph with what the options order."""
@@ -356,6 +357,7 @@ def infeasible(
     minimum: int | None = None,
     plan_file: str | None = None,
     without_orders: int | None = None,
+    remedy: str = "",
 ) -> BudgetInfeasible:
     """The error that says what was asked, what is possible and what is in the way."""
     smallest = planning.smallest
@@ -370,4 +372,5 @@ def infeasible(
         device=device,
         plan_file=plan_file,
         without_orders_bytes=without_orders,
+        remedy=remedy,
     )

@@ -123,7 +123,9 @@ class _Finder:
                 wide = [n for n in held if self.is_wide(n, region.steps[n])]
                 if node.op == "output":
                     if wide:
-                        raise NotByRows(f"the caller is handed {described(wide[0])} whole; return the loss alone")
+                        what = f"the caller is handed {described(wide[0])} whole"
+                        remedy = f"return the loss alone: {what}, so the loss cannot be had in parts (chunk_loss)"
+                        raise NotByRows(f"{what}; return the loss alone", remedy)
                     continue
                 try:
                     region.steps[node] = step_of(node, region)

@@ -79,7 +79,10 @@ def shape_of(node: Any) -> tuple[int, ...]:
     if not isinstance(value, torch.Tensor):
         raise NotByRows(f"{described(node)} is no tensor")
     if not all(type(size) is int for size in value.shape):
-        raise NotByRows("its sizes are dynamic: compile with dynamic=False")
+        what = "its sizes are dynamic"
+        raise NotByRows(
+            f"{what}: compile with dynamic=False", f"compile with dynamic=False: {what}, so the loss cannot be had in parts"
+        )
     return tuple(value.shape)
 
 

@@ -291,6 +291,13 @@ def test_logits_that_are_returned_cannot_be_had_in_parts():
     assert autoremat.reports()[-1].loss_parts == 1
 
 
+def test_the_error_says_what_is_in_the_way_of_parts():
+    compiled = torch.compile(Returning(flat), backend="autoremat", options={"inner": "aot_eager", "memory_budget": 1})
+    with pytest.raises(BackendCompilerFailed) as caught:
+        compiled(tokens_of())
+    assert "- return the loss alone: the caller is handed aten." in str(caught.value.inner_exception)
+
+
 @pytest.mark.parametrize(
     ("loss", "reason"),
     [
