@@ -47,6 +47,8 @@ class Row:
     """Without recomputation, by the cost model."""
     smallest_seconds: float
     """At the smallest peak, by the cost model."""
+    same_peak_seconds: float
+    """Within the smallest peak of one part, by the cost model."""
     code_bytes: int | None = None
     """Of the code for the smallest peak."""
     measured_bytes: int | None = None
@@ -78,18 +80,19 @@ def build(layers: int, batch: int) -> tuple[nn.Module, torch.Tensor]:
     return Loss(model), torch.randint(0, WORDS, (batch, LENGTH))
 
 
-def planned(model: nn.Module, tokens: torch.Tensor, parts: int) -> Row:
-    """The row by simulator and cost model."""
+def planned(model: nn.Module, tokens: torch.Tensor, parts: int, whole: Row | None) -> Row:
+    """The row by simulator and cost model; ``whole`` is that of one part."""
     options: dict[str, Any] = {"chunk_loss": parts if parts > 1 else False}
-    free = autoremat.explain(model, tokens, options=options).plan
-    assert free is not None
-    tight = autoremat.explain(model, tokens, options=options | {"memory_budget": 1, "on_infeasible": "best_effort"})
-    plan = tight.plan
-    assert plan is not None
-    return Row(
-        tight.loss_parts, free.peak_bytes, plan.peak_bytes, free.graph.step_seconds + free.added_seconds,
-        plan.graph.step_seconds + plan.added_seconds,
-    )  # fmt: skip
+
+    def explained(**more: Any) -> tuple[autoremat.Plan, float]:
+        plan = autoremat.explain(model, tokens, options=options | more).plan
+        assert plan is not None
+        return plan, plan.graph.step_seconds + plan.added_seconds
+
+    free, free_seconds = explained()
+    tight, tight_seconds = explained(memory_budget=1, on_infeasible="best_effort")
+    same = explained(memory_budget=whole.smallest_peak_bytes, on_infeasible="best_effort")[1] if whole else tight_seconds
+    return Row(parts, free.peak_bytes, tight.peak_bytes, free_seconds, tight_seconds, same)
 
 
 def measured(row: Row, model: nn.Module, tokens: torch.Tensor, times: bool) -> Row:
@@ -126,23 +129,16 @@ def median_seconds(step: Callable[[], None]) -> float:
 
 def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
     """Prints the table and writes it to chunk_loss.txt and chunk_loss.json in ``folder``."""
-    table = Table(title="The loss in parts: peaks in MiB, seconds of a step")
-    for column in (
-        "parts",
-        "peak unbounded",
-        "smallest",
-        "its code",
-        "measured",
-        "seconds unbounded",
-        "at smallest",
-        "measured",
-    ):
+    table = Table(title="The loss in parts: peaks in MiB, predicted seconds of a step")
+    peaks = ("peak without a budget", "smallest peak", "of its code", "measured")
+    seconds = ("seconds without a budget", "within 1 part's smallest", "within the smallest", "measured there")
+    for column in ("parts", *peaks, *seconds):
         table.add_column(column, justify="right")
     for row in rows:
         sizes = (row.unbounded_peak_bytes, row.smallest_peak_bytes, row.code_bytes, row.measured_bytes)
-        times = (row.unbounded_seconds, row.smallest_seconds, row.measured_seconds)
+        times = (row.unbounded_seconds, row.same_peak_seconds, row.smallest_seconds, row.measured_seconds)
         texts = ["" if size is None else f"{size / 2**20:.1f}" for size in sizes]
-        texts += ["" if seconds is None else f"{seconds:.3f}" for seconds in times]
+        texts += ["" if one is None else f"{one:.3f}" for one in times]
         table.add_row(str(row.parts), *texts)
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "chunk_loss.txt").open("w") as file:
@@ -162,9 +158,9 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     model, tokens = build(arguments.layers, arguments.batch)
-    rows = []
+    rows: list[Row] = []
     for parts in arguments.parts:
-        row = planned(model, tokens, parts)
+        row = planned(model, tokens, parts, rows[0] if rows else None)
         rows.append(row if arguments.planned else measured(row, model, tokens, arguments.times))
         print(rows[-1], flush=True)
     setup = {"torch": torch.__version__, "cores": os.cpu_count(), "layers": arguments.layers, "hidden": HIDDEN, "words": WORDS,
