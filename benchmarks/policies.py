@@ -7,24 +7,29 @@
 Each policy is compiled alone and is the plan. Then the planner gets the policy's predicted peak as its budget. Peaks are
 forward and backward above the step's start. *Recomputed* is the recomputation's seconds by the cost model; *cost* adds the
 traffic of what is saved, which is what plans are chosen by; both as shares of the step without recomputation. Step times are
-medians, and say something only on an idle machine; `load` in the heading is what the machine had to do when the run began.
+medians over rounds in which every row takes one step, and say something only on an idle machine; `load` in the heading is
+what the machine had to do when the run began.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import math
 import os
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import model_zoo
 import torch
+import torch._dynamo.config as dynamo_config
 from model_zoo import MODELS
 from rich.console import Console
 from rich.table import Table
@@ -33,6 +38,9 @@ import autoremat
 
 ROOT = Path(__file__).resolve().parent.parent
 FAMILIES = ("llama", "gpt2")
+SIZES = {"HIDDEN": 256, "BATCH": 4, "LENGTH": 256}
+"""Constants of `model_zoo`, unless it is to be quick: in its own sizes a step is mostly the time of calls."""
+
 WARM_STEPS = 2
 TIME_LIMIT = 600.0
 """Seconds that one planning may take: no plan is to depend on how busy the machine is."""
@@ -66,10 +74,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="models of 4 layers")
     parser.add_argument("--inner", choices=("aot_eager", "inductor"), default="aot_eager")
-    parser.add_argument("--repeats", type=int, default=5, help="timed steps for each row")
+    parser.add_argument("--repeats", type=int, default=11, help="timed steps for each row")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     layers = 4 if arguments.quick else 12
+    for constant, size in ({} if arguments.quick else SIZES).items():
+        setattr(model_zoo, constant, size)
+    dynamo_config.recompile_limit = 1000  # one code object is compiled once for each row
+    dynamo_config.accumulated_recompile_limit = 1000
     setup = {
         "torch": torch.__version__,
         "inner": arguments.inner,
@@ -80,21 +92,31 @@ def main() -> None:
     }
     rows: list[Row] = []
     for family in FAMILIES:
-        for row in Bench(f"{family}-{layers}", arguments.inner, arguments.repeats).rows(layers):
-            print(f"{row.model} {row.method}: {row.measured_bytes / 2**20:.2f} MiB, cost {row.cost:.1%}", flush=True)
-            rows.append(row)
+        torch._dynamo.reset()
+        gc.collect()
+        rows += Bench(f"{family}-{layers}", arguments.inner, arguments.repeats).rows(layers)
     write(rows, setup, arguments.output)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Bench:
-    """One model."""
+    """One model: every row is compiled and measured, then all take steps in turn."""
 
     name: str
     inner: str
     repeats: int
 
-    def rows(self, layers: int) -> Iterator[Row]:
+    def __post_init__(self) -> None:
+        self.steps: list[Callable[[], object]] = []
+
+    def rows(self, layers: int) -> list[Row]:
+        rows = []
+        for row in self.untimed_rows(layers):
+            print(f"{row.model} {row.method}: {row.measured_bytes / 2**20:.2f} MiB, cost {row.cost:.1%}", flush=True)
+            rows.append(row)
+        return [replace(row, step_seconds=seconds) for row, seconds in zip(rows, self.timed(), strict=True)]
+
+    def untimed_rows(self, layers: int) -> Iterator[Row]:
         yield self.measure("no recomputation", save=["*"])
         for policy in policies(layers):
             by_hand = self.measure(policy, policy=policy)
@@ -102,32 +124,41 @@ class Bench:
             yield self.measure(f"  planner at {policy}", memory_budget=by_hand.predicted_bytes)
 
     def measure(self, method: str, **options: Any) -> Row:
-        torch._dynamo.reset()
         torch.manual_seed(0)
         model, inputs = MODELS[self.name]()
         compiled = torch.compile(model, backend="autoremat", options={"inner": self.inner, "time_limit": TIME_LIMIT, **options})
+
+        def step() -> None:
+            model.zero_grad(set_to_none=True)
+            compiled(*inputs).backward()
+
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", autoremat.OrderWarning)
-            compiled(*inputs).backward()
+            step()
         notes = [str(w.message) for w in caught if issubclass(w.category, autoremat.OrderWarning)]
         report = autoremat.reports()[-1]
-        tracker, seconds = autoremat.track_peak("cpu"), []
-        for step in range(WARM_STEPS + self.repeats):
-            model.zero_grad(set_to_none=True)
-            if step == 0:
-                with tracker:
-                    compiled(*inputs).backward()
-                continue
-            begin = time.perf_counter()
+        model.zero_grad(set_to_none=True)
+        with autoremat.track_peak("cpu") as tracker:
             compiled(*inputs).backward()
-            seconds.append(time.perf_counter() - begin)
+        self.steps.append(step)
         plan = report.plan
         assert plan is not None
         predicted = report.predicted_peak_bytes if report.compiled_peak_bytes is None else report.compiled_peak_bytes
         return Row(
             self.name, method, predicted, tracker.bytes, report.saved_bytes, report.recompute_seconds / report.step_seconds,
-            plan.cost_seconds / report.step_seconds, statistics.median(seconds[WARM_STEPS - 1 :]), "; ".join(notes),
+            plan.cost_seconds / report.step_seconds, math.nan, "; ".join(notes),
         )  # fmt: skip
+
+    def timed(self) -> list[float]:
+        """The median seconds of each row's step."""
+        samples: list[list[float]] = [[] for _ in self.steps]
+        for turn in range(WARM_STEPS + self.repeats):
+            for step, seconds in zip(self.steps, samples, strict=True):
+                begin = time.perf_counter()
+                step()
+                if turn >= WARM_STEPS:
+                    seconds.append(time.perf_counter() - begin)
+        return [statistics.median(seconds) for seconds in samples]
 
 
 def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
@@ -169,9 +200,11 @@ def verdict(rows: list[Row]) -> str:
     dearer = [f"{b.model} {b.method.strip()}" for a, b in pairs if b.cost > a.cost * (1 + 1e-9)]
     larger = [f"{b.model} {b.method.strip()}" for a, b in pairs if b.measured_bytes > a.predicted_bytes]
     saved = statistics.median(a.cost - b.cost for a, b in pairs)
+    ratios = sorted(b.step_seconds / a.step_seconds for a, b in pairs)
     return (
         f"At the peaks of {len(pairs)} policies the planner's cost is higher {len(dearer)} times, its measured peak "
-        f"{len(larger)} times; the median saving is {saved:.1%} of the step. {' '.join(dearer + larger)}".strip()
+        f"{len(larger)} times; the median saving is {saved:.1%} of the step. Measured steps, planner to policy: median "
+        f"{statistics.median(ratios):.3f}, from {ratios[0]:.3f} to {ratios[-1]:.3f}. {' '.join(dearer + larger)}".strip()
     )
 
 

@@ -1,7 +1,7 @@
 """Which ops run again where, changed one by one, with the bytes that follow: what a local search moves in.
 
 A *site* is an op of the given order, before which a recomputation runs, or the end; several at one site run in the graph's
-order. A read finds the newest copy of a value, and a copy lives from its making to its last read. So any set of
+order, or in another if that takes less memory. A read finds the newest copy of a value, and a copy lives from its making to its last read. So any set of
 recomputations is a plan, and only its bytes can be too many. Graphs must not fuse.
 
 Bytes at a site are exact. First all that is alive there is counted together; from that goes what is never alive at the same
@@ -11,12 +11,16 @@ moment within the site (`apart`).
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 import numpy as np
 
 from autoremat.graph import Graph, Order, Role
 from autoremat.schedule import Schedule
 from autoremat.solvers.event_gap import in_order
+
+MOST_ORDERED = 12
+"""At most so many recomputations at one site are put into another order than the graph's."""
 
 
 class Sites:
@@ -142,14 +146,34 @@ class Sites:
         self.changed.clear()
 
     def _apart(self, site: int) -> float:
+        """The bytes that are never alive at the same moment as the rest of the site, in its better order."""
+        return self._better_order(site)[1]
+
+    def _better_order(self, site: int) -> tuple[list[int], float]:
+        """What runs again at ``site``, in the graph's order or in that of least growth, and what is then apart."""
+        again = self.at[site]
+        given = self._least_absent(site, again)
+        if not 1 < len(again) <= MOST_ORDERED:
+            return again, given
+        other = self._by_growth(site, again)
+        if other == again:
+            return again, given
+        least = self._least_absent(site, other)
+        return (other, least) if least > given else (again, given)
+
+    def _last_steps(self, site: int, steps: Sequence[int]) -> dict[int, int]:
+        """For each value that is made or read at ``site`` and gone after it: the number of the step that reads it last."""
+        last = {v: step for step, index in enumerate(steps) for v in (*self.outputs[index], *self.inputs[index])}
+        kept = self.kept if site == self.end else ()
+        return {v: step for v, step in last.items() if v not in kept and self.last_read(v, site) == site}
+
+    def _least_absent(self, site: int, again: Sequence[int]) -> float:
         """Steps through what runs at ``site``: before a step its results do not exist, after the last read at the site what
         nothing reads later is gone."""
-        steps = self.at[site] if site == self.end else [*self.at[site], site]
-        last_step = {v: step for step, index in enumerate(steps) for v in (*self.outputs[index], *self.inputs[index])}
+        steps = again if site == self.end else [*again, site]
         gone = [0] * (len(steps) + 1)
-        for value, step in last_step.items():
-            if self.last_read(value, site) == site and not (site == self.end and value in self.kept):
-                gone[step + 1] += self.size[value]
+        for value, step in self._last_steps(site, steps).items():
+            gone[step + 1] += self.size[value]
         made = [sum(self.size[value] for value in self.outputs[index]) for index in steps]
         absent, least = sum(made), np.inf
         for step, index in enumerate(steps):
@@ -157,6 +181,33 @@ class Sites:
             least = min(least, absent - self.workspace[index])
         return least
 
+    def _by_growth(self, site: int, again: Sequence[int]) -> list[int]:
+        """``again`` in an order in which each step leaves as little as possible behind, as far as one sees from step to step."""
+        steps = again if site == self.end else [*again, site]
+        reads: dict[int, set[int]] = {v: set() for v in self._last_steps(site, steps)}
+        """Of the values that go at this site: who still has to read them."""
+        for index in steps:
+            for value in self.inputs[index]:
+                if value in reads:
+                    reads[value].add(index)
+        here = {v for index in again for v in self.outputs[index]}
+        left, found = list(again), []
+        while left:
+            ready = [index for index in left if here.isdisjoint(self.inputs[index])]
+            best = min(ready, key=lambda index: (self._growth(index, reads), index))
+            left.remove(best)
+            found.append(best)
+            here.difference_update(self.outputs[best])
+            for value in self.inputs[best]:
+                if value in reads:
+                    reads[value].discard(best)
+        return found
+
+    def _growth(self, index: int, reads: dict[int, set[int]]) -> int:
+        """By how many bytes running ``index`` next changes what is alive."""
+        freed = sum(self.size[v] for v in self.inputs[index] if reads.get(v) == {index})
+        return sum(self.size[v] for v in self.outputs[index]) - freed
+
     def schedule(self) -> Schedule:
         """The executions in order."""
-        return in_order(self.graph, self.at)
+        return in_order(self.graph, [self._better_order(site)[0] if self.at[site] else [] for site in range(self.end + 1)])
