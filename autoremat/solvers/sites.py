@@ -1,8 +1,8 @@
 """Which ops run again where, changed one by one, with the bytes that follow: what a local search moves in.
 
 A *site* is an op of the given order, before which a recomputation runs, or the end; several at one site run in the graph's
-order, or in another if that takes less memory. A read finds the newest copy of a value, and a copy lives from its making to its last read. So any set of
-recomputations is a plan, and only its bytes can be too many. Graphs must not fuse.
+order, or in another if that takes less memory. A read finds the newest copy of a value, and a copy lives from its making to
+its last read. So any set of recomputations is a plan, and only its bytes can be too many. Graphs must not fuse.
 
 Bytes at a site are exact. First all that is alive there is counted together; from that goes what is never alive at the same
 moment within the site (`apart`).
@@ -182,7 +182,7 @@ class Sites:
         return least
 
     def _by_growth(self, site: int, again: Sequence[int]) -> list[int]:
-        """``again`` in an order in which each step leaves as little as possible behind, as far as one sees from step to step."""
+        """``again`` in an order in which each step leaves as little behind as the steps that are possible then allow."""
         steps = again if site == self.end else [*again, site]
         reads: dict[int, set[int]] = {v: set() for v in self._last_steps(site, steps)}
         """Of the values that go at this site: who still has to read them."""
