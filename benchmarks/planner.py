@@ -34,10 +34,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 from autoremat import torch_compat
 from autoremat.capture import Capture, capture
+from autoremat.comparison import plan_of_partition
 from autoremat.graph import Graph
 from autoremat.plans import Plan
 from autoremat.solvers import Planner
-from autoremat.torch_plans import plan_of_partition
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
