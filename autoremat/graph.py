@@ -235,6 +235,16 @@ class Graph:
         return np.array([op.workspace_bytes for op in self.ops], dtype=np.int64)
 
     @cached_property
+    def tangent_bytes(self) -> int:
+        """Bytes of all tangents together."""
+        return sum(value.bytes for value in self.values if value.role is Role.TANGENT)
+
+    @cached_property
+    def made(self) -> tuple[tuple[int, ...], ...]:
+        """For each op, its outputs."""
+        return tuple(op.outputs for op in self.ops)
+
+    @cached_property
     def computed_inputs(self) -> tuple[tuple[int, ...], ...]:
         """For each op, its inputs that some op makes."""
         return tuple(tuple(v for v in op.inputs if self.values[v].producer is not None) for op in self.ops)

@@ -23,12 +23,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoremat.errors import PlanInvalid
-from autoremat.graph import Graph, Kind, Role
+from autoremat.graph import Graph, Kind
 from autoremat.schedule import Schedule
 
 INLINE_READERS = 4
 """At most so many readers inline a pointwise result; Inductor realises what is read more often than
 ``config.realize_reads_threshold`` (4)."""
+
+Lifetimes = tuple[list[int], list[int], list[int]]
+"""Of the copies that exist: their values, the executions that make them, the executions after which they are freed."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +50,7 @@ class Timeline:
     graph: Graph
     schedule: Schedule
     bytes_at: NDArray[np.int64]
-    lifetimes: tuple[list[int], list[int], list[int]]
-    """Of the materialised copies: their values, the executions that make them, the executions after which they are freed."""
+    lifetimes: Lifetimes
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
@@ -72,7 +74,7 @@ class Timeline:
 
 
 class _Copies:
-    """Who reads which copy: the bookkeeping behind :func:`simulate`."""
+    """Who reads which copy, which fusion depends on."""
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.graph, self.sequence, self.num_forward = graph, schedule.sequence, len(schedule.forward)
@@ -86,19 +88,16 @@ class _Copies:
         self.forward_copy: dict[int, int] = {}
 
     def run(self) -> None:
-        """Number the copies in the order of their making and note who reads them. The planner's innermost loop."""
+        """Number the copies in the order of their making and note who reads them. The planner's innermost loop but one."""
         graph, newest, readers = self.graph, self.newest, self.readers
-        inputs, outputs = graph.computed_inputs, [op.outputs for op in graph.ops]
+        inputs, outputs = graph.computed_inputs, graph.made
         for position, index in enumerate(self.sequence):
             if position == self.num_forward:
                 self.forward_copy = dict(newest)
             try:
                 read = [newest[value] for value in inputs[index]]
             except KeyError as error:
-                value = graph.values[error.args[0]].name
-                raise PlanInvalid(
-                    f"execution {position} ({graph.ops[index].name}) reads {value}, which was never made"
-                ) from None
+                raise _never_made(graph, position, index, error.args[0]) from None
             for copy in read:
                 readers[copy].append(position)
             self.sources.append(read)
@@ -117,8 +116,6 @@ def _inlined(copies: _Copies, kept: set[int], barrier: list[int]) -> list[bool]:
     """For each copy, whether fusion keeps it from ever existing (see the head of this file)."""
     graph, sequence = copies.graph, copies.sequence
     inlined = [False] * len(copies.value)
-    if not graph.fuses:
-        return inlined
     fusible = [graph.ops[index].kind is not Kind.EXTERN for index in sequence]
     for copy, readers in enumerate(copies.readers):
         start = copies.start[copy]
@@ -137,8 +134,6 @@ def _taken_over(copies: _Copies, inlined: list[bool], last: list[int], kept: set
     """
     graph, sequence = copies.graph, copies.sequence
     found: list[int] = []
-    if not graph.fuses:
-        return found
     for position, made in enumerate(copies.made):
         if len(made) != 1 or inlined[made[0]] or not graph.ops[sequence[position]].in_place:
             continue
@@ -170,10 +165,56 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
 
     Raises ``PlanInvalid`` if an execution reads what was never made.
     """
+    lifetimes = _with_fusion(graph, schedule) if graph.fuses else _without_fusion(graph, schedule)
+    sequence, num_forward = schedule.sequence, len(schedule.forward)
+    values, starts, ends = (np.array(column, dtype=np.int64) for column in lifetimes)
+    sizes = graph.value_bytes[values]
+    change = np.zeros(len(sequence) + 2, dtype=np.int64)
+    np.add.at(change, starts, sizes)
+    np.subtract.at(change, ends + 1, sizes)
+    change[num_forward] += graph.tangent_bytes
+    bytes_at = np.cumsum(change)[: len(sequence)] + graph.op_workspace_bytes[np.array(sequence, dtype=np.int64)]
+    return Timeline(graph, schedule, bytes_at, lifetimes)
+
+
+def _without_fusion(graph: Graph, schedule: Schedule) -> Lifetimes:
+    """The lifetimes where every copy exists. The planner's innermost loop."""
+    inputs, outputs, num_forward = graph.computed_inputs, graph.made, len(schedule.forward)
+    newest: dict[int, int] = {}
+    values: list[int] = []
+    starts: list[int] = []
+    ends: list[int] = []
+    handed_out = newest if num_forward == len(schedule.sequence) else {}
+    for position, index in enumerate(schedule.sequence):
+        if position == num_forward:
+            handed_out = newest.copy()
+        try:
+            for value in inputs[index]:
+                ends[newest[value]] = position
+        except KeyError as error:
+            raise _never_made(graph, position, index, error.args[0]) from None
+        for value in outputs[index]:
+            newest[value] = len(values)
+            values.append(value)
+            starts.append(position)
+            ends.append(position)
+    for copies, kept in ((handed_out, graph.forward_outputs), (newest, graph.backward_outputs)):
+        for value in kept:
+            if value in copies:
+                ends[copies[value]] = len(schedule.sequence) - 1
+    return values, starts, ends
+
+
+def _never_made(graph: Graph, position: int, index: int, value: int) -> PlanInvalid:
+    reader, missing = graph.ops[index].name, graph.values[value].name
+    return PlanInvalid(f"execution {position} ({reader}) reads {missing}, which was never made")
+
+
+def _with_fusion(graph: Graph, schedule: Schedule) -> Lifetimes:
+    """The lifetimes of the copies that exist."""
     copies = _Copies(graph, schedule)
     copies.run()
-    sequence, num_forward = copies.sequence, copies.num_forward
-    end_of_step = len(sequence) - 1
+    sequence = copies.sequence
     kept = {copies.forward_copy[v] for v in graph.forward_outputs if v in copies.forward_copy}
     kept |= {copies.newest[v] for v in graph.backward_outputs if v in copies.newest}
     # Extern kernels so far: equal between two executions, they are in one fusible run.
@@ -194,16 +235,7 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     for copy in _taken_over(copies, inlined, last, kept, barrier):
         last[copy] -= 1
     for copy in kept:
-        last[copy] = end_of_step
+        last[copy] = len(sequence) - 1
     existing = [copy for copy in range(len(copies.value)) if not inlined[copy]]
     value, start, end = ([column[copy] for copy in existing] for column in (copies.value, copies.start, last))
-    lifetimes = (value, start, end)
-    values, starts, ends = (np.array(column, dtype=np.int64) for column in lifetimes)
-    sizes = graph.value_bytes[values]
-    change = np.zeros(len(sequence) + 2, dtype=np.int64)
-    np.add.at(change, starts, sizes)
-    np.subtract.at(change, ends + 1, sizes)
-    tangents = sum(v.bytes for v in graph.values if v.role is Role.TANGENT)
-    change[num_forward] += tangents
-    bytes_at = np.cumsum(change)[: len(sequence)] + graph.op_workspace_bytes[np.array(sequence, dtype=np.int64)]
-    return Timeline(graph, schedule, bytes_at, lifetimes)
+    return value, start, end

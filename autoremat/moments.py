@@ -176,7 +176,7 @@ def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
     np.subtract.at(change, (groups[values], ends + 1), graph.value_bytes[values])
     rows = dict(zip(names, np.cumsum(change, axis=1)[:, :length], strict=True))
     tangents = np.zeros(length, dtype=np.int64)
-    tangents[border:] = sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
+    tangents[border:] = graph.tangent_bytes
     rows[TANGENTS] = tangents
     rows[WORKSPACE] = graph.op_workspace_bytes[np.array(plan.schedule.sequence, dtype=np.int64)]
     return {group: row for group, row in rows.items() if row.any() or group == TANGENTS}

@@ -44,7 +44,7 @@ class Schedule:
         """Forward-made values that cross from the forward to the backward."""
         fresh: set[int] = set()
         saved: dict[int, None] = {}
-        reads, outputs, backward_begins = graph.forward_reads, [op.outputs for op in graph.ops], graph.num_forward
+        reads, outputs, backward_begins = graph.forward_reads, graph.made, graph.num_forward
         for index in self.backward:
             for value in reads[index]:
                 if value not in fresh:

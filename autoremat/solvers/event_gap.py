@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.sparse import csc_matrix, csr_matrix
 
-from autoremat.graph import Graph, Order, Role
+from autoremat.graph import Graph, Order
 from autoremat.schedule import Schedule
 
 Vector = NDArray[np.float64]
@@ -216,7 +216,7 @@ class EventGap:
         """Bytes at each op whatever is chosen: what it makes, its workspace, tangents."""
         made = [sum(self.graph.values[v].bytes for v in op.outputs) for op in self.graph.ops]
         fixed = np.array(made, dtype=np.float64) + self.graph.op_workspace_bytes
-        fixed[self.graph.num_forward :] += sum(v.bytes for v in self.graph.values if v.role is Role.TANGENT)
+        fixed[self.graph.num_forward :] += self.graph.tangent_bytes
         return fixed
 
     def bytes_at(self, chosen: Vector) -> Vector:

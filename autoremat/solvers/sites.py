@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autoremat.graph import Graph, Order, Role
+from autoremat.graph import Graph, Order
 from autoremat.schedule import Schedule
 from autoremat.solvers.event_gap import in_order
 
@@ -34,7 +34,7 @@ class Sites:
         """For each site, the ops that run again there, in order."""
         self.reads: list[list[int]] = [sorted(readers) for readers in graph.readers]
         """For each value, where it is read, in order, each read once."""
-        self.inputs, self.outputs = graph.computed_inputs, [op.outputs for op in graph.ops]
+        self.inputs, self.outputs = graph.computed_inputs, graph.made
         self.producer = [-1 if value.producer is None else value.producer for value in graph.values]
         self.size = [0 if value.producer is None else value.bytes for value in graph.values]
         self.workspace = [op.workspace_bytes for op in graph.ops]
@@ -67,7 +67,7 @@ class Sites:
         for value, made in enumerate(self.producer):
             if made >= 0:
                 bytes_at[made : max([made, *self.reads[value]]) + 1] += self.size[value]
-        bytes_at[self.graph.num_forward :] += sum(v.bytes for v in self.graph.values if v.role is Role.TANGENT)
+        bytes_at[self.graph.num_forward :] += self.graph.tangent_bytes
         return bytes_at
 
     def last_read(self, value: int, moment: int) -> int:
