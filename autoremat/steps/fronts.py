@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from autoremat.graph import Graph, Role
+from autoremat.graph import Graph
 from autoremat.plans import Plan
 from autoremat.solvers import Planner
 from autoremat.steps.ledger import PlanPoint, pareto
@@ -22,11 +22,6 @@ def border_bytes(plan: Plan, kept_inputs: Collection[int]) -> int:
 def output_bytes(graph: Graph) -> int:
     """Bytes of what the forward makes and returns to its caller."""
     return sum(graph.values[v].bytes for v in graph.forward_outputs)
-
-
-def tangent_bytes(graph: Graph) -> int:
-    """Bytes of the gradients that the backward is handed."""
-    return sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
 
 
 def point_of(plan: Plan, kept_inputs: Collection[int] | None = None) -> PlanPoint:

@@ -22,7 +22,7 @@ from autoremat.cost import Pricing
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner
 from autoremat.plans import Plan
-from autoremat.steps.fronts import front_of, output_bytes, point_of, tangent_bytes
+from autoremat.steps.fronts import front_of, output_bytes, point_of
 from autoremat.steps.ledger import Moment, PlanPoint
 from autoremat.steps.metering import Meter, Reading
 from autoremat.steps.surveyed import StepGraph
@@ -185,7 +185,7 @@ class Recording:
         if not graph.planned:
             return 0
         captured = graph.plan.graph
-        handed = min(event.tangent_bytes, tangent_bytes(captured))
+        handed = min(event.tangent_bytes, captured.tangent_bytes)
         return graph.point(graph.plan).saved_bytes + output_bytes(captured) + handed
 
 
