@@ -239,10 +239,10 @@ class InductorCompilation:
             self.peaks[lowered.is_backward] = peak
             if limit is None:
                 return
-            least = all(peak <= earlier for earlier, _ in self.failed)
-            give_in = self.options.on_infeasible == "best_effort" and (self.last or (partitioner.exhausted and least))
-            if peak > limit and not give_in:
-                raise _OverBudget(peak, limit)
+            # An error is to name what both halves need.
+            ends_in_error = self.options.on_infeasible == "raise" and (partitioner.exhausted or self.last)
+            if not (ends_in_error and len(self.peaks) == 1):
+                self.check_peaks(partitioner)
             most = max(self.peaks.values())
             both_halves = len(self.peaks) == 2
             if both_halves and self.may_loosen and self.worth_loosening(partitioner, limit, most):
@@ -256,7 +256,20 @@ class InductorCompilation:
             torch_lowering.memory_first(lambda: partitioner.memory_first),
             torch_lowering.observe_lowering(lambda: partitioner.circumstances, observe),
         ):
-            return torch_compat.compile_with_inductor(module, self.inputs, patches, EAGER_BACKWARD)
+            compiled = torch_compat.compile_with_inductor(module, self.inputs, patches, EAGER_BACKWARD)
+        self.check_peaks(partitioner)  # the second half may come from a cache, unseen
+        return compiled
+
+    def check_peaks(self, partitioner: Partitioner) -> None:
+        """Raise ``_OverBudget`` if a half of the present attempt needs too much, unless it is the last best effort."""
+        limits = [(peak, partitioner.limit_bytes(half)) for half, peak in self.peaks.items()]
+        over = [(peak, limit) for peak, limit in limits if limit is not None and peak > limit]
+        if not over:
+            return
+        least = all(max(self.peaks.values()) <= earlier for earlier, _ in self.failed)
+        best_effort = self.options.on_infeasible == "best_effort"
+        if not (best_effort and (self.last or (partitioner.exhausted and least))):
+            raise _OverBudget(*max(over))
 
     def run(self) -> Compiled:
         """Compile, plan again where the code asks for it, and publish the report."""
