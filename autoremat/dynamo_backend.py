@@ -331,6 +331,8 @@ class InductorCompilation:
         # For the budget less what the simulator underestimated this plan by.
         excess = reason.peak_bytes - report.predicted_peak_bytes - partitioner.slack_bytes
         self.margin = max(excess, self.margin + 1)
+        if replans >= MAX_REPLANS - 1:  # the plan of least memory, before an error says that nothing fits
+            self.margin = max(report.budget_bytes or 0, self.margin)
 
     def looser_margin(self, budget: int, peak: int) -> int:
         """The margin that leaves the code less room: code of ``peak`` bytes came of the present one."""

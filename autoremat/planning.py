@@ -11,7 +11,7 @@ from autoremat.graph import Graph
 from autoremat.options import Options
 from autoremat.plans import Plan
 from autoremat.progress import said_if_slow
-from autoremat.solvers import Planning, anneal, baselines, dag, ilp
+from autoremat.solvers import Planning, anneal, baselines, dag, ilp, stages
 from autoremat.solvers.search import EVERY_FAMILY, Family
 
 Solver = Callable[[Graph, int | None, float, int], Planning]
@@ -36,10 +36,11 @@ def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, see
 
 
 def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int) -> Planning:
-    """The search; where it leaves a gap, annealing and then neighbourhoods of the event-gap model."""
+    """The search; where it leaves a gap, a better bound, annealing and then neighbourhoods of the event-gap model."""
     begun = time.monotonic()
     search_share, good_gap = (SEARCH_SHARE_OF_ONE_PHASE, GOOD_GAP_OF_ONE_PHASE) if graph.one_phase else (1.0, GOOD_GAP)
     found = dag.search(graph, budget, search_share * time_limit, EVERY_FAMILY)
+    found = stages.tighten(graph, budget, time_limit, found, good_gap)
     found = anneal.improve(graph, budget, time_limit, seed, found, good_gap, begun + ANNEALED_BY * time_limit)
     return ilp.improve(graph, budget, time_limit, seed, found, good_gap, begun + time_limit)
 

@@ -17,7 +17,7 @@ PURE = (
     "explanation", "moments", "report", "report_text", "report_diff", "store", "cli", "__main__", "wrapper_code", "cost",
     "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut", "solvers.search",
     "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.baselines", "solvers.event_gap",
-    "solvers.highs", "solvers.improve", "solvers.ilp", "solvers.sites", "solvers.anneal", "frontier",
+    "solvers.highs", "solvers.improve", "solvers.ilp", "solvers.sites", "solvers.anneal", "solvers.stages", "frontier",
     "orders", "stable", "patterns", "policies", "structure", "pictures", "html_report",
     "steps", "steps.fronts", "steps.ledger", "steps.surveyed",
 )  # fmt: skip

@@ -43,7 +43,7 @@ class Moments:
 
     def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False) -> None:
         self.graph, self.mincut = graph, mincut
-        self.fixed = _fixed_bytes(graph)
+        self.fixed = fixed_bytes(graph)
         self.chosen = self._choose()[: 1 if only_first else None]
         self.read_later: dict[int, frozenset[int]] = {}
         later = set(graph.backward_needs.intersection(graph.backward_outputs))
@@ -123,7 +123,7 @@ class Moments:
         return self._cut(moment, self.mincut.top_price).bound / self.mincut.top_price - 1.0
 
 
-def _fixed_bytes(graph: Graph) -> NDArray[np.int64]:
+def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
     """For each op, bytes alive while it runs whatever is recomputed: what backward ops made and still need, what the caller
     holds. Of the forward's values, only its outputs count."""
     change = np.zeros(len(graph.ops) + 1, dtype=np.int64)

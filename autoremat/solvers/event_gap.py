@@ -28,10 +28,11 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.sparse import csc_matrix, csr_matrix
+from scipy.sparse import csc_matrix
 
 from autoremat.graph import Graph, Order
 from autoremat.schedule import Schedule
+from autoremat.solvers.highs import Rows
 
 Vector = NDArray[np.float64]
 Columns = NDArray[np.int64]
@@ -67,29 +68,6 @@ def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
         if not any(frontier):
             break
     return sites
-
-
-@dataclass
-class _Rows:
-    """Rows of a sparse matrix with their bounds, written one by one."""
-
-    columns: list[list[int]] = field(default_factory=list)
-    entries: list[list[float]] = field(default_factory=list)
-    low: list[float] = field(default_factory=list)
-    high: list[float] = field(default_factory=list)
-
-    def add(self, positive: list[int], negative: list[int], low: float, high: float) -> None:
-        """low <= sum of ``positive`` - sum of ``negative`` <= high."""
-        self.columns.append(positive + negative)
-        self.entries.append([1.0] * len(positive) + [-1.0] * len(negative))
-        self.low.append(low)
-        self.high.append(high)
-
-    def matrix(self, width: int) -> csr_matrix:
-        starts = np.cumsum([0, *map(len, self.columns)])
-        columns = np.fromiter((c for row in self.columns for c in row), dtype=np.int64)
-        entries = np.fromiter((x for row in self.entries for x in row), dtype=np.float64)
-        return csr_matrix((entries, columns, starts), shape=(len(self.columns), width))
 
 
 @dataclass
@@ -152,7 +130,7 @@ class EventGap:
                     upper[crossing] = 0.0
         return lower, upper
 
-    def _reading_and_holding(self, rows: _Rows) -> None:
+    def _reading_and_holding(self, rows: Rows) -> None:
         for value, events in enumerate(self.hold):
             before: list[int] = []
             for event, column in events.items():
@@ -163,7 +141,7 @@ class EventGap:
                     rows.add([column], before, -np.inf, 0.0)
                 before = there
 
-    def _inputs(self, rows: _Rows) -> None:
+    def _inputs(self, rows: Rows) -> None:
         for index, sites in enumerate(self.again):
             for site, column in sites.items():
                 for value in self.graph.computed_inputs[index]:
@@ -206,7 +184,7 @@ class EventGap:
     @cached_property
     def logic(self) -> tuple[csc_matrix, Vector, Vector]:
         """The rows of reading, holding and inputs, and their bounds."""
-        rows = _Rows()
+        rows = Rows()
         self._reading_and_holding(rows)
         self._inputs(rows)
         return rows.matrix(self.columns).tocsc(), np.array(rows.low), np.array(rows.high)

@@ -6,7 +6,7 @@ A model is handed over as one sparse matrix; building it variable by variable wo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,33 @@ QUIET_AND_REPEATABLE = ("output_flag=false", "log_to_console=false", "threads=1"
 LINEAR = ("solver=simplex", "simplex_dual_edge_weight_strategy=1")
 """Devex pricing: less work per iteration than steepest edge, which tells on relaxations of many columns."""
 
+PRECISION = 1e-5
+"""To which bounds are worked out, relative to the objective."""
+
 Vector = NDArray[np.float64]
+
+
+@dataclass
+class Rows:
+    """Rows of a sparse matrix with their bounds, written one by one."""
+
+    columns: list[list[int]] = field(default_factory=list)
+    entries: list[list[float]] = field(default_factory=list)
+    low: list[float] = field(default_factory=list)
+    high: list[float] = field(default_factory=list)
+
+    def add(self, positive: list[int], negative: list[int], low: float, high: float) -> None:
+        """low <= sum of ``positive`` - sum of ``negative`` <= high."""
+        self.columns.append(positive + negative)
+        self.entries.append([1.0] * len(positive) + [-1.0] * len(negative))
+        self.low.append(low)
+        self.high.append(high)
+
+    def matrix(self, width: int) -> csr_matrix:
+        starts = np.cumsum([0, *map(len, self.columns)])
+        columns = np.fromiter((c for row in self.columns for c in row), dtype=np.int64)
+        entries = np.fromiter((x for row in self.entries for x in row), dtype=np.float64)
+        return csr_matrix((entries, columns, starts), shape=(len(self.columns), width))
 
 
 @dataclass(frozen=True)
@@ -43,16 +69,48 @@ class Solution:
     optimal: bool
 
 
+def _loaded(program: Program) -> model_builder_helper.ModelBuilderHelper:
+    builder = model_builder_helper.ModelBuilderHelper()
+    # Its type stub swaps the two parameters of ndarray.
+    load: Callable[..., None] = builder.fill_model_from_sparse_data
+    load(program.lower, program.upper, program.cost, program.low, program.high, program.matrix)
+    return builder
+
+
+def lower_bound(program: Program, seconds: float, iterations: int) -> float:
+    """No solution of ``program``, whose variables are bounded, costs less; minus infinity if nothing is found out.
+
+    By PDLP, a first-order method (Applegate et al., "Practical large-scale linear programming using primal-dual hybrid
+    gradient", NeurIPS 2021), of so many ``iterations`` at most. The bound does not rest on its exactness: whatever prices of
+    rows it ends with, they give a valid bound (weak duality).
+    """
+    solver = model_builder_helper.ModelSolverHelper("pdlp")
+    solver.set_time_limit_in_seconds(max(seconds, 0.01))
+    solver.set_solver_specific_parameters(
+        f"termination_criteria {{ simple_optimality_criteria {{ eps_optimal_relative: {PRECISION} "
+        f"eps_optimal_absolute: {PRECISION} }} iteration_limit: {iterations} }}"
+    )
+    solver.solve(_loaded(program))
+    prices = np.array(solver.dual_values(), dtype=np.float64)
+    return dual_bound(program, prices) if len(prices) == len(program.low) else -np.inf
+
+
+def dual_bound(program: Program, prices: Vector) -> float:
+    """What weak duality says of ``program`` at these prices of its rows: no solution costs less, whatever they are."""
+    prices = np.where(((prices > 0.0) & np.isinf(program.low)) | ((prices < 0.0) & np.isinf(program.high)), 0.0, prices)
+    ends = np.where(prices > 0.0, program.low, program.high)
+    reduced = program.cost - program.matrix.T @ prices
+    columns = np.where(reduced > 0.0, reduced * program.lower, reduced * program.upper)
+    return float(prices[prices != 0.0] @ ends[prices != 0.0] + columns.sum())
+
+
 def solve(program: Program, integers: int, seconds: float, nodes: int = 0, gap: float = 0.0) -> Solution | None:
     """Solve ``program``, whose first ``integers`` variables are whole numbers; None if nothing was found.
 
     ``nodes`` bounds the work (0: no bound): the same program under the same bound gives the same solution, unless
     ``seconds`` cut it short. ``gap`` is the relative gap at which an answer counts as optimal.
     """
-    builder = model_builder_helper.ModelBuilderHelper()
-    # Its type stub swaps the two parameters of ndarray.
-    load: Callable[..., None] = builder.fill_model_from_sparse_data
-    load(program.lower, program.upper, program.cost, program.low, program.high, program.matrix)
+    builder = _loaded(program)
     for column in range(integers):
         builder.set_var_integrality(column, True)
     solver = model_builder_helper.ModelSolverHelper("highs")

@@ -1,0 +1,87 @@
+"""Bounds over many moments hold for every plan, and come close to the optimum where it is known."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import least_added_seconds
+from scipy.sparse import csr_matrix
+from strategies import dags, graphs, training_chain
+
+from autoremat import plan
+from autoremat.graph import Graph
+from autoremat.solvers import Planner
+from autoremat.solvers.highs import Program, dual_bound, lower_bound, solve
+from autoremat.solvers.stages import Stages
+
+SECONDS = 20.0
+
+
+def materialising(graph: Graph) -> Graph:
+    return dataclasses.replace(graph, fuses=False)
+
+
+def bound(graph: Graph, budget: int) -> float:
+    planner = Planner(graph)
+    return Stages(graph, planner.find(budget).plan or planner.search.smallest).seconds(budget, SECONDS)
+
+
+@given(dags(max_ops=7, one_phase=False), st.integers(50, 100))
+@settings(max_examples=60, deadline=None)
+def test_no_sequence_of_executions_beats_the_bound(graph, percent):
+    if graph.num_forward == len(graph.ops) or graph.forward_outputs:
+        return
+    budget = Planner(graph).baseline.peak_bytes * percent // 100
+    least = least_added_seconds(graph, budget)
+    if not math.isinf(least):
+        assert bound(graph, budget) <= least * (1 + 1e-6) + 1e-9
+
+
+@given(graphs(max_ops=24).map(materialising))
+@settings(max_examples=40, deadline=None)
+def test_no_candidate_of_the_search_beats_the_bound(graph):
+    planner = Planner(graph)
+    for budget in {planner.baseline.peak_bytes * percent // 100 for percent in (60, 80)} - {0}:
+        found = bound(graph, budget)
+        for candidate in planner.search.candidates:
+            if candidate.plan.peak_bytes <= budget:
+                assert found <= candidate.plan.added_seconds * (1 + 1e-6) + 1e-9
+
+
+@pytest.mark.parametrize("length", [6, 8])
+def test_where_ops_must_run_many_times_it_is_the_optimum(length):
+    """With room for three values every gradient needs the chain from its start; single moments do not see that."""
+    graph = training_chain(length)
+    optimum, single = least_added_seconds(graph, 3), Planner(graph).find(3).lower_bound_seconds
+    assert single < optimum / 2
+    assert bound(graph, 3) == pytest.approx(optimum, rel=1e-3)
+
+
+def test_auto_reports_the_better_bound():
+    graph = training_chain(8)
+    assert plan(graph, 3).lower_bound_seconds > 2 * Planner(graph).find(3).lower_bound_seconds
+
+
+@given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_any_prices_give_a_valid_bound(seed, height, width):
+    random = np.random.default_rng(seed)
+    low = random.integers(-3, 1, height).astype(float)
+    program = Program(
+        csr_matrix(random.integers(-2, 3, (height, width)).astype(float)),
+        cost=random.integers(-3, 4, width).astype(float),
+        low=np.where(random.random(height) < 0.3, -np.inf, low),
+        high=np.where(random.random(height) < 0.3, np.inf, low + 3),
+        lower=np.zeros(width),
+        upper=random.integers(1, 4, width).astype(float),
+    )
+    exact = solve(program, integers=0, seconds=SECONDS)
+    if exact is None:
+        return
+    assert dual_bound(program, random.normal(size=height)) <= exact.objective + 1e-6
+    assert lower_bound(program, SECONDS, 10_000) == pytest.approx(exact.objective, abs=1e-2)
