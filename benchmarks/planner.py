@@ -5,9 +5,9 @@
 
 Everything here is by the cost model and the simulator, without fusion: every result is materialised. Added time is
 recomputation as a share of the step without it. "added" and "seconds" are of the search, which the backend makes; "improved"
-is `autoremat.plan` with `solver="auto"`, which goes on where the gap is over 1 %. Seconds are the processor's. Torch's partitions, at
-`activation_memory_budget` 0.9 to 0.1, are taken as they are, order included, and run through the same simulator; so is
-checkpointing of every layer. Ours are planned for the peaks that these reach.
+is `autoremat.plan` with `solver="auto"`, which goes on where the gap is over 1 %. Seconds are the processor's. Torch's
+partitions, at `activation_memory_budget` 0.9 to 0.1, are taken as they are, order included, and run through the same
+simulator; so is checkpointing of every layer. Ours are planned for the peaks that these reach.
 """
 
 from __future__ import annotations
