@@ -75,6 +75,22 @@ def main(traceback: bool) -> None:
     """
 
 
+class _Output(click.Path):
+    """A file to be written. That its folder is there, and that its name ends as it should, is known before the long work."""
+
+    def __init__(self, *endings: str) -> None:
+        super().__init__(dir_okay=False, writable=True, path_type=Path)
+        self.endings = endings
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        path = Path(os.fsdecode(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"there is no folder {str(path.parent)!r}", param, ctx)
+        if self.endings and path.suffix.lower() not in self.endings:
+            self.fail(f"{str(path)!r} does not end with one of {', '.join(self.endings)}", param, ctx)
+        return path
+
+
 # -- what is planned ---------------------------------------------------------------------------------------------------
 
 
@@ -144,7 +160,7 @@ def _planning(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-_html = click.option("--html", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+_html = click.option("--html", type=_Output(), metavar="FILE",
                      help="Also write the report, with pictures, as one HTML file.")  # fmt: skip
 
 
@@ -167,7 +183,7 @@ def _options(further: tuple[str, ...], budget: str | None = None) -> dict[str, A
 @click.option("--peak", is_flag=True, help="Also show what is alive where memory is fullest.")
 @click.option("--lower", is_flag=True, help="Also generate the code, without its kernels, and show what memory that needs.")
 @_html
-@click.option("--save-plan", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Store the plan.")
+@click.option("--save-plan", type=_Output(), metavar="FILE", help="Store the plan.")
 def explain(
     target: str,
     budget: str | None,
@@ -206,9 +222,7 @@ def explain(
 @_planning
 @click.option("--points", type=click.IntRange(min=2), default=20, show_default=True, help="For so many budgets.")
 @click.option("--torch/--no-torch", "torch_too", default=True, help="Also torch's partitions; slow on large graphs.")
-@click.option(
-    "--picture", type=click.Path(dir_okay=False, path_type=Path), metavar="FILE", help="Also draw it: PNG, SVG or PDF."
-)
+@click.option("--picture", type=_Output(".png", ".svg", ".pdf"), metavar="FILE", help="Also draw it: PNG, SVG or PDF.")
 def pareto(
     target: str,
     device: str | None,

@@ -43,9 +43,16 @@ def as_text(*parts: RenderableType) -> str:
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
-def plain_table(title: str, columns: Iterable[str], numbers: int) -> Table:
+class PlainTable(Table):
+    """A table that ``print`` shows too, without colours and as wide as the reports."""
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+
+def plain_table(title: str, columns: Iterable[str], numbers: int) -> PlainTable:
     """A table without lines, of which the first ``numbers`` columns hold figures."""
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    table = PlainTable(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, column in enumerate(columns):
         table.add_column(column, justify="right" if number < numbers else "left", no_wrap=number < numbers, overflow="fold")
     return table

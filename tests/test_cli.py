@@ -221,7 +221,7 @@ def test_max_batch_finds_the_largest_size(training):
         (["nowhere:loss"], 2, "there is no module 'nowhere'"),
         (["{}.py:loss"], 2, "(a module is named without .py)"),
         (["{}:sized"], 2, "sized is called with nothing here: missing a required argument: 'batch'"),
-        (["{}:loss", "--save-plan", "no/such/folder"], 2, "no/such/folder: No such file or directory"),
+        (["{}:loss", "--save-plan", "no/folder/plan.json"], 2, "there is no folder 'no/folder'"),
         (["{}:mistaken"], 2, "cannot be traced without running it (NameError: name 'lost' is not defined)"),
         (["{}:unequal"], 2, "must have same reduction dim, but got [256, 32] X [3, 1]"),
         (["{}:failing"], 3, "ValueError: no data here"),
@@ -232,6 +232,12 @@ def test_what_goes_wrong_has_a_message_and_a_code(training, arguments, code, tex
     assert done.exit_code == code, done.output
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_picture_of_no_known_kind_is_refused_at_once(training):
+    done = run("pareto", f"{training}:loss", "--picture", "pareto.jpeg")
+    assert done.exit_code == 2
+    assert "'pareto.jpeg' does not end with one of .png, .svg, .pdf" in done.stderr
 
 
 def test_the_module_is_the_command_and_needs_no_torch(stored):

@@ -199,7 +199,7 @@ def test_tables_show_values_and_what_is_alive():
     assert text.count("recomputed ") >= 3
     assert "layers." in text
     assert len(report_text.as_text(report.table(limit=None)).splitlines()) >= LENGTH
-    assert "layers.*" in report_text.as_text(report.totals_table())
+    assert "layers.*" in report_text.as_text(report.totals_table()) == str(report.totals_table())
     before, after = (report_text.as_text(report.peak_table(before=before)) for before in (True, False))
     assert "26.00 MiB alive in the backward" in before
     assert "saved" in after
