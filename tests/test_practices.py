@@ -151,6 +151,22 @@ def test_megatrons_names_on_a_mixture_of_experts_with_latent_attention():
     assert {module.partition(".")[2] for module, _ in recomputed("mla_up_proj") - up} == {"self_attn"}  # rotary embedding
 
 
+def test_the_report_breaks_memory_down_by_module_op_and_line():
+    model, (tokens,) = build("gpt2")
+    report = autoremat.explain(model, tokens, options={"inner": "aot_eager", "save": ["*"]})
+    saved = {total.name.rpartition("h.*.")[2]: total.saved_bytes for total in report.totals("module")}
+    scores = 4 * 4 * 128 * 128 * 4  # of each layer
+    assert saved["attn"] >= 2 * 4 * scores  # of every layer the weights and the mask of their dropout, at least
+    assert saved["attn"] > 2 * saved["mlp.c_fc"]
+    for by in ("module", "op"):
+        assert sum(total.saved_bytes for total in report.totals(by)) == report.saved_bytes
+    weights = [value for value in report.values if "_safe_softmax" in value.op]
+    assert len(weights) == 4
+    assert all("sdpa_attention.py:" in value.source and value.module.endswith(".attn") for value in weights)
+    peak = report.peak_after
+    assert sum(tensor.bytes for tensor in peak.alive) + peak.others_bytes == peak.bytes == report.predicted_peak_bytes
+
+
 # -- what needs no preparation -----------------------------------------------------------------------------------------
 
 
