@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import statistics
 import time
 import warnings
@@ -163,8 +162,8 @@ def main() -> None:
         row = planned(model, tokens, parts, rows[0] if rows else None)
         rows.append(row if arguments.planned else measured(row, model, tokens, arguments.times))
         print(rows[-1], flush=True)
-    setup = {"torch": torch.__version__, "cores": os.cpu_count(), "layers": arguments.layers, "hidden": HIDDEN, "words": WORDS,
-             "tokens": f"{arguments.batch} x {LENGTH}"}  # fmt: skip
+    setup = {"torch": torch.__version__, "threads": torch.get_num_threads(), "layers": arguments.layers, "hidden": HIDDEN,
+             "words": WORDS, "tokens": f"{arguments.batch} x {LENGTH}"}  # fmt: skip
     write(rows, setup, arguments.output)
 
 
