@@ -20,7 +20,7 @@ from autoremat.orders import Ordered
 from autoremat.passes.chunk_loss import chunk_loss
 from autoremat.solvers import Planner, Planning
 
-NUMBERS_OF_PARTS = (4, 16)
+NUMBERS_OF_PARTS = (8, 16)
 """Tried in this order where the user gives none. A part costs another read of the projection's weight and some twenty ops."""
 
 
