@@ -34,7 +34,8 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = (p(x).unflatten(-1, (4, -1)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         weights = (q @ k.transpose(-1, -2)).mul(0.35).softmax(-1)
-        weights = F.dropout(weights, self.dropout, self.training)
+        if self.dropout:  # else a copy or nothing, as the version of torch has it
+            weights = F.dropout(weights, self.dropout, self.training)
         return self.o_proj((weights @ v).transpose(1, 2).flatten(-2))
 
 
@@ -94,11 +95,12 @@ def again(seen: Seen) -> Counter[tuple[str, str]]:
     return count
 
 
-CORE = {("attn", "bmm"), ("attn", "mul"), ("attn", "_softmax"), ("attn", "clone")}
+CORE = {("attn", "bmm"), ("attn", "mul"), ("attn", "_softmax")}
+LAYOUTS = {("attn", "clone")}
 PROJECTIONS = {(f"attn.{name}_proj", "addmm") for name in "qkv"}
 MLP = {("mlp.up", "addmm"), ("mlp.act", "gelu")}
 NORMS = {("norm1", "native_layer_norm"), ("norm2", "native_layer_norm")}
-LAYER = CORE | PROJECTIONS | MLP | NORMS | {("attn.o_proj", "addmm"), ("", "add")}
+LAYER = CORE | LAYOUTS | PROJECTIONS | MLP | NORMS | {("attn.o_proj", "addmm"), ("", "add")}
 """What of a layer its backward needs: all but the last product, whose result only the residual sum reads."""
 
 
@@ -109,7 +111,7 @@ LAYER = CORE | PROJECTIONS | MLP | NORMS | {("attn.o_proj", "addmm"), ("", "add"
         ("block:1", LAYER, 1),
         ("selective", CORE, 3),
         ("selective:mlp,layernorm", MLP | NORMS, 3),
-        ("selective:layers.1.attn", CORE | PROJECTIONS, 1),
+        ("selective:layers.1.attn", CORE | LAYOUTS | PROJECTIONS, 1),
     ],
     ids=str,
 )
