@@ -227,7 +227,9 @@ class InductorCompilation:
         self.earlier_peaks: dict[bool, int] = {}
         """The largest of earlier attempts that fit: a half that is the same again comes from Inductor's cache, unseen."""
         self.failed: list[tuple[int, int]] = []
-        """Peak and margin of each attempt whose code was over the budget."""
+        """Peak and margin of each attempt whose code was over the budget: often of the first half alone."""
+        self.whole_peaks: list[int] = []
+        """Of those, the peaks of attempts whose halves were both generated."""
 
     def attempt(self, partitioner: Partitioner) -> Compiled:
         """Compile once; raises ``_OverBudget`` if the code needs too much, unless this is the last best effort, and
@@ -320,6 +322,8 @@ class InductorCompilation:
             self.margin, self.fitting_margin = self.fitting_margin, None
             return
         self.failed.append((reason.peak_bytes, self.margin))
+        if len(self.peaks) == 2:
+            self.whole_peaks.append(max(self.peaks.values()))
         if self.options.on_infeasible == "raise" and (partitioner.exhausted or self.last):
             raise self.gave_up(partitioner) from None
         if self.options.on_infeasible == "best_effort" and (partitioner.exhausted or replans >= MAX_REPLANS - 1):
@@ -388,7 +392,8 @@ class InductorCompilation:
         report, planning = partitioner.report, partitioner.planning
         assert report is not None
         assert planning is not None
-        return infeasible(planning, report.budget_bytes or 0, report.device, min(self.failed)[0], partitioner.plan_file)
+        least = min(self.whole_peaks) if self.whole_peaks else min(self.failed)[0]
+        return infeasible(planning, report.budget_bytes or 0, report.device, least, partitioner.plan_file)
 
 
 def _cause(error: BaseException, kind: type[Kind]) -> Kind | None:
