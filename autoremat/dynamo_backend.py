@@ -51,7 +51,6 @@ EAGER_BACKWARD = {"force_non_lazy_backward_lowering": True}
 Compiled = Callable[..., Any]
 Kind = TypeVar("Kind", bound=BaseException)
 
-
 LEAST_ROOM, ROOM_USED = 0.03, 0.9
 """Shares: of the budget that must be left for a looser plan to be tried, and of what is left that it is made for."""
 
