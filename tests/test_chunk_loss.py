@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,7 +264,7 @@ class Returning(Model):
 
     def forward(self, tokens: Tensor) -> Any:
         logits = self.head(self.hidden(tokens))
-        return SimpleNamespace(loss=self.loss(logits, tokens), logits=logits).__dict__
+        return {"loss": self.loss(logits, tokens), "logits": logits}
 
 
 class WithAccuracy(Model):
