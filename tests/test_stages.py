@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import least_added_seconds
 from scipy.sparse import csr_matrix
-from strategies import dags, graphs, training_chain
+from strategies import graphs, training_chain
 
 from autoremat import plan
 from autoremat.graph import Graph
@@ -31,15 +30,24 @@ def bound(graph: Graph, budget: int) -> float:
     return Stages(graph, planner.find(budget).plan or planner.search.smallest).seconds(budget, SECONDS)
 
 
-@given(dags(max_ops=7, one_phase=False), st.integers(50, 100))
+@st.composite
+def training_steps(draw: st.DrawFn) -> Graph:
+    """A chain with a skip, and for each of its ops a gradient op, which reads what that made and the gradient behind it."""
+    length = draw(st.integers(3, 4))
+    count = 2 * length
+    edges = {(i, i + 1) for i in range(count - 1)} | {(length - 1 - i, length + i) for i in range(length)}
+    edges |= {(0, draw(st.integers(2, length)))}
+    figures = st.lists(st.integers(1, 9), min_size=count, max_size=count)
+    return Graph.from_dag(draw(figures), draw(figures), sorted(edges), outputs=(count - 1,), num_forward=length)
+
+
+@given(training_steps(), st.integers(0, 100))
 @settings(max_examples=60, deadline=None)
 def test_no_sequence_of_executions_beats_the_bound(graph, percent):
-    if graph.num_forward == len(graph.ops) or graph.forward_outputs:
-        return
-    budget = Planner(graph).baseline.peak_bytes * percent // 100
-    least = least_added_seconds(graph, budget)
-    if not math.isinf(least):
-        assert bound(graph, budget) <= least * (1 + 1e-6) + 1e-9
+    planner = Planner(graph)
+    smallest, largest = planner.find(0).smallest.peak_bytes, planner.baseline.peak_bytes
+    budget = smallest + (largest - smallest) * percent // 100  # so that some plan fits
+    assert bound(graph, budget) <= least_added_seconds(graph, budget) * (1 + 1e-6) + 1e-9
 
 
 @given(graphs(max_ops=24).map(materialising))
