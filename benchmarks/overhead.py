@@ -2,10 +2,12 @@
 
     python benchmarks/overhead.py                    # Inductor; --inner aot_eager for uncompiled graphs
 
-For a small and a wider model: seconds per call, with the backend and without in turns, so that both see the same load;
-processor seconds of a first call, compilers included, in fresh processes without caches and in turns; and whether both
-generate the same code (Inductor). Run it on an idle machine: the load average at the beginning and at the end is part of the
-result. Written to `benchmarks/results/overhead_*`.
+For a small and a wider model and a GPT-2: seconds per call, and processor seconds of a first call without caches, compilers
+included; and whether both generate the same code (Inductor). All in turns, so that both see the same load, in an order
+that reverses each time; of first calls the least, for what else runs only adds to them. Inductor alone is compiled twice a
+turn: the difference between its two figures is what this method cannot see. What only the first compilation of a process
+does, imports for one, is done before. Run it on an idle machine: the load average at the beginning and at the end is part
+of the result. Written to `benchmarks/results/overhead_*`.
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ import os
 import re
 import resource
 import statistics
-import subprocess
-import sys
 import time
 import types
 from collections.abc import Callable
@@ -25,28 +25,29 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import model_zoo
 import torch
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
-MODELS = {"small": (64, 4, 16), "wide": (512, 8, 256)}
+PERCEPTRONS = {"small": (64, 4, 16), "wide": (512, 8, 256)}
 """Width, layers and rows."""
+MODELS = (*PERCEPTRONS, "gpt2-4")
+BACKENDS = ("plain", "plain again", "autoremat")
 MODES = ("inference", "training")
 GENEROUS = "1TiB"
 
 
 @dataclass(frozen=True)
 class Row:
-    """Medians of one model in one mode: seconds of a call and processor seconds of a first call, plain and with the backend."""
+    """One model in one mode: by backend, median seconds of a call, and least processor seconds of a first call."""
 
     model: str
     mode: str
-    plain_seconds: float
-    our_seconds: float
-    plain_first_seconds: float
-    our_first_seconds: float
+    call: dict[str, float]
+    first: dict[str, float]
     same_code: bool | None
 
 
@@ -55,22 +56,24 @@ def main() -> None:
     parser.add_argument("--inner", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--rounds", type=int, default=15, help="turns of each backend, of 20 calls")
-    parser.add_argument("--repeats", type=int, default=5, help="fresh processes of each backend for first calls")
-    parser.add_argument("--first", nargs=3, metavar=("MODEL", "MODE", "BACKEND"), help=argparse.SUPPRESS)
+    parser.add_argument("--repeats", type=int, default=8, help="first calls of each backend")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
-    if arguments.first:
-        print(first_call(*arguments.first, arguments.inner))
-        return
-    before = os.getloadavg()[0]
-    rows = [measured(model, mode, arguments) for model in arguments.models for mode in MODES]
-    load = (before, os.getloadavg()[0])
-    write(rows, load, arguments)
+    before, rows = os.getloadavg()[0], []
+    for backend in ("plain", "autoremat"):  # what only the first compilation of a process does
+        caller("small", "training", backend, arguments.inner)()
+    for model in arguments.models:
+        for mode in MODES:
+            rows.append(measured(model, mode, arguments))
+            write(rows, (before, os.getloadavg()[0]), arguments)
 
 
 def build(name: str) -> tuple[nn.Module, torch.Tensor]:
-    width, layers, count = MODELS[name]
     torch.manual_seed(0)
+    if name == "gpt2-4":
+        model, (tokens,) = model_zoo.gpt2(4)
+        return model, tokens
+    width, layers, count = PERCEPTRONS[name]
     blocks = (nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU()) for _ in range(layers))
     return nn.Sequential(*blocks), torch.randn(count, width)
 
@@ -85,7 +88,8 @@ def caller(name: str, mode: str, backend: str, inner: str) -> Callable[[], objec
         return model(x).square().mean()
 
     # Code of its own: Dynamo looks through all that it compiled for the same code, oldest first.
-    own = types.FunctionType(loss.__code__.replace(co_name=f"loss_{backend}"), globals(), None, None, loss.__closure__)
+    own_name = f"loss_{backend}".replace(" ", "_")
+    own = types.FunctionType(loss.__code__.replace(co_name=own_name), globals(), None, None, loss.__closure__)
     compiled = torch.compile(own, **arguments)
 
     def infer() -> object:
@@ -99,18 +103,6 @@ def caller(name: str, mode: str, backend: str, inner: str) -> Callable[[], objec
     return infer if mode == "inference" else train
 
 
-def first_call(name: str, mode: str, backend: str, inner: str) -> float:
-    """Processor seconds of the first call, without those of starting Inductor: another small graph is compiled before."""
-    import autoremat  # noqa: F401  # found by name all the same; its import is not what is measured
-
-    caller("small", "training", backend, inner)()
-    torch._dynamo.reset()
-    call = caller(name, mode, backend, inner)
-    begin = processor_seconds()
-    call()
-    return processor_seconds() - begin
-
-
 def processor_seconds() -> float:
     """Of this process and of those that it has waited for: C++ compilers."""
     own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -118,15 +110,17 @@ def processor_seconds() -> float:
 
 
 def first_seconds(name: str, mode: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """The median of each backend over fresh processes without caches, which do everything themselves."""
-    environment = {**os.environ, "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-    found: dict[str, list[float]] = {"plain": [], "autoremat": []}
-    for _ in range(arguments.repeats):
-        for backend, seconds in found.items():
-            command = [sys.executable, __file__, "--inner", arguments.inner, "--first", name, mode, backend]
-            run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-            seconds.append(float(run.stdout.split()[-1]))
-    return {backend: statistics.median(seconds) for backend, seconds in found.items()}
+    """The least of each backend, without caches and in turns."""
+    found: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
+    for turn in range(arguments.repeats):
+        for backend in BACKENDS if turn % 2 else reversed(BACKENDS):
+            torch._dynamo.reset()
+            call = caller(name, mode, backend, arguments.inner)
+            begin = processor_seconds()
+            with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
+                call()
+            found[backend].append(processor_seconds() - begin)
+    return {backend: min(seconds) for backend, seconds in found.items()}
 
 
 def call_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -150,28 +144,29 @@ def generated(call: Callable[[], object]) -> list[str]:
 
 
 def measured(name: str, mode: str, arguments: argparse.Namespace) -> Row:
-    calls = {backend: caller(name, mode, backend, arguments.inner) for backend in ("plain", "autoremat")}
+    torch._dynamo.reset()
+    calls = {backend: caller(name, mode, backend, arguments.inner) for backend in BACKENDS}
     same = None
     if arguments.inner == "inductor":
         with torch._inductor.config.patch(force_disable_caches=True):
-            plain, ours = (generated(call) for call in calls.values())
+            plain, _, ours = (generated(call) for call in calls.values())
         same = plain == ours
     for call in calls.values():
         call()
-    seconds = call_seconds(calls, arguments.rounds)
-    first = first_seconds(name, mode, arguments)
-    return Row(name, mode, seconds["plain"], seconds["autoremat"], first["plain"], first["autoremat"], same)
+    return Row(name, mode, call_seconds(calls, arguments.rounds), first_seconds(name, mode, arguments), same)
 
 
 def write(rows: list[Row], load: tuple[float, float], arguments: argparse.Namespace) -> None:
+    """The table so far; `again` and `ours` are above the first of plain's two figures."""
     table = Table(title=f"{arguments.inner}, torch {torch.__version__}; load {load[0]:.1f} to {load[1]:.1f}")
-    for column in ("model", "mode", "call, plain", "ours", "+", "first call, plain (processor)", "ours", "+", "same code"):
+    columns = ("model", "mode", "call, plain", "again", "ours", "first call, plain (processor)", "again", "ours", "same code")
+    for column in columns:
         table.add_column(column, justify="right")
     for r in rows:
-        call, first = r.our_seconds / r.plain_seconds - 1, r.our_first_seconds / r.plain_first_seconds - 1
+        call, first = ([seconds[b] / seconds["plain"] - 1 for b in BACKENDS[1:]] for seconds in (r.call, r.first))
         table.add_row(
-            r.model, r.mode, f"{1e6 * r.plain_seconds:.0f} us", f"{1e6 * r.our_seconds:.0f} us", f"{call:+.1%}",
-            f"{r.plain_first_seconds:.2f} s", f"{r.our_first_seconds:.2f} s", f"{first:+.1%}", str(r.same_code),
+            r.model, r.mode, f"{1e6 * r.call['plain']:.0f} us", *(f"{share:+.1%}" for share in call),
+            f"{r.first['plain']:.2f} s", *(f"{share:+.1%}" for share in first), str(r.same_code),
         )  # fmt: skip
     arguments.output.mkdir(parents=True, exist_ok=True)
     stem = arguments.output / f"overhead_{arguments.inner}"
