@@ -51,6 +51,8 @@ TRIES = 60
 MOVES_PER_SECOND = 4000
 """Of the time limit: few enough that neighbourhoods have time too."""
 
+MOST_AFRESH = 5_000
+"""Recomputations of a plan that makes everything anew for every reader: enough for a chain of a hundred ops."""
 
 HOT, WARM = 3.0, 0.3
 """First temperatures, in mean seconds of an op: from nothing, and from a plan that is good already."""
@@ -199,6 +201,26 @@ class Annealing:
                 self._set(True, index, site)
         self.sites.settle()
 
+    def without_the_needless(self, deadline: float) -> Schedule:
+        """Each recomputation is withdrawn if no more bytes are over the budget without it, the last at each site first."""
+        _, excess = self._over()
+        for index, site in sorted(self.chosen, key=lambda pair: (pair[1], -pair[0])):
+            if time.monotonic() > deadline:
+                break
+            if (index, site) in self.place:
+                before = self.sites.together.copy(), self.sites.apart.copy(), self.sites.added
+                self.steps.clear()
+                self._withdraw(index, site)
+                self.sites.settle()
+                _, excess_now = self._over()
+                if excess_now <= excess:
+                    excess = excess_now
+                else:
+                    self._undo()
+                    self.sites.changed.clear()
+                    self.sites.together, self.sites.apart, self.sites.added = before
+        return self._schedule(self.chosen)
+
     def run(self, moves: int, hottest: float, deadline: float) -> Found:
         """Anneal from the present state; ``deadline`` is a time of the monotonic clock, in seconds."""
         sites = self.sites
@@ -257,11 +279,18 @@ def improve(
     orders to recompute are left alone.
     """
     ordered = any(op.order is Order.RECOMPUTE for op in graph.ops)
-    if budget is None or graph.fuses or ordered or found.settled(good_gap):
+    if budget is None or graph.fuses or ordered:
         return found
-    moves = int(MOVES_PER_SECOND * time_limit)
     # The search's plans of a training step are seldom far off; of a graph of one phase they are.
     from_nothing = graph.one_phase or found.plan is None
+    if found.plan is None and (schedule := afresh(graph)) is not None:
+        search = Annealing(graph, budget, seed)
+        search.start_from(schedule)
+        schedules = (schedule, search.without_the_needless(deadline))
+        found = found.with_plans([Plan.of(graph, s, "afresh") for s in schedules], budget, interrupted=False)
+    if found.settled(good_gap):
+        return found
+    moves = int(MOVES_PER_SECOND * time_limit)
     lengths = lengths_of(int((1 - WARM_SHARE) * moves), len(graph.ops)) if from_nothing else []
     for number, length in enumerate([*lengths, int(WARM_SHARE * moves)]):
         warm = number == len(lengths)
@@ -274,6 +303,29 @@ def improve(
         if reached.interrupted or found.settled(good_gap):
             break
     return found
+
+
+def afresh(graph: Graph) -> Schedule | None:
+    """Every op of the part in which ops run again makes anew, from what the graph is given, all that it reads.
+
+    Takes little memory and much time. None if that is more than ``MOST_AFRESH`` recomputations.
+    """
+    sites, recomputations = Sites(graph), 0
+    for site in range(0 if graph.one_phase else graph.num_forward, sites.end + 1):
+        wanted: set[int] = set()
+        unseen = [*(sites.kept if site == sites.end else sites.inputs[site])]
+        while unseen:
+            producer = sites.producer[unseen.pop()]
+            # What the op just before has made is there.
+            if sites.movable[producer] and producer + 1 < site and producer not in wanted:
+                wanted.add(producer)
+                unseen += sites.inputs[producer]
+        recomputations += len(wanted)
+        if recomputations > MOST_AFRESH:
+            return None
+        for index in sorted(wanted):
+            sites.add(index, site)
+    return sites.schedule()
 
 
 def lengths_of(moves: int, ops: int) -> list[int]:
