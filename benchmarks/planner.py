@@ -1,7 +1,8 @@
 """The planner on joint graphs of real models, against its own lower bound, torch's partitioner and per-layer checkpointing.
 
-    python benchmarks/planner.py                       # all models, about half an hour
-    python benchmarks/planner.py --models gpt2-12 unet
+    python benchmarks/planner.py                       # all models, about an hour
+    python benchmarks/planner.py --models gpt2-12 unet --output FOLDER
+    python benchmarks/planner.py --join FOLDER/planner.json OTHER/planner.json
 
 Everything here is by the cost model and the simulator, without fusion: every result is materialised. Added time is
 recomputation as a share of the step without it. "added" and "seconds" are of the search, which the backend makes; "improved"
@@ -84,21 +85,33 @@ class Duel:
 
 @dataclass(frozen=True)
 class Least:
-    """The smallest peaks found, less gradients and outputs of the graph, in bytes."""
+    """The smallest peaks found and the bound that no plan is below, less gradients and outputs of the graph, in bytes."""
 
     model: str
     ours: int
     torchs: int
+    bound: int
+
+
+PARTS: dict[type, str] = {Row: "rows", Duel: "duels", Least: "least"}
+"""What the parts of the JSON are called."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--join", nargs="+", type=Path, metavar="JSON", help="join the results of earlier runs instead")
     arguments = parser.parse_args()
     rows: list[Row] = []
     duels: list[Duel] = []
     least: list[Least] = []
+    if arguments.join:
+        for record in (json.loads(path.read_text()) for path in arguments.join):
+            for kind, found in ((Row, rows), (Duel, duels), (Least, least)):
+                found += (kind(**entry) for entry in record[PARTS[kind]])
+        write(rows, duels, least, arguments.output)
+        return
     for name in arguments.models:
         captured, torch_plans = capture_model(name)
         rows += plan_at_all_budgets(name, captured.graph)
@@ -186,15 +199,15 @@ def compare(name: str, graph: Graph, torch_plans: dict[float, Plan]) -> list[Due
 def smallest(name: str, graph: Graph, torch_plans: dict[float, Plan]) -> Least:
     with_caller = {*graph.forward_outputs, *graph.backward_outputs}
     held = sum(graph.values[v].bytes for v in with_caller if graph.values[v].producer is not None)
-    ours = Planner(graph, TIME_LIMIT).find(0).smallest.peak_bytes
-    return Least(name, ours - held, min(plan.peak_bytes for plan in torch_plans.values()) - held)
+    found, torchs = Planner(graph, TIME_LIMIT).find(0), min(plan.peak_bytes for plan in torch_plans.values())
+    return Least(name, found.smallest.peak_bytes - held, torchs - held, found.lower_bound_bytes - held)
 
 
 def percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:.2f}"
 
 
-def tables(rows: list[Row], duels: list[Duel]) -> list[Table]:
+def tables(rows: list[Row], duels: list[Duel], least: list[Least]) -> list[Table]:
     ours = Table(title="Planned for a share of the peak without recomputation; times in % of the step")
     for column in ("model", "ops", "budget %", "peak %", "bound", "added", "gap", "seconds", "improved", "gap", "seconds"):
         ours.add_column(column, justify="left" if column == "model" else "right")
@@ -208,7 +221,13 @@ def tables(rows: list[Row], duels: list[Duel]) -> list[Table]:
     for duel in duels:
         figures = (percent(x) for x in (duel.peak, duel.their_added, duel.our_added))
         against.add_row(duel.model, duel.rival, *figures)
-    return [ours, against]
+    smallest = Table(title="The smallest peaks found, above gradients and outputs, KiB, and what no plan is below")
+    for column in ("model", "autoremat", "no plan below", "torch's lowest", "autoremat / torch"):
+        smallest.add_column(column, justify="left" if column == "model" else "right")
+    for entry in least:
+        sizes = (f"{size / 1024:.0f}" for size in (entry.ours, entry.bound, entry.torchs))
+        smallest.add_row(entry.model, *sizes, f"{entry.ours / entry.torchs:.3f}")
+    return [ours, against, smallest]
 
 
 def summary(rows: list[Row], duels: list[Duel], least: list[Least]) -> list[str]:
@@ -252,10 +271,10 @@ def write(rows: list[Row], duels: list[Duel], least: list[Least], folder: Path) 
     lines = summary(rows, duels, least)
     with (folder / "planner.txt").open("w") as file:
         console = Console(width=130, file=file)
-        for part in (", ".join(f"{k}: {v}" for k, v in setup.items()), *tables(rows, duels), *lines):
+        for part in (", ".join(f"{k}: {v}" for k, v in setup.items()), *tables(rows, duels, least), *lines):
             console.print(part, highlight=False)
-    parts = {"rows": rows, "duels": duels, "least": least}
-    record = setup | {name: [asdict(entry) for entry in part] for name, part in parts.items()}
+    parts = zip(PARTS.values(), (rows, duels, least), strict=True)
+    record = setup | {name: [asdict(entry) for entry in part] for name, part in parts}
     (folder / "planner.json").write_text(json.dumps(record, indent=2) + "\n")
     print("\n".join(lines), file=sys.stderr, flush=True)
 

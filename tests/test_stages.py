@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -15,7 +16,7 @@ from strategies import graphs, training_chain
 from autoremat import plan
 from autoremat.graph import Graph
 from autoremat.solvers import Planner
-from autoremat.solvers.highs import Program, dual_bound, lower_bound, solve
+from autoremat.solvers.highs import Program, dual_bound, exact_bound, lower_bound, solve
 from autoremat.solvers.stages import Stages
 
 SECONDS = 20.0
@@ -93,3 +94,19 @@ def test_any_prices_give_a_valid_bound(seed, height, width):
         return
     assert dual_bound(program, random.normal(size=height)) <= exact.objective + 1e-6
     assert lower_bound(program, SECONDS, 10_000) == pytest.approx(exact.objective, abs=1e-2)
+    assert exact_bound(program, False, SECONDS) == pytest.approx(exact.objective, abs=1e-3)
+    whole = solve(program, integers=width, seconds=SECONDS)
+    if whole is not None:
+        assert exact.objective - 1e-3 <= exact_bound(program, True, SECONDS) <= whole.objective + 1e-6
+        assert exact_bound(program, True, SECONDS) == pytest.approx(whole.objective, abs=1e-2)
+
+
+def test_whole_numbers_say_more_than_the_relaxation_and_still_no_more_than_the_optimum():
+    """One byte is missing: the relaxation gives up half of a value of two."""
+    edges = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 5), (1, 5), (2, 5)]
+    graph = Graph.from_dag([1.0, 2.0, 4.0, 1.0, 1.0, 1.0], [2, 2, 2, 1, 1, 1], edges, outputs=(5,), num_forward=4)
+    budget = 7
+    optimum, stages = least_added_seconds(graph, budget), Stages(graph, Planner(graph).search.smallest)
+    relaxed = stages.seconds(budget, SECONDS, enough=0.0)
+    assert 0.0 < relaxed < stages.seconds(budget, SECONDS) <= optimum
+    assert stages.seconds(budget - 1, SECONDS) == least_added_seconds(graph, budget - 1) == math.inf

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 from ortools.linear_solver.python import model_builder_helper
+from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_matrix
 
 QUIET_AND_REPEATABLE = ("output_flag=false", "log_to_console=false", "threads=1", "random_seed=0")
@@ -20,6 +21,12 @@ LINEAR = ("solver=simplex", "simplex_dual_edge_weight_strategy=1")
 
 PRECISION = 1e-5
 """To which bounds are worked out, relative to the objective."""
+
+INFEASIBLE = 2
+"""SciPy's code for it."""
+
+TOLERANCE = 1e-6
+"""By which a solution in whole numbers may miss a row."""
 
 Vector = NDArray[np.float64]
 
@@ -93,6 +100,26 @@ def lower_bound(program: Program, seconds: float, iterations: int) -> float:
     solver.solve(_loaded(program))
     prices = np.array(solver.dual_values(), dtype=np.float64)
     return dual_bound(program, prices) if len(prices) == len(program.low) else -np.inf
+
+
+def exact_bound(program: Program, whole_numbers: bool, seconds: float, nodes: int = 0) -> float:
+    """No solution of ``program`` costs less; with ``whole_numbers``, none in whole numbers.
+
+    Infinite if there is no solution at all; minus infinity if out of time.
+
+    By the simplex method and, for whole numbers, by branch and bound of so many ``nodes`` at most (0: no bound). What that has
+    proven when it ends counts: SciPy's interface to HiGHS tells it even where no solution was found.
+    """
+    # Rows are widened by the solver's tolerance: what it takes for infeasible is.
+    rows = LinearConstraint(program.matrix, program.low - TOLERANCE, program.high + TOLERANCE)
+    options = {"time_limit": max(seconds, 0.01), "mip_rel_gap": 10 * PRECISION} | ({"node_limit": nodes} if nodes else {})
+    integrality = np.full(len(program.cost), int(whole_numbers))
+    found = milp(program.cost, integrality=integrality, bounds=Bounds(program.lower, program.upper), constraints=rows,
+                 options=options)  # fmt: skip
+    if found.status == INFEASIBLE:
+        return np.inf
+    bound = found.mip_dual_bound if whole_numbers else found.fun if found.success else None
+    return -np.inf if bound is None else float(bound) - PRECISION * abs(float(bound))
 
 
 def dual_bound(program: Program, prices: Vector) -> float:

@@ -25,6 +25,7 @@ so the solver may stop early and need not be exact.
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 
@@ -36,13 +37,16 @@ from autoremat.graph import Graph, Order
 from autoremat.plans import Plan
 from autoremat.solvers import Planning
 from autoremat.solvers.bounds import fixed_bytes
-from autoremat.solvers.highs import Program, Rows, lower_bound
+from autoremat.solvers.highs import Program, Rows, exact_bound, lower_bound
 
 STAGES, MOST_COLUMNS = 48, 60_000
 """How many stages there are; fewer where the program would have more than about so many columns."""
 
 MOST_ITERATIONS = 20_000
-"""Of the solver."""
+"""Of the solver of relaxations."""
+
+MOST_EXACT_COLUMNS, MOST_NODES = 16_000, 200
+"""Up to how many columns a program is solved exactly; nodes of branch and bound."""
 
 TIME_SHARE = 0.3
 """Of the time limit that a bound may take."""
@@ -187,10 +191,22 @@ class Stages:
             upper,
         )
 
-    def seconds(self, budget: int, time_limit: float) -> float:
-        """Every plan within ``budget`` bytes adds at least so many seconds."""
-        bound = lower_bound(self.program(budget), time_limit, MOST_ITERATIONS) if self.columns else 0.0
-        return max(bound, 0.0) * self._mean_seconds()
+    def seconds(self, budget: int, time_limit: float, enough: float = math.inf) -> float:
+        """Every plan within ``budget`` bytes adds at least so many seconds; infinite if there is none.
+
+        A bound of ``enough`` is not made better.
+        """
+        if not self.columns:
+            return 0.0
+        program, second, deadline = self.program(budget), self._mean_seconds(), time.monotonic() + time_limit
+        bound = -math.inf
+        if self.columns <= MOST_EXACT_COLUMNS:
+            bound = exact_bound(program, False, time_limit / 2)
+            if -math.inf < bound * second < enough:
+                bound = max(bound, exact_bound(program, True, deadline - time.monotonic(), MOST_NODES))
+        if bound == -math.inf:
+            bound = lower_bound(program, deadline - time.monotonic(), MOST_ITERATIONS)
+        return max(bound, 0.0) * second
 
 
 def tighten(graph: Graph, budget: int | None, time_limit: float, found: Planning, good_gap: float) -> Planning:
@@ -201,7 +217,8 @@ def tighten(graph: Graph, budget: int | None, time_limit: float, found: Planning
     """
     if budget is None or graph.fuses or graph.one_phase or graph.num_forward == len(graph.ops) or found.settled(good_gap):
         return found
-    begun, limit = time.monotonic(), TIME_SHARE * time_limit
-    bound = Stages(graph, found.plan or found.smallest).seconds(budget, limit)
+    begun, limit, step = time.monotonic(), TIME_SHARE * time_limit, graph.step_seconds
+    enough = (found.plan.added_seconds - good_gap * step) / (1.0 + good_gap) if found.plan else math.inf
+    bound = Stages(graph, found.plan or found.smallest).seconds(budget, limit, enough)
     interrupted = found.interrupted or time.monotonic() - begun > limit
     return replace(found, lower_bound_seconds=max(bound, found.lower_bound_seconds), interrupted=interrupted)
