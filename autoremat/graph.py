@@ -14,12 +14,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
-
 if TYPE_CHECKING:
     import networkx
 
+from autoremat.columns import Columns
 from autoremat.units import format_bytes, format_seconds
 
 
@@ -225,14 +223,9 @@ class Graph:
         return tuple(tuple(r) for r in readers)
 
     @cached_property
-    def value_bytes(self) -> NDArray[np.int64]:
-        """Bytes of each value."""
-        return np.array([value.bytes for value in self.values], dtype=np.int64)
-
-    @cached_property
-    def op_workspace_bytes(self) -> NDArray[np.int64]:
-        """Workspace of each op."""
-        return np.array([op.workspace_bytes for op in self.ops], dtype=np.int64)
+    def columns(self) -> Columns:
+        """The graph as columns of numbers."""
+        return Columns(self)
 
     @cached_property
     def tangent_bytes(self) -> int:

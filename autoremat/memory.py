@@ -15,22 +15,22 @@ takes the place of an input of the same size and layout that is read for the las
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autoremat.columns import EXTERN, POINTWISE, REDUCTION, Flags, Numbers
 from autoremat.errors import PlanInvalid
-from autoremat.graph import Graph, Kind
+from autoremat.graph import Graph
 from autoremat.schedule import Schedule
 
 INLINE_READERS = 4
 """At most so many readers inline a pointwise result; Inductor realises what is read more often than
 ``config.realize_reads_threshold`` (4)."""
 
-Lifetimes = tuple[list[int], list[int], list[int]]
+Lifetimes = tuple[Numbers, Numbers, Numbers]
 """Of the copies that exist: their values, the executions that make them, the executions after which they are freed."""
 
 
@@ -49,13 +49,13 @@ class Timeline:
 
     graph: Graph
     schedule: Schedule
-    bytes_at: NDArray[np.int64]
+    bytes_at: Numbers
     lifetimes: Lifetimes
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
         """The materialised copies in the order of their making."""
-        return tuple(map(Copy, *self.lifetimes))
+        return tuple(map(Copy, *(column.tolist() for column in self.lifetimes)))
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -73,169 +73,158 @@ class Timeline:
         return sorted(values, key=lambda v: (-self.graph.values[v].bytes, v))
 
 
-class _Copies:
-    """Who reads which copy, which fusion depends on."""
-
-    def __init__(self, graph: Graph, schedule: Schedule) -> None:
-        self.graph, self.sequence, self.num_forward = graph, schedule.sequence, len(schedule.forward)
-        self.value: list[int] = []
-        self.start: list[int] = []
-        self.readers: list[list[int]] = []
-        self.newest: dict[int, int] = {}
-        self.sources: list[list[int]] = []
-        """For each execution, the copies that it reads."""
-        self.made: list[range] = []
-        self.forward_copy: dict[int, int] = {}
-
-    def run(self) -> None:
-        """Number the copies in the order of their making and note who reads them. The planner's innermost loop but one."""
-        graph, newest, readers = self.graph, self.newest, self.readers
-        inputs, outputs = graph.computed_inputs, graph.made
-        for position, index in enumerate(self.sequence):
-            if position == self.num_forward:
-                self.forward_copy = dict(newest)
-            try:
-                read = [newest[value] for value in inputs[index]]
-            except KeyError as error:
-                raise _never_made(graph, position, index, error.args[0]) from None
-            for copy in read:
-                readers[copy].append(position)
-            self.sources.append(read)
-            first = len(self.value)
-            for value in outputs[index]:
-                newest[value] = len(self.value)
-                self.value.append(value)
-                self.start.append(position)
-                readers.append([])
-            self.made.append(range(first, len(self.value)))
-        if self.num_forward == len(self.sequence):
-            self.forward_copy = dict(newest)
-
-
-def _inlined(copies: _Copies, kept: set[int], barrier: list[int]) -> list[bool]:
-    """For each copy, whether fusion keeps it from ever existing (see the head of this file)."""
-    graph, sequence = copies.graph, copies.sequence
-    inlined = [False] * len(copies.value)
-    fusible = [graph.ops[index].kind is not Kind.EXTERN for index in sequence]
-    for copy, readers in enumerate(copies.readers):
-        start = copies.start[copy]
-        if copy in kept or not readers or graph.ops[sequence[start]].kind is not Kind.POINTWISE:
-            continue
-        if start < copies.num_forward <= readers[-1] or not all(fusible[r] for r in readers):
-            continue
-        inlined[copy] = len(readers) == 1 or (len(readers) <= INLINE_READERS and barrier[readers[0]] == barrier[readers[-1]])
-    return inlined
-
-
-def _taken_over(copies: _Copies, inlined: list[bool], last: list[int], kept: set[int], barrier: list[int]) -> list[int]:
-    """The copies whose storage the execution that reads them last writes its result to, at most one for each execution.
-
-    A reduction of the result in the same kernel runs over other loops, and Inductor then does not reuse the storage.
-    """
-    graph, sequence = copies.graph, copies.sequence
-    found: list[int] = []
-    for position, made in enumerate(copies.made):
-        if len(made) != 1 or inlined[made[0]] or not graph.ops[sequence[position]].in_place:
-            continue
-        same_run = (r for r in copies.readers[made[0]] if barrier[r] == barrier[position])
-        if any(graph.ops[sequence[r]].kind is Kind.REDUCTION for r in same_run):
-            continue
-        size = graph.values[copies.value[made[0]]].bytes
-        for copy in _read_in_place(copies, inlined, position):
-            if last[copy] == position and copy not in kept and graph.values[copies.value[copy]].bytes == size:
-                found.append(copy)
-                break
-    return found
-
-
-def _read_in_place(copies: _Copies, inlined: list[bool], position: int) -> Iterator[int]:
-    """The materialised copies that an execution reads where it writes, through inlined results too."""
-    may = copies.graph.ops[copies.sequence[position]].in_place
-    for copy in copies.sources[position]:
-        if copies.value[copy] not in may:
-            continue
-        if inlined[copy]:
-            yield from _read_in_place(copies, inlined, copies.start[copy])
-        else:
-            yield copy
-
-
 def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     """Replay ``schedule`` and count the bytes alive at each execution.
 
     Raises ``PlanInvalid`` if an execution reads what was never made.
     """
-    lifetimes = _with_fusion(graph, schedule) if graph.fuses else _without_fusion(graph, schedule)
-    sequence, num_forward = schedule.sequence, len(schedule.forward)
-    values, starts, ends = (np.array(column, dtype=np.int64) for column in lifetimes)
-    sizes = graph.value_bytes[values]
-    change = np.zeros(len(sequence) + 2, dtype=np.int64)
+    copies = _Copies(graph, schedule)
+    lifetimes = _with_fusion(copies) if graph.fuses else (copies.value, copies.start, copies.ends())
+    values, starts, ends = lifetimes
+    sizes, length = graph.columns.value_bytes[values], len(schedule.sequence)
+    change = np.zeros(length + 2, dtype=np.int64)
     np.add.at(change, starts, sizes)
     np.subtract.at(change, ends + 1, sizes)
-    change[num_forward] += graph.tangent_bytes
-    bytes_at = np.cumsum(change)[: len(sequence)] + graph.op_workspace_bytes[np.array(sequence, dtype=np.int64)]
+    change[len(schedule.forward)] += graph.tangent_bytes
+    bytes_at = np.cumsum(change)[:length] + graph.columns.workspace_bytes[copies.sequence]
     return Timeline(graph, schedule, bytes_at, lifetimes)
 
 
-def _without_fusion(graph: Graph, schedule: Schedule) -> Lifetimes:
-    """The lifetimes where every copy exists. The planner's innermost loop."""
-    inputs, outputs, num_forward = graph.computed_inputs, graph.made, len(schedule.forward)
-    newest: dict[int, int] = {}
-    values: list[int] = []
-    starts: list[int] = []
-    ends: list[int] = []
-    handed_out = newest if num_forward == len(schedule.sequence) else {}
-    for position, index in enumerate(schedule.sequence):
-        if position == num_forward:
-            handed_out = newest.copy()
-        try:
-            for value in inputs[index]:
-                ends[newest[value]] = position
-        except KeyError as error:
-            raise _never_made(graph, position, index, error.args[0]) from None
-        for value in outputs[index]:
-            newest[value] = len(values)
-            values.append(value)
-            starts.append(position)
-            ends.append(position)
-    for copies, kept in ((handed_out, graph.forward_outputs), (newest, graph.backward_outputs)):
-        for value in kept:
-            if value in copies:
-                ends[copies[value]] = len(schedule.sequence) - 1
-    return values, starts, ends
+class _Copies:
+    """Every copy, in the order of their making, and who reads it. The planner's innermost loop: columns, not objects.
+
+    Reads are in the order of executions.
+    """
+
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+        self.graph, self.num_forward = graph, len(schedule.forward)
+        self.sequence = np.array(schedule.sequence, dtype=np.int64)
+        self.start, self.value = graph.columns.outputs.of(self.sequence)
+        self.reader, read = graph.columns.inputs.of(self.sequence)
+        keys = self._key(self.value, self.start)
+        self.order = np.argsort(keys)
+        self.keys = keys[self.order]
+        self.source = self._newest(read, self.reader)
+        """For each read, the copy; ``reader`` is the execution."""
+        if len(missing := np.flatnonzero(self.source < 0)):
+            raise self._never_made(int(self.reader[missing[0]]), int(read[missing[0]]))
+        self.last = self.start.copy()
+        """For each copy, the last execution that makes or reads it."""
+        np.maximum.at(self.last, self.source, self.reader)
+        self.kept = self._kept()
+        """Whether a copy stays with the caller."""
+
+    def _key(self, values: Numbers, positions: Numbers) -> Numbers:
+        """Ascends with the value, then with the position."""
+        return values * (len(self.sequence) + 1) + positions
+
+    def _newest(self, values: Numbers, positions: Numbers) -> Numbers:
+        """The newest copy of each value before a position; -1 if there is none."""
+        at = np.searchsorted(self.keys, self._key(values, positions)) - 1
+        found = np.append(self.order, -1)[at]
+        return np.where((found >= 0) & (np.append(self.value, -1)[found] == values), found, -1)
+
+    def _kept(self) -> Flags:
+        kept = np.zeros(len(self.value), dtype=np.bool_)
+        for outputs, position in (
+            (self.graph.forward_outputs, self.num_forward),
+            (self.graph.backward_outputs, len(self.sequence)),
+        ):
+            values = np.array(outputs, dtype=np.int64)
+            newest = self._newest(values, np.full(len(values), position))
+            kept[newest[newest >= 0]] = True
+        return kept
+
+    def ends(self) -> Numbers:
+        """For each copy, the execution after which it is freed."""
+        return np.where(self.kept, len(self.sequence) - 1, self.last)
+
+    def _never_made(self, position: int, value: int) -> PlanInvalid:
+        reader, missing = self.graph.ops[self.sequence[position]].name, self.graph.values[value].name
+        return PlanInvalid(f"execution {position} ({reader}) reads {missing}, which was never made")
 
 
-def _never_made(graph: Graph, position: int, index: int, value: int) -> PlanInvalid:
-    reader, missing = graph.ops[index].name, graph.values[value].name
-    return PlanInvalid(f"execution {position} ({reader}) reads {missing}, which was never made")
-
-
-def _with_fusion(graph: Graph, schedule: Schedule) -> Lifetimes:
+def _with_fusion(copies: _Copies) -> Lifetimes:
     """The lifetimes of the copies that exist."""
-    copies = _Copies(graph, schedule)
-    copies.run()
-    sequence = copies.sequence
-    kept = {copies.forward_copy[v] for v in graph.forward_outputs if v in copies.forward_copy}
-    kept |= {copies.newest[v] for v in graph.backward_outputs if v in copies.newest}
+    kinds = copies.graph.columns.kinds[copies.sequence]
     # Extern kernels so far: equal between two executions, they are in one fusible run.
-    barrier = np.cumsum([graph.ops[index].kind is Kind.EXTERN for index in sequence]).tolist()
-    inlined = _inlined(copies, kept, barrier)
+    run = np.cumsum(kinds == EXTERN)
+    inlined = _inlined(copies, kinds, run)
+    _read_through(copies, inlined)
+    for copy in _taken_over(copies, inlined, kinds, run):
+        copies.last[copy] -= 1
+    exist = ~inlined
+    return copies.value[exist], copies.start[exist], copies.ends()[exist]
 
-    last = list(copies.start)
+
+def _inlined(copies: _Copies, kinds: Numbers, run: Numbers) -> Flags:
+    """For each copy, whether fusion keeps it from ever existing (see the head of this file)."""
+    count, length = len(copies.value), len(copies.sequence)
+    readers = np.bincount(copies.source, minlength=count)
+    by_extern = np.bincount(copies.source[kinds[copies.reader] == EXTERN], minlength=count) > 0
+    first = np.full(count, length)
+    np.minimum.at(first, copies.source, copies.reader)
+    crosses = (copies.start < copies.num_forward) & (copies.last >= copies.num_forward)
+    read = readers > 0
+    in_one_run = np.zeros(count, dtype=np.bool_)
+    in_one_run[read] = run[first[read]] == run[copies.last[read]]
+    few = (readers == 1) | ((readers <= INLINE_READERS) & in_one_run)
+    inlined: Flags = read & few & (kinds[copies.start] == POINTWISE) & ~copies.kept & ~by_extern & ~crosses
+    return inlined
+
+
+def _read_through(copies: _Copies, inlined: Flags) -> None:
+    """Who reads an inlined copy reads what that is computed from: ``copies.last`` becomes later."""
+    through = copies.start[inlined]
+    bounds = np.searchsorted(copies.reader, np.stack([through, through + 1])).tolist()
+    last, source = copies.last.tolist(), copies.source.tolist()
+    reads = zip(np.flatnonzero(inlined).tolist(), *bounds, strict=True)
     # Backwards, so that the readers of an inlined copy are known before they become readers of its inputs.
-    for position in range(len(sequence) - 1, -1, -1):
-        made = copies.made[position]
-        until = position
-        for copy in made:
-            if inlined[copy]:
-                until = max(until, last[copy])
-        for copy in copies.sources[position]:
-            if last[copy] < until:
-                last[copy] = until
-    for copy in _taken_over(copies, inlined, last, kept, barrier):
-        last[copy] -= 1
-    for copy in kept:
-        last[copy] = len(sequence) - 1
-    existing = [copy for copy in range(len(copies.value)) if not inlined[copy]]
-    value, start, end = ([column[copy] for copy in existing] for column in (copies.value, copies.start, last))
-    return value, start, end
+    for copy, begin, end in reversed(list(reads)):
+        until = last[copy]
+        for behind in source[begin:end]:
+            if last[behind] < until:
+                last[behind] = until
+    copies.last = np.array(last, dtype=np.int64)
+
+
+def _taken_over(copies: _Copies, inlined: Flags, kinds: Numbers, run: Numbers) -> Iterable[int]:
+    """The copies whose storage the execution that reads them last writes its result to, at most one for each execution.
+
+    A reduction of the result in the same kernel runs over other loops, and Inductor then does not reuse the storage.
+    """
+    count, sizes = len(copies.value), copies.graph.columns.value_bytes[copies.value]
+    alone = np.bincount(copies.start, minlength=len(copies.sequence))[copies.start] == 1
+    reducing = kinds[copies.reader] == REDUCTION
+    reducing &= run[copies.reader] == run[copies.start[copies.source]]
+    reduced = np.bincount(copies.source[reducing], minlength=count) > 0
+    ending = np.zeros(len(copies.sequence), dtype=np.bool_)
+    ending[copies.last[~inlined & ~copies.kept]] = True
+    chosen = alone & ~inlined & ~reduced & ending[copies.start] & copies.graph.columns.in_place[copies.sequence][copies.start]
+    in_place = _InPlace(copies, inlined)
+    last, free, size = copies.last.tolist(), (~copies.kept).tolist(), sizes.tolist()
+    for made, position in zip(np.flatnonzero(chosen).tolist(), copies.start[chosen].tolist(), strict=True):
+        for copy in in_place.read_by(position):
+            if last[copy] == position and free[copy] and size[copy] == size[made]:
+                yield copy
+                break
+
+
+class _InPlace:
+    """What executions read where they write."""
+
+    def __init__(self, copies: _Copies, inlined: Flags) -> None:
+        self.ops, self.sequence, self.inlined = copies.graph.ops, copies.sequence.tolist(), inlined.tolist()
+        self.source, self.value, self.start = copies.source.tolist(), copies.value.tolist(), copies.start.tolist()
+        self.begins = np.searchsorted(copies.reader, np.arange(len(self.sequence) + 1)).tolist()
+
+    def read_by(self, position: int) -> Iterator[int]:
+        """The materialised copies that an execution reads where it writes, through inlined results too."""
+        may = self.ops[self.sequence[position]].in_place
+        for copy in self.source[self.begins[position] : self.begins[position + 1]]:
+            if self.value[copy] not in may:
+                continue
+            if self.inlined[copy]:
+                yield from self.read_by(self.start[copy])
+            else:
+                yield copy

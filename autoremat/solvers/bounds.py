@@ -140,7 +140,7 @@ def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
             last = max(graph.readers[number], default=start)
         change[start] += value.bytes
         change[last + 1] -= value.bytes
-    return np.cumsum(change)[: len(graph.ops)] + graph.op_workspace_bytes
+    return np.cumsum(change)[: len(graph.ops)] + graph.columns.workspace_bytes
 
 
 def working_set_bytes(graph: Graph) -> int:

@@ -193,7 +193,7 @@ class EventGap:
     def fixed_bytes(self) -> Vector:
         """Bytes at each op whatever is chosen: what it makes, its workspace, tangents."""
         made = [sum(self.graph.values[v].bytes for v in op.outputs) for op in self.graph.ops]
-        fixed = np.array(made, dtype=np.float64) + self.graph.op_workspace_bytes
+        fixed = np.array(made, dtype=np.float64) + self.graph.columns.workspace_bytes
         fixed[self.graph.num_forward :] += self.graph.tangent_bytes
         return fixed
 

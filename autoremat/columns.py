@@ -1,0 +1,72 @@
+"""A graph as columns of numbers, for the simulator's innermost loop."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from autoremat.graph import Graph
+
+Numbers = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+KINDS = ("pointwise", "reduction", "extern")
+POINTWISE, REDUCTION, EXTERN = range(3)
+
+
+class ValuesOfOps:
+    """Some values of each op, one after the other."""
+
+    def __init__(self, rows: Sequence[Sequence[int]]) -> None:
+        self.counts = np.array([len(row) for row in rows], dtype=np.int64)
+        self.begins = np.cumsum(self.counts) - self.counts
+        self.values = np.array([value for row in rows for value in row], dtype=np.int64)
+
+    def of(self, ops: Numbers) -> tuple[Numbers, Numbers]:
+        """The values of ``ops``, in order, and before them, for each, the position in ``ops`` that it belongs to."""
+        counts = self.counts[ops]
+        positions = np.repeat(np.arange(len(ops)), counts)
+        within = np.arange(len(positions)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return positions, self.values[self.begins[ops][positions] + within]
+
+
+class Columns:
+    """What the simulator reads of ``graph``."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+
+    @cached_property
+    def inputs(self) -> ValuesOfOps:
+        """Of each op, the inputs that some op makes."""
+        return ValuesOfOps(self.graph.computed_inputs)
+
+    @cached_property
+    def outputs(self) -> ValuesOfOps:
+        """Of each op, what it makes."""
+        return ValuesOfOps(self.graph.made)
+
+    @cached_property
+    def kinds(self) -> Numbers:
+        """For each op, ``POINTWISE``, ``REDUCTION`` or ``EXTERN``."""
+        return np.array([KINDS.index(op.kind.value) for op in self.graph.ops], dtype=np.int64)
+
+    @cached_property
+    def in_place(self) -> Flags:
+        """For each op, whether it may write to an input (``Op.in_place``)."""
+        return np.array([bool(op.in_place) for op in self.graph.ops], dtype=np.bool_)
+
+    @cached_property
+    def value_bytes(self) -> Numbers:
+        """Bytes of each value."""
+        return np.array([value.bytes for value in self.graph.values], dtype=np.int64)
+
+    @cached_property
+    def workspace_bytes(self) -> Numbers:
+        """Workspace of each op."""
+        return np.array([op.workspace_bytes for op in self.graph.ops], dtype=np.int64)
