@@ -94,12 +94,15 @@ def _pin_order(scheduler: Any) -> None:
     past one. Otherwise the scheduler computes what the plan recomputes late together with what it computes early, because
     both read the same buffer."""
     from torch._inductor import ir
+    from torch._inductor.dependencies import WeakDep
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
-    from torch._inductor.virtualized import V
 
     def after(node: Any, earlier: Any) -> None:
-        # Read by `compute_dependencies` as control dependencies, which order nodes but keep no buffer alive.
-        V.graph.additional_buffer_deps[node.get_name()].update(earlier.get_buffer_names())
+        # Orders the two and keeps no buffer alive. The graph's own `additional_buffer_deps` would besides make the node a user
+        # of the buffer. A buffer that has such a user, or that is read in two ways, is not written in place.
+        read = {dependency.name for dependency in node.read_writes.reads}
+        for name in earlier.get_buffer_names() - read:
+            node.add_fake_dep(WeakDep(name, node.get_name(), is_fake=True))
 
     barrier: Any = None
     window: list[Any] = []
@@ -126,17 +129,17 @@ def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
 
     compute, generate = Scheduler.compute_dependencies, GraphLowering.codegen
 
-    def pin_and_compute(scheduler: Any) -> None:
+    def compute_and_pin(scheduler: Any) -> None:
+        compute(scheduler)
         if wanted() and V.graph.is_backward:
             _pin_order(scheduler)
-        compute(scheduler)
 
     def generate_compactly(lowering: Any) -> Any:
         with inductor_config.patch({"allow_buffer_reuse": False} if wanted() else {}):
             return generate(lowering)
 
     with (
-        unittest.mock.patch.object(Scheduler, "compute_dependencies", pin_and_compute),
+        unittest.mock.patch.object(Scheduler, "compute_dependencies", compute_and_pin),
         unittest.mock.patch.object(GraphLowering, "codegen", generate_compactly),
     ):
         yield
