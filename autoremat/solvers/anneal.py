@@ -51,6 +51,9 @@ TRIES = 60
 MOVES_PER_SECOND = 4000
 """Of the time limit: few enough that neighbourhoods have time too."""
 
+MOST_EXCHANGED, LEAST_GAIN = 1_000, 1e-6
+"""Up to how many places for recomputations each is tried in place of others; a gain, in mean seconds of an op."""
+
 MOST_AFRESH = 5_000
 """Recomputations of a plan that makes everything anew for every reader: enough for a chain of a hundred ops."""
 
@@ -60,6 +63,10 @@ HOT, WARM = 3.0, 0.3
 WARM_SHARE, SHORTEST_SHARE, MOVES_PER_OP = 0.2, 0.2, 300
 """Of the moves: how many go to annealing the best plan once more; how many the first search from nothing takes at most, and
 how many that is for each op."""
+
+
+Bytes = tuple[np.ndarray[tuple[int], np.dtype[np.float64]], np.ndarray[tuple[int], np.dtype[np.float64]], float]
+"""At each site together and apart, and the seconds added (see ``Sites``)."""
 
 
 @dataclass
@@ -201,25 +208,60 @@ class Annealing:
                 self._set(True, index, site)
         self.sites.settle()
 
-    def without_the_needless(self, deadline: float) -> Schedule:
-        """Each recomputation is withdrawn if no more bytes are over the budget without it, the last at each site first."""
-        _, excess = self._over()
-        for index, site in sorted(self.chosen, key=lambda pair: (pair[1], -pair[0])):
-            if time.monotonic() > deadline:
-                break
-            if (index, site) in self.place:
-                before = self.sites.together.copy(), self.sites.apart.copy(), self.sites.added
-                self.steps.clear()
+    def without_the_needless(self, deadline: float, latest_first: bool = False) -> Schedule:
+        """Each recomputation is withdrawn if no more bytes are over the budget without it, from the first site on or from the
+        last, the last op at each site first; then each that does not run yet is tried in place of others."""
+        self.steps.clear()
+        self._withdraw_needless(deadline, latest_first)
+        candidates = [(i, s) for i in self.movable for s in range(max(self.first_site, i + 2), self.sites.end + 1)]
+        better = len(candidates) <= MOST_EXCHANGED
+        while better:
+            better = any(self._exchange(*pair, deadline) for pair in candidates)
+        return self._schedule(self.chosen)
+
+    def _exchange(self, index: int, site: int, deadline: float) -> bool:
+        """Run op ``index`` at ``site`` too and withdraw what is then needless, if that gains time."""
+        if (index, site) in self.place or time.monotonic() > deadline:
+            return False
+        before, seconds, (_, excess) = self._bytes(), self.sites.added, self._over()
+        self.steps.clear()
+        self._step(True, index, site)
+        self.sites.settle()
+        self._withdraw_needless(deadline)
+        if self.sites.added < seconds - LEAST_GAIN * self.op_seconds and self._over()[1] <= excess:
+            return True
+        self._back_to(0, before)
+        return False
+
+    def _withdraw_needless(self, deadline: float, latest_first: bool = False) -> None:
+        """Withdraw while that leaves no more bytes over the budget than there are."""
+        direction = -1 if latest_first else 1
+        gone, (_, excess) = True, self._over()
+        while gone:
+            gone = False
+            for index, site in sorted(self.chosen, key=lambda pair: (direction * pair[1], -pair[0])):
+                if (index, site) not in self.place or time.monotonic() > deadline:
+                    continue
+                mark, before = len(self.steps), self._bytes()
                 self._withdraw(index, site)
                 self.sites.settle()
                 _, excess_now = self._over()
                 if excess_now <= excess:
-                    excess = excess_now
+                    gone, excess = True, excess_now
                 else:
-                    self._undo()
-                    self.sites.changed.clear()
-                    self.sites.together, self.sites.apart, self.sites.added = before
-        return self._schedule(self.chosen)
+                    self._back_to(mark, before)
+
+    def _bytes(self) -> Bytes:
+        """What a step changes in place, for :meth:`_back_to`."""
+        return self.sites.together.copy(), self.sites.apart.copy(), self.sites.added
+
+    def _back_to(self, mark: int, before: Bytes) -> None:
+        """Undo all steps but the first ``mark``; ``before`` is the state of the sites then."""
+        for adding, index, site in reversed(self.steps[mark:]):
+            self._set(not adding, index, site)
+        del self.steps[mark:]
+        self.sites.changed.clear()
+        self.sites.together, self.sites.apart, self.sites.added = before
 
     def run(self, moves: int, hottest: float, deadline: float) -> Found:
         """Anneal from the present state; ``deadline`` is a time of the monotonic clock, in seconds."""
@@ -284,10 +326,8 @@ def improve(
     # The search's plans of a training step are seldom far off; of a graph of one phase they are.
     from_nothing = graph.one_phase or found.plan is None
     if found.plan is None and (schedule := afresh(graph)) is not None:
-        search = Annealing(graph, budget, seed)
-        search.start_from(schedule)
-        schedules = (schedule, search.without_the_needless(deadline))
-        found = found.with_plans([Plan.of(graph, s, "afresh") for s in schedules], budget, interrupted=False)
+        found = found.with_plans([Plan.of(graph, schedule, "afresh")], budget, interrupted=False)
+        found = found.with_plans(polished(graph, budget, seed, schedule, "afresh", deadline), budget, interrupted=False)
     if found.settled(good_gap):
         return found
     moves = int(MOVES_PER_SECOND * time_limit)
@@ -298,10 +338,22 @@ def improve(
         if warm:
             search.start_from((found.plan or found.smallest).schedule)
         reached = search.run(length, WARM if warm else HOT, deadline)
-        plan = Plan.of(graph, reached.best or reached.closest, "annealed")
-        found = found.with_plans([plan], budget, reached.interrupted)
+        plans = [Plan.of(graph, reached.best or reached.closest, "annealed")]
+        if reached.best is not None:
+            plans += polished(graph, budget, seed, reached.best, "annealed", deadline)
+        found = found.with_plans(plans, budget, reached.interrupted)
         if reached.interrupted or found.settled(good_gap):
             break
+    return found
+
+
+def polished(graph: Graph, budget: int, seed: int, schedule: Schedule, label: str, deadline: float) -> list[Plan]:
+    """``schedule`` without what need not run, taken away in two orders."""
+    found = []
+    for latest_first in (False, True):
+        search = Annealing(graph, budget, seed)
+        search.start_from(schedule)
+        found.append(Plan.of(graph, search.without_the_needless(deadline, latest_first), label))
     return found
 
 
