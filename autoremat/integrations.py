@@ -26,4 +26,5 @@ def accept_in_accelerate() -> None:
     def look_up(value: object) -> Any:
         return ours if value == NAME else otherwise(value)
 
+    DynamoBackend._member_map_[NAME] = ours  # where copies of members are looked up by name, before Python 3.11.4
     DynamoBackend._missing_ = look_up  # the hook that enumerations have for values that they do not know

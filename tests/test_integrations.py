@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import runpy
 import warnings
 from pathlib import Path
@@ -54,6 +55,7 @@ def test_every_example_is_tested():
 def accelerates_own_names(monkeypatch):
     backends = pytest.importorskip("accelerate.utils", reason="needs accelerate, of the extra `integrations`").DynamoBackend
     monkeypatch.setattr(backends, "_missing_", backends._missing_)
+    monkeypatch.setattr(backends, "_member_map_", dict(backends._member_map_))
     return backends
 
 
@@ -65,5 +67,6 @@ def test_accelerate_takes_our_name_and_no_others(accelerates_own_names):
     integrations.accept_in_accelerate()
     integrations.accept_in_accelerate()
     assert TorchDynamoPlugin(backend="autoremat").to_kwargs()["backend"] == "autoremat"
+    assert copy.deepcopy(accelerates_own_names("AUTOREMAT")) == accelerates_own_names("AUTOREMAT")
     with pytest.raises(ValueError, match="not a valid DynamoBackend"):
         TorchDynamoPlugin(backend="autorematic")
