@@ -103,7 +103,12 @@ def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
 
 
 def _tensor_bytes(node: fx.Node) -> int:
-    return sum(torch_compat.size_hint(t.numel()) * t.element_size() for t in _tensors(node))
+    return sum(map(tensor_bytes, _tensors(node)))
+
+
+def tensor_bytes(tensor: torch.Tensor) -> int:
+    """Bytes of the tensor's elements."""
+    return torch_compat.size_hint(tensor.numel()) * tensor.element_size()
 
 
 def _runs(node: fx.Node, args: tuple[Any, ...]) -> int:

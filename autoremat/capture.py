@@ -278,17 +278,20 @@ def _op(
         node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, seconds, cost.flops,
         cost.moved_bytes, workspace, op_rules.kind_of(node), traits, op_rules.order_of(node), module, source,
         () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
+        op_rules.inlining_of(node, runs_on),
     )  # fmt: skip
 
 
 def _in_place(builder: _Builder, node: fx.Node) -> tuple[int, ...]:
-    """The values whose storage the node's result may take over: whole ones of its size, not views of larger ones."""
-    made = builder.makes[node]
-    if len(made) != 1:
+    """The values that are read where the node's only result is written: whole ones, not views of larger ones."""
+    if len(builder.makes[node]) != 1:
         return ()
-    size = builder.values[made[0]].bytes
-    aliases = (builder.aliases.get(operand) for operand in op_rules.works_in_place(node))
-    return tuple(dict.fromkeys(v for v in aliases if isinstance(v, int) and builder.values[v].bytes == size))
+    found: dict[int, None] = {}
+    for operand in op_rules.works_in_place(node):
+        value, tensor = builder.aliases.get(operand), operand.meta["val"]
+        if isinstance(value, int) and builder.values[value].bytes == calls.tensor_bytes(tensor):
+            found[value] = None
+    return tuple(found)
 
 
 def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name: str | None = None) -> Capture:
@@ -333,5 +336,6 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name:
         pinned=tuple(number[n] for n in ordered if not backward[n] and _pins(n)),
         fuses=fuses,
         saving_seconds_per_byte=saving_seconds_per_byte(rates),
+        whole_runs=fuses and runs_on == "cpu",
     )
     return Capture(joint, graph, tuple(ordered), tuple(builder.value_nodes), builder.aliases, num_fwd_outputs, rates)

@@ -47,6 +47,12 @@ class Columns:
         return ValuesOfOps(self.graph.computed_inputs)
 
     @cached_property
+    def given(self) -> list[tuple[int, ...]]:
+        """Of each op, the inputs that no op makes, as negative numbers: -1 - value."""
+        values = self.graph.values
+        return [tuple(-1 - v for v in op.inputs if values[v].producer is None) for op in self.graph.ops]
+
+    @cached_property
     def outputs(self) -> ValuesOfOps:
         """Of each op, what it makes."""
         return ValuesOfOps(self.graph.made)
@@ -60,6 +66,11 @@ class Columns:
     def in_place(self) -> Flags:
         """For each op, whether it may write to an input (``Op.in_place``)."""
         return np.array([bool(op.in_place) for op in self.graph.ops], dtype=np.bool_)
+
+    @cached_property
+    def never_inlined(self) -> Flags:
+        """For each op, whether no reader computes its result (``Inlining.NEVER``)."""
+        return np.array([op.inlining.value == "never" for op in self.graph.ops], dtype=np.bool_)
 
     @cached_property
     def value_bytes(self) -> Numbers:

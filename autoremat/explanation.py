@@ -140,7 +140,7 @@ class _Explainer:
         self.repeats: dict[int, int] = {}
         for index in plan.recomputed:
             self.repeats[index] = self.repeats.get(index, 0) + 1
-        self.materialised = frozenset(plan.timeline.lifetimes[0].tolist())
+        self.materialised = frozenset(plan.timeline.lifetimes.values.tolist())
         self.forward_end: dict[int, int] = {}
         for position, index in enumerate(plan.schedule.forward):
             op = graph.ops[index]

@@ -57,6 +57,17 @@ class Kind(enum.Enum):
     EXTERN = "extern"
 
 
+class Inlining(enum.Enum):
+    """Where a code generator that fuses computes a pointwise result in its readers instead of making it."""
+
+    CHEAP = "cheap"
+    """In all of them, while the expression reads few buffers."""
+    ONCE = "once"
+    """Only if there is one, and so for all that is computed from it: exponentials and the like on CPUs."""
+    NEVER = "never"
+    """Random numbers."""
+
+
 class Order(enum.Enum):
     """What the user has ordered for the results of an op (checkpoint regions, selective-checkpoint tags)."""
 
@@ -122,8 +133,9 @@ class Op:
     tensor_names: tuple[str, ...] = ()
     """What the model calls the result (``autoremat.name``)."""
     in_place: tuple[int, ...] = ()
-    """Inputs whose storage the result may take over where the code generator fuses, if nobody reads them later: of its size
-    and layout, and read only where it is written."""
+    """Inputs that are read only where the result is written: it may take over the storage of one that has its size and that
+    nobody reads later, where the code generator fuses."""
+    inlining: Inlining = Inlining.CHEAP
 
     @property
     def repeatable(self) -> bool:
@@ -148,6 +160,9 @@ class Graph:
     """Whether the code generator inlines pointwise chains (Inductor) or materialises every result (eager)."""
     saving_seconds_per_byte: float = 0.0
     """What a saved byte costs in time: it is written in the forward and read in the backward."""
+    whole_runs: bool = False
+    """Whether, where it fuses, the code generator makes one call of all that stands between two extern kernels (on CPUs):
+    memory for its results is there before it begins, and what it reads is freed after it ends."""
 
     def __post_init__(self) -> None:
         self.verify()

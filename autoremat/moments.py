@@ -111,7 +111,8 @@ def peak_of(plan: Plan) -> Moment | None:
 def _alive(plan: Plan, position: int, border: int) -> list[Alive]:
     """All that is alive during one execution, the largest first."""
     graph = plan.graph
-    values, starts, ends = plan.timeline.lifetimes
+    lifetimes = plan.timeline.lifetimes
+    values, starts, ends = lifetimes.values, lifetimes.starts, lifetimes.ends
     saved, outputs, gradients = frozenset(plan.saved), frozenset(graph.forward_outputs), frozenset(graph.backward_outputs)
     found = []
     for copy in np.flatnonzero((starts <= position) & (position <= ends)).tolist():
@@ -170,10 +171,11 @@ def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
     group_of = [GRADIENTS if v in gradients else module_group(value.module) for v, value in enumerate(graph.values)]
     names = {group: number for number, group in enumerate(dict.fromkeys(group_of))}
     groups = np.array([names[group] for group in group_of], dtype=np.int64)
-    values, starts, ends = plan.timeline.lifetimes
+    lifetimes = plan.timeline.lifetimes
+    sizes, group = graph.columns.value_bytes[lifetimes.values], groups[lifetimes.values]
     change = np.zeros((len(names), length + 1), dtype=np.int64)
-    np.add.at(change, (groups[values], starts), graph.columns.value_bytes[values])
-    np.subtract.at(change, (groups[values], ends + 1), graph.columns.value_bytes[values])
+    np.add.at(change, (group, lifetimes.starts), sizes)
+    np.subtract.at(change, (group, lifetimes.ends + 1), sizes)
     rows = dict(zip(names, np.cumsum(change, axis=1)[:, :length], strict=True))
     tangents = np.zeros(length, dtype=np.int64)
     tangents[border:] = graph.tangent_bytes

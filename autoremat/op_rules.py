@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from autoremat.graph import Kind, Order, Trait
+from autoremat.graph import Inlining, Kind, Order, Trait
 from autoremat.torch_compat import CheckpointPolicy, is_with_effects, size_hint
 
 aten = torch.ops.aten
@@ -73,6 +73,9 @@ REDUCTION = frozenset(
     }
 )  # fmt: skip
 
+HEAVY = frozenset({aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh})
+"""What Inductor computes only once on CPUs, if several ops read it or what is computed from it."""
+
 CHOOSING = frozenset(
     {
         aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.kthvalue, aten.median, aten.mode, aten.searchsorted,
@@ -81,7 +84,10 @@ CHOOSING = frozenset(
 )  # fmt: skip
 """Ops whose result jumps when the last bit of what they read changes."""
 
-INDUCTOR_POINTWISE = frozenset({"inductor_random", "inductor_randint", "inductor_lookup_seed"})
+DRAWS = frozenset({"inductor_random", "inductor_randint"})
+"""Names of Inductor's own ops that draw numbers."""
+
+INDUCTOR_POINTWISE = DRAWS | {"inductor_lookup_seed"}
 
 
 def packet(node: fx.Node) -> Any:
@@ -170,9 +176,16 @@ def kind_of(node: fx.Node) -> Kind:
     return Kind.EXTERN
 
 
+def inlining_of(node: fx.Node, device_type: str) -> Inlining:
+    """Where Inductor computes the node's result in its readers."""
+    name = packet(node)
+    if getattr(name, "__name__", "") in DRAWS:
+        return Inlining.NEVER
+    return Inlining.ONCE if device_type == "cpu" and name in HEAVY else Inlining.CHEAP
+
+
 def works_in_place(node: fx.Node) -> list[fx.Node]:
-    """The arguments whose storage Inductor may reuse for the node's result: those that are read where it is written, and have
-    its type, shape and strides."""
+    """The arguments that are read where the node's result is written, and have its shape and strides."""
     result, name = node.meta.get("val"), packet(node)
     if not isinstance(result, torch.Tensor):
         return []
@@ -186,7 +199,7 @@ def works_in_place(node: fx.Node) -> list[fx.Node]:
 
 
 def _laid_out_alike(operand: Any, result: torch.Tensor) -> bool:
-    if not isinstance(operand, torch.Tensor) or operand.dtype != result.dtype:
+    if not isinstance(operand, torch.Tensor):
         return False
     # By hints: comparing symbolic numbers would make guards.
     mine, wanted = ([size_hint(n) for n in (*t.shape, *t.stride())] for t in (operand, result))

@@ -96,9 +96,6 @@ SCATTER = frozenset(
     }
 )  # fmt: skip
 
-DRAWS = frozenset({"inductor_random", "inductor_randint"})
-"""Names of Inductor's own ops that draw numbers."""
-
 
 def work_of(node: fx.Node, op: Op) -> Work:
     """What ``node`` does, which the graph knows as ``op``."""
@@ -175,7 +172,7 @@ def _arithmetic(node: fx.Node, launches: bool) -> Task | None:
     for rate, members in _BY_ELEMENT.items():
         if name in members:
             return Task(rate, max(read, made))
-    if op_rules.is_random(node) or getattr(name, "__name__", "") in DRAWS:
+    if op_rules.is_random(node) or getattr(name, "__name__", "") in op_rules.DRAWS:
         return Task(Rate.RANDOM, made)
     if name in op_rules.REDUCTION:
         return Task(Rate.REDUCTION, read)

@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autoremat import torch_compat, torch_fake, torch_lowering
-from autoremat.dynamo_backend import Compiled, InductorCompilation
+from autoremat.closed_loop import Compiled, InductorCompilation
 from autoremat.errors import OptionsError
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner

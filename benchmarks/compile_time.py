@@ -33,7 +33,7 @@ from rich.console import Console
 from rich.table import Table
 from torch._inductor import compile_fx
 
-from autoremat import dynamo_backend, torch_compat
+from autoremat import closed_loop, torch_lowering
 from autoremat.errors import BudgetInfeasible
 from autoremat.partitioner import Partitioner
 
@@ -91,7 +91,7 @@ class Timers:
 def attempts_timed(timers: Timers) -> Iterator[list[float]]:
     """Seconds of each attempt of a compilation; all but the last were given up, and hold no other own work."""
     spans: list[float] = []
-    original = dynamo_backend.InductorCompilation.attempt
+    original = closed_loop.InductorCompilation.attempt
 
     def attempt(self: Any, partitioner: Partitioner) -> Callable[..., Any]:
         begin, before = time.perf_counter(), dict(timers.seconds)
@@ -103,7 +103,7 @@ def attempts_timed(timers: Timers) -> Iterator[list[float]]:
         finally:
             spans.append(time.perf_counter() - begin)
 
-    with unittest.mock.patch.object(dynamo_backend.InductorCompilation, "attempt", attempt):
+    with unittest.mock.patch.object(closed_loop.InductorCompilation, "attempt", attempt):
         yield spans
 
 
@@ -120,9 +120,9 @@ def ours(name: str, budget: float | None) -> dict[str, Any]:
     """Total seconds, attempts and own seconds of one compilation, in this process."""
     timers = Timers()
     with (
-        timers.around(dynamo_backend, "fingerprint", "fingerprint"),
+        timers.around(closed_loop, "fingerprint", "fingerprint"),
         timers.around(Partitioner, "__call__", "partitioner"),
-        timers.around(torch_compat, "_lowered_peak", "replay"),
+        timers.around(torch_lowering, "_lowered_peak", "replay"),
         attempts_timed(timers) as spans,
     ):
         total = first_step(name, backend="autoremat", options={"memory_budget": budget})

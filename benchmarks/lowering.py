@@ -23,7 +23,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
 from autoremat import torch_lowering
-from autoremat.dynamo_backend import InductorCompilation
+from autoremat.closed_loop import InductorCompilation
 from autoremat.partitioner import Partitioner
 from autoremat.wrapper_code import Circumstances
 

@@ -4,15 +4,17 @@
 
 For a small and a wider model and a GPT-2: seconds per call, and processor seconds of a first call without caches, compilers
 included; and whether both generate the same code (Inductor). All in turns, so that both see the same load, in an order
-that reverses each time; of first calls the least, for what else runs only adds to them. Inductor alone is compiled twice a
-turn: the difference between its two figures is what this method cannot see. What only the first compilation of a process
-does, imports for one, is done before. Run it on an idle machine: the load average at the beginning and at the end is part
-of the result. Written to `benchmarks/results/overhead_*`.
+that reverses each time; of first calls the ratios within a turn, and of these the median, for the machine's own speed drifts.
+Inductor alone is compiled twice a turn: the difference between its two figures is what this method cannot see. What only the
+first compilation of a process does, imports for one, is done before. Run it on an idle machine: the load average at the
+beginning and at the end is part of the result. Written to `benchmarks/results/overhead_*`; rows that are there and are not
+asked for stay.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -42,13 +44,23 @@ GENEROUS = "1TiB"
 
 @dataclass(frozen=True)
 class Row:
-    """One model in one mode: by backend, median seconds of a call, and least processor seconds of a first call."""
+    """One model in one mode: by backend, median seconds of a call, and processor seconds of the first call of each turn."""
 
     model: str
     mode: str
     call: dict[str, float]
-    first: dict[str, float]
+    first: dict[str, list[float]]
     same_code: bool | None
+    load: tuple[float, float]
+    """The load average of the machine before and after."""
+
+    def call_share(self, backend: str) -> float:
+        """How much longer than plain's first figure a call takes."""
+        return self.call[backend] / self.call["plain"] - 1
+
+    def first_share(self, backend: str) -> float:
+        """The same of first calls."""
+        return statistics.median(a / b for a, b in zip(self.first[backend], self.first["plain"], strict=True)) - 1
 
 
 def main() -> None:
@@ -59,13 +71,20 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=8, help="first calls of each backend")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
-    before, rows = os.getloadavg()[0], []
+    rows = known_rows(arguments)
     for backend in ("plain", "autoremat"):  # what only the first compilation of a process does
         caller("small", "training", backend, arguments.inner)()
     for model in arguments.models:
         for mode in MODES:
-            rows.append(measured(model, mode, arguments))
-            write(rows, (before, os.getloadavg()[0]), arguments)
+            rows[model, mode] = measured(model, mode, arguments)
+            write([rows[key] for key in itertools.product(MODELS, MODES) if key in rows], arguments)
+
+
+def known_rows(arguments: argparse.Namespace) -> dict[tuple[str, str], Row]:
+    """The rows that an earlier run has written, by model and mode."""
+    path = arguments.output / f"overhead_{arguments.inner}.json"
+    rows = [Row(**fields) for fields in json.loads(path.read_text())["rows"]] if path.exists() else []
+    return {(row.model, row.mode): row for row in rows}
 
 
 def build(name: str) -> tuple[nn.Module, torch.Tensor]:
@@ -109,8 +128,8 @@ def processor_seconds() -> float:
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
-def first_seconds(name: str, mode: str, arguments: argparse.Namespace) -> dict[str, float]:
-    """The least of each backend, without caches and in turns."""
+def first_seconds(name: str, mode: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Of each backend in each turn, without caches."""
     found: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
     for turn in range(arguments.repeats):
         for backend in BACKENDS if turn % 2 else reversed(BACKENDS):
@@ -120,7 +139,7 @@ def first_seconds(name: str, mode: str, arguments: argparse.Namespace) -> dict[s
             with torch._inductor.config.patch(force_disable_caches=True, compile_threads=1):
                 call()
             found[backend].append(processor_seconds() - begin)
-    return {backend: min(seconds) for backend, seconds in found.items()}
+    return found
 
 
 def call_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
@@ -145,6 +164,7 @@ def generated(call: Callable[[], object]) -> list[str]:
 
 def measured(name: str, mode: str, arguments: argparse.Namespace) -> Row:
     torch._dynamo.reset()
+    before = os.getloadavg()[0]
     calls = {backend: caller(name, mode, backend, arguments.inner) for backend in BACKENDS}
     same = None
     if arguments.inner == "inductor":
@@ -153,27 +173,28 @@ def measured(name: str, mode: str, arguments: argparse.Namespace) -> Row:
         same = plain == ours
     for call in calls.values():
         call()
-    return Row(name, mode, call_seconds(calls, arguments.rounds), first_seconds(name, mode, arguments), same)
+    call, first = call_seconds(calls, arguments.rounds), first_seconds(name, mode, arguments)
+    return Row(name, mode, call, first, same, (before, os.getloadavg()[0]))
 
 
-def write(rows: list[Row], load: tuple[float, float], arguments: argparse.Namespace) -> None:
-    """The table so far; `again` and `ours` are above the first of plain's two figures."""
-    table = Table(title=f"{arguments.inner}, torch {torch.__version__}; load {load[0]:.1f} to {load[1]:.1f}")
-    columns = ("model", "mode", "call, plain", "again", "ours", "first call, plain (processor)", "again", "ours", "same code")
+def write(rows: list[Row], arguments: argparse.Namespace) -> None:
+    """The table so far; `again` and `ours` are above plain's first figure."""
+    table = Table(title=f"{arguments.inner}, torch {torch.__version__}")
+    columns = ("model", "mode", "call, plain", "again", "ours", "first call, plain (processor)", "again", "ours", "same code",
+               "load")  # fmt: skip
     for column in columns:
         table.add_column(column, justify="right")
     for r in rows:
-        call, first = ([seconds[b] / seconds["plain"] - 1 for b in BACKENDS[1:]] for seconds in (r.call, r.first))
-        table.add_row(
-            r.model, r.mode, f"{1e6 * r.call['plain']:.0f} us", *(f"{share:+.1%}" for share in call),
-            f"{r.first['plain']:.2f} s", *(f"{share:+.1%}" for share in first), str(r.same_code),
-        )  # fmt: skip
+        calls, firsts = ([f"{of(b):+.1%}" for b in BACKENDS[1:]] for of in (r.call_share, r.first_share))
+        first = f"{statistics.median(r.first['plain']):.2f} s"
+        load = " to ".join(f"{average:.1f}" for average in r.load)
+        table.add_row(r.model, r.mode, f"{1e6 * r.call['plain']:.0f} us", *calls, first, *firsts, str(r.same_code), load)
     arguments.output.mkdir(parents=True, exist_ok=True)
     stem = arguments.output / f"overhead_{arguments.inner}"
     with open(f"{stem}.txt", "w") as file:
-        Console(file=file, width=140).print(table)
-    Path(f"{stem}.json").write_text(json.dumps({"load": load, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    Console(width=140).print(table)
+        Console(file=file, width=150).print(table)
+    Path(f"{stem}.json").write_text(json.dumps({"rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+    Console(width=150).print(table)
 
 
 if __name__ == "__main__":

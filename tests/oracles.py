@@ -13,14 +13,14 @@ from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from autoremat.graph import Graph, Kind, Order, Role
+from autoremat.graph import Graph, Inlining, Kind, Order, Role
 from autoremat.schedule import Schedule
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-INLINE_READERS = 4
+MOST_READS = 4
 """What Inductor's `realize_reads_threshold` is; a copy here, so that a change there is noticed."""
 
 # -- memory ------------------------------------------------------------------------------------------------------------
@@ -53,29 +53,85 @@ def buffers_of(graph: Graph, schedule: Schedule) -> list[Buffer]:
     return found
 
 
-def fused_away(graph: Graph, schedule: Schedule, buffer: Buffer) -> bool:
-    """Whether a code generator that inlines pointwise chains never makes the buffer.
+class Fusion:
+    """The buffers that a code generator never makes which inlines pointwise chains, by definition.
 
-    It makes results of reductions and extern kernels, what an extern kernel reads, what is saved, outputs, and what
-    has several readers, unless these are few and no extern kernel separates them.
+    It makes results of reductions and extern kernels, what an extern kernel reads, what is saved, and outputs. What has
+    several readers it makes if it is computed from more than a few buffers or from something heavy, random numbers in any
+    case, unless one loop may hold the maker and all readers: no extern kernel separates them, and none is a reduction.
     """
+
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+        self.sequence, self.start_of_backward = schedule.forward + schedule.backward, len(schedule.forward)
+        self.ops = [graph.ops[op] for op in self.sequence]
+        self.buffers = buffers_of(graph, schedule)
+        self.read = {(b.value, reader): b for b in self.buffers for reader in b.readers}
+        self.inlined, self.computed_from, self.work_of = cache(self._inlined), cache(self._computed_from), cache(self._work_of)
+
+    def fusible(self, b: Buffer) -> bool:
+        last_reader = max(b.readers, default=-1)
+        crosses = b.made_at < self.start_of_backward <= last_reader
+        extern = any(self.ops[reader].kind is Kind.EXTERN for reader in b.readers)
+        return self.ops[b.made_at].kind is Kind.POINTWISE and bool(b.readers) and not (b.to_the_end or extern or crosses)
+
+    def _computed_from(self, execution: int) -> tuple[frozenset[Buffer | int], bool]:
+        """The buffers and inputs of the step that an expression reads, and whether there is something heavy in it."""
+        op = self.ops[execution]
+        found: set[Buffer | int] = set()
+        heavy = op.inlining is Inlining.ONCE
+        for value in op.inputs:
+            b = self.read.get((value, execution))
+            if b is not None and self.inlined(b):
+                behind, heavy_behind = self.computed_from(b.made_at)
+                found, heavy = found | behind, heavy or heavy_behind
+            else:
+                found.add(value if b is None else b)
+        return frozenset(found), heavy
+
+    def _inlined(self, b: Buffer) -> bool:
+        if not self.fusible(b) or self.ops[b.made_at].inlining is Inlining.NEVER:
+            return False
+        if len(b.readers) == 1:
+            return True
+        reads, heavy = self.computed_from(b.made_at)
+        return len(reads) <= MOST_READS and not heavy
+
+    def _work_of(self, execution: int) -> frozenset[int]:
+        """The executions at whose time the work of this one is done: its own, and those that compute its inlined results."""
+        found = {execution}
+        for b in self.buffers:
+            if b.made_at == execution and self.inlined(b):
+                found |= {e for reader in b.readers for e in self.work_of(reader)}
+        return frozenset(found)
+
+    def in_one_loop(self, b: Buffer) -> bool:
+        if not self.fusible(b):
+            return False
+        loops = {e for reader in b.readers for e in self.work_of(reader)}
+        extern = any(op.kind is Kind.EXTERN for op in self.ops[b.made_at : max(loops)])
+        return not extern and not any(self.ops[e].kind is Kind.REDUCTION for e in loops)
+
+    def absent(self) -> set[Buffer]:
+        return {b for b in self.buffers if self.inlined(b) or self.in_one_loop(b)}
+
+
+def in_one_call(graph: Graph, schedule: Schedule, moment: int) -> range:
+    """The executions of the one call that runs the execution at `moment`: those around it without an extern kernel."""
     sequence, start_of_backward = schedule.forward + schedule.backward, len(schedule.forward)
-    kinds = [graph.ops[op].kind for op in sequence]
-    if not graph.fuses or kinds[buffer.made_at] is not Kind.POINTWISE or buffer.to_the_end or not buffer.readers:
-        return False
-    if any(kinds[reader] is Kind.EXTERN for reader in buffer.readers):
-        return False
-    if buffer.made_at < start_of_backward and any(reader >= start_of_backward for reader in buffer.readers):
-        return False
-    between = kinds[min(buffer.readers) : max(buffer.readers)]
-    return len(buffer.readers) == 1 or (len(buffer.readers) <= INLINE_READERS and Kind.EXTERN not in between)
+    extern = [at for at, op in enumerate(sequence) if graph.ops[op].kind is Kind.EXTERN]
+    if not (graph.fuses and graph.whole_runs) or moment in extern:
+        return range(moment, moment + 1)
+    half = range(start_of_backward) if moment < start_of_backward else range(start_of_backward, len(sequence))
+    before = [at for at in extern if half.start <= at < moment]
+    after = [at for at in extern if moment < at < half.stop]
+    return range(max(before, default=half.start - 1) + 1, min(after, default=half.stop))
 
 
 def replay_bytes(graph: Graph, schedule: Schedule) -> list[int]:
     """Bytes alive during each execution, counted moment by moment."""
     sequence = schedule.forward + schedule.backward
     buffers = buffers_of(graph, schedule)
-    absent = {b for b in buffers if fused_away(graph, schedule, b)}
+    absent = Fusion(graph, schedule).absent() if graph.fuses else set()
     made_by: dict[int, list[Buffer]] = {}
     for b in buffers:
         made_by.setdefault(b.made_at, []).append(b)
@@ -90,21 +146,27 @@ def replay_bytes(graph: Graph, schedule: Schedule) -> list[int]:
         return len(sequence) - 1 if b.to_the_end else max([b.made_at, *map(needed_until, b.readers)])
 
     def read_where_written(moment: int) -> Iterator[Buffer]:
-        for b in buffers:
-            if moment in b.readers and b.value in graph.ops[sequence[moment]].in_place:
-                yield from read_where_written(b.made_at) if b in absent else [b]
+        op = graph.ops[sequence[moment]]
+        for value in op.inputs:
+            for b in (b for b in buffers if moment in b.readers and b.value == value and value in op.in_place):
+                made = b not in absent or graph.ops[sequence[b.made_at]].inlining is Inlining.NEVER
+                yield from [b] if made else read_where_written(b.made_at)
 
     kinds = [graph.ops[op].kind for op in sequence]
-    overwritten = set()
+    overwritten, overwriting = set(), set()
     for moment, op in enumerate(sequence if graph.fuses else ()):
         for result in made_by.get(moment, []) if len(graph.ops[op].outputs) == 1 else []:
             reduced = [r for r in result.readers if kinds[r] is Kind.REDUCTION and Kind.EXTERN not in kinds[moment + 1 : r]]
             ending = [b for b in read_where_written(moment) if not b.to_the_end and last_moment(b) == moment]
             same = [b for b in ending if graph.values[b.value].bytes == graph.values[result.value].bytes]
-            overwritten.update(same[:1] if result not in absent and not reduced else [])
+            if same and same[0] not in absent and result not in absent and not reduced:
+                overwritten.add(same[0])
+                overwriting.add(result)
 
     def alive(b: Buffer, moment: int) -> bool:
-        return b.made_at <= moment <= last_moment(b) - (b in overwritten)
+        first = b.made_at if b in overwriting else in_one_call(graph, schedule, b.made_at).start
+        last = last_moment(b) - 1 if b in overwritten else in_one_call(graph, schedule, last_moment(b)).stop - 1
+        return first <= moment <= last
 
     tangents = sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
     return [

@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autoremat.graph import Graph, Kind, Op, Order, Role, Trait, Value
+from autoremat.graph import Graph, Inlining, Kind, Op, Order, Role, Trait, Value
 
 DTYPE_BYTES = 4
 
@@ -63,6 +63,7 @@ SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 1e-3, 0.5])
 WORKSPACES = st.sampled_from([0, 0, 0, 0, 32])
 KINDS = st.sampled_from([Kind.POINTWISE, Kind.POINTWISE, Kind.REDUCTION, Kind.EXTERN])
 TRAITS = st.sampled_from([Trait.NONE] * 7 + [Trait.RANDOM, Trait.UNDECLARED])
+INLININGS = st.sampled_from([Inlining.CHEAP] * 4 + [Inlining.ONCE, Inlining.NEVER])
 ORDERS = st.sampled_from([Order.NONE] * 6 + [Order.SAVE, Order.RECOMPUTE])
 
 
@@ -115,12 +116,14 @@ def graphs(draw: st.DrawFn, max_ops: int = 40, fuses: bool | None = None, max_ou
         gradients += range(first, first + len(outputs))
     for index, op in enumerate(build.ops):
         if op.kind is not Kind.EXTERN and len(op.outputs) == 1:
-            build.ops[index] = dataclasses.replace(op, in_place=tuple(v for v in op.inputs if draw(st.booleans())))
+            in_place = tuple(v for v in op.inputs if draw(st.booleans()))
+            build.ops[index] = dataclasses.replace(op, in_place=in_place, inlining=draw(INLININGS))
     return build.graph(
         forward_outputs=forward_outputs,
         backward_outputs=tuple(draw(st.lists(st.sampled_from([*gradients, *made]), min_size=1, max_size=4, unique=True))),
         pinned=tuple(pinned),
         fuses=draw(st.booleans()) if fuses is None else fuses,
+        whole_runs=draw(st.booleans()),
         saving_seconds_per_byte=draw(st.sampled_from([1e-10, 1e-8])),
     )
 

@@ -21,6 +21,7 @@ from autoremat.solvers import Planner, Planning
 from autoremat.solvers.anneal import Annealing, afresh, improve, lengths_of
 from autoremat.solvers.dag import OnePhaseBounds, outcome, without_recomputation
 from autoremat.solvers.event_gap import sites_of
+from autoremat.solvers.polish import Polishing, polished
 from autoremat.solvers.sites import Sites
 
 HOT = 3.0
@@ -180,7 +181,7 @@ def test_what_is_made_anew_needlessly_goes(graph, share):
         return
     schedule = afresh(graph)
     assert schedule is not None
-    search = Annealing(graph, int(share * without_recomputation(graph).peak_bytes), seed=0)
+    search = Polishing(graph, int(share * without_recomputation(graph).peak_bytes), seed=0)
     search.start_from(schedule)
     _, before = search._over()
     plans = [Plan.of(graph, s) for s in (schedule, search.without_the_needless(math.inf))]
@@ -188,6 +189,19 @@ def test_what_is_made_anew_needlessly_goes(graph, share):
         each.check()
     assert plans[1].added_seconds <= plans[0].added_seconds + 1e-9 * graph.step_seconds
     assert search._over()[1] <= before
+
+
+def test_one_recomputation_takes_the_place_of_two_where_that_gains_time():
+    """Two small values run again while a large one is held, though the large one costs less than the two together."""
+    edges = [(3, 4), (0, 5), (1, 5), (2, 5), (4, 5)]
+    graph = Graph.from_dag([1.0, 1.0, 1.5, 1.0, 1.0, 1.0], [1, 1, 2, 10, 0, 1], edges, outputs=(5,))
+    search = Polishing(graph, 12, seed=0)
+    for index in (0, 1):
+        search.sites.add(index, 5)
+    start = search.sites.schedule()
+    assert (Plan.of(graph, start).peak_bytes, Plan.of(graph, start).added_seconds) == (12, 2.0)
+    for found in polished(graph, 12, 0, start, "polished", math.inf):
+        assert (found.peak_bytes, found.added_seconds) == (12, 1.5)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 5000))

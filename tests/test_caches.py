@@ -30,8 +30,8 @@ from autoremat import partitioner
 request = json.loads(sys.argv[1])
 if request["source_hash"]:
     partitioner.source_hash = lambda: request["source_hash"]
-    from autoremat import dynamo_backend
-    dynamo_backend.source_hash = partitioner.source_hash
+    from autoremat import closed_loop
+    closed_loop.source_hash = partitioner.source_hash
 calls = []
 original = partitioner.Partitioner.__call__
 def counted(self, *args, **kwargs):

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat import Options, Report, dynamo_backend, partitioner
+from autoremat import Options, Report, closed_loop, partitioner
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")
 
@@ -329,12 +329,12 @@ def run_with_code_peaks(monkeypatch, code_peaks, exhausted_at=None, worth_loosen
         partitioner.report = SimpleNamespace(predicted_peak_bytes=100 - partitioner.margin_bytes, budget_bytes=100)
         partitioner.exhausted = number == exhausted_at
         if code_peaks[number] > 100 and not self.last:
-            raise dynamo_backend._OverBudget(code_peaks[number])
+            raise closed_loop._OverBudget(code_peaks[number])
         if worth_loosening and self.may_loosen:
-            raise dynamo_backend._RoomLeft(code_peaks[number])
+            raise closed_loop._RoomLeft(code_peaks[number])
         return "compiled"
 
-    compilation = dynamo_backend.InductorCompilation
+    compilation = closed_loop.InductorCompilation
     monkeypatch.setattr(compilation, "attempt", attempt)
     monkeypatch.setattr(compilation, "finish", lambda self, compiled, partitioner, record, replans: compiled)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
@@ -358,3 +358,31 @@ def test_best_effort_takes_the_best_code_that_was_seen(monkeypatch, code_peaks, 
 def test_room_that_is_left_is_used_once_and_given_back_if_that_does_not_fit(monkeypatch):
     assert run_with_code_peaks(monkeypatch, [90, 99], worth_loosening=True) == [0, -9]
     assert run_with_code_peaks(monkeypatch, [90, 101, 90], worth_loosening=True) == [0, -9, 0]
+
+
+def test_an_error_names_what_holds_and_not_the_plan_of_least_memory_whose_code_needs_more(monkeypatch):
+    """The forward of the first plan is over the budget, so its backward is not generated. The plan of least memory has worse
+    code. The error is to name what all of the first plan's code needs."""
+    halves = [({False: 105}, 0), ({False: 104, True: 140}, 5), ({False: 105, True: 110}, 0)]
+    named = []
+
+    def attempt(self, partitioner):
+        self.peaks, margin = halves[len(named)]
+        assert partitioner.margin_bytes == margin
+        assert self.naming == (len(named) == 2)
+        named.append(None)
+        partitioner.report = SimpleNamespace(predicted_peak_bytes=100, budget_bytes=100, device="cpu")
+        partitioner.planning, partitioner.exhausted = object(), len(named) == 2
+        raise closed_loop._OverBudget(max(self.peaks.values()), 100)
+
+    def infeasible(planning, budget, device, least, plan_file):
+        named.append(least)
+        return RuntimeError("nothing fits")
+
+    monkeypatch.setattr(closed_loop, "infeasible", infeasible)
+    monkeypatch.setattr(closed_loop.InductorCompilation, "attempt", attempt)
+    module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    parsed = Options(memory_budget=100, on_infeasible="raise")
+    with pytest.raises(RuntimeError, match="nothing fits"):
+        closed_loop.InductorCompilation(module, [torch.zeros(1, 2)], parsed, {}).run()
+    assert named == [None, None, None, 110]

@@ -98,7 +98,7 @@ def test_no_failure_of_any_stage_reaches_the_user(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["dynamo_backend.fingerprint", "torch_lowering._lowered_peak", "store.load", "store.save"])
+@pytest.mark.parametrize("stage", ["closed_loop.fingerprint", "torch_lowering._lowered_peak", "store.load", "store.save"])
 def test_no_failure_around_inductor_reaches_the_user(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     expected = gradient(product, backend="inductor")
     failing(monkeypatch, stage, RuntimeError("as if"))

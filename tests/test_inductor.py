@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoremat
-from autoremat import Report, track_peak
+from autoremat import Report, torch_lowering, track_peak
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")]
 
@@ -133,3 +133,17 @@ def test_inputs_with_gradients_that_are_written_to(budget):
 
     for found, expected in zip(numbers(compiled(step, budget)), numbers(step), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def test_the_pinned_order_keeps_what_is_written_in_place(monkeypatch):
+    """The order that a chain has anyway is its best; to pin it must not cost a buffer, as one more user of a buffer would."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4)))
+    x = torch.randn(256, 64)
+
+    def peak() -> int | None:
+        torch._dynamo.reset()
+        return autoremat.explain(lambda x: model(x).square().mean(), x, memory_budget=0.6, lower=True).compiled_peak_bytes
+
+    pinned = peak()
+    monkeypatch.setattr(torch_lowering, "_pin_order", lambda scheduler: None)
+    assert pinned == peak()

@@ -13,20 +13,22 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
 
 PURE = (
-    "errors", "units", "options", "columns", "graph", "memory", "schedule", "plans", "plan_files", "replay", "planning",
-    "progress", "explanation", "moments", "report", "report_text", "report_diff", "store", "cli", "__main__", "wrapper_code",
+    "errors", "units", "options", "columns", "copies", "fusion", "graph", "memory", "schedule", "plans", "plan_files", "replay",
+    "planning", "progress", "explanation", "moments", "report", "report_text", "report_diff", "store", "cli", "__main__",
+    "wrapper_code",
     "cost", "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut", "solvers.search",
     "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.baselines", "solvers.event_gap",
-    "solvers.highs", "solvers.improve", "solvers.ilp", "solvers.sites", "solvers.anneal", "solvers.stages", "frontier",
+    "solvers.highs", "solvers.improve", "solvers.ilp", "solvers.sites", "solvers.moves",
+    "solvers.polish", "solvers.anneal", "solvers.stages", "frontier",
     "orders", "stable", "patterns", "policies", "structure", "pictures", "html_report",
     "steps", "steps.fronts", "steps.ledger", "steps.surveyed",
 )  # fmt: skip
 """Modules that must work without torch."""
 
 TORCH = (
-    "calls", "capture", "costing", "cuda_attention", "declarations", "dynamic_shapes", "dynamo_backend", "eager", "measure",
-    "op_rules", "op_work", "partitioner", "preview", "steps.metering", "steps.recording", "steps.survey", "steps.watch",
-    "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
+    "calls", "capture", "costing", "cuda_attention", "closed_loop", "declarations", "dynamic_shapes", "dynamo_backend", "eager",
+    "measure", "op_rules", "op_work", "partitioner", "preview", "steps.metering", "steps.recording", "steps.survey",
+    "steps.watch", "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
     "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_sizes", "torch_steps", "tracing",
     "workspace", "loss_parts", "passes", "rehearsal", "comparison", "sizing", "integrations", "naming", "origins",
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from oracles import replay_bytes
 from strategies import GraphBuilder, chain, graphs, saved_sets
 
 from autoremat.errors import PlanInvalid
-from autoremat.graph import Graph, Kind, Role
+from autoremat.graph import Graph, Inlining, Kind, Role
 from autoremat.memory import Timeline, simulate
 from autoremat.schedule import Schedule, build_schedule
 from autoremat.solvers.segments import Chain
@@ -97,15 +99,17 @@ def test_fusion_keeps_pointwise_results_from_existing(kinds, expected):
     assert run_all(build_graph(False)).bytes_at.tolist() == [1, 11, 110]
 
 
-def fan(readers: int, extern_between: bool = False, saved: bool = False) -> Graph:
-    """A pointwise result of 10 bytes with several pointwise readers of 0 bytes."""
+def fan(readers: int, extern_between: bool = False, saved: bool = False, reads: int = 1, **fields: Any) -> Graph:
+    """A pointwise result of 10 bytes, computed from `reads` inputs by way of a chain of two, with several pointwise readers of
+    0 bytes."""
     build = GraphBuilder()
-    x = build.source(0)
-    a = build.op([x], 10, kind=Kind.POINTWISE)
+    sources = [build.source(0) for _ in range(reads)]
+    a = build.op(sources, 10, kind=Kind.POINTWISE, **fields)
+    b = build.op([a], 10, kind=Kind.POINTWISE)
     for index in range(readers):
         if extern_between and index == readers - 1:
-            build.op([x], 0)
-        build.op([a], 0, kind=Kind.POINTWISE, forward=not (saved and index == readers - 1))
+            build.op(sources, 0)
+        build.op([b], 0, kind=Kind.POINTWISE, forward=not (saved and index == readers - 1))
     return build.graph(fuses=True)
 
 
@@ -113,15 +117,37 @@ def fan(readers: int, extern_between: bool = False, saved: bool = False) -> Grap
     ("graph", "peak"),
     [
         (fan(1), 0),
-        (fan(4), 0),
-        (fan(5), 10),  # read too often to be computed again by each reader
-        (fan(2, extern_between=True), 10),  # its readers cannot be one kernel
+        (fan(5), 0),
+        (fan(5, extern_between=True), 0),  # each of its readers computes it
+        (fan(5, extern_between=True, reads=4), 0),
+        (fan(5, extern_between=True, reads=5), 10),  # reads too much to be computed again by each reader
+        (fan(5, reads=5), 0),  # made and read by one kernel
+        (fan(2, extern_between=True, inlining=Inlining.ONCE), 10),
+        (fan(1, extern_between=True, inlining=Inlining.ONCE, reads=5), 0),
+        (fan(1, inlining=Inlining.NEVER), 0),
+        (fan(1, extern_between=True, inlining=Inlining.NEVER), 10),  # what reads it is computed by who reads that
         (fan(1, saved=True), 10),  # crosses to the backward
         (fan(0), 10),  # nobody could inline it
     ],
 )
 def test_when_a_pointwise_result_is_inlined(graph, peak):
     assert run_all(graph).peak_bytes == peak
+
+
+def test_one_call_holds_what_it_reads_and_makes_from_beginning_to_end():
+    build = GraphBuilder()
+    a = build.op([build.source(0)], 1)
+    b = build.op([a], 10, kind=Kind.REDUCTION)
+    c = build.op([b], 100, kind=Kind.REDUCTION)
+    d = build.op([c], 1000, kind=Kind.REDUCTION)
+    build.op([d], 0)
+    e = build.op([d], 1000, kind=Kind.POINTWISE, in_place=(d,))
+    build.op([build.source(0)], 5, kind=Kind.REDUCTION)
+    build.op([e], 0)
+    apart, together = (build.graph(fuses=True, whole_runs=whole) for whole in (False, True))
+    assert run_all(apart).bytes_at.tolist() == [1, 11, 110, 1100, 1000, 1000, 1005, 1000]
+    # A storage that is taken over passes on where it did.
+    assert run_all(together).bytes_at.tolist() == [1, 1111, 1111, 1111, 1000, 1005, 1005, 1000]
 
 
 def overwriting(size: int = 10, *, in_place: bool = True, read_later: bool = False, held: bool = False) -> Graph:

@@ -78,8 +78,8 @@ def _candidates(plan: Plan) -> list[_Candidate]:
     for position, index in recomputed.items():
         last[index] = position
         gain[index] = gain.get(index, 0.0) + reads.alone_for(position, recomputed)
-    copies = (column.tolist() for column in plan.timeline.lifetimes[:2])
-    materialised = set(zip(*copies, strict=True))
+    lifetimes = plan.timeline.lifetimes
+    materialised = set(zip(lifetimes.values.tolist(), lifetimes.made_at.tolist(), strict=True))
     first = {index: position for position, index in reversed(list(enumerate(plan.schedule.forward)))}
     found = []
     for index, position in last.items():

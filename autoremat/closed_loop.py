@@ -1,0 +1,322 @@
+"""The closed loop: what Inductor makes of a plan is checked before any kernel is compiled.
+
+If the generated code needs more than the budget, the compilation stops there and starts again with a plan made for so much
+less. If it leaves room that would save time, it starts again once with a plan made for so much more; should that not fit, the
+first plan's code is taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+
+from autoremat import costing, declarations, origins, store, torch_compat, torch_lowering, torch_sizes
+from autoremat.errors import BudgetInfeasible, BudgetWarning, causes
+from autoremat.options import Options
+from autoremat.partitioner import Partitioner, free_device_bytes, infeasible, source_hash
+from autoremat.report import Report, add_report
+from autoremat.steps.ledger import Share
+from autoremat.steps.watch import watched
+from autoremat.store import Record
+from autoremat.torch_logs import trace_artifact
+from autoremat.units import format_bytes
+
+log = logging.getLogger("autoremat")
+
+MAX_REPLANS = 4
+EAGER_BACKWARD = {"force_non_lazy_backward_lowering": True}
+"""The backward is compiled with the forward, not at its first call, so that its peak is known while there is a choice."""
+Compiled = Callable[..., Any]
+Kind = TypeVar("Kind", bound=BaseException)
+
+LEAST_ROOM, ROOM_USED = 0.03, 0.9
+"""Shares: of the budget that must be left for a looser plan to be tried, and of what is left that it is made for."""
+
+LEAST_GAIN = 0.02
+"""So much of the step a looser plan has to save, by the cost model, to be worth generating code again."""
+
+
+class _PlanAgain(Exception):
+    """Ends a compilation whose code would need ``peak_bytes``, so that another plan can be made."""
+
+    def __init__(self, peak_bytes: int, limit_bytes: int = 0) -> None:
+        super().__init__(f"the compiled code would need {format_bytes(peak_bytes)}")
+        self.peak_bytes, self.limit_bytes = peak_bytes, limit_bytes
+
+
+class _OverBudget(_PlanAgain):
+    """That is more than the budget."""
+
+
+class _RoomLeft(_PlanAgain):
+    """That is so much less than the budget that a looser plan would save time."""
+
+
+@dataclasses.dataclass(frozen=True, order=True)
+class _Failure:
+    """An attempt whose code was over the budget: its peak, its margin, and whether code was generated for both halves, so that
+    the peak is that of the step."""
+
+    peak_bytes: int
+    margin: int
+    whole: bool
+
+
+def _describe(value: Any) -> str:
+    """The properties of an input that a compiled graph may depend on."""
+    if not isinstance(value, torch.Tensor):
+        return f"{type(value).__name__} {value}"
+    try:
+        layout = f"{tuple(value.stride())} {value.storage_offset()}"
+    except RuntimeError:
+        layout = str(value.layout)
+    shape = ",".join(str(s) for s in value.shape)
+    return f"{type(value).__name__} {shape} {layout} {value.dtype} {value.device} {value.requires_grad}"
+
+
+def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
+    """A hash of everything that determines the plan: graph, inputs, options, settings, versions."""
+    cuda = torch.cuda.is_available()
+    device = torch.cuda.get_device_name() if cuda else "cpu"
+    free = free_device_bytes(torch.device("cuda")) if cuda and options.memory_budget == "auto" else None
+    parts = [
+        source_hash(),
+        torch.__version__,
+        f"{options.cache_key()} {free}",
+        costing.identity(options.cost_model, [*inputs, *gm.parameters()]),
+        declarations.identity(),
+        gm.print_readable(print_output=False),
+        origins.identity(gm) if options.has_orders else "",
+        *map(_describe, inputs),
+        torch_sizes.planned_identity(),
+        f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')} {torch.get_num_threads()} {device}",
+        f"{torch.get_autocast_dtype('cpu')} {torch.get_autocast_dtype('cuda')} {torch.get_default_dtype()}",
+        f"{torch.are_deterministic_algorithms_enabled()} {torch.get_float32_matmul_precision()}",
+        torch_compat.configuration_fingerprint(),
+    ]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+@dataclasses.dataclass
+class InductorCompilation:
+    """One graph through Inductor, planned again while its code turns out over budget, and once if it leaves room."""
+
+    gm: fx.GraphModule
+    inputs: Sequence[Any]
+    options: Options
+    patches: dict[str, Any]
+
+    def __post_init__(self) -> None:
+        self.key = fingerprint(self.gm, self.inputs, self.options)
+        self.margin = 0
+        """By how many bytes less than the budget to plan; below zero: by how many more."""
+        self.fitting_margin: int | None = None
+        """The margin of a plan whose code fits, while a looser one is tried."""
+        self.may_loosen = self.loosened = self.last = False
+        self.naming = False
+        """Whether nothing fits and this attempt is made to learn what the code that needs least would need."""
+        self.fitting_peak: int | None = None
+        """The peak of its code, once the looser one turned out not to fit."""
+        self.peaks: dict[bool, int] = {}
+        """The peaks of the present attempt's forward (False) and backward (True), as far as code was generated for them."""
+        self.earlier_peaks: dict[bool, int] = {}
+        """The largest of earlier attempts that fit: a half that is the same again comes from Inductor's cache, unseen."""
+        self.failed: list[_Failure] = []
+
+    def attempt(self, partitioner: Partitioner) -> Compiled:
+        """Compile once; raises ``_OverBudget`` if the code needs too much, unless this is the last best effort, and
+        ``_RoomLeft`` if it needs so little that it is worth another attempt."""
+        self.peaks = {}
+
+        def observe(lowered: torch_lowering.LoweredPeak) -> None:
+            peak, limit = lowered.peak_bytes, partitioner.limit_bytes(lowered.is_backward)
+            self.peaks[lowered.is_backward] = peak
+            if limit is None:
+                return
+            # An error is to name what both halves need.
+            ends_in_error = self.options.on_infeasible == "raise" and (partitioner.exhausted or self.last or self.naming)
+            if not (ends_in_error and len(self.peaks) == 1):
+                self.check_peaks(partitioner)
+            most = max(self.peaks.values())
+            both_halves = len(self.peaks) == 2
+            if both_halves and self.may_loosen and self.worth_loosening(partitioner, limit, most):
+                raise _RoomLeft(most, limit)
+
+        # Inductor takes ownership of the module; another attempt needs a fresh one.
+        module = fx.GraphModule(self.gm, copy.deepcopy(self.gm.graph))
+        module.meta = dict(self.gm.meta)
+        patches = {**self.patches, "custom_partitioner_fn": partitioner}
+        with (
+            torch_lowering.memory_first(lambda: partitioner.memory_first),
+            torch_lowering.observe_lowering(lambda: partitioner.circumstances, observe),
+        ):
+            compiled = torch_compat.compile_with_inductor(module, self.inputs, patches, EAGER_BACKWARD)
+        self.check_peaks(partitioner)  # the second half may come from a cache, unseen
+        return compiled
+
+    def check_peaks(self, partitioner: Partitioner) -> None:
+        """Raise ``_OverBudget`` if a half of the present attempt needs too much, unless it is the last best effort."""
+        limits = [(peak, partitioner.limit_bytes(half)) for half, peak in self.peaks.items()]
+        over = [(peak, limit) for peak, limit in limits if limit is not None and peak > limit]
+        if not over:
+            return
+        least = all(max(self.peaks.values()) <= earlier.peak_bytes for earlier in self.failed)
+        best_effort = self.options.on_infeasible == "best_effort"
+        if not (best_effort and (self.last or (partitioner.exhausted and least))):
+            raise _OverBudget(*max(over))
+
+    def run(self) -> Compiled:
+        """Compile, plan again where the code asks for it, and publish the report."""
+        record = store.load(self.key)
+        self.margin = record.margin_bytes if record is not None else 0
+        caches: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        for replans in range(MAX_REPLANS + 2):  # the last is made only for what an error has to name
+            self.last = self.last or replans >= MAX_REPLANS
+            # A looser plan that does not fit takes two attempts.
+            self.may_loosen = record is None and not (self.failed or self.loosened) and replans <= MAX_REPLANS - 2
+            self.may_loosen = self.may_loosen and not isinstance(self.options.memory_budget, Share)
+            partitioner = Partitioner(self.options, self.key, self.margin, must_fit=self.options.on_infeasible == "raise")
+            try:
+                with caches():
+                    compiled = self.attempt(partitioner)
+            except Exception as error:
+                reason = cause_of(error, _PlanAgain)
+                if reason is None or partitioner.report is None:
+                    raise
+                self.change_margin(partitioner, reason, replans)
+                change = f"{format_bytes(abs(self.margin))} {'more' if self.margin < 0 else 'less'} than the budget"
+                log.debug("%s: planning again for %s", reason, change)
+                continue
+            if partitioner.unplanned:
+                return compiled  # and no record: the next process is to warn as well
+            if partitioner.report is None and record is None:
+                if caches is torch_compat.without_caches:  # no backward after all, whatever requires a gradient
+                    store.save(self.key, Record(None))
+                    return compiled
+                # Torch's caches answered, but our record of the compilation is gone: compile afresh to have it again.
+                caches = torch_compat.without_caches
+                continue
+            return self.finish(compiled, partitioner, record, replans)
+        raise AssertionError("the last attempt returns or raises")
+
+    def change_margin(self, partitioner: Partitioner, reason: _PlanAgain, replans: int) -> None:
+        """Choose the margin of the next attempt. Raises ``BudgetInfeasible`` if there is none to try."""
+        report = partitioner.report
+        assert report is not None
+        for half, peak in self.peaks.items():
+            if peak <= (report.budget_bytes or 0):
+                self.earlier_peaks[half] = max(peak, self.earlier_peaks.get(half, 0))
+        if isinstance(reason, _RoomLeft):
+            self.loosened, self.fitting_margin, self.fitting_peak = True, self.margin, reason.peak_bytes
+            self.margin = self.looser_margin(report.budget_bytes or 0, reason.peak_bytes)
+            return
+        if self.fitting_margin is not None:  # the looser plan does not fit
+            self.margin, self.fitting_margin = self.fitting_margin, None
+            return
+        whole = len(self.peaks) == 2
+        self.failed.append(_Failure(max(self.peaks.values()) if whole else reason.peak_bytes, self.margin, whole))
+        if self.options.on_infeasible == "raise" and (partitioner.exhausted or self.last or self.naming):
+            closest = min(self.failed)
+            if closest.whole or self.naming:
+                raise self.gave_up(partitioner) from None
+            self.naming, self.margin = True, closest.margin
+            return
+        if self.options.on_infeasible == "best_effort" and (partitioner.exhausted or replans >= MAX_REPLANS - 1):
+            self.last, self.margin = True, min(self.failed).margin  # nothing fits: the best that was seen
+            return
+        if isinstance(self.options.memory_budget, Share):  # what is over a half's own limit
+            self.margin += reason.peak_bytes - reason.limit_bytes
+            return
+        # For the budget less what the simulator underestimated this plan by.
+        excess = reason.peak_bytes - report.predicted_peak_bytes - partitioner.slack_bytes
+        self.margin = max(excess, self.margin + 1)
+        if replans >= MAX_REPLANS - 1:  # the plan of least memory, before an error says that nothing fits
+            self.margin = max(report.budget_bytes or 0, self.margin)
+
+    def looser_margin(self, budget: int, peak: int) -> int:
+        """The margin that leaves the code less room: code of ``peak`` bytes came of the present one."""
+        return self.margin - int(ROOM_USED * (budget - peak))
+
+    def worth_loosening(self, partitioner: Partitioner, budget: int, peak: int) -> bool:
+        """Whether code of ``peak`` bytes leaves room in which a plan would be faster."""
+        plan = partitioner.plan
+        if plan is None or budget - peak < LEAST_ROOM * budget:
+            return False
+        looser = partitioner.plan_for(budget - self.looser_margin(budget, peak))
+        return looser is not None and plan.cost_seconds - looser.cost_seconds >= LEAST_GAIN * plan.graph.step_seconds
+
+    def finish(self, compiled: Compiled, partitioner: Partitioner, record: Record | None, replans: int) -> Compiled:
+        """Remember the report of a compilation that stands, and publish it."""
+        report = self.completed(partitioner, record, replans)
+        if partitioner.report is not None:
+            store.save(self.key, Record(report, partitioner.margin_bytes))
+        return compiled if report is None else published(compiled, report, self.options)
+
+    def completed(self, partitioner: Partitioner, record: Record | None, replans: int) -> Report | None:
+        """The report with what the code that stands needs; None if there is no backward."""
+        report = partitioner.report
+        if report is None:  # answered by torch's caches
+            return record.report if record is not None else None
+        seen = self.peak_seen()
+        if seen is None and record is not None and record.report is not None:
+            seen = record.report.compiled_peak_bytes
+        return report.compiled(seen, replans, self.why_room_is_left(partitioner, report.budget_bytes, seen))
+
+    def why_room_is_left(self, partitioner: Partitioner, budget: int | None, peak: int | None) -> str:
+        """Why code of ``peak`` bytes uses so much less than the budget; empty if it does not."""
+        plan, fastest = partitioner.plan, partitioner.plan_for(None)
+        if budget is None or peak is None or plan is None or fastest is None or budget - peak < LEAST_ROOM * budget:
+            return ""
+        if plan.cost_seconds <= fastest.cost_seconds:
+            return "the plan of least time needs no more"
+        if self.failed or (self.loosened and self.fitting_margin is None):
+            return "the code of a looser plan is over the budget"
+        if self.loosened:
+            return "the plan was loosened once already"
+        return f"a looser plan saves less than {LEAST_GAIN:.0%} of the step"
+
+    def peak_seen(self) -> int | None:
+        """The peak of the code that stands; None if a cache held a half that no attempt has generated."""
+        if self.fitting_peak is not None and self.fitting_margin is None:
+            return self.fitting_peak  # the first plan's, taken up again
+        halves = {**self.earlier_peaks, **self.peaks}
+        return max(halves.values()) if len(halves) == 2 else None
+
+    def gave_up(self, partitioner: Partitioner) -> BudgetInfeasible:
+        """The error for a graph whose code needs more than the budget whatever the plan."""
+        report, planning = partitioner.report, partitioner.planning
+        assert report is not None
+        assert planning is not None
+        least = min((failure.peak_bytes for failure in self.failed if failure.whole), default=min(self.failed).peak_bytes)
+        return infeasible(planning, report.budget_bytes or 0, report.device, least, partitioner.plan_file)
+
+
+def cause_of(error: BaseException, kind: type[Kind]) -> Kind | None:
+    """The exception of that kind that ``error`` is or was raised from, if any."""
+    return next((cause for cause in causes(error) if isinstance(cause, kind)), None)
+
+
+def published(compiled: Compiled, report: Report, options: Options) -> Compiled:
+    """``compiled``, with its report made known; watched, if its budget is in bytes and nobody has shared it out."""
+    if not report.fits and report.budget_bytes is not None:
+        peak = report.compiled_peak_bytes or report.predicted_peak_bytes
+        warnings.warn(
+            f"the step needs {format_bytes(peak)}, over its budget of {format_bytes(report.budget_bytes)}: nothing smaller "
+            f'was found, and on_infeasible="best_effort" runs it anyway',
+            BudgetWarning,
+            stacklevel=2,
+        )
+    log.info("%s", report.summary())
+    trace_artifact("autoremat_report", report.to_json)
+    add_report(report)
+    return watched(compiled, report) if isinstance(options.memory_budget, int | str) else compiled
