@@ -42,6 +42,10 @@ Kind = TypeVar("Kind", bound=BaseException)
 LEAST_ROOM, ROOM_USED = 0.03, 0.9
 """Shares: of the budget that must be left for a looser plan to be tried, and of what is left that it is made for."""
 
+LOOSER = 1.05
+"""By how much a plan that is made only to name its peak is looser than that of least memory; and how much more than simulated
+code has to need for that."""
+
 LEAST_GAIN = 0.02
 """So much of the step a looser plan has to save, by the cost model, to be worth generating code again."""
 
@@ -226,10 +230,10 @@ class InductorCompilation:
         whole = len(self.peaks) == 2
         self.failed.append(_Failure(max(self.peaks.values()) if whole else reason.peak_bytes, self.margin, whole))
         if self.options.on_infeasible == "raise" and (partitioner.exhausted or self.last or self.naming):
-            closest = min(self.failed)
-            if closest.whole or self.naming:
+            margin = None if self.naming else self.margin_to_name(partitioner)
+            if margin is None:
                 raise self.gave_up(partitioner) from None
-            self.naming, self.margin = True, closest.margin
+            self.naming, self.margin = True, margin
             return
         if self.options.on_infeasible == "best_effort" and (partitioner.exhausted or replans >= MAX_REPLANS - 1):
             self.last, self.margin = True, min(self.failed).margin  # nothing fits: the best that was seen
@@ -242,6 +246,18 @@ class InductorCompilation:
         self.margin = max(excess, self.margin + 1)
         if replans >= MAX_REPLANS - 1:  # the plan of least memory, before an error says that nothing fits
             self.margin = max(report.budget_bytes or 0, self.margin)
+
+    def margin_to_name(self, partitioner: Partitioner) -> int | None:
+        """The margin of an attempt whose code may need less than an error would name now; None if that is not likely."""
+        closest, planning, report = min(self.failed), partitioner.planning, partitioner.report
+        assert report is not None
+        if not closest.whole:
+            return closest.margin
+        if planning is None:
+            return None
+        # Code that needs far more than its plan was simulated to is that plan's misfortune: another one is made.
+        other = int(LOOSER * planning.smallest.peak_bytes) + partitioner.slack_bytes
+        return (report.budget_bytes or 0) - other if closest.peak_bytes > LOOSER * other else None
 
     def looser_margin(self, budget: int, peak: int) -> int:
         """The margin that leaves the code less room: code of ``peak`` bytes came of the present one."""

@@ -63,8 +63,7 @@ def _absent(copies: Copies, kinds: Numbers, run: Numbers) -> Flags:
     crosses = (copies.start < copies.num_forward) & (copies.last >= copies.num_forward)
     fusible = (readers > 0) & (kinds[copies.start] == POINTWISE) & ~copies.kept & ~by_extern & ~crosses
     may_be_inlined = fusible & ~copies.graph.columns.never_inlined[copies.sequence][copies.start]
-    inlined = np.zeros(count, dtype=np.bool_)
-    inlined[_inlined(copies, np.flatnonzero(may_be_inlined).tolist(), readers.tolist())] = True
+    inlined = _inlined(copies, may_be_inlined, readers)
     reduced = np.bincount(copies.source[kinds[copies.reader] == REDUCTION], minlength=count) > 0
     _read_through(copies, inlined, reduced)
     in_one_loop = fusible & ~inlined & (run[copies.start] == run[copies.last]) & ~reduced
@@ -74,27 +73,45 @@ def _absent(copies: Copies, kinds: Numbers, run: Numbers) -> Flags:
     return absent
 
 
-def _inlined(copies: Copies, candidates: list[int], readers: list[int]) -> list[int]:
-    """Of ``candidates``, in the order of their making, those that their readers compute."""
-    ops, given = copies.graph.ops, copies.graph.columns.given
-    sequence, source, start = copies.sequence.tolist(), copies.source.tolist(), copies.start.tolist()
-    begins = np.searchsorted(copies.reader, np.arange(len(sequence) + 1)).tolist()
-    expressions: dict[int, tuple[frozenset[int], bool]] = {}
-    """For each inlined copy, what its expression reads (copies; step inputs as negative numbers), and whether it is heavy."""
-    for copy in candidates:
-        position = start[copy]
-        index = sequence[position]
-        reads, heavy = set(given[index]), ops[index].inlining is Inlining.ONCE
-        for behind in source[begins[position] : begins[position + 1]]:
-            inner = expressions.get(behind)
-            if inner is None:
-                reads.add(behind)
-            else:
-                reads |= inner[0]
-                heavy = heavy or inner[1]
-        if readers[copy] == 1 or not (heavy or len(reads) > MOST_READS):
-            expressions[copy] = (frozenset(reads), heavy)
-    return list(expressions)
+def _inlined(copies: Copies, candidates: Flags, readers: Numbers) -> Flags:
+    """Of ``candidates``, those that their readers compute: all with one reader, and of the others the cheap ones."""
+    found: Flags = candidates & (readers == 1)
+    shared = np.flatnonzero(candidates & (readers > 1)).tolist()
+    inlined = found.tolist()
+    expressions = _Expressions(copies, inlined)
+    for copy in shared:  # in the order of their making: what they are computed from is decided
+        inlined[copy] = expressions.are_cheap(copy)
+    return np.array(inlined, dtype=np.bool_)
+
+
+class _Expressions:
+    """What copies are computed from, through those that are ``inlined``."""
+
+    def __init__(self, copies: Copies, inlined: list[bool]) -> None:
+        self.ops, self.given, self.inlined = copies.graph.ops, copies.graph.columns.given, inlined
+        self.sequence, self.source, self.start = copies.sequence.tolist(), copies.source.tolist(), copies.start.tolist()
+        self.begins = np.searchsorted(copies.reader, np.arange(len(self.sequence) + 1)).tolist()
+
+    def are_cheap(self, copy: int) -> bool:
+        """Whether the expression of ``copy`` reads at most ``MOST_READS`` buffers and holds nothing heavy."""
+        reads: set[int] = set()
+        seen: set[int] = set()
+        stack = [self.start[copy]]
+        while stack and len(reads) <= MOST_READS:
+            position = stack.pop()
+            if position in seen:
+                continue
+            seen.add(position)
+            index = self.sequence[position]
+            if self.ops[index].inlining is Inlining.ONCE:
+                return False
+            reads.update(self.given[index])
+            for behind in self.source[self.begins[position] : self.begins[position + 1]]:
+                if self.inlined[behind]:
+                    stack.append(self.start[behind])
+                else:
+                    reads.add(behind)
+        return len(reads) <= MOST_READS
 
 
 def _read_through(copies: Copies, absent: Flags, reduced: Flags) -> None:

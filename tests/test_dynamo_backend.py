@@ -360,23 +360,29 @@ def test_room_that_is_left_is_used_once_and_given_back_if_that_does_not_fit(monk
     assert run_with_code_peaks(monkeypatch, [90, 101, 90], worth_loosening=True) == [0, -9, 0]
 
 
-def test_an_error_names_what_holds_and_not_the_plan_of_least_memory_whose_code_needs_more(monkeypatch):
-    """The forward of the first plan is over the budget, so its backward is not generated. The plan of least memory has worse
-    code. The error is to name what all of the first plan's code needs."""
-    halves = [({False: 105}, 0), ({False: 104, True: 140}, 5), ({False: 105, True: 110}, 0)]
-    named = []
+@pytest.mark.parametrize(
+    ("attempts", "named"),
+    [
+        # The first plan's forward is over the budget, so its backward is not generated; the plan of least memory has worse
+        # code. At last all of the first plan's code is generated.
+        ([({False: 105}, 0, False), ({False: 104, True: 140}, 5, True), ({False: 105, True: 110}, 0, False)], 110),
+        # The plan of least memory, simulated to need 102, has far worse code. One for 107 is made.
+        ([({False: 90, True: 140}, 0, True), ({False: 90, True: 107}, -7, False)], 107),
+        ([({False: 90, True: 108}, 0, True)], 108),
+    ],
+)
+def test_an_error_names_what_holds_and_not_code_that_needs_more(monkeypatch, attempts, named):
+    remaining, found = list(attempts), []
 
     def attempt(self, partitioner):
-        self.peaks, margin = halves[len(named)]
-        assert partitioner.margin_bytes == margin
-        assert self.naming == (len(named) == 2)
-        named.append(None)
+        (self.peaks, margin, partitioner.exhausted), number = remaining.pop(0), len(attempts) - len(remaining)
+        assert (partitioner.margin_bytes, self.naming) == (margin, number == len(attempts) > 1)
         partitioner.report = SimpleNamespace(predicted_peak_bytes=100, budget_bytes=100, device="cpu")
-        partitioner.planning, partitioner.exhausted = object(), len(named) == 2
+        partitioner.planning = SimpleNamespace(smallest=SimpleNamespace(peak_bytes=102))
         raise closed_loop._OverBudget(max(self.peaks.values()), 100)
 
     def infeasible(planning, budget, device, least, plan_file):
-        named.append(least)
+        found.append(least)
         return RuntimeError("nothing fits")
 
     monkeypatch.setattr(closed_loop, "infeasible", infeasible)
@@ -385,4 +391,4 @@ def test_an_error_names_what_holds_and_not_the_plan_of_least_memory_whose_code_n
     parsed = Options(memory_budget=100, on_infeasible="raise")
     with pytest.raises(RuntimeError, match="nothing fits"):
         closed_loop.InductorCompilation(module, [torch.zeros(1, 2)], parsed, {}).run()
-    assert named == [None, None, None, 110]
+    assert (found, remaining) == ([named], [])
