@@ -34,7 +34,7 @@ from autoremat.graph import Graph, Kind, Role
 from autoremat.loss_parts import Choice, Contender, Parts
 from autoremat.options import Options
 from autoremat.orders import Ordered, Orders
-from autoremat.passes import accumulate_in_order, read_operands_directly, realise
+from autoremat.passes import accumulate_in_order, make_once, read_operands_directly, realise
 from autoremat.plans import Plan
 from autoremat.report import Report
 from autoremat.solvers import Planner, Planning
@@ -160,6 +160,9 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         plan = self.choose(captured, pricing)
         captured, self.captured = self.captured or captured, None
         modules = realise(captured, plan.schedule, static_inputs)
+        if self.fuses:
+            for half in modules:
+                make_once(half)
         self.circumstances = circumstances(captured)
         fastest = self.plan_for(None)
         binding = fastest is not None and plan.cost_seconds > fastest.cost_seconds
