@@ -109,9 +109,11 @@ def budgeted(name: str, budget: int, setting: Setting, plain_seconds: float | No
     measured, seconds = None, None
     if setting.measured:
         watch, measured, seconds = measure(name, setting.times, memory_budget=budget)
+        report = autoremat.reports()[-1]
     else:
         watch = lowered(name, memory_budget=budget)
-    report, first, last = watch.report, watch.attempts[0], watch.attempts[-1]
+        report = watch.report
+    first, last = watch.attempts[0], watch.attempts[-1]
     return Row(
         model=name,
         budget_bytes=budget,
