@@ -70,6 +70,8 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str) -> Cost:
 
 def workspace_under_inductor(node: fx.Node, workspace: int) -> int:
     """What the call allocates beside its results where Inductor chooses the layouts, if alone it needs ``workspace`` bytes."""
+    if op_rules.scatters_by_aten(node):  # index and source are copied to lie as the result does
+        return sum(_tensor_bytes(operand) for operand in node.all_input_nodes[1:])
     found = channels_last_workspace(node, _arguments(node)[0])
     return workspace if found is None else found
 

@@ -44,7 +44,7 @@ POINTWISE = frozenset(
         aten.select_scatter, aten.slice_scatter, aten.as_strided_scatter, aten.diagonal_scatter, aten.repeat, aten.tril,
         aten.triu, aten.copy, aten.masked_fill, aten.fill, aten.lift_fresh_copy, aten.native_dropout_backward, aten.cat,
         aten.upsample_nearest2d, aten.gelu_backward, aten.threshold_backward, aten.sigmoid_backward, aten.tanh_backward,
-        aten._unsafe_index, aten._unsafe_masked_index,
+        aten._unsafe_index, aten._unsafe_masked_index, prims._low_memory_max_pool_offsets_to_indices,
         prims.convert_element_type, prims.iota, prims.broadcast_in_dim, prims.device_put, prims.rev,
     }
 )  # fmt: skip
@@ -63,6 +63,9 @@ SCATTER = frozenset(
     }
 )  # fmt: skip
 """Ops that write to places of a copy of their first argument: what they write is computed in the same loop."""
+
+ADDING_SCATTER = frozenset({aten.scatter_add, aten.scatter_reduce})
+"""For which Inductor calls ATen on CPUs, where several threads would add to the same place."""
 
 REDUCTION = frozenset(
     {
@@ -161,11 +164,18 @@ def adds_to_product(node: fx.Node) -> bool:
     return any(packet(n) is aten.mm and len(n.users) == 1 for n in node.all_input_nodes)
 
 
+def scatters_by_aten(node: fx.Node) -> bool:
+    """Whether the node is a scatter that is no loop of Inductor's."""
+    tensor = node.meta.get("val")
+    on_cpu = isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu"
+    return packet(node) in ADDING_SCATTER and on_cpu and torch.get_num_threads() > 1
+
+
 def kind_of(node: fx.Node) -> Kind:
     """How Inductor realises the result of the node."""
     target = node.target
     name = packet(node)
-    if adds_to_product(node):
+    if adds_to_product(node) or scatters_by_aten(node):
         return Kind.EXTERN
     if name in REDUCTION or name in SCATTER:
         return Kind.REDUCTION  # materialised, but what it reads need not be

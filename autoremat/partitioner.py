@@ -249,6 +249,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             inner=self.options.inner,
             device=captured.device.name,
             loss_parts=chosen.parts,
+            reserved_bytes=self.slack_bytes,
             minimum_in_one_part_bytes=None if whole is None else whole.planning.smallest.peak_bytes,
             **dataclasses.asdict(chosen.pricing),
         )

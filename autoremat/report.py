@@ -121,6 +121,9 @@ class Report:
     plan: Plan | None = field(default=None, compare=False, repr=False)
     """The plan itself, no part of the JSON: :meth:`Plan.save` writes it. None if the report was read from JSON."""
 
+    reserved_bytes: int = 0
+    """Beside the predicted peak: copies of images and weights in other layouts, and what code may allocate at any time. Of the
+    budget so much is kept back from the plan."""
     gradient_bytes: int = 0
     """All gradients that the backward returns together: of the peak, a floor that no recomputation lowers."""
     loss_parts: int = 1

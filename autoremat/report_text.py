@@ -67,9 +67,10 @@ def figures(report: Report) -> list[tuple[str, str]]:
     """The report's figures, each with its name."""
     budget = "none" if report.budget_bytes is None else format_bytes(report.budget_bytes)
     share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
+    reserved = f", and {format_bytes(report.reserved_bytes)} in reserve" if report.reserved_bytes else ""
     rows = [
         ("budget", budget),
-        ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of no recomputation)"),
+        ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of no recomputation){reserved}"),
         ("without recomputation", format_bytes(report.baseline_peak_bytes)),
         ("smallest found", f"{format_bytes(report.minimum_peak_bytes)} (bound {format_bytes(report.lower_bound_bytes)})"),
         ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),

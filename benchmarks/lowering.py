@@ -93,6 +93,7 @@ class Attempt:
     """One plan that code was generated for. Bytes are peaks above the start of the step."""
 
     planned_bytes: int
+    """By the simulator, with what is kept in reserve."""
     code_bytes: int
     """Of the halves that were generated: an attempt ends with the first that is over the budget."""
 
@@ -150,7 +151,8 @@ def watching(kernels: bool) -> Iterator[Watch]:
             return attempt(self, partitioner)
         finally:
             if partitioner.report is not None:
-                watch.attempts.append(Attempt(partitioner.report.predicted_peak_bytes, max(self.peaks.values(), default=0)))
+                planned = partitioner.report.predicted_peak_bytes + partitioner.report.reserved_bytes
+                watch.attempts.append(Attempt(planned, max(self.peaks.values(), default=0)))
 
     def stopping(known: Any, observer: Callable[[torch_lowering.LoweredPeak], None]) -> Any:
         seen = set()

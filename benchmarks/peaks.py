@@ -48,7 +48,7 @@ class Row:
     model: str
     budget_bytes: int
     first_planned_bytes: int
-    """By the simulator, for the first attempt."""
+    """By the simulator, with what is kept in reserve, for the first attempt."""
     first_code_bytes: int
     """Post-fusion, of the first attempt; of its half that is over the budget, if there is one."""
     code_bytes: int
@@ -90,7 +90,8 @@ class Setting:
 def rows_of(name: str, setting: Setting, known: Sequence[Row]) -> Iterator[Row]:
     """One row per budget, the tightest first; those in ``known`` are taken from there."""
     report = planned(name)
-    least, most = report.minimum_peak_bytes * MARGIN_OF_MINIMUM, report.predicted_peak_bytes
+    least, most = (peak + report.reserved_bytes for peak in (report.minimum_peak_bytes, report.predicted_peak_bytes))
+    least *= MARGIN_OF_MINIMUM
     plain = step_seconds(name) if setting.times else None
     for number, share in enumerate(SHARES):
         if number < len(known):
