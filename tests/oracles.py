@@ -153,10 +153,15 @@ def replay_bytes(graph: Graph, schedule: Schedule) -> list[int]:
                 yield from [b] if made else read_where_written(b.made_at)
 
     kinds = [graph.ops[op].kind for op in sequence]
+
+    def in_one_run(first: int, last: int) -> bool:
+        same_half = (first < len(schedule.forward)) == (last < len(schedule.forward))
+        return same_half and Kind.EXTERN not in kinds[first + 1 : last]
+
     overwritten, overwriting = set(), set()
     for moment, op in enumerate(sequence if graph.fuses else ()):
         for result in made_by.get(moment, []) if len(graph.ops[op].outputs) == 1 else []:
-            reduced = [r for r in result.readers if kinds[r] is Kind.REDUCTION and Kind.EXTERN not in kinds[moment + 1 : r]]
+            reduced = [r for r in result.readers if kinds[r] is Kind.REDUCTION and in_one_run(moment, r)]
             ending = [b for b in read_where_written(moment) if not b.to_the_end and last_moment(b) == moment]
             same = [b for b in ending if graph.values[b.value].bytes == graph.values[result.value].bytes]
             if same and same[0] not in absent and result not in absent and not reduced:
