@@ -43,8 +43,7 @@ LEAST_ROOM, ROOM_USED = 0.03, 0.9
 """Shares: of the budget that must be left for a looser plan to be tried, and of what is left that it is made for."""
 
 LOOSER = 1.05
-"""By how much a plan that is made only to name its peak is looser than that of least memory; and how much more than simulated
-code has to need for that."""
+"""By how much a plan is looser that is tried where the code of that of least memory needs so much more than simulated."""
 
 LEAST_GAIN = 0.02
 """So much of the step a looser plan has to save, by the cost model, to be worth generating code again."""
@@ -128,7 +127,7 @@ class InductorCompilation:
         """The margin of a plan whose code fits, while a looser one is tried."""
         self.may_loosen = self.loosened = self.last = False
         self.naming = False
-        """Whether nothing fits and this attempt is made to learn what the code that needs least would need."""
+        """Whether nothing fits and an attempt was made to learn what the code that needs least needs."""
         self.fitting_peak: int | None = None
         """The peak of its code, once the looser one turned out not to fit."""
         self.peaks: dict[bool, int] = {}
@@ -148,8 +147,8 @@ class InductorCompilation:
             if limit is None:
                 return
             # An error is to name what both halves need.
-            ends_in_error = self.options.on_infeasible == "raise" and (partitioner.exhausted or self.last or self.naming)
-            if not (ends_in_error and len(self.peaks) == 1):
+            ends_in_error = self.options.on_infeasible == "raise" and (partitioner.exhausted or self.last)
+            if not ((ends_in_error or self.naming) and len(self.peaks) == 1):
                 self.check_peaks(partitioner)
             most = max(self.peaks.values())
             both_halves = len(self.peaks) == 2
@@ -176,7 +175,8 @@ class InductorCompilation:
             return
         least = all(max(self.peaks.values()) <= earlier.peak_bytes for earlier in self.failed)
         best_effort = self.options.on_infeasible == "best_effort"
-        if not (best_effort and (self.last or (partitioner.exhausted and least))):
+        settled = (partitioner.exhausted or self.naming) and least and self.margin_of_another(partitioner) is None
+        if not (best_effort and (self.last or settled)):
             raise _OverBudget(*max(over))
 
     def run(self) -> Compiled:
@@ -230,12 +230,18 @@ class InductorCompilation:
         whole = len(self.peaks) == 2
         self.failed.append(_Failure(max(self.peaks.values()) if whole else reason.peak_bytes, self.margin, whole))
         if self.options.on_infeasible == "raise" and (partitioner.exhausted or self.last or self.naming):
-            margin = None if self.naming else self.margin_to_name(partitioner)
-            if margin is None:
+            closest = min(self.failed)
+            margin = self.margin_of_another(partitioner) if closest.whole else closest.margin
+            if margin is None or self.naming:
                 raise self.gave_up(partitioner) from None
             self.naming, self.margin = True, margin
             return
-        if self.options.on_infeasible == "best_effort" and (partitioner.exhausted or replans >= MAX_REPLANS - 1):
+        nothing_fits = partitioner.exhausted or self.naming or replans >= MAX_REPLANS - 1
+        if self.options.on_infeasible == "best_effort" and nothing_fits:
+            another = self.margin_of_another(partitioner)
+            if another is not None and replans < MAX_REPLANS - 1:
+                self.naming, self.margin = True, another
+                return
             self.last, self.margin = True, min(self.failed).margin  # nothing fits: the best that was seen
             return
         if isinstance(self.options.memory_budget, Share):  # what is over a half's own limit
@@ -247,17 +253,14 @@ class InductorCompilation:
         if replans >= MAX_REPLANS - 1:  # the plan of least memory, before an error says that nothing fits
             self.margin = max(report.budget_bytes or 0, self.margin)
 
-    def margin_to_name(self, partitioner: Partitioner) -> int | None:
-        """The margin of an attempt whose code may need less than an error would name now; None if that is not likely."""
-        closest, planning, report = min(self.failed), partitioner.planning, partitioner.report
-        assert report is not None
-        if not closest.whole:
-            return closest.margin
-        if planning is None:
+    def margin_of_another(self, partitioner: Partitioner) -> int | None:
+        """The margin of a looser plan, if all of the present attempt's code needs far more than was simulated: that may be this
+        plan's misfortune. None if it does not, or if another has been tried."""
+        planning, report = partitioner.planning, partitioner.report
+        if self.naming or planning is None or report is None or len(self.peaks) < 2:
             return None
-        # Code that needs far more than its plan was simulated to is that plan's misfortune: another one is made.
         other = int(LOOSER * planning.smallest.peak_bytes) + partitioner.slack_bytes
-        return (report.budget_bytes or 0) - other if closest.peak_bytes > LOOSER * other else None
+        return (report.budget_bytes or 0) - other if max(self.peaks.values()) > LOOSER * other else None
 
     def looser_margin(self, budget: int, peak: int) -> int:
         """The margin that leaves the code less room: code of ``peak`` bytes came of the present one."""

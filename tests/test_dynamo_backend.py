@@ -392,3 +392,25 @@ def test_an_error_names_what_holds_and_not_code_that_needs_more(monkeypatch, att
     with pytest.raises(RuntimeError, match="nothing fits"):
         closed_loop.InductorCompilation(module, [torch.zeros(1, 2)], parsed, {}).run()
     assert (found, remaining) == ([named], [])
+
+
+def test_best_effort_tries_a_looser_plan_where_that_of_least_memory_has_far_worse_code(monkeypatch):
+    """The plan of least memory is simulated to need 102 and its code needs 140; that of a plan for 107 needs 107."""
+    remaining = [(140, 0, True), (107, -7, False)]
+
+    def attempt(self, partitioner):
+        peak, margin, partitioner.exhausted = remaining.pop(0)
+        assert partitioner.margin_bytes == margin
+        self.peaks = {False: 90, True: peak}
+        partitioner.report = SimpleNamespace(predicted_peak_bytes=100, budget_bytes=100, device="cpu")
+        partitioner.planning = SimpleNamespace(smallest=SimpleNamespace(peak_bytes=102))
+        partitioner.limit_bytes = lambda half: 100
+        self.check_peaks(partitioner)
+        return "compiled"
+
+    monkeypatch.setattr(closed_loop.InductorCompilation, "attempt", attempt)
+    monkeypatch.setattr(closed_loop.InductorCompilation, "finish", lambda self, compiled, *_: compiled)
+    module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    parsed = Options(memory_budget=100, on_infeasible="best_effort")
+    assert closed_loop.InductorCompilation(module, [torch.zeros(1, 2)], parsed, {}).run() == "compiled"
+    assert not remaining
