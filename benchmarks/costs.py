@@ -1,4 +1,5 @@
-"""What recomputation is predicted to cost by each cost model, against the measured step, over many plans.
+"""What recomputation is predicted to cost by each cost model, against the measured step, over many plans; and our steps against
+those of torch's plans that need as much memory or more.
 
     python benchmarks/costs.py            # all models, an hour or more on an idle machine
     python benchmarks/costs.py --quick    # two small models and few plans
@@ -6,7 +7,9 @@
 Plans are autoremat's at several budgets, torch's at several values of `activation_memory_budget`, and those of per-block
 checkpointing. Each is compiled by Inductor and priced by every cost model on the joint graph that it was made for. Overheads
 are beside plain Inductor on the same model, in shares of its step: predicted from recomputation alone, measured as medians of
-steps taken in turn with those of all other plans of the model. Only an idle machine gives figures worth keeping.
+steps taken in turn with those of all other plans of the model. Peaks are measured too: each plan that is not ours, plain
+Inductor's among them, meets the fastest of ours whose measured peak is no higher. Only an idle machine gives figures worth
+keeping.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import copy
 import gc
 import itertools
 import json
+import math
 import os
 import re
 import statistics
@@ -39,6 +43,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
+import autoremat
 from autoremat import torch_compat
 from autoremat.capture import Capture, capture
 from autoremat.costing import priced
@@ -72,7 +77,7 @@ class Setting:
 
 FULL = Setting(
     ("gpt2-12", "llama-12", "bert-12", "t5-6", "vit-12", "resnet-18", "densenet", "unet"),
-    (0.8, 0.6, 0.45, 0.3), (0.8, 0.5, 0.2), 15, {"HIDDEN": 256, "BATCH": 4, "LENGTH": 256},
+    (1.0, 0.8, 0.6, 0.5, 0.4), (0.8, 0.5, 0.2), 15, {"HIDDEN": 256, "BATCH": 4, "LENGTH": 256},
 )  # fmt: skip
 QUICK = Setting(("gpt2-4", "unet"), (0.7, 0.4), (0.5,), 5, {})
 
@@ -92,8 +97,23 @@ class Row:
     model: str
     method: str
     step_seconds: float
+    peak_bytes: int
+    """Measured, above what is live when the step begins."""
     measured: float
     predicted: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Duel:
+    """A plan that is not ours, and the fastest of ours at the same or a lower measured peak; None if there is none."""
+
+    rival: Row
+    ours: Row | None
+
+    @property
+    def ratio(self) -> float | None:
+        """How long our step takes, in steps of the rival."""
+        return None if self.ours is None else self.ours.step_seconds / self.rival.step_seconds
 
 
 class TorchPartitioner(torch_compat.CustomPartitionerFn):
@@ -172,6 +192,7 @@ class Bench:
     def __post_init__(self) -> None:
         self.steps: dict[str, Callable[[], None]] = {}
         self.records: dict[str, Recorded] = {}
+        self.models: list[nn.Module] = []
 
     def rows(self) -> list[Row]:
         """One row for each plan that could be compiled, plain Inductor first."""
@@ -182,11 +203,11 @@ class Bench:
         self.add_torch("checkpoint", 1.0, blocks=True)
         for share in self.setting.shares:
             self.add_ours(f"autoremat {share:g}", int(share * peak))
-        seconds = self.measure()
+        seconds, peaks = self.measure(), self.peaks()
         plain = self.predicted("plain")
         return [
             Row(
-                self.name, method, seconds[method], seconds[method] / seconds["plain"] - 1,
+                self.name, method, seconds[method], peaks[method], seconds[method] / seconds["plain"] - 1,
                 {m: (p[1] - plain[m][1]) / sum(plain[m]) for m, p in self.predicted(method).items()},
             )
             for method in self.steps
@@ -233,6 +254,7 @@ class Bench:
         print(f"{self.name}, {method}: compiled in {time.perf_counter() - begin:.1f} s", flush=True)
         # Replanning leaves several records; the last plan is the one that runs.
         self.steps[method], self.records[method] = step, records[-1]
+        self.models.append(model)
 
     def measure(self) -> dict[str, float]:
         """Median seconds of each plan's step, over rounds in which every plan takes one."""
@@ -244,6 +266,20 @@ class Bench:
                 if turn >= WARM_ROUNDS:
                     samples[method].append(time.perf_counter() - begin)
         return {method: statistics.median(seconds) for method, seconds in samples.items()}
+
+    def peaks(self) -> dict[str, int]:
+        """The measured peak of each plan's step."""
+        found = {}
+        for method, step in self.steps.items():
+            self.forget_gradients()
+            with autoremat.track_peak("cpu") as peak:
+                step()
+            found[method] = peak.bytes
+        return found
+
+    def forget_gradients(self) -> None:
+        for model in self.models:
+            model.zero_grad(set_to_none=True)
 
     def predicted(self, method: str) -> dict[str, tuple[float, float]]:
         """(seconds of the step without recomputation, seconds added) by each cost model."""
@@ -290,15 +326,39 @@ def scores(rows: list[Row]) -> dict[str, Score]:
     return found
 
 
+def duels(rows: list[Row]) -> list[Duel]:
+    """Each plan that is not ours, with the fastest of ours that needs no more memory."""
+    found = []
+    for rival in (row for row in rows if not row.method.startswith("autoremat")):
+        ours = [
+            r for r in rows if r.model == rival.model and r.method.startswith("autoremat") and r.peak_bytes <= rival.peak_bytes
+        ]
+        found.append(Duel(rival, min(ours, key=lambda r: r.step_seconds, default=None)))
+    return found
+
+
+def summary_of(found: list[Duel]) -> str:
+    """The ratios of steps in words."""
+    ratios = [duel.ratio for duel in found if duel.ratio is not None]
+    if not ratios:
+        return "no plan of ours needs as little memory as another's"
+    mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
+    return (
+        f"against {len(found)} plans of others, ours at the same or a lower measured peak: {len(ratios)} have one; step "
+        f"{mean:.3f} x in the geometric mean, {min(ratios):.3f} to {max(ratios):.3f}"
+    )
+
+
 def table_of(rows: list[Row]) -> Table:
     table = Table(title="Overhead over plain Inductor, % of its step")
     for column in ("model", "plan"):
         table.add_column(column, no_wrap=True)
-    for column in ("step, ms", "measured", *COST_MODELS):
+    for column in ("peak, MiB", "step, ms", "measured", *COST_MODELS):
         table.add_column(column, justify="right")
     for row in rows:
         overheads = (row.measured, *(row.predicted[model] for model in COST_MODELS))
-        table.add_row(row.model, row.method, f"{1e3 * row.step_seconds:.1f}", *(f"{100 * x:.1f}" for x in overheads))
+        peak, step = f"{row.peak_bytes / 2**20:.2f}", f"{1e3 * row.step_seconds:.1f}"
+        table.add_row(row.model, row.method, peak, step, *(f"{100 * x:.1f}" for x in overheads))
     return table
 
 
@@ -314,6 +374,7 @@ def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
                 ranked = "-" if score.ranked_rightly is None else f"{score.ranked_rightly:.0%}"
                 text = f"median error {score.median_error:.1%} of the step, {ranked} of {score.pairs} pairs ranked rightly"
                 console.print(f"{model}: {text}", highlight=False)
+            console.print(summary_of(duels(rows)), highlight=False)
     record = setup | {"scores": {m: asdict(s) for m, s in found.items()}, "rows": [asdict(row) for row in rows]}
     (folder / "costs.json").write_text(json.dumps(record, indent=2) + "\n")
     draw(rows, found, folder / "costs.png")
