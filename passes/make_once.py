@@ -1,7 +1,8 @@
-"""Has Inductor make once what several attentions read: their mask.
+"""Has Inductor make once what kernels of their own and others read.
 
-An attention asks for its mask in strides that suit it. If that is pointwise and not made by then, Inductor makes it in those
-strides, anew for each attention: as many masks as layers, all written by one call where the first is needed.
+A kernel of its own asks for its operands as buffers. Where it reads a pointwise result through a view, or in strides that suit
+it, as an attention reads its mask, Inductor makes that view: anew for each such kernel, as many masks as layers, all written by
+one call where the first is needed. All others compute the result from what *it* reads, which lives on for them.
 
 Before: mask -> attention, once for each layer. After: the same nodes, with ``mask`` marked to be made.
 """
@@ -21,16 +22,20 @@ MARK = "inductor_realize_to_strides"
 
 
 def make_once(module: fx.GraphModule) -> None:
-    """Mark what two attentions or more read."""
+    """Mark what two attentions or more read, and what a kernel of its own reads through a view beside other readers."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and kind_of(node) is Kind.POINTWISE and len(set(_attentions(node))) > 1:
-            node.meta[MARK] = True
+        if node.op == "call_function" and kind_of(node) is Kind.POINTWISE:
+            readers = dict(_readers(node, seen_through=False))
+            attentions = sum(packet(reader) in ATTENTION | ATTENTION_BACKWARD for reader in readers)
+            viewed = any(through and kind_of(reader) is Kind.EXTERN for reader, through in readers.items())
+            if attentions > 1 or (viewed and len(readers) > 1):
+                node.meta[MARK] = True
 
 
-def _attentions(node: fx.Node) -> Iterator[fx.Node]:
-    """The attentions that read the node's result or a view of it."""
+def _readers(node: fx.Node, seen_through: bool) -> Iterator[tuple[fx.Node, bool]]:
+    """The calls that read the node's result, and whether they read it through a view."""
     for user in node.users:
-        if packet(user) in ATTENTION | ATTENTION_BACKWARD:
-            yield user
-        elif user.op == "call_function" and is_view(user):
-            yield from _attentions(user)
+        if user.op == "call_function" and is_view(user):
+            yield from _readers(user, True)
+        elif user.op == "call_function":
+            yield user, seen_through

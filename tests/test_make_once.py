@@ -1,4 +1,4 @@
-"""A mask that several attentions read is made once: the mark in the graph, and what Inductor makes of it."""
+"""What kernels of their own and others read is made once: the mark in the graph, and what Inductor makes of it."""
 
 from __future__ import annotations
 
@@ -30,6 +30,17 @@ def test_what_several_attentions_read_is_marked(layers, marked):
         module = make_fx(function)(torch.randn(2, 2, LENGTH, 16), torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool))
     make_once(module)
     assert [node.name for node in module.graph.nodes if node.meta.get(MARK)] == marked
+
+
+def test_what_a_product_reads_through_a_view_is_marked_if_others_read_it():
+    def function(x: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+        alone, direct, shared = x.sin(), x.cos(), x.tanh()
+        products = alone.view(-1, 4) @ weight, direct[0] @ weight, shared.view(-1, 4) @ weight
+        return (*products, direct.exp(), shared.exp())
+
+    module = make_fx(lambda x, weight: function(x, weight))(torch.randn(2, 4, 4), torch.randn(4, 4))
+    make_once(module)
+    assert [node.name for node in module.graph.nodes if node.meta.get(MARK)] == ["cos", "tanh"]
 
 
 class Network(nn.Module):
