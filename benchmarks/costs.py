@@ -17,9 +17,7 @@ from __future__ import annotations
 import argparse
 import copy
 import gc
-import itertools
 import json
-import math
 import os
 import re
 import statistics
@@ -35,6 +33,7 @@ import model_zoo
 import torch
 import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
+from cost_scores import Row, Score, duels, scores, summary_of
 from model_zoo import MODELS, Built
 from rich.console import Console
 from rich.table import Table
@@ -59,8 +58,6 @@ BLOCK_LISTS = ("h", "layers", "layer", "block", "blocks", "stages")
 """What the lists of repeated blocks are called in the models."""
 
 WARM_ROUNDS = 2
-RESOLVED = 0.04
-"""Measured steps that differ by a smaller share count as equal."""
 
 
 @dataclass(frozen=True)
@@ -88,32 +85,6 @@ class Recorded:
 
     captured: Capture
     schedule: Schedule
-
-
-@dataclass(frozen=True)
-class Row:
-    """One plan of one model. Overheads are added seconds as shares of plain Inductor's step."""
-
-    model: str
-    method: str
-    step_seconds: float
-    peak_bytes: int
-    """Measured, above what is live when the step begins."""
-    measured: float
-    predicted: dict[str, float]
-
-
-@dataclass(frozen=True)
-class Duel:
-    """A plan that is not ours, and the fastest of ours at the same or a lower measured peak; None if there is none."""
-
-    rival: Row
-    ours: Row | None
-
-    @property
-    def ratio(self) -> float | None:
-        """How long our step takes, in steps of the rival."""
-        return None if self.ours is None else self.ours.step_seconds / self.rival.step_seconds
 
 
 class TorchPartitioner(torch_compat.CustomPartitionerFn):
@@ -295,58 +266,6 @@ class Bench:
 def build(name: str) -> Built:
     torch.manual_seed(0)
     return MODELS[name]()
-
-
-@dataclass(frozen=True)
-class Score:
-    """How good a cost model is over all plans."""
-
-    median_error: float
-    """Of the predicted overhead, in shares of the step."""
-    ranked_rightly: float | None
-    """Of the pairs of plans of one model whose measured steps differ by more than RESOLVED."""
-    pairs: int
-
-
-def scores(rows: list[Row]) -> dict[str, Score]:
-    """A score for each cost model; plain Inductor's own overhead is 0 by definition and has no error."""
-    plans = [row for row in rows if row.method != "plain"]
-    pairs = [
-        (one, other)
-        for one, other in itertools.combinations(rows, 2)
-        if one.model == other.model and abs(one.step_seconds / other.step_seconds - 1) > RESOLVED
-    ]
-    found = {}
-    for model in COST_MODELS:
-        errors = [abs(row.predicted[model] - row.measured) for row in plans]
-        right = sum(
-            (one.predicted[model] - other.predicted[model]) * (one.measured - other.measured) > 0 for one, other in pairs
-        )
-        found[model] = Score(statistics.median(errors), right / len(pairs) if pairs else None, len(pairs))
-    return found
-
-
-def duels(rows: list[Row]) -> list[Duel]:
-    """Each plan that is not ours, with the fastest of ours that needs no more memory."""
-    found = []
-    for rival in (row for row in rows if not row.method.startswith("autoremat")):
-        ours = [
-            r for r in rows if r.model == rival.model and r.method.startswith("autoremat") and r.peak_bytes <= rival.peak_bytes
-        ]
-        found.append(Duel(rival, min(ours, key=lambda r: r.step_seconds, default=None)))
-    return found
-
-
-def summary_of(found: list[Duel]) -> str:
-    """The ratios of steps in words."""
-    ratios = [duel.ratio for duel in found if duel.ratio is not None]
-    if not ratios:
-        return "no plan of ours needs as little memory as another's"
-    mean = math.exp(statistics.fmean(math.log(ratio) for ratio in ratios))
-    return (
-        f"against {len(found)} plans of others, ours at the same or a lower measured peak: {len(ratios)} have one; step "
-        f"{mean:.3f} x in the geometric mean, {min(ratios):.3f} to {max(ratios):.3f}"
-    )
 
 
 def table_of(rows: list[Row]) -> Table:
