@@ -132,6 +132,8 @@ class InductorCompilation:
         """The peak of its code, once the looser one turned out not to fit."""
         self.peaks: dict[bool, int] = {}
         """The peaks of the present attempt's forward (False) and backward (True), as far as code was generated for them."""
+        self.seen: dict[int, dict[bool, int]] = {}
+        """The same of all attempts, by margin: a plan that is taken up again may come from Inductor's cache, unseen."""
         self.earlier_peaks: dict[bool, int] = {}
         """The largest of earlier attempts that fit: a half that is the same again comes from Inductor's cache, unseen."""
         self.failed: list[_Failure] = []
@@ -144,6 +146,7 @@ class InductorCompilation:
         def observe(lowered: torch_lowering.LoweredPeak) -> None:
             peak, limit = lowered.peak_bytes, partitioner.limit_bytes(lowered.is_backward)
             self.peaks[lowered.is_backward] = peak
+            self.seen.setdefault(self.margin, {})[lowered.is_backward] = peak
             if limit is None:
                 return
             # An error is to name what both halves need.
@@ -308,7 +311,7 @@ class InductorCompilation:
         """The peak of the code that stands; None if a cache held a half that no attempt has generated."""
         if self.fitting_peak is not None and self.fitting_margin is None:
             return self.fitting_peak  # the first plan's, taken up again
-        halves = {**self.earlier_peaks, **self.peaks}
+        halves = {**self.earlier_peaks, **self.seen.get(self.margin, {}), **self.peaks}
         return max(halves.values()) if len(halves) == 2 else None
 
     def gave_up(self, partitioner: Partitioner) -> BudgetInfeasible:
