@@ -126,8 +126,6 @@ class InductorCompilation:
         self.fitting_margin: int | None = None
         """The margin of a plan whose code fits, while a looser one is tried."""
         self.may_loosen = self.loosened = self.last = False
-        self.naming = False
-        """Whether nothing fits and an attempt was made to learn what the code that needs least needs."""
         self.fitting_peak: int | None = None
         """The peak of its code, once the looser one turned out not to fit."""
         self.peaks: dict[bool, int] = {}
@@ -137,6 +135,8 @@ class InductorCompilation:
         self.earlier_peaks: dict[bool, int] = {}
         """The largest of earlier attempts that fit: a half that is the same again comes from Inductor's cache, unseen."""
         self.failed: list[_Failure] = []
+        self.naming = False
+        """Whether nothing fits and an attempt was made to learn what the code that needs least needs."""
 
     def attempt(self, partitioner: Partitioner) -> Compiled:
         """Compile once; raises ``_OverBudget`` if the code needs too much, unless this is the last best effort, and
@@ -233,19 +233,10 @@ class InductorCompilation:
         whole = len(self.peaks) == 2
         self.failed.append(_Failure(max(self.peaks.values()) if whole else reason.peak_bytes, self.margin, whole))
         if self.options.on_infeasible == "raise" and (partitioner.exhausted or self.last or self.naming):
-            closest = min(self.failed)
-            margin = self.margin_of_another(partitioner) if closest.whole else closest.margin
-            if margin is None or self.naming:
-                raise self.gave_up(partitioner) from None
-            self.naming, self.margin = True, margin
+            self.before_an_error(partitioner)
             return
-        nothing_fits = partitioner.exhausted or self.naming or replans >= MAX_REPLANS - 1
-        if self.options.on_infeasible == "best_effort" and nothing_fits:
-            another = self.margin_of_another(partitioner)
-            if another is not None and replans < MAX_REPLANS - 1:
-                self.naming, self.margin = True, another
-                return
-            self.last, self.margin = True, min(self.failed).margin  # nothing fits: the best that was seen
+        if self.options.on_infeasible == "best_effort" and (partitioner.exhausted or self.naming or replans >= MAX_REPLANS - 1):
+            self.before_the_best_effort(partitioner, replans)
             return
         if isinstance(self.options.memory_budget, Share):  # what is over a half's own limit
             self.margin += reason.peak_bytes - reason.limit_bytes
@@ -255,6 +246,22 @@ class InductorCompilation:
         self.margin = max(excess, self.margin + 1)
         if replans >= MAX_REPLANS - 1:  # the plan of least memory, before an error says that nothing fits
             self.margin = max(report.budget_bytes or 0, self.margin)
+
+    def before_an_error(self, partitioner: Partitioner) -> None:
+        """One more attempt for what an error names, if that may be less than is known; else raises ``BudgetInfeasible``."""
+        closest = min(self.failed)
+        margin = self.margin_of_another(partitioner) if closest.whole else closest.margin
+        if margin is None or self.naming:
+            raise self.gave_up(partitioner) from None
+        self.naming, self.margin = True, margin
+
+    def before_the_best_effort(self, partitioner: Partitioner, replans: int) -> None:
+        """One more attempt with another plan, if that may need less; else the best that was seen."""
+        another = self.margin_of_another(partitioner)
+        if another is not None and replans < MAX_REPLANS - 1:
+            self.naming, self.margin = True, another
+        else:
+            self.last, self.margin = True, min(self.failed).margin
 
     def margin_of_another(self, partitioner: Partitioner) -> int | None:
         """The margin of a looser plan, if all of the present attempt's code needs far more than was simulated: that may be this

@@ -77,23 +77,28 @@ def _inlined(copies: Copies, candidates: Flags, readers: Numbers) -> Flags:
     """Of ``candidates``, those that their readers compute: all with one reader, and of the others the cheap ones."""
     found: Flags = candidates & (readers == 1)
     shared = np.flatnonzero(candidates & (readers > 1)).tolist()
-    inlined = found.tolist()
-    expressions = _Expressions(copies, inlined)
+    inlined, executions = found.tolist(), _Executions(copies)
     for copy in shared:  # in the order of their making: what they are computed from is decided
-        inlined[copy] = expressions.are_cheap(copy)
+        inlined[copy] = executions.are_cheap(copy, inlined)
     return np.array(inlined, dtype=np.bool_)
 
 
-class _Expressions:
-    """What copies are computed from, through those that are ``inlined``."""
+class _Executions:
+    """What single executions read."""
 
-    def __init__(self, copies: Copies, inlined: list[bool]) -> None:
-        self.ops, self.given, self.inlined = copies.graph.ops, copies.graph.columns.given, inlined
-        self.sequence, self.source, self.start = copies.sequence.tolist(), copies.source.tolist(), copies.start.tolist()
-        self.begins = np.searchsorted(copies.reader, np.arange(len(self.sequence) + 1)).tolist()
+    def __init__(self, copies: Copies) -> None:
+        self.ops, self.given = copies.graph.ops, copies.graph.columns.given
+        self.sequence, self.start = copies.sequence.tolist(), copies.start.tolist()
+        self._source: list[int] = copies.source.tolist()
+        self._begins = np.searchsorted(copies.reader, np.arange(len(self.sequence) + 1)).tolist()
 
-    def are_cheap(self, copy: int) -> bool:
-        """Whether the expression of ``copy`` reads at most ``MOST_READS`` buffers and holds nothing heavy."""
+    def read(self, position: int) -> list[int]:
+        """The copies that the execution at ``position`` reads, in the order of its op's inputs."""
+        return self._source[self._begins[position] : self._begins[position + 1]]
+
+    def are_cheap(self, copy: int, inlined: list[bool]) -> bool:
+        """Whether the expression of ``copy``, through ``inlined`` ones, reads at most ``MOST_READS`` buffers, none by way of
+        something heavy."""
         reads: set[int] = set()
         seen: set[int] = set()
         stack = [self.start[copy]]
@@ -106,8 +111,8 @@ class _Expressions:
             if self.ops[index].inlining is Inlining.ONCE:
                 return False
             reads.update(self.given[index])
-            for behind in self.source[self.begins[position] : self.begins[position + 1]]:
-                if self.inlined[behind]:
+            for behind in self.read(position):
+                if inlined[behind]:
                     stack.append(self.start[behind])
                 else:
                     reads.add(behind)
@@ -163,22 +168,21 @@ class _InPlace:
     """What executions read where they write."""
 
     def __init__(self, copies: Copies, absent: Flags) -> None:
-        self.ops, self.sequence, self.absent = copies.graph.ops, copies.sequence.tolist(), absent.tolist()
+        self.executions, self.value, self.absent = _Executions(copies), copies.value.tolist(), absent.tolist()
         self.made = (~absent | copies.graph.columns.never_inlined[copies.sequence][copies.start]).tolist()
         """Whether the code generator knows the copy as a buffer, if only until it has fused its maker and its readers."""
-        self.source, self.value, self.start = copies.source.tolist(), copies.value.tolist(), copies.start.tolist()
-        self.begins = np.searchsorted(copies.reader, np.arange(len(self.sequence) + 1)).tolist()
 
     def read_by(self, position: int) -> Iterator[int]:
         """The copies that an execution reads where it writes, through inlined results too."""
-        may = self.ops[self.sequence[position]].in_place
-        for copy in self.source[self.begins[position] : self.begins[position + 1]]:
+        executions = self.executions
+        may = executions.ops[executions.sequence[position]].in_place
+        for copy in executions.read(position):
             if self.value[copy] not in may:
                 continue
             if self.made[copy]:
                 yield copy
             else:
-                yield from self.read_by(self.start[copy])
+                yield from self.read_by(executions.start[copy])
 
 
 def _extend(starts: Numbers, ends: Numbers, run: Numbers, overwritten: list[int], overwriting: list[int]) -> None:

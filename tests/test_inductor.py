@@ -150,6 +150,9 @@ def test_the_pinned_order_keeps_what_is_written_in_place(monkeypatch):
         torch._dynamo.reset()
         return autoremat.explain(loss, x, lower=True, options=LEAST).compiled_peak_bytes
 
+    pin, pinned_graphs = torch_lowering._pin_order, []
+    monkeypatch.setattr(torch_lowering, "_pin_order", lambda scheduler: pinned_graphs.append(pin(scheduler)))
     pinned = peak()
+    assert pinned_graphs
     monkeypatch.setattr(torch_lowering, "_pin_order", lambda scheduler: None)
     assert pinned == peak()
