@@ -97,8 +97,7 @@ class _Executions:
         return self._source[self._begins[position] : self._begins[position + 1]]
 
     def are_cheap(self, copy: int, inlined: list[bool]) -> bool:
-        """Whether the expression of ``copy``, through ``inlined`` ones, reads at most ``MOST_READS`` buffers, none by way of
-        something heavy."""
+        """Whether the expression of ``copy``, through ``inlined`` ones, reads few buffers and holds nothing heavy."""
         reads: set[int] = set()
         seen: set[int] = set()
         stack = [self.start[copy]]
