@@ -82,5 +82,9 @@ def plans_of_torch(preview: Preview, shares: Sequence[float]) -> Iterator[tuple[
 def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.GraphModule) -> Plan:
     """A partition as a plan: its nodes keep the names that they have in the joint graph. Raises ``PlanInvalid``."""
     number = {node.name: index for index, node in enumerate(captured.op_nodes)}
-    halves = [tuple(number[n.name] for n in half.graph.nodes if n.name in number) for half in (forward, backward)]
-    return Plan.of(captured.graph, Schedule(*halves), "torch")
+
+    def executed(half: fx.GraphModule) -> tuple[int, ...]:
+        # What is saved has its op's name too, as a placeholder of the backward.
+        return tuple(number[n.name] for n in half.graph.nodes if n.op == "call_function" and n.name in number)
+
+    return Plan.of(captured.graph, Schedule(executed(forward), executed(backward)), "torch")

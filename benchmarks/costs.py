@@ -122,7 +122,8 @@ def schedule_of(captured: Capture, *halves: fx.GraphModule) -> Schedule:
         match = RANDOM_STATE.fullmatch(node.name)
         return repeated[int(match[1] or 0)] if match else node.name
 
-    return Schedule(*(tuple(number[name(n)] for n in half.graph.nodes if name(n) in number) for half in halves))
+    executed = ([name(n) for n in half.graph.nodes if n.op == "call_function"] for half in halves)
+    return Schedule(*(tuple(number[n] for n in names if n in number) for names in executed))
 
 
 def _copied(joint: fx.GraphModule) -> fx.GraphModule:

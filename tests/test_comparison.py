@@ -11,8 +11,12 @@ from hypothesis import strategies as st
 from test_preview import EAGER, MIB, Mlp
 
 import autoremat
+from autoremat import torch_compat, torch_fake
+from autoremat.comparison import plan_of_partition
 from autoremat.errors import BudgetInfeasible, OptionsError
 from autoremat.frontier import BOUND, OURS, POLICY, TORCH
+from autoremat.options import Options
+from autoremat.preview import previews
 from autoremat.sizing import _Search
 
 
@@ -36,6 +40,26 @@ def test_nothing_is_below_the_bound_and_nothing_of_torchs_beats_ours(points):
         assert all(p.added_seconds >= bound.added_seconds - 1e-12 for p in points if p.peak_bytes <= bound.peak_bytes)
     for theirs in (p for p in points if p.family == TORCH):
         assert not any(theirs.peak_bytes <= p.peak_bytes and theirs.added_seconds < p.added_seconds - 1e-12 for p in ours)
+
+
+def test_what_torch_saves_it_does_not_recompute():
+    """A saved value is a placeholder of torch's backward, with the name of the op that made it."""
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)))
+    options = Options.parse(EAGER, None, torch_compat.inductor_config_names)
+
+    def look(preview):
+        captured = preview.captured
+        halves = torch_fake.partition_for(1.0, captured.joint, preview.joint_inputs, preview.keywords)
+        plan = plan_of_partition(captured, *halves)
+        counted = [captured.op_nodes[op].name for op in plan.schedule.sequence]
+        op_names = {node.name for node in captured.op_nodes}
+        called = [node.name for half in halves for node in half.graph.nodes if node.op == "call_function"]
+        assert counted == [name for name in called if name in op_names]
+        assert not [name for name in (captured.op_nodes[op].name for op in plan.recomputed) if "mm" in name or "tanh" in name]
+        return len(plan.saved)
+
+    (saved,), _ = previews(lambda x: model(x).square().mean(), (torch.randn(512, 64),), {}, options, None, look)
+    assert saved >= 8
 
 
 def test_pareto_refuses_a_budget():
