@@ -8,7 +8,8 @@ Everything here is by the cost model and the simulator, without fusion: every re
 recomputation as a share of the step without it. "added" and "seconds" are of the search, which the backend makes; "improved"
 is `autoremat.plan` with `solver="auto"`, which goes on where the gap is over 1 %. Seconds are the processor's. Torch's
 partitions, at `activation_memory_budget` 0.9 to 0.1, are taken as they are, order included, and run through the same
-simulator; so is checkpointing of every layer. Ours are planned for the peaks that these reach.
+simulator; so is checkpointing of every layer. Ours are planned for the peaks that these reach. Torch's partitions whose
+backward autograd refuses, because they normalise again with statistics that the forward has overwritten, are left out.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ import autoremat
 from autoremat import torch_compat
 from autoremat.capture import Capture, capture
 from autoremat.comparison import plan_of_partition
+from autoremat.errors import PlanInvalid
 from autoremat.graph import Graph
 from autoremat.orders import Orders
 from autoremat.plans import Plan
@@ -81,6 +83,8 @@ class Duel:
     peak: float
     their_added: float
     our_added: float | None
+    bound: float | None
+    """What no plan at that peak can add less than, with the bounds of `autoremat.plan`; None if that says that nothing fits."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,8 @@ def main() -> None:
         captured, torch_plans = capture_model(name)
         rows += plan_at_all_budgets(name, captured.graph)
         duels += compare(name, captured.graph, torch_plans)
-        least.append(smallest(name, captured.graph, torch_plans))
+        if torch_plans:
+            least.append(smallest(name, captured.graph, torch_plans))
         write(rows, duels, least, arguments.output)
 
 
@@ -137,7 +142,10 @@ def capture_model(name: str, torch_budgets: tuple[float, ...] = TORCH_BUDGETS) -
                 halves = min_cut_rematerialization_partition(
                     fx.GraphModule(prepared, copy.deepcopy(prepared.graph)), inputs, **keywords
                 )
-            plans[budget] = plan_of_partition(captured, *halves)
+            try:
+                plans[budget] = plan_of_partition(captured, *halves)
+            except PlanInvalid as error:
+                print(f"{name}, torch at {budget}: {error}", flush=True)
         found.append((captured, plans))
         return min_cut_rematerialization_partition(joint, inputs, **keywords)
 
@@ -190,10 +198,15 @@ def compare(name: str, graph: Graph, torch_plans: dict[float, Plan]) -> list[Due
     duels = []
     for rival, theirs in rivals.items():
         ours = planner.find(theirs.peak_bytes).plan
-        added = ours and ours.added_seconds / step
-        duels.append(Duel(name, rival, theirs.peak_bytes / peak, theirs.added_seconds / step, added))
+        added, bound = ours and ours.added_seconds / step, bound_at(graph, theirs.peak_bytes)
+        duels.append(Duel(name, rival, theirs.peak_bytes / peak, theirs.added_seconds / step, added, bound))
         print(duels[-1], flush=True)
     return duels
+
+
+def bound_at(graph: Graph, peak_bytes: int) -> float | None:
+    seconds = autoremat.plan(graph, peak_bytes, time_limit=TIME_LIMIT).lower_bound_seconds
+    return seconds / graph.step_seconds if seconds < math.inf else None
 
 
 def smallest(name: str, graph: Graph, torch_plans: dict[float, Plan]) -> Least:
@@ -216,10 +229,10 @@ def tables(rows: list[Row], duels: list[Duel], least: list[Least]) -> list[Table
         improved = (percent(row.improved), percent(row.improved_gap), f"{row.improved_seconds:.1f}")
         ours.add_row(row.model, str(row.ops), *figures, f"{row.seconds:.2f}", *improved)
     against = Table(title="At the peak of another's plan: recomputation in % of the step")
-    for column in ("model", "plan", "peak %", "theirs", "autoremat"):
+    for column in ("model", "plan", "peak %", "theirs", "autoremat", "bound"):
         against.add_column(column, justify="left" if column in ("model", "plan") else "right")
     for duel in duels:
-        figures = (percent(x) for x in (duel.peak, duel.their_added, duel.our_added))
+        figures = (percent(x) for x in (duel.peak, duel.their_added, duel.our_added, duel.bound))
         against.add_row(duel.model, duel.rival, *figures)
     smallest = Table(title="The smallest peaks found, above gradients and outputs, KiB, and what no plan is below")
     for column in ("model", "autoremat", "no plan below", "torch's lowest", "autoremat / torch"):
@@ -258,8 +271,11 @@ def _score(duels: list[Duel]) -> str:
     ratios = [ours / theirs for ours, theirs in both if ours > 0.0]  # without recomputation there is no logarithm
     ratio = statistics.geometric_mean(ratios) if ratios else math.nan
     missed = sum(d.our_added is None for d in duels)
+    least = [d.bound / d.their_added for d in duels if d.bound and d.their_added > 0.0]
+    possible = statistics.geometric_mean(least) if least else math.nan
     return (
-        f"recomputation over theirs, geometric mean of {len(ratios)} duels: {ratio:.3f}; none needed in "
+        f"recomputation over theirs, geometric mean of {len(ratios)} duels: {ratio:.3f}, of "
+        f"{len(least)} bounds: {possible:.3f}; none needed in "
         f"{len(both) - len(ratios)}; slower in {worse}, no plan in {missed} of {len(duels)}"
     )
 
