@@ -76,6 +76,10 @@ def workspace_under_inductor(node: fx.Node, workspace: int) -> int:
     return workspace if found is None else found
 
 
+ARITHMETIC_SHARE = 0.1
+"""Of the seconds that a fused pointwise op is charged by its traffic, the part that is left where it moves nothing."""
+
+
 def traffic_of(node: fx.Node, moved_bytes: int) -> int:
     """Of the bytes that ``node`` reads and writes, those to charge for: a fused pointwise op moves its share of the chain's."""
     return moved_bytes // 3 if op_rules.kind_of(node) is Kind.POINTWISE else moved_bytes

@@ -274,11 +274,12 @@ def _op(
     module, source = origin(node)
     workspace = calls.workspace_under_inductor(node, cost.workspace_bytes) if builder.fuses else cost.workspace_bytes
     seconds = roofline_seconds(cost.flops, calls.traffic_of(node, cost.moved_bytes), device)
+    streams = builder.fuses and op_rules.stays_in_kernel(node)
     return Op(
         node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, seconds, cost.flops,
         cost.moved_bytes, workspace, op_rules.kind_of(node), traits, op_rules.order_of(node), module, source,
         () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
-        op_rules.inlining_of(node, runs_on),
+        op_rules.inlining_of(node, runs_on), (1 - calls.ARITHMETIC_SHARE) * seconds if streams else 0.0,
     )  # fmt: skip
 
 

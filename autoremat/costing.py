@@ -16,7 +16,8 @@ import torch
 from autoremat import torch_compat
 from autoremat.capture import Capture
 from autoremat.cost import Basis, Pricing, Rates
-from autoremat.op_work import work_of
+from autoremat.op_rules import stays_in_kernel
+from autoremat.op_work import arithmetic_of, work_of
 from autoremat.timing.calibration import rates_of
 from autoremat.timing.profiling import Times, profile, signature, worth_timing
 
@@ -44,7 +45,15 @@ def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[Basis]]:
     """``captured`` with calibrated seconds, and for each op what they rest on."""
     graph = captured.graph
     works = [work_of(node, op) for node, op in zip(captured.op_nodes, graph.ops, strict=True)]
-    ops = tuple(replace(op, seconds=rates.seconds(work)) for op, work in zip(graph.ops, works, strict=True))
+    seconds = [rates.seconds(work) for work in works]
+    streamed = [
+        max(0.0, all_of_it - rates.seconds(arithmetic_of(node))) if graph.fuses and stays_in_kernel(node) else 0.0
+        for node, all_of_it in zip(captured.op_nodes, seconds, strict=True)
+    ]
+    ops = tuple(
+        replace(op, seconds=all_of_it, traffic_seconds=traffic)
+        for op, all_of_it, traffic in zip(graph.ops, seconds, streamed, strict=True)
+    )
     graph = replace(graph, ops=ops, saving_seconds_per_byte=rates.saving_seconds_per_byte)
     bases = [Basis.CALIBRATED if work.known else Basis.ASSUMED for work in works]
     return replace(captured, graph=graph), bases

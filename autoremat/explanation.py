@@ -153,13 +153,13 @@ class _Explainer:
         for index in range(graph.num_forward):
             op = graph.ops[index]
             for number, value in enumerate(op.outputs):
-                seconds = 0.0 if number else op.seconds
+                seconds, again = (0.0, 0.0) if number else (op.seconds, graph.traffic.again_seconds[index])
                 fate = self.fate(index, value)
                 reason, detail = self.reason(index, value, fate)
                 found = graph.values[value]
                 yield ForwardValue(
                     found.name, found.bytes, op.target, found.module, found.source,
-                    fate, reason, detail, seconds, seconds * self.repeats.get(index, 0),
+                    fate, reason, detail, seconds, again * self.repeats.get(index, 0),
                 )  # fmt: skip
 
     def fate(self, index: int, value: int) -> Fate:
@@ -201,10 +201,11 @@ class _Explainer:
 
     def why_recomputed(self, index: int, value: int) -> tuple[Reason, str]:
         op, size, saving = self.graph.ops[index], self.graph.values[value].bytes, self.saving_seconds(value)
+        seconds = self.graph.traffic.again_seconds[index]
         if op.order is Order.RECOMPUTE:
             return Reason.ORDERED, ""
-        if op.seconds <= saving:
-            return Reason.CHEAP, f"{format_seconds(op.seconds)} against {format_seconds(saving)}"
+        if seconds <= saving:
+            return Reason.CHEAP, f"{format_seconds(seconds)} against {format_seconds(saving)}"
         if self.budget is not None:
             start, end = self.forward_end.get(value, self.num_forward - 1) + 1, self.again[index]
             stretch = self.plan.timeline.bytes_at[start:end]
@@ -215,13 +216,13 @@ class _Explainer:
         return Reason.NO_GAIN, ""
 
     def saving_seconds(self, value: int) -> float:
-        """To write the value and to read it again."""
-        return self.graph.values[value].bytes * self.graph.saving_seconds_per_byte
+        """To write the value and to read it again, as far as only saving it does."""
+        return float(self.graph.traffic.saving_seconds[value])
 
     def seconds_without(self, value: int) -> float:
         """To make the saved ``value`` again from the others that are saved."""
         graph = self.graph
-        return sum(graph.ops[op].seconds for op in graph.ancestors(graph.producers([value]), self.saved - {value}))
+        return sum(graph.traffic.again_seconds[op] for op in graph.ancestors(graph.producers([value]), self.saved - {value}))
 
     def moment(self, position: int, more: int) -> str:
         """The place in the step at which ``more`` bytes would be too many."""

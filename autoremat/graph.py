@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import networkx
 
 from autoremat.columns import Columns
+from autoremat.traffic import Traffic
 from autoremat.units import format_bytes, format_seconds
 
 
@@ -136,6 +137,8 @@ class Op:
     """Inputs that are read only where the result is written: it may take over the storage of one that has its size and that
     nobody reads later, where the code generator fuses."""
     inlining: Inlining = Inlining.CHEAP
+    traffic_seconds: float = 0.0
+    """The part of ``seconds`` that is the op's share of what a fused kernel reads and writes."""
 
     @property
     def repeatable(self) -> bool:
@@ -159,7 +162,7 @@ class Graph:
     fuses: bool = False
     """Whether the code generator inlines pointwise chains (Inductor) or materialises every result (eager)."""
     saving_seconds_per_byte: float = 0.0
-    """What a saved byte costs in time: it is written in the forward and read in the backward."""
+    """What it takes to write a byte in the forward and to read it in the backward."""
     whole_runs: bool = False
     """Whether, where it fuses, the code generator makes one call of all that stands between two extern kernels (on CPUs):
     memory for its results is there before it begins, and what it reads is freed after it ends."""
@@ -241,6 +244,11 @@ class Graph:
     def columns(self) -> Columns:
         """The graph as columns of numbers."""
         return Columns(self)
+
+    @cached_property
+    def traffic(self) -> Traffic:
+        """What saving and running again take."""
+        return Traffic(self)
 
     @cached_property
     def tangent_bytes(self) -> int:

@@ -186,6 +186,11 @@ def kind_of(node: fx.Node) -> Kind:
     return Kind.EXTERN
 
 
+def stays_in_kernel(node: fx.Node) -> bool:
+    """Whether a fused kernel that computes the result once more reads what it reads anyway, and adds arithmetic alone."""
+    return kind_of(node) is Kind.POINTWISE and packet(node) not in MOVING
+
+
 def inlining_of(node: fx.Node, device_type: str) -> Inlining:
     """Where Inductor computes the node's result in its readers."""
     name = packet(node)
@@ -201,7 +206,7 @@ def works_in_place(node: fx.Node) -> list[fx.Node]:
         return []
     if name in SCATTER:
         candidates = [n for n in node.args[:1] if isinstance(n, fx.Node)]
-    elif kind_of(node) is Kind.POINTWISE and name not in MOVING:
+    elif stays_in_kernel(node):
         candidates = node.all_input_nodes
     else:
         return []

@@ -110,6 +110,12 @@ def work_of(node: fx.Node, op: Op) -> Work:
     return Work(tuple(task for task in tasks if task.amount > 0), launches, known)
 
 
+def arithmetic_of(node: fx.Node) -> Work:
+    """What a fused ``node`` does where it moves nothing."""
+    arithmetic = _arithmetic(node, launches=False)
+    return Work(() if arithmetic is None else (arithmetic,))
+
+
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 

@@ -86,12 +86,12 @@ class Plan:
     @cached_property
     def added_seconds(self) -> float:
         """Seconds that the recomputation adds, by the cost model."""
-        return sum(self.graph.ops[op].seconds for op in self.recomputed)
+        return sum(self.graph.traffic.again_seconds[op] for op in self.recomputed)
 
     @cached_property
     def cost_seconds(self) -> float:
         """What plans are compared by: recomputation plus the traffic of what is saved."""
-        return self.added_seconds + self.saved_bytes * self.graph.saving_seconds_per_byte
+        return self.added_seconds + float(self.graph.traffic.saving_seconds[list(self.saved)].sum())
 
     @cached_property
     def gap(self) -> float:

@@ -254,13 +254,13 @@ class Bench:
             model.zero_grad(set_to_none=True)
 
     def predicted(self, method: str) -> dict[str, tuple[float, float]]:
-        """(seconds of the step without recomputation, seconds added) by each cost model."""
+        """(seconds of the step without recomputation, seconds of what is recomputed and saved) by each cost model."""
         record = self.records[method]
         found = {}
         for model in COST_MODELS:
             captured, _ = priced(record.captured, model)
             plan = Plan.of(captured.graph, record.schedule)
-            found[model] = captured.graph.step_seconds, plan.added_seconds
+            found[model] = captured.graph.step_seconds, plan.cost_seconds
         return found
 
 

@@ -127,6 +127,46 @@ def in_one_call(graph: Graph, schedule: Schedule, moment: int) -> range:
     return range(max(before, default=half.start - 1) + 1, min(after, default=half.stop))
 
 
+def again_seconds(graph: Graph, index: int) -> float:
+    """What a second run of an op takes. Within fused kernels: its arithmetic, and a read of what kernels of their own have made
+    and no fused backward op reads, in each stretch between kernels of their own that comes to need it."""
+    op, num_forward = graph.ops[index], graph.num_forward
+    if not op.traffic_seconds or any(graph.ops[r].kind is Kind.EXTERN for v in op.outputs for r in graph.readers[v]):
+        return op.seconds
+    stretches, unseen, seen = set(), [index], set()
+    while unseen:
+        current = unseen.pop()
+        for reader in (r for v in graph.ops[current].outputs for r in graph.readers[v]):
+            if reader >= num_forward:
+                stretches.add(sum(other.kind is Kind.EXTERN for other in graph.ops[num_forward : reader + 1]))
+            elif graph.ops[reader].kind is Kind.POINTWISE and reader not in seen:
+                seen.add(reader)
+                unseen.append(reader)
+    extra = 0
+    for value in op.inputs:
+        maker = graph.values[value].producer
+        if maker is not None and graph.ops[maker].kind is not Kind.POINTWISE and not fused_backward_readers(graph, value):
+            extra += graph.values[value].bytes
+    arithmetic = op.seconds - op.traffic_seconds
+    return max(len(stretches), 1) * (arithmetic + extra * graph.saving_seconds_per_byte / 2)
+
+
+def fused_backward_readers(graph: Graph, value: int) -> list[int]:
+    """The backward ops that read ``value`` and are no kernels of their own."""
+    return [r for r in graph.readers[value] if r >= graph.num_forward and graph.ops[r].kind is not Kind.EXTERN]
+
+
+def saving_seconds(graph: Graph, value: int) -> float:
+    """What saving ``value`` takes beside its memory: a write unless it exists anyway, a read unless it is read anyway."""
+    maker, readers = graph.values[value].producer, graph.readers[value]
+    if maker is None:
+        return 0.0
+    by_its_own_kernel = any(r < graph.num_forward and graph.ops[r].kind is Kind.EXTERN for r in readers)
+    exists = graph.ops[maker].kind is not Kind.POINTWISE or by_its_own_kernel or value in graph.forward_outputs
+    moves = 2 if not graph.fuses else (not exists) + bool(fused_backward_readers(graph, value))
+    return graph.values[value].bytes * moves * graph.saving_seconds_per_byte / 2
+
+
 def replay_bytes(graph: Graph, schedule: Schedule) -> list[int]:
     """Bytes alive during each execution, counted moment by moment."""
     sequence = schedule.forward + schedule.backward
@@ -203,8 +243,9 @@ def run_again(graph: Graph, saved: frozenset[int]) -> set[int]:
     return again
 
 
-def cut_cost(graph: Graph, saved: frozenset[int], seconds_per_byte: float, forbidden: float) -> float:
-    """Seconds of recomputation, and of saved bytes at a price; infinite where an op would run twice that may not.
+def cut_cost(graph: Graph, saved: frozenset[int], seconds_per_byte: float, forbidden: float, traffic: bool = False) -> float:
+    """Seconds of recomputation, and of saved bytes at a price, with what saving them takes if ``traffic``; infinite where an
+    op would run twice that may not.
 
     An op that only the backward needs runs once anyway. Outputs of the forward are there for nothing. Saving what was
     ordered to be recomputed costs `forbidden`.
@@ -214,19 +255,20 @@ def cut_cost(graph: Graph, saved: frozenset[int], seconds_per_byte: float, forbi
         op = graph.ops[index]
         if not op.repeatable or op.order is Order.SAVE:
             return math.inf
-        total += op.seconds if index in graph.required_forward else 0.0
+        total += again_seconds(graph, index) if index in graph.required_forward else 0.0
     for value in saved:
         producer = graph.values[value].producer
         if value in graph.forward_outputs or producer is None:
             continue
         ordered_away = graph.ops[producer].order is Order.RECOMPUTE
         total += forbidden if ordered_away else graph.values[value].bytes * seconds_per_byte
+        total += saving_seconds(graph, value) if traffic and not ordered_away else 0.0
     return total
 
 
-def cheapest_cut(graph: Graph, seconds_per_byte: float, forbidden: float) -> float:
+def cheapest_cut(graph: Graph, seconds_per_byte: float, forbidden: float, traffic: bool = False) -> float:
     """The least `cut_cost` over all saved sets."""
-    return min(cut_cost(graph, saved, seconds_per_byte, forbidden) for saved in subsets(graph.forward_values))
+    return min(cut_cost(graph, saved, seconds_per_byte, forbidden, traffic) for saved in subsets(graph.forward_values))
 
 
 def least_added_seconds(graph: Graph, budget: int) -> float:
@@ -252,7 +294,7 @@ def least_added_seconds(graph: Graph, budget: int) -> float:
             with_results = alive.union(op.outputs)
             may_run = not again or (op.forward and op.repeatable)
             if may_run and alive.issuperset(op.inputs) and sum(graph.values[v].bytes for v in with_results) <= budget:
-                moves.append((seconds + again * op.seconds, with_results, max(following, index + 1)))
+                moves.append((seconds + again * again_seconds(graph, index), with_results, max(following, index + 1)))
         for cost, values, next_op in moves:
             if cost < distance.get((values, next_op), math.inf):
                 distance[values, next_op] = cost

@@ -118,11 +118,15 @@ def graphs(draw: st.DrawFn, max_ops: int = 40, fuses: bool | None = None, max_ou
         if op.kind is not Kind.EXTERN and len(op.outputs) == 1:
             in_place = tuple(v for v in op.inputs if draw(st.booleans()))
             build.ops[index] = dataclasses.replace(op, in_place=in_place, inlining=draw(INLININGS))
+    fuses, traffic = draw(st.booleans()) if fuses is None else fuses, draw(st.sampled_from([0.0, 0.5, 1.0]))
+    for index, op in enumerate(build.ops):
+        if fuses and op.kind is Kind.POINTWISE:
+            build.ops[index] = dataclasses.replace(build.ops[index], traffic_seconds=traffic * op.seconds)
     return build.graph(
         forward_outputs=forward_outputs,
         backward_outputs=tuple(draw(st.lists(st.sampled_from([*gradients, *made]), min_size=1, max_size=4, unique=True))),
         pinned=tuple(pinned),
-        fuses=draw(st.booleans()) if fuses is None else fuses,
+        fuses=fuses,
         whole_runs=draw(st.booleans()),
         saving_seconds_per_byte=draw(st.sampled_from([1e-10, 1e-8])),
     )

@@ -28,7 +28,8 @@ SMALL_GRAPHS = graphs(max_ops=10, max_outputs=2).filter(lambda graph: len(graph.
 
 def total(graph: Graph, price: float) -> float:
     """All costs and prices of a graph together, in seconds: what capacities are scaled by."""
-    return sum(v.bytes for v in graph.values) * price + sum(op.seconds for op in graph.ops)
+    traffic = graph.traffic
+    return sum(v.bytes for v in graph.values) * price + sum(traffic.again_seconds) + float(traffic.saving_seconds.sum())
 
 
 def rounding(graph: Graph, price: float) -> float:
@@ -40,13 +41,13 @@ def rounding(graph: Graph, price: float) -> float:
 
 
 @settings(max_examples=200)
-@given(SMALL_GRAPHS, PRICES)
-def test_cuts_are_optimal(graph, price):
-    saved = MinCut(graph).solve(price)
+@given(SMALL_GRAPHS, PRICES, st.booleans())
+def test_cuts_are_optimal(graph, price, traffic):
+    saved = MinCut(graph).cut(price, traffic=traffic).saved
     forbidden = total(graph, price) * FORBIDDEN / RESOLUTION
-    best = cheapest_cut(graph, price, forbidden)
+    best = cheapest_cut(graph, price, forbidden, traffic)
     assert math.isfinite(best)
-    assert cut_cost(graph, saved, price, forbidden) <= best + rounding(graph, price)
+    assert cut_cost(graph, saved, price, forbidden, traffic) <= best + rounding(graph, price)
 
 
 def test_an_output_is_never_recomputed_for_an_order():

@@ -178,7 +178,7 @@ class EventGap:
         for index, sites in enumerate(self.again):
             # The first run of an op that only the backward needs costs nothing extra.
             needed = graph.one_phase or index in graph.required_forward
-            cost[list(sites.values())] = graph.ops[index].seconds if needed else 0.0
+            cost[list(sites.values())] = graph.traffic.again_seconds[index] if needed else 0.0
         return cost
 
     @cached_property

@@ -61,7 +61,7 @@ class _Reads:
         gone, stack, seconds = {position}, [position], 0.0
         while stack:
             current = stack.pop()
-            seconds += self.graph.ops[self.sequence[current]].seconds
+            seconds += self.graph.traffic.again_seconds[self.sequence[current]]
             for source in self.sources[current]:
                 if source in recomputed and source not in gone and all(r in gone for r in self.readers[source]):
                     gone.add(source)
@@ -86,7 +86,7 @@ def _candidates(plan: Plan) -> list[_Candidate]:
         readers = reads.readers[position]
         values = [v for v in graph.ops[index].outputs if any(v in graph.ops[reads.sequence[r]].inputs for r in readers)]
         size = sum(graph.values[v].bytes for v in values)
-        worth = gain[index] - size * graph.saving_seconds_per_byte
+        worth = gain[index] - float(graph.traffic.saving_seconds[values].sum())
         if not values or worth <= 0.0 or graph.ops[index].order is Order.RECOMPUTE:
             continue
         # What the code generator inlines exists only once it is saved: from its making, to its last reader.

@@ -41,7 +41,7 @@ class Cut:
     bytes: float
     """What it saves, without what costs nothing to save."""
     seconds: float
-    """What it recomputes."""
+    """What it recomputes, and the traffic of what it saves if that counts."""
     bound: float
     """No choice costs less, in seconds and priced bytes together (its own cost, less what rounding may hide)."""
 
@@ -60,6 +60,7 @@ class MinCut:
         producers = np.array([graph.values[v].producer for v in self.values], dtype=np.int32)
         ends = np.arange(len(self.values), dtype=np.int32) + num_ops
         self.bytes = np.array([graph.values[v].bytes for v in self.values], dtype=np.float64)
+        self.traffic = graph.traffic.saving_seconds[list(self.values)]
         self.run_again = self.flow.add_arcs_with_capacity(
             np.full(num_ops, self.source, dtype=np.int32),
             np.arange(num_ops, dtype=np.int32),
@@ -84,9 +85,9 @@ class MinCut:
     def _recompute_costs(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Seconds of running each forward op again, and which may not."""
         graph = self.graph
-        ops = graph.ops[: graph.num_forward]
+        ops, seconds = graph.ops[: graph.num_forward], graph.traffic.again_seconds
         # The first run of an op that only the backward needs costs nothing extra.
-        costs = np.array([op.seconds if i in graph.required_forward else 0.0 for i, op in enumerate(ops)])
+        costs = np.array([seconds[i] if i in graph.required_forward else 0.0 for i in range(len(ops))])
         return costs, np.array([not op.repeatable or op.order is Order.SAVE for op in ops], dtype=bool)
 
     @property
@@ -101,8 +102,14 @@ class MinCut:
         """
         return self.cut(seconds_per_byte, free).saved
 
-    def cut(self, seconds_per_byte: float, free: frozenset[int] = frozenset(), needs: frozenset[int] | None = None) -> Cut:
-        """As :meth:`solve`, with its figures.
+    def cut(
+        self,
+        seconds_per_byte: float,
+        free: frozenset[int] = frozenset(),
+        needs: frozenset[int] | None = None,
+        traffic: bool = False,
+    ) -> Cut:
+        """As :meth:`solve`, with its figures; ``traffic``: also for the seconds that saving takes.
 
         With ``needs`` only these values must be available, and orders to recompute are left out: for bounds.
         """
@@ -110,7 +117,8 @@ class MinCut:
         held = [self.index[v] for v in (*self.graph.forward_outputs, *free) if v in self.index]
         counted = self.bytes.copy()
         counted[held] = 0.0
-        prices = counted * seconds_per_byte
+        moved = np.where(counted > 0.0, self.traffic, 0.0) * traffic
+        prices = counted * seconds_per_byte + moved
         scale = RESOLUTION / max(prices.sum() + self.costs.sum(), 1e-30)
         costs = np.ceil(self.costs * scale).astype(np.int64)
         costs[self.fixed] = INFINITE
@@ -133,6 +141,6 @@ class MinCut:
             for i, v in enumerate(self.values)
             if i + num_forward not in source_side and self.graph.values[v].producer in source_side
         ]
-        seconds = sum(self.costs[o] for o in range(num_forward) if o not in source_side)
+        seconds = sum(self.costs[o] for o in range(num_forward) if o not in source_side) + float(moved[saved].sum())
         bound = (self.flow.optimal_flow() - FORBIDDEN * int(forbidden[saved].sum()) - num_forward) / scale
         return Cut(frozenset(self.values[i] for i in saved), float(counted[saved].sum()), float(seconds), float(bound))

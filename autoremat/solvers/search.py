@@ -142,13 +142,12 @@ class Search:
                     yield Segmentation(segments, saved, label, nested=bool(saved) and stride > 1)
 
     def curve(self) -> list[frozenset[int]]:
-        """The minimum cuts at all prices from that of memory traffic up, those that save much first.
+        """The minimum cuts at all prices per saved byte beside the memory traffic, those that save much first.
 
         Between two cuts, the price at which both are equally good shows whether there is a better one (Eisner and
         Severance, "Mathematical methods for segmenting computer networks", 1976).
         """
-        traffic = self.graph.saving_seconds_per_byte
-        ends = [self.mincut.cut(traffic), self.mincut.cut(self.mincut.top_price)]
+        ends = [self.mincut.cut(price, traffic=True) for price in (0.0, self.mincut.top_price)]
         found = {point.saved: point for point in ends}
         gaps = [(ends[0], ends[1])]
         while gaps and len(found) < CURVE_POINTS:
@@ -157,7 +156,7 @@ class Search:
             if rich.bytes - lean.bytes <= 0.0:
                 continue
             price = (lean.seconds - rich.seconds) / (rich.bytes - lean.bytes)
-            middle = self.mincut.cut(max(price, traffic))
+            middle = self.mincut.cut(max(price, 0.0), traffic=True)
             if middle.saved in found or not lean.bytes < middle.bytes < rich.bytes:
                 continue
             found[middle.saved] = middle

@@ -43,7 +43,7 @@ class Sites:
             self.reads[value].append(self.end)
         self.movable = self._movable()
         needed = range(self.end) if graph.one_phase else graph.required_forward
-        self.seconds = [op.seconds if index in needed else 0.0 for index, op in enumerate(graph.ops)]
+        self.seconds = [again if index in needed else 0.0 for index, again in enumerate(graph.traffic.again_seconds)]
         """What it costs to run an op again; the first run of what only the backward needs is not added work."""
         self.added = 0.0
         """Seconds of all that runs again."""

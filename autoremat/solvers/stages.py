@@ -177,7 +177,7 @@ class Stages:
                     entries.append(graph.values[value].bytes / unit)
         for index, column in self.runs[0].items():
             # The first run of what only the backward needs costs nothing extra.
-            cost[column] = graph.ops[index].seconds / second if index in graph.required_forward else 0.0
+            cost[column] = graph.traffic.again_seconds[index] / second if index in graph.required_forward else 0.0
         rows, columns = np.array(places, dtype=np.int64).reshape(-1, 2).T
         memory = csr_matrix((entries, (rows, columns)), shape=(stages, self.columns))
         room: NDArray[np.float64] = (budget - self.fixed[self.moments]) / unit

@@ -1,0 +1,89 @@
+"""What saving and running again take where code is fused: against an independent count, and in cases made by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from oracles import again_seconds, saving_seconds
+from strategies import GraphBuilder, graphs
+
+from autoremat.graph import Graph, Kind, Role
+from autoremat.solvers import Planner
+
+SIZE, PER_BYTE = 100, 1e-6
+MOVED = SIZE * PER_BYTE / 2
+"""Seconds to write or to read a value of these graphs."""
+
+
+@settings(max_examples=200)
+@given(graphs())
+def test_seconds_are_those_of_an_independent_count(graph):
+    forward = range(graph.num_forward)
+    assert graph.traffic.again_seconds[: graph.num_forward] == pytest.approx([again_seconds(graph, op) for op in forward])
+    assert graph.traffic.saving_seconds == pytest.approx([saving_seconds(graph, v) for v in range(len(graph.values))])
+
+
+@given(graphs())
+def test_a_plan_costs_what_it_runs_again_and_saves(graph):
+    plan = Planner(graph).find(None).plan
+    assert plan is not None
+    recomputed, saved = (again_seconds(graph, op) for op in plan.recomputed), (saving_seconds(graph, v) for v in plan.saved)
+    assert plan.cost_seconds == pytest.approx(sum(recomputed) + sum(saved))
+
+
+def normalised() -> tuple[Graph, int, int, int]:
+    """A product, scaled to what another reads, as by a layer norm; the backward reads the product where it is fused and the
+    scaled one in a kernel of its own. Returns product, scaled value and the op that makes that, too."""
+    build = GraphBuilder()
+    product = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
+    scaled = build.op([product], SIZE, kind=Kind.POINTWISE, seconds=1e-3, traffic_seconds=9e-4)
+    loss = build.op([scaled], SIZE, kind=Kind.EXTERN)
+    gradient = build.op([build.source(SIZE, Role.TANGENT), scaled], SIZE, kind=Kind.EXTERN, forward=False)
+    result = build.op([gradient, product], SIZE, kind=Kind.POINTWISE, forward=False)
+    ends = {"forward_outputs": (loss,), "backward_outputs": (result,)}
+    graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=PER_BYTE)
+    maker = graph.values[scaled].producer
+    assert maker is not None
+    return graph, product, scaled, maker
+
+
+def test_what_kernels_of_their_own_read_in_both_halves_is_saved_for_nothing():
+    """It is written for the forward's reader, and the backward's reads it whoever has made it."""
+    graph, product, scaled, maker = normalised()
+    assert graph.traffic.saving_seconds[scaled] == 0.0
+    assert graph.traffic.saving_seconds[product] == pytest.approx(MOVED)
+    assert graph.traffic.again_seconds[maker] == 1e-3
+    assert scaled in Planner(graph).find(None).plan.saved
+
+
+def test_what_is_only_fused_costs_its_arithmetic_again():
+    build = GraphBuilder()
+    product = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
+    fused = {"kind": Kind.POINTWISE, "seconds": 1e-3, "traffic_seconds": 9e-4}
+    first = build.op([product], SIZE, **fused)
+    second = build.op([first], SIZE, **fused)
+    loss = build.op([build.op([second], SIZE, **fused)], SIZE, kind=Kind.EXTERN)
+    tangent = build.source(SIZE, Role.TANGENT)
+    result = build.op([tangent, first, second, product], SIZE, kind=Kind.POINTWISE, forward=False)
+    ends = {"forward_outputs": (loss,), "backward_outputs": (result,)}
+    graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=1e-3)
+    assert graph.traffic.again_seconds[1:3] == pytest.approx([1e-4, 1e-4])
+    assert set(Planner(graph).find(None).plan.saved) == {product}
+
+
+def test_a_result_that_several_runs_need_is_computed_in_each():
+    """As a residual stream that each layer's backward reads: each adds it up anew, from the products that it is a sum of."""
+    build = GraphBuilder()
+    stream = build.source(SIZE)
+    sums = []
+    for _ in range(3):
+        product = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
+        stream = build.op([stream, product], SIZE, kind=Kind.POINTWISE, seconds=1e-3, traffic_seconds=9e-4)
+        sums.append(stream)
+    gradient = build.source(SIZE, Role.TANGENT)
+    for value in reversed(sums):
+        gradient = build.op([gradient, value], SIZE, kind=Kind.POINTWISE, forward=False)
+        gradient = build.op([gradient], SIZE, kind=Kind.EXTERN, forward=False)
+    graph = build.graph(backward_outputs=(gradient,), fuses=True, saving_seconds_per_byte=PER_BYTE)
+    again = [graph.traffic.again_seconds[graph.values[value].producer] for value in sums]
+    assert again == pytest.approx([runs * (1e-4 + MOVED) for runs in (3, 2, 1)])
