@@ -40,6 +40,8 @@ MODELS = (*PERCEPTRONS, "gpt2-4")
 BACKENDS = ("plain", "plain again", "autoremat")
 MODES = ("inference", "training")
 GENEROUS = "1TiB"
+CALLS = 10
+"""Timed together."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--inner", choices=("inductor", "aot_eager"), default="inductor")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each backend, of 20 calls")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--rounds", type=int, default=60, help="turns of each backend, of 10 calls")
     parser.add_argument("--repeats", type=int, default=8, help="first calls of each backend")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
@@ -75,7 +78,7 @@ def main() -> None:
     for backend in ("plain", "autoremat"):  # what only the first compilation of a process does
         caller("small", "training", backend, arguments.inner)()
     for model in arguments.models:
-        for mode in MODES:
+        for mode in arguments.modes:
             rows[model, mode] = measured(model, mode, arguments)
             write([rows[key] for key in itertools.product(MODELS, MODES) if key in rows], arguments)
 
@@ -145,12 +148,12 @@ def first_seconds(name: str, mode: str, arguments: argparse.Namespace) -> dict[s
 def call_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
     """The median seconds of a call of each, all in turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, call in calls.items():
+    for turn in range(rounds):
+        for name in calls if turn % 2 else reversed(calls):
             begin = time.perf_counter()
-            for _ in range(20):
-                call()
-            times[name].append((time.perf_counter() - begin) / 20)
+            for _ in range(CALLS):
+                calls[name]()
+            times[name].append((time.perf_counter() - begin) / CALLS)
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
