@@ -83,7 +83,7 @@ class Duel:
     peak: float
     their_added: float
     our_added: float | None
-    bound: float | None
+    bound: float | None = None
     """What no plan at that peak can add less than, with the bounds of `autoremat.plan`; None if that says that nothing fits."""
 
 
@@ -271,11 +271,10 @@ def _score(duels: list[Duel]) -> str:
     ratios = [ours / theirs for ours, theirs in both if ours > 0.0]  # without recomputation there is no logarithm
     ratio = statistics.geometric_mean(ratios) if ratios else math.nan
     missed = sum(d.our_added is None for d in duels)
-    least = [d.bound / d.their_added for d in duels if d.bound and d.their_added > 0.0]
-    possible = statistics.geometric_mean(least) if least else math.nan
+    bounds = [d.bound / d.their_added for d in duels if d.bound and d.their_added > 0.0]
+    possible = f", and no plan's is less than {statistics.geometric_mean(bounds):.3f}" if len(bounds) == len(ratios) else ""
     return (
-        f"recomputation over theirs, geometric mean of {len(ratios)} duels: {ratio:.3f}, of "
-        f"{len(least)} bounds: {possible:.3f}; none needed in "
+        f"recomputation over theirs, geometric mean of {len(ratios)} duels: {ratio:.3f}{possible}; none needed in "
         f"{len(both) - len(ratios)}; slower in {worse}, no plan in {missed} of {len(duels)}"
     )
 
