@@ -103,7 +103,7 @@ MODULES: dict[str, Callable[[], list[nn.Module]]] = {
     [
         ("attention", 0.75, 0.001),
         ("attention", "least", 0.001),
-        ("dropout", 0.75, 0.001),
+        ("dropout", 0.7, 0.001),
         ("gelu", "least", 0.001),
         ("gated", "least", 0.001),
     ],
