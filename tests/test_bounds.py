@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from oracles import cut_cost, subsets
 from strategies import GraphBuilder, chain, close_under_need, graphs
 
-from autoremat.graph import Role, Trait
+from autoremat.graph import Kind, Role, Trait
 from autoremat.plans import Plan
 from autoremat.schedule import build_schedule
 from autoremat.solvers import Planner
@@ -144,3 +144,15 @@ def test_spread_takes_the_ends():
     assert spread(0, 5) == set()
     assert spread(3, 5) == {0, 1, 2}
     assert spread(101, 5) == {0, 25, 50, 75, 100}
+
+
+def test_a_gradient_that_is_written_over_a_saved_value_counts_once():
+    """Of a dropout mask, for one: what is drawn is saved, and the backward's first kernel writes its result over it."""
+    build = GraphBuilder()
+    mask = build.op([build.source(0)], 100, kind=Kind.POINTWISE, traits=Trait.RANDOM)
+    tangent = build.source(0, Role.TANGENT)
+    gradient = build.op([tangent, mask], 100, kind=Kind.POINTWISE, forward=False, in_place=(mask,))
+    graph = build.graph(backward_outputs=(gradient,), fuses=True)
+    saved = Plan.of(graph, build_schedule(graph, {mask}))
+    assert saved.peak_bytes == 100
+    assert Moments(graph, MinCut(graph)).peak_bytes() <= 100

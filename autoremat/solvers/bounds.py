@@ -138,8 +138,8 @@ def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
             if graph.fuses and graph.ops[start].kind is Kind.POINTWISE:
                 continue
             last = max(graph.readers[number], default=start)
-        if graph.fuses and graph.ops[min(start, len(graph.ops) - 1)].in_place and value.producer is not None:
-            start += 1  # until its op has run, it may be what it was written over
+        if graph.fuses and value.producer is not None and graph.ops[value.producer].in_place:
+            start += 1  # while its op runs, it may be what it is written over
         change[start] += value.bytes
         change[last + 1] -= value.bytes
     return np.cumsum(change)[: len(graph.ops)] + graph.columns.workspace_bytes
