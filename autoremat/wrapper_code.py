@@ -78,6 +78,17 @@ def _strided_bytes(value: ast.expr) -> int | None:
     return extent * DTYPE_BYTES.get(dtype, 8)
 
 
+def _is_planar(value: ast.expr) -> bool:
+    """Whether ``value`` allocates images on the CPU, one channel after the other: ``empty_strided_cpu`` of four dimensions."""
+    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "empty_strided_cpu"):
+        return False
+    try:
+        size, stride = ast.literal_eval(value.args[0]), ast.literal_eval(value.args[1])
+    except ValueError:
+        return False
+    return len(size) == 4 and size[1] != 1 and stride[1] != 1
+
+
 class _Heap:
     """Storages with the names that hold them; a storage without names is freed."""
 
@@ -86,6 +97,8 @@ class _Heap:
         self.holders: dict[int, set[str]] = {}
         self.sizes: dict[int, int] = {}
         self.alive = self.peak = 0
+        self.planar: set[str] = set()
+        """Names of images that lie one channel after the other."""
         self.round_to = round_to
 
     def allocate(self, size: int, *names: str) -> None:
@@ -102,6 +115,9 @@ class _Heap:
             self.holders[storage].discard(name)
             if not self.holders[storage]:
                 self.alive -= self.sizes[storage]
+
+    def bytes_of(self, name: str) -> int:
+        return sum(self.sizes[storage] for storage in self.names.get(name, ()))
 
     def alias(self, name: str, other: str) -> None:
         storages = set(self.names.get(other, set()))
@@ -155,8 +171,17 @@ def replay_peak(
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             _assign(heap, statement.targets[0].id, statement.value, parts, buffer_bytes)
         if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
-            heap.peak = max(heap.peak, heap.alive + _workspace(statement.value, heap.alive - before, workspaces))
+            needed = _workspace(statement.value, heap.alive - before, workspaces) + _reordered(statement.value, heap)
+            heap.peak = max(heap.peak, heap.alive + needed)
     return heap.peak
+
+
+def _reordered(value: ast.expr, heap: _Heap) -> int:
+    """What oneDNN copies to differentiate a convolution of planar images: those, and the gradient."""
+    if not (isinstance(value, ast.Call) and "convolution_backward" in ast.unparse(value.func)):
+        return 0
+    images = [argument.id for argument in value.args[:2] if isinstance(argument, ast.Name)]
+    return sum(map(heap.bytes_of, images)) if heap.planar.intersection(images) else 0
 
 
 def _workspace(value: ast.expr, made: int, workspaces: Mapping[str, Mapping[int, int]]) -> int:
@@ -181,6 +206,7 @@ def _assign(
     elif (size := _strided_bytes(value)) is not None:
         heap.release(name)
         heap.allocate(size, name)
+        (heap.planar.add if _is_planar(value) else heap.planar.discard)(name)
     elif name in parts:
         for part in parts[name]:
             heap.allocate(buffer_bytes(part), name, part)

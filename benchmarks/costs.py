@@ -4,12 +4,12 @@ those of torch's plans that need as much memory or more.
     python benchmarks/costs.py            # all models, an hour or more on an idle machine
     python benchmarks/costs.py --quick    # two small models and few plans
 
-Plans are autoremat's at several budgets, torch's at several values of `activation_memory_budget`, and those of per-block
-checkpointing. Each is compiled by Inductor and priced by every cost model on the joint graph that it was made for. Overheads
-are beside plain Inductor on the same model, in shares of its step: predicted from recomputation alone, measured as medians of
-steps taken in turn with those of all other plans of the model. Peaks are measured too: each plan that is not ours, plain
-Inductor's among them, meets the fastest of ours whose measured peak is no higher. Only an idle machine gives figures worth
-keeping.
+Plans are autoremat's at several budgets, torch's at several values of `activation_memory_budget`, those of per-block
+checkpointing, and autoremat's at the measured peaks of these. Each is compiled by Inductor and priced by every cost model on
+the joint graph that it was made for. Overheads are beside plain Inductor on the same model, in shares of its step: predicted
+from what is recomputed and saved, measured as medians of steps taken in turn with those of all other plans of the model. Each
+plan that is not ours, plain Inductor's among them, meets the fastest of ours whose measured peak is no higher. Only an idle
+machine gives figures worth keeping. Rows of models that are not asked for stay, if they were measured in the same way.
 """
 
 from __future__ import annotations
@@ -173,8 +173,11 @@ class Bench:
         for budget in self.setting.torch_budgets:
             self.add_torch(f"torch {budget:g}", budget)
         self.add_torch("checkpoint", 1.0, blocks=True)
+        rivals = self.peaks()
         for share in self.setting.shares:
             self.add_ours(f"autoremat {share:g}", int(share * peak))
+        for rival, measured in rivals.items():
+            self.add_ours(f"autoremat as {rival}", measured)
         seconds, peaks = self.measure(), self.peaks()
         plain = self.predicted("plain")
         return [
@@ -323,6 +326,14 @@ def draw(rows: list[Row], found: dict[str, Score], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def known_rows(folder: Path, setup: dict[str, Any], asked_for: tuple[str, ...]) -> list[Row]:
+    """The rows of other models that an earlier run with the same setup has written."""
+    path = folder / "costs.json"
+    record = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    same = all(record.get(key) == value for key, value in setup.items())
+    return [Row(**row) for row in record["rows"] if same and row["model"] not in asked_for]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
@@ -338,7 +349,7 @@ def main() -> None:
     dynamo_config.accumulated_recompile_limit = 10_000
     setup = {"torch": torch.__version__, "cores": os.cpu_count(), "threads": torch.get_num_threads(),
              "rounds": setting.rounds, "planned by": arguments.planned_by, "sizes": setting.sizes}  # fmt: skip
-    rows: list[Row] = []
+    rows = known_rows(arguments.output, setup, setting.models)
     for name in setting.models:
         torch._dynamo.reset()
         gc.collect()

@@ -208,3 +208,16 @@ def test_the_method_of_a_runner_is_found():
 def test_kernels_beside_the_call_do_not_count():
     source = f"def helper():\n    buf9 = {empty(999)}\n\ndef call(args):\n    buf0 = {empty(10)}\n"
     assert replay_peak(source, {}, lambda _: 0) == 40
+
+
+@pytest.mark.parametrize(("strides", "copied"), [((512, 1, 32, 2), 0), ((512, 256, 16, 1), 4 * 4 * (512 + 512))])
+def test_planar_images_are_copied_to_differentiate_their_convolution(strides, copied):
+    body = f"""
+        buf0 = empty_strided_cpu((4, 2, 16, 16), {strides}, {FLOAT})
+        buf1 = empty_strided_cpu((4, 2, 16, 16), (512, 1, 32, 2), {FLOAT})
+        buf2 = torch.ops.aten.convolution_backward.default(buf1, buf0, primals_1, [0], (1, 1))
+        return (buf2,)
+    """
+    needed = {"convolution_backward": {0: 100}}
+    source = "def call(args):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+    assert replay_peak(source, {}, lambda name: 0, workspaces=needed) == 2 * 4 * 4 * 512 + 100 + copied
