@@ -67,6 +67,19 @@ INLININGS = st.sampled_from([Inlining.CHEAP] * 4 + [Inlining.ONCE, Inlining.NEVE
 ORDERS = st.sampled_from([Order.NONE] * 6 + [Order.SAVE, Order.RECOMPUTE])
 
 
+def draw_fusion(draw: st.DrawFn, build: GraphBuilder, fuses: bool | None) -> bool:
+    """What counts where ops are fused: in-place results, inlining, traffic. Returns whether they are, if not given."""
+    for index, op in enumerate(build.ops):
+        if op.kind is not Kind.EXTERN and len(op.outputs) == 1:
+            in_place = tuple(v for v in op.inputs if draw(st.booleans()))
+            build.ops[index] = dataclasses.replace(op, in_place=in_place, inlining=draw(INLININGS))
+    fuses, traffic = draw(st.booleans()) if fuses is None else fuses, draw(st.sampled_from([0.0, 0.5, 1.0]))
+    for index, op in enumerate(build.ops):
+        if fuses and op.kind is Kind.POINTWISE:
+            build.ops[index] = dataclasses.replace(op, traffic_seconds=traffic * op.seconds)
+    return fuses
+
+
 @st.composite
 def graphs(draw: st.DrawFn, max_ops: int = 40, fuses: bool | None = None, max_outputs: int = 3) -> Graph:
     """Graphs of 5 to `max_ops` ops: a forward, then backward ops that read its values, tangents and each other."""
@@ -114,14 +127,7 @@ def graphs(draw: st.DrawFn, max_ops: int = 40, fuses: bool | None = None, max_ou
             workspace_bytes=draw(WORKSPACES),
         )  # fmt: skip
         gradients += range(first, first + len(outputs))
-    for index, op in enumerate(build.ops):
-        if op.kind is not Kind.EXTERN and len(op.outputs) == 1:
-            in_place = tuple(v for v in op.inputs if draw(st.booleans()))
-            build.ops[index] = dataclasses.replace(op, in_place=in_place, inlining=draw(INLININGS))
-    fuses, traffic = draw(st.booleans()) if fuses is None else fuses, draw(st.sampled_from([0.0, 0.5, 1.0]))
-    for index, op in enumerate(build.ops):
-        if fuses and op.kind is Kind.POINTWISE:
-            build.ops[index] = dataclasses.replace(build.ops[index], traffic_seconds=traffic * op.seconds)
+    fuses = draw_fusion(draw, build, fuses)
     return build.graph(
         forward_outputs=forward_outputs,
         backward_outputs=tuple(draw(st.lists(st.sampled_from([*gradients, *made]), min_size=1, max_size=4, unique=True))),
