@@ -79,11 +79,14 @@ def _strided_bytes(value: ast.expr) -> int | None:
 
 
 def _is_planar(value: ast.expr) -> bool:
-    """Whether ``value`` allocates images on the CPU, one channel after the other: ``empty_strided_cpu`` of four dimensions."""
-    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "empty_strided_cpu"):
+    """Whether ``value`` is images on the CPU, one channel after the other, new or in the place of another buffer."""
+    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name)):
+        return False
+    first = {"empty_strided_cpu": 0, "reinterpret_tensor": 1}.get(value.func.id)
+    if first is None:
         return False
     try:
-        size, stride = ast.literal_eval(value.args[0]), ast.literal_eval(value.args[1])
+        size, stride = (ast.literal_eval(argument) for argument in value.args[first : first + 2])
     except ValueError:
         return False
     return len(size) == 4 and size[1] != 1 and stride[1] != 1
@@ -200,6 +203,8 @@ def _assign(
 ) -> None:
     other = _aliased(value)
     if other is not None:
+        planar = _is_planar(value) or (isinstance(value, ast.Name) and other in heap.planar)
+        (heap.planar.add if planar else heap.planar.discard)(name)
         heap.alias(name, other)
     elif isinstance(value, ast.Subscript):
         return  # an unpacking, allocated with what it unpacks

@@ -211,9 +211,12 @@ def test_kernels_beside_the_call_do_not_count():
 
 
 @pytest.mark.parametrize(("strides", "copied"), [((512, 1, 32, 2), 0), ((512, 256, 16, 1), 4 * 4 * (512 + 512))])
-def test_planar_images_are_copied_to_differentiate_their_convolution(strides, copied):
+@pytest.mark.parametrize("reused", [False, True])
+def test_planar_images_are_copied_to_differentiate_their_convolution(strides, copied, reused):
+    shape = f"(4, 2, 16, 16), {strides}"
+    reuse = f"{empty(2048)}; buf0 = reinterpret_tensor(buf9, {shape}, 0); del buf9  # reuse"
     body = f"""
-        buf0 = empty_strided_cpu((4, 2, 16, 16), {strides}, {FLOAT})
+        {f"buf9 = {reuse}" if reused else f"buf0 = empty_strided_cpu({shape}, {FLOAT})"}
         buf1 = empty_strided_cpu((4, 2, 16, 16), (512, 1, 32, 2), {FLOAT})
         buf2 = torch.ops.aten.convolution_backward.default(buf1, buf0, primals_1, [0], (1, 1))
         return (buf2,)
