@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import numpy
 import pytest
+import strategies
 from hypothesis import is_hypothesis_test, settings
 
 from autoremat.options import COST_MODEL_VARIABLE, ENVIRONMENT_VARIABLE, POLICY_VARIABLE, configure
@@ -24,6 +25,11 @@ logging.getLogger("torch.__trace").propagate = False  # else every failure shows
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--examples", type=int, help="examples of each property instead of its own number, drawn at random")
+    parser.addoption("--max-ops", type=int, help="no random graph has more ops: many small examples instead of few large ones")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    strategies.MAX_OPS = config.getoption("max_ops")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -6,6 +6,8 @@ Importing this file does not import torch; `modules` does, on first use.
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from autoremat.graph import Graph, Inlining, Kind, Op, Order, Role, Trait, Value
 
 DTYPE_BYTES = 4
+MAX_OPS: int | None = None  # set by --max-ops: no random graph has more ops, whatever a test asks for
 
 # -- graphs ------------------------------------------------------------------------------------------------------------
 
@@ -60,19 +63,50 @@ def chain(length: int, size: int = 1, seconds: float = 1.0, **fields: Any) -> Gr
 
 SIZES = st.sampled_from([0, 1, 4, 16, 64, 100, 256])
 SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 1e-3, 0.5])
-WORKSPACES = st.sampled_from([0, 0, 0, 0, 32])
-KINDS = st.sampled_from([Kind.POINTWISE, Kind.POINTWISE, Kind.REDUCTION, Kind.EXTERN])
-TRAITS = st.sampled_from([Trait.NONE] * 7 + [Trait.RANDOM, Trait.UNDECLARED])
-INLININGS = st.sampled_from([Inlining.CHEAP] * 4 + [Inlining.ONCE, Inlining.NEVER])
-ORDERS = st.sampled_from([Order.NONE] * 6 + [Order.SAVE, Order.RECOMPUTE])
+KINDS = [Kind.POINTWISE, Kind.POINTWISE, Kind.REDUCTION, Kind.EXTERN]
+WORKSPACES = [0, 0, 0, 0, 32]
+TRAITS = [Trait.NONE] * 7 + [Trait.RANDOM, Trait.UNDECLARED]
+ORDERS = [Order.NONE] * 6 + [Order.SAVE, Order.RECOMPUTE]
+INLININGS = [Inlining.CHEAP] * 4 + [Inlining.ONCE, Inlining.NEVER]
+
+
+# Each draw costs Hypothesis about 0.1 ms: what belongs to one op is one draw, and what is drawn again and again (positions
+# in lists, not the lists' elements) is a strategy that it knows.
+def one_of_each(**fields: list[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    """A choice for every field, in one draw."""
+    return st.sampled_from(list(itertools.product(*fields.values()))).map(lambda chosen: dict(zip(fields, chosen, strict=True)))
+
+
+BACKWARD_OPS = one_of_each(kind=KINDS, traits=TRAITS, workspace_bytes=WORKSPACES)
+FORWARD_OPS = one_of_each(kind=KINDS, traits=TRAITS, workspace_bytes=WORKSPACES, order=ORDERS)
+FUSIONS = one_of_each(inlining=INLININGS, first_in_place=[False, True], rest_in_place=[False, True])
+
+
+@functools.cache
+def positions(count: int, least: int, most: int, recent: bool) -> st.SearchStrategy[list[int]]:
+    """`least` to `most` different positions of `count`, counted from the end; `recent` ones are the likelier."""
+    anywhere = st.integers(0, count - 1)
+    position = st.one_of(st.integers(0, min(3, count) - 1), anywhere) if recent else anywhere
+    return st.lists(position, min_size=least, max_size=most, unique=True)
+
+
+def pick(draw: st.DrawFn, values: list[int], least: int, most: int, recent: bool = False) -> list[int]:
+    """`least` to `most` different elements of `values`; none where there are none."""
+    return [values[-1 - position] for position in draw(positions(len(values), least, most, recent))] if values else []
+
+
+def at_most(max_ops: int) -> int:
+    """`max_ops`, or what the command line allows if that is less."""
+    return max_ops if MAX_OPS is None else min(max_ops, MAX_OPS)
 
 
 def draw_fusion(draw: st.DrawFn, build: GraphBuilder, fuses: bool | None) -> bool:
     """What counts where ops are fused: in-place results, inlining, traffic. Returns whether they are, if not given."""
     for index, op in enumerate(build.ops):
         if op.kind is not Kind.EXTERN and len(op.outputs) == 1:
-            in_place = tuple(v for v in op.inputs if draw(st.booleans()))
-            build.ops[index] = dataclasses.replace(op, in_place=in_place, inlining=draw(INLININGS))
+            chosen = draw(FUSIONS)
+            in_place = op.inputs[: chosen["first_in_place"]] + op.inputs[1:] * chosen["rest_in_place"]
+            build.ops[index] = dataclasses.replace(op, in_place=in_place, inlining=chosen["inlining"])
     fuses, traffic = draw(st.booleans()) if fuses is None else fuses, draw(st.sampled_from([0.0, 0.5, 1.0]))
     for index, op in enumerate(build.ops):
         if fuses and op.kind is Kind.POINTWISE:
@@ -83,6 +117,7 @@ def draw_fusion(draw: st.DrawFn, build: GraphBuilder, fuses: bool | None) -> boo
 @st.composite
 def graphs(draw: st.DrawFn, max_ops: int = 40, fuses: bool | None = None, max_outputs: int = 3) -> Graph:
     """Graphs of 5 to `max_ops` ops: a forward, then backward ops that read its values, tangents and each other."""
+    max_ops = at_most(max_ops)
     build = GraphBuilder()
     sources = [build.source(draw(SIZES)) for _ in range(draw(st.integers(1, 3)))]
     num_forward = draw(st.integers(3, max(3, max_ops // 2)))
@@ -90,47 +125,37 @@ def graphs(draw: st.DrawFn, max_ops: int = 40, fuses: bool | None = None, max_ou
     made: list[int] = []
     pinned = []
 
-    def some(values: list[int], most: int) -> list[int]:
-        # Recent values are the likelier inputs, as in real networks; old ones make skips.
-        recent = st.sampled_from(values[-3:])
-        return draw(st.lists(st.one_of(recent, st.sampled_from(values)), min_size=1, max_size=most, unique=True))
-
     def sizes() -> list[int]:
         return draw(st.lists(SIZES, min_size=1, max_size=max_outputs if draw(st.booleans()) else 1))
 
     for index in range(num_forward):
-        traits, kind = draw(TRAITS), draw(KINDS)
+        chosen = draw(FORWARD_OPS)
         effect = draw(st.integers(0, 15)) == 0
         outputs = [] if effect else sizes()
-        first = build.op(
-            some([*sources, *made], 3), *outputs, seconds=draw(SECONDS), kind=kind, order=draw(ORDERS),
-            traits=traits | (Trait.EFFECTFUL if effect else Trait.NONE), workspace_bytes=draw(WORKSPACES),
-        )  # fmt: skip
         if effect:
+            chosen["traits"] |= Trait.EFFECTFUL
             pinned.append(index)
+        # Recent values are the likelier inputs, as in real networks; old ones make skips.
+        read = pick(draw, [*sources, *made], 1, 3, recent=True)
+        first = build.op(read, *outputs, seconds=draw(SECONDS), **chosen)
         made += range(first, first + len(outputs)) if outputs else ()
     tangents = [build.source(draw(SIZES), Role.TANGENT) for _ in range(draw(st.integers(1, 2)))]
-    forward_outputs = tuple(draw(st.lists(st.sampled_from(made), max_size=3, unique=True))) if made else ()
+    forward_outputs = tuple(pick(draw, made, 0, 3))
     # No dead code: what nothing reads yet, some backward op reads.
     unread = set(made) - {v for op in build.ops for v in op.inputs} - set(forward_outputs)
     reader_of = {value: draw(st.integers(0, num_backward - 1)) for value in sorted(unread)}
     gradients: list[int] = []
     for index in range(num_backward):
-        read = some([*tangents, *gradients], 2)
-        if made:
-            read += draw(st.lists(st.sampled_from(made), max_size=3, unique=True))
-        read += draw(st.lists(st.sampled_from(sources), max_size=1))
+        read = pick(draw, [*tangents, *gradients], 1, 2, recent=True)
+        read += pick(draw, made, 0, 3) + pick(draw, sources, 0, 1)
         read += [value for value, reader in reader_of.items() if reader == index]
         outputs = sizes()
-        first = build.op(
-            read, *outputs, forward=False, seconds=draw(SECONDS), kind=draw(KINDS), traits=draw(TRAITS),
-            workspace_bytes=draw(WORKSPACES),
-        )  # fmt: skip
+        first = build.op(read, *outputs, forward=False, seconds=draw(SECONDS), **draw(BACKWARD_OPS))
         gradients += range(first, first + len(outputs))
     fuses = draw_fusion(draw, build, fuses)
     return build.graph(
         forward_outputs=forward_outputs,
-        backward_outputs=tuple(draw(st.lists(st.sampled_from([*gradients, *made]), min_size=1, max_size=4, unique=True))),
+        backward_outputs=tuple(pick(draw, [*gradients, *made], 1, 4)),
         pinned=tuple(pinned),
         fuses=fuses,
         whole_runs=draw(st.booleans()),
@@ -141,7 +166,7 @@ def graphs(draw: st.DrawFn, max_ops: int = 40, fuses: bool | None = None, max_ou
 @st.composite
 def dags(draw: st.DrawFn, max_ops: int = 30, one_phase: bool | None = None) -> Graph:
     """Graphs as a user describes them: of one phase, or with a forward and a backward; mostly chains with skips."""
-    count = draw(st.integers(0, max_ops))
+    count = draw(st.integers(0, at_most(max_ops)))
     edges = [(i, i + 1) for i in range(count - 1) if draw(st.integers(0, 7))]
     if count > 1:
         pairs = st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True).map(lambda ends: tuple(sorted(ends)))
