@@ -1,7 +1,7 @@
 """A captured graph priced by one of the cost models.
 
+- ``calibrated`` (the default): by the measured rates of the device (:mod:`autoremat.timing.calibration`).
 - ``roofline``: FLOPs and bytes by the rates of data sheets, as captured.
-- ``calibrated``: by the measured rates of the device (:mod:`autoremat.timing.calibration`).
 - ``profile``: kernels of their own by their own time (:mod:`autoremat.timing.profiling`), all else as calibrated.
 """
 
@@ -21,7 +21,7 @@ from autoremat.op_work import arithmetic_of, work_of
 from autoremat.timing.calibration import rates_of
 from autoremat.timing.profiling import Times, profile, signature, worth_timing
 
-ROOFLINE, PROFILE = "roofline", "profile"
+ROOFLINE, CALIBRATED, PROFILE = "roofline", "calibrated", "profile"
 
 
 def priced(captured: Capture, cost_model: str) -> tuple[Capture, Pricing]:

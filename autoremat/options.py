@@ -68,8 +68,8 @@ class Options:
     - time_limit: seconds that planning may take.
     - inner: what compiles the planned graphs, "inductor" or "aot_eager" (runs them uncompiled).
     - on_infeasible: "raise", or "best_effort" to run at the smallest peak found.
-    - cost_model: where the seconds of ops come from: "roofline" (data sheets), "calibrated" (rates of the device, measured
-        once), "profile" (each distinct library kernel is timed, the rest as calibrated).
+    - cost_model: where the seconds of ops come from: "calibrated" (rates of the device, measured once), "profile" (each
+        distinct library kernel is timed, the rest as calibrated), "roofline" (data sheets, nothing is measured).
     - on_unplannable: "warn" leaves a graph that could not be planned to torch's partitioner; "raise" passes the error on.
     - plan: stored plans to apply instead of planning: paths that `Plan.save` wrote, or plans, one or a sequence. Each graph
         takes the one that was made for it.
@@ -92,7 +92,7 @@ class Options:
     on_unplannable: str = "warn"
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
-    cost_model: str = "roofline"
+    cost_model: str = "calibrated"
     plan: tuple[PlanFile, ...] = ()
     policy: Policy | str | None = None
     recompute_modules: tuple[str, ...] = ()

@@ -13,7 +13,7 @@ from torch import fx
 from autoremat import torch_compat
 from autoremat.capture import Capture, capture
 from autoremat.cost import Pricing
-from autoremat.costing import ROOFLINE, priced
+from autoremat.costing import CALIBRATED, PROFILE, ROOFLINE, priced
 from autoremat.errors import OptionsError
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner, free_device_bytes
@@ -102,11 +102,14 @@ def previews(
     refuse_surveys(options)
 
     def visiting(target: Target, resident: int) -> Visitor[T | None]:
-        if target.cuda_name is not None and options.cost_model != ROOFLINE:
-            raise OptionsError(
-                f"cost_model={options.cost_model!r} measures the device, and {target.cuda_name} is known by name only. "
-                f'Accepted with it: "{ROOFLINE}"'
-            )
+        planned_by = options
+        if target.cuda_name is not None:
+            if options.cost_model == PROFILE:
+                raise OptionsError(
+                    f'cost_model="{PROFILE}" times kernels on the device, and {target.cuda_name} is known by name only. '
+                    f'Accepted with it: "{ROOFLINE}" (data sheets), for which "{CALIBRATED}" stands then'
+                )
+            planned_by = dataclasses.replace(options, cost_model=ROOFLINE)
 
         def free(traced_on: torch.device) -> int | None:
             if target.cuda_name is None:
@@ -122,10 +125,9 @@ def previews(
             captured = capture(prepared, keywords["num_fwd_outputs"], fuses, target.cuda_name)
             if captured.graph.one_phase:
                 return None
-            captured, pricing = priced(captured, options.cost_model)
-            partitioner = Partitioner(
-                options, "", fuses=fuses, must_fit=options.on_infeasible == "raise", free_bytes=free, cuda_name=target.cuda_name
-            )
+            captured, pricing = priced(captured, planned_by.cost_model)
+            must_fit = options.on_infeasible == "raise"
+            partitioner = Partitioner(planned_by, "", 0, fuses, must_fit, free, target.cuda_name)
             return look(Preview(captured, pricing, partitioner, inputs, keywords))
 
         return visit

@@ -6,7 +6,7 @@
 Each compilation runs in a process and with caches of its own. Own work is the fingerprint, the partitioner (capture,
 planning, rewriting) and the replay of the generated code; an attempt that was given up counts as a whole. The timers run in
 the same compilation as all else, so a busy machine slows both sides. Torch's own partitioner, which ours stands in for, is
-timed in a compilation of the same model by Inductor alone.
+timed in a compilation of the same model by Inductor alone. The device is calibrated before, which counts apart.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from torch._inductor import compile_fx
 from autoremat import closed_loop, torch_lowering
 from autoremat.errors import BudgetInfeasible
 from autoremat.partitioner import Partitioner
+from autoremat.timing.calibration import rates_of
 
 BUDGETS = (None, 0.7, 0.4)
 """None, or a share of the peak without recomputation by the simulator; what is not feasible is left out."""
@@ -53,6 +54,8 @@ class Row:
     attempts: int
     own: dict[str, float]
     torch_partitioner: float
+    calibration: float
+    """Once per device, before the compilation; not in ``total``."""
 
     @property
     def share(self) -> float:
@@ -117,8 +120,10 @@ def first_step(name: str, **keywords: Any) -> float:
 
 
 def ours(name: str, budget: float | None) -> dict[str, Any]:
-    """Total seconds, attempts and own seconds of one compilation, in this process."""
-    timers = Timers()
+    """Total seconds, attempts, own seconds of one compilation and those of a calibration before it, in this process."""
+    timers, begin = Timers(), time.perf_counter()
+    rates_of(torch.device("cpu"))
+    calibration = time.perf_counter() - begin
     with (
         timers.around(closed_loop, "fingerprint", "fingerprint"),
         timers.around(Partitioner, "__call__", "partitioner"),
@@ -127,7 +132,7 @@ def ours(name: str, budget: float | None) -> dict[str, Any]:
     ):
         total = first_step(name, backend="autoremat", options={"memory_budget": budget})
     own = dict.fromkeys(OWN, 0.0) | timers.seconds | {"given up": sum(spans[:-1])}
-    return {"total": total, "attempts": len(spans), "own": own}
+    return {"total": total, "attempts": len(spans), "own": own, "calibration": calibration}
 
 
 def torchs(name: str) -> float:
@@ -152,7 +157,7 @@ def rows_of(name: str) -> Iterator[Row]:
     for budget in BUDGETS:
         found = in_a_process("--one", name, *([] if budget is None else ["--budget", str(budget)]))
         if found is not None:
-            yield Row(name, budget, found["total"], found["attempts"], found["own"], partitioner)
+            yield Row(name, budget, found["total"], found["attempts"], found["own"], partitioner, found["calibration"])
 
 
 def one(name: str, budget: float | None, by_torch: bool) -> None:
@@ -176,7 +181,10 @@ def write(rows: list[Row], folder: Path) -> None:
         table.add_row(row.model, budget, f"{row.total:.1f}", str(row.attempts), *own, f"{row.torch_partitioner:.2f}",
                       f"{100 * row.share:.1f}")  # fmt: skip
     shares = [row.share for row in rows]
-    text = f"added to the compilation: median {statistics.median(shares):.1%}, worst {max(shares):.1%}"
+    text = (
+        f"added to the compilation: median {statistics.median(shares):.1%}, worst {max(shares):.1%}; a calibration, apart: "
+        f"{statistics.median(row.calibration for row in rows):.0f} s"
+    )
     setup = {"torch": torch.__version__, "cores": os.cpu_count()}
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "compile_time.txt").open("w") as file:

@@ -179,13 +179,14 @@ class OnXpu(torch.Tensor):
         ({"cost_model": "profile"}, {"cost_model": "roofline"}, "calibrated", "profile"),
         ({}, {"cost_model": "profile"}, "calibrated", "profile"),
         ({}, {"memory_budget": 2}, "calibrated", "calibrated"),
-        ({"memory_budget": 2}, {}, " ", "roofline"),
-        ({}, {}, None, "roofline"),
+        ({"memory_budget": 2}, {}, " ", "calibrated"),
+        ({}, {}, None, "calibrated"),
     ],
 )
 def test_precedence_of_the_cost_model(monkeypatch, options, configured, environment, expected):
     if configured:
         autoremat.configure(**configured)
+    monkeypatch.delenv(COST_MODEL_VARIABLE)
     if environment is not None:
         monkeypatch.setenv(COST_MODEL_VARIABLE, environment)
     assert Options.parse(options).cost_model == expected

@@ -15,9 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoremat.errors import OptionsError
-from autoremat.options import DEFAULT_RESERVE, ENVIRONMENT_VARIABLE, OWN_KEYS, Options, configure
+from autoremat.options import COST_MODEL_VARIABLE, DEFAULT_RESERVE, ENVIRONMENT_VARIABLE, OWN_KEYS, Options, configure
 
 INDUCTOR_KEYS = ("max_autotune", "max_autotune_gemm", "triton.cudagraphs", "fallback_random")
+
+
+@pytest.fixture(autouse=True)
+def no_cost_model_from_outside(monkeypatch, isolated_options):
+    monkeypatch.delenv(COST_MODEL_VARIABLE)  # set for all other tests
 
 
 def parse(options=None, mode=None):

@@ -226,7 +226,9 @@ def test_what_cannot_be_is_said():
     with pytest.raises(OptionsError, match="H100"):
         autoremat.explain(model, x, device="Z9000")
     with pytest.raises(OptionsError, match="known by name only"):
-        autoremat.explain(model, x, device="H100", options=EAGER | {"cost_model": "calibrated"})
+        autoremat.explain(model, x, device="H100", options=EAGER | {"cost_model": "profile"})
+    by_default = autoremat.explain(model, x, device="H100", options=EAGER | {"cost_model": "calibrated"})
+    assert (by_default.cost_model, by_default.assumed_share) == ("roofline", 1.0)
     survey = autoremat.survey(model, x, memory_budget=0.9, options=EAGER)
     for lower in (False, True):
         with pytest.raises(OptionsError, match="each graph is planned by itself"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -154,6 +155,16 @@ def test_a_device_is_calibrated_once(monkeypatch):
     calibration._known.clear()  # as in another process
     assert calibration.rates_of(CPU) == first
     assert len(calls) == 1
+
+    def slower_than_another_process(*_):
+        store.write_text("rates", calibration.device_key(CPU), first.to_json())
+        return dataclasses.replace(first, launch_seconds=2.0)
+
+    (store.folder("rates") / f"{calibration.device_key(CPU)}.json").unlink()
+    monkeypatch.setattr(calibration, "calibrate", slower_than_another_process)
+    calibration._known.clear()
+    assert calibration.rates_of(CPU) == first
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: calls.append(1) or some_rates())
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     calibration.rates_of(CPU)
     assert len(calls) == 2
