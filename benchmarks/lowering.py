@@ -81,7 +81,13 @@ KINDS: dict[str, Callable[[], Built]] = {
 PATIENT = {"time_limit": 600}
 """Options: a busy machine must not cut the planner's search short."""
 
-BUILDERS = {**model_zoo.MODELS, **KINDS}
+BUILDERS = {**model_zoo.MODELS, "llama-24": lambda: model_zoo.llama(24), **KINDS}
+
+
+class Device:
+    """Where :func:`build` puts models and inputs."""
+
+    chosen = torch.device("cpu")
 
 
 class Lowered(Exception):
@@ -119,11 +125,11 @@ class Watch:
 
 
 def build(name: str) -> Built:
-    """The model in training mode and its inputs, always with the same weights and batch."""
+    """The model in training mode and its inputs, on the chosen device, always with the same weights and batch."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, inputs = BUILDERS[name]()
-    return model.train(), inputs
+    return model.train().to(Device.chosen), tuple(tensor.to(Device.chosen) for tensor in inputs)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,21 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lowering import BUILDERS, KINDS, PATIENT, ROOT, Watch, build, lowered, plain_peak, planned, smallest, uncached, watching
+from lowering import (
+    BUILDERS,
+    KINDS,
+    PATIENT,
+    ROOT,
+    Device,
+    Watch,
+    build,
+    lowered,
+    plain_peak,
+    planned,
+    smallest,
+    uncached,
+    watching,
+)
 from rich.console import Console
 from rich.table import Table
 from torch._dynamo.exc import BackendCompilerFailed
@@ -144,7 +158,7 @@ def measure(name: str, times: bool, **options: Any) -> tuple[Watch, int, float |
         for _ in range(WARM_STEPS):
             step()
     model.zero_grad(set_to_none=True)
-    with autoremat.track_peak("cpu") as peak:
+    with autoremat.track_peak(Device.chosen) as peak:
         step()
     return watch, peak.bytes, median_seconds(step) if times else None
 
@@ -152,10 +166,18 @@ def measure(name: str, times: bool, **options: Any) -> tuple[Watch, int, float |
 def median_seconds(step: Callable[[], None]) -> float:
     samples = []
     for _ in range(TIMED_STEPS):
+        synchronize()
         begin = time.perf_counter()
         step()
+        synchronize()
         samples.append(time.perf_counter() - begin)
     return statistics.median(samples)
+
+
+def synchronize() -> None:
+    """Wait until the device has done all it was given."""
+    if Device.chosen.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def step_seconds(name: str) -> float:
@@ -221,6 +243,8 @@ def mebibytes(count: int) -> str:
 def write(name: str, shown: Sequence[Any], record: dict[str, Any], folder: Path) -> None:
     """Print, and write the same to ``name``.txt and the record to ``name``.json in ``folder``."""
     setup = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    if Device.chosen.type == "cuda":
+        setup["device"] = torch.cuda.get_device_name()
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f"{name}.txt").open("w") as file:
         for console in (Console(width=150), Console(width=150, file=file)):
@@ -230,8 +254,9 @@ def write(name: str, shown: Sequence[Any], record: dict[str, Any], folder: Path)
     (folder / f"{name}.json").write_text(json.dumps(setup | record, indent=2) + "\n")
 
 
-def sweep(names: Sequence[str], setting: Setting, folder: Path, resume: bool) -> None:
-    path, rows, known = folder / "peaks.json", [], []
+def sweep(names: Sequence[str], setting: Setting, folder: Path, resume: bool, title: str = "peaks") -> None:
+    """All rows of all models, written to ``title``.txt and ``title``.json in ``folder``."""
+    path, rows, known = folder / f"{title}.json", [], []
     if resume and path.exists():
         known = [Row(**fields) for fields in json.loads(path.read_text())["rows"]]
     folder.mkdir(parents=True, exist_ok=True)
@@ -243,7 +268,7 @@ def sweep(names: Sequence[str], setting: Setting, folder: Path, resume: bool) ->
             path.write_text(json.dumps({"rows": [asdict(r) for r in rows]}))
     figures = summary(rows)
     lines = "\n".join(f"{key}: {value:.4g}" for key, value in figures.items())
-    write("peaks", [table_of(rows, setting.times), lines], {"summary": figures, "rows": [asdict(r) for r in rows]}, folder)
+    write(title, [table_of(rows, setting.times), lines], {"summary": figures, "rows": [asdict(r) for r in rows]}, folder)
 
 
 def monotone(name: str, folder: Path) -> None:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from autoremat.cost import DATASHEETS, cuda_device, device_memory
@@ -42,3 +47,11 @@ def test_another_number_is_another_card(name):
 def test_an_unknown_card_has_middling_rates():
     assert cuda_device("Abacus", True).flops_per_second == UNKNOWN_GPU.half_flops * MATMUL_EFFICIENCY
     assert cuda_device("H100", False).flops_per_second < cuda_device("H100", True).flops_per_second
+
+
+def test_where_there_is_no_gpu_its_benchmark_writes_nothing(tmp_path):
+    script = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
+    command = [sys.executable, str(script), "--output", str(tmp_path / "results")]
+    done = subprocess.run(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""}, capture_output=True, text=True, check=True)
+    assert done.stdout == "skipped: there is no CUDA device, and nothing was written\n"
+    assert list(tmp_path.iterdir()) == []
