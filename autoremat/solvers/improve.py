@@ -87,7 +87,8 @@ class Incumbent:
 def program_around(model: EventGap, chosen: Vector, free: Columns, budget: Vector, penalty: float) -> Program:
     """The program of the ``free`` columns, the others as in ``chosen``, with ``budget`` bytes at each op.
 
-    Its variables are the free columns and, in units of the largest budget, the bytes over it at each op that can be over.
+    Its variables are the free columns and, in units of the largest budget (a byte, if that is 0), the bytes over it at each op
+    that can be over.
     """
     fixed = chosen.copy()
     fixed[free] = 0.0
@@ -96,7 +97,7 @@ def program_around(model: EventGap, chosen: Vector, free: Columns, budget: Vecto
     rows = np.flatnonzero(np.diff(parts.indptr))
     room = budget - model.fixed_bytes - model.memory @ fixed
     tight = np.flatnonzero((np.diff(memory.indptr) > 0) & (np.asarray(memory.sum(axis=1)).ravel() > room))
-    unit, slacks = float(budget.max()), len(tight)
+    unit, slacks = max(float(budget.max()), 1.0), len(tight)
     offset = (logic @ fixed)[rows]
     matrix = bmat([[parts[rows], None], [memory[tight] / unit, -eye(slacks)]], format="csr") if slacks else parts[rows]
     return Program(
