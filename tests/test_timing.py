@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autoremat import store
-from autoremat.cost import Curve, Rate, Rates, curve_name
+from autoremat.cost import Curve, Rate, Rates, cpu_device, curve_name
 from autoremat.timing import calibration, profiling
 from autoremat.timing.recipes import Place, Recipe, recipes
 from autoremat.timing.stopwatch import MAX_RUNS, Stopwatch, measurable, undisturbed
@@ -104,7 +104,8 @@ def test_what_goes_wrong_while_measuring_is_raised_where_one_waits():
         undisturbed(CPU, fail)
 
 
-def test_a_calibration_has_a_curve_for_every_rate_and_subtracts_the_call():
+def test_a_calibration_has_a_curve_for_every_rate_and_subtracts_the_call(monkeypatch):
+    monkeypatch.setattr(calibration, "LONGEST_RUN", 1e-4)  # only small sizes are prepared
     rates = calibration.calibrate(CPU, FakeTimer(each=1e-3), uncompiled)
     assert set(rates.curves) >= {curve_name(rate) for rate in Rate}
     assert curve_name(Rate.MATMUL, "bfloat16") in rates.curves
@@ -127,20 +128,56 @@ def prepared(place: Place, size: int) -> tuple[float, Callable[[], object]]:
 
 
 def test_sizes_that_would_take_too_long_are_left_out():
-    recipe = Recipe(Rate.MATMUL, (1, 10, 1000, 10000), prepared)
-    curve = calibration._curve(recipe, Place(CPU), FakeTimer(each=0.01), 0.0)
-    assert [amount for amount, _ in curve.points] == [1.0]
-    curve = calibration._curve(recipe, Place(CPU), FakeTimer(each=1e-6), 0.0)
-    assert [amount for amount, _ in curve.points] == [1.0, 10.0, 1000.0, 10000.0]
+    recipe = Recipe(Rate.MATMUL, (10**9, 10**10, 10**12, 10**13), prepared)
+    assert list(calibration._points(recipe, Place(CPU), FakeTimer(each=0.01), 0.0)) == [1e9]
+    assert list(calibration._points(recipe, Place(CPU), FakeTimer(each=1e-6), 0.0)) == [1e9, 1e10, 1e12, 1e13]
+
+
+def test_a_small_size_that_was_disturbed_says_nothing_of_larger_ones():
+    recipe = Recipe(Rate.MATMUL, (1000, 10**6, 10**12), prepared)
+    assert list(calibration._points(recipe, Place(CPU), FakeTimer(each=0.01), 0.0)) == [1e3, 1e6]
+
+
+@dataclass
+class OftenDisturbed(FakeTimer):
+    """Of so many first measurements every third takes longer, and ever longer."""
+
+    until: int = 0
+
+    def seconds(self, run: Callable[[], object]) -> float:
+        number = len(self.timed)
+        return super().seconds(run) + (0.01 * number if number < self.until and number % 3 == 2 else 0.0)
+
+
+@pytest.fixture
+def one_size_of_each(monkeypatch):
+    monkeypatch.setattr(calibration, "recipes", lambda *_: [Recipe(rate, (64,), prepared) for rate in Rate])
+
+
+def test_what_was_disturbed_is_measured_again(one_size_of_each, caplog):
+    expected = calibration.calibrate(CPU, FakeTimer(each=1e-5), uncompiled)
+    assert calibration.calibrate(CPU, OftenDisturbed(each=1e-5, until=2 * len(Rate)), uncompiled).curves == expected.curves
+    assert not caplog.records
+
+
+def test_what_stays_disturbed_is_said_and_what_cannot_be_comes_from_the_data_sheet(one_size_of_each, caplog, tmp_path):
+    rates = calibration.calibrate(CPU, FakeTimer(each=1.0), uncompiled)
+    assert "cpu was busy while it was calibrated: seconds of " in caplog.text
+    assert str(tmp_path) in caplog.text
+    sheet = cpu_device(torch.get_num_threads())
+    assert rates.curves["matmul.float32"].seconds(64.0) == 64.0 / sheet.flops_per_second
+    assert rates.curves["stream"].seconds(64.0) == 64.0 / sheet.bytes_per_second
+    assert rates.curves["exponential"].seconds(64.0) == 8 * 64.0 / sheet.bytes_per_second
+    assert rates.curves["sort"].seconds(64.0) == calibration.LEAST_SHARE
 
 
 def test_a_type_that_the_device_does_not_know_has_no_curve():
     def refuse(place: Place, size: int) -> tuple[float, Callable[[], object]]:
         raise RuntimeError("not implemented for 'BFloat16'")
 
-    assert calibration._curve(Recipe(Rate.MATMUL, (1,), refuse, torch.bfloat16), Place(CPU), FakeTimer(), 0.0) is None
+    assert calibration._points(Recipe(Rate.MATMUL, (1,), refuse, torch.bfloat16), Place(CPU), FakeTimer(), 0.0) == {}
     with pytest.raises(RuntimeError, match="not implemented"):
-        calibration._curve(Recipe(Rate.MATMUL, (1,), refuse), Place(CPU), FakeTimer(), 0.0)
+        calibration._points(Recipe(Rate.MATMUL, (1,), refuse), Place(CPU), FakeTimer(), 0.0)
 
 
 def some_rates() -> Rates:

@@ -14,5 +14,8 @@ from autoremat.cost.rates import Rates as Rates
 from autoremat.cost.rates import Task as Task
 from autoremat.cost.rates import Work as Work
 from autoremat.cost.rates import curve_name as curve_name
+from autoremat.cost.roofline import SLOWEST as SLOWEST
+from autoremat.cost.roofline import datasheet_seconds as datasheet_seconds
+from autoremat.cost.roofline import is_plausible as is_plausible
 from autoremat.cost.roofline import roofline_seconds as roofline_seconds
 from autoremat.cost.roofline import saving_seconds_per_byte as saving_seconds_per_byte

@@ -60,6 +60,12 @@ FLOP_RATES = frozenset(
 )  # fmt: skip
 """Rates that depend on the element type; the others are measured with 32-bit floats."""
 
+UNBOUNDED_RATES = frozenset({Rate.SORT, Rate.SCAN})
+"""Rates of which neither FLOPs nor bytes say how long they take at the most."""
+
+BYTE_RATES = frozenset({Rate.STREAM, Rate.GATHER, Rate.SCATTER})
+"""Rates whose amounts are bytes."""
+
 SUBSTITUTES: Mapping[str, tuple[str, ...]] = {"float16": ("bfloat16",), "bfloat16": ("float16",)}
 """Types to look at, before float32, for a rate that was not measured for a type."""
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import torch
@@ -16,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from autoremat import store
-from autoremat.cost import Curve, Rates, curve_name
+from autoremat.cost import SLOWEST, Curve, Device, Rates, cpu_device, cuda_device, curve_name, datasheet_seconds, is_plausible
 from autoremat.timing.recipes import FUSED, Compile, Place, Recipe, compiled, matmul, recipes
 from autoremat.timing.stopwatch import Timer, measurable, stopwatch_for, undisturbed
 
@@ -27,6 +28,12 @@ LONGEST_RUN = 0.05
 
 LEAST_SHARE = 0.1
 """At least this share of a measured time is the op's own, whatever the launch was measured to take."""
+
+MOST_TURNS, AGREEMENT = 6, 1.5
+"""How often a rate is measured at most; the largest factor between two measurements that are taken to be undisturbed."""
+
+Points = dict[float, float]
+"""Seconds by amounts of work."""
 
 TINY = 8
 """The side of a matrix whose product costs little but the launch."""
@@ -92,40 +99,108 @@ def _measured(device: torch.device, key: str) -> Rates:
 def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
     """Run all recipes on ``device``, with a progress bar if there is a terminal to show it on.
 
-    ``compile_`` is what compiles fused arithmetic. Raises ``RuntimeError`` if the device cannot do 32-bit arithmetic.
+    The least times count, as far as they are plausible; where none is, the data sheet. ``compile_`` is what compiles fused
+    arithmetic. Raises ``RuntimeError`` if the device cannot do 32-bit arithmetic.
     """
     launch = timer.seconds(matmul(Place(device), TINY)[1])
     # What calling compiled code costs has nothing to do with the arithmetic in it.
     call = timer.seconds(compile_(torch.neg, torch.zeros(1, device=device)))
-    curves: dict[str, Curve] = {}
-    todo = list(recipes(device, compile_))
-    console = Console(stderr=True)
-    columns = (TextColumn("autoremat: calibrating [bold]{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(str(device), total=len(todo))
-        for recipe in todo:
-            overhead = call if recipe.rate in FUSED else launch
-            curve = _curve(recipe, Place(device, recipe.dtype), timer, overhead)
-            if curve is not None:
-                curves[curve_name(recipe.rate, str(recipe.dtype).removeprefix("torch."))] = curve
-            progress.advance(bar)
+    todo = {curve_name(recipe.rate, _name(recipe.dtype)): recipe for recipe in recipes(device, compile_)}
+    found, doubtful = _measured_twice(todo, device, lambda r, p: _points(r, p, timer, call if r.rate in FUSED else launch))
     if device.type == "cuda":
         torch.cuda.empty_cache()
+    curves: dict[str, Curve] = {}
+    for name, points in found.items():
+        plausible = _plausible(todo[name], points, device)
+        if points:
+            curves[name] = Curve.through((plausible or _by_datasheet(todo[name], points, device)).items())
+        if plausible != points:
+            doubtful.add(name)
+    if doubtful:
+        log.warning(
+            "%s was busy while it was calibrated: seconds of %s may be wrong. To measure again when it is idle, delete %s",
+            device, ", ".join(sorted(doubtful)), store.folder("rates"),
+        )  # fmt: skip
     return Rates(device_name(device), launch, curves)
 
 
-def _curve(recipe: Recipe, place: Place, timer: Timer, overhead: float) -> Curve | None:
-    """One curve, less the ``overhead`` of a call; None if the device has no such op for the type."""
-    points: list[tuple[float, float]] = []
+def _measured_twice(
+    recipes: Mapping[str, Recipe], device: torch.device, measure: Callable[[Recipe, Place], Points]
+) -> tuple[dict[str, Points], set[str]]:
+    """What ``measure`` finds of each recipe, and of which no two results agree.
+
+    All are measured, then all again, then those whose results differ, for what disturbs a measurement has passed by then.
+    """
+    found: dict[str, Points] = {}
+    unsettled = dict(recipes)
+    with _progress() as progress:
+        bar = progress.add_task(str(device), total=2 * len(recipes))
+        for turn in range(MOST_TURNS):
+            for name, recipe in tuple(unsettled.items()):
+                points = measure(recipe, Place(device, recipe.dtype))
+                if turn and _agree(points, found[name]):
+                    del unsettled[name]
+                found[name] = _lesser(points, found.get(name, {}))
+                progress.advance(bar)
+    return found, set(unsettled)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _plausible(recipe: Recipe, points: Points, device: torch.device) -> Points:
+    sheet = _datasheet(device, recipe.dtype)
+    return {amount: seconds for amount, seconds in points.items() if is_plausible(recipe.rate, amount, seconds, sheet)}
+
+
+def _by_datasheet(recipe: Recipe, points: Points, device: torch.device) -> Points:
+    """Where no measurement is plausible."""
+    return {amount: datasheet_seconds(recipe.rate, amount, _datasheet(device, recipe.dtype)) for amount in points}
+
+
+def _datasheet(device: torch.device, dtype: torch.dtype) -> Device:
+    if device.type == "cpu":
+        return cpu_device(torch.get_num_threads())
+    return cuda_device(torch.cuda.get_device_name(device), dtype is not torch.float32)
+
+
+def _progress() -> Progress:
+    console = Console(stderr=True)
+    columns = (TextColumn("autoremat: calibrating [bold]{task.description}"), BarColumn(), MofNCompleteColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def _points(recipe: Recipe, place: Place, timer: Timer, overhead: float) -> Points:
+    """Seconds by amount, less the ``overhead`` of a call; none if the device has no such op for the type."""
+    points: Points = {}
     for size in recipe.sizes:
         try:
             amount, run = recipe.prepare(place, size)
-            if points and points[-1][1] * amount / points[-1][0] > LONGEST_RUN:
+            if points and _expected(recipe, points, amount, _datasheet(place.device, place.dtype)) > LONGEST_RUN:
                 break
             seconds = timer.seconds(run)
         except RuntimeError:
             if recipe.dtype is torch.float32 and not points:
                 raise
             break
-        points.append((amount, max(seconds - overhead, LEAST_SHARE * seconds)))
-    return Curve.through(points) if points else None
+        points[amount] = max(seconds - overhead, LEAST_SHARE * seconds)
+    return points
+
+
+def _expected(recipe: Recipe, points: Points, amount: float, sheet: Device) -> float:
+    """At most how many seconds ``amount`` will take, after smaller ones, of which the last may have been disturbed."""
+    last = max(points)
+    if is_plausible(recipe.rate, last, points[last], sheet):
+        return points[last] * amount / last
+    return SLOWEST * datasheet_seconds(recipe.rate, amount, sheet)
+
+
+def _agree(one: Points, other: Points) -> bool:
+    """Whether two measurements got equally far, with about the same figures."""
+    return one.keys() == other.keys() and all(max(s, other[a]) <= AGREEMENT * min(s, other[a]) for a, s in one.items())
+
+
+def _lesser(one: Points, other: Points) -> Points:
+    """The lesser seconds for each amount."""
+    return {amount: min(p[amount] for p in (one, other) if amount in p) for amount in sorted({*one, *other})}

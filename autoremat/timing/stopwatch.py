@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -32,7 +31,10 @@ class Timer(Protocol):
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """Medians over samples, each of so many runs that the clock's steps and the device's latency do not count."""
+    """The least of a few samples, each of so many runs that the clock's steps and the device's latency do not count.
+
+    Whatever else the machine does only ever adds to a time, and much where several threads wait for each other.
+    """
 
     wait: Callable[[], None]
     """Returns when the device has done all it was given."""
@@ -41,11 +43,11 @@ class Stopwatch:
     sample_seconds: float = 2e-3
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """The median time of ``run()`` after two runs to warm up, in seconds."""
+        """The time of ``run()`` after two runs to warm up, in seconds."""
         run()
         once = self._sample(run, 1)
         runs = min(MAX_RUNS, max(1, math.ceil(self.sample_seconds / max(once, 1e-9))))
-        return statistics.median(self._sample(run, runs) for _ in range(self.samples))
+        return min(self._sample(run, runs) for _ in range(self.samples))
 
     def _sample(self, run: Callable[[], object], runs: int) -> float:
         self.wait()
