@@ -34,7 +34,7 @@ from autoremat.graph import Graph, Kind, Role
 from autoremat.loss_parts import Choice, Contender, Parts
 from autoremat.options import Options
 from autoremat.orders import Ordered, Orders
-from autoremat.passes import accumulate_in_order, make_once, read_operands_directly, realise
+from autoremat.passes import make_once, read_operands_directly, realise, rewrite_for_inductor
 from autoremat.plans import Plan
 from autoremat.report import Report
 from autoremat.solvers import Planner, Planning
@@ -139,7 +139,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         try:
             read_operands_directly(joint)
             if self.fuses:
-                accumulate_in_order(joint)
+                rewrite_for_inductor(joint)
             captured = capture(joint, kwargs["num_fwd_outputs"], self.fuses)
             if captured.graph.num_forward < len(captured.graph.ops):
                 self.is_region = not joint_inputs

@@ -17,7 +17,7 @@ from autoremat.costing import CALIBRATED, PROFILE, ROOFLINE, priced
 from autoremat.errors import OptionsError
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner, free_device_bytes
-from autoremat.passes import accumulate_in_order, read_operands_directly
+from autoremat.passes import read_operands_directly, rewrite_for_inductor
 from autoremat.progress import said_if_slow
 from autoremat.rehearsal import refuse_surveys, rehearsals
 from autoremat.report import Report
@@ -121,7 +121,7 @@ def previews(
             prepared = torch_compat.prepare_joint(joint)
             read_operands_directly(prepared)
             if fuses:
-                accumulate_in_order(prepared)
+                rewrite_for_inductor(prepared)
             captured = capture(prepared, keywords["num_fwd_outputs"], fuses, target.cuda_name)
             if captured.graph.one_phase:
                 return None

@@ -133,12 +133,14 @@ def again_seconds(graph: Graph, index: int) -> float:
     op, num_forward = graph.ops[index], graph.num_forward
     if not op.traffic_seconds or any(graph.ops[r].kind is Kind.EXTERN for v in op.outputs for r in graph.readers[v]):
         return op.seconds
-    stretches, unseen, seen = set(), [index], set()
+    stretches, unseen, seen, late_fused_readers = set(), [index], set(), set()
     while unseen:
         current = unseen.pop()
         for reader in (r for v in graph.ops[current].outputs for r in graph.readers[v]):
             if reader >= num_forward:
                 stretches.add(sum(other.kind is Kind.EXTERN for other in graph.ops[num_forward : reader + 1]))
+                if graph.ops[reader].kind is not Kind.EXTERN:
+                    late_fused_readers.add(reader)
             elif graph.ops[reader].kind is Kind.POINTWISE and reader not in seen:
                 seen.add(reader)
                 unseen.append(reader)
@@ -147,8 +149,23 @@ def again_seconds(graph: Graph, index: int) -> float:
         maker = graph.values[value].producer
         if maker is not None and graph.ops[maker].kind is not Kind.POINTWISE and not fused_backward_readers(graph, value):
             extra += graph.values[value].bytes
-    arithmetic = op.seconds - op.traffic_seconds
+    own = made_bytes(graph, index)
+    larger = max(
+        [own, *(iterated_bytes(graph, reader) for reader in late_fused_readers), *(made_bytes(graph, i) for i in seen)]
+    )
+    times = larger / own if own and op.inputs and larger > 8 * own else 1.0
+    arithmetic = (op.seconds - op.traffic_seconds) * times
     return max(len(stretches), 1) * (arithmetic + extra * graph.saving_seconds_per_byte / 2)
+
+
+def made_bytes(graph: Graph, index: int) -> int:
+    return sum(graph.values[v].bytes for v in graph.ops[index].outputs)
+
+
+def iterated_bytes(graph: Graph, index: int) -> int:
+    """The bytes over which a fused op goes: of what it makes, or of what it reads if it reduces."""
+    read = [graph.values[v].bytes for v in graph.ops[index].inputs]
+    return max([made_bytes(graph, index), *(read if graph.ops[index].kind is Kind.REDUCTION else [])])
 
 
 def fused_backward_readers(graph: Graph, value: int) -> list[int]:
@@ -163,7 +180,8 @@ def saving_seconds(graph: Graph, value: int) -> float:
         return 0.0
     by_its_own_kernel = any(r < graph.num_forward and graph.ops[r].kind is Kind.EXTERN for r in readers)
     exists = graph.ops[maker].kind is not Kind.POINTWISE or by_its_own_kernel or value in graph.forward_outputs
-    moves = 2 if not graph.fuses else (not exists) + bool(fused_backward_readers(graph, value))
+    for_repeats = graph.ops[maker].kind is Kind.POINTWISE and all(r < graph.num_forward for r in readers)
+    moves = 2 if not graph.fuses else (not exists) + (for_repeats or bool(fused_backward_readers(graph, value)))
     return graph.values[value].bytes * moves * graph.saving_seconds_per_byte / 2
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoremat
-from autoremat import partitioner
+from autoremat import passes
 from autoremat.passes import accumulate_in_order
 
 aten = torch.ops.aten
@@ -123,7 +123,7 @@ def step(in_order: bool) -> tuple[list[Tensor], autoremat.Report, int]:
     model, tokens = TiedModel(), torch.randint(0, 4096, (512,))
     with pytest.MonkeyPatch.context() as patch:
         if not in_order:
-            patch.setattr(partitioner, "accumulate_in_order", lambda joint: 0)
+            patch.setattr(passes, "accumulate_in_order", lambda joint: 0)
         # An option that changes nothing but the key of Inductor's caches.
         compiled = torch.compile(model, backend="autoremat", options={"max_pointwise_cat_inputs": 8 + in_order})
         compiled(tokens).backward()

@@ -87,3 +87,35 @@ def test_a_result_that_several_runs_need_is_computed_in_each():
     graph = build.graph(backward_outputs=(gradient,), fuses=True, saving_seconds_per_byte=PER_BYTE)
     again = [graph.traffic.again_seconds[graph.values[value].producer] for value in sums]
     assert again == pytest.approx([runs * (1e-4 + MOVED) for runs in (3, 2, 1)])
+
+
+def test_what_only_repeats_would_read_is_read_if_it_is_saved():
+    """As of a log-softmax, which is made again from the logits and not from the difference to their maximum."""
+    build = GraphBuilder()
+    logits = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
+    fused = {"kind": Kind.POINTWISE, "seconds": 1e-5, "traffic_seconds": 9e-6}
+    difference = build.op([logits], SIZE, **fused)
+    result = build.op([difference], SIZE, **fused)
+    loss = build.op([result], 0, kind=Kind.REDUCTION)
+    gradient = build.op([build.source(0, Role.TANGENT), result], SIZE, kind=Kind.POINTWISE, forward=False)
+    ends = {"forward_outputs": (loss,), "backward_outputs": (gradient,)}
+    graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=PER_BYTE)
+    assert graph.traffic.saving_seconds[[logits, difference, result]] == pytest.approx([0.0, 2 * MOVED, 2 * MOVED])
+    assert set(Planner(graph).find(None).plan.saved) == {logits}
+
+
+def test_what_is_spread_over_columns_is_saved_and_not_computed_for_each():
+    """As the logarithm of the sum of each row in a log-softmax."""
+    build, columns = GraphBuilder(), 1000
+    logits = build.op([build.source(SIZE)], SIZE * columns, kind=Kind.EXTERN)
+    total = build.op([logits], SIZE, kind=Kind.REDUCTION)
+    log = build.op([total], SIZE, kind=Kind.POINTWISE, seconds=2e-5, traffic_seconds=1e-5)
+    result = build.op([logits, log], SIZE * columns, kind=Kind.POINTWISE, seconds=2e-2, traffic_seconds=1e-2)
+    loss = build.op([result], 0, kind=Kind.REDUCTION)
+    tangent = build.source(0, Role.TANGENT)
+    gradient = build.op([tangent, result], SIZE * columns, kind=Kind.POINTWISE, forward=False)
+    ends = {"forward_outputs": (loss,), "backward_outputs": (gradient,)}
+    graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=PER_BYTE)
+    maker = graph.values[log].producer
+    assert graph.traffic.again_seconds[maker] == pytest.approx(columns * 1e-5 + MOVED)
+    assert set(Planner(graph).find(None).plan.saved) == {logits, log}

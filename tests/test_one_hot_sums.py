@@ -1,0 +1,117 @@
+"""Sums of rows with one entry: the same bits without the sum, and everything else is left alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn import functional as F
+
+import autoremat
+from autoremat.passes import sum_one_hot_rows
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+ROWS, COLUMNS = 6, 5
+
+
+def count(columns: int = COLUMNS, start: int = 0) -> Tensor:
+    return prims.iota.default(columns, start=start, step=1, dtype=torch.int64, device="cpu", requires_grad=False)
+
+
+def scalar(number: float) -> Tensor:
+    return aten.scalar_tensor.default(number, dtype=torch.float32)
+
+
+def of_a_loss(target: Tensor, gradient: Tensor) -> Tensor:
+    equal = aten.eq.Tensor(target.expand(ROWS, COLUMNS), count().view(1, COLUMNS))
+    return (torch.where(equal, scalar(-1.0), scalar(0)) * gradient).sum(1, keepdim=True)
+
+
+def without_the_dimension(target: Tensor, gradient: Tensor) -> Tensor:
+    equal = aten.eq.Tensor(count(), target)
+    return (gradient * torch.where(equal, aten.full.default([], 0.37), aten.full.default([], 0.0))).sum(-1)
+
+
+def of_images(target: Tensor, gradient: Tensor) -> Tensor:
+    targets, gradients = target.view(2, 1, 3), gradient.view(2, 1, 3)
+    equal = aten.eq.Tensor(targets.expand(2, COLUMNS, 3), count().view(1, COLUMNS, 1))
+    return (torch.where(equal, scalar(-1.0), scalar(0)) * gradients).sum(1, keepdim=True)
+
+
+def weighted(target: Tensor, gradient: Tensor) -> Tensor:
+    equal = aten.eq.Tensor(target, count())
+    return (torch.where(equal, scalar(-1.0), scalar(0)) * gradient.expand(ROWS, COLUMNS).cos()).sum(1)
+
+
+def counted_from_one(target: Tensor, gradient: Tensor) -> Tensor:
+    equal = aten.eq.Tensor(target, count(start=1))
+    return (torch.where(equal, scalar(-1.0), scalar(0)) * gradient).sum(1)
+
+
+def of_ones_elsewhere(target: Tensor, gradient: Tensor) -> Tensor:
+    equal = aten.eq.Tensor(target, count())
+    return (torch.where(equal, scalar(-1.0), scalar(1.0)) * gradient).sum(1)
+
+
+def over_rows(target: Tensor, gradient: Tensor) -> Tensor:
+    equal = aten.eq.Tensor(target, count())
+    return (torch.where(equal, scalar(-1.0), scalar(0)) * gradient).sum(0)
+
+
+def in_doubles(target: Tensor, gradient: Tensor) -> Tensor:
+    equal = aten.eq.Tensor(target, count())
+    return (torch.where(equal, scalar(-1.0), scalar(0)) * gradient).sum(1, dtype=torch.float64)
+
+
+GRADIENTS = torch.tensor([0.3, -0.0, 0.0, torch.inf, torch.nan, -2.5]).view(ROWS, 1)
+
+
+def rewritten(function: Callable[..., Tensor], target: Tensor) -> tuple[int, Tensor, Tensor]:
+    graph: fx.GraphModule = make_fx(function, tracing_mode="fake")(target, GRADIENTS)
+    number = sum_one_hot_rows(graph)
+    assert number == sum(node.target is aten.logical_and.default for node in graph.graph.nodes)
+    return number, graph(target, GRADIENTS), function(target, GRADIENTS)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """All that is not a number is the same."""
+    return torch.where(tensor.isnan(), torch.full_like(tensor, torch.nan), tensor).view(torch.int32)
+
+
+@pytest.mark.parametrize("function", [of_a_loss, without_the_dimension, of_images])
+@pytest.mark.parametrize("targets", [(0, 1, 2, 3, 4, 0), (4, 4, 4, 4, 4, 4), (-1, 5, -100, 9, 2, 7)])
+def test_the_sum_goes_and_the_bits_stay(function, targets):
+    number, found, expected = rewritten(function, torch.tensor(targets).view(ROWS, 1))
+    assert number == 1
+    assert found.shape == expected.shape
+    assert torch.equal(bits(found), bits(expected))
+
+
+@pytest.mark.parametrize("function", [weighted, counted_from_one, of_ones_elsewhere, over_rows, in_doubles])
+def test_other_sums_are_left_alone(function):
+    number, found, expected = rewritten(function, torch.tensor([0, 1, 2, 3, 4, 0]).view(ROWS, 1))
+    assert number == 0
+    assert torch.equal(found.isnan(), expected.isnan())
+
+
+def loss(logits: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(logits, targets)
+
+
+@pytest.mark.slow
+def test_under_inductor_a_cross_entropy_sums_no_row_of_its_gradient():
+    logits, targets = torch.randn(64, 300, requires_grad=True), torch.randint(0, 300, (64,))
+    targets[3] = -100
+    (expected,) = torch.autograd.grad(torch.compile(loss)(logits, targets), logits)
+    torch._dynamo.reset()
+    planned = torch.compile(loss, backend="autoremat")
+    (found,) = torch.autograd.grad(planned(logits, targets), logits)
+    assert torch.equal(found, expected)
+    plan = autoremat.reports()[-1].plan
+    assert plan is not None
+    backward = plan.graph.ops[plan.graph.num_forward :]
+    assert not [op.name for op in backward if "sum" in op.target]
