@@ -127,7 +127,9 @@ def previews(
                 return None
             captured, pricing = priced(captured, planned_by.cost_model)
             must_fit = options.on_infeasible == "raise"
-            partitioner = Partitioner(planned_by, "", 0, fuses, must_fit, free, target.cuda_name)
+            partitioner = Partitioner(
+                planned_by, "", fuses=fuses, must_fit=must_fit, free_bytes=free, cuda_name=target.cuda_name
+            )  # fmt: skip
             return look(Preview(captured, pricing, partitioner, inputs, keywords))
 
         return visit

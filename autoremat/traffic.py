@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from autoremat.graph import Graph
 
 
-TYPES = 8
-"""Elements of the smallest and the largest type differ in bytes by this factor: what is larger by more has more elements."""
+LARGEST_TYPE_RATIO = 8
+"""Between the bytes of elements of usual types: what is larger by more than this has more elements."""
 
 
 class Traffic:
@@ -86,7 +86,7 @@ class Traffic:
         constant, which reads nothing."""
         made = self._made_bytes(index)
         spread = self._spread_bytes[index]
-        return spread / made if made and self.graph.ops[index].inputs and spread > TYPES * made else 1.0
+        return spread / made if made and self.graph.ops[index].inputs and spread > LARGEST_TYPE_RATIO * made else 1.0
 
     def _made_bytes(self, index: int) -> int:
         return sum(self.graph.values[v].bytes for v in self.graph.ops[index].outputs)
@@ -106,7 +106,7 @@ class Traffic:
                 found[index] = max([found[index], *read]) if self.kinds[index] != POINTWISE else found[index]
                 continue
             for reader in (r for value in op.outputs for r in graph.readers[value]):
-                if reader >= graph.num_forward or self.kinds[reader] == POINTWISE:
+                if reader >= graph.num_forward or (self.kinds[reader] == POINTWISE and self._runs_in_need[reader]):
                     found[index] = max(found[index], found[reader])
         return found
 

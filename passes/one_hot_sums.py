@@ -2,7 +2,7 @@
 
 The gradient of a cross entropy is, in each row, the incoming gradient at the target's place and zeros; log-softmax's own
 gradient needs its sum. Inductor tells the place by comparing the target with a count of the columns, of 64-bit integers,
-and does not vectorise a sum over that.
+and does not vectorise a sum over that. What is weighted by classes, smoothed or of half precision has another form and is left.
 
 Before:
 
@@ -33,6 +33,9 @@ from autoremat.torch_compat import size_hint
 aten, prims = torch.ops.aten, torch.ops.prims
 
 CONSTANTS = (aten.scalar_tensor.default, aten.full.default)
+INDEX_TYPES = (torch.int32, torch.int64)
+"""Of targets: what is between two counts, or too narrow for the last, is compared otherwise."""
+
 RESHAPES = (aten.view.default, aten.reshape.default, aten.unsqueeze.default)
 
 
@@ -63,11 +66,13 @@ def _rewrite(total: fx.Node) -> bool:
         return False
     if not isinstance(dims, list) or len(dims) != 1 or not isinstance(dims[0], int):
         return False
-    rank = _value(product).dim()
-    dim = dims[0] % rank
+    result = _value(product)
+    if result is None or result.dim() == 0 or not result.dtype.is_floating_point:
+        return False
+    dim = dims[0] % result.dim()
     for first, second in itertools.permutations(product.args):
-        one_hot, gradient = _one_hot(first, rank, dim), _thin(second, rank, dim)
-        if one_hot is not None and gradient is not None and _value(gradient).dtype == _value(total).dtype:
+        one_hot, gradient = _one_hot(first, result, dim), _thin(second, result, dim)
+        if one_hot is not None and gradient is not None and gradient.meta["val"].dtype == result.dtype:
             _replace(total, one_hot, gradient, dim)
             return True
     return False
@@ -89,59 +94,64 @@ def _replace(total: fx.Node, one_hot: OneHot, gradient: fx.Node, dim: int) -> No
     total.replace_all_uses_with(found)
 
 
-def _one_hot(node: object, rank: int, dim: int) -> OneHot | None:
-    """What ``node`` is if it has one entry along ``dim``; its target has one column and as many rows as the node itself."""
-    if not isinstance(node, fx.Node) or node.target is not aten.where.self or _value(node).dim() != rank:
+def _one_hot(node: object, like: torch.Tensor, dim: int) -> OneHot | None:
+    """What ``node`` is if it has one entry in each row along ``dim``, and as many rows and columns as ``like``."""
+    if not isinstance(node, fx.Node) or node.target is not aten.where.self:
         return None
     condition, value, zero = node.args
-    columns = _value(node).shape[dim]
-    if not isinstance(columns, int) or not isinstance(condition, fx.Node) or condition.target is not aten.eq.Tensor:
+    columns = like.shape[dim]
+    if (
+        not isinstance(columns, int)
+        or columns < 2
+        or not isinstance(condition, fx.Node)
+        or condition.target is not aten.eq.Tensor
+    ):
         return None
-    if not isinstance(value, fx.Node) or not isinstance(zero, fx.Node) or _value(value).dim() or _constant(zero) != 0:
+    if not isinstance(value, fx.Node) or not isinstance(zero, fx.Node) or _constant(value) is None or _constant(zero) != 0:
         return None
     for first, second in itertools.permutations(condition.args):
-        target = _thin(first, rank, dim)
-        if target is not None and _same_rows(target, node, dim) and _counts(second, columns, rank - dim):
+        target = _thin(first, like, dim)
+        if target is not None and target.meta["val"].dtype in INDEX_TYPES and _counts(second, columns, like.dim() - dim):
             return OneHot(target, columns, value, zero)
     return None
 
 
-def _thin(node: object, rank: int, dim: int) -> fx.Node | None:
-    """``node`` before it was expanded along ``dim``, if it has one column there; all in the order of ``rank`` dimensions."""
+def _thin(node: object, like: torch.Tensor, dim: int) -> fx.Node | None:
+    """``node`` before it was expanded along ``dim``, if it has one column there and as many rows as ``like``."""
     if not isinstance(node, fx.Node):
         return None
     if node.target is aten.expand.default and isinstance(node.args[0], fx.Node):
         node = node.args[0]
-    shape = _value(node).shape
-    return node if len(shape) == rank and isinstance(shape[dim], int) and shape[dim] == 1 else None
+    value = _value(node)
+    if value is None or value.dim() != like.dim() or not _is_one(value.shape[dim]):
+        return None
+    # By hints: comparing symbols would make guards.
+    return node if all(size_hint(value.shape[i]) == size_hint(n) for i, n in enumerate(like.shape) if i != dim) else None
 
 
 def _counts(node: object, columns: int, from_the_end: int) -> bool:
     """Whether ``node`` counts 0, 1, ... ``columns`` - 1 along the dimension so many from the end and has no other."""
-    if not isinstance(node, fx.Node):
+    value = _value(node) if isinstance(node, fx.Node) else None
+    if not isinstance(node, fx.Node) or value is None or value.dim() < from_the_end:
         return False
-    shape = _value(node).shape
-    if len(shape) < from_the_end or shape[-from_the_end] != columns or _value(node).numel() != columns:
+    counted = value.dim() - from_the_end
+    if not all(n == columns if i == counted else _is_one(n) for i, n in enumerate(value.shape)):
         return False
     while node.target in RESHAPES and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node.target is prims.iota.default and (node.kwargs.get("start"), node.kwargs.get("step")) == (0, 1)
 
 
-def _same_rows(target: fx.Node, node: fx.Node, dim: int) -> bool:
-    """Whether ``target`` is as large as ``node`` in all dimensions but ``dim``."""
-    sizes = [[size_hint(n) for i, n in enumerate(_value(x).shape) if i != dim] for x in (target, node)]
-    return sizes[0] == sizes[1]  # comparing symbols would make guards
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
 
 
 def _constant(node: fx.Node) -> object:
     """The number of which ``node`` is a tensor without dimensions, or None."""
-    if node.target not in CONSTANTS or _value(node).dim():
-        return None
-    return node.args[-1]
+    value = _value(node)
+    return node.args[-1] if node.target in CONSTANTS and value is not None and value.dim() == 0 else None
 
 
-def _value(node: fx.Node) -> torch.Tensor:
-    value = node.meta["val"]
-    assert isinstance(value, torch.Tensor)
-    return value
+def _value(node: fx.Node) -> torch.Tensor | None:
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None

@@ -150,12 +150,18 @@ def again_seconds(graph: Graph, index: int) -> float:
         if maker is not None and graph.ops[maker].kind is not Kind.POINTWISE and not fused_backward_readers(graph, value):
             extra += graph.values[value].bytes
     own = made_bytes(graph, index)
-    larger = max(
-        [own, *(iterated_bytes(graph, reader) for reader in late_fused_readers), *(made_bytes(graph, i) for i in seen)]
-    )
+    late = [iterated_bytes(graph, reader) for reader in late_fused_readers]
+    larger = max([own, *late, *(made_bytes(graph, i) for i in seen if reaches_the_backward(graph, i))])
     times = larger / own if own and op.inputs and larger > 8 * own else 1.0
     arithmetic = (op.seconds - op.traffic_seconds) * times
     return max(len(stretches), 1) * (arithmetic + extra * graph.saving_seconds_per_byte / 2)
+
+
+def reaches_the_backward(graph: Graph, index: int) -> bool:
+    """Whether the backward reads what a forward op makes, itself or through pointwise ops."""
+    readers = [r for v in graph.ops[index].outputs for r in graph.readers[v]]
+    pointwise = (r for r in readers if r < graph.num_forward and graph.ops[r].kind is Kind.POINTWISE)
+    return any(r >= graph.num_forward for r in readers) or any(reaches_the_backward(graph, r) for r in pointwise)
 
 
 def made_bytes(graph: Graph, index: int) -> int:

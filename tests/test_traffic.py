@@ -119,3 +119,14 @@ def test_what_is_spread_over_columns_is_saved_and_not_computed_for_each():
     maker = graph.values[log].producer
     assert graph.traffic.again_seconds[maker] == pytest.approx(columns * 1e-5 + MOVED)
     assert set(Planner(graph).find(None).plan.saved) == {logits, log}
+
+
+def test_what_only_the_forward_spreads_is_not_charged_for_it():
+    build, columns = GraphBuilder(), 1000
+    total = build.op([build.source(SIZE)], SIZE, kind=Kind.REDUCTION)
+    log = build.op([total], SIZE, kind=Kind.POINTWISE, seconds=2e-5, traffic_seconds=1e-5)
+    spread = build.op([log], SIZE * columns, kind=Kind.POINTWISE, seconds=2e-2, traffic_seconds=1e-2)
+    loss = build.op([spread], 0, kind=Kind.REDUCTION)
+    gradient = build.op([build.source(0, Role.TANGENT), log], SIZE, kind=Kind.POINTWISE, forward=False)
+    graph = build.graph(forward_outputs=(loss,), backward_outputs=(gradient,), fuses=True, saving_seconds_per_byte=PER_BYTE)
+    assert graph.traffic.again_seconds[graph.values[log].producer] == pytest.approx(1e-5 + MOVED)
