@@ -54,6 +54,8 @@ def explain(
 ) -> Report:
     """The plan that the backend would make for ``model_or_fn(*args, **kwargs)``, and why, without running or allocating.
 
+    Only a calibration of the device, if it is here and never had one, does both.
+
     The model and its inputs may be real, fake or on the meta device; what counts of them is shapes and types. ``options`` are
     those of the backend. ``device``: where to plan for, a device of torch or a CUDA card by name, such as "H100-80GB", here
     or not; None: where the model is. ``memory_budget="auto"`` takes what the card has beside parameters, buffers and inputs.

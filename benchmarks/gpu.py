@@ -20,10 +20,12 @@ from typing import Any
 import model_zoo
 import torch
 from lowering import KINDS, PATIENT, ROOT, Device, build, planned, uncached
-from peaks import WARM_STEPS, Setting, mebibytes, sweep, write
+from peaks import MARGIN_OF_MINIMUM, WARM_STEPS, Setting, mebibytes, sweep, write
 from rich.table import Table
+from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
+from autoremat.errors import BudgetInfeasible
 
 SIZES = {"HIDDEN": 512, "HEADS": 8, "BATCH": 8, "LENGTH": 512, "VOCABULARY": 8192}
 """Of the language models, instead of those that suit a CPU."""
@@ -34,8 +36,8 @@ MODES: dict[str, dict[str, Any]] = {"launches": {}, "CUDA graphs": {"triton.cuda
 MODELS_OF_MODES = ("llama", "gpt2", "unet")
 """Without dropout, whose masks differ from those of the uncompiled model."""
 
-SHARE = 0.6
-"""The budget of ``MODES``, of the planned peak without a budget."""
+SHARE = 0.5
+"""The budget of ``MODES``, as a share of the way from the smallest peak to that without a budget, both by the simulator."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ class ModeRow:
     budget_bytes: int
     predicted_bytes: int
     allocated_bytes: int
+    """Near nothing where a graph is replayed: its pool was allocated when it was recorded."""
     reserved_bytes: int
-    """What the allocator's segments grew by in all steps: fragmentation and graph pools are in it."""
+    """What the allocator's segments grew by, compiling and recording included: fragmentation and graph pools are in it."""
     gradient_error: float
     """The largest difference from the uncompiled gradient, over the largest gradient."""
 
@@ -110,12 +113,22 @@ def mode_row(name: str, mode: str, budget: int, expected: list[torch.Tensor]) ->
 
 
 def modes(names: list[str], folder: Path) -> None:
-    rows = []
+    rows: list[ModeRow] = []
     for name in names:
-        budget, expected = int(SHARE * planned(name).predicted_peak_bytes), uncompiled(name)
+        report, expected = planned(name), uncompiled(name)
+        least, most = (peak + report.reserved_bytes for peak in (report.minimum_peak_bytes, report.predicted_peak_bytes))
         for mode in MODES:
-            rows.append(mode_row(name, mode, budget, expected))
+            try:
+                rows.append(mode_row(name, mode, int(least + SHARE * (most - least)), expected))
+            except BackendCompilerFailed as error:
+                if not isinstance(error.inner_exception, BudgetInfeasible):
+                    raise
+                rows.append(mode_row(name, mode, int(error.inner_exception.minimum_bytes * MARGIN_OF_MINIMUM), expected))
             print(rows[-1], flush=True)
+            write_modes(rows, folder)
+
+
+def write_modes(rows: list[ModeRow], folder: Path) -> None:
     table = Table(title="One budget, run in several ways, MiB")
     for column in ("model", "mode", "budget", "predicted", "allocated", "reserved", "gradient's error"):
         table.add_column(column, justify="left" if column in ("model", "mode") else "right")

@@ -129,13 +129,13 @@ def prepared(place: Place, size: int) -> tuple[float, Callable[[], object]]:
 
 def test_sizes_that_would_take_too_long_are_left_out():
     recipe = Recipe(Rate.MATMUL, (10**9, 10**10, 10**12, 10**13), prepared)
-    assert list(calibration._points(recipe, Place(CPU), FakeTimer(each=0.01), 0.0)) == [1e9]
-    assert list(calibration._points(recipe, Place(CPU), FakeTimer(each=1e-6), 0.0)) == [1e9, 1e10, 1e12, 1e13]
+    assert list(calibration._points(recipe, Place(CPU), FakeTimer(each=0.01))) == [1e9]
+    assert list(calibration._points(recipe, Place(CPU), FakeTimer(each=1e-6))) == [1e9, 1e10, 1e12, 1e13]
 
 
 def test_a_small_size_that_was_disturbed_says_nothing_of_larger_ones():
     recipe = Recipe(Rate.MATMUL, (1000, 10**6, 10**12), prepared)
-    assert list(calibration._points(recipe, Place(CPU), FakeTimer(each=0.01), 0.0)) == [1e3, 1e6]
+    assert list(calibration._points(recipe, Place(CPU), FakeTimer(each=0.01))) == [1e3, 1e6]
 
 
 @dataclass
@@ -175,9 +175,9 @@ def test_a_type_that_the_device_does_not_know_has_no_curve():
     def refuse(place: Place, size: int) -> tuple[float, Callable[[], object]]:
         raise RuntimeError("not implemented for 'BFloat16'")
 
-    assert calibration._points(Recipe(Rate.MATMUL, (1,), refuse, torch.bfloat16), Place(CPU), FakeTimer(), 0.0) == {}
+    assert calibration._points(Recipe(Rate.MATMUL, (1,), refuse, torch.bfloat16), Place(CPU), FakeTimer()) == {}
     with pytest.raises(RuntimeError, match="not implemented"):
-        calibration._points(Recipe(Rate.MATMUL, (1,), refuse), Place(CPU), FakeTimer(), 0.0)
+        calibration._points(Recipe(Rate.MATMUL, (1,), refuse), Place(CPU), FakeTimer())
 
 
 def some_rates() -> Rates:

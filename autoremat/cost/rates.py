@@ -60,7 +60,9 @@ FLOP_RATES = frozenset(
 )  # fmt: skip
 """Rates that depend on the element type; the others are measured with 32-bit floats."""
 
-UNBOUNDED_RATES = frozenset({Rate.SORT, Rate.SCAN})
+UNBOUNDED_RATES = frozenset(
+    {Rate.SORT, Rate.SCAN, Rate.DEPTHWISE_CONVOLUTION, Rate.DEPTHWISE_CONVOLUTION_BACKWARD, Rate.ATTENTION_BACKWARD}
+)
 """Rates of which neither FLOPs nor bytes say how long they take at the most."""
 
 BYTE_RATES = frozenset({Rate.STREAM, Rate.GATHER, Rate.SCATTER})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import cache
 
 import torch
@@ -17,7 +17,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from autoremat import store
-from autoremat.cost import SLOWEST, Curve, Device, Rates, cpu_device, cuda_device, curve_name, datasheet_seconds, is_plausible
+from autoremat.cost import (
+    SLOWEST,
+    Curve,
+    Device,
+    Rates,
+    cpu_device,
+    cuda_device,
+    curve_name,
+    datasheet_seconds,
+    has_datasheet,
+    is_plausible,
+)
 from autoremat.timing.recipes import FUSED, Compile, Place, Recipe, compiled, matmul, recipes
 from autoremat.timing.stopwatch import Timer, measurable, stopwatch_for, undisturbed
 
@@ -31,6 +42,9 @@ LEAST_SHARE = 0.1
 
 MOST_TURNS, AGREEMENT = 6, 1.5
 """How often a rate is measured at most; the largest factor between two measurements that are taken to be undisturbed."""
+
+LONGEST_CALIBRATION = 45.0
+"""Seconds after which nothing is measured a third time."""
 
 Points = dict[float, float]
 """Seconds by amounts of work."""
@@ -102,15 +116,18 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
     The least times count, as far as they are plausible; where none is, the data sheet. ``compile_`` is what compiles fused
     arithmetic. Raises ``RuntimeError`` if the device cannot do 32-bit arithmetic.
     """
-    launch = timer.seconds(matmul(Place(device), TINY)[1])
     # What calling compiled code costs has nothing to do with the arithmetic in it.
-    call = timer.seconds(compile_(torch.neg, torch.zeros(1, device=device)))
+    calls = {"launch": matmul(Place(device), TINY)[1], "call": compile_(torch.neg, torch.zeros(1, device=device))}
+    overheads = {name: timer.seconds(run) for name, run in calls.items()}
     todo = {curve_name(recipe.rate, _name(recipe.dtype)): recipe for recipe in recipes(device, compile_)}
-    found, doubtful = _measured_twice(todo, device, lambda r, p: _points(r, p, timer, call if r.rate in FUSED else launch))
+    found, doubtful = _measured_twice(todo, device, timer)
+    overheads = {name: min(overheads[name], timer.seconds(run)) for name, run in calls.items()}
     if device.type == "cuda":
         torch.cuda.empty_cache()
     curves: dict[str, Curve] = {}
-    for name, points in found.items():
+    for name, whole in found.items():
+        overhead = overheads["call" if todo[name].rate in FUSED else "launch"]
+        points = {amount: max(seconds - overhead, LEAST_SHARE * seconds) for amount, seconds in whole.items()}
         plausible = _plausible(todo[name], points, device)
         if points:
             curves[name] = Curve.through((plausible or _by_datasheet(todo[name], points, device)).items())
@@ -121,23 +138,25 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
             "%s was busy while it was calibrated: seconds of %s may be wrong. To measure again when it is idle, delete %s",
             device, ", ".join(sorted(doubtful)), store.folder("rates"),
         )  # fmt: skip
-    return Rates(device_name(device), launch, curves)
+    return Rates(device_name(device), overheads["launch"], curves)
 
 
-def _measured_twice(
-    recipes: Mapping[str, Recipe], device: torch.device, measure: Callable[[Recipe, Place], Points]
-) -> tuple[dict[str, Points], set[str]]:
-    """What ``measure`` finds of each recipe, and of which no two results agree.
+def _measured_twice(recipes: Mapping[str, Recipe], device: torch.device, timer: Timer) -> tuple[dict[str, Points], set[str]]:
+    """The least seconds of each recipe, and of which no two results agree.
 
     All are measured, then all again, then those whose results differ, for what disturbs a measurement has passed by then.
     """
+    begin = timer.now()
     found: dict[str, Points] = {}
     unsettled = dict(recipes)
     with _progress() as progress:
         bar = progress.add_task(str(device), total=2 * len(recipes))
         for turn in range(MOST_TURNS):
+            if turn > 1 and timer.now() - begin > LONGEST_CALIBRATION:
+                break
+            progress.update(bar, total=2 * len(recipes) + (max(0, turn - 1) * len(unsettled)))
             for name, recipe in tuple(unsettled.items()):
-                points = measure(recipe, Place(device, recipe.dtype))
+                points = _points(recipe, Place(device, recipe.dtype), timer)
                 if turn and _agree(points, found[name]):
                     del unsettled[name]
                 found[name] = _lesser(points, found.get(name, {}))
@@ -150,7 +169,10 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _plausible(recipe: Recipe, points: Points, device: torch.device) -> Points:
+    """Those of ``points`` that the data sheet, where there is one, does not contradict."""
     sheet = _datasheet(device, recipe.dtype)
+    if device.type == "cuda" and not has_datasheet(sheet.name):
+        return points
     return {amount: seconds for amount, seconds in points.items() if is_plausible(recipe.rate, amount, seconds, sheet)}
 
 
@@ -171,8 +193,8 @@ def _progress() -> Progress:
     return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-def _points(recipe: Recipe, place: Place, timer: Timer, overhead: float) -> Points:
-    """Seconds by amount, less the ``overhead`` of a call; none if the device has no such op for the type."""
+def _points(recipe: Recipe, place: Place, timer: Timer) -> Points:
+    """Seconds by amount, with the call; none if the device has no such op for the type."""
     points: Points = {}
     for size in recipe.sizes:
         try:
@@ -184,7 +206,7 @@ def _points(recipe: Recipe, place: Place, timer: Timer, overhead: float) -> Poin
             if recipe.dtype is torch.float32 and not points:
                 raise
             break
-        points[amount] = max(seconds - overhead, LEAST_SHARE * seconds)
+        points[amount] = seconds
     return points
 
 
@@ -197,8 +219,10 @@ def _expected(recipe: Recipe, points: Points, amount: float, sheet: Device) -> f
 
 
 def _agree(one: Points, other: Points) -> bool:
-    """Whether two measurements got equally far, with about the same figures."""
-    return one.keys() == other.keys() and all(max(s, other[a]) <= AGREEMENT * min(s, other[a]) for a, s in one.items())
+    """Whether two measurements got about equally far, with about the same figures: one may have left out the largest size."""
+    common = one.keys() & other.keys()
+    near = all(max(one[a], other[a]) <= AGREEMENT * min(one[a], other[a]) for a in common)
+    return near and max(len(one), len(other)) - len(common) <= 1
 
 
 def _lesser(one: Points, other: Points) -> Points:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable
@@ -74,10 +75,14 @@ def undisturbed(device: torch.device, measure: Callable[[], Result]) -> Result:
     While a graph is compiled, modes are active that turn every tensor into a fake one; they belong to the compiling thread.
     """
     threads = torch.get_num_threads()
+    # A new thread begins on the first CUDA device, whatever the present one is.
+    current = (torch.cuda.current_device() if device.index is None else device.index) if device.type == "cuda" else 0
 
     def work() -> Result:
         torch.set_num_threads(threads)  # OpenMP keeps the number for each thread that starts parallel work
-        with torch.no_grad(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+        on_cuda = device.type == "cuda"
+        there = torch.cuda.device(current) if on_cuda else contextlib.nullcontext()
+        with there, torch.no_grad(), torch.random.fork_rng([device] if on_cuda else []):
             return measure()
 
     with ThreadPoolExecutor(1, "autoremat-timing") as worker:
