@@ -1,7 +1,7 @@
 """The rates of the device at hand: measured once, then read from disk.
 
-What was measured is kept by device, torch version, number of threads and precision of matrix products. While another
-program keeps the device busy its rates come out too low; delete the folder ``rates`` of the cache to measure again.
+What was measured is kept by device, torch version, number of threads and precision of matrix products. What another program
+disturbs is measured again, as far as it shows; delete the folder ``rates`` of the cache to measure all of it again.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
             doubtful.add(name)
     if doubtful:
         log.warning(
-            "%s was busy while it was calibrated: seconds of %s may be wrong. To measure again when it is idle, delete %s",
+            "%s seems to have been busy while it was calibrated: seconds of %s may be wrong. To measure again, delete %s",
             device, ", ".join(sorted(doubtful)), store.folder("rates"),
         )  # fmt: skip
     return Rates(device_name(device), overheads["launch"], curves)
