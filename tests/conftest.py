@@ -51,11 +51,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session", autouse=True)
 def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Cache folders of this run: nothing of an earlier one answers, and the user's stay as they are."""
+    """Cache folders of this run: nothing of an earlier one answers, and the user's stay as they are. Seconds from data sheets,
+    which are the same on every machine, also for what modules set up once."""
     folder = tmp_path_factory.mktemp("caches")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("AUTOREMAT_CACHE_DIR", str(folder / "autoremat"))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
+        patch.setenv(COST_MODEL_VARIABLE, "roofline")
         yield
 
 
@@ -73,11 +75,9 @@ def seed() -> Iterator[int]:
 
 @pytest.fixture(autouse=True)
 def isolated_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No budget or policy from outside, neither from the environment nor from an earlier test; seconds from data sheets, which
-    are the same on every machine."""
+    """No budget or policy from outside: neither from the environment nor from an earlier test."""
     for variable in (ENVIRONMENT_VARIABLE, POLICY_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
-    monkeypatch.setenv(COST_MODEL_VARIABLE, "roofline")
     configure()
     yield
     configure()
