@@ -43,6 +43,9 @@ LEAST_SHARE = 0.1
 MOST_TURNS, AGREEMENT = 6, 1.5
 """How often a rate is measured at most; the largest factor between two measurements that are taken to be undisturbed."""
 
+WORRYING_SHARE = 0.25
+"""Of the rates: of how many an undisturbed measurement may be missing before the user is warned. A few always are."""
+
 LONGEST_CALIBRATION = 45.0
 """Seconds after which nothing is measured a third time."""
 
@@ -134,7 +137,8 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
         if plausible != points:
             doubtful.add(name)
     if doubtful:
-        log.warning(
+        log.log(
+            logging.WARNING if len(doubtful) > WORRYING_SHARE * len(found) else logging.INFO,
             "%s seems to have been busy while it was calibrated: seconds of %s may be wrong. To measure again, delete %s",
             device, ", ".join(sorted(doubtful)), store.folder("rates"),
         )  # fmt: skip
