@@ -70,7 +70,7 @@ ORDERS = [Order.NONE] * 6 + [Order.SAVE, Order.RECOMPUTE]
 INLININGS = [Inlining.CHEAP] * 4 + [Inlining.ONCE, Inlining.NEVER]
 
 
-# Each draw costs Hypothesis about 0.1 ms: what belongs to one op is one draw, and what is drawn again and again (positions
+# Each draw costs Hypothesis time: what belongs to one op is one draw, and what is drawn again and again (positions
 # in lists, not the lists' elements) is a strategy that it knows.
 def one_of_each(**fields: list[Any]) -> st.SearchStrategy[dict[str, Any]]:
     """A choice for every field, in one draw."""

@@ -6,8 +6,8 @@ from autoremat.cost.devices import DATASHEETS as DATASHEETS
 from autoremat.cost.devices import Device as Device
 from autoremat.cost.devices import cpu_device as cpu_device
 from autoremat.cost.devices import cuda_device as cuda_device
+from autoremat.cost.devices import datasheet as datasheet
 from autoremat.cost.devices import device_memory as device_memory
-from autoremat.cost.devices import has_datasheet as has_datasheet
 from autoremat.cost.rates import BATCH as BATCH
 from autoremat.cost.rates import Curve as Curve
 from autoremat.cost.rates import Rate as Rate

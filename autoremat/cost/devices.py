@@ -67,11 +67,6 @@ def datasheet(name: str) -> Datasheet | None:
     return DATASHEETS[max(matches, key=len)] if matches else None
 
 
-def has_datasheet(name: str) -> bool:
-    """Whether the rates of the CUDA device ``name`` come from a data sheet and are not those of a middling card."""
-    return datasheet(name) is not None
-
-
 def device_memory(name: str) -> int | None:
     """Bytes of memory of the CUDA device ``name``, by a size at the end of the name ("V100-16GB") or else by its data sheet;
     None if there is none."""

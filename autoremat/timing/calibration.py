@@ -25,8 +25,8 @@ from autoremat.cost import (
     cpu_device,
     cuda_device,
     curve_name,
+    datasheet,
     datasheet_seconds,
-    has_datasheet,
     is_plausible,
 )
 from autoremat.timing.recipes import FUSED, Compile, Place, Recipe, compiled, matmul, recipes
@@ -175,7 +175,7 @@ def _name(dtype: torch.dtype) -> str:
 def _plausible(recipe: Recipe, points: Points, device: torch.device) -> Points:
     """Those of ``points`` that the data sheet, where there is one, does not contradict."""
     sheet = _datasheet(device, recipe.dtype)
-    if device.type == "cuda" and not has_datasheet(sheet.name):
+    if device.type == "cuda" and datasheet(sheet.name) is None:
         return points
     return {amount: seconds for amount, seconds in points.items() if is_plausible(recipe.rate, amount, seconds, sheet)}
 
