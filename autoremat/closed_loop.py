@@ -164,6 +164,7 @@ class InductorCompilation:
         patches = {**self.patches, "custom_partitioner_fn": partitioner}
         with (
             torch_lowering.memory_first(lambda: partitioner.memory_first),
+            torch_lowering.channels_last_at_once(),
             torch_lowering.observe_lowering(lambda: partitioner.circumstances, observe),
         ):
             compiled = torch_compat.compile_with_inductor(module, self.inputs, patches, EAGER_BACKWARD)

@@ -8,18 +8,15 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from autoremat import torch_compat, torch_fake
-from autoremat.capture import Capture
 from autoremat.errors import OptionsError, PlanInvalid, UnplannedWarning
 from autoremat.frontier import TORCH, Point, our_points, point_of, policy_points
-from autoremat.graph import Trait
 from autoremat.options import Options
+from autoremat.partitions import plan_of_partition
 from autoremat.plans import Plan
 from autoremat.preview import Preview, previews
 from autoremat.progress import said_if_slow
-from autoremat.schedule import Schedule
 
 TORCH_BUDGETS = tuple(tenths / 10 for tenths in range(10, 0, -1))
 """Of ``activation_memory_budget``, torch's own setting, at which its partitions are taken."""
@@ -78,22 +75,3 @@ def plans_of_torch(preview: Preview, shares: Sequence[float]) -> Iterator[tuple[
         except PlanInvalid as error:
             message = f"torch's partition at activation_memory_budget={share:g} is left out: {error}"
             warnings.warn(message, UnplannedWarning, stacklevel=2)
-
-
-def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.GraphModule) -> Plan:
-    """A partition as a plan: its nodes keep the names that they have in the joint graph.
-
-    Raises ``PlanInvalid`` if the simulator cannot follow it, and if it runs an op again that reads what the forward overwrites
-    (a batch norm that keeps statistics): autograd refuses its backward.
-    """
-    number = {node.name: index for index, node in enumerate(captured.op_nodes)}
-
-    def executed(half: fx.GraphModule) -> tuple[int, ...]:
-        # What is saved has its op's name too, as a placeholder of the backward.
-        return tuple(number[n.name] for n in half.graph.nodes if n.op == "call_function" and n.name in number)
-
-    plan = Plan.of(captured.graph, Schedule(executed(forward), executed(backward)), "torch")
-    repeated = (captured.graph.ops[op] for op in plan.recomputed)
-    if refused := [op.name for op in repeated if Trait.READS_MUTATED_INPUT in op.traits]:
-        raise PlanInvalid(f"{refused[0]} reads an input that the forward overwrites, and runs again: its backward would fail")
-    return plan

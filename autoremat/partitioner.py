@@ -8,7 +8,7 @@ import hashlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -34,6 +34,7 @@ from autoremat.graph import Graph, Kind, Role
 from autoremat.loss_parts import Choice, Contender, Parts
 from autoremat.options import Options
 from autoremat.orders import Ordered, Orders
+from autoremat.partitions import peak_of_torch
 from autoremat.passes import make_once, read_operands_directly, realise, rewrite_for_inductor
 from autoremat.plans import Plan
 from autoremat.report import Report
@@ -69,6 +70,11 @@ def free_device_bytes(device: torch.device) -> int | None:
     usable = int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     # In steps, so that compiling again finds the same budget, and so the same plan, in the caches.
     return usable // FREE_STEP * FREE_STEP
+
+
+def ceiling_of(captured: Capture, joint_inputs: Sequence[object], keywords: Mapping[str, Any]) -> Callable[[], int | None]:
+    """See :attr:`Partitioner.ceiling`. Torch's partitioner runs when that is first asked for, and once."""
+    return cache(lambda: peak_of_torch(captured, joint_inputs, keywords))
 
 
 @dataclass(repr=False, eq=False)
@@ -112,6 +118,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     """Whether planning failed and the graph was left to torch's partitioner."""
     plan_file: str | None = field(default=None, init=False)
     """The stored plan that is applied instead of planning."""
+    ceiling: Callable[[], int | None] = field(default=lambda: None, init=False)
+    """What no plan without a budget is to exceed: the peak of torch's own partition, if it can be told."""
     captured: Capture | None = field(default=None, init=False)
     """The graph that was chosen, until it is rewritten: the one at hand, or the same with its loss in parts."""
 
@@ -141,6 +149,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             if self.fuses:
                 rewrite_for_inductor(joint)
             captured = capture(joint, kwargs["num_fwd_outputs"], self.fuses)
+            self.ceiling = ceiling_of(captured, joint_inputs, kwargs)
             if captured.graph.num_forward < len(captured.graph.ops):
                 self.is_region = not joint_inputs
                 return self.plan_and_split(captured, kwargs.get("static_lifetime_input_indices") or ())
@@ -292,6 +301,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         if self.options.memory_budget is None and ordered.candidate is not None:
             ordered.candidate.plan.check()
             return planner.judge(ordered.candidate.plan, None)
+        if budget is None and self.fuses and not self.is_region:
+            planner.ceiling_bytes = self.ceiling()
         return planner.find(None if budget is None else budget - self.slack_bytes - self.margin_bytes, self.accepts())
 
     def smallest_without_orders(self, captured: Capture, ordered: Ordered) -> int | None:

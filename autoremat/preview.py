@@ -16,7 +16,7 @@ from autoremat.cost import Pricing
 from autoremat.costing import CALIBRATED, PROFILE, ROOFLINE, priced
 from autoremat.errors import OptionsError
 from autoremat.options import Options
-from autoremat.partitioner import Partitioner, free_device_bytes
+from autoremat.partitioner import Partitioner, ceiling_of, free_device_bytes
 from autoremat.passes import read_operands_directly, rewrite_for_inductor
 from autoremat.progress import said_if_slow
 from autoremat.rehearsal import refuse_surveys, rehearsals
@@ -132,6 +132,7 @@ def previews(
             partitioner = Partitioner(
                 planned_by, "", fuses=fuses, must_fit=must_fit, free_bytes=free, cuda_name=target.cuda_name
             )  # fmt: skip
+            partitioner.ceiling = ceiling_of(captured, inputs, keywords)
             return look(Preview(captured, pricing, partitioner, inputs, keywords))
 
         return visit

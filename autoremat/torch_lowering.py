@@ -15,7 +15,9 @@ from typing import Any
 import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
+from torch import fx
 
+from autoremat.op_rules import is_view
 from autoremat.torch_sizes import expression_hint
 from autoremat.wrapper_code import Circumstances, replay_peak
 
@@ -142,6 +144,49 @@ def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
         unittest.mock.patch.object(Scheduler, "compute_dependencies", compute_and_pin),
         unittest.mock.patch.object(GraphLowering, "codegen", generate_compactly),
     ):
+        yield
+
+
+def _is_channels_last(tensor: Any) -> bool:
+    """Whether the result is images of known sizes that lie channels last, and in no other way."""
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or tensor.dim() != 4
+        or any(isinstance(size, torch.SymInt) for size in tensor.shape)
+    ):
+        return False
+    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+
+
+def _state_layouts(graph: fx.Graph) -> None:
+    """Let images be made channels last if the gradient of their convolution is computed so.
+
+    Inductor makes them in the layout that they were traced with, and copies them into that of the gradients. What was traced
+    need not even be what it makes: where recomputed images and saved ones are concatenated, it copies twice.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
+        if not any(map(_is_channels_last, node.meta["val"][:2])):
+            continue
+        for operand in node.args[:2]:
+            made_here = operand.op == "call_function" and not is_view(operand)
+            if made_here and all(user.op != "output" for user in operand.users):
+                operand.meta["val"] = operand.meta["val"].contiguous(memory_format=torch.channels_last)
+
+
+@contextlib.contextmanager
+def channels_last_at_once() -> Iterator[None]:
+    """While active, what Inductor differentiates convolutions of has the layout from the beginning in which it does so."""
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.kernel import conv
+
+    run = GraphLowering.run
+
+    def run_with_layouts(lowering: Any, *arguments: Any) -> Any:
+        if hasattr(conv, "convolution_backward_lowering"):  # earlier versions leave images as they are
+            _state_layouts(lowering.module.graph)
+        return run(lowering, *arguments)
+
+    with unittest.mock.patch.object(GraphLowering, "run", run_with_layouts):
         yield
 
 

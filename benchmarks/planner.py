@@ -39,10 +39,10 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 import autoremat
 from autoremat import torch_compat
 from autoremat.capture import Capture, capture
-from autoremat.comparison import plan_of_partition
 from autoremat.errors import PlanInvalid
 from autoremat.graph import Graph
 from autoremat.orders import Orders
+from autoremat.partitions import plan_of_partition
 from autoremat.plans import Plan
 from autoremat.policies import Full
 from autoremat.solvers import Planner

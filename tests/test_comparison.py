@@ -12,10 +12,10 @@ from test_preview import EAGER, MIB, Mlp
 
 import autoremat
 from autoremat import torch_compat, torch_fake
-from autoremat.comparison import plan_of_partition
 from autoremat.errors import BudgetInfeasible, OptionsError
 from autoremat.frontier import BOUND, OURS, POLICY, TORCH
 from autoremat.options import Options
+from autoremat.partitions import plan_of_partition
 from autoremat.preview import previews
 from autoremat.sizing import _Search
 

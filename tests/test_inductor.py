@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from models import build
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -156,3 +157,18 @@ def test_the_pinned_order_keeps_what_is_written_in_place(monkeypatch):
     assert pinned_graphs
     monkeypatch.setattr(torch_lowering, "_pin_order", lambda scheduler: None)
     assert pinned == peak()
+
+
+def test_images_that_are_made_again_are_laid_channels_last_at_once(monkeypatch):
+    model, inputs = build("unet")
+    options = {"recompute": ("aten.cat", "aten._unsafe_index")}
+
+    def peak() -> int:
+        torch._dynamo.reset()
+        report = autoremat.explain(model, *inputs, lower=True, options=options)
+        assert any("aten.cat" in report.plan.graph.ops[op].target for op in report.plan.recomputed)
+        return report.compiled_peak_bytes
+
+    at_once = peak()
+    monkeypatch.setattr(torch_lowering, "_state_layouts", lambda graph: None)
+    assert at_once + 8 * (16 + 32) * 32 * 32 * 4 <= peak()  # the concatenation of the last level again

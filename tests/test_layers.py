@@ -27,7 +27,8 @@ PURE = (
 
 TORCH = (
     "calls", "capture", "costing", "cuda_attention", "closed_loop", "declarations", "dynamic_shapes", "dynamo_backend", "eager",
-    "measure", "op_rules", "op_work", "partitioner", "preview", "steps.metering", "steps.recording", "steps.survey",
+    "measure", "op_rules", "op_work", "partitioner", "partitions", "preview",
+    "steps.metering", "steps.recording", "steps.survey",
     "steps.watch", "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
     "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_sizes", "torch_steps", "tracing",
     "workspace", "loss_parts", "passes", "rehearsal", "comparison", "sizing", "integrations", "naming", "origins",

@@ -251,6 +251,16 @@ def test_a_larger_budget_never_costs_more(graph):
     assert all(after <= before * (1 + 1e-9) + 1e-12 for before, after in zip(costs, costs[1:], strict=False))
 
 
+@settings(max_examples=60)
+@given(graphs())
+def test_a_ceiling_without_a_budget_is_kept_where_anything_is_below_it(graph):
+    for ceiling in budgets_of(Planner(graph)):
+        planner = Planner(graph, time_limit=600.0, ceiling_bytes=ceiling)
+        chosen, below = planner.find(None).plan, Planner(graph, time_limit=600.0).find(ceiling).plan
+        assert chosen.cost_seconds == (below or planner.search.best(None)).cost_seconds
+        assert chosen.peak_bytes <= ceiling or below is None
+
+
 @given(graphs(), st.integers(1, 1000))
 @settings(max_examples=30)
 def test_planning_is_deterministic(graph, budget):

@@ -86,6 +86,9 @@ class Planner:
     """What filling in steps relies on: the graph's own moments, unless the graph is part of another problem."""
     given: tuple[Candidate, ...] = ()
     """Candidates from elsewhere: a policy's."""
+    ceiling_bytes: int | None = None
+    """What no plan without a budget is to exceed, if that can be: the fastest may save seconds that no estimate can tell, at
+    the price of much memory."""
 
     def __post_init__(self) -> None:
         self.search = Search(self.graph, time.monotonic() + self.time_limit, self.families, self.given)
@@ -126,6 +129,9 @@ class Planner:
                 best = search.best(budget_bytes, accepts)
             elif self.stepwise:
                 best = self._fill_stepwise(budget_bytes, known_seconds)
+            elif budget_bytes is None:
+                below = None if self.ceiling_bytes is None else search.cheapest(self.ceiling_bytes)
+                best = below or search.best(None)
             else:
                 best = search.cheapest(budget_bytes)
         for plan in filter(None, (best, self.search.smallest)):

@@ -221,11 +221,10 @@ class Search:
             rebuild = partial(self.plan, segmentation=base.segmentation, label="filled")
             self.filled.append(fill(base.plan, rebuild, budget, saved_budget))
 
-    def cheapest(self, budget: int | None) -> Plan | None:
-        """The cheapest plan found within ``budget`` bytes (None: no bound), after filling."""
+    def cheapest(self, budget: int) -> Plan | None:
+        """The cheapest plan found within ``budget`` bytes, after filling."""
         found = self.best(budget)
-        worth_filling = Family.FILL in self.families and found is not None and found.cost_seconds > self.least_cost
-        if budget is not None and worth_filling:
+        if Family.FILL in self.families and found is not None and found.cost_seconds > self.least_cost:
             self.fill(budget)
         return self.best(budget)
 
