@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from models import build
 from test_preview import EAGER, MIB, Mlp
 
 import autoremat
@@ -60,6 +61,26 @@ def test_what_torch_saves_it_does_not_recompute():
 
     (saved,), _ = previews(lambda x: model(x).square().mean(), (torch.randn(512, 64),), {}, options, None, look)
     assert saved >= 8
+
+
+@pytest.mark.parametrize("name", ["lstm", "gpt2", "unet"])
+def test_without_a_budget_no_more_memory_is_planned_than_torch_needs(name):
+    model, inputs = build(name)
+
+    def look(preview):
+        halves = torch_fake.partition_for(1.0, preview.captured.joint, preview.joint_inputs, preview.keywords)
+        theirs = plan_of_partition(preview.captured, *halves).peak_bytes
+        partitioner = preview.partitioner
+        plan = partitioner.choose(preview.captured, preview.pricing)
+        assert plan.peak_bytes <= theirs == partitioner.ceiling()
+        partitioner.ceiling = lambda: None
+        fastest = partitioner.choose(preview.captured, preview.pricing)
+        assert fastest.cost_seconds <= plan.cost_seconds
+        return fastest.peak_bytes / theirs
+
+    options = Options.parse({}, None, torch_compat.inductor_config_names)
+    (ratio,), _ = previews(model, inputs, {}, options, None, look)
+    assert ratio > 1 or name != "lstm"
 
 
 def test_pareto_refuses_a_budget():
