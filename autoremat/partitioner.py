@@ -8,9 +8,9 @@ import hashlib
 import logging
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from autoremat.loss_parts import Choice, Contender, Parts
 from autoremat.options import Options
 from autoremat.orders import Ordered, Orders
 from autoremat.partitions import peak_of_torch
-from autoremat.passes import make_once, read_operands_directly, realise, rewrite_for_inductor
+from autoremat.passes import keep_strides, make_once, read_operands_directly, realise, rewrite_for_inductor
 from autoremat.plans import Plan
 from autoremat.report import Report
 from autoremat.solvers import Planner, Planning
@@ -70,11 +70,6 @@ def free_device_bytes(device: torch.device) -> int | None:
     usable = int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
     # In steps, so that compiling again finds the same budget, and so the same plan, in the caches.
     return usable // FREE_STEP * FREE_STEP
-
-
-def ceiling_of(captured: Capture, joint_inputs: Sequence[object], keywords: Mapping[str, Any]) -> Callable[[], int | None]:
-    """See :attr:`Partitioner.ceiling`. Torch's partitioner runs when that is first asked for, and once."""
-    return cache(lambda: peak_of_torch(captured, joint_inputs, keywords))
 
 
 @dataclass(repr=False, eq=False)
@@ -118,8 +113,10 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     """Whether planning failed and the graph was left to torch's partitioner."""
     plan_file: str | None = field(default=None, init=False)
     """The stored plan that is applied instead of planning."""
-    ceiling: Callable[[], int | None] = field(default=lambda: None, init=False)
-    """What no plan without a budget is to exceed: the peak of torch's own partition, if it can be told."""
+    peak_of_torch: Callable[[], int | None] | None = field(default=None, init=False)
+    """What tells the peak of torch's own partition of the graph at hand, until planning begins."""
+    ceiling_bytes: int | None = field(default=None, init=False)
+    """That peak, if it stands for a budget: a plan without one is not to exceed it."""
     captured: Capture | None = field(default=None, init=False)
     """The graph that was chosen, until it is rewritten: the one at hand, or the same with its loss in parts."""
 
@@ -149,7 +146,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             if self.fuses:
                 rewrite_for_inductor(joint)
             captured = capture(joint, kwargs["num_fwd_outputs"], self.fuses)
-            self.ceiling = ceiling_of(captured, joint_inputs, kwargs)
+            self.peak_of_torch = partial(peak_of_torch, captured, joint_inputs, kwargs)
             if captured.graph.num_forward < len(captured.graph.ops):
                 self.is_region = not joint_inputs
                 return self.plan_and_split(captured, kwargs.get("static_lifetime_input_indices") or ())
@@ -172,6 +169,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         if self.fuses:
             for half in modules:
                 make_once(half)
+            keep_strides(modules[1])
         self.circumstances = circumstances(captured)
         fastest = self.plan_for(None)
         binding = fastest is not None and plan.cost_seconds > fastest.cost_seconds
@@ -195,8 +193,9 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         was planned."""
         if self.planner is None:
             return None
-        most = None if simulated_bytes is None else simulated_bytes - self.slack_bytes
-        return self.planner.choose(most, accepts=self.accepts())
+        if simulated_bytes is None:
+            return self.planner.fastest(self.accepts())
+        return self.planner.choose(simulated_bytes - self.slack_bytes, accepts=self.accepts())
 
     def accepts(self) -> Callable[[Plan], bool] | None:
         """What a plan must hold to beside the peak; None for nothing."""
@@ -227,6 +226,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     def choose(self, captured: Capture, pricing: Pricing) -> Plan:
         """Plan under the budget and write the report. Raises ``BudgetInfeasible`` if nothing fits and that is asked for."""
         start = time.perf_counter()
+        self.find_ceiling()  # before the planner's time begins: torch's partitioner has no limit
         first = self.planner_of(captured)
         baseline = first[0].baseline
         device = torch_compat.device_of(captured.joint)
@@ -254,6 +254,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             plan,
             self.slack_bytes + self.margin_bytes,
             budget_bytes=budget,
+            ceiling_bytes=self.ceiling_bytes,
             planning_seconds=time.perf_counter() - start,
             inner=self.options.inner,
             device=captured.device.name,
@@ -263,6 +264,14 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             **dataclasses.asdict(chosen.pricing),
         )
         return plan
+
+    def find_ceiling(self) -> None:
+        """Where nothing else says what to do, ask for the peak of torch's partition; forget the graph that it was had of."""
+        options, look = self.options, self.peak_of_torch
+        told = options.memory_budget is not None or options.plan or options.policy
+        if look is not None and self.fuses and not (told or self.is_region):
+            self.ceiling_bytes = look()
+        self.peak_of_torch = None
 
     def whole_or_in_parts(
         self, captured: Capture, pricing: Pricing, budget: int | None, planner_at_hand: tuple[Planner, Ordered]
@@ -288,7 +297,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         """A planner of the graph with what the options order."""
         ordered = orders_of(self.options).apply(captured.graph)
         given = () if ordered.candidate is None else (ordered.candidate,)
-        return Planner(ordered.graph, self.options.time_limit, given=given), ordered
+        return Planner(ordered.graph, self.options.time_limit, given=given, ceiling_bytes=self.ceiling_bytes), ordered
 
     def search_or_apply(self, planner: Planner, budget: int | None, ordered: Ordered) -> Planning:
         """Look for the best plan, or take the stored one or the policy's, which nothing then replaces. Raises
@@ -301,8 +310,6 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         if self.options.memory_budget is None and ordered.candidate is not None:
             ordered.candidate.plan.check()
             return planner.judge(ordered.candidate.plan, None)
-        if budget is None and self.fuses and not self.is_region:
-            planner.ceiling_bytes = self.ceiling()
         return planner.find(None if budget is None else budget - self.slack_bytes - self.margin_bytes, self.accepts())
 
     def smallest_without_orders(self, captured: Capture, ordered: Ordered) -> int | None:

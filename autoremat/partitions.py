@@ -13,13 +13,13 @@ from torch import fx
 from autoremat import torch_fake
 from autoremat.capture import Capture
 from autoremat.errors import PlanInvalid
-from autoremat.graph import Order, Trait
+from autoremat.graph import Trait
 from autoremat.plans import Plan
 from autoremat.schedule import Schedule
 
 log = logging.getLogger("autoremat")
 
-RANDOM_STATE = re.compile(r"run_(?:and_save|with)_rng_state(?:_(\d+))?")
+RANDOM_STATE = re.compile(r"(?:graphsafe_)?run_(?:and_save|with)_rng_state(?:_(\d+))?")
 """What torch calls random ops that it repeats, attention among them, numbered in the joint graph's order."""
 
 
@@ -27,18 +27,19 @@ def schedule_of_partition(captured: Capture, *halves: fx.GraphModule) -> Schedul
     """What forward and backward run, in their order: nodes keep the names that they have in the joint graph, repeated random
     ones apart."""
     number = {node.name: index for index, node in enumerate(captured.op_nodes)}
-    pairs = zip(captured.op_nodes, captured.graph.ops, strict=True)
-    repeated = [node.name for node, op in pairs if op.order is Order.RECOMPUTE
+    # What is saved has its op's name too, as a placeholder of the backward.
+    called = [[node.name for node in half.graph.nodes if node.op == "call_function"] for half in halves]
+    kept = {name for names in called for name in names}
+    repeated = [node.name for node in captured.op_nodes if node.name not in kept
                 and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]  # fmt: skip
 
-    def name(node: fx.Node) -> str:
-        match = RANDOM_STATE.fullmatch(node.name)
+    def own(name: str) -> str:
+        match = RANDOM_STATE.fullmatch(name)
         place = int(match[1] or 0) if match else len(repeated)
-        return repeated[place] if place < len(repeated) else node.name
+        return repeated[place] if place < len(repeated) else name
 
-    # What is saved has its op's name too, as a placeholder of the backward.
-    executed = ([name(n) for n in half.graph.nodes if n.op == "call_function"] for half in halves)
-    return Schedule(*(tuple(number[n] for n in names if n in number) for names in executed))
+    executed = (map(own, names) for names in called)
+    return Schedule(*(tuple(number[name] for name in names if name in number) for names in executed))
 
 
 def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.GraphModule) -> Plan:

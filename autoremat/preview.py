@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -16,7 +17,8 @@ from autoremat.cost import Pricing
 from autoremat.costing import CALIBRATED, PROFILE, ROOFLINE, priced
 from autoremat.errors import OptionsError
 from autoremat.options import Options
-from autoremat.partitioner import Partitioner, ceiling_of, free_device_bytes
+from autoremat.partitioner import Partitioner, free_device_bytes
+from autoremat.partitions import peak_of_torch
 from autoremat.passes import read_operands_directly, rewrite_for_inductor
 from autoremat.progress import said_if_slow
 from autoremat.rehearsal import refuse_surveys, rehearsals
@@ -132,7 +134,7 @@ def previews(
             partitioner = Partitioner(
                 planned_by, "", fuses=fuses, must_fit=must_fit, free_bytes=free, cuda_name=target.cuda_name
             )  # fmt: skip
-            partitioner.ceiling = ceiling_of(captured, inputs, keywords)
+            partitioner.peak_of_torch = partial(peak_of_torch, captured, inputs, keywords)
             return look(Preview(captured, pricing, partitioner, inputs, keywords))
 
         return visit

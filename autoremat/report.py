@@ -104,6 +104,8 @@ class Report:
     """The share that comes from data sheets, or from ops of other classes."""
     untimed_ops: int = 0
     """Ops that ``cost_model="profile"`` was to time and could not."""
+    ceiling_bytes: int | None = None
+    """What stood for a budget where none was given: the simulated peak of torch's own partition."""
     values: tuple[ForwardValue, ...] = ()
     """What becomes of every value of the forward, and why; empty in reports of versions that did not look."""
     peak_before: Moment | None = None
@@ -153,6 +155,8 @@ class Report:
         """Sum up ``plan``, made for ``margin_bytes`` less than its budget; ``fields`` are what a plan does not know of itself
         (budget, times, device ...)."""
         graph, budget = plan.graph, fields.get("budget_bytes")
+        ceiling = fields.get("ceiling_bytes")
+        held_to = ceiling if ceiling is not None and plan.peak_bytes <= ceiling else None
         plan = dataclasses.replace(
             plan,
             budget_bytes=budget,
@@ -177,7 +181,7 @@ class Report:
             step_seconds=graph.step_seconds,
             gradient_bytes=sum(graph.values[v].bytes for v in graph.backward_outputs),
             lower_bound_seconds=planning.lower_bound_seconds if planning.lower_bound_seconds < math.inf else None,
-            values=explain_values(plan, None if budget is None else budget - margin_bytes),
+            values=explain_values(plan, held_to if budget is None else budget - margin_bytes),
             peak_before=peak_of(planning.baseline),
             peak_after=peak_of(plan),
             profile_before=profile_of(planning.baseline),

@@ -65,7 +65,8 @@ def short_source(source: str) -> str:
 
 def figures(report: Report) -> list[tuple[str, str]]:
     """The report's figures, each with its name."""
-    budget = "none" if report.budget_bytes is None else format_bytes(report.budget_bytes)
+    ceiling = "" if report.ceiling_bytes is None else f" (torch's own partition needs {format_bytes(report.ceiling_bytes)})"
+    budget = f"none{ceiling}" if report.budget_bytes is None else format_bytes(report.budget_bytes)
     share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
     reserved = f", and {format_bytes(report.reserved_bytes)} in reserve" if report.reserved_bytes else ""
     rows = [

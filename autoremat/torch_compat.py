@@ -190,6 +190,13 @@ def storage_key(tensor: torch.Tensor) -> int | None:
     return None
 
 
+def force_stride_order() -> Any:
+    """The op that copies a tensor into the given strides, for graphs that Inductor compiles."""
+    from torch._inductor import inductor_prims
+
+    return inductor_prims.force_stride_order
+
+
 # -- compilers ---------------------------------------------------------------------------------------------------------
 
 

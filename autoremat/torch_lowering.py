@@ -17,9 +17,14 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 
-from autoremat.op_rules import is_view
+from autoremat.op_rules import is_view, packet
 from autoremat.torch_sizes import expression_hint
 from autoremat.wrapper_code import Circumstances, replay_peak
+
+aten = torch.ops.aten
+
+BY_STRIDES = (aten.as_strided, aten.as_strided_scatter)
+"""Ops whose result depends on how their first operand lies."""
 
 
 @dataclass(frozen=True)
@@ -147,15 +152,14 @@ def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
         yield
 
 
-def _is_channels_last(tensor: Any) -> bool:
-    """Whether the result is images of known sizes that lie channels last, and in no other way."""
-    if (
-        not isinstance(tensor, torch.Tensor)
-        or tensor.dim() != 4
-        or any(isinstance(size, torch.SymInt) for size in tensor.shape)
-    ):
-        return False
-    return tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
+def _are_images(traced: Any) -> bool:
+    """Whether this is what was traced of images of known sizes."""
+    return isinstance(traced, torch.Tensor) and traced.dim() == 4 and all(isinstance(size, int) for size in traced.shape)
+
+
+def _lie_channels_last(traced: Any) -> bool:
+    """Whether these are images that lie so, and in no other way."""
+    return _are_images(traced) and traced.is_contiguous(memory_format=torch.channels_last) and not traced.is_contiguous()
 
 
 def _state_layouts(graph: fx.Graph) -> None:
@@ -164,25 +168,40 @@ def _state_layouts(graph: fx.Graph) -> None:
     Inductor makes them in the layout that they were traced with, and copies them into that of the gradients. What was traced
     need not even be what it makes: where recomputed images and saved ones are concatenated, it copies twice.
     """
-    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
-        if not any(map(_is_channels_last, node.meta["val"][:2])):
+    for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        results = node.meta.get("val") or ()
+        if not any(map(_lie_channels_last, results[:2])):
             continue
         for operand in node.args[:2]:
-            made_here = operand.op == "call_function" and not is_view(operand)
-            if made_here and all(user.op != "output" for user in operand.users):
+            if _are_images(operand.meta.get("val")) and _may_lie_otherwise(operand):
                 operand.meta["val"] = operand.meta["val"].contiguous(memory_format=torch.channels_last)
+
+
+def _may_lie_otherwise(node: fx.Node) -> bool:
+    """Whether the code generator makes the result in a layout of its choice, and nobody reads it by its strides."""
+    free = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
+    return free and all(
+        user.op == "call_function" and isinstance(user.target, torch._ops.OpOverload) and packet(user) not in BY_STRIDES
+        for user in node.users
+    )
+
+
+def chooses_layouts_of_gradients() -> bool:
+    """Whether this version of Inductor lays out what the gradient of a convolution reads; earlier ones leave it as it is."""
+    from torch._inductor.kernel import conv
+
+    return hasattr(conv, "convolution_backward_lowering")
 
 
 @contextlib.contextmanager
 def channels_last_at_once() -> Iterator[None]:
     """While active, what Inductor differentiates convolutions of has the layout from the beginning in which it does so."""
     from torch._inductor.graph import GraphLowering
-    from torch._inductor.kernel import conv
 
     run = GraphLowering.run
 
     def run_with_layouts(lowering: Any, *arguments: Any) -> Any:
-        if hasattr(conv, "convolution_backward_lowering"):  # earlier versions leave images as they are
+        if chooses_layouts_of_gradients():
             _state_layouts(lowering.module.graph)
         return run(lowering, *arguments)
 

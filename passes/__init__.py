@@ -10,6 +10,7 @@ from autoremat import torch_compat
 from autoremat.capture import Capture
 from autoremat.errors import PlanInvalid
 from autoremat.passes.accumulate import accumulate_in_order as accumulate_in_order
+from autoremat.passes.keep_strides import keep_strides as keep_strides
 from autoremat.passes.make_once import make_once as make_once
 from autoremat.passes.one_hot_sums import sum_one_hot_rows as sum_one_hot_rows
 from autoremat.passes.pass_through import read_operands_directly as read_operands_directly

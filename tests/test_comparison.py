@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import types
 
 import pytest
@@ -72,15 +73,33 @@ def test_without_a_budget_no_more_memory_is_planned_than_torch_needs(name):
         theirs = plan_of_partition(preview.captured, *halves).peak_bytes
         partitioner = preview.partitioner
         plan = partitioner.choose(preview.captured, preview.pricing)
-        assert plan.peak_bytes <= theirs == partitioner.ceiling()
-        partitioner.ceiling = lambda: None
+        assert plan.peak_bytes <= theirs == partitioner.report.ceiling_bytes
+        partitioner.ceiling_bytes = None
         fastest = partitioner.choose(preview.captured, preview.pricing)
         assert fastest.cost_seconds <= plan.cost_seconds
         return fastest.peak_bytes / theirs
 
-    options = Options.parse({}, None, torch_compat.inductor_config_names)
+    options = Options.parse({"time_limit": 600}, None, torch_compat.inductor_config_names)
     (ratio,), _ = previews(model, inputs, {}, options, None, look)
     assert ratio > 1 or name != "lstm"
+
+
+def test_torchs_partitioner_does_not_use_up_the_planners_time(monkeypatch):
+    now, passed = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
+
+    def look(preview):
+        def slow() -> int:
+            passed[0] += 1000.0
+            return 10**9
+
+        preview.partitioner.peak_of_torch = slow
+        preview.partitioner.choose(preview.captured, preview.pricing)
+        return preview.partitioner.report.time_limited
+
+    options = Options.parse({"time_limit": 600}, None, torch_compat.inductor_config_names)
+    assert previews(Mlp(), (torch.randn(8, 64),), {}, options, None, look)[0] == [False]
+    assert passed[0] == 1000.0
 
 
 def test_pareto_refuses_a_budget():

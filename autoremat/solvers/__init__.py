@@ -18,6 +18,9 @@ STEPS = 100
 """In how many equal steps of the baseline's peak memory is filled, where a larger budget must never cost more."""
 
 
+WORTH = 0.05
+"""The share of the step that staying below a ceiling may take, by the cost model."""
+
 ROUNDING = 1e-9
 """Seconds that differ by a smaller share of the step are equal."""
 
@@ -87,8 +90,8 @@ class Planner:
     given: tuple[Candidate, ...] = ()
     """Candidates from elsewhere: a policy's."""
     ceiling_bytes: int | None = None
-    """What no plan without a budget is to exceed, if that can be: the fastest may save seconds that no estimate can tell, at
-    the price of much memory."""
+    """What a plan without a budget is not to exceed, unless that takes much time: the fastest of all may save seconds that no
+    estimate can tell, at the price of much memory."""
 
     def __post_init__(self) -> None:
         self.search = Search(self.graph, time.monotonic() + self.time_limit, self.families, self.given)
@@ -130,13 +133,24 @@ class Planner:
             elif self.stepwise:
                 best = self._fill_stepwise(budget_bytes, known_seconds)
             elif budget_bytes is None:
-                below = None if self.ceiling_bytes is None else search.cheapest(self.ceiling_bytes)
-                best = below or search.best(None)
+                best = self._without_budget()
             else:
                 best = search.cheapest(budget_bytes)
         for plan in filter(None, (best, self.search.smallest)):
             plan.check()
         return best
+
+    def fastest(self, accepts: Callable[[Plan], bool] | None = None) -> Plan | None:
+        """The plan of least time, whatever memory it needs."""
+        return self.search.best(None) if accepts is None else self.choose(None, accepts=accepts)
+
+    def _without_budget(self) -> Plan | None:
+        """The cheapest plan below the ceiling if it is worth its time, else the fastest."""
+        fastest = self.fastest()
+        below = None if self.ceiling_bytes is None else self.search.cheapest(self.ceiling_bytes)
+        if fastest is None or below is None:
+            return fastest
+        return below if below.cost_seconds - fastest.cost_seconds <= WORTH * self.graph.step_seconds else fastest
 
     def _fill_stepwise(self, budget: int | None, known_seconds: float) -> Plan | None:
         """The cheapest plan within ``budget`` of all that come from filling to a whole percent of the baseline's peak.
