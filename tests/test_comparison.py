@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from models import build
 from test_preview import EAGER, MIB, Mlp
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import autoremat
 from autoremat import torch_compat, torch_fake
@@ -62,6 +64,34 @@ def test_what_torch_saves_it_does_not_recompute():
 
     (saved,), _ = previews(lambda x: model(x).square().mean(), (torch.randn(512, 64),), {}, options, None, look)
     assert saved >= 8
+
+
+def test_random_ops_that_torch_repeats_are_told_apart():
+    """It calls them by numbers then; attention counts as random."""
+
+    class Block(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = super().forward(x).view(4, 32, 4, 16).transpose(1, 2)
+            return x + F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(4, 32, 64)
+
+    blocks = torch.nn.ModuleList(Block(64, 64) for _ in range(3))
+
+    def step(x):
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+    def look(preview):
+        captured = preview.captured
+        halves = torch_fake.partition_for(1.0, captured.joint, preview.joint_inputs, preview.keywords)
+        plan = plan_of_partition(captured, *halves)
+        plan.check()
+        return [captured.op_nodes[op].name for op in plan.recomputed if "attention" in captured.op_nodes[op].name]
+
+    options = Options.parse({}, None, torch_compat.inductor_config_names)
+    (repeated,), _ = previews(step, (torch.randn(4, 32, 64),), {}, options, None, look)
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    assert repeated == [f"{name}_2", f"{name}_1", name]
 
 
 @pytest.mark.parametrize("name", ["lstm", "gpt2", "unet"])
