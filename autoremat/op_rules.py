@@ -93,6 +93,10 @@ DRAWS = frozenset({"inductor_random", "inductor_randint"})
 INDUCTOR_POINTWISE = DRAWS | {"inductor_lookup_seed"}
 
 
+BY_STRIDES = (aten.as_strided, aten.as_strided_scatter)
+"""Ops whose result depends on how their first operand lies in memory."""
+
+
 def packet(node: fx.Node) -> Any:
     """The overload packet that the node calls, or its target."""
     return getattr(node.target, "overloadpacket", node.target)

@@ -146,8 +146,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             if self.fuses:
                 rewrite_for_inductor(joint)
             captured = capture(joint, kwargs["num_fwd_outputs"], self.fuses)
-            self.peak_of_torch = partial(peak_of_torch, captured, joint_inputs, kwargs)
             if captured.graph.num_forward < len(captured.graph.ops):
+                self.peak_of_torch = partial(peak_of_torch, captured, joint_inputs, kwargs)
                 self.is_region = not joint_inputs
                 return self.plan_and_split(captured, kwargs.get("static_lifetime_input_indices") or ())
         except (BudgetInfeasible, OptionsError, OrderWarning, BudgetWarning):

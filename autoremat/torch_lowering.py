@@ -17,14 +17,11 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 
-from autoremat.op_rules import is_view, packet
+from autoremat.op_rules import BY_STRIDES, is_view, packet
 from autoremat.torch_sizes import expression_hint
 from autoremat.wrapper_code import Circumstances, replay_peak
 
 aten = torch.ops.aten
-
-BY_STRIDES = (aten.as_strided, aten.as_strided_scatter)
-"""Ops whose result depends on how their first operand lies."""
 
 
 @dataclass(frozen=True)

@@ -14,22 +14,24 @@ import torch
 from torch import fx
 
 from autoremat import torch_compat
-from autoremat.op_rules import is_view, packet
+from autoremat.op_rules import BY_STRIDES, is_view, packet
 
 aten = torch.ops.aten
 
 
 def keep_strides(backward: fx.GraphModule) -> None:
-    """Lay out what ``as_strided`` and ``as_strided_scatter`` read, in place."""
-    for node in list(backward.graph.nodes):
-        if packet(node) is aten.as_strided:
+    """Lay out what ``op_rules.BY_STRIDES`` read first, in place."""
+    for node in [n for n in backward.graph.nodes if packet(n) in BY_STRIDES]:
+        read = node.args[0]
+        whole = _storage_of(read) if packet(node) is aten.as_strided else read
+        laid = _laid_as_traced(backward.graph, node, whole)
+        if laid is not None and whole is not read:
+            # Where a view begins in its storage is part of what it says; the copy has the whole storage.
             size, stride, *offset = node.args[1:]
-            # What a view begins with in its storage is part of what it says; the copy has the whole storage.
-            start = offset[0] if offset and offset[0] is not None else node.args[0].meta["val"].storage_offset()
-            if laid := _laid_as_traced(backward.graph, node, _storage_of(node.args[0])):
-                node.args = (laid, size, stride, start)
-        elif packet(node) is aten.as_strided_scatter and (laid := _laid_as_traced(backward.graph, node, node.args[0])):
-            node.replace_input_with(node.args[0], laid)
+            start = offset[0] if offset and offset[0] is not None else read.meta["val"].storage_offset()
+            node.args = (laid, size, stride, start)
+        elif laid is not None:
+            node.args = (laid, *node.args[1:])
     backward.recompile()
 
 

@@ -90,8 +90,8 @@ class Planner:
     given: tuple[Candidate, ...] = ()
     """Candidates from elsewhere: a policy's."""
     ceiling_bytes: int | None = None
-    """What a plan without a budget is not to exceed, unless that takes much time: the fastest of all may save seconds that no
-    estimate can tell, at the price of much memory."""
+    """What a plan without a budget is not to exceed, unless that takes much time: the fastest of all may save little time at
+    the price of much memory."""
 
     def __post_init__(self) -> None:
         self.search = Search(self.graph, time.monotonic() + self.time_limit, self.families, self.given)
