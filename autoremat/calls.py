@@ -13,7 +13,7 @@ from torch import fx
 
 from autoremat import declarations, op_rules, torch_compat, torch_higher_order
 from autoremat.graph import Kind, Trait
-from autoremat.workspace import channels_last_workspace, workspace_bytes
+from autoremat.workspace import channels_last_workspace, layouts_under_inductor, workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +23,8 @@ class Cost:
     flops: int
     moved_bytes: int
     workspace_bytes: int
+    unknown: frozenset[str] = frozenset()
+    """Kernels whose workspace is not known, by name; they count as needing none."""
 
 
 def traits_of(node: fx.Node) -> Trait:
@@ -41,9 +43,9 @@ def traits_of(node: fx.Node) -> Trait:
     return found
 
 
-def cost_of(node: fx.Node, device_type: str, runs_on: str) -> Cost:
+def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool = False) -> Cost:
     """What one call costs, with symbolic sizes at their hints; traced on a device of ``device_type``, to run on one of the type
-    ``runs_on``."""
+    ``runs_on``; ``fuses``: under Inductor."""
     args, kwargs = _arguments(node)
     result = node.meta.get("val")
     moved = _tensor_bytes(node) + sum(_tensor_bytes(n) for n in node.all_input_nodes)
@@ -57,23 +59,42 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str) -> Cost:
     flops = op_rules.flops_of(node, args, kwargs, result)
     bodies = torch_higher_order.bodies(node) if torch_higher_order.name_of(node) in torch_higher_order.RUNS_BODIES else []
     if not bodies:
-        return Cost(flops, moved, workspace_bytes(node, args, kwargs, result, runs_on))
-    inside = [_cost_of_body(body, device_type, runs_on) for body in bodies]
+        found = workspace_of(node, args, kwargs, runs_on, fuses)
+        return Cost(flops, moved, found or 0, frozenset([str(node.target)] if found is None else []))
+    inside = [_cost_of_body(body, device_type, runs_on, fuses) for body in bodies]
     runs = _runs(node, args)
     held = _tensor_bytes(node) if torch_higher_order.name_of(node) in torch_higher_order.HOLDS_RESULTS_TWICE else 0
     return Cost(
         flops or runs * _together(node, [c.flops for c in inside]),
         max(moved, runs * _together(node, [c.moved_bytes for c in inside])),
         max(c.workspace_bytes for c in inside) + held,
+        frozenset().union(*(c.unknown for c in inside)),
     )
 
 
-def workspace_under_inductor(node: fx.Node, workspace: int) -> int:
-    """What the call allocates beside its results where Inductor chooses the layouts, if alone it needs ``workspace`` bytes."""
+NO_KERNEL = Trait.EFFECTFUL | Trait.COLLECTIVE
+"""Calls that take no memory of torch's allocator beside their results."""
+
+
+def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], runs_on: str, fuses: bool) -> int | None:
+    """Bytes that the call allocates beside its results and frees again; None if that is not known."""
+    traits = op_rules.traits_of(node)
+    if traits & NO_KERNEL or torch_higher_order.written_op(node) is not None:
+        return 0  # a Triton kernel writes to what it is handed
+    if Trait.UNDECLARED in traits:
+        return None
+    result = node.meta.get("val")
+    if not fuses:
+        return workspace_bytes(node, args, kwargs, result, runs_on)
+    if op_rules.kind_of(node) is not Kind.EXTERN:
+        return 0
     if op_rules.scatters_by_aten(node):  # index and source are copied to lie as the result does
         return sum(_tensor_bytes(operand) for operand in node.all_input_nodes[1:])
-    found = channels_last_workspace(node, _arguments(node)[0])
-    return workspace if found is None else found
+    found = channels_last_workspace(node, args)
+    if found is not None:
+        return found
+    sizes = [workspace_bytes(node, args, kwargs, result, runs_on, layout) for layout in layouts_under_inductor(node, args)]
+    return max(sizes) if None not in sizes else None
 
 
 ARITHMETIC_SHARE = 0.1
@@ -129,15 +150,17 @@ def _together(node: fx.Node, amounts: list[int]) -> int:
     return max(amounts) if torch_higher_order.name_of(node) == "cond" else sum(amounts)
 
 
-def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str) -> Cost:
+def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: bool) -> Cost:
     flops = moved = peak = alive = 0
+    unknown: frozenset[str] = frozenset()
     born: dict[int, int] = {}
     last_use = _last_uses(body)
     for position, node in enumerate(body.graph.nodes):
         if node.op != "call_function":
             born.update((_key(t), 0) for t in _tensors(node))  # inputs are there anyway
             continue
-        cost = cost_of(node, device_type, runs_on)
+        cost = cost_of(node, device_type, runs_on, fuses)
+        unknown |= cost.unknown
         flops, moved = flops + cost.flops, moved + traffic_of(node, cost.moved_bytes)
         for tensor in _tensors(node):
             if _key(tensor) not in born:
@@ -148,7 +171,7 @@ def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str) -> Cost:
             if last_use[key] <= position:
                 alive -= born.get(key, 0)
                 born[key] = 0
-    return Cost(flops, moved, max(0, peak - alive))  # what is alive at the end are the results
+    return Cost(flops, moved, max(0, peak - alive), unknown)  # what is alive at the end are the results
 
 
 def _key(tensor: torch.Tensor) -> int:

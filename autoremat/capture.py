@@ -22,6 +22,7 @@ from autoremat.cost import Device, cpu_device, cuda_device, roofline_seconds, sa
 from autoremat.errors import CaptureError
 from autoremat.graph import Graph, Op, Role, Trait, Value
 from autoremat.origins import decomposed_from, names, origin, scopes
+from autoremat.timing.workspaces import remember
 
 Alias = int | None | tuple["Alias", ...] | dict[str, "Alias"]
 """What a node holds: a value number, nothing that takes memory, or several of these by position or by name."""
@@ -39,6 +40,8 @@ class Capture:
     aliases: dict[fx.Node, Alias]
     num_fwd_outputs: int
     device: Device
+    unknown_workspaces: tuple[str, ...] = ()
+    """Kernels of which nobody knows the workspace: it counts as nothing."""
 
 
 @dataclass
@@ -57,6 +60,7 @@ class _Builder:
     reads: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     makes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     maker: dict[int, fx.Node] = field(default_factory=dict)
+    unknown_workspaces: frozenset[str] = frozenset()
 
     def nbytes(self, tensor: torch.Tensor) -> int:
         """Bytes of the tensor's storage, if it lies on the model's device."""
@@ -267,17 +271,17 @@ def _op(
     runs_on: str,
     named: tuple[str, ...],
 ) -> Op:
-    cost = calls.cost_of(node, builder.device_type, runs_on)
+    cost = calls.cost_of(node, builder.device_type, runs_on, builder.fuses)
+    builder.unknown_workspaces |= cost.unknown
     traits = calls.traits_of(node)
     if overwritten.intersection(builder.reads[node]):
         traits |= Trait.READS_MUTATED_INPUT
     module, source = origin(node)
-    workspace = calls.workspace_under_inductor(node, cost.workspace_bytes) if builder.fuses else cost.workspace_bytes
     seconds = roofline_seconds(cost.flops, calls.traffic_of(node, cost.moved_bytes), device)
     streams = builder.fuses and op_rules.stays_in_kernel(node)
     return Op(
         node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, seconds, cost.flops,
-        cost.moved_bytes, workspace, op_rules.kind_of(node), traits, op_rules.order_of(node), module, source,
+        cost.moved_bytes, cost.workspace_bytes, op_rules.kind_of(node), traits, op_rules.order_of(node), module, source,
         () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
         op_rules.inlining_of(node, runs_on), (1 - calls.ARITHMETIC_SHARE) * seconds if streams else 0.0,
     )  # fmt: skip
@@ -339,4 +343,6 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name:
         saving_seconds_per_byte=saving_seconds_per_byte(rates),
         whole_runs=fuses and runs_on == "cpu",
     )
-    return Capture(joint, graph, tuple(ordered), tuple(builder.value_nodes), builder.aliases, num_fwd_outputs, rates)
+    remember()
+    unknown = tuple(sorted(builder.unknown_workspaces))
+    return Capture(joint, graph, tuple(ordered), tuple(builder.value_nodes), builder.aliases, num_fwd_outputs, rates, unknown)

@@ -175,11 +175,17 @@ def scatters_by_aten(node: fx.Node) -> bool:
     return packet(node) in ADDING_SCATTER and on_cpu and torch.get_num_threads() > 1
 
 
+def is_complex(node: fx.Node) -> bool:
+    """Whether the node reads or makes complex numbers, for which Inductor calls ATen."""
+    held = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    return any(isinstance(t, torch.Tensor) and t.is_complex() for t in torch.utils._pytree.tree_leaves(held))
+
+
 def kind_of(node: fx.Node) -> Kind:
     """How Inductor realises the result of the node."""
     target = node.target
     name = packet(node)
-    if adds_to_product(node) or scatters_by_aten(node):
+    if adds_to_product(node) or scatters_by_aten(node) or is_complex(node):
         return Kind.EXTERN
     if name in REDUCTION or name in SCATTER:
         return Kind.REDUCTION  # materialised, but what it reads need not be

@@ -1,7 +1,8 @@
 """Memory that extern kernels allocate for the time of one call, beside their results, in bytes.
 
-Upper bounds, one formula per kernel, in elements of the kernel's own blocking. ``tests/test_workspace.py`` holds them
-against the allocator. A kernel without a formula is taken to need none (matrix products do not).
+A kernel with a formula has an upper bound, in elements of the kernel's own blocking; ``tests/test_workspace.py`` holds it
+against the allocator. Any other kernel is measured, where its device is here (:mod:`autoremat.timing.workspaces`). The
+workspace of a kernel with neither is unknown, and its report says so.
 """
 
 from __future__ import annotations
@@ -13,6 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoremat import op_rules
+from autoremat.graph import Kind
+from autoremat.timing.workspaces import Layout, measured_workspace
 from autoremat.torch_compat import lays_channels_last, multiplies_in_tiles, size_hint
 
 aten = torch.ops.aten
@@ -52,7 +56,7 @@ def _cpu_attention(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -
     """Each thread holds a block of the attention matrix, its row maxima and sums, and a block of the output."""
     queries, width, keys = size_hint(query.shape[2]), size_hint(query.shape[3]), size_hint(key.shape[2])
     rows, columns = _query_block(queries), min(KEY_BLOCK, keys)
-    per_thread = 4 * rows * (columns + 2 + width)
+    per_thread = max(4, query.element_size()) * rows * (columns + 2 + width)
     if query.element_size() < 4:
         per_thread += 2 * rows * columns
     packed = _packed_keys_and_values(query, key) if multiplies_in_tiles(query.dtype) else 0
@@ -63,7 +67,7 @@ def _cpu_attention_backward(_: Any, query: torch.Tensor, key: torch.Tensor, *__:
     """The attention block and its gradient per thread, and a contiguous copy of the output's gradient."""
     queries, width, keys = size_hint(query.shape[2]), size_hint(query.shape[3]), size_hint(key.shape[2])
     rows, columns = _query_block(queries), min(KEY_BLOCK, keys)
-    per_thread = 4 * 2 * rows * columns
+    per_thread = max(4, query.element_size()) * 2 * rows * columns
     if query.element_size() < 4:
         per_thread += 2 * (2 * rows * columns + 3 * width * (rows + columns))
     return torch.get_num_threads() * per_thread + _bytes(query) + 4096
@@ -75,13 +79,21 @@ def _blocked(tensor: torch.Tensor) -> int:
     return _bytes(tensor) // max(channels, 1) * (-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK)
 
 
-def _cpu_convolution(image: torch.Tensor, weight: torch.Tensor, *_: Any, out: torch.Tensor, **__: Any) -> int:
+def _cpu_convolution(image: torch.Tensor, weight: torch.Tensor, *_: Any, out: torch.Tensor) -> int:
+    """Image, weight and result in blocks."""
     return _blocked(image) + _blocked(out) + _bytes(weight) + SMALL
 
 
-def _cpu_convolution_backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> int:
+def _cpu_convolution_backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
     """The gradient and the image (or its gradient) in blocks."""
     return 2 * max(_blocked(gradient), _blocked(image)) + 2 * _bytes(weight) + SMALL
+
+
+def _large_convolution(node: fx.Node, args: tuple[Any, ...], result: torch.Tensor) -> int | None:
+    """A bound for a convolution that is too large to be measured; None for types that oneDNN does not convolve."""
+    if args[1].dtype not in (torch.float32, torch.bfloat16):
+        return None
+    return _cpu_convolution(*args, out=result) if len(args) == 9 else _cpu_convolution_backward(*args)
 
 
 def _blocked_weight(weight: torch.Tensor) -> int:
@@ -102,6 +114,17 @@ def channels_last_workspace(node: fx.Node, args: tuple[Any, ...]) -> int | None:
         return None
     size = _blocked_weight(weight)
     return 2 * size + torch.get_num_threads() * min(size, SMALL) + SMALL if backward else size + SMALL
+
+
+def channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    """Images, and weights of their convolutions, channels last; any other tensor as it is."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def layouts_under_inductor(node: fx.Node, args: tuple[Any, ...]) -> tuple[Layout | None, ...]:
+    """The layouts in which Inductor may run the call: as traced, or images channels last too."""
+    convolves = op_rules.packet(node) in (aten.convolution, aten.convolution_backward)
+    return (None, channels_last) if convolves and lays_channels_last(args[1]) else (None,)
 
 
 def layout_copies_bytes(nodes: Iterable[fx.Node]) -> int:
@@ -127,6 +150,10 @@ def _cuda_attention_backward(_: Any, query: torch.Tensor, *__: Any, **___: Any) 
     return 4 * batch * heads * (-(-queries // 128) * 128) * (-(-width // 32) * 32 + 1)
 
 
+def _none(*_: Any, **__: Any) -> int:
+    return 0
+
+
 def _is_plain_matrix(tensor: torch.Tensor) -> bool:
     """Whether BLAS can read the last two dimensions as they lie: one of them dense, the other at least as long a stride."""
     rows, columns = (size_hint(s) for s in tensor.shape[-2:])
@@ -143,45 +170,67 @@ def _cpu_product(*operands: Any, **_: Any) -> int:
 CPU: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
-    aten.convolution_backward: _cpu_convolution_backward,
     aten.native_batch_norm_backward: _cpu_batch_norm_backward,
     **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm), _cpu_product),
 }
 CUDA: dict[Any, Callable[..., int]] = {
+    **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm), _none),
     aten._scaled_dot_product_flash_attention_backward: _cuda_attention_backward,
     aten._scaled_dot_product_efficient_attention_backward: _cuda_attention_backward,
 }
-
-
-# Ops that build an index or a sorted copy before they write their results.
-CPU_SORTING = frozenset(
-    {
-        aten.sort, aten.topk, aten.max, aten.min, aten.median, aten.mode, aten.kthvalue, aten.cummax, aten.cummin,
-        aten.gather, aten.scatter, aten.scatter_add, aten.index, aten.index_put, aten.index_add, aten.index_select,
-        aten.embedding_dense_backward, aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_batch_norm,
-    }
-)  # fmt: skip
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
+CPU_SORTING = frozenset(
+    {
+        aten.sort, aten.topk, aten.max, aten.min, aten.median, aten.mode, aten.cummax, aten.cummin, aten.gather, aten.scatter,
+        aten.scatter_add, aten.index, aten.index_put, aten.index_add, aten.index_select, aten.embedding_dense_backward,
+        aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_batch_norm,
+    }
+)  # fmt: skip
+"""Ops that build an index or a sorted copy, of the size of their results, before they write these."""
+
+
+def _bound(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, on_cpu: bool) -> int | None:
+    """A bound for a kernel that is not measured: too large, or for a device that is not here. None if there is none."""
+    name = op_rules.packet(node)
+    if on_cpu and name in (aten.convolution, aten.convolution_backward):
+        return _large_convolution(node, args, _tensors(result)[0])
+    if on_cpu and name in CPU_SORTING:
+        return sum(map(_bytes, _tensors(result)))
+    if op_rules.kind_of(node) is Kind.EXTERN:
+        return None
+    # Elements of another type than the result's are converted first, in a copy.
+    widest = max(tensor.element_size() for tensor in _tensors((args, kwargs, result)))
+    operands = _tensors((args, kwargs))
+    return sum(size_hint(t.numel()) * widest for t in operands if len({o.dtype for o in operands}) > 1)
+
+
 def workspace_bytes(
-    node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, device_type: str | None = None
-) -> int:
-    """An upper bound on what the call allocates and frees again, with (fake) tensor arguments ``args``, on the device of its
-    result or on one of ``device_type``."""
-    packet = getattr(node.target, "overloadpacket", None)
-    tensor = next(iter(_tensors(result)), None)
-    if tensor is None:
+    node: fx.Node,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    device_type: str | None = None,
+    layout: Layout | None = None,
+) -> int | None:
+    """Bytes that the call allocates and frees again, or an upper bound; None if that is not known.
+
+    ``args``, ``kwargs`` and ``result`` hold (fake) tensors. ``device_type`` is where the kernel runs, by default the device
+    of its result; ``layout`` is how images among the arguments lie then.
+    """
+    tensors = _tensors(result)
+    if not tensors:
         return 0
-    on_cpu = (device_type or tensor.device.type) == "cpu"
-    if on_cpu and packet is aten.convolution:
-        return _cpu_convolution(*args, out=tensor, **kwargs)
-    formula = (CPU if on_cpu else CUDA).get(packet)
+    runs_on = device_type or tensors[0].device.type
+    formula = (CPU if runs_on == "cpu" else CUDA).get(op_rules.packet(node))
     if formula is not None:
         return formula(*args, **kwargs)
-    if not on_cpu:
-        return 0
-    return SCALARS + (sum(_bytes(t) for t in _tensors(result)) if packet in CPU_SORTING else 0)
+    here = tensors[0].device.type == runs_on
+    found = measured_workspace(node, args, kwargs, result, layout) if here else None
+    if found is None:
+        found = _bound(node, args, kwargs, result, runs_on == "cpu")
+    return None if found is None else found + (SCALARS if runs_on == "cpu" else 0)

@@ -132,11 +132,17 @@ class _Heap:
 
 
 def _unpackings(statements: list[ast.stmt]) -> dict[str, list[str]]:
-    """For each name that holds several results, the names that take one each (``buf7 = buf6[1]``)."""
+    """For each name that holds the results of a call, the names that take one each (``buf7 = buf6[1]``, ``buf7 = buf6``)."""
     found: dict[str, list[str]] = {}
+    made = set()
     for statement in statements:
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Subscript):
-            target, source = statement.targets[0], statement.value.value
+        if not isinstance(statement, ast.Assign):
+            continue
+        target, value = statement.targets[0], statement.value
+        if isinstance(value, ast.Call) and isinstance(target, ast.Name) and _aliased(value) is None:
+            made.add(target.id)
+        if isinstance(value, ast.Subscript) or (isinstance(value, ast.Name) and value.id in made):
+            source = value.value if isinstance(value, ast.Subscript) else value
             if isinstance(target, ast.Name) and isinstance(source, ast.Name):
                 found.setdefault(source.id, []).append(target.id)
     return found
@@ -174,7 +180,8 @@ def replay_peak(
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             _assign(heap, statement.targets[0].id, statement.value, parts, buffer_bytes)
         if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
-            needed = _workspace(statement.value, heap.alive - before, workspaces) + _reordered(statement.value, heap)
+            made = heap.alive - before or _written(statement.value, heap)
+            needed = _workspace(statement.value, made, workspaces) + _reordered(statement.value, heap)
             heap.peak = max(heap.peak, heap.alive + needed)
     return heap.peak
 
@@ -187,14 +194,21 @@ def _reordered(value: ast.expr, heap: _Heap) -> int:
     return sum(map(heap.bytes_of, images)) if heap.planar.intersection(images) else 0
 
 
+def _written(value: ast.expr, heap: _Heap) -> int:
+    """Bytes of the buffer that a call is told to write its result to (``out=buf3``)."""
+    keywords = value.keywords if isinstance(value, ast.Call) else []
+    return sum(heap.bytes_of(k.value.id) for k in keywords if k.arg == "out" and isinstance(k.value, ast.Name))
+
+
 def _workspace(value: ast.expr, made: int, workspaces: Mapping[str, Mapping[int, int]]) -> int:
     """What the called function needs while it makes results of ``made`` bytes."""
     if not isinstance(value, ast.Call):
         return 0
     attributes = {n.attr for n in ast.walk(value.func) if isinstance(n, ast.Attribute)}
     sizes = next((sizes for name, sizes in workspaces.items() if name in attributes), {})
-    # Results that nothing reads are not in the code's count: take the next larger call, or the largest of all.
-    larger = [results for results in sizes if results >= made]
+    # Results that nothing reads are not in the code's count: take the next larger call, or the largest of all. A call that
+    # writes to what is there may be any of them.
+    larger = [results for results in sizes if results >= made > 0]
     return sizes[min(larger)] if larger else max(sizes.values(), default=0)
 
 
@@ -212,9 +226,11 @@ def _assign(
         heap.release(name)
         heap.allocate(size, name)
         (heap.planar.add if _is_planar(value) else heap.planar.discard)(name)
-    elif name in parts:
-        for part in parts[name]:
-            heap.allocate(buffer_bytes(part), name, part)
     elif isinstance(value, ast.Call):
         heap.release(name)
-        heap.allocate(buffer_bytes(name), name)
+        own = buffer_bytes(name)
+        if own:
+            heap.allocate(own, name)
+            return
+        for part in parts.get(name, ()):  # a call with results of its own holds nothing itself
+            heap.allocate(buffer_bytes(part), name, part)
