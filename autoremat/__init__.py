@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from .errors import PlanFileError as PlanFileError
     from .errors import PlanInvalid as PlanInvalid
     from .errors import SurveyError as SurveyError
+    from .errors import UnplannedError as UnplannedError
     from .errors import UnplannedWarning as UnplannedWarning
     from .errors import UnsupportedTorchError as UnsupportedTorchError
     from .graph import Graph as Graph
@@ -61,6 +62,7 @@ _MODULE_OF = {
     "Report": "report",
     "Survey": "steps.surveyed",
     "SurveyError": "errors",
+    "UnplannedError": "errors",
     "UnplannedWarning": "errors",
     "UnsupportedTorchError": "errors",
     "backend": "dynamo_backend",
@@ -90,6 +92,7 @@ __all__ = [
     "Report",
     "Survey",
     "SurveyError",
+    "UnplannedError",
     "UnplannedWarning",
     "UnsupportedTorchError",
     "__version__",

@@ -300,6 +300,8 @@ class InductorCompilation:
         seen = self.peak_seen()
         if seen is None and record is not None and record.report is not None:
             seen = record.report.compiled_peak_bytes
+        if seen is not None and self.options.wants_whole_baseline:  # code without recomputation may need more than simulated
+            report = dataclasses.replace(report, budget_bytes=max(seen, report.budget_bytes or 0))
         return report.compiled(seen, replans, self.why_room_is_left(partitioner, report.budget_bytes, seen))
 
     def why_room_is_left(self, partitioner: Partitioner, budget: int | None, peak: int | None) -> str:
@@ -338,10 +340,15 @@ def cause_of(error: BaseException, kind: type[Kind]) -> Kind | None:
 
 def published(compiled: Compiled, report: Report, options: Options) -> Compiled:
     """``compiled``, with its report made known; watched, if its budget is in bytes and nobody has shared it out."""
-    if not report.fits and report.budget_bytes is not None:
-        peak = report.compiled_peak_bytes or report.predicted_peak_bytes
+    if report.unknown_workspaces and report.budget_bytes is not None:
+        log.warning(
+            "the budget may be exceeded by the workspaces of %s, which nobody knows: declare_pure(..., workspace_bytes=...) "
+            "tells those of ops of your own",
+            ", ".join(report.unknown_workspaces),
+        )
+    if not report.within_budget and report.budget_bytes is not None:
         warnings.warn(
-            f"the step needs {format_bytes(peak)}, over its budget of {format_bytes(report.budget_bytes)}: nothing smaller "
+            f"the step needs {format_bytes(report.peak_bytes)}, over its budget of {format_bytes(report.budget_bytes)}: nothing smaller "
             f'was found, and on_infeasible="best_effort" runs it anyway',
             BudgetWarning,
             stacklevel=2,

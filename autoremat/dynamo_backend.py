@@ -20,6 +20,7 @@ from autoremat.errors import (
     BudgetWarning,
     OptionsError,
     UnplannedWarning,
+    unplanned_error,
     unplanned_message,
 )
 from autoremat.options import Options
@@ -73,8 +74,10 @@ def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: 
     try:
         return InductorCompilation(gm, example_inputs, parsed, patches).run()
     except Exception as error:  # what is wrong with the graph itself, plain Inductor says below
-        if parsed.on_unplannable == "raise" or _is_meant(error):
+        if _is_meant(error):
             raise
+        if not parsed.leaves_unplannable:
+            raise unplanned_error(error, origins.place_of(gm.graph)) from error
         log.info("compiling a plan failed", exc_info=error)
         compiled = torch_compat.compile_with_inductor(gm, example_inputs, patches, {})
         warnings.warn(unplanned_message(error, origins.place_of(gm.graph)), UnplannedWarning, stacklevel=2)

@@ -49,6 +49,10 @@ class CaptureError(AutorematError):
     """The joint graph could not be turned into a `Graph`; the message names the op and where it comes from."""
 
 
+class UnplannedError(AutorematError, RuntimeError):
+    """A graph with a memory budget could not be planned; the error that was met is the ``__cause__``."""
+
+
 class SurveyError(AutorematError, RuntimeError):
     """A step could not be surveyed: nothing was compiled in it, or it has no loss to differentiate."""
 
@@ -161,11 +165,20 @@ class UnplannedWarning(UserWarning):
 
 
 def unplanned_message(error: BaseException, place: str) -> str:
-    """What an ``UnplannedWarning`` says: what went wrong, in which graph (``place``), and what to do about it."""
+    """The text of an ``UnplannedWarning``: the error, the graph (``place``), and the way out."""
     return (
         f"a graph ({place}) could not be planned and is left to torch, so no memory budget holds for it: "
         f"{type(error).__name__}: {error}. It trains all the same. Please report this text to autoremat's issue tracker; "
         'on_unplannable="raise" makes it an error.'
+    )
+
+
+def unplanned_error(error: BaseException, place: str) -> UnplannedError:
+    """The error for a graph (``place``) whose memory budget cannot be kept because of ``error``."""
+    return UnplannedError(
+        f"a graph ({place}) could not be planned, so its memory budget cannot be kept: {type(error).__name__}: {error}. "
+        "Please report this text to autoremat's issue tracker; "
+        'on_unplannable="warn" leaves such a graph to torch, without a budget.'
     )
 
 

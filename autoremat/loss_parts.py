@@ -84,8 +84,6 @@ class Parts:
         fitting = [contender for contender in found if contender.planning.plan is not None]
         if fitting:
             return Choice(min(fitting, key=lambda contender: contender.step_seconds), whole)
-        if whole is not None and wanted == "auto" and self.options.on_infeasible == "best_effort":
-            return Choice(whole, whole)  # what runs although it is over the budget keeps its bits
         return Choice(min(found, key=lambda contender: contender.planning.smallest.peak_bytes), whole, remedy)
 
     def in_parts(self, captured: Capture, found: list[Contender]) -> Iterator[Contender]:

@@ -70,7 +70,8 @@ class Options:
     - on_infeasible: "raise", or "best_effort" to run at the smallest peak found.
     - cost_model: where the seconds of ops come from: "calibrated" (rates of the device, measured once), "profile" (each
         distinct library kernel is timed, the rest as calibrated), "roofline" (data sheets, nothing is measured).
-    - on_unplannable: "warn" leaves a graph that could not be planned to torch's partitioner; "raise" passes the error on.
+    - on_unplannable: "raise" makes it an error if a graph cannot be planned; "warn" leaves the graph to torch's partitioner,
+        without a budget. None: "raise" with a memory budget, "warn" without one.
     - plan: stored plans to apply instead of planning: paths that `Plan.save` wrote, or plans, one or a sequence. Each graph
         takes the one that was made for it.
     - policy: what runs again in the backward; see `autoremat.policies`. Without a budget it is the whole plan.
@@ -89,7 +90,7 @@ class Options:
     time_limit: float = 10.0
     inner: str = "inductor"
     on_infeasible: str = "raise"
-    on_unplannable: str = "warn"
+    on_unplannable: str | None = None
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
     cost_model: str = "calibrated"
@@ -108,7 +109,9 @@ class Options:
             "inner": _one_of(INNER_COMPILERS, self.inner, "inner"),
             "on_infeasible": _one_of(INFEASIBLE_ACTIONS, self.on_infeasible, "on_infeasible"),
             "cost_model": _one_of(COST_MODELS, self.cost_model, "cost_model"),
-            "on_unplannable": _one_of(UNPLANNABLE_ACTIONS, self.on_unplannable, "on_unplannable"),
+            "on_unplannable": None
+            if self.on_unplannable is None
+            else _one_of(UNPLANNABLE_ACTIONS, self.on_unplannable, "on_unplannable"),
             "plan": _normalise_plans(self.plan),
             "policy": _normalise_policy(self.policy, self.recompute_modules),
             "recompute_modules": (),
@@ -149,6 +152,16 @@ class Options:
         defaults = _environment(own.keys() | _configured.keys())
         merged: dict[str, Any] = defaults | _configured | own
         return cls(**merged, inductor=tuple(foreign.items()), mode=mode)
+
+    @property
+    def leaves_unplannable(self) -> bool:
+        """Whether torch partitions a graph that cannot be planned, with a warning; else that is an error."""
+        return self.memory_budget is None if self.on_unplannable is None else self.on_unplannable == "warn"
+
+    @property
+    def wants_whole_baseline(self) -> bool:
+        """Whether the budget is the whole peak without recomputation, however much code without it needs."""
+        return isinstance(self.memory_budget, float) and self.memory_budget == 1
 
     @property
     def has_orders(self) -> bool:
@@ -205,7 +218,7 @@ def configure(
     inner: str | _Unset = _UNSET,
     on_infeasible: str | _Unset = _UNSET,
     cost_model: str | _Unset = _UNSET,
-    on_unplannable: str | _Unset = _UNSET,
+    on_unplannable: str | None | _Unset = _UNSET,
     plan: str | os.PathLike[str] | Plan | Sequence[str | os.PathLike[str] | Plan] | None | _Unset = _UNSET,
     policy: Policy | str | None | _Unset = _UNSET,
     recompute_modules: Collection[str] | _Unset = _UNSET,

@@ -22,12 +22,14 @@ from autoremat.capture import Capture, capture
 from autoremat.cost import Pricing
 from autoremat.costing import priced
 from autoremat.errors import (
+    AutorematError,
     BudgetInfeasible,
     BudgetWarning,
     Occupant,
     OptionsError,
     OrderWarning,
     UnplannedWarning,
+    unplanned_error,
     unplanned_message,
 )
 from autoremat.graph import Graph, Kind, Role
@@ -90,7 +92,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
     free_bytes: Callable[[torch.device], int | None] = free_device_bytes
     """What an "auto" budget is taken from: bytes free on the device; None where that is not known."""
     cuda_name: str | None = None
-    """The CUDA device that is planned for, if the one at hand only stands for it."""
+    """The CUDA device that is planned for, if the one at hand only stands for it: then no code decides what fits."""
     report: Report | None = field(default=None, init=False)
     plan: Plan | None = field(default=None, init=False)
     planning: Planning | None = field(default=None, init=False)
@@ -153,8 +155,10 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         except (BudgetInfeasible, OptionsError, OrderWarning, BudgetWarning):
             raise
         except Exception as error:  # models and torch's ops are open-ended: what we fail on must train all the same
-            if self.options.on_unplannable == "raise":
+            if isinstance(error, AutorematError) and not self.options.leaves_unplannable:
                 raise
+            if not self.options.leaves_unplannable:
+                raise unplanned_error(error, origins.place_of(untouched)) from error
             joint.graph = untouched
             self.leave_to_torch(error, origins.place_of(untouched))
         return torch_compat.partition_as_torch_does(joint, joint_inputs, **kwargs)
@@ -186,7 +190,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
 
     def worth_trying(self, plan: Plan, budget: int) -> bool:
         """Whether the code generator may make ``plan`` fit though the simulator or an earlier try says that it does not."""
-        return self.fuses and plan.peak_bytes <= budget * (1 + OPTIMISM)
+        return self.fuses and self.cuda_name is None and plan.peak_bytes <= budget * (1 + OPTIMISM)
 
     def plan_for(self, simulated_bytes: int | None) -> Plan | None:
         """What would be planned for a simulated peak of at most so many bytes (None: no bound). None if nothing fits or nothing
@@ -216,8 +220,10 @@ class Partitioner(torch_compat.CustomPartitionerFn):
 
     def limit_bytes(self, backward: bool) -> int | None:
         """What the code of one half may need; None for no bound."""
-        if self.report is None or self.plan is None or self.share is None:
-            return None if self.report is None else self.report.budget_bytes
+        if self.report is None or self.options.wants_whole_baseline:
+            return None
+        if self.plan is None or self.share is None:
+            return self.report.budget_bytes
         if not backward:
             return self.share.forward_peak_bytes
         on_borders = self.point_of(self.plan).backward_peak_bytes - point_of(self.plan).backward_peak_bytes
@@ -231,7 +237,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         baseline = first[0].baseline
         device = torch_compat.device_of(captured.joint)
         self.slack_bytes = slack_bytes(captured.graph) + layout_copies_bytes(captured.op_nodes) if self.fuses else 0
-        budget = self.options.resolve_budget(baseline.peak_bytes, self.free_bytes(device))
+        # Code without recomputation needs the reserve too: so it is part of what a share is of.
+        budget = self.options.resolve_budget(baseline.peak_bytes + self.slack_bytes, self.free_bytes(device))
         if self.is_region and isinstance(self.options.memory_budget, float):
             budget = None
         self.exhausted = False
@@ -261,6 +268,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
             loss_parts=chosen.parts,
             reserved_bytes=self.slack_bytes,
             minimum_in_one_part_bytes=None if whole is None else whole.planning.smallest.peak_bytes,
+            unknown_workspaces=captured.unknown_workspaces,
             **dataclasses.asdict(chosen.pricing),
         )
         return plan

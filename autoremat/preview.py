@@ -27,6 +27,9 @@ from autoremat.tracing import Target, Visitor, trace
 
 T = TypeVar("T")
 
+NEAR = 0.05
+"""By so much of the smallest peak a budget may be above it and still depend on what code generation makes of the plan."""
+
 
 @dataclass(frozen=True)
 class Preview:
@@ -44,6 +47,14 @@ class Preview:
         self.partitioner.choose(self.captured, self.pricing)
         assert self.partitioner.report is not None
         return self.partitioner.report
+
+    def report_and_doubt(self) -> tuple[Report, bool]:
+        """Plan; and whether only generated code can tell if the budget is kept. Raises ``BudgetInfeasible``."""
+        report, options = self.report(), self.partitioner.options
+        budget, least = report.budget_bytes, report.minimum_peak_bytes + report.reserved_bytes
+        tight = budget is not None and budget < (1 + NEAR) * least and not options.wants_whole_baseline
+        lowers = self.partitioner.fuses and self.partitioner.cuda_name is None
+        return report, tight and lowers and options.on_infeasible == "raise"
 
 
 def explain(
@@ -65,7 +76,9 @@ def explain(
     After graph breaks the report is that of the graph with the highest peak, and ``Report.others`` has those of the others.
     Under Inductor it is the plan that is first compiled; the backend makes it again if the generated code needs more. With
     ``lower=True`` Inductor generates the code, for a device that is here, and compiles no kernel of it: the report is that of
-    the plan that is left in the end, with the peak of its code. That takes several times as long.
+    the plan that is left in the end, with the peak of its code. That takes several times as long. A budget near the smallest
+    peak is decided so without being asked, since there only the code can tell; kernels without a formula for their
+    workspace run once by themselves, on made-up tensors, as when compiling.
 
     Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
     """
@@ -83,15 +96,17 @@ def explain_by(
     lower: bool = False,
 ) -> Report:
     """:func:`explain` for options that are parsed."""
+    if not lower:
+        found, notes = previews(model_or_fn, args, kwargs, options, device, Preview.report_and_doubt)
+        lower = any(doubtful for _, doubtful in found)
+        reports = [report for report, _ in found]
     if lower:
-        found, notes = rehearsals(model_or_fn, args, kwargs, options, device)
-    else:
-        found, notes = previews(model_or_fn, args, kwargs, options, device, Preview.report)
-    main = max(range(len(found)), key=lambda number: found[number].baseline_peak_bytes)
-    if len(found) > 1:
-        notes = (*notes, f"{len(found)} graphs train, this is number {main + 1}; their peaks can add up")
-    others = tuple(dataclasses.replace(report, notes=notes[:-1]) for i, report in enumerate(found) if i != main)
-    return dataclasses.replace(found[main], notes=notes, others=others)
+        reports, notes = rehearsals(model_or_fn, args, kwargs, options, device)
+    main = max(range(len(reports)), key=lambda number: reports[number].baseline_peak_bytes)
+    if len(reports) > 1:
+        notes = (*notes, f"{len(reports)} graphs train, this is number {main + 1}; their peaks can add up")
+    others = tuple(dataclasses.replace(report, notes=notes[:-1]) for i, report in enumerate(reports) if i != main)
+    return dataclasses.replace(reports[main], notes=notes, others=others)
 
 
 def previews(

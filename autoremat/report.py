@@ -134,6 +134,8 @@ class Report:
     """The smallest peak that any plan found reaches with the loss in one part; None if none was looked for."""
     room_left_because: str = ""
     """Why the compiled code uses so much less than the budget; empty if it does not, or was not seen."""
+    unknown_workspaces: tuple[str, ...] = ()
+    """Kernels that may need more memory than is counted, because their workspace is not known and cannot be measured."""
 
     @property
     def gap(self) -> float | None:
@@ -145,10 +147,19 @@ class Report:
         return max(0.0, excess) / (self.step_seconds + self.lower_bound_seconds)
 
     @property
+    def peak_bytes(self) -> int:
+        """The best-known peak: that of the generated code, or the simulated one."""
+        return self.predicted_peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
+
+    @property
+    def within_budget(self) -> bool:
+        """Whether the best-known peak is within the budget, unknown workspaces left out."""
+        return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
+
+    @property
     def fits(self) -> bool:
-        """Whether the best-known peak is within the budget."""
-        peak = self.predicted_peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
-        return self.budget_bytes is None or peak <= self.budget_bytes
+        """Whether the step is known to stay within the budget: its peak does, and all workspaces are known."""
+        return self.budget_bytes is None or (self.within_budget and not self.unknown_workspaces)
 
     @classmethod
     def of(cls, planning: Planning, plan: Plan, margin_bytes: int = 0, **fields: Any) -> Report:
@@ -250,9 +261,9 @@ class Report:
         """One line, for logs."""
         budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
         gap = "" if self.gap is None else f" (at most {self.gap:.1%} of the step over the optimum)"
-        peak = self.predicted_peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
+        over = "" if self.within_budget else ", OVER THE BUDGET"
         return (
-            f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(peak)}, "
+            f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.peak_bytes)}{over}, "
             f"recomputation {self.overhead:.1%} of the forward{gap}, planned in {format_seconds(self.planning_seconds)}"
         )
 
@@ -298,6 +309,7 @@ def _parsed(fields: dict[str, Any]) -> Report:
     for name in ("profile_before", "profile_after"):
         fields[name] = _profile(fields.get(name))
     fields["notes"] = tuple(fields.get("notes", ()))
+    fields["unknown_workspaces"] = tuple(fields.get("unknown_workspaces", ()))
     fields["others"] = tuple(map(_parsed, fields.get("others", ())))
     return Report(**fields)
 

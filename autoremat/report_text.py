@@ -95,6 +95,10 @@ def figures(report: Report) -> list[tuple[str, str]]:
         least = report.minimum_in_one_part_bytes
         whole = "" if least is None else f"; in one part the smallest peak found is {format_bytes(least)}"
         rows.append(("loss", f"in {report.loss_parts} parts, so sums over tokens are rounded otherwise{whole}"))
+    if not report.within_budget:
+        rows.insert(1, ("over the budget", f"by {format_bytes(report.peak_bytes - (report.budget_bytes or 0))}"))
+    if report.unknown_workspaces:
+        rows.append(("unknown workspaces", f"{', '.join(report.unknown_workspaces)}: the peak may be higher by these"))
     rows += [("note", note) for note in report.notes]
     if report.others:
         rows.append(("other graphs", f"{len(report.others)}, see `others`"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from autoremat import torch_compat, torch_fake
-from autoremat.errors import BudgetInfeasible, Occupant, OptionsError
+from autoremat.errors import BudgetInfeasible, OptionsError
 from autoremat.options import Options
 from autoremat.preview import explain_by
 from autoremat.progress import said_if_slow
@@ -31,8 +31,8 @@ class Fit:
     """Of a step of ``size``."""
     next_size: int | None
     """The next larger size, which does not fit; None if all up to the limit do."""
-    next_report: Report | None
-    """Of the smallest plan for ``next_size``."""
+    next_minimum_bytes: int | None
+    """The smallest peak that was found for ``next_size``."""
     tried: tuple[tuple[int, int, bool], ...]
     """Sizes in the order in which they were tried, the smallest peak found for each in bytes, whether it fits."""
 
@@ -43,8 +43,9 @@ class Fit:
             f"  its peak is {format_bytes(self.report.predicted_peak_bytes)}, with {self.report.overhead:.1%} of the forward "
             "recomputed",
         ]
-        if self.next_report is not None:
-            lines.append(f"  {self.next_size} needs at least {format_bytes(self.next_report.minimum_peak_bytes)}")
+        if self.next_minimum_bytes is not None:
+            least = format_bytes(self.next_minimum_bytes)
+            lines.append(f"  no plan was found for {self.next_size}: the smallest peak found for it is {least}")
         else:
             lines.append("  larger ones were not allowed")
         return "\n".join(lines)
@@ -73,27 +74,35 @@ def max_batch(
         raise OptionsError(f'memory_budget={memory_budget!r}: max_batch needs bytes, as in "60GiB", or "auto"')
     if not 1 <= step <= limit:
         raise OptionsError(f"step={step}, limit={limit} is not accepted. Accepted: 1 <= step <= limit")
-    wanted = {**(options or {}), "memory_budget": memory_budget, "on_infeasible": "best_effort"}
+    wanted = {**(options or {}), "memory_budget": memory_budget, "on_infeasible": "raise"}
     parsed = Options.parse(wanted, None, torch_compat.inductor_config_names)
 
-    def report_for(count: int) -> Report:
+    def outcome_of(count: int) -> Outcome:
         with torch_fake.new_mode():
             given = make_inputs(count * step)
         args, kwargs = _call(given)
-        return explain_by(model_or_fn, args, kwargs, parsed, device)
+        try:
+            return explain_by(model_or_fn, args, kwargs, parsed, device)
+        except BudgetInfeasible as error:  # as the backend would refuse it
+            return error
 
     with said_if_slow("autoremat: looking for the largest size that fits"):
-        search = _Search(report_for, limit // step)
+        search = _Search(outcome_of, limit // step)
         search.run()
-    if search.fits == 0:
-        raise _nothing_fits(search.reports[1])
+    fitting = search.outcomes.get(search.fits)
+    if not isinstance(fitting, Report):
+        refused = search.outcomes[1]
+        assert isinstance(refused, BudgetInfeasible)
+        raise refused
     miss = search.misses
     return Fit(
         search.fits * step,
-        search.reports[search.fits],
+        fitting,
         None if miss is None else miss * step,
-        None if miss is None else search.reports[miss],
-        tuple((count * step, report.minimum_peak_bytes, _fits(report)) for count, report in search.reports.items()),
+        None if miss is None else _minimum_bytes(search.outcomes[miss]),
+        tuple(
+            (count * step, _minimum_bytes(outcome), isinstance(outcome, Report)) for count, outcome in search.outcomes.items()
+        ),
     )
 
 
@@ -104,28 +113,24 @@ def _call(given: Any) -> Call:
     return (given, {}) if isinstance(given, (tuple, list)) else ((given,), {})
 
 
-def _fits(report: Report) -> bool:
-    return all(one.fits for one in (report, *report.others))
+Outcome = Report | BudgetInfeasible
+"""Of one size: the plan that fits, or the error that none does."""
 
 
-def _nothing_fits(report: Report) -> BudgetInfeasible:
-    alive = report.peak_after.alive if report.peak_after is not None else ()
-    return BudgetInfeasible(
-        budget_bytes=report.budget_bytes or 0,
-        minimum_bytes=report.minimum_peak_bytes,
-        lower_bound_bytes=report.lower_bound_bytes,
-        occupants=[Occupant(tensor.name, tensor.bytes, tensor.module, tensor.source) for tensor in alive],
-        device=report.device,
-    )
+def _minimum_bytes(outcome: Outcome) -> int:
+    """The smallest peak found; of several graphs the largest such."""
+    if isinstance(outcome, BudgetInfeasible):
+        return outcome.minimum_bytes
+    return max(one.minimum_peak_bytes for one in (outcome, *outcome.others))
 
 
 @dataclass
 class _Search:
     """Bisection, with a straight line through two peaks for the first guesses."""
 
-    report_for: Callable[[int], Report]
+    outcome_of: Callable[[int], Outcome]
     limit: int
-    reports: dict[int, Report] = field(default_factory=dict)
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
     fits: int = 0
     """The largest count that is known to fit."""
     misses: int | None = None
@@ -135,11 +140,11 @@ class _Search:
         """Try counts until the largest that fits is known."""
         count: int | None = 1
         while count is not None:
-            self.reports[count] = self.report_for(count)
-            if _fits(self.reports[count]):
-                self.fits = max(self.fits, count)
-            else:
+            self.outcomes[count] = self.outcome_of(count)
+            if isinstance(self.outcomes[count], BudgetInfeasible):
                 self.misses = count if self.misses is None else min(self.misses, count)
+            else:
+                self.fits = max(self.fits, count)
             count = self.next_count(count)
 
     def next_count(self, last: int) -> int | None:
@@ -148,17 +153,17 @@ class _Search:
         if low == 0 or low >= self.limit or (high is not None and high - low <= 1):
             return None
         if high is None:
-            guess = 2 * low if len(self.reports) < 2 else max(2 * low, self.on_a_line())
+            guess = 2 * low if len(self.outcomes) < 2 else max(2 * low, self.on_a_line())
             return min(guess, FASTEST * low, self.limit)
-        way = len(self.reports) % 3
+        way = len(self.outcomes) % 3
         # The guess, then beside it, then halfway: a guess that is right is confirmed at once, a wrong one costs little.
         guess = self.on_a_line() if way == 0 else (low + 1 if last == low else high - 1) if way == 1 else (low + high) // 2
         return min(max(guess, low + 1), high - 1)
 
     def on_a_line(self) -> int:
         """The count whose peak would be the budget, if peaks lay on the line through the two nearest known ones."""
-        nearest = sorted(self.reports, key=lambda count: abs(count - self.fits))[:2]
-        (first, below), (second, above) = sorted((count, self.reports[count].minimum_peak_bytes) for count in nearest)
-        budget = self.reports[first].budget_bytes or 0
+        nearest = sorted(self.outcomes, key=lambda count: abs(count - self.fits))[:2]
+        (first, below), (second, above) = sorted((count, _minimum_bytes(self.outcomes[count])) for count in nearest)
+        budget = self.outcomes[first].budget_bytes or 0
         slope = (above - below) / (second - first)
         return int(first + (budget - below) / slope) if slope > 0 else 2 * second

@@ -142,12 +142,13 @@ def test_pareto_refuses_a_budget():
 def test_the_largest_batch_fits_and_the_next_does_not():
     model = Mlp()
     fit = autoremat.max_batch(lambda rows: torch.randn(rows, 64), model, MIB, options=EAGER)
-    assert fit.report.predicted_peak_bytes <= MIB < fit.next_report.minimum_peak_bytes
+    assert fit.report.predicted_peak_bytes <= MIB < fit.next_minimum_bytes
     assert fit.next_size == fit.size + 1
     assert len(fit.tried) < 12
     assert autoremat.explain(model, torch.randn(fit.size, 64), options=EAGER | {"memory_budget": MIB}).fits
-    with pytest.raises(BudgetInfeasible):
+    with pytest.raises(BudgetInfeasible) as refused:
         autoremat.explain(model, torch.randn(fit.size + 1, 64), options=EAGER | {"memory_budget": MIB})
+    assert refused.value.minimum_bytes == fit.next_minimum_bytes
     assert f"largest size that fits 1.00 MiB: {fit.size}" in str(fit)
 
 
@@ -176,12 +177,14 @@ def test_the_search_finds_the_last_that_fits(slope, start, power, largest):
 
     budget = peak(largest)
 
-    def report_for(count: int):
-        return types.SimpleNamespace(minimum_peak_bytes=peak(count), budget_bytes=budget, fits=peak(count) <= budget, others=())
+    def outcome_of(count: int):
+        if peak(count) > budget:
+            return BudgetInfeasible(budget_bytes=budget, minimum_bytes=peak(count), lower_bound_bytes=0)
+        return types.SimpleNamespace(minimum_peak_bytes=peak(count), budget_bytes=budget, others=())
 
-    search = _Search(report_for, 10**6)
+    search = _Search(outcome_of, 10**6)
     search.run()
     assert peak(search.fits) <= budget
     assert search.misses == search.fits + 1
     assert peak(search.misses) > budget
-    assert len(search.reports) < 60
+    assert len(search.outcomes) < 60
