@@ -88,12 +88,14 @@ def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], r
         return workspace_bytes(node, args, kwargs, result, runs_on)
     if op_rules.kind_of(node) is not Kind.EXTERN:
         return 0
-    if op_rules.scatters_by_aten(node):  # index and source are copied to lie as the result does
+    on_cpu = runs_on == "cpu"
+    if on_cpu and op_rules.scatters_by_aten(node):  # index and source are copied to lie as the result does
         return sum(_tensor_bytes(operand) for operand in node.all_input_nodes[1:])
-    found = channels_last_workspace(node, args)
+    found = channels_last_workspace(node, args) if on_cpu else None
     if found is not None:
         return found
-    sizes = [workspace_bytes(node, args, kwargs, result, runs_on, layout) for layout in layouts_under_inductor(node, args)]
+    layouts = layouts_under_inductor(node, args) if on_cpu else (None,)
+    sizes = [workspace_bytes(node, args, kwargs, result, runs_on, layout) for layout in layouts]
     return max(sizes) if None not in sizes else None
 
 

@@ -150,6 +150,11 @@ def _cuda_attention_backward(_: Any, query: torch.Tensor, *__: Any, **___: Any) 
     return 4 * batch * heads * (-(-queries // 128) * 128) * (-(-width // 32) * 32 + 1)
 
 
+def _cpu_fold(columns: torch.Tensor, *_: Any, **__: Any) -> int:
+    """A contiguous copy of the columns: those that ``im2col`` makes are not, though it states that they are."""
+    return _bytes(columns)
+
+
 def _none(*_: Any, **__: Any) -> int:
     return 0
 
@@ -161,20 +166,25 @@ def _is_plain_matrix(tensor: torch.Tensor) -> bool:
     return (column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows)
 
 
-def _cpu_product(*operands: Any, **_: Any) -> int:
-    """ATen copies an operand that BLAS cannot read, such as an expanded gradient."""
-    matrices = (t for t in operands if isinstance(t, torch.Tensor) and t.dim() >= 2)
+def _cpu_product(*operands: Any, **_: Any) -> int | None:
+    """ATen copies an operand that BLAS cannot read, such as an expanded gradient; None for types that others multiply."""
+    matrices = [t for t in operands if isinstance(t, torch.Tensor) and t.dim() >= 2]
+    if any(t.dtype not in (torch.float32, torch.float64) for t in matrices):
+        return None
     return sum(_bytes(t) for t in matrices if not _is_plain_matrix(t))
 
 
-CPU: dict[Any, Callable[..., int]] = {
+PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
+
+CPU: dict[Any, Callable[..., int | None]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
     aten.native_batch_norm_backward: _cpu_batch_norm_backward,
-    **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm), _cpu_product),
+    aten.col2im: _cpu_fold,
+    **dict.fromkeys(PRODUCTS, _cpu_product),
 }
-CUDA: dict[Any, Callable[..., int]] = {
-    **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm), _none),
+CUDA: dict[Any, Callable[..., int | None]] = {
+    **dict.fromkeys(PRODUCTS, _none),
     aten._scaled_dot_product_flash_attention_backward: _cuda_attention_backward,
     aten._scaled_dot_product_efficient_attention_backward: _cuda_attention_backward,
 }
@@ -199,6 +209,8 @@ def _bound(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result:
     name = op_rules.packet(node)
     if on_cpu and name in (aten.convolution, aten.convolution_backward):
         return _large_convolution(node, args, _tensors(result)[0])
+    if on_cpu and name in PRODUCTS:  # operands are packed, and results added up, in 32 bits at most
+        return sum(size_hint(t.numel()) * max(4, t.element_size()) for t in _tensors((args, kwargs, result)))
     if on_cpu and name in CPU_SORTING:
         return sum(map(_bytes, _tensors(result)))
     if op_rules.kind_of(node) is Kind.EXTERN:
@@ -227,8 +239,8 @@ def workspace_bytes(
         return 0
     runs_on = device_type or tensors[0].device.type
     formula = (CPU if runs_on == "cpu" else CUDA).get(op_rules.packet(node))
-    if formula is not None:
-        return formula(*args, **kwargs)
+    if formula is not None and (bound := formula(*args, **kwargs)) is not None:
+        return bound
     here = tensors[0].device.type == runs_on
     found = measured_workspace(node, args, kwargs, result, layout) if here else None
     if found is None:

@@ -230,15 +230,17 @@ def test_by_default_only_where_nothing_else_fits():
     assert_close(found, plain)
 
 
-def test_the_error_knows_of_parts_and_a_best_effort_keeps_its_bits():
+def test_the_error_knows_of_parts_and_a_best_effort_runs_them():
     model, tokens = large()
     least = smallest(model, tokens, chunk_loss=False)
     with pytest.raises(BackendCompilerFailed) as caught:
         train(model, tokens, memory_budget=1)
-    assert caught.value.inner_exception.minimum_bytes < least
+    promised = caught.value.inner_exception.minimum_bytes
+    assert promised < least
     with pytest.warns(BudgetWarning, match="over its budget"):
         _, report = train(model, tokens, memory_budget=1, on_infeasible="best_effort")
-    assert (report.loss_parts, report.minimum_peak_bytes) == (1, least)
+    assert report.loss_parts > 1
+    assert report.peak_bytes == report.minimum_peak_bytes == promised
 
 
 def test_never_by_request():

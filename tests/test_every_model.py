@@ -69,6 +69,8 @@ def product(x: torch.Tensor) -> torch.Tensor:
     return x.sin() @ x.cos()
 
 
+WARNED = LEAST | {"on_unplannable": "warn"}
+
 STAGES = (
     "partitioner.read_operands_directly", "partitioner.capture", "partitioner.priced", "partitioner.Planner",
     "solvers.Planner.find", "solvers.mincut.MinCut.solve", "partitioner.Report.of", "partitioner.realise",
@@ -90,11 +92,28 @@ def test_no_failure_of_any_stage_reaches_the_user(monkeypatch: pytest.MonkeyPatc
     failure = FAILURES[STAGES.index(stage) % len(FAILURES)]
     failing(monkeypatch, stage, failure)
     with pytest.warns(autoremat.UnplannedWarning) as caught:
-        found = gradient(product, backend="autoremat", options=LEAST)
+        found = gradient(product, backend="autoremat", options=WARNED)
     (warning,) = [w for w in caught if issubclass(w.category, autoremat.UnplannedWarning)]
     for part in (f"{type(failure).__name__}: ", "as if", "test_every_model.py:", "issue tracker"):
         assert part in str(warning.message)
     assert same_bits(found, expected)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_no_budget_is_lost_to_a_failure(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
+    failing(monkeypatch, stage, RuntimeError("as if"))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        gradient(product, backend="autoremat", options=LEAST)
+    error = caught.value.inner_exception
+    assert isinstance(error, autoremat.UnplannedError)
+    for part in ("memory budget cannot be kept", "RuntimeError: as if", "test_every_model.py:", 'on_unplannable="warn"'):
+        assert part in str(error)
+
+
+def test_without_a_budget_a_failure_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    failing(monkeypatch, "partitioner.realise", RuntimeError("as if"))
+    with pytest.warns(autoremat.UnplannedWarning, match="as if"):
+        gradient(product, backend="autoremat", options={"inner": "aot_eager"})
 
 
 @pytest.mark.slow
@@ -102,13 +121,13 @@ def test_no_failure_of_any_stage_reaches_the_user(monkeypatch: pytest.MonkeyPatc
 def test_no_failure_around_inductor_reaches_the_user(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     expected = gradient(product, backend="inductor")
     failing(monkeypatch, stage, RuntimeError("as if"))
-    options = LEAST | {"inner": "inductor"}
+    options = WARNED | {"inner": "inductor"}
     with pytest.warns(autoremat.UnplannedWarning, match=r"test_every_model\.py:.*RuntimeError: as if.*issue tracker"):
         found = gradient(product, backend="autoremat", options=options)
     torch.testing.assert_close(found, expected)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="as if"):
-        gradient(product, backend="autoremat", options=options | {"on_unplannable": "raise"})
+        gradient(product, backend="autoremat", options=LEAST | {"inner": "inductor"})
 
 
 def test_a_planner_without_time_still_finds_a_plan() -> None:
@@ -123,7 +142,7 @@ def test_what_cannot_be_planned_trains_and_warns_once(inner: str) -> None:
     expected = gradient(product, backend="aot_eager")
     before = len(autoremat.reports())
     with pytest.warns(autoremat.UnplannedWarning) as caught:
-        found = gradient(product, backend="autoremat", options=LEAST | {"inner": inner})
+        found = gradient(product, backend="autoremat", options=WARNED | {"inner": inner})
     (warning,) = [w for w in caught if issubclass(w.category, autoremat.UnplannedWarning)]
     for part in (
         "aten.mm.default",
@@ -138,9 +157,9 @@ def test_what_cannot_be_planned_trains_and_warns_once(inner: str) -> None:
 
 
 @pytest.mark.usefixtures("no_formula")
-def test_what_cannot_be_planned_is_an_error_if_asked_for() -> None:
+def test_what_cannot_be_planned_is_an_error_under_a_budget() -> None:
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
-        gradient(product, backend="autoremat", options=LEAST | {"on_unplannable": "raise"})
+        gradient(product, backend="autoremat", options=LEAST)
     error = caught.value.inner_exception
     assert isinstance(error, autoremat.AutorematError)
     assert "aten.mm.default" in str(error)
@@ -154,5 +173,5 @@ def test_a_failure_half_way_through_the_rewrite_leaves_the_graph_as_it_was(monke
 
     monkeypatch.setattr("autoremat.passes._check_split", fail)
     with pytest.warns(autoremat.UnplannedWarning, match="PlanInvalid: as if"):
-        found = gradient(product, backend="autoremat", options=LEAST)
+        found = gradient(product, backend="autoremat", options=WARNED)
     assert same_bits(found, expected)

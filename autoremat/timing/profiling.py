@@ -41,7 +41,8 @@ def worth_timing(node: fx.Node, op: Op) -> bool:
 def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         shape, strides = ([size_hint(x) for x in sizes] for sizes in (value.shape, value.stride()))
-        return f"{str(value.dtype).removeprefix('torch.')}{shape}{strides}@{value.device.type}"
+        bits = f"{'~' * value.is_conj()}{'-' * value.is_neg()}"  # views whose numbers an op conjugates or negates as it reads
+        return f"{bits}{str(value.dtype).removeprefix('torch.')}{shape}{strides}@{value.device.type}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_described, value))}]"
     return str(size_hint(value)) if isinstance(value, torch.SymInt) else str(value)
@@ -80,7 +81,9 @@ def real(value: Any) -> Any:
         storage = torch.randn(length, device=value.device).to(value.dtype)
     else:
         storage = torch.zeros(length, dtype=value.dtype, device=value.device)
-    return storage.as_strided(shape, strides)
+    made = storage.as_strided(shape, strides)
+    made = made.conj() if value.is_conj() else made
+    return torch.ops.aten._neg_view(made) if value.is_neg() else made
 
 
 def seconds_of(node: fx.Node, timer: Timer) -> float | None:

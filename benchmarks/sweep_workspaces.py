@@ -1,0 +1,208 @@
+"""Workspaces of all kernels that torch's op database runs, forward and backward, against what the planner takes them to need.
+
+    pip install expecttest                            # torch.testing's op database needs it
+    python benchmarks/sweep_workspaces.py             # goes on where an earlier run ended
+    python benchmarks/sweep_workspaces.py --only linalg. fft.
+
+Every differentiable op runs with its samples of several types, its tensors contiguous and transposed. Each ATen call of its
+forward and backward is measured on the numbers that it really gets, and held against its workspace as planned: measured
+before on made-up numbers, or bounded by a formula.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from sweep_ops import SECONDS, SEED, differentiable, ops
+from sweeping import Late, first_line, limited
+from torch import fx
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autoremat import op_rules, torch_memory
+from autoremat.graph import Trait
+from autoremat.timing import workspaces
+from autoremat.torch_compat import storage_key
+from autoremat.workspace import workspace_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
+SAMPLES = 4
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "contiguous": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.mT.contiguous().mT if tensor.dim() >= 2 else tensor,
+}
+UNKNOWN = -1
+
+
+@dataclass(frozen=True)
+class Row:
+    """The calls that one entry of the database makes for one type and layout."""
+
+    name: str
+    dtype: str
+    layout: str
+    calls: int = 0
+    under: int = 0
+    """Calls that need more than is planned."""
+    worst: float = 0.0
+    """Largest measured over planned workspace."""
+    worst_call: str = ""
+    unknown: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.name, self.dtype, self.layout
+
+
+class Meter(TorchDispatchMode):
+    """Measures every ATen call in the block, and what is planned for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, tuple[int, int]] = {}
+        """(measured, planned) bytes by signature, the largest measured."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        given = {storage_key(t) for t in tensors((args, kwargs))}
+        peak, result = torch_memory.peak_on_cpu(lambda: func(*args, **kwargs))
+        node = node_of(func, args, kwargs, result)
+        if node is not None:
+            made = {storage_key(t): t.untyped_storage().nbytes() for t in tensors(result)}
+            measured = max(0, peak - sum(size for key, size in made.items() if key not in given))
+            planned = workspace_bytes(node, args, kwargs, result)
+            name = workspaces.signature(node)
+            known = self.found.get(name, (UNKNOWN, 0))
+            if measured > known[0]:
+                self.found[name] = measured, UNKNOWN if planned is None else planned
+        return result
+
+
+def tensors(values: Any) -> list[torch.Tensor]:
+    return [t for t in pytree.tree_leaves(values) if isinstance(t, torch.Tensor) and t.layout is torch.strided]
+
+
+def node_of(func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node | None:
+    """A node that stands for the call; None for what is no kernel: views, effects, tensors that are not dense."""
+    if not tensors(result) or any(t.layout is not torch.strided for t in pytree.tree_leaves((args, kwargs)) if
+                                  isinstance(t, torch.Tensor)):  # fmt: skip
+        return None
+    graph = fx.Graph()
+
+    def held(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        node = graph.placeholder("x")
+        node.meta["val"] = value
+        return node
+
+    node = graph.call_function(func, *pytree.tree_map(held, (args, kwargs)))
+    node.meta["val"] = result
+    traits = op_rules.traits_of(node)
+    return None if op_rules.is_view(node) or traits & (Trait.EFFECTFUL | Trait.UNDECLARED) else node
+
+
+def examine(op: Any, dtype: torch.dtype, layout: str) -> Row:
+    """Run the op's first samples."""
+    name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+    place = (name, str(dtype).removeprefix("torch."), layout)
+    meter = Meter()
+    reason = ""
+    try:
+        with limited(SECONDS):
+            torch.manual_seed(SEED)
+            for number, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=True)):
+                if number == SAMPLES:
+                    break
+                step(op, sample, LAYOUTS[layout], meter)
+    except Late as late:
+        reason = str(late)
+    except Exception as error:  # of the op's own: its samples, or arguments that a layout makes it refuse
+        reason = first_line(error)
+    workspaces.remember()
+    ratios = {call: measured / max(planned, 1) for call, (measured, planned) in meter.found.items() if planned != UNKNOWN}
+    worst = max(ratios, key=lambda call: ratios[call], default="")
+    unknown = sorted(call.partition("(")[0] for call, (_, planned) in meter.found.items() if planned == UNKNOWN)
+    under = sum(ratio > 1 for ratio in ratios.values())
+    call = worst[:200] if under else ""
+    return Row(*place, len(meter.found), under, round(ratios.get(worst, 0.0), 4), call, tuple(dict.fromkeys(unknown)), reason)
+
+
+def step(op: Any, sample: Any, lay_out: Callable[[torch.Tensor], torch.Tensor], meter: Meter) -> None:
+    """Forward and backward of one sample."""
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+            return leaf
+        return lay_out(leaf.detach().clone()).requires_grad_(leaf.requires_grad)
+
+    first, args, kwargs = pytree.tree_map(own, (sample.input, sample.args, sample.kwargs))
+    with meter:
+        results = [t for t in differentiable(op(first, *args, **kwargs)) if t.numel()]
+        if results:
+            torch.autograd.backward(results, [torch.ones_like(t) for t in results])
+
+
+def cases(prefixes: tuple[str, ...]) -> Iterator[tuple[Any, torch.dtype, str]]:
+    for op in ops(prefixes):
+        for dtype in DTYPES:
+            if op.supports_dtype(dtype, "cpu"):
+                for layout in LAYOUTS:
+                    yield op, dtype, layout
+
+
+def write(rows: list[Row], path: Path) -> None:
+    calls, under = sum(row.calls for row in rows), sum(row.under for row in rows)
+    unknown = sorted({name for row in rows for name in row.unknown})
+    lines = [
+        f"Workspaces measured against planned; torch {torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} cores",
+        f"cases: {len(rows)}, distinct calls: {calls}, calls that need more than planned: {under}, "
+        f"largest measured over planned: {max((row.worst for row in rows), default=0.0):.4f}, kernels unknown: {len(unknown)}",
+        f"unknown: {', '.join(unknown) or 'none'}",
+        "",
+        f"{'case':<44}{'type':<10}{'layout':<12}{'calls':>6}{'under':>6}{'worst':>10}  note",
+    ]
+    for r in rows:
+        note = "; ".join(filter(None, (r.worst_call, r.reason)))
+        lines.append(f"{r.name:<44}{r.dtype:<10}{r.layout:<12}{r.calls:>6}{r.under:>6}{r.worst:>10.4f}  {note}".rstrip())
+    path.write_text("\n".join(lines) + "\n")
+    print("\n".join(lines[1:3]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", default=[], help="ops whose names begin so")
+    parser.add_argument("--fresh", action="store_true", help="forget the rows of earlier runs")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    record = arguments.output / "sweep_workspaces.jsonl"
+    if arguments.fresh:
+        record.unlink(missing_ok=True)
+    lines = record.read_text().splitlines() if record.exists() else []
+    rows = [Row(**(fields | {"unknown": tuple(fields["unknown"])})) for fields in map(json.loads, lines)]
+    known = {row.key for row in rows}
+    for op, dtype, layout in cases(tuple(arguments.only)):
+        name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
+        if (name, str(dtype).removeprefix("torch."), layout) in known:
+            continue
+        rows.append(examine(op, dtype, layout))
+        with record.open("a") as file:
+            file.write(json.dumps(asdict(rows[-1])) + "\n")
+        if rows[-1].under:
+            print(rows[-1], flush=True)
+    write(rows, arguments.output / "sweep_workspaces.txt")
+
+
+if __name__ == "__main__":
+    main()
