@@ -96,7 +96,8 @@ def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], r
         return found
     layouts = layouts_under_inductor(node, args) if on_cpu else (None,)
     sizes = [workspace_bytes(node, args, kwargs, result, runs_on, layout) for layout in layouts]
-    return max(sizes) if None not in sizes else None
+    known = [size for size in sizes if size is not None]
+    return max(known) if len(known) == len(sizes) else None
 
 
 ARITHMETIC_SHARE = 0.1

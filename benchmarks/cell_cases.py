@@ -119,7 +119,7 @@ def _positive(x: Tensor) -> Tensor:
 
 CASES: dict[str, Case] = {
     "mlp": Case(
-        lambda d: (nn.Sequential(*(l for _ in range(4) for l in (nn.Linear(64, 256, dtype=d), nn.GELU(),
+        lambda d: (nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(64, 256, dtype=d), nn.GELU(),
                                                                  nn.Linear(256, 64, dtype=d)))), torch.randn(256, 64, dtype=d)),
         FLOATS,
     ),
@@ -161,7 +161,8 @@ CASES: dict[str, Case] = {
     "eigvalsh": Case(scaled(lambda x: torch.linalg.eigvalsh(_positive(x.sin())), 96, 96)),
     "qr": Case(scaled(lambda x: torch.linalg.qr(x.sin())[1].tanh(), 96, 64)),
     "cdist": Case(scaled(lambda x: torch.cdist(x.sin(), x.cos()), 128, 32)),
-    "index_add": Case(scaled(lambda x: torch.zeros(32, 256, dtype=x.dtype).index_add(0, torch.arange(256) % 32, x.sin()), 256, 256)),
+    "index_add": Case(scaled(lambda x: torch.zeros(32, 256, dtype=x.dtype).index_add(0, torch.arange(256) % 32, x.sin()),
+                             256, 256)),
     "gather": Case(scaled(lambda x: x.sin().gather(0, torch.arange(256)[:, None].expand(256, 256)).tanh(), 256, 256), FLOATS),
     "embedding": Case(lambda d: (Then(nn.Embedding(512, 64, dtype=d), lambda x: x.sin().exp()), torch.randint(0, 512, (2048,))),
                       FLOATS),

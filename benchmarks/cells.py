@@ -121,7 +121,8 @@ def write(found: list[Cell], path: Path) -> None:
         f"{os.cpu_count()} cores",
         f"cells: {len(found)}, measured: {len(measured)}, {dict(counts)}; largest measured over predicted: {worst:.4f}",
         "",
-        f"{'case':<18}{'type':<10}{'layout':<15}{'compiler':<11}{'budget':<10}{'bytes':>10}{'predicted':>11}{'measured':>10}  result",
+        f"{'case':<18}{'type':<10}{'layout':<15}{'compiler':<11}{'budget':<10}{'bytes':>10}{'predicted':>11}{'measured':>10}"
+        "  result",
     ]
     for c in found:
         lines.append(

@@ -165,7 +165,8 @@ def write(rows: list[Row], path: Path) -> None:
     calls, under = sum(row.calls for row in rows), sum(row.under for row in rows)
     unknown = sorted({name for row in rows for name in row.unknown})
     lines = [
-        f"Workspaces measured against planned; torch {torch.__version__}, {torch.get_num_threads()} threads, {os.cpu_count()} cores",
+        f"Workspaces measured against planned; torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"{os.cpu_count()} cores",
         f"cases: {len(rows)}, distinct calls: {calls}, calls that need more than planned: {under}, "
         f"largest measured over planned: {max((row.worst for row in rows), default=0.0):.4f}, kernels unknown: {len(unknown)}",
         f"unknown: {', '.join(unknown) or 'none'}",

@@ -29,12 +29,23 @@ TORCH = (
     "calls", "capture", "costing", "cuda_attention", "closed_loop", "declarations", "dynamic_shapes", "dynamo_backend", "eager",
     "measure", "op_rules", "op_work", "partitioner", "partitions", "preview",
     "steps.metering", "steps.recording", "steps.survey",
-    "steps.watch", "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch", "timing.workspaces",
-    "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_memory", "torch_sizes", "torch_steps", "tracing",
+    "steps.watch", "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
+    "timing.workspaces",
+    "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_memory",
+    "torch_sizes", "torch_steps", "tracing",
     "workspace", "loss_parts", "passes", "rehearsal", "comparison", "sizing", "integrations", "naming", "origins",
 )  # fmt: skip
 
-ADAPTERS = ("torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_memory", "torch_sizes", "torch_steps")
+ADAPTERS = (
+    "torch_compat",
+    "torch_fake",
+    "torch_higher_order",
+    "torch_logs",
+    "torch_lowering",
+    "torch_memory",
+    "torch_sizes",
+    "torch_steps",
+)
 """The modules that may touch torch's private names."""
 
 PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispatch")

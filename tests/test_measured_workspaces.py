@@ -113,7 +113,9 @@ def scaled(function: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> tup
 
 def layers(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
     convolutions = [nn.Conv2d(8, 8, 3, padding=1, dtype=dtype) for _ in range(3)]
-    return nn.Sequential(*(l for conv in convolutions for l in (conv, nn.Tanh()))), torch.randn(2, 8, 32, 32, dtype=dtype)
+    return nn.Sequential(*(layer for conv in convolutions for layer in (conv, nn.Tanh()))), torch.randn(
+        2, 8, 32, 32, dtype=dtype
+    )
 
 
 STEPS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {

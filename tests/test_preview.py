@@ -79,6 +79,41 @@ def test_under_inductor_it_is_the_plan_that_is_compiled_first():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("of_the_smallest", [0.7, 0.99, 1.0])
+def test_it_refuses_what_compiling_refuses_with_the_same_figures(of_the_smallest):
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))))
+    x = torch.randn(1024, 32)
+
+    def loss(x):
+        return model(x).square().mean()
+
+    with pytest.raises(BudgetInfeasible) as least:
+        autoremat.explain(loss, x, options={"memory_budget": 1000}, lower=True)
+    options = {"memory_budget": int(of_the_smallest * least.value.minimum_bytes)}
+
+    def outcome(run):
+        try:
+            return run().compiled_peak_bytes
+        except BudgetInfeasible as error:
+            return "infeasible", error.minimum_bytes
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            return "infeasible", error.inner_exception.minimum_bytes
+
+    explained = outcome(lambda: autoremat.explain(loss, x, options=options))
+    assert explained == outcome(lambda: backends_report(loss, (x,), options))
+    assert (explained == least.value.minimum_bytes) == (of_the_smallest == 1)
+
+
+def test_a_card_by_name_is_refused_what_the_simulator_says_does_not_fit():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(256, 64)
+    with pytest.raises(BudgetInfeasible) as caught:
+        autoremat.explain(lambda x: model(x).square().mean(), x, options={"memory_budget": 1000}, device="H100-80GB")
+    budget = int(0.9 * caught.value.minimum_bytes)
+    with pytest.raises(BudgetInfeasible):
+        autoremat.explain(lambda x: model(x).square().mean(), x, options={"memory_budget": budget}, device="H100-80GB")
+
+
+@pytest.mark.slow
 def test_with_lowering_it_is_what_is_left_in_the_end(monkeypatch):
     layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(6)), torch.randn(2048, 64)
     options = {"memory_budget": 0.5}

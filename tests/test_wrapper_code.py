@@ -224,3 +224,32 @@ def test_planar_images_are_copied_to_differentiate_their_convolution(strides, co
     needed = {"convolution_backward": {0: 100}}
     source = "def call(args):\n" + textwrap.indent(textwrap.dedent(body), "    ")
     assert replay_peak(source, {}, lambda name: 0, workspaces=needed) == 2 * 4 * 4 * 512 + 100 + copied
+
+
+def test_the_result_of_a_kernel_that_is_renamed_counts_under_its_new_name():
+    body = f"""
+        buf0 = {empty(10)}
+        buf1 = torch.ops.aten.kernel.default(buf0)
+        del buf0
+        buf2 = buf1
+        del buf1
+        buf3 = {empty(5)}
+        return (buf2, buf3)
+    """
+    assert peak(body, sizes={"buf2": 400}) == 440
+    assert peak(body, sizes={"buf1": 400}) == 440
+
+
+def test_a_workspace_is_that_of_the_call_with_results_of_its_size():
+    workspaces = {"kernel": {400: 1000, 4000: 9000}}
+
+    def with_workspace(body: str) -> int | None:
+        source = "def call(args):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+        return replay_peak(source, {}, lambda name: 400 if name == "buf1" else 0, workspaces=workspaces)
+
+    renamed = "buf0 = torch.ops.aten.kernel.default(x)\nbuf1 = buf0\ndel buf0\nreturn (buf1,)"
+    assert with_workspace(renamed) == 1400
+    written = f"buf2 = {empty(100)}\nextern_kernels.kernel(x, out=buf2)\nreturn (buf2,)"
+    assert with_workspace(written) == 1400
+    in_place = "aten.kernel_(x)\nextern_kernels.kernel(x)\nreturn ()"  # nothing says which call it is
+    assert with_workspace(in_place) == 9000

@@ -46,7 +46,7 @@ _spent = 0.0
 
 
 def measured_workspace(node: fx.Node, args: Any, kwargs: Any, result: Any, layout: Layout | None = None) -> int | None:
-    """Bytes that the ATen op which ``node`` calls allocates beside its results and frees again; None if they cannot be measured.
+    """Bytes that ``node``'s ATen op allocates beside its results and frees again; None if they cannot be measured.
 
     ``args``, ``kwargs`` and ``result`` are the call's, with fake tensors; ``layout`` is how images among them lie when it runs.
     """
@@ -115,7 +115,8 @@ def _measure(node: fx.Node, args: Any, kwargs: Any, device: torch.device, layout
     arguments = _tensors((own_args, own_kwargs))
     for zeros in (False, True):
         for tensor in arguments if zeros else ():
-            tensor.untyped_storage().fill_(0)
+            zeros_of: Any = tensor.untyped_storage()
+            zeros_of.fill_(0)
         try:
             found.append(_workspace(lambda: target(*own_args, **own_kwargs), arguments, device))
         except REFUSALS as error:
