@@ -165,6 +165,7 @@ class InductorCompilation:
         with (
             torch_lowering.memory_first(lambda: partitioner.memory_first),
             torch_lowering.channels_last_at_once(),
+            torch_lowering.draws_by_place(patches),
             torch_lowering.observe_lowering(lambda: partitioner.circumstances, observe),
         ):
             compiled = torch_compat.compile_with_inductor(module, self.inputs, patches, EAGER_BACKWARD)

@@ -6,9 +6,11 @@ As in ``torch_compat``, each function says what it stands for and nothing here d
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 import unittest.mock
-from collections.abc import Callable, Collection, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 
+from autoremat.errors import BudgetWarning
 from autoremat.op_rules import BY_STRIDES, is_view, packet
 from autoremat.torch_sizes import expression_hint
 from autoremat.wrapper_code import Circumstances, replay_peak
@@ -203,6 +206,36 @@ def channels_last_at_once() -> Iterator[None]:
         return run(lowering, *arguments)
 
     with unittest.mock.patch.object(GraphLowering, "run", run_with_layouts):
+        yield
+
+
+@contextlib.contextmanager
+def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
+    """While active, a random number in this thread's kernels depends on its seed and its place alone.
+
+    Torch 2.13 and later can draw four numbers at once in CUDA kernels over one dimension. Kernels over two dimensions draw
+    others for the same seed, so a mask that the backward draws again would not be the forward's. ``patches`` are the settings
+    of Inductor that the compilation has beside the global ones.
+    """
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    method, ours = "_can_use_4x_random", threading.get_ident()
+    at_once: Callable[[], bool] | None = getattr(TritonOverrides, method, None)
+    if at_once is None:
+        yield
+        return
+    if patches.get("use_rand4x", getattr(inductor_config, "use_rand4x", False)):
+        warnings.warn(
+            "use_rand4x has no effect on what this backend compiles: kernels of different shapes would draw different numbers "
+            "for the same seed, and a recomputed dropout another mask. Leave the setting off here",
+            BudgetWarning,
+            stacklevel=2,
+        )
+
+    def elsewhere() -> bool:
+        return threading.get_ident() != ours and at_once()
+
+    with unittest.mock.patch.object(TritonOverrides, method, staticmethod(elsewhere)):
         yield
 
 

@@ -1,0 +1,41 @@
+"""Code for CUDA where there is none: what the compilation changes of the code generator, and what it makes of the result."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from autoremat import BudgetWarning, Options, closed_loop, torch_compat
+from autoremat.partitioner import Partitioner
+
+
+def drawn_at_once(monkeypatch, patches):
+    """Whether kernels may draw four numbers at once while a graph is compiled: in the thread that compiles it, in another."""
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    monkeypatch.setattr(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: True), raising=False)
+    seen = []
+
+    def compile_nothing(*_):
+        other = threading.Thread(target=lambda: seen.append(TritonOverrides._can_use_4x_random()))
+        seen.append(TritonOverrides._can_use_4x_random())
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(torch_compat, "compile_with_inductor", compile_nothing)
+    module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    compilation = closed_loop.InductorCompilation(module, [torch.zeros(1, 2)], Options(cost_model="roofline"), patches)
+    compilation.attempt(Partitioner(Options(), ""))
+    assert TritonOverrides._can_use_4x_random()
+    return seen
+
+
+def test_kernels_of_all_shapes_draw_the_same_numbers(monkeypatch):
+    assert drawn_at_once(monkeypatch, {}) == [False, True]
+
+
+def test_a_setting_that_would_draw_others_is_refused_aloud(monkeypatch):
+    with pytest.warns(BudgetWarning, match="use_rand4x has no effect"):
+        assert drawn_at_once(monkeypatch, {"use_rand4x": True}) == [False, True]
