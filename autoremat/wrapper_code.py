@@ -54,11 +54,15 @@ def _call_function(source: str) -> ast.FunctionDef | None:
     return next((f for f in functions if f.name == "call"), None)
 
 
+ALIASING = ("reinterpret_tensor", "copy_if_misaligned")
+"""Functions that return the storage of their first argument: the second copies only what a caller has cut out of a larger one."""
+
+
 def _aliased(value: ast.expr) -> str | None:
     """The name whose storage ``value`` shares: a name, or a reinterpretation of one."""
     if isinstance(value, ast.Name):
         return value.id
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "reinterpret_tensor":
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ALIASING:
         return _aliased(value.args[0])
     return None
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from autoremat import BudgetWarning, Options, closed_loop, torch_compat
+from autoremat import BudgetWarning, Options, closed_loop, torch_compat, torch_lowering
 from autoremat.partitioner import Partitioner
 
 
@@ -39,3 +40,13 @@ def test_kernels_of_all_shapes_draw_the_same_numbers(monkeypatch):
 def test_a_setting_that_would_draw_others_is_refused_aloud(monkeypatch):
     with pytest.warns(BudgetWarning, match="use_rand4x has no effect"):
         assert drawn_at_once(monkeypatch, {"use_rand4x": True}) == [False, True]
+
+
+def test_code_for_cuda_graphs_is_generated_without_kernels():
+    from torch._inductor.graph import GraphLowering
+
+    generated = []
+    with torch_lowering.without_kernels():
+        module = GraphLowering.compile_to_module(SimpleNamespace(codegen=lambda: generated.append("code")))
+    assert generated == ["code"]
+    module.recursively_apply_fns([len])  # as Inductor does with what is to wrap the partitions

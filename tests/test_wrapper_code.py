@@ -34,6 +34,19 @@ def test_allocations_add_up_and_deletions_free():
     assert peak(body) == 4 * 150
 
 
+def test_inputs_that_are_aligned_take_no_memory():
+    body = f"""
+        primals_2 = copy_if_misaligned(primals_2)
+        saved = copy_if_misaligned(saved)
+        buf0 = {empty(10)}
+        del primals_2
+        del saved
+        buf1 = {empty(20)}
+        return (buf0, buf1)
+    """
+    assert peak(body, inputs={"saved": 40}, sizes={"primals_2": 10**6, "saved": 40}) == 4 * 30
+
+
 def test_without_the_deletion_the_peak_is_higher():
     body = f"""
         buf0 = {empty(10)}
