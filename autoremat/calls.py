@@ -86,15 +86,14 @@ def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], r
     result = node.meta.get("val")
     if not fuses:
         return workspace_bytes(node, args, kwargs, result, runs_on)
-    if op_rules.kind_of(node) is not Kind.EXTERN:
+    if op_rules.kind_of(node, runs_on) is not Kind.EXTERN:
         return 0
-    on_cpu = runs_on == "cpu"
-    if on_cpu and op_rules.scatters_by_aten(node):  # index and source are copied to lie as the result does
+    if op_rules.scatters_by_aten(node, runs_on):  # index and source are copied to lie as the result does
         return sum(_tensor_bytes(operand) for operand in node.all_input_nodes[1:])
-    found = channels_last_workspace(node, args) if on_cpu else None
+    found = channels_last_workspace(node, args, runs_on)
     if found is not None:
         return found
-    layouts = layouts_under_inductor(node, args) if on_cpu else (None,)
+    layouts = layouts_under_inductor(node, runs_on)
     sizes = [workspace_bytes(node, args, kwargs, result, runs_on, layout) for layout in layouts]
     return max(sizes) if None not in sizes else None
 

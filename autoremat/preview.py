@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autoremat import torch_compat
-from autoremat.capture import Capture, capture
+from autoremat.capture import Capture, capture, runs_on_type
 from autoremat.cost import Pricing
 from autoremat.costing import CALIBRATED, PROFILE, ROOFLINE, priced
 from autoremat.errors import OptionsError
@@ -140,7 +140,7 @@ def previews(
             prepared = torch_compat.prepare_joint(joint)
             read_operands_directly(prepared)
             if fuses:
-                rewrite_for_inductor(prepared)
+                rewrite_for_inductor(prepared, runs_on_type(prepared, target.cuda_name))
             captured = capture(prepared, keywords["num_fwd_outputs"], fuses, target.cuda_name)
             if captured.graph.one_phase:
                 return None

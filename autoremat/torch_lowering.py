@@ -270,7 +270,8 @@ def without_kernels() -> Iterator[None]:
     def only_generated(lowering: Any) -> Any:
         lowering.codegen()
         # Where CUDA graphs are asked for, Inductor wraps each partition of the code that it has loaded.
-        return types.SimpleNamespace(call=_not_compiled, recursively_apply_fns=lambda _: None, __file__="")
+        runner = types.SimpleNamespace(recursively_apply_fns=lambda _: None, partitions=[])
+        return types.SimpleNamespace(call=_not_compiled, runner=runner, __file__="")
 
     with (
         functorch_config.patch({"enable_autograd_cache": False}),

@@ -8,8 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoremat import BudgetWarning, Options, closed_loop, torch_compat, torch_lowering
+from autoremat import BudgetWarning, Options, closed_loop, explain, torch_compat, torch_lowering
+from autoremat.graph import Kind
 from autoremat.partitioner import Partitioner
+from autoremat.workspace import SMALL
 
 
 def drawn_at_once(monkeypatch, patches):
@@ -49,4 +51,21 @@ def test_code_for_cuda_graphs_is_generated_without_kernels():
     with torch_lowering.without_kernels():
         module = GraphLowering.compile_to_module(SimpleNamespace(codegen=lambda: generated.append("code")))
     assert generated == ["code"]
-    module.recursively_apply_fns([len])  # as Inductor does with what is to wrap the partitions
+    module.runner.recursively_apply_fns([len])  # as Inductor does with what is to wrap the partitions
+
+
+def test_a_card_that_is_planned_for_by_name_has_no_habits_of_cpus(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    convolve = torch.nn.Conv2d(4, 4, 3)
+    index = torch.tensor([[0, 1]])
+
+    def loss(image):
+        logits = convolve(image).sum((2, 3)).scatter_add(1, index, image[:1, 0, 0, :2])
+        return torch.nn.functional.cross_entropy(logits, index[:, 0])
+
+    report = explain(loss, torch.randn(1, 4, 8, 8), device="H100-80GB")
+    ops = {op.target: op for op in report.plan.graph.ops}
+    assert ops["aten.scatter_add.default"].kind is Kind.REDUCTION
+    assert ops["aten.scatter_add.default"].workspace_bytes == 0
+    assert report.reserved_bytes == SMALL  # and none for images laid channels last
+    assert [op for op in report.plan.graph.ops[report.plan.graph.num_forward :] if op.target == "aten.sum.dim_IntList"]
