@@ -193,7 +193,7 @@ def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | N
     )
     if cuda_name is None:
         cuda_name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
-    return cuda_device(cuda_name, half)
+    return cuda_device(cuda_name, half, torch_compat.rounds_to_tf32())
 
 
 @contextlib.contextmanager

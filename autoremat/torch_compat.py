@@ -177,6 +177,11 @@ def multiplies_in_tiles(dtype: torch.dtype) -> bool:
     return bool(getattr(torch.cpu, probe, bool)())
 
 
+def rounds_to_tf32() -> bool:
+    """Whether CUDA may round the operands of float32 matrix products to TF32, or less: not by default."""
+    return torch.get_float32_matmul_precision() != "highest"
+
+
 def lays_channels_last(device_type: str) -> bool:
     """Whether Inductor convolves images there channels last whatever their layout was: on a CPU with oneDNN."""
     library: Any = torch.backends.mkldnn

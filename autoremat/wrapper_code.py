@@ -55,7 +55,7 @@ def _call_function(source: str) -> ast.FunctionDef | None:
 
 
 ALIASING = ("reinterpret_tensor", "copy_if_misaligned")
-"""Functions that return the storage of their first argument: the second copies only what a caller has cut out of a larger one."""
+"""Functions that return the storage of their first argument. The second copies only what was cut out of a larger tensor."""
 
 
 def _aliased(value: ast.expr) -> str | None:

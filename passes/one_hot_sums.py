@@ -16,8 +16,8 @@ that is not negative, as sums begin with:
     hit    = where(0 <= target < columns, value, 0)
     total  = hit * gradient + 0 * abs(gradient)
 
-Only for graphs that Inductor compiles: elsewhere log-softmax's gradient is one op. And only for CPUs whose limit on an expression
-leaves the gradient in one: else it is cut in two, and a buffer as large as the logits stands between them. CUDA's limit does not.
+Only for graphs that Inductor compiles: elsewhere log-softmax's gradient is one op. And only for CPUs whose limit on an
+expression leaves the gradient in one: else a buffer as large as the logits stands between its two. CUDA's limit is lower.
 """
 
 from __future__ import annotations

@@ -7,8 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoremat import BudgetWarning, Options, closed_loop, explain, torch_compat, torch_lowering
+from autoremat.capture import device_rates
+from autoremat.cost.devices import MATMUL_EFFICIENCY
 from autoremat.graph import Kind
 from autoremat.partitioner import Partitioner
 from autoremat.workspace import SMALL
@@ -52,6 +55,17 @@ def test_code_for_cuda_graphs_is_generated_without_kernels():
         module = GraphLowering.compile_to_module(SimpleNamespace(codegen=lambda: generated.append("code")))
     assert generated == ["code"]
     module.runner.recursively_apply_fns([len])  # as Inductor does with what is to wrap the partitions
+
+
+@pytest.mark.parametrize(("precision", "rate"), [("highest", 67e12), ("high", 494e12)])
+def test_float32_products_have_the_rate_of_the_precision_that_is_set(precision, rate):
+    joint = make_fx(torch.mm, tracing_mode="fake")(torch.ones(2, 2), torch.ones(2, 2))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        assert device_rates(torch.device("cpu"), joint, "H100").flops_per_second == rate * MATMUL_EFFICIENCY
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def test_a_card_that_is_planned_for_by_name_has_no_habits_of_cpus(monkeypatch):
