@@ -13,7 +13,7 @@ from torch import fx
 
 from autoremat import declarations, op_rules, torch_compat, torch_higher_order
 from autoremat.graph import Kind, Trait
-from autoremat.workspace import channels_last_workspace, layouts_under_inductor, workspace_bytes
+from autoremat.workspace import channels_last_workspace, estimated_bytes, layouts_under_inductor, workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Cost:
     moved_bytes: int
     workspace_bytes: int
     unknown: frozenset[str] = frozenset()
-    """Kernels whose workspace is not known, by name; they count as needing none."""
+    """Kernels whose workspace is not known, by name; what is counted of them is an estimate, or nothing."""
 
 
 def traits_of(node: fx.Node) -> Trait:
@@ -60,7 +60,9 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool = False) 
     bodies = torch_higher_order.bodies(node) if torch_higher_order.name_of(node) in torch_higher_order.RUNS_BODIES else []
     if not bodies:
         found = workspace_of(node, args, kwargs, runs_on, fuses)
-        return Cost(flops, moved, found or 0, frozenset([str(node.target)] if found is None else []))
+        if found is None:
+            return Cost(flops, moved, estimated_bytes(node, args, runs_on), frozenset([str(node.target)]))
+        return Cost(flops, moved, found)
     inside = [_cost_of_body(body, device_type, runs_on, fuses) for body in bodies]
     runs = _runs(node, args)
     held = _tensor_bytes(node) if torch_higher_order.name_of(node) in torch_higher_order.HOLDS_RESULTS_TWICE else 0

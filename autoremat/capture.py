@@ -43,7 +43,7 @@ class Capture:
     runs_on: str
     """The type of the device that is planned for, which another may have stood for in the tracing."""
     unknown_workspaces: tuple[str, ...] = ()
-    """Kernels of which nobody knows the workspace: it counts as nothing."""
+    """Kernels of which nobody knows the workspace: an estimate of it counts, or nothing."""
 
 
 @dataclass

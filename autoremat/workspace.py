@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat import op_rules
+from autoremat import cuda_workspace, op_rules
 from autoremat.graph import Kind
 from autoremat.timing.workspaces import Layout, measured_workspace
 from autoremat.torch_compat import lays_channels_last, multiplies_in_tiles, size_hint
@@ -146,19 +146,9 @@ def _cpu_batch_norm_backward(gradient: torch.Tensor, *_: Any, **__: Any) -> int:
     return _bytes(gradient)
 
 
-def _cuda_attention_backward(_: Any, query: torch.Tensor, *__: Any, **___: Any) -> int:
-    """The query's gradient is accumulated in float32, with a row sum per query, rows padded to blocks of 128."""
-    batch, heads, queries, width = (size_hint(s) for s in query.shape)
-    return 4 * batch * heads * (-(-queries // 128) * 128) * (-(-width // 32) * 32 + 1)
-
-
 def _cpu_fold(columns: torch.Tensor, *_: Any, **__: Any) -> int:
     """A contiguous copy of the columns: those that ``im2col`` makes are not, though it states that they are."""
     return _bytes(columns)
-
-
-def _none(*_: Any, **__: Any) -> int:
-    return 0
 
 
 def _is_plain_matrix(tensor: torch.Tensor) -> bool:
@@ -184,11 +174,6 @@ CPU: dict[Any, Callable[..., int | None]] = {
     aten.native_batch_norm_backward: _cpu_batch_norm_backward,
     aten.col2im: _cpu_fold,
     **dict.fromkeys(PRODUCTS, _cpu_product),
-}
-CUDA: dict[Any, Callable[..., int | None]] = {
-    **dict.fromkeys(PRODUCTS, _none),
-    aten._scaled_dot_product_flash_attention_backward: _cuda_attention_backward,
-    aten._scaled_dot_product_efficient_attention_backward: _cuda_attention_backward,
 }
 
 
@@ -240,7 +225,7 @@ def workspace_bytes(
     if not tensors:
         return 0
     runs_on = device_type or tensors[0].device.type
-    formula = (CPU if runs_on == "cpu" else CUDA).get(op_rules.packet(node))
+    formula = (CPU if runs_on == "cpu" else cuda_workspace.FORMULAS).get(op_rules.packet(node))
     if formula is not None and (bound := formula(*args, **kwargs)) is not None:
         return bound
     here = tensors[0].device.type == runs_on
@@ -248,3 +233,9 @@ def workspace_bytes(
     if found is None:
         found = _bound(node, args, kwargs, result, runs_on)
     return None if found is None else found + (SCALARS if runs_on == "cpu" else 0)
+
+
+def estimated_bytes(node: fx.Node, args: tuple[Any, ...], runs_on: str) -> int:
+    """What a call is taken to allocate and free again though :func:`workspace_bytes` does not know it."""
+    estimate = cuda_workspace.ESTIMATES.get(op_rules.packet(node)) if runs_on == "cuda" else None
+    return estimate(*args) if estimate is not None else 0
