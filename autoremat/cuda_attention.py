@@ -79,7 +79,8 @@ def _suits_cudnn(
     capability: Capability,
 ) -> bool:
     widest = CUDNN_WIDTH.get(capability[0])
-    if widest is None or not torch.backends.cuda.cudnn_sdp_enabled() or "TORCH_CUDNN_SDPA_DEPRIORITIZED" in os.environ:
+    enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    if widest is None or not enabled or "TORCH_CUDNN_SDPA_DEPRIORITIZED" in os.environ:
         return False
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         return False
@@ -107,7 +108,8 @@ def _suits_flash(
         return False
     if capability in SMALL_SHARED_MEMORY and (192 < width <= 224 or (width > 224 and dropout_p)):
         return False
-    return value.shape[-1] == width <= FLASH_WIDTH and torch.backends.cuda.flash_sdp_enabled()
+    enabled: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    return enabled and value.shape[-1] == width <= FLASH_WIDTH
 
 
 def _suits_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: Capability) -> bool:
@@ -116,7 +118,8 @@ def _suits_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
         return False
     columns = 8 if query.dtype in HALF else 4 if recent else 1
     aligned = all(t.shape[-1] % columns == 0 for t in (query, value))
-    return aligned and _dense(query, key, value) and torch.backends.cuda.mem_efficient_sdp_enabled()
+    enabled: bool = torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+    return enabled and aligned and _dense(query, key, value)
 
 
 def _as_numbers(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ def _columns(width: int) -> int:
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, _: Any, dropout_p: float = 0.0, *__: Any, **___: Any) -> int:
-    """Where few queries leave the card idle, keys are divided among blocks, each with an output in float32 and a sum per row."""
+    """Where few queries leave the card idle, keys are divided among blocks, each with an output in float32 and sums of rows."""
     batch, heads, queries, width = (size_hint(s) for s in query.shape)
     idle = batch * heads * -(-queries // FLASH_ROWS) < 0.8 * 2 * MOST_MULTIPROCESSORS
     parts = min(128, -(-size_hint(key.shape[2]) // (256 if width <= 64 else 128 if width <= 128 else 64)))

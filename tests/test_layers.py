@@ -26,7 +26,8 @@ PURE = (
 """Modules that must work without torch."""
 
 TORCH = (
-    "calls", "capture", "costing", "cuda_attention", "cuda_workspace", "closed_loop", "declarations", "dynamic_shapes", "dynamo_backend", "eager",
+    "calls", "capture", "costing", "cuda_attention", "cuda_workspace",
+    "closed_loop", "declarations", "dynamic_shapes", "dynamo_backend", "eager",
     "measure", "op_rules", "op_work", "partitioner", "partitions", "preview",
     "steps.metering", "steps.recording", "steps.survey",
     "steps.watch", "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch", "timing.workspaces",
