@@ -12,6 +12,8 @@ import ast
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from autoremat.cpp_wrapper_code import as_python
+
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "uint32": 4,
     "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -167,7 +169,7 @@ def replay_peak(
     ``round_to`` bytes. ``workspaces`` says what calls of a function (by its name in the source) need while they run, by the
     bytes of their results.
     """
-    call = _call_function(source)
+    call = _call_function(as_python(source) or source)
     if call is None:
         return None
     statements = list(_statements(call.body))

@@ -83,3 +83,17 @@ def test_a_card_that_is_planned_for_by_name_has_no_habits_of_cpus(monkeypatch):
     assert ops["aten.scatter_add.default"].workspace_bytes == 0
     assert report.reserved_bytes == SMALL  # and none for images laid channels last
     assert [op for op in report.plan.graph.ops[report.plan.graph.num_forward :] if op.target == "aten.sum.dim_IntList"]
+
+
+@pytest.mark.slow
+def test_code_in_cpp_needs_what_code_in_python_needs():
+    layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8))
+
+    def step(x):
+        return layers(x).topk(2)[0].square().sum()
+
+    options = {"cost_model": "roofline", "memory_budget": 0.9}
+    python, cpp = (
+        explain(step, torch.randn(32, 16), lower=True, options=options | {"cpp_wrapper": wrapper}) for wrapper in (False, True)
+    )
+    assert python.compiled_peak_bytes == cpp.compiled_peak_bytes

@@ -15,7 +15,7 @@ MAX_LINES = 400
 PURE = (
     "errors", "units", "options", "columns", "copies", "fusion", "graph", "memory", "schedule", "plans", "plan_files", "replay",
     "planning", "progress", "explanation", "moments", "report", "report_text", "report_diff", "store", "cli", "__main__",
-    "wrapper_code", "traffic",
+    "wrapper_code", "cpp_wrapper_code", "traffic",
     "cost", "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut", "solvers.search",
     "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.baselines", "solvers.event_gap",
     "solvers.highs", "solvers.improve", "solvers.ilp", "solvers.sites", "solvers.moves",
