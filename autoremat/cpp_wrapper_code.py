@@ -34,7 +34,7 @@ ARGUMENT = re.compile(r"(?:RAIIAtenTensorHandle\()?([A-Za-z_]\w*)\)?(?:, |$)")
 
 
 def as_python(source: str) -> str | None:
-    """A Python function ``call`` that allocates as the C++ function in ``source`` does; None if that branches or is not there."""
+    """A Python function ``call`` that allocates as the C++ function in ``source`` does; None if it branches or is missing."""
     body = BODY.search(source)
     if body is None or BRANCHES.search(body[1]):
         return None

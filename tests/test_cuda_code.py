@@ -92,7 +92,7 @@ def test_code_in_cpp_needs_what_code_in_python_needs():
     def step(x):
         return layers(x).topk(2)[0].square().sum()
 
-    options = {"cost_model": "roofline", "memory_budget": 0.9}
+    options = {"cost_model": "roofline"}
     python, cpp = (
         explain(step, torch.randn(32, 16), lower=True, options=options | {"cpp_wrapper": wrapper}) for wrapper in (False, True)
     )
