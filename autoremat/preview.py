@@ -105,8 +105,9 @@ def explain_by(
     main = max(range(len(reports)), key=lambda number: reports[number].baseline_peak_bytes)
     if len(reports) > 1:
         notes = (*notes, f"{len(reports)} graphs train, this is number {main + 1}; their peaks can add up")
-    others = tuple(dataclasses.replace(report, notes=notes[:-1]) for i, report in enumerate(reports) if i != main)
-    return dataclasses.replace(reports[main], notes=notes, others=others)
+    own = [report.notes for report in reports]
+    others = tuple(dataclasses.replace(r, notes=(*own[i], *notes[:-1])) for i, r in enumerate(reports) if i != main)
+    return dataclasses.replace(reports[main], notes=(*own[main], *notes), others=others)
 
 
 def previews(

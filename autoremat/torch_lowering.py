@@ -33,6 +33,8 @@ class LoweredPeak:
 
     is_backward: bool
     peak_bytes: int
+    is_estimate: bool = False
+    """Whether the code could not be replayed."""
 
 
 def _layout_bytes(buffer: Any) -> int:
@@ -89,11 +91,11 @@ def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPe
         def buffer_bytes(name: str) -> int:
             return _layout_bytes(lowering.get_buffer(name)) if lowering.try_get_buffer(name) is not None else 0
 
-        peak = replay_peak(source, counted, buffer_bytes, held, known.allocation_bytes, known.workspaces)
-        peak = _scheduled_peak(lowering, held) if peak is None else peak
+        replayed = replay_peak(source, counted, buffer_bytes, held, known.allocation_bytes, known.workspaces)
+        peak = _scheduled_peak(lowering, held) if replayed is None else replayed
         if lowering.is_backward:  # forward outputs that the backward does not read are alive all the same
             peak += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
-        return LoweredPeak(bool(lowering.is_backward), peak + known.slack_bytes)
+        return LoweredPeak(bool(lowering.is_backward), peak + known.slack_bytes, replayed is None)
 
 
 def _pin_order(scheduler: Any) -> None:

@@ -97,3 +97,17 @@ def test_code_in_cpp_needs_what_code_in_python_needs():
         explain(step, torch.randn(32, 16), lower=True, options=options | {"cpp_wrapper": wrapper}) for wrapper in (False, True)
     )
     assert python.compiled_peak_bytes == cpp.compiled_peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replayed", [True, False])
+def test_code_that_is_not_replayed_is_said_to_be_estimated(monkeypatch, replayed):
+    if not replayed:
+        monkeypatch.setattr(torch_lowering, "replay_peak", lambda *_: None)
+    report = explain(
+        lambda x: torch.nn.functional.gelu(x).sum(),
+        torch.ones(8, requires_grad=True),
+        lower=True,
+        options={"cost_model": "roofline"},
+    )
+    assert ("the peak of the code is an estimate" in " ".join(report.notes)) is not replayed
