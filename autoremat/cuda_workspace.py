@@ -75,12 +75,18 @@ def _efficient_backward(_: Any, query: torch.Tensor, key: torch.Tensor, value: t
     return 4 * batch * heads * accumulated
 
 
+def _scan(operand: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Each block of the scan of one long row leaves its state; Inductor's own scan does so in a buffer of the code."""
+    return size_hint(operand.numel()) // 16 + 4096
+
+
 def _none(*_: Any, **__: Any) -> int:
     return 0
 
 
 FORMULAS: dict[Any, Callable[..., int]] = {
     **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm), _none),
+    **dict.fromkeys((aten.cumsum, aten.cumprod, aten.logcumsumexp), _scan),
     aten._scaled_dot_product_flash_attention: _flash,
     aten._scaled_dot_product_flash_attention_backward: _flash_backward,
     aten._scaled_dot_product_efficient_attention: _efficient,

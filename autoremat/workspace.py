@@ -200,11 +200,13 @@ def _bound(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result:
         return sum(size_hint(t.numel()) * max(4, t.element_size()) for t in _tensors((args, kwargs, result)))
     if on_cpu and name in CPU_SORTING:
         return sum(map(_bytes, _tensors(result)))
+    operands = _tensors((args, kwargs))
+    if not operands and name is not aten.randperm:
+        return 0  # a kernel that reads nothing writes its result
     if op_rules.kind_of(node, runs_on) is Kind.EXTERN:
         return None
     # Elements of another type than the result's are converted first, in a copy.
     widest = max(tensor.element_size() for tensor in _tensors((args, kwargs, result)))
-    operands = _tensors((args, kwargs))
     return sum(size_hint(t.numel()) * widest for t in operands if len({o.dtype for o in operands}) > 1)
 
 
