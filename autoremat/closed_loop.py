@@ -45,9 +45,7 @@ LEAST_ROOM, ROOM_USED = 0.03, 0.9
 LOOSER = 1.05
 """By how much a plan is looser that is tried where the code of that of least memory needs so much more than simulated."""
 
-ESTIMATED = (
-    "the peak of the code is an estimate without reuse in place: code that branches, or is split for CUDA graphs, is not replayed"
-)
+ESTIMATED = "the peak of the code is an estimate: code that branches, or is split for CUDA graphs, does not show it"
 
 LEAST_GAIN = 0.02
 """So much of the step a looser plan has to save, by the cost model, to be worth generating code again."""
