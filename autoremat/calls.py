@@ -13,7 +13,7 @@ from torch import fx
 
 from autoremat import declarations, op_rules, torch_compat, torch_higher_order
 from autoremat.graph import Kind, Trait
-from autoremat.workspace import channels_last_workspace, layouts_under_inductor, workspace_bytes
+from autoremat.workspace import channels_last_workspace, estimated_bytes, layouts_under_inductor, workspace_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Cost:
     moved_bytes: int
     workspace_bytes: int
     unknown: frozenset[str] = frozenset()
-    """Kernels whose workspace is not known, by name; they count as needing none."""
+    """Kernels whose workspace is not known, by name; what is counted of them is an estimate, or nothing."""
 
 
 def traits_of(node: fx.Node) -> Trait:
@@ -60,7 +60,9 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool = False) 
     bodies = torch_higher_order.bodies(node) if torch_higher_order.name_of(node) in torch_higher_order.RUNS_BODIES else []
     if not bodies:
         found = workspace_of(node, args, kwargs, runs_on, fuses)
-        return Cost(flops, moved, found or 0, frozenset([str(node.target)] if found is None else []))
+        if found is None:
+            return Cost(flops, moved, estimated_bytes(node, args, runs_on), frozenset([str(node.target)]))
+        return Cost(flops, moved, found)
     inside = [_cost_of_body(body, device_type, runs_on, fuses) for body in bodies]
     runs = _runs(node, args)
     held = _tensor_bytes(node) if torch_higher_order.name_of(node) in torch_higher_order.HOLDS_RESULTS_TWICE else 0
@@ -86,15 +88,14 @@ def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], r
     result = node.meta.get("val")
     if not fuses:
         return workspace_bytes(node, args, kwargs, result, runs_on)
-    if op_rules.kind_of(node) is not Kind.EXTERN:
+    if op_rules.kind_of(node, runs_on) is not Kind.EXTERN:
         return 0
-    on_cpu = runs_on == "cpu"
-    if on_cpu and op_rules.scatters_by_aten(node):  # index and source are copied to lie as the result does
+    if op_rules.scatters_by_aten(node, runs_on):  # index and source are copied to lie as the result does
         return sum(_tensor_bytes(operand) for operand in node.all_input_nodes[1:])
-    found = channels_last_workspace(node, args) if on_cpu else None
+    found = channels_last_workspace(node, args, runs_on)
     if found is not None:
         return found
-    layouts = layouts_under_inductor(node, args) if on_cpu else (None,)
+    layouts = layouts_under_inductor(node, runs_on)
     sizes = [workspace_bytes(node, args, kwargs, result, runs_on, layout) for layout in layouts]
     known = [size for size in sizes if size is not None]
     return max(known) if len(known) == len(sizes) else None

@@ -40,8 +40,10 @@ class Capture:
     aliases: dict[fx.Node, Alias]
     num_fwd_outputs: int
     device: Device
+    runs_on: str
+    """The type of the device that is planned for, which another may have stood for in the tracing."""
     unknown_workspaces: tuple[str, ...] = ()
-    """Kernels of which nobody knows the workspace: it counts as nothing."""
+    """Kernels of which nobody knows the workspace: an estimate of it counts, or nothing."""
 
 
 @dataclass
@@ -191,7 +193,7 @@ def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | N
     )
     if cuda_name is None:
         cuda_name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
-    return cuda_device(cuda_name, half)
+    return cuda_device(cuda_name, half, torch_compat.rounds_to_tf32())
 
 
 @contextlib.contextmanager
@@ -281,7 +283,8 @@ def _op(
     streams = builder.fuses and op_rules.stays_in_kernel(node)
     return Op(
         node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, seconds, cost.flops,
-        cost.moved_bytes, cost.workspace_bytes, op_rules.kind_of(node), traits, op_rules.order_of(node), module, source,
+        cost.moved_bytes, cost.workspace_bytes, op_rules.kind_of(node, runs_on), traits, op_rules.order_of(node), module,
+        source,
         () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
         op_rules.inlining_of(node, runs_on), (1 - calls.ARITHMETIC_SHARE) * seconds if streams else 0.0,
     )  # fmt: skip
@@ -297,6 +300,11 @@ def _in_place(builder: _Builder, node: fx.Node) -> tuple[int, ...]:
         if isinstance(value, int) and builder.values[value].bytes == calls.tensor_bytes(tensor):
             found[value] = None
     return tuple(found)
+
+
+def runs_on_type(joint: fx.GraphModule, cuda_name: str | None) -> str:
+    """The type of the device that is planned for: CUDA if a card is named, else that on which the graph was traced."""
+    return torch_compat.device_of(joint).type if cuda_name is None else "cuda"
 
 
 def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name: str | None = None) -> Capture:
@@ -315,7 +323,7 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name:
     ordered = sorted(builder.calls, key=lambda n: backward[n])  # stable: joint order within each half
     number = {node: index for index, node in enumerate(ordered)}
     rates = device_rates(device, joint, cuda_name)
-    runs_on = device.type if cuda_name is None else "cuda"
+    runs_on = runs_on_type(joint, cuda_name)
     overwritten = _overwritten_inputs(builder)
     values = tuple(
         Value(v.name, -(-v.bytes // rates.allocation_bytes) * rates.allocation_bytes,
@@ -344,5 +352,5 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name:
         whole_runs=fuses and runs_on == "cpu",
     )
     remember()
-    unknown = tuple(sorted(builder.unknown_workspaces))
-    return Capture(joint, graph, tuple(ordered), tuple(builder.value_nodes), builder.aliases, num_fwd_outputs, rates, unknown)
+    nodes, unknown = tuple(builder.value_nodes), tuple(sorted(builder.unknown_workspaces))
+    return Capture(joint, graph, tuple(ordered), nodes, builder.aliases, num_fwd_outputs, rates, runs_on, unknown)

@@ -45,6 +45,8 @@ LEAST_ROOM, ROOM_USED = 0.03, 0.9
 LOOSER = 1.05
 """By how much a plan is looser that is tried where the code of that of least memory needs so much more than simulated."""
 
+ESTIMATED = "the peak of the code is an estimate: code that branches, or is split for CUDA graphs, does not show it"
+
 LEAST_GAIN = 0.02
 """So much of the step a looser plan has to save, by the cost model, to be worth generating code again."""
 
@@ -134,6 +136,8 @@ class InductorCompilation:
         """The same of all attempts, by margin: a plan that is taken up again may come from Inductor's cache, unseen."""
         self.earlier_peaks: dict[bool, int] = {}
         """The largest of earlier attempts that fit: a half that is the same again comes from Inductor's cache, unseen."""
+        self.estimated = False
+        """Whether a peak is an estimate, because the code could not be replayed."""
         self.failed: list[_Failure] = []
         self.naming = False
         """Whether nothing fits and an attempt was made to learn what the code that needs least needs."""
@@ -146,6 +150,7 @@ class InductorCompilation:
         def observe(lowered: torch_lowering.LoweredPeak) -> None:
             peak, limit = lowered.peak_bytes, partitioner.limit_bytes(lowered.is_backward)
             self.peaks[lowered.is_backward] = peak
+            self.estimated = self.estimated or lowered.is_estimate
             self.seen.setdefault(self.margin, {})[lowered.is_backward] = peak
             if limit is None:
                 return
@@ -165,6 +170,7 @@ class InductorCompilation:
         with (
             torch_lowering.memory_first(lambda: partitioner.memory_first),
             torch_lowering.channels_last_at_once(),
+            torch_lowering.draws_by_place(patches),
             torch_lowering.observe_lowering(lambda: partitioner.circumstances, observe),
         ):
             compiled = torch_compat.compile_with_inductor(module, self.inputs, patches, EAGER_BACKWARD)
@@ -302,7 +308,8 @@ class InductorCompilation:
             seen = record.report.compiled_peak_bytes
         if seen is not None and self.options.wants_whole_baseline:  # code without recomputation may need more than simulated
             report = dataclasses.replace(report, budget_bytes=max(seen, report.budget_bytes or 0))
-        return report.compiled(seen, replans, self.why_room_is_left(partitioner, report.budget_bytes, seen))
+        completed = report.compiled(seen, replans, self.why_room_is_left(partitioner, report.budget_bytes, seen))
+        return dataclasses.replace(completed, notes=(*completed.notes, ESTIMATED)) if self.estimated else completed
 
     def why_room_is_left(self, partitioner: Partitioner, budget: int | None, peak: int | None) -> str:
         """Why code of ``peak`` bytes uses so much less than the budget; empty if it does not."""

@@ -1,10 +1,13 @@
 """Attention as CUDA computes it, for graphs that are planned for a CUDA device where there is none.
 
-``scaled_dot_product_attention`` asks the device which kernel to take, and kernels differ in what they save: flash attention
-a number per query, the plain product the whole matrix of probabilities.
+``scaled_dot_product_attention`` asks the device which kernel to take, and kernels differ in what they save: the fused ones
+a number per query, the plain product the whole matrix of probabilities. The rules are those of ``sdp_utils.cpp`` in torch 2.13,
+with the cuDNN of its wheels.
 """
 
 from __future__ import annotations
+
+import os
 
 import torch
 from torch import fx
@@ -12,8 +15,18 @@ from torch.nn import functional as F
 
 aten = torch.ops.aten
 
+HALF = (torch.float16, torch.bfloat16)
+
 FLASH_WIDTH = 256
-"""The widest heads that flash attention takes."""
+"""The widest heads that flash attention takes. It takes any number of columns, padded to a multiple of eight."""
+
+CUDNN_WIDTH = {9: 256, 10: 128}
+"""The widest heads that cuDNN's attention takes, by the architectures on which torch tries it first."""
+
+SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
+"""Architectures on which the backward of flash attention takes fewer widths above 192."""
+
+Capability = tuple[int, int]
 
 
 def attention_on_cuda(
@@ -25,16 +38,24 @@ def attention_on_cuda(
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
+    capability: Capability = (8, 0),
 ) -> torch.Tensor:
-    """``scaled_dot_product_attention`` by the kernel that torch takes on recent CUDA devices: flash attention for half
-    precision
-    without a mask, memory-efficient attention for other dense cases, else the plain product. Shapes as there."""
-    if _suits_flash(query, key, value, attn_mask):
-        flash = aten._scaled_dot_product_flash_attention
-        out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    """``scaled_dot_product_attention`` by the kernel that torch takes on CUDA devices of the ``capability``: cuDNN's on the
+    newest for servers, flash attention for half precision without a mask, memory-efficient attention for other dense cases,
+    else the plain product. Shapes as there."""
+    if _suits_cudnn(query, key, value, attn_mask, dropout_p, capability):
+        mask = None if attn_mask is None else _as_numbers(attn_mask, query)
+        cudnn = aten._scaled_dot_product_cudnn_attention
+        out: torch.Tensor = cudnn(query, key, value, mask, True, dropout_p, is_causal, False, scale=scale)[0]
         return out
+    if _suits_flash(query, key, value, attn_mask, dropout_p, is_causal, capability):
+        width = query.shape[-1]
+        padded = [F.pad(t, (0, -width % 8)) if width % 8 else t for t in (query, key, value)]
+        flash = aten._scaled_dot_product_flash_attention
+        out = flash(*padded, dropout_p, is_causal, False, scale=width**-0.5 if scale is None else scale)[0]
+        return out[..., :width] if width % 8 else out
     mask = None if attn_mask is None else _as_numbers(attn_mask, query)
-    if _suits_efficient(query, key, value) and not enable_gqa:
+    if _suits_efficient(query, key, value, capability) and not enable_gqa:
         # For every head, which is what the kernel reads.
         bias = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
         efficient = aten._scaled_dot_product_efficient_attention
@@ -49,16 +70,56 @@ def _dense(*tensors: torch.Tensor) -> bool:
     return all(t.dim() == 4 and t.stride(-1) == 1 for t in tensors)
 
 
-def _suits_flash(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None) -> bool:
-    width, half = query.shape[-1], query.dtype in (torch.float16, torch.bfloat16)
-    same = value.shape[-1] == width and width % 8 == 0
-    return half and mask is None and same and width <= FLASH_WIDTH and _dense(query, key, value)
+def _suits_cudnn(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    capability: Capability,
+) -> bool:
+    widest = CUDNN_WIDTH.get(capability[0])
+    enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    if widest is None or not enabled or "TORCH_CUDNN_SDPA_DEPRIORITIZED" in os.environ:
+        return False
+    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+        return False
+    if query.dtype not in HALF or not _dense(query, key, value) or (mask is not None and mask.requires_grad):
+        return False
+    if key.shape[2] == 1 or (query.shape[2] == 1 and dropout_p) or dropout_p * 16 % 1:
+        return False
+    widths = (query.shape[-1], value.shape[-1])
+    return all(width % 8 == 0 for width in widths) and (max(widths) <= widest or (capability[0], *widths) == (10, 192, 128))
 
 
-def _suits_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    half = query.dtype in (torch.float16, torch.bfloat16)
-    aligned = all(t.shape[-1] % (8 if half else 4) == 0 for t in (query, value))
-    return (half or query.dtype is torch.float32) and aligned and _dense(query, key, value)
+def _suits_flash(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    dropout_p: float,
+    is_causal: bool,
+    capability: Capability,
+) -> bool:
+    width = query.shape[-1]
+    if capability < (8, 0) or query.dtype not in HALF or mask is not None or not _dense(query, key, value):
+        return False
+    if is_causal and query.shape[2] != key.shape[2]:
+        return False
+    if capability in SMALL_SHARED_MEMORY and (192 < width <= 224 or (width > 224 and dropout_p)):
+        return False
+    enabled: bool = torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+    return enabled and value.shape[-1] == width <= FLASH_WIDTH
+
+
+def _suits_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: Capability) -> bool:
+    recent = capability >= (8, 0)
+    if query.dtype not in (*HALF, torch.float32) or (query.dtype is torch.bfloat16 and not recent):
+        return False
+    columns = 8 if query.dtype in HALF else 4 if recent else 1
+    aligned = all(t.shape[-1] % columns == 0 for t in (query, value))
+    enabled: bool = torch.backends.cuda.mem_efficient_sdp_enabled()  # type: ignore[no-untyped-call]
+    return enabled and aligned and _dense(query, key, value)
 
 
 def _as_numbers(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
@@ -68,11 +129,13 @@ def _as_numbers(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
 
 
-def with_attention_of_cuda(module: fx.GraphModule) -> fx.GraphModule:
-    """``module``, in place, with the attention of CUDA instead of that of the device that its tensors are said to be on."""
+def with_attention_of_cuda(module: fx.GraphModule, capability: Capability) -> fx.GraphModule:
+    """``module``, in place, with the attention of CUDA devices of the ``capability`` instead of that of the device that its
+    tensors are said to be on."""
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):
                 node.target = attention_on_cuda
+                node.kwargs = {**node.kwargs, "capability": capability}
             part.recompile()
     return module

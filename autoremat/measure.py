@@ -5,8 +5,9 @@
     print(peak.bytes)
 
 On a CPU the figure comes from torch's allocator events, which `torch.profiler` records; on CUDA it comes from the
-allocator's own counters. What the allocator does not hand out (scratch memory inside oneDNN, stacks of threads) is in
-neither.
+allocator's own counters. These count whole blocks, as they are taken from the device: a multiple of 512 bytes, and for a tensor
+of more than 1 MiB at most 1 MiB above that. What the allocator does not hand out (scratch memory inside oneDNN, stacks of
+threads) is in neither.
 """
 
 from __future__ import annotations

@@ -168,11 +168,9 @@ def adds_to_product(node: fx.Node) -> bool:
     return any(packet(n) is aten.mm and len(n.users) == 1 for n in node.all_input_nodes)
 
 
-def scatters_by_aten(node: fx.Node) -> bool:
-    """Whether the node is a scatter that is no loop of Inductor's."""
-    tensor = node.meta.get("val")
-    on_cpu = isinstance(tensor, torch.Tensor) and tensor.device.type == "cpu"
-    return packet(node) in ADDING_SCATTER and on_cpu and torch.get_num_threads() > 1
+def scatters_by_aten(node: fx.Node, runs_on: str) -> bool:
+    """Whether the node is a scatter that is no loop of Inductor's on a device of that type."""
+    return packet(node) in ADDING_SCATTER and runs_on == "cpu" and torch.get_num_threads() > 1
 
 
 def is_complex(node: fx.Node) -> bool:
@@ -181,11 +179,11 @@ def is_complex(node: fx.Node) -> bool:
     return any(isinstance(t, torch.Tensor) and t.is_complex() for t in torch.utils._pytree.tree_leaves(held))
 
 
-def kind_of(node: fx.Node) -> Kind:
-    """How Inductor realises the result of the node."""
+def kind_of(node: fx.Node, runs_on: str = "cpu") -> Kind:
+    """How Inductor realises the result of the node on a device of that type. It decides between two kinds of scatters alone."""
     target = node.target
     name = packet(node)
-    if adds_to_product(node) or scatters_by_aten(node) or is_complex(node):
+    if adds_to_product(node) or scatters_by_aten(node, runs_on) or is_complex(node):
         return Kind.EXTERN
     if name in REDUCTION or name in SCATTER:
         return Kind.REDUCTION  # materialised, but what it reads need not be

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 
 from autoremat import origins, plan_files, policies, torch_compat
-from autoremat.capture import Capture, capture
+from autoremat.capture import Capture, capture, runs_on_type
 from autoremat.cost import Pricing
 from autoremat.costing import priced
 from autoremat.errors import (
@@ -146,8 +146,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         try:
             read_operands_directly(joint)
             if self.fuses:
-                rewrite_for_inductor(joint)
-            captured = capture(joint, kwargs["num_fwd_outputs"], self.fuses)
+                rewrite_for_inductor(joint, runs_on_type(joint, self.cuda_name))
+            captured = capture(joint, kwargs["num_fwd_outputs"], self.fuses, self.cuda_name)
             if captured.graph.num_forward < len(captured.graph.ops):
                 self.peak_of_torch = partial(peak_of_torch, captured, joint_inputs, kwargs)
                 self.is_region = not joint_inputs
@@ -236,7 +236,8 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         first = self.planner_of(captured)
         baseline = first[0].baseline
         device = torch_compat.device_of(captured.joint)
-        self.slack_bytes = slack_bytes(captured.graph) + layout_copies_bytes(captured.op_nodes) if self.fuses else 0
+        copies = layout_copies_bytes(captured.op_nodes, captured.runs_on)
+        self.slack_bytes = slack_bytes(captured.graph) + copies if self.fuses else 0
         # Code without recomputation needs the reserve too: so it is part of what a share is of.
         budget = self.options.resolve_budget(baseline.peak_bytes + self.slack_bytes, self.free_bytes(device))
         if self.is_region and isinstance(self.options.memory_budget, float):

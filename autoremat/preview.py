@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autoremat import torch_compat
-from autoremat.capture import Capture, capture
+from autoremat.capture import Capture, capture, runs_on_type
 from autoremat.cost import Pricing
 from autoremat.costing import CALIBRATED, PROFILE, ROOFLINE, priced
 from autoremat.errors import OptionsError
@@ -105,8 +105,9 @@ def explain_by(
     main = max(range(len(reports)), key=lambda number: reports[number].baseline_peak_bytes)
     if len(reports) > 1:
         notes = (*notes, f"{len(reports)} graphs train, this is number {main + 1}; their peaks can add up")
-    others = tuple(dataclasses.replace(report, notes=notes[:-1]) for i, report in enumerate(reports) if i != main)
-    return dataclasses.replace(reports[main], notes=notes, others=others)
+    own = [report.notes for report in reports]
+    others = tuple(dataclasses.replace(r, notes=(*own[i], *notes[:-1])) for i, r in enumerate(reports) if i != main)
+    return dataclasses.replace(reports[main], notes=(*own[main], *notes), others=others)
 
 
 def previews(
@@ -140,7 +141,7 @@ def previews(
             prepared = torch_compat.prepare_joint(joint)
             read_operands_directly(prepared)
             if fuses:
-                rewrite_for_inductor(prepared)
+                rewrite_for_inductor(prepared, runs_on_type(prepared, target.cuda_name))
             captured = capture(prepared, keywords["num_fwd_outputs"], fuses, target.cuda_name)
             if captured.graph.one_phase:
                 return None

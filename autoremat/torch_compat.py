@@ -177,10 +177,25 @@ def multiplies_in_tiles(dtype: torch.dtype) -> bool:
     return bool(getattr(torch.cpu, probe, bool)())
 
 
-def lays_channels_last(tensor: torch.Tensor) -> bool:
-    """Whether Inductor convolves images like ``tensor`` channels last whatever their layout was: on a CPU with oneDNN."""
+def rounds_to_tf32() -> bool:
+    """Whether CUDA may round the operands of float32 matrix products to TF32, or less: not by default."""
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def lays_channels_last(device_type: str) -> bool:
+    """Whether Inductor convolves images there channels last whatever their layout was: on a CPU with oneDNN."""
     library: Any = torch.backends.mkldnn
-    return bool(tensor.device.type == "cpu" and library.enabled and inductor_config.layout_optimization)
+    return bool(device_type == "cpu" and library.enabled and inductor_config.layout_optimization)
+
+
+def largest_expression(device_type: str) -> int:
+    """So many operations Inductor computes in one expression on a device of that type; of a larger one it makes a buffer."""
+    settings = vars(inductor_config)["_config"]  # the two for devices are missing in torch 2.11 and 2.12
+    for_all = inductor_config.realize_opcount_threshold
+    if for_all is not None:
+        return int(for_all)
+    name = "realize_cpu_opcount_threshold" if device_type == "cpu" else "_realize_opcount_threshold_default"
+    return int(getattr(inductor_config, name)) if name in settings else 30
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:

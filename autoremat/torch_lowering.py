@@ -6,9 +6,11 @@ As in ``torch_compat``, each function says what it stands for and nothing here d
 from __future__ import annotations
 
 import contextlib
+import threading
 import types
 import unittest.mock
-from collections.abc import Callable, Collection, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 
+from autoremat.errors import BudgetWarning
 from autoremat.op_rules import BY_STRIDES, is_view, packet
 from autoremat.torch_sizes import expression_hint
 from autoremat.wrapper_code import Circumstances, replay_peak
@@ -30,6 +33,8 @@ class LoweredPeak:
 
     is_backward: bool
     peak_bytes: int
+    is_estimate: bool = False
+    """Whether the code could not be replayed."""
 
 
 def _layout_bytes(buffer: Any) -> int:
@@ -86,11 +91,11 @@ def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPe
         def buffer_bytes(name: str) -> int:
             return _layout_bytes(lowering.get_buffer(name)) if lowering.try_get_buffer(name) is not None else 0
 
-        peak = replay_peak(source, counted, buffer_bytes, held, known.allocation_bytes, known.workspaces)
-        peak = _scheduled_peak(lowering, held) if peak is None else peak
+        replayed = replay_peak(source, counted, buffer_bytes, held, known.allocation_bytes, known.workspaces)
+        peak = _scheduled_peak(lowering, held) if replayed is None else replayed
         if lowering.is_backward:  # forward outputs that the backward does not read are alive all the same
             peak += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
-        return LoweredPeak(bool(lowering.is_backward), peak + known.slack_bytes)
+        return LoweredPeak(bool(lowering.is_backward), peak + known.slack_bytes, replayed is None)
 
 
 def _pin_order(scheduler: Any) -> None:
@@ -207,6 +212,36 @@ def channels_last_at_once() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
+    """While active, a random number in this thread's kernels depends on its seed and its place alone.
+
+    Torch 2.13 and later can draw four numbers at once in CUDA kernels over one dimension. Kernels over two dimensions draw
+    others for the same seed, so a mask that the backward draws again would not be the forward's. ``patches`` are the settings
+    of Inductor that the compilation has beside the global ones.
+    """
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    method, ours = "_can_use_4x_random", threading.get_ident()
+    at_once: Callable[[], bool] | None = getattr(TritonOverrides, method, None)
+    if at_once is None:
+        yield
+        return
+    if patches.get("use_rand4x", getattr(inductor_config, "use_rand4x", False)):
+        warnings.warn(
+            "use_rand4x has no effect on what this backend compiles: kernels of different shapes would draw different numbers "
+            "for the same seed, and a recomputed dropout another mask. Leave the setting off here",
+            BudgetWarning,
+            stacklevel=2,
+        )
+
+    def elsewhere() -> bool:
+        return threading.get_ident() != ours and at_once()
+
+    with unittest.mock.patch.object(TritonOverrides, method, staticmethod(elsewhere)):
+        yield
+
+
+@contextlib.contextmanager
 def observe_lowering(known: Callable[[], Circumstances], observer: Callable[[LoweredPeak], None]) -> Iterator[None]:
     """Call ``observer`` with every whole training graph that Inductor has generated code for, before any of its kernels is
     compiled. What ``observer`` raises ends the compilation."""
@@ -236,7 +271,9 @@ def without_kernels() -> Iterator[None]:
 
     def only_generated(lowering: Any) -> Any:
         lowering.codegen()
-        return types.SimpleNamespace(call=_not_compiled, __file__="")
+        # Where CUDA graphs are asked for, Inductor wraps each partition of the code that it has loaded.
+        runner = types.SimpleNamespace(recursively_apply_fns=lambda _: None, partitions=[])
+        return types.SimpleNamespace(call=_not_compiled, runner=runner, __file__="")
 
     with (
         functorch_config.patch({"enable_autograd_cache": False}),

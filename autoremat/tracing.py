@@ -20,7 +20,7 @@ from torch import fx, nn
 
 from autoremat import torch_compat, torch_fake
 from autoremat.capture import may_train
-from autoremat.cost import DATASHEETS, device_memory
+from autoremat.cost import DATASHEETS, UNKNOWN_GPU, datasheet, device_memory
 from autoremat.cuda_attention import with_attention_of_cuda
 from autoremat.errors import AutorematError, CaptureError, OptionsError, causes
 from autoremat.options import Options
@@ -109,7 +109,8 @@ class _Recorder(Generic[T]):
             self.found.append(self.visit(module, torch_fake.own_inputs(inputs), {}))
         else:
             if self.target.cuda_name is not None and self.target.traced_on.type != "cuda":
-                module = with_attention_of_cuda(module)
+                sheet = datasheet(self.target.cuda_name) or UNKNOWN_GPU
+                module = with_attention_of_cuda(module, sheet.capability)
             config = {**torch_compat.mode_config(self.options.mode), **dict(self.options.inductor)}
             with contextlib.suppress(_Seen):
                 torch_fake.trace_joint(module, inputs, _Handover(self), self.options.inner == "inductor", config)

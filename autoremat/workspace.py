@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat import op_rules
+from autoremat import cuda_workspace, op_rules
 from autoremat.graph import Kind
 from autoremat.timing.workspaces import Layout, measured_workspace
 from autoremat.torch_compat import lays_channels_last, multiplies_in_tiles, size_hint
@@ -103,14 +103,14 @@ def _blocked_weight(weight: torch.Tensor) -> int:
     return math.prod([*padded, *window]) * weight.element_size()
 
 
-def channels_last_workspace(node: fx.Node, args: tuple[Any, ...]) -> int | None:
+def channels_last_workspace(node: fx.Node, args: tuple[Any, ...], runs_on: str) -> int | None:
     """As :func:`workspace_bytes`, of a convolution that Inductor runs channels last: then only weights, and what threads sum
     up of their gradients, are reordered. None for other calls, and for kinds of convolutions that were not measured."""
     backward = getattr(node.target, "overloadpacket", None) is aten.convolution_backward
     if not backward and getattr(node.target, "overloadpacket", None) is not aten.convolution:
         return None
     weight, transposed = (args[2], args[7]) if backward else (args[1], args[6])
-    if weight.dim() != 4 or weight.dtype != torch.float32 or transposed or not lays_channels_last(weight):
+    if weight.dim() != 4 or weight.dtype != torch.float32 or transposed or not lays_channels_last(runs_on):
         return None
     size = _blocked_weight(weight)
     return 2 * size + torch.get_num_threads() * min(size, SMALL) + SMALL if backward else size + SMALL
@@ -121,22 +121,24 @@ def channels_last(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
-def layouts_under_inductor(node: fx.Node, args: tuple[Any, ...]) -> tuple[Layout | None, ...]:
-    """The layouts in which Inductor may run the call: as traced, or images channels last too."""
+def layouts_under_inductor(node: fx.Node, runs_on: str) -> tuple[Layout | None, ...]:
+    """The layouts in which Inductor may run the call on a device of that type: as traced, or images channels last too."""
     convolves = op_rules.packet(node) in (aten.convolution, aten.convolution_backward)
-    return (None, channels_last) if convolves and lays_channels_last(args[1]) else (None,)
+    return (None, channels_last) if convolves and lays_channels_last(runs_on) else (None,)
 
 
-def layout_copies_bytes(nodes: Iterable[fx.Node]) -> int:
-    """Bytes of the images and weights among a graph's inputs that Inductor copies to convolve them channels last."""
+def layout_copies_bytes(nodes: Iterable[fx.Node], runs_on: str) -> int:
+    """Bytes of the images and weights among a graph's inputs that Inductor copies to convolve them channels last, on a device
+    of the type ``runs_on``."""
+    if not lays_channels_last(runs_on):
+        return 0
     copied: dict[fx.Node, int] = {}
     for node in nodes:
         if getattr(node.target, "overloadpacket", None) is aten.convolution:
             for operand in node.args[:2]:
                 tensor = operand.meta.get("val") if isinstance(operand, fx.Node) and operand.op == "placeholder" else None
-                if isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and lays_channels_last(tensor):
-                    if size_hint(tensor.stride()[1]) != 1:
-                        copied[operand] = _bytes(tensor)  # type: ignore[index]
+                if isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and size_hint(tensor.stride()[1]) != 1:
+                    copied[operand] = _bytes(tensor)  # type: ignore[index]
     return sum(copied.values())
 
 
@@ -144,19 +146,9 @@ def _cpu_batch_norm_backward(gradient: torch.Tensor, *_: Any, **__: Any) -> int:
     return _bytes(gradient)
 
 
-def _cuda_attention_backward(_: Any, query: torch.Tensor, *__: Any, **___: Any) -> int:
-    """The query's gradient is accumulated in float32, with a row sum per query, rows padded to blocks of 128."""
-    batch, heads, queries, width = (size_hint(s) for s in query.shape)
-    return 4 * batch * heads * (-(-queries // 128) * 128) * (-(-width // 32) * 32 + 1)
-
-
 def _cpu_fold(columns: torch.Tensor, *_: Any, **__: Any) -> int:
     """A contiguous copy of the columns: those that ``im2col`` makes are not, though it states that they are."""
     return _bytes(columns)
-
-
-def _none(*_: Any, **__: Any) -> int:
-    return 0
 
 
 def _is_plain_matrix(tensor: torch.Tensor) -> bool:
@@ -183,11 +175,6 @@ CPU: dict[Any, Callable[..., int | None]] = {
     aten.col2im: _cpu_fold,
     **dict.fromkeys(PRODUCTS, _cpu_product),
 }
-CUDA: dict[Any, Callable[..., int | None]] = {
-    **dict.fromkeys(PRODUCTS, _none),
-    aten._scaled_dot_product_flash_attention_backward: _cuda_attention_backward,
-    aten._scaled_dot_product_efficient_attention_backward: _cuda_attention_backward,
-}
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
@@ -204,20 +191,22 @@ CPU_SORTING = frozenset(
 """Ops that build an index or a sorted copy, of the size of their results, before they write these."""
 
 
-def _bound(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, on_cpu: bool) -> int | None:
+def _bound(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int | None:
     """A bound for a kernel that is not measured: too large, or for a device that is not here. None if there is none."""
-    name = op_rules.packet(node)
+    name, on_cpu = op_rules.packet(node), runs_on == "cpu"
     if on_cpu and name in (aten.convolution, aten.convolution_backward):
         return _large_convolution(node, args, _tensors(result)[0])
     if on_cpu and name in PRODUCTS:  # operands are packed, and results added up, in 32 bits at most
         return sum(size_hint(t.numel()) * max(4, t.element_size()) for t in _tensors((args, kwargs, result)))
     if on_cpu and name in CPU_SORTING:
         return sum(map(_bytes, _tensors(result)))
-    if op_rules.kind_of(node) is Kind.EXTERN:
+    operands = _tensors((args, kwargs))
+    if not operands and name is not aten.randperm:
+        return 0  # a kernel that reads nothing writes its result
+    if op_rules.kind_of(node, runs_on) is Kind.EXTERN:
         return None
     # Elements of another type than the result's are converted first, in a copy.
     widest = max(tensor.element_size() for tensor in _tensors((args, kwargs, result)))
-    operands = _tensors((args, kwargs))
     return sum(size_hint(t.numel()) * widest for t in operands if len({o.dtype for o in operands}) > 1)
 
 
@@ -238,11 +227,17 @@ def workspace_bytes(
     if not tensors:
         return 0
     runs_on = device_type or tensors[0].device.type
-    formula = (CPU if runs_on == "cpu" else CUDA).get(op_rules.packet(node))
+    formula = (CPU if runs_on == "cpu" else cuda_workspace.FORMULAS).get(op_rules.packet(node))
     if formula is not None and (bound := formula(*args, **kwargs)) is not None:
         return bound
     here = tensors[0].device.type == runs_on
     found = measured_workspace(node, args, kwargs, result, layout) if here else None
     if found is None:
-        found = _bound(node, args, kwargs, result, runs_on == "cpu")
+        found = _bound(node, args, kwargs, result, runs_on)
     return None if found is None else found + (SCALARS if runs_on == "cpu" else 0)
+
+
+def estimated_bytes(node: fx.Node, args: tuple[Any, ...], runs_on: str) -> int:
+    """What a call is taken to allocate and free again though :func:`workspace_bytes` does not know it."""
+    estimate = cuda_workspace.ESTIMATES.get(op_rules.packet(node)) if runs_on == "cuda" else None
+    return estimate(*args) if estimate is not None else 0

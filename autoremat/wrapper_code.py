@@ -12,6 +12,8 @@ import ast
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
+from autoremat.cpp_wrapper_code import as_python
+
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "uint32": 4,
     "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1,
@@ -54,11 +56,15 @@ def _call_function(source: str) -> ast.FunctionDef | None:
     return next((f for f in functions if f.name == "call"), None)
 
 
+ALIASING = ("reinterpret_tensor", "copy_if_misaligned")
+"""Functions that return the storage of their first argument. The second copies only what was cut out of a larger tensor."""
+
+
 def _aliased(value: ast.expr) -> str | None:
     """The name whose storage ``value`` shares: a name, or a reinterpretation of one."""
     if isinstance(value, ast.Name):
         return value.id
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id == "reinterpret_tensor":
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ALIASING:
         return _aliased(value.args[0])
     return None
 
@@ -163,7 +169,7 @@ def replay_peak(
     ``round_to`` bytes. ``workspaces`` says what calls of a function (by its name in the source) need while they run, by the
     bytes of their results.
     """
-    call = _call_function(source)
+    call = _call_function(as_python(source) or source)
     if call is None:
         return None
     statements = list(_statements(call.body))

@@ -12,6 +12,7 @@ from autoremat.errors import PlanInvalid
 from autoremat.passes.accumulate import accumulate_in_order as accumulate_in_order
 from autoremat.passes.keep_strides import keep_strides as keep_strides
 from autoremat.passes.make_once import make_once as make_once
+from autoremat.passes.one_hot_sums import OPERATIONS
 from autoremat.passes.one_hot_sums import sum_one_hot_rows as sum_one_hot_rows
 from autoremat.passes.pass_through import read_operands_directly as read_operands_directly
 from autoremat.passes.recompute import insert_recomputation
@@ -19,10 +20,12 @@ from autoremat.passes.split import split
 from autoremat.schedule import Schedule
 
 
-def rewrite_for_inductor(joint: fx.GraphModule) -> None:
-    """What is changed of a joint graph that Inductor compiles, before it is captured, in place."""
+def rewrite_for_inductor(joint: fx.GraphModule, runs_on: str) -> None:
+    """What is changed of a joint graph that Inductor compiles for a device of that type, before it is captured, in place."""
     accumulate_in_order(joint)
-    sum_one_hot_rows(joint)
+    # A sum over a count is slow where loops are vectorised. A kernel that is cut in two is no longer written in place.
+    if runs_on == "cpu" and torch_compat.largest_expression(runs_on) >= OPERATIONS:
+        sum_one_hot_rows(joint)
 
 
 def realise(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> torch_compat.PartitionedModules:

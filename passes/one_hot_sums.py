@@ -16,7 +16,8 @@ that is not negative, as sums begin with:
     hit    = where(0 <= target < columns, value, 0)
     total  = hit * gradient + 0 * abs(gradient)
 
-Only for graphs that Inductor compiles: elsewhere log-softmax's gradient is one op.
+Only for graphs that Inductor compiles: elsewhere log-softmax's gradient is one op. And only for CPUs whose limit on an
+expression leaves the gradient in one: else a buffer as large as the logits stands between its two. CUDA's limit is lower.
 """
 
 from __future__ import annotations
@@ -31,6 +32,9 @@ from autoremat.passes.building import Builder
 from autoremat.torch_compat import size_hint
 
 aten, prims = torch.ops.aten, torch.ops.prims
+
+OPERATIONS = 35
+"""So many operations the gradient of the logits has after the rewriting, in one expression."""
 
 CONSTANTS = (aten.scalar_tensor.default, aten.full.default)
 INDEX_TYPES = (torch.int32, torch.int64)

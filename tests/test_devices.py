@@ -26,6 +26,20 @@ from autoremat.cost.devices import MATMUL_EFFICIENCY, UNKNOWN_GPU, datasheet
         ("NVIDIA L40S", "L40S"),
         ("NVIDIA L4", "L4"),
         ("NVIDIA GeForce RTX 4090", "RTX 4090"),
+        ("NVIDIA GeForce RTX 5070 Ti", "RTX 5070 Ti"),
+        ("NVIDIA GH200 480GB", "GH200"),
+        ("NVIDIA GH200 144G HBM3e", "GH200 144G"),
+        ("NVIDIA H100 NVL", "H100 NVL"),
+        ("NVIDIA H200", "H200"),
+        ("NVIDIA B200", "B200"),
+        ("NVIDIA GB200", "GB200"),
+        ("NVIDIA H20", "H20"),
+        ("NVIDIA A10G", "A10G"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA L40", "L40"),
+        ("NVIDIA RTX A6000", "RTX A6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "RTX 6000 Ada"),
+        ("NVIDIA RTX PRO 6000 Blackwell Server Edition", "RTX PRO 6000"),
     ],
 )
 def test_names(name, key):
@@ -37,9 +51,17 @@ def test_memory_is_the_names_or_the_sheets():
     assert device_memory("V100") == 32 * 10**9
     assert device_memory("A100 40 GB") == 40 * 10**9
     assert device_memory("Abacus") is None
+    assert device_memory("NVIDIA GH200 480GB") == 96 * 10**9  # the CPU beside it has the 480
+    assert device_memory("NVIDIA H100 NVL") == 94 * 10**9
 
 
-@pytest.mark.parametrize("name", ["H1000", "NVIDIA T400 4GB", "RTX A1000", "RTX 40900"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "H1000", "NVIDIA T400 4GB", "RTX A1000", "RTX 40900", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
+        "NVIDIA GeForce RTX 4080 SUPER", "Quadro RTX 6000", "NVIDIA GB300",
+    ],
+)  # fmt: skip
 def test_another_number_is_another_card(name):
     assert datasheet(name) is None
 
@@ -47,6 +69,12 @@ def test_another_number_is_another_card(name):
 def test_an_unknown_card_has_middling_rates():
     assert cuda_device("Abacus", True).flops_per_second == UNKNOWN_GPU.half_flops * MATMUL_EFFICIENCY
     assert cuda_device("H100", False).flops_per_second < cuda_device("H100", True).flops_per_second
+
+
+@pytest.mark.parametrize("name", [*DATASHEETS, "Abacus"])
+def test_float32_is_never_faster_than_what_it_is_rounded_to(name):
+    half, tf32, single = (cuda_device(name, *precision).flops_per_second for precision in ((True,), (False, True), (False,)))
+    assert half > tf32 >= single
 
 
 def test_where_there_is_no_gpu_its_benchmark_writes_nothing(tmp_path):

@@ -54,12 +54,14 @@ def test_what_is_read_where_it_is_written():
     assert read == {"add": ["a_1", "b_1"], "gt": ["a_1"], "where": ["gt", "a_1"], "flip": []}
 
 
-@pytest.mark.parametrize(("threads", "expected"), [(1, Kind.REDUCTION), (2, Kind.EXTERN)])
-def test_a_scatter_that_adds_is_atens_where_threads_could_meet(monkeypatch, threads, expected):
+@pytest.mark.parametrize(
+    ("threads", "runs_on", "expected"), [(1, "cpu", Kind.REDUCTION), (2, "cpu", Kind.EXTERN), (2, "cuda", Kind.REDUCTION)]
+)
+def test_a_scatter_that_adds_is_atens_where_threads_could_meet(monkeypatch, threads, runs_on, expected):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     index = torch.tensor([[0, 1]])
     nodes = nodes_of(lambda x, y: (x.scatter_add(1, index, y), x.scatter(1, index, y)), torch.randn(1, 4), torch.randn(1, 2))
-    assert kind_of(nodes["scatter_add"]) is expected
+    assert kind_of(nodes["scatter_add"], runs_on) is expected
     assert kind_of(nodes["scatter"]) is Kind.REDUCTION
 
 

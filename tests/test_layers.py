@@ -15,7 +15,7 @@ MAX_LINES = 400
 PURE = (
     "errors", "units", "options", "columns", "copies", "fusion", "graph", "memory", "schedule", "plans", "plan_files", "replay",
     "planning", "progress", "explanation", "moments", "report", "report_text", "report_diff", "store", "cli", "__main__",
-    "wrapper_code", "traffic",
+    "wrapper_code", "cpp_wrapper_code", "traffic",
     "cost", "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut", "solvers.search",
     "solvers.segments", "solvers.bounds", "solvers.fill", "solvers.dag", "solvers.baselines", "solvers.event_gap",
     "solvers.highs", "solvers.improve", "solvers.ilp", "solvers.sites", "solvers.moves",
@@ -26,7 +26,8 @@ PURE = (
 """Modules that must work without torch."""
 
 TORCH = (
-    "calls", "capture", "costing", "cuda_attention", "closed_loop", "declarations", "dynamic_shapes", "dynamo_backend", "eager",
+    "calls", "capture", "costing", "cuda_attention", "cuda_workspace",
+    "closed_loop", "declarations", "dynamic_shapes", "dynamo_backend", "eager",
     "measure", "op_rules", "op_work", "partitioner", "partitions", "preview",
     "steps.metering", "steps.recording", "steps.survey",
     "steps.watch", "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",

@@ -6,12 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch._inductor.config as inductor_config
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.passes import sum_one_hot_rows
+from autoremat.passes import rewrite_for_inductor, sum_one_hot_rows
+from autoremat.passes.one_hot_sums import OPERATIONS
+from autoremat.torch_compat import largest_expression
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -150,11 +153,20 @@ def test_products_with_sizes_that_are_not_known_are_looked_at():
     assert seen == [0]
 
 
+@pytest.mark.parametrize(("runs_on", "limit", "sums"), [("cpu", 50, 0), ("cpu", 30, 1), ("cuda", 50, 1)])
+def test_the_sum_stays_where_the_gradient_would_be_cut_in_two(runs_on, limit, sums):
+    graph = make_fx(of_a_loss, tracing_mode="fake")(torch.zeros(ROWS, 1, dtype=torch.int64), GRADIENTS)
+    with inductor_config.patch(realize_opcount_threshold=limit):
+        rewrite_for_inductor(graph, runs_on)
+    assert sum(node.target is aten.sum.dim_IntList for node in graph.graph.nodes) == sums
+
+
 def loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits, targets)
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(largest_expression("cpu") < OPERATIONS, reason="this torch cuts the gradient of the logits in two")
 def test_under_inductor_a_cross_entropy_sums_no_row_of_its_gradient():
     logits, targets = torch.randn(64, 300, requires_grad=True), torch.randint(0, 300, (64,))
     targets[3] = -100

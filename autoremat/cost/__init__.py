@@ -3,6 +3,7 @@
 from autoremat.cost.basis import Basis as Basis
 from autoremat.cost.basis import Pricing as Pricing
 from autoremat.cost.devices import DATASHEETS as DATASHEETS
+from autoremat.cost.devices import UNKNOWN_GPU as UNKNOWN_GPU
 from autoremat.cost.devices import Device as Device
 from autoremat.cost.devices import cpu_device as cpu_device
 from autoremat.cost.devices import cuda_device as cuda_device

@@ -32,38 +32,80 @@ class Device:
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Peak dense rates: 16-bit matrix FLOP/s, 32-bit (TF32 where there is one), bytes/s; and the memory in bytes."""
+    """Peak dense rates in FLOP/s, of 16-bit, TF32 (as float32 where there is none) and float32 products; bytes/s; the memory in
+    bytes; the compute capability."""
 
     half_flops: float
+    tf32_flops: float
     single_flops: float
     bandwidth: float
     memory: int
+    capability: tuple[int, int]
 
 
 GB = 10**9
 
-# Sources: NVIDIA data sheets of the products named (SXM variants where not said), dense rates without sparsity.
+# Sources: NVIDIA's data sheets of the products (the SXM form where none is said), dense rates, which are half of those "with
+# sparsity"; for GeForce and RTX cards the whitepapers of their architectures (GA102, Ada, RTX Blackwell), whose 16-bit rates
+# are those with 32-bit sums. B200, B300: the HGX data sheet, an eighth of eight; GB200: the NVL72's, a 72nd.
 DATASHEETS = {
-    "H200": Datasheet(989e12, 494e12, 4.8e12, 141 * GB),
-    "H100": Datasheet(989e12, 494e12, 3.35e12, 80 * GB),
-    "H100 PCIe": Datasheet(756e12, 378e12, 2.0e12, 80 * GB),
-    "A100": Datasheet(312e12, 156e12, 2.0e12, 80 * GB),
-    "A100 40GB": Datasheet(312e12, 156e12, 1.555e12, 40 * GB),
-    "L40S": Datasheet(362e12, 183e12, 0.864e12, 48 * GB),
-    "L4": Datasheet(121e12, 60e12, 0.3e12, 24 * GB),
-    "A10": Datasheet(125e12, 62e12, 0.6e12, 24 * GB),
-    "V100": Datasheet(125e12, 15.7e12, 0.9e12, 32 * GB),
-    "T4": Datasheet(65e12, 8.1e12, 0.32e12, 16 * GB),
-    "RTX 4090": Datasheet(165e12, 83e12, 1.008e12, 24 * GB),
-    "RTX 3090": Datasheet(71e12, 36e12, 0.936e12, 24 * GB),
+    "GB200": Datasheet(2500e12, 1250e12, 80e12, 8.0e12, 186 * GB, (10, 0)),
+    "B300": Datasheet(2250e12, 1125e12, 75e12, 8.0e12, 288 * GB, (10, 3)),
+    "B200": Datasheet(2250e12, 1125e12, 75e12, 8.0e12, 180 * GB, (10, 0)),
+    "GH200 144G": Datasheet(989e12, 494e12, 67e12, 4.9e12, 144 * GB, (9, 0)),
+    "GH200": Datasheet(989e12, 494e12, 67e12, 4.0e12, 96 * GB, (9, 0)),
+    "H200": Datasheet(989e12, 494e12, 67e12, 4.8e12, 141 * GB, (9, 0)),
+    "H200 NVL": Datasheet(835e12, 417e12, 60e12, 4.8e12, 141 * GB, (9, 0)),
+    "H100": Datasheet(989e12, 494e12, 67e12, 3.35e12, 80 * GB, (9, 0)),
+    "H100 NVL": Datasheet(835e12, 417e12, 60e12, 3.9e12, 94 * GB, (9, 0)),
+    "H100 PCIe": Datasheet(756e12, 378e12, 51e12, 2.0e12, 80 * GB, (9, 0)),
+    "H20": Datasheet(148e12, 74e12, 44e12, 4.0e12, 96 * GB, (9, 0)),
+    "A100": Datasheet(312e12, 156e12, 19.5e12, 2.0e12, 80 * GB, (8, 0)),
+    "A100 40GB": Datasheet(312e12, 156e12, 19.5e12, 1.555e12, 40 * GB, (8, 0)),
+    "A40": Datasheet(150e12, 75e12, 37.4e12, 0.696e12, 48 * GB, (8, 6)),
+    "A30": Datasheet(165e12, 82e12, 10.3e12, 0.933e12, 24 * GB, (8, 0)),
+    "A10": Datasheet(125e12, 62e12, 31.2e12, 0.6e12, 24 * GB, (8, 6)),
+    "A10G": Datasheet(70e12, 35e12, 35e12, 0.6e12, 24 * GB, (8, 6)),
+    "L40S": Datasheet(362e12, 183e12, 91.6e12, 0.864e12, 48 * GB, (8, 9)),
+    "L40": Datasheet(181e12, 90.5e12, 90.5e12, 0.864e12, 48 * GB, (8, 9)),
+    "L4": Datasheet(121e12, 60e12, 30.3e12, 0.3e12, 24 * GB, (8, 9)),
+    "V100": Datasheet(125e12, 15.7e12, 15.7e12, 0.9e12, 32 * GB, (7, 0)),
+    "T4": Datasheet(65e12, 8.1e12, 8.1e12, 0.32e12, 16 * GB, (7, 5)),
+    "RTX PRO 6000": Datasheet(500e12, 250e12, 125e12, 1.792e12, 96 * GB, (12, 0)),
+    "RTX 6000 Ada": Datasheet(364e12, 182e12, 91.1e12, 0.96e12, 48 * GB, (8, 9)),
+    "RTX A6000": Datasheet(155e12, 77e12, 38.7e12, 0.768e12, 48 * GB, (8, 6)),
+    "RTX A5000": Datasheet(111e12, 56e12, 27.8e12, 0.768e12, 24 * GB, (8, 6)),
+    "RTX 5090": Datasheet(209e12, 105e12, 105e12, 1.792e12, 32 * GB, (12, 0)),
+    "RTX 5080": Datasheet(113e12, 56e12, 56e12, 0.96e12, 16 * GB, (12, 0)),
+    "RTX 5070 Ti": Datasheet(88e12, 44e12, 44e12, 0.896e12, 16 * GB, (12, 0)),
+    "RTX 5070": Datasheet(62e12, 31e12, 31e12, 0.672e12, 12 * GB, (12, 0)),
+    "RTX 4090": Datasheet(165e12, 83e12, 83e12, 1.008e12, 24 * GB, (8, 9)),
+    "RTX 4080": Datasheet(97e12, 49e12, 49e12, 0.717e12, 16 * GB, (8, 9)),
+    "RTX 3090 Ti": Datasheet(80e12, 40e12, 40e12, 1.008e12, 24 * GB, (8, 6)),
+    "RTX 3090": Datasheet(71e12, 36e12, 36e12, 0.936e12, 24 * GB, (8, 6)),
 }
-UNKNOWN_GPU = Datasheet(150e12, 75e12, 1.0e12, 0)
+UNKNOWN_GPU = Datasheet(150e12, 75e12, 25e12, 1.0e12, 0, (8, 0))
+
+OTHER_CARDS = ("Ti", "SUPER", "Laptop", "Max-Q", "D")
+"""Words after which a card's name means another one, unless a row of the table has them too."""
+
+CPU_MEMORY_IN_NAME = ("GH200", "GB200", "GB300")
+"""Cards on one board with a CPU, whose memory is what their names end with: "GH200 480GB"."""
+
+
+def _has(word: str, name: str) -> bool:
+    """Whether ``word`` stands in ``name``, and not as a part of a longer number or behind a letter: no "T4" in "T400" and no
+    "H200" in "GH200"."""
+    before = r"(?<![A-Za-z\d])" if word[0].isalpha() else r"(?<!\d)"
+    after = r"(?![A-Za-z\d])" if word[-1].isalpha() else r"(?!\d)"
+    return re.search(before + re.escape(word) + after, name, re.IGNORECASE) is not None
 
 
 def datasheet(name: str) -> Datasheet | None:
     """The data sheet of the CUDA device that calls itself ``name``, such as "NVIDIA A100-SXM4-40GB"; None if there is none."""
-    # Whole numbers only: a "T400" is not a "T4". The longest match wins: an "H100 PCIe" is not an "H100".
-    matches = [key for key in DATASHEETS if all(re.search(rf"(?<!\d){part}(?!\d)", name, re.I) for part in key.split())]
+    others = {word for word in OTHER_CARDS if _has(word, name)}
+    matches = [key for key in DATASHEETS if others <= {*key.split()} and all(_has(word, name) for word in key.split())]
+    # The longest match wins: an "H100 PCIe" is not an "H100".
     return DATASHEETS[max(matches, key=len)] if matches else None
 
 
@@ -74,13 +116,15 @@ def device_memory(name: str) -> int | None:
     if sheet is None:
         return None
     size = re.search(r"(\d+) ?GB$", name, re.IGNORECASE)
-    return int(size[1]) * GB if size else sheet.memory
+    of_cpu = any(_has(word, name) for word in CPU_MEMORY_IN_NAME)
+    return int(size[1]) * GB if size and not of_cpu else sheet.memory
 
 
-def cuda_device(name: str, half_precision: bool) -> Device:
-    """The rates of the CUDA device that calls itself ``name``; a middling card if the table does not know it."""
+def cuda_device(name: str, half_precision: bool, tf32: bool = False) -> Device:
+    """The rates of the CUDA device that calls itself ``name``, a middling card if the table does not know it, where matrices
+    are multiplied in 16 bits, or in float32, with ``tf32`` rounded to that for it."""
     sheet = datasheet(name) or UNKNOWN_GPU
-    peak = sheet.half_flops if half_precision else sheet.single_flops
+    peak = sheet.half_flops if half_precision else sheet.tf32_flops if tf32 else sheet.single_flops
     return Device(name, peak * MATMUL_EFFICIENCY, sheet.bandwidth * BANDWIDTH_EFFICIENCY, allocation_bytes=512)
 
 

@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from autoremat import store
+from autoremat import store, torch_compat
 from autoremat.cost import (
     SLOWEST,
     Curve,
@@ -188,7 +188,7 @@ def _by_datasheet(recipe: Recipe, points: Points, device: torch.device) -> Point
 def _datasheet(device: torch.device, dtype: torch.dtype) -> Device:
     if device.type == "cpu":
         return cpu_device(torch.get_num_threads())
-    return cuda_device(torch.cuda.get_device_name(device), dtype is not torch.float32)
+    return cuda_device(torch.cuda.get_device_name(device), dtype is not torch.float32, torch_compat.rounds_to_tf32())
 
 
 def _progress() -> Progress:

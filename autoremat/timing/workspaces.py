@@ -114,10 +114,10 @@ def _measure(node: fx.Node, args: Any, kwargs: Any, device: torch.device, layout
         return None
     arguments = _tensors((own_args, own_kwargs))
     for zeros in (False, True):
-        for tensor in arguments if zeros else ():
-            zeros_of: Any = tensor.untyped_storage()
-            zeros_of.fill_(0)
         try:
+            for tensor in arguments if zeros else ():
+                storage: Any = tensor.untyped_storage()
+                storage.fill_(0)
             found.append(_workspace(lambda: target(*own_args, **own_kwargs), arguments, device))
         except REFUSALS as error:
             log.debug("%s cannot be run by itself: %s", node.target, error)

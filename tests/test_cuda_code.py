@@ -1,0 +1,113 @@
+"""Code for CUDA where there is none: what the compilation changes of the code generator, and what it makes of the result."""
+
+from __future__ import annotations
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autoremat import BudgetWarning, Options, closed_loop, explain, torch_compat, torch_lowering
+from autoremat.capture import device_rates
+from autoremat.cost.devices import MATMUL_EFFICIENCY
+from autoremat.graph import Kind
+from autoremat.partitioner import Partitioner
+from autoremat.workspace import SMALL
+
+
+def drawn_at_once(monkeypatch, patches):
+    """Whether kernels may draw four numbers at once while a graph is compiled: in the thread that compiles it, in another."""
+    from torch._inductor.codegen.triton import TritonOverrides
+
+    monkeypatch.setattr(TritonOverrides, "_can_use_4x_random", staticmethod(lambda: True), raising=False)
+    seen = []
+
+    def compile_nothing(*_):
+        other = threading.Thread(target=lambda: seen.append(TritonOverrides._can_use_4x_random()))
+        seen.append(TritonOverrides._can_use_4x_random())
+        other.start()
+        other.join()
+
+    monkeypatch.setattr(torch_compat, "compile_with_inductor", compile_nothing)
+    module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    compilation = closed_loop.InductorCompilation(module, [torch.zeros(1, 2)], Options(cost_model="roofline"), patches)
+    compilation.attempt(Partitioner(Options(), ""))
+    assert TritonOverrides._can_use_4x_random()
+    return seen
+
+
+def test_kernels_of_all_shapes_draw_the_same_numbers(monkeypatch):
+    assert drawn_at_once(monkeypatch, {}) == [False, True]
+
+
+def test_a_setting_that_would_draw_others_is_refused_aloud(monkeypatch):
+    with pytest.warns(BudgetWarning, match="use_rand4x has no effect"):
+        assert drawn_at_once(monkeypatch, {"use_rand4x": True}) == [False, True]
+
+
+def test_code_for_cuda_graphs_is_generated_without_kernels():
+    from torch._inductor.graph import GraphLowering
+
+    generated = []
+    with torch_lowering.without_kernels():
+        module = GraphLowering.compile_to_module(SimpleNamespace(codegen=lambda: generated.append("code")))
+    assert generated == ["code"]
+    module.runner.recursively_apply_fns([len])  # as Inductor does with what is to wrap the partitions
+
+
+@pytest.mark.parametrize(("precision", "rate"), [("highest", 67e12), ("high", 494e12)])
+def test_float32_products_have_the_rate_of_the_precision_that_is_set(precision, rate):
+    joint = make_fx(torch.mm, tracing_mode="fake")(torch.ones(2, 2), torch.ones(2, 2))
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision(precision)
+        assert device_rates(torch.device("cpu"), joint, "H100").flops_per_second == rate * MATMUL_EFFICIENCY
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def test_a_card_that_is_planned_for_by_name_has_no_habits_of_cpus(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    convolve = torch.nn.Conv2d(4, 4, 3)
+    index = torch.tensor([[0, 1]])
+
+    def loss(image):
+        logits = convolve(image).sum((2, 3)).scatter_add(1, index, image[:1, 0, 0, :2])
+        return torch.nn.functional.cross_entropy(logits, index[:, 0])
+
+    report = explain(loss, torch.randn(1, 4, 8, 8), device="H100-80GB")
+    ops = {op.target: op for op in report.plan.graph.ops}
+    assert ops["aten.scatter_add.default"].kind is Kind.REDUCTION
+    assert ops["aten.scatter_add.default"].workspace_bytes == 0
+    assert report.reserved_bytes == SMALL  # and none for images laid channels last
+    assert [op for op in report.plan.graph.ops[report.plan.graph.num_forward :] if op.target == "aten.sum.dim_IntList"]
+
+
+@pytest.mark.slow
+def test_code_in_cpp_needs_what_code_in_python_needs():
+    layers = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.LayerNorm(64), torch.nn.Linear(64, 8))
+
+    def step(x):
+        return layers(x).topk(2)[0].square().sum()
+
+    options = {"cost_model": "roofline"}
+    python, cpp = (
+        explain(step, torch.randn(32, 16), lower=True, options=options | {"cpp_wrapper": wrapper}) for wrapper in (False, True)
+    )
+    assert python.compiled_peak_bytes == cpp.compiled_peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replayed", [True, False])
+def test_code_that_is_not_replayed_is_said_to_be_estimated(monkeypatch, replayed):
+    if not replayed:
+        monkeypatch.setattr(torch_lowering, "replay_peak", lambda *_: None)
+    report = explain(
+        lambda x: torch.nn.functional.gelu(x).sum(),
+        torch.ones(8, requires_grad=True),
+        lower=True,
+        options={"cost_model": "roofline"},
+    )
+    assert ("the peak of the code is an estimate" in " ".join(report.notes)) is not replayed
