@@ -29,6 +29,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "convolution of float16": convolution(torch.float16),
     "product of bfloat16": (torch.mm, (torch.randn(96, 96).bfloat16(), torch.randn(96, 96).bfloat16())),
     "kthvalue": (lambda x: x.kthvalue(3), (torch.randn(64, 64),)),
+    "masked_select": (torch.masked_select, (torch.randn(64, 1, 64), torch.ones(64, 64, dtype=torch.bool))),
     "median": (torch.median, (torch.randn(64, 64),)),
     "svdvals": (torch.linalg.svdvals, (torch.randn(64, 48),)),
     "matrix_exp": (torch.matrix_exp, (torch.randn(64, 64),)),

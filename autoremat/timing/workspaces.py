@@ -100,7 +100,7 @@ def _can_run(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
 
 
 def _measure(node: fx.Node, args: Any, kwargs: Any, device: torch.device, layout: Layout | None) -> int | None:
-    """The larger workspace on random numbers and on zeros; None if the op refuses both."""
+    """The larger workspace on random numbers with full masks, and on zeros; None if the op refuses both."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
 
     def lay_out(value: Any) -> Any:
@@ -115,9 +115,10 @@ def _measure(node: fx.Node, args: Any, kwargs: Any, device: torch.device, layout
     arguments = _tensors((own_args, own_kwargs))
     for zeros in (False, True):
         try:
-            for tensor in arguments if zeros else ():
-                storage: Any = tensor.untyped_storage()
-                storage.fill_(0)
+            for tensor in arguments:
+                if zeros or tensor.dtype is torch.bool:  # a mask takes all, then nothing
+                    storage: Any = tensor.untyped_storage()
+                    storage.fill_(0 if zeros else 1)
             found.append(_workspace(lambda: target(*own_args, **own_kwargs), arguments, device))
         except REFUSALS as error:
             log.debug("%s cannot be run by itself: %s", node.target, error)
