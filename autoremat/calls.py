@@ -36,7 +36,7 @@ def traits_of(node: fx.Node) -> Trait:
         return traits & ~Trait.UNDECLARED
     if torch_higher_order.name_of(node) not in torch_higher_order.RUNS_BODIES:
         return traits
-    found = Trait.NONE
+    found = traits & ~Trait.UNDECLARED
     for body in torch_higher_order.bodies(node):
         for inner in body.graph.nodes:
             found |= traits_of(inner) if inner.op == "call_function" else Trait.NONE

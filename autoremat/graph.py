@@ -37,6 +37,9 @@ class Trait(enum.Flag):
     CHOOSES = enum.auto()
     """Picks some of several floating-point numbers (the experts of a token): run again by other code, whose last bits differ,
     it might pick others."""
+    DATA_DEPENDENT = enum.auto()
+    """Sizes or numbers follow from the contents of what it reads: run again by other code, it might make others than those that
+    the rest of the step was told."""
 
 
 NOT_REPEATABLE = (
@@ -47,6 +50,7 @@ NOT_REPEATABLE = (
     | Trait.UNDECLARED
     | Trait.READS_MUTATED_INPUT
     | Trait.CHOOSES
+    | Trait.DATA_DEPENDENT
 )
 
 

@@ -78,6 +78,7 @@ def test_what_is_cheap_is_called_cheap():
         (Trait.UNDECLARED, Reason.UNDECLARED),
         (Trait.READS_MUTATED_INPUT, Reason.READS_MUTATED_INPUT),
         (Trait.CHOOSES, Reason.CHOICE),
+        (Trait.DATA_DEPENDENT, Reason.DATA_DEPENDENT),
     ],
 )
 def test_what_may_not_run_twice_says_so(trait, reason):
