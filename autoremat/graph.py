@@ -146,8 +146,12 @@ class Op:
 
     @property
     def repeatable(self) -> bool:
-        """Whether a second execution is sure to give the same result and to change nothing else."""
-        return not self.traits & NOT_REPEATABLE
+        """Whether a second execution is sure to give the same result and to change nothing else.
+
+        So is that of a collective if the model orders it: on all ranks alike, as torch runs it, too.
+        """
+        hindrance = self.traits & NOT_REPEATABLE
+        return not hindrance or (hindrance is Trait.COLLECTIVE and self.order is Order.RECOMPUTE)
 
 
 @dataclass(frozen=True)
