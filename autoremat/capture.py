@@ -284,6 +284,7 @@ def _op(
         cost.moved_bytes, cost.workspace_bytes, op_rules.kind_of(node), traits, op_rules.order_of(node), module, source,
         () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
         op_rules.inlining_of(node, runs_on), (1 - calls.ARITHMETIC_SHARE) * seconds if streams else 0.0,
+        op_rules.insists(node),
     )  # fmt: skip
 
 

@@ -143,6 +143,8 @@ class Op:
     inlining: Inlining = Inlining.CHEAP
     traffic_seconds: float = 0.0
     """The part of ``seconds`` that is the op's share of what a fused kernel reads and writes."""
+    insists: bool = False
+    """Whether a selective-checkpoint policy of the model demands that the op runs again; a checkpoint region only prefers it."""
 
     @property
     def repeatable(self) -> bool:

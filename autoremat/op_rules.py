@@ -250,6 +250,11 @@ def order_of(node: fx.Node) -> Order:
     return Order.NONE
 
 
+def insists(node: fx.Node) -> bool:
+    """Whether a selective-checkpoint policy demands that the node runs again; a checkpoint region alone prefers it."""
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+
+
 def without_data(value: Any) -> Any:
     """Replace (fake) tensors by some that have sizes and no data, and symbolic numbers, also of sizes, by their hints."""
 
