@@ -113,9 +113,9 @@ def storage_bytes(tensor: torch.Tensor, device_type: str) -> int:
     if tensor.device.type != device_type:
         return 0
     try:
-        return torch_compat.size_hint(tensor.untyped_storage().nbytes())
+        return torch_compat.most(tensor.untyped_storage().nbytes())
     except NotImplementedError:
-        return torch_compat.size_hint(tensor.numel()) * tensor.element_size()
+        return torch_compat.most(tensor.numel()) * tensor.element_size()
 
 
 def _arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -137,7 +137,7 @@ def _tensor_bytes(node: fx.Node) -> int:
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the tensor's elements."""
-    return torch_compat.size_hint(tensor.numel()) * tensor.element_size()
+    return torch_compat.most(tensor.numel()) * tensor.element_size()
 
 
 def _runs(node: fx.Node, args: tuple[Any, ...]) -> int:

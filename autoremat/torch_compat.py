@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autoremat.errors import UnsupportedTorchError
+from autoremat.torch_sizes import most as most
 from autoremat.torch_sizes import size_hint as size_hint
 
 SUPPORTED_MINORS = range(11, 16)

@@ -18,7 +18,7 @@ import torch._inductor.config as inductor_config
 from torch import fx
 
 from autoremat.op_rules import BY_STRIDES, is_view, packet
-from autoremat.torch_sizes import expression_hint
+from autoremat.torch_sizes import most_of_expression
 from autoremat.wrapper_code import Circumstances, replay_peak
 
 aten = torch.ops.aten
@@ -38,7 +38,7 @@ def _layout_bytes(buffer: Any) -> int:
 
     try:
         layout = buffer.get_layout()
-        return expression_hint(layout.storage_size(), V.graph.sizevars) * int(layout.dtype.itemsize)
+        return most_of_expression(layout.storage_size(), V.graph.sizevars) * int(layout.dtype.itemsize)
     except (AttributeError, NotImplementedError):
         return 0
 
