@@ -94,7 +94,7 @@ def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPe
 
 
 def _pin_order(scheduler: Any) -> None:
-    """Keep the graph's order between extern kernels: fusion may merge what stands between two of them, but move nothing
+    """Keep the graph's order between extern kernels, and templates of such: fusion may merge what stands between two of them, but move nothing
     past one. Otherwise the scheduler computes what the plan recomputes late together with what it computes early, because
     both read the same buffer."""
     from torch._inductor import ir
@@ -115,7 +115,8 @@ def _pin_order(scheduler: Any) -> None:
             continue
         if barrier is not None:
             after(node, barrier)
-        if isinstance(node, ExternKernelSchedulerNode):
+        # Autotuning makes templates of matrix products and attention: kernels that Inductor writes itself.
+        if isinstance(node, ExternKernelSchedulerNode) or node.is_template():
             for earlier in window:
                 after(node, earlier)
             barrier, window = node, []
