@@ -343,6 +343,7 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name:
         fuses=fuses,
         saving_seconds_per_byte=saving_seconds_per_byte(rates),
         whole_runs=fuses and runs_on == "cpu",
+        most_reads=torch_compat.most_reads_inlined(),
     )
     remember()
     unknown = tuple(sorted(builder.unknown_workspaces))

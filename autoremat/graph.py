@@ -144,7 +144,7 @@ class Op:
     traffic_seconds: float = 0.0
     """The part of ``seconds`` that is the op's share of what a fused kernel reads and writes."""
     insists: bool = False
-    """Whether a selective-checkpoint policy of the model demands that the op runs again; a checkpoint region only prefers it."""
+    """Whether a selective-checkpoint policy of the model demands a second run; a checkpoint region only prefers it."""
 
     @property
     def repeatable(self) -> bool:
@@ -176,6 +176,8 @@ class Graph:
     whole_runs: bool = False
     """Whether, where it fuses, the code generator makes one call of all that stands between two extern kernels (on CPUs):
     memory for its results is there before it begins, and what it reads is freed after it ends."""
+    most_reads: int = 4
+    """Where it fuses: of at most so many buffers is computed what the code generator inlines though several ops read it."""
 
     def __post_init__(self) -> None:
         self.verify()

@@ -222,6 +222,11 @@ def mode_config(mode: str | None) -> dict[str, Any]:
     return dict(list_mode_options(mode))
 
 
+def most_reads_inlined() -> int:
+    """Of how many buffers at most Inductor computes what it inlines though several ops read it, as it is set now."""
+    return int(inductor_config.realize_reads_threshold)
+
+
 def compile_with_inductor(
     module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], functorch: dict[str, Any]
 ) -> Callable[..., Any]:

@@ -36,8 +36,8 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def most(size: int | torch.SymInt) -> int:
-    """The largest that ``size`` becomes while the inputs' sizes are at most those that are planned for: what is left of a buffer
-    behind them shrinks as they grow. Without such sizes, :func:`size_hint`."""
+    """The largest that ``size`` becomes while the inputs' sizes are at most those that are planned for: what is left of a
+    buffer behind them shrinks as they grow. Without such sizes, :func:`size_hint`."""
     if isinstance(size, int):
         return size
     known = _most_of(size.node.expr)

@@ -73,9 +73,7 @@ def _rewritten(graph: fx.Graph, add: fx.Node, position: Mapping[fx.Node, int]) -
     return _replaced(graph, add, aten.sub.Tensor, (late, negated))
 
 
-def _replaced(
-    graph: fx.Graph, add: fx.Node, target: torch._ops.OpOverload, arguments: tuple[fx.node.Argument, ...]
-) -> fx.Node:
+def _replaced(graph: fx.Graph, add: fx.Node, target: torch._ops.OpOverload, arguments: tuple[fx.node.Argument, ...]) -> fx.Node:
     with graph.inserting_before(add):
         sum_ = graph.call_function(target, arguments)
     sum_.meta = dict(add.meta)

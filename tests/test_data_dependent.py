@@ -28,7 +28,8 @@ def gradients(**arguments: object) -> list[Tensor]:
     x, w = torch.randn(64, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
     with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
         torch.compile(over_a_threshold, fullgraph=True, **arguments)(x, w).backward()
-    assert x.grad is not None and w.grad is not None
+    assert x.grad is not None
+    assert w.grad is not None
     return [x.grad, w.grad]
 
 

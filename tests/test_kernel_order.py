@@ -1,4 +1,4 @@
-"""Nothing moves past a kernel that is dear: an extern one, or a template of one, which autotuning makes. Nodes are stood in for."""
+"""Nothing moves past a kernel that is dear: an extern one, or a template, which autotuning makes. Nodes are stood in for."""
 
 from __future__ import annotations
 
