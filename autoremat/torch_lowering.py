@@ -95,8 +95,8 @@ def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPe
 
 def _pin_order(scheduler: Any) -> None:
     """Keep the graph's order between extern kernels, and templates of such: fusion may merge what stands between two of them,
-    but move nothing past one. Otherwise the scheduler computes what the plan recomputes late together with what it computes early,
-    because both read the same buffer."""
+    but move nothing past one. Otherwise the scheduler computes what the plan recomputes late together with what it computes
+    early, because both read the same buffer."""
     from torch._inductor import ir
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
