@@ -184,7 +184,7 @@ def saving_seconds(graph: Graph, value: int) -> float:
     by_its_own_kernel = any(r < graph.num_forward and graph.ops[r].kind is Kind.EXTERN for r in readers)
     exists = graph.ops[maker].kind is not Kind.POINTWISE or by_its_own_kernel or value in graph.forward_outputs
     for_repeats = graph.ops[maker].kind is Kind.POINTWISE and all(r < graph.num_forward for r in readers)
-    moves = 2 if not graph.fuses else (not exists) + (for_repeats or bool(fused_backward_readers(graph, value)))
+    moves = 0 if not graph.fuses else (not exists) + (for_repeats or bool(fused_backward_readers(graph, value)))
     return graph.values[value].bytes * moves * graph.saving_seconds_per_byte / 2
 
 

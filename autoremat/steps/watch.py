@@ -88,7 +88,9 @@ class Watch:
 
         Backwards run in the order opposite to that of forwards: what is open now is open again in this call's backward.
         """
-        earlier = [one for one in list(self.open.values()) if one.device == device and (one.graph is graph or not graph.by_share)]
+        earlier = [
+            one for one in list(self.open.values()) if one.device == device and (one.graph is graph or not graph.by_share)
+        ]
         held, budget, peak = sum(one.graph.report.saved_bytes for one in earlier), graph.report.budget_bytes, graph.peak_bytes
         if budget is None or not held or held + peak <= budget:
             return
