@@ -359,8 +359,8 @@ def published(compiled: Compiled, report: Report, options: Options) -> Compiled:
     add_report(report)
     if report.budget_bytes is not None and retraces_backwards():
         warnings.warn(
-            "compiled autograd traces the backward of this graph anew and compiles it without the plan's order and without a look "
-            f"at its peak: the budget of {format_bytes(report.budget_bytes)} does not hold. Switch "
+            "compiled autograd traces the backward of this graph anew and compiles it without the plan's order and without a "
+            f"look at its peak: the budget of {format_bytes(report.budget_bytes)} does not hold. Switch "
             "torch._dynamo.config.compiled_autograd off",
             BudgetWarning,
             stacklevel=2,

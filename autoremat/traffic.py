@@ -7,8 +7,8 @@ each run of fused ops that needs the result, for each computes it anew. What a k
 the result is spread over a larger one, as a logarithm of each row over the columns, its arithmetic is done for every element of
 the larger one.
 
-Where nothing is fused, every op is a kernel, which writes its result and reads its inputs however these came to be: saving takes
-no time.
+Where nothing is fused, every op is a kernel, which writes its result and reads its inputs however these came to be: saving
+takes no time.
 """
 
 from __future__ import annotations

@@ -301,8 +301,8 @@ def test_planning_is_equal_in_processes_with_other_hash_seeds():
 
 @pytest.mark.parametrize("fuses", [True, False])
 def test_without_a_budget_the_plan_only_trades_traffic_for_recomputation(fuses):
-    """Cheap pointwise results are recomputed, because writing and reading them costs more than making them again. Where every op
-    is a kernel, it writes its result anyway, and who reads it reads it however it came to be: nothing is recomputed."""
+    """Cheap pointwise results are recomputed, because writing and reading them costs more than making them again. Where every
+    op is a kernel, it writes its result anyway, and who reads it reads it however it came to be: nothing is recomputed."""
     build = GraphBuilder()
     x = build.source(0)
     dear = build.op([x], 1000, seconds=1.0)

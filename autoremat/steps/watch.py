@@ -1,5 +1,5 @@
-"""Notices what keeps more alive in a step than the plan of one graph counts: other calls that are open at once, and backwards that
-keep what was saved for them.
+"""Notices what keeps more alive in a step than the plan of one graph counts: other calls that are open at once, and backwards
+that keep what was saved for them.
 
 Each graph was planned as if it were alone. Calls are watched until a step has ended in which every graph was known; then a
 watched graph costs no more than one more Python call, until another graph is compiled.
@@ -88,9 +88,8 @@ class Watch:
 
         Backwards run in the order opposite to that of forwards: what is open now is open again in this call's backward.
         """
-        earlier = [
-            one for one in list(self.open.values()) if one.device == device and (one.graph is graph or not graph.by_share)
-        ]
+        here = [one for one in list(self.open.values()) if one.device == device]
+        earlier = [one for one in here if one.graph is graph or not graph.by_share]
         held, budget, peak = sum(one.graph.report.saved_bytes for one in earlier), graph.report.budget_bytes, graph.peak_bytes
         if budget is None or not held or held + peak <= budget:
             return
@@ -100,9 +99,9 @@ class Watch:
         alone = all(one.graph is graph for one in earlier)
         _warn(
             f"several {'calls of one compiled graph' if alone else 'compiled graphs'} are alive in one step: {calls} "
-            f"{format_bytes(held)} for the backward while this one needs {format_bytes(peak)}, so far {format_bytes(held + peak)} "
-            f"together, over the budget of {format_bytes(budget)} that each call keeps by itself. Later calls add to that. "
-            f"autoremat.survey(...) measures the whole step and shares one budget among all calls"
+            f"{format_bytes(held)} for the backward while this one needs {format_bytes(peak)}, so far "
+            f"{format_bytes(held + peak)} together, over the budget of {format_bytes(budget)} that each call keeps by itself. "
+            "Later calls add to that. autoremat.survey(...) measures the whole step and shares one budget among all calls"
         )
 
     def judge_kept(self, graph: Watched) -> None:
@@ -114,8 +113,8 @@ class Watch:
         self.open.clear()
         _warn(
             f"a backward with retain_graph=True keeps the {format_bytes(saved)} that were saved for it, which the plan of "
-            f"{format_bytes(peak)} frees one after the other: the step needs up to {format_bytes(peak + saved)}, over the budget "
-            f"of {format_bytes(budget)}. Sum the losses and call backward once, or lower memory_budget by as much"
+            f"{format_bytes(peak)} frees one after the other: the step needs up to {format_bytes(peak + saved)}, over the "
+            f"budget of {format_bytes(budget)}. Sum the losses and call backward once, or lower memory_budget by as much"
         )
 
 
