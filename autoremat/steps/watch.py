@@ -29,12 +29,6 @@ class Watched:
     report: Report
     by_share: bool
 
-    @property
-    def peak_bytes(self) -> int:
-        """Of one call alone."""
-        compiled = self.report.compiled_peak_bytes
-        return self.report.predicted_peak_bytes if compiled is None else compiled
-
 
 @dataclass(frozen=True)
 class _Open:
@@ -90,7 +84,11 @@ class Watch:
         """
         here = [one for one in list(self.open.values()) if one.device == device]
         earlier = [one for one in here if one.graph is graph or not graph.by_share]
-        held, budget, peak = sum(one.graph.report.saved_bytes for one in earlier), graph.report.budget_bytes, graph.peak_bytes
+        held, budget, peak = (
+            sum(one.graph.report.saved_bytes for one in earlier),
+            graph.report.budget_bytes,
+            graph.report.peak_bytes,
+        )
         if budget is None or not held or held + peak <= budget:
             return
         self.active = False
@@ -106,7 +104,7 @@ class Watch:
 
     def judge_kept(self, graph: Watched) -> None:
         """Warn if what a backward with ``retain_graph=True`` keeps can bring ``graph`` over its budget."""
-        budget, saved, peak = graph.report.budget_bytes, graph.report.saved_bytes, graph.peak_bytes
+        budget, saved, peak = graph.report.budget_bytes, graph.report.saved_bytes, graph.report.peak_bytes
         if budget is None or peak + saved <= budget or not self.active:
             return
         self.active = False
