@@ -36,7 +36,7 @@ def traits_of(node: fx.Node) -> Trait:
         return traits & ~Trait.UNDECLARED
     if torch_higher_order.name_of(node) not in torch_higher_order.RUNS_BODIES:
         return traits
-    found = Trait.NONE
+    found = traits & ~Trait.UNDECLARED
     for body in torch_higher_order.bodies(node):
         for inner in body.graph.nodes:
             found |= traits_of(inner) if inner.op == "call_function" else Trait.NONE
@@ -115,9 +115,9 @@ def storage_bytes(tensor: torch.Tensor, device_type: str) -> int:
     if tensor.device.type != device_type:
         return 0
     try:
-        return torch_compat.size_hint(tensor.untyped_storage().nbytes())
+        return torch_compat.most(tensor.untyped_storage().nbytes())
     except NotImplementedError:
-        return torch_compat.size_hint(tensor.numel()) * tensor.element_size()
+        return torch_compat.most(tensor.numel()) * tensor.element_size()
 
 
 def _arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -139,7 +139,7 @@ def _tensor_bytes(node: fx.Node) -> int:
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Bytes of the tensor's elements."""
-    return torch_compat.size_hint(tensor.numel()) * tensor.element_size()
+    return torch_compat.most(tensor.numel()) * tensor.element_size()
 
 
 def _runs(node: fx.Node, args: tuple[Any, ...]) -> int:

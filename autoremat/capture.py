@@ -287,6 +287,7 @@ def _op(
         source,
         () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
         op_rules.inlining_of(node, runs_on), (1 - calls.ARITHMETIC_SHARE) * seconds if streams else 0.0,
+        op_rules.insists(node),
     )  # fmt: skip
 
 
@@ -350,6 +351,7 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name:
         fuses=fuses,
         saving_seconds_per_byte=saving_seconds_per_byte(rates),
         whole_runs=fuses and runs_on == "cpu",
+        most_reads=torch_compat.most_reads_inlined(),
     )
     remember()
     nodes, unknown = tuple(builder.value_nodes), tuple(sorted(builder.unknown_workspaces))

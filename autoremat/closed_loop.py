@@ -29,6 +29,7 @@ from autoremat.steps.ledger import Share
 from autoremat.steps.watch import watched
 from autoremat.store import Record
 from autoremat.torch_logs import trace_artifact
+from autoremat.torch_steps import retraces_backwards
 from autoremat.units import format_bytes
 
 log = logging.getLogger("autoremat")
@@ -346,7 +347,7 @@ def cause_of(error: BaseException, kind: type[Kind]) -> Kind | None:
 
 
 def published(compiled: Compiled, report: Report, options: Options) -> Compiled:
-    """``compiled``, with its report made known; watched, if its budget is in bytes and nobody has shared it out."""
+    """``compiled``, with its report made known; watched, if it has a budget that nobody has shared out."""
     if report.unknown_workspaces and report.budget_bytes is not None:
         log.warning(
             "the budget may be exceeded by the workspaces of %s, which nobody knows: declare_pure(..., workspace_bytes=...) "
@@ -363,4 +364,13 @@ def published(compiled: Compiled, report: Report, options: Options) -> Compiled:
     log.info("%s", report.summary())
     trace_artifact("autoremat_report", report.to_json)
     add_report(report)
-    return watched(compiled, report) if isinstance(options.memory_budget, int | str) else compiled
+    if report.budget_bytes is not None and retraces_backwards():
+        warnings.warn(
+            "compiled autograd traces the backward of this graph anew and compiles it without the plan's order and without a "
+            f"look at its peak: the budget of {format_bytes(report.budget_bytes)} does not hold. Switch "
+            "torch._dynamo.config.compiled_autograd off",
+            BudgetWarning,
+            stacklevel=2,
+        )
+    budget = options.memory_budget
+    return watched(compiled, report, isinstance(budget, float)) if isinstance(budget, int | float | str) else compiled

@@ -1,7 +1,8 @@
 """Budgets under dynamic shapes: a graph is planned for sizes up to a limit, and Dynamo compiles again for larger ones.
 
-The bytes of every tensor grow with the sizes of the inputs, so a plan that fits at the limits fits below them. The limit of a
-size is the next power of two, if that fits the budget, so that lengths that grow to n times the first cause about log2 n
+Each tensor counts with the most bytes that it has at any size up to the limits: most tensors grow with the sizes of the inputs,
+and what is left of a buffer behind them shrinks. So a plan that fits by that count fits at every such size. The limit of a size
+is the next power of two, if that fits the budget, so that lengths that grow to n times the first cause about log2 n
 compilations; else it is the size at hand.
 """
 

@@ -94,8 +94,9 @@ def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
     survey = options.memory_budget
     if not isinstance(survey, Survey) or not may_train(gm, inputs):
         return options
-    known = survey.number_of(graph_key(gm, inputs))
-    if known is None:
+    key = graph_key(gm, inputs)
+    known = survey.number_of(key)
+    if known is None and key not in survey.step.others:
         warnings.warn(
             "a graph is compiled that the surveyed step did not have, under the whole budget of the step: the peaks of this "
             "graph and of others can add up. Survey the function that is compiled, with inputs of these shapes",

@@ -38,6 +38,7 @@ class Reason(str, enum.Enum):
     UNDECLARED = "undeclared"
     READS_MUTATED_INPUT = "reads mutated input"
     CHOICE = "choice"
+    DATA_DEPENDENT = "data dependent"
     FORWARD_OUTPUT = "forward output"
     START = "start"
     DEAR = "dear"
@@ -59,6 +60,7 @@ WHY: dict[Reason, str] = {
     Reason.UNDECLARED: "custom or higher-order op of which nobody says that it is pure",
     Reason.READS_MUTATED_INPUT: "its op reads an input that is overwritten later",
     Reason.CHOICE: "other code, which rounds otherwise, might choose otherwise",
+    Reason.DATA_DEPENDENT: "the data decide how large its result is; made anew by other code, it might be of another size",
     Reason.FORWARD_OUTPUT: "returned by the forward: the caller holds it anyway",
     Reason.START: "recomputation starts from it",
     Reason.DEAR: "dearer to recompute than to write and read",
@@ -79,6 +81,7 @@ _BY_TRAIT = (
     (Trait.UNDECLARED, Reason.UNDECLARED),
     (Trait.READS_MUTATED_INPUT, Reason.READS_MUTATED_INPUT),
     (Trait.CHOOSES, Reason.CHOICE),
+    (Trait.DATA_DEPENDENT, Reason.DATA_DEPENDENT),
 )
 
 

@@ -1,11 +1,11 @@
 """Which copies exist where the code generator fuses (``graph.fuses``), and how long: Inductor's choices, modelled.
 
 A pointwise result that only fusible ops read is *inlined*: its readers compute it from *its* inputs, which therefore live
-until then. What several read is inlined only while that is cheap: not if the expression reads more than a few buffers, nor,
-on CPUs, if it holds an exponential or the like (``Op.inlining``). Else it is made; but if all its readers stand in the same run
-of fusible ops and none of them is a reduction, which would take a pass of its own, one loop makes and reads it, and it never
-exists either. Everything else is materialised: results of extern kernels and reductions, whatever an extern kernel reads,
-outputs, saved values.
+until then. What several read is inlined only while that is cheap: not if the expression reads more than a few buffers
+(``graph.most_reads``: Inductor's ``realize_reads_threshold``), nor, on CPUs, if it holds an exponential or the like
+(``Op.inlining``). Else it is made; but if all its readers stand in the same run of fusible ops and none of them is a reduction,
+which would take a pass of its own, one loop makes and reads it, and it never exists either. Everything else is materialised:
+results of extern kernels and reductions, whatever an extern kernel reads, outputs, saved values.
 
 A result takes the place of an input of the same size that is read where it is written (``Op.in_place``), for the last time,
 and that nobody holds, unless it is reduced in the same run. Where one call runs all kernels between two extern ones
@@ -21,10 +21,6 @@ import numpy as np
 from autoremat.columns import EXTERN, POINTWISE, REDUCTION, Flags, Numbers
 from autoremat.copies import Copies, Lifetimes
 from autoremat.graph import Inlining
-
-MOST_READS = 4
-"""What several read is inlined if it is computed from at most so many buffers: Inductor's
-``config.realize_reads_threshold``."""
 
 
 def lifetimes_with_fusion(copies: Copies) -> Lifetimes:
@@ -88,6 +84,7 @@ class _Executions:
 
     def __init__(self, copies: Copies) -> None:
         self.ops, self.given = copies.graph.ops, copies.graph.columns.given
+        self.most_reads = copies.graph.most_reads
         self.sequence, self.start = copies.sequence.tolist(), copies.start.tolist()
         self._source: list[int] = copies.source.tolist()
         self._begins = np.searchsorted(copies.reader, np.arange(len(self.sequence) + 1)).tolist()
@@ -101,7 +98,7 @@ class _Executions:
         reads: set[int] = set()
         seen: set[int] = set()
         stack = [self.start[copy]]
-        while stack and len(reads) <= MOST_READS:
+        while stack and len(reads) <= self.most_reads:
             position = stack.pop()
             if position in seen:
                 continue
@@ -115,7 +112,7 @@ class _Executions:
                     stack.append(self.start[behind])
                 else:
                     reads.add(behind)
-        return len(reads) <= MOST_READS
+        return len(reads) <= self.most_reads
 
 
 def _read_through(copies: Copies, absent: Flags, reduced: Flags) -> None:

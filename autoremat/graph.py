@@ -37,6 +37,9 @@ class Trait(enum.Flag):
     CHOOSES = enum.auto()
     """Picks some of several floating-point numbers (the experts of a token): run again by other code, whose last bits differ,
     it might pick others."""
+    DATA_DEPENDENT = enum.auto()
+    """Sizes or numbers follow from the contents of what it reads: run again by other code, it might make others than those that
+    the rest of the step was told."""
 
 
 NOT_REPEATABLE = (
@@ -47,6 +50,7 @@ NOT_REPEATABLE = (
     | Trait.UNDECLARED
     | Trait.READS_MUTATED_INPUT
     | Trait.CHOOSES
+    | Trait.DATA_DEPENDENT
 )
 
 
@@ -139,11 +143,17 @@ class Op:
     inlining: Inlining = Inlining.CHEAP
     traffic_seconds: float = 0.0
     """The part of ``seconds`` that is the op's share of what a fused kernel reads and writes."""
+    insists: bool = False
+    """Whether a selective-checkpoint policy of the model demands a second run; a checkpoint region only prefers it."""
 
     @property
     def repeatable(self) -> bool:
-        """Whether a second execution is sure to give the same result and to change nothing else."""
-        return not self.traits & NOT_REPEATABLE
+        """Whether a second execution is sure to give the same result and to change nothing else.
+
+        So is that of a collective if the model orders it: on all ranks alike, as torch runs it, too.
+        """
+        hindrance = self.traits & NOT_REPEATABLE
+        return not hindrance or (hindrance is Trait.COLLECTIVE and self.order is Order.RECOMPUTE)
 
 
 @dataclass(frozen=True)
@@ -166,6 +176,8 @@ class Graph:
     whole_runs: bool = False
     """Whether, where it fuses, the code generator makes one call of all that stands between two extern kernels (on CPUs):
     memory for its results is there before it begins, and what it reads is freed after it ends."""
+    most_reads: int = 4
+    """Where it fuses: of at most so many buffers is computed what the code generator inlines though several ops read it."""
 
     def __post_init__(self) -> None:
         self.verify()

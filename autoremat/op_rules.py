@@ -87,6 +87,12 @@ CHOOSING = frozenset(
 )  # fmt: skip
 """Ops whose result jumps when the last bit of what they read changes."""
 
+DATA_DEPENDENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+"""Torch's tags of ops whose results have sizes, or are numbers, that only the data tell."""
+
+BINDS_SIZES = "unbacked_bindings"
+"""``node.meta`` key: the symbols of sizes that only a run of the node tells."""
+
 DRAWS = frozenset({"inductor_random", "inductor_randint"})
 """Names of Inductor's own ops that draw numbers."""
 
@@ -129,6 +135,8 @@ def is_random(node: fx.Node) -> bool:
 def traits_of_op(op: torch._ops.OpOverload) -> Trait:
     """What calls of ``op`` may not do, whatever their arguments."""
     traits = Trait.RANDOM if torch.Tag.nondeterministic_seeded in op.tags else Trait.NONE
+    if not DATA_DEPENDENT.isdisjoint(op.tags):
+        traits |= Trait.DATA_DEPENDENT
     if op._schema.is_mutable:
         traits |= Trait.MUTATING
     if op.namespace in COLLECTIVE_NAMESPACES:
@@ -153,11 +161,12 @@ def traits_of(node: fx.Node) -> Trait:
     target = node.target
     if is_with_effects(node):
         return Trait.EFFECTFUL
+    traits = Trait.DATA_DEPENDENT if node.meta.get(BINDS_SIZES) else Trait.NONE
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return Trait.UNDECLARED
+        return traits | Trait.UNDECLARED
     if not isinstance(target, torch._ops.OpOverload):
-        return Trait.NONE
-    traits = traits_of_op(target) | (Trait.CHOOSES if chooses(node) else Trait.NONE)
+        return traits
+    traits |= traits_of_op(target) | (Trait.CHOOSES if chooses(node) else Trait.NONE)
     return traits if is_random(node) else traits & ~Trait.RANDOM
 
 
@@ -237,6 +246,11 @@ def order_of(node: fx.Node) -> Order:
     if policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
         return Order.SAVE
     return Order.NONE
+
+
+def insists(node: fx.Node) -> bool:
+    """Whether a selective-checkpoint policy demands that the node runs again; a checkpoint region alone prefers it."""
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
 
 
 def without_data(value: Any) -> Any:

@@ -10,14 +10,14 @@ what is recomputed, and the planner decides the rest; the policy's own plan is t
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from autoremat.errors import OrderWarning
-from autoremat.graph import Graph, Op, Order
+from autoremat.graph import NOT_REPEATABLE, Graph, Op, Order, Trait
 from autoremat.patterns import matches_op, nearest
 from autoremat.plans import Plan
 from autoremat.policies import Policy, Region
@@ -48,6 +48,7 @@ class Orders:
 
     def apply(self, graph: Graph) -> Ordered:
         """``graph`` with these orders beside those it has. Warns of what matches nothing or cannot be obeyed."""
+        _warn_of_the_model(graph)
         if self.policy is None and not self.save and not self.recompute:
             return Ordered(graph)
         return _Application(self, graph).result
@@ -104,15 +105,14 @@ class _Application:
         for index in sorted(ops):
             op = self.forward.ops[index]
             if not op.repeatable:
-                refused[index] = f"may not run twice ({(op.traits.name or '').lower()})"
+                refused[index] = _why_once(op)
             elif index in self.to_save:
                 refused[index] = "to be saved by another order"
             elif op.outputs and held.issuperset(op.outputs):
                 refused[index] = "its result is an output, which the caller holds"
         if refused:
-            named = "; ".join(f"{_called(self.forward.ops[i])}: {reason}" for i, reason in list(refused.items())[:SHOWN])
-            more = f"; and {len(refused) - SHOWN} more" if len(refused) > SHOWN else ""
-            _warn(f"{what}: {len(refused)} of {len(ops)} ops cannot be recomputed and are saved where needed: {named}{more}")
+            _warn(f"{what}: {len(refused)} of {len(ops)} ops cannot be recomputed and are saved where needed: "
+                  + _named({self.forward.ops[i]: reason for i, reason in refused.items()}))  # fmt: skip
         return ops - refused.keys()
 
     @property
@@ -168,8 +168,36 @@ def _inside(graph: Graph, region: Region) -> set[int]:
     return ops - crossing
 
 
+def _warn_of_the_model(graph: Graph) -> None:
+    """Warn of what the model orders to run again and may not: all that a selective-checkpoint policy demands, and custom ops.
+
+    Of what a checkpoint region merely holds, the rest is as usual: each dropout in a checkpointed model would be a warning.
+    """
+    ordered = [op for op in graph.ops[: graph.num_forward] if op.order is Order.RECOMPUTE]
+    held = set(graph.forward_outputs)
+    refused = {
+        op: _why_once(op) for op in ordered
+        if not op.repeatable and (op.insists or Trait.UNDECLARED in op.traits)
+        and any(graph.readers[v] for v in op.outputs) and not held.issuperset(op.outputs)
+    }  # fmt: skip
+    if refused:
+        _warn(f"checkpoint regions of the model: {len(refused)} of {len(ordered)} ops cannot be recomputed and are saved where "
+              f"needed: {_named(refused)}")  # fmt: skip
+
+
+def _why_once(op: Op) -> str:
+    declare = "; autoremat.declare_pure says that it may" if op.traits & NOT_REPEATABLE is Trait.UNDECLARED else ""
+    return f"may not run twice ({(op.traits.name or '').lower()}{declare})"
+
+
+def _named(refused: Mapping[Op, str]) -> str:
+    """The first ops with their reasons, and how many more there are."""
+    shown = "; ".join(f"{_called(op)}: {reason}" for op, reason in list(refused.items())[:SHOWN])
+    return shown + (f"; and {len(refused) - SHOWN} more" if len(refused) > SHOWN else "")
+
+
 def _called(op: Op) -> str:
-    return f"{op.target} in {op.module}" if op.module else op.target
+    return op.target + (f" in {op.module}" if op.module else "") + (f" at {op.source}" if op.source else "")
 
 
 def _warn(message: str) -> None:

@@ -26,7 +26,7 @@ from autoremat.plans import Plan
 from autoremat.schedule import Schedule
 from autoremat.units import format_bytes
 
-FORMAT, VERSION = "autoremat plan", 1
+FORMAT, VERSION = "autoremat plan", 2
 
 
 @dataclass(frozen=True, slots=True)

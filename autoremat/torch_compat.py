@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autoremat.errors import UnsupportedTorchError
+from autoremat.torch_sizes import most as most
 from autoremat.torch_sizes import size_hint as size_hint
 
 SUPPORTED_MINORS = range(11, 16)
@@ -234,6 +235,11 @@ def mode_config(mode: str | None) -> dict[str, Any]:
     from torch._inductor import list_mode_options
 
     return dict(list_mode_options(mode))
+
+
+def most_reads_inlined() -> int:
+    """Of how many buffers at most Inductor computes what it inlines though several ops read it, as it is set now."""
+    return int(inductor_config.realize_reads_threshold)
 
 
 def compile_with_inductor(

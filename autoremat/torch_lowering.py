@@ -21,7 +21,7 @@ from torch import fx
 
 from autoremat.errors import BudgetWarning
 from autoremat.op_rules import BY_STRIDES, is_view, packet
-from autoremat.torch_sizes import expression_hint
+from autoremat.torch_sizes import most_of_expression
 from autoremat.wrapper_code import Circumstances, replay_peak
 
 aten = torch.ops.aten
@@ -43,7 +43,7 @@ def _layout_bytes(buffer: Any) -> int:
 
     try:
         layout = buffer.get_layout()
-        return expression_hint(layout.storage_size(), V.graph.sizevars) * int(layout.dtype.itemsize)
+        return most_of_expression(layout.storage_size(), V.graph.sizevars) * int(layout.dtype.itemsize)
     except (AttributeError, NotImplementedError):
         return 0
 
@@ -99,9 +99,9 @@ def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPe
 
 
 def _pin_order(scheduler: Any) -> None:
-    """Keep the graph's order between extern kernels: fusion may merge what stands between two of them, but move nothing
-    past one. Otherwise the scheduler computes what the plan recomputes late together with what it computes early, because
-    both read the same buffer."""
+    """Keep the graph's order between extern kernels, and templates of such: fusion may merge what stands between two of them,
+    but move nothing past one. Otherwise the scheduler computes what the plan recomputes late together with what it computes
+    early, because both read the same buffer."""
     from torch._inductor import ir
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
@@ -120,7 +120,8 @@ def _pin_order(scheduler: Any) -> None:
             continue
         if barrier is not None:
             after(node, barrier)
-        if isinstance(node, ExternKernelSchedulerNode):
+        # Autotuning makes templates of matrix products and attention: kernels that Inductor writes itself.
+        if isinstance(node, ExternKernelSchedulerNode) or node.is_template():
             for earlier in window:
                 after(node, earlier)
             barrier, window = node, []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -13,8 +14,16 @@ from torch.fx.experimental import symbolic_shapes
 
 UNKNOWN_SIZE = 4096  # for a data-dependent dimension, as in torch's partitioner
 
-_planned: dict[Any, int] = {}
-"""The sizes that are planned for, by symbol."""
+_planned: dict[Any, tuple[int, int]] = {}
+"""The least and the most of the sizes that are planned for, by symbol."""
+
+_most: dict[Any, int] = {}
+"""What :func:`most` has found for expressions of these."""
+
+POINTS = {1: 65, 2: 9, 3: 5}
+"""By how many sizes an expression has: at how many values of each it is looked at. Of more sizes, at both ends."""
+MOST_SIZES = 8
+"""Of expressions of more sizes the rest are looked at as large as they may be."""
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -26,34 +35,74 @@ def size_hint(size: int | torch.SymInt) -> int:
     return known if known is not None else int(hint(size, fallback=UNKNOWN_SIZE))
 
 
-def expression_hint(expression: Any, sizevars: Any) -> int:
-    """As :func:`size_hint`, for an expression of Inductor's."""
-    known = _at_planned_sizes(expression)
+def most(size: int | torch.SymInt) -> int:
+    """The largest that ``size`` becomes while the inputs' sizes are at most those that are planned for: what is left of a
+    buffer behind them shrinks as they grow. Without such sizes, :func:`size_hint`."""
+    if isinstance(size, int):
+        return size
+    known = _most_of(size.node.expr)
+    return size_hint(size) if known is None else known
+
+
+def most_of_expression(expression: Any, sizevars: Any) -> int:
+    """As :func:`most`, for an expression of Inductor's."""
+    known = _most_of(expression)
     return known if known is not None else int(sizevars.optimization_hint(expression, fallback=UNKNOWN_SIZE))
 
 
 def _at_planned_sizes(expression: Any) -> int | None:
     if not _planned or not hasattr(expression, "xreplace"):
         return None
-    number = expression.xreplace(_planned)
+    number = expression.xreplace({symbol: sympy.Integer(limit) for symbol, (_, limit) in _planned.items()})
     return int(number) if number.is_number else None
+
+
+def _most_of(expression: Any) -> int | None:
+    """The largest value at some points between the least and the most of each size, both ends among them."""
+    if not _planned or not hasattr(expression, "xreplace"):
+        return None
+    if expression not in _most:
+        found = _at_planned_sizes(expression)
+        if found is None:
+            return None
+        sizes = sorted(expression.free_symbols, key=str)[:MOST_SIZES]
+        for point in itertools.product(*(_between(*_planned[size], POINTS.get(len(sizes), 2)) for size in sizes)):
+            with contextlib.suppress(ArithmeticError, ValueError):  # of sizes at which nothing is defined
+                number = _at(expression, dict(zip(sizes, point, strict=True)))
+                found = max(found, number)
+        _most[expression] = found
+    return _most[expression]
+
+
+def _at(expression: Any, sizes: Mapping[Any, int]) -> int:
+    number = {symbol: sympy.Integer(sizes.get(symbol, limit)) for symbol, (_, limit) in _planned.items()}
+    return int(expression.xreplace(number))
+
+
+def _between(least: int, limit: int, count: int) -> list[int]:
+    """At most ``count`` numbers from ``least`` to ``limit``, evenly spaced."""
+    if limit <= least:
+        return [limit]
+    return sorted({least + (limit - least) * step // (count - 1) for step in range(count)})
 
 
 @contextlib.contextmanager
 def planned_for(sizes: Mapping[DynamicSize, int]) -> Iterator[None]:
     """Inside, symbolic sizes are hinted as if the inputs had these."""
     before = dict(_planned)
-    _planned.update({size.symbol: sympy.Integer(limit) for size, limit in sizes.items()})
+    _planned.update({size.symbol: (min(size.least, limit), limit) for size, limit in sizes.items()})
+    _most.clear()
     try:
         yield
     finally:
         _planned.clear()
         _planned.update(before)
+        _most.clear()
 
 
 def planned_identity() -> str:
     """Text that changes with the sizes that are planned for."""
-    return repr(sorted((str(symbol), int(limit)) for symbol, limit in _planned.items()))
+    return repr(sorted((str(symbol), *ends) for symbol, ends in _planned.items()))
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,6 +120,12 @@ class DynamicSize:
     def hint(self) -> int:
         """Its value in this call."""
         return int(self.number.node.hint)
+
+    @property
+    def least(self) -> int:
+        """The least that it may be."""
+        lower = self.number.node.shape_env.var_to_range[self.symbol].lower
+        return max(int(lower), 0) if lower.is_Integer else 0
 
     @property
     def most(self) -> int | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -30,15 +30,34 @@ def trace_as_inductor_does(module: fx.GraphModule, inputs: Sequence[Any], config
     return cast(Callable[..., Any], compiled)
 
 
-def backward_node(outputs: Iterable[Any]) -> Node | None:
-    """The autograd node of the compiled graph that made ``outputs``; None if no backward can come."""
-    level = [out.grad_fn for out in outputs if isinstance(out, torch.Tensor) and out.grad_fn is not None]
-    for _ in range(VIEWS_DEEP):
+def backward_node(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> Node | None:
+    """The autograd node of the compiled graph that made ``outputs`` of ``inputs``; None if no backward can come."""
+    earlier = {node for level in _levels(inputs) for node in level}  # of graphs that made the inputs, which outputs may view
+    for level in _levels(outputs):
         for node in level:
-            if COMPILED_NODE in node.name():
+            if COMPILED_NODE in node.name() and node not in earlier:
                 return node
-        level = [following for node in level for following, _ in node.next_functions if following is not None]
     return None
+
+
+def _levels(tensors: Iterable[Any]) -> Iterator[list[Node]]:
+    """The autograd nodes of ``tensors``, then those that these follow, a few times."""
+    level = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None]
+    for _ in range(VIEWS_DEEP):
+        yield level
+        level = [following for node in level for following, _ in node.next_functions if following is not None]
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs now keeps what was saved for it (``retain_graph=True``)."""
+    return bool(torch._C._autograd._get_current_graph_task_keep_graph())
+
+
+def retraces_backwards() -> bool:
+    """Whether compiled autograd traces backwards anew, also those of compiled graphs."""
+    from torch._dynamo import compiled_autograd, config
+
+    return bool(config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
 
 
 def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:

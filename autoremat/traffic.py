@@ -6,6 +6,9 @@ again* within the kernel that reads its result adds its arithmetic, and a read o
 each run of fused ops that needs the result, for each computes it anew. What a kernel of its own reads is made in full. Where
 the result is spread over a larger one, as a logarithm of each row over the columns, its arithmetic is done for every element of
 the larger one.
+
+Where nothing is fused, every op is a kernel, which writes its result and reads its inputs however these came to be: saving
+takes no time.
 """
 
 from __future__ import annotations
@@ -52,7 +55,7 @@ class Traffic:
         """Whether the forward writes the value only if it is saved."""
         graph, maker = self.graph, self.graph.values[value].producer
         if maker is None or not graph.fuses:
-            return maker is not None
+            return False
         early = {self.kinds[op] for op in graph.readers[value] if op < graph.num_forward}
         return self.kinds[maker] == POINTWISE and EXTERN not in early and value not in graph.forward_outputs
 
@@ -64,7 +67,7 @@ class Traffic:
         """
         graph, maker = self.graph, self.graph.values[value].producer
         if maker is None or not graph.fuses:
-            return maker is not None
+            return False
         late = {self.kinds[op] for op in graph.readers[value] if op >= graph.num_forward}
         return bool(late - {EXTERN}) or (not late and self.kinds[maker] == POINTWISE)
 

@@ -17,7 +17,7 @@ from torch import fx
 from autoremat import cuda_workspace, op_rules
 from autoremat.graph import Kind
 from autoremat.timing.workspaces import Layout, measured_workspace
-from autoremat.torch_compat import lays_channels_last, multiplies_in_tiles, size_hint
+from autoremat.torch_compat import lays_channels_last, most, multiplies_in_tiles, size_hint
 
 aten = torch.ops.aten
 
@@ -39,7 +39,7 @@ def _query_block(queries: int) -> int:
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    return size_hint(tensor.numel()) * tensor.element_size()
+    return most(tensor.numel()) * tensor.element_size()
 
 
 def _packed_keys_and_values(query: torch.Tensor, key: torch.Tensor) -> int:

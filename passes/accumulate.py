@@ -42,7 +42,10 @@ def accumulate_in_order(joint: fx.GraphModule) -> int:
     rewritten = 0
     for node in list(joint.graph.nodes):
         if node.op == "call_function" and node.target is aten.add.Tensor and not node.kwargs:
-            rewritten += _rewrite(joint.graph, node, position)
+            sum_ = _rewritten(joint.graph, node, position)
+            if sum_ is not None:
+                position[sum_] = position[node]  # where it stands as a summand of the next addition of a chain
+                rewritten += 1
     if rewritten:
         joint.graph.eliminate_dead_code()
         joint.graph.lint()
@@ -50,32 +53,32 @@ def accumulate_in_order(joint: fx.GraphModule) -> int:
     return rewritten
 
 
-def _rewrite(graph: fx.Graph, add: fx.Node, position: Mapping[fx.Node, int]) -> bool:
+def _rewritten(graph: fx.Graph, add: fx.Node, position: Mapping[fx.Node, int]) -> fx.Node | None:
+    """What takes the place of ``add``; None if it stays."""
     if len(add.args) != 2 or not all(isinstance(n, fx.Node) and n in position for n in add.args):
-        return False
+        return None
     early, late = sorted((n for n in add.args if isinstance(n, fx.Node)), key=lambda n: position[n])
     if early is late or not (_same_type(early, add) and _same_type(late, add)):
-        return False
+        return None
     if _is_only_for(add, late, aten.mm.default) and _same_shape(early, add):
-        _replace(graph, add, aten.addmm.default, (early, *late.args))
-    elif not _is_only_for(add, early, aten.mm.default) or not _launches_between(early, late):
-        return False
-    elif _accumulates_on_zeros(late) and len(late.users) == 1 and not late.kwargs and _same_shape(late, early):
+        return _replaced(graph, add, aten.addmm.default, (early, *late.args))
+    if not _is_only_for(add, early, aten.mm.default) or not _launches_between(early, late):
+        return None
+    if _accumulates_on_zeros(late) and len(late.users) == 1 and not late.kwargs and _same_shape(late, early):
         assert isinstance(late.target, torch._ops.OpOverload)
-        _replace(graph, add, late.target, (early, *late.args[1:]))
-    else:
-        with graph.inserting_before(add):
-            negated = graph.call_function(aten.neg.default, (early,))
-        negated.meta = dict(add.meta) | {"val": early.meta["val"]}
-        _replace(graph, add, aten.sub.Tensor, (late, negated))
-    return True
+        return _replaced(graph, add, late.target, (early, *late.args[1:]))
+    with graph.inserting_before(add):
+        negated = graph.call_function(aten.neg.default, (early,))
+    negated.meta = dict(add.meta) | {"val": early.meta["val"]}
+    return _replaced(graph, add, aten.sub.Tensor, (late, negated))
 
 
-def _replace(graph: fx.Graph, add: fx.Node, target: torch._ops.OpOverload, arguments: tuple[fx.node.Argument, ...]) -> None:
+def _replaced(graph: fx.Graph, add: fx.Node, target: torch._ops.OpOverload, arguments: tuple[fx.node.Argument, ...]) -> fx.Node:
     with graph.inserting_before(add):
         sum_ = graph.call_function(target, arguments)
     sum_.meta = dict(add.meta)
     add.replace_all_uses_with(sum_)
+    return sum_
 
 
 def _is_only_for(reader: fx.Node, node: fx.Node, target: torch._ops.OpOverload) -> bool:

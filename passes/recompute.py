@@ -19,7 +19,7 @@ from torch import fx
 
 from autoremat.capture import Alias, Capture
 from autoremat.errors import PlanInvalid
-from autoremat.graph import Role
+from autoremat.graph import Role, Trait
 from autoremat.schedule import Schedule
 
 RECOMPUTED = "autoremat_recompute_of"
@@ -93,6 +93,9 @@ class _Inserter:
         """Clone op ``index`` here and make its results the newest copies."""
         node, op = self.capture.op_nodes[index], self.capture.graph.ops[index]
         copy = self.clone(node)
+        if Trait.COLLECTIVE in op.traits:
+            # Else the extraction takes an effect, which is no dead code to it, along to the forward, whose inputs it reads.
+            copy.meta["partitioner_tag"] = "must_be_in_backward"
         for value in op.outputs:
             holder = self.capture.value_nodes[value]
             if holder is node:

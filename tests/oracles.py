@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-MOST_READS = 4
-"""What Inductor's `realize_reads_threshold` is; a copy here, so that a change there is noticed."""
-
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
@@ -63,7 +60,7 @@ class Fusion:
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.sequence, self.start_of_backward = schedule.forward + schedule.backward, len(schedule.forward)
-        self.ops = [graph.ops[op] for op in self.sequence]
+        self.ops, self.most_reads = [graph.ops[op] for op in self.sequence], graph.most_reads
         self.buffers = buffers_of(graph, schedule)
         self.read = {(b.value, reader): b for b in self.buffers for reader in b.readers}
         self.inlined, self.computed_from, self.work_of = cache(self._inlined), cache(self._computed_from), cache(self._work_of)
@@ -94,7 +91,7 @@ class Fusion:
         if len(b.readers) == 1:
             return True
         reads, heavy = self.computed_from(b.made_at)
-        return len(reads) <= MOST_READS and not heavy
+        return len(reads) <= self.most_reads and not heavy
 
     def _work_of(self, execution: int) -> frozenset[int]:
         """The executions at whose time the work of this one is done: its own, and those that compute its inlined results."""
@@ -187,7 +184,7 @@ def saving_seconds(graph: Graph, value: int) -> float:
     by_its_own_kernel = any(r < graph.num_forward and graph.ops[r].kind is Kind.EXTERN for r in readers)
     exists = graph.ops[maker].kind is not Kind.POINTWISE or by_its_own_kernel or value in graph.forward_outputs
     for_repeats = graph.ops[maker].kind is Kind.POINTWISE and all(r < graph.num_forward for r in readers)
-    moves = 2 if not graph.fuses else (not exists) + (for_repeats or bool(fused_backward_readers(graph, value)))
+    moves = 0 if not graph.fuses else (not exists) + (for_repeats or bool(fused_backward_readers(graph, value)))
     return graph.values[value].bytes * moves * graph.saving_seconds_per_byte / 2
 
 

@@ -37,6 +37,18 @@ def anything_late(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
     return computed(b) + early
 
 
+def three_products(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    early = a @ b
+    later = early + computed(b) @ b
+    return later + computed(a) @ b
+
+
+def three_summands(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
+    early = a @ b
+    later = aten.index_put.default(aten.full.default([4, 4], 0.0), [index], computed(b), True) + early
+    return computed(a) @ b + later
+
+
 def overwritten_late(a: Tensor, b: Tensor, index: Tensor) -> Tensor:
     early = a @ b
     return early + aten.index_put.default(aten.full.default([4, 4], 0.0), [index], computed(b), False)
@@ -86,6 +98,15 @@ def test_the_late_summand_goes_onto_the_early_product(function, there, gone):
     assert count == 1
     assert there.items() <= calls.items()
     assert gone not in calls
+    torch.testing.assert_close(result, expected)
+
+
+@pytest.mark.parametrize("function", [three_products, three_summands])
+def test_every_addition_of_a_chain_goes_onto_the_sum_before_it(function):
+    calls, result, expected, count = rewritten(function)
+    assert count == 2
+    assert aten.add.Tensor not in calls
+    assert calls[aten.addmm.default] == calls[aten.mm.default] + (function is three_products)
     torch.testing.assert_close(result, expected)
 
 

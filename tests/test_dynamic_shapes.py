@@ -8,9 +8,12 @@ import pytest
 import torch
 from oracles import same_bits
 from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import autoremat
 from autoremat.errors import BudgetInfeasible
+from autoremat.torch_sizes import dynamic_sizes, most, planned_for, size_hint
 
 WIDTH = 32
 SWEEP = range(64, 1025, 64)
@@ -117,6 +120,50 @@ def test_gradients_are_those_without_recomputation(possible):
             found.append([p.grad for p in model.parameters()])
     for plain, planned in zip(found[:2], found[2:], strict=True):
         assert all(same_bits(a, b) for a, b in zip(plain, planned, strict=True))
+
+
+LENGTH = 1024
+
+
+def behind(x: torch.Tensor, cache: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Work on what is left of a buffer behind the input: the less, the longer that is."""
+    rest = cache[x.shape[0] :] @ weight
+    for _ in range(3):
+        rest = torch.tanh(rest @ weight).sin()
+    return rest.square().sum() + (x @ weight).square().sum()
+
+
+def test_the_budget_holds_where_tensors_shrink_as_the_input_grows():
+    torch.compiler.reset()
+    cache, weight = torch.randn(LENGTH, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)
+    budget, before = 8 * LENGTH * WIDTH * 4, len(autoremat.reports())
+    options = {"inner": "aot_eager", "memory_budget": budget}
+    step = torch.compile(behind, backend="autoremat", options=options, dynamic=True)
+
+    def peak(length: int) -> int:
+        weight.grad = None
+        with autoremat.track_peak("cpu") as measured:
+            step(torch.randn(length, WIDTH), cache, weight).backward()
+        return measured.bytes
+
+    peak(800)
+    peaks = [peak(length) for length in (800, 400, 3)]
+    assert max(peaks) <= budget
+    assert max(peaks) > budget * 3 // 4
+    assert any(report.recomputed_ops for report in autoremat.reports()[before:])
+
+
+def test_sizes_are_counted_where_they_are_largest():
+    rows, _ = dynamic_sizes([FakeTensorMode(shape_env=ShapeEnv()).from_tensor(torch.empty(100, 7))])
+    size = rows.number
+    assert rows.least == 2
+    with planned_for({rows: 128}):
+        assert most(size) == size_hint(size) == 128
+        assert (most(200 - size), size_hint(200 - size)) == (198, 72)
+        assert most(100 - size) == 98  # though nothing is left at the limit
+        assert most(size * (150 - size)) >= 0.99 * 75 * 75  # neither end
+        assert most(5) == 5
+    assert most(200 - size) == 100
 
 
 @pytest.mark.slow

@@ -133,6 +133,12 @@ def test_measured_peak_without_need_to_recompute(budget):
     assert measured <= report.predicted_peak_bytes <= report.baseline_peak_bytes
 
 
+@pytest.mark.parametrize("budget", [1.0, None])
+def test_nothing_is_recomputed_where_all_fits_and_nothing_is_fused(budget):
+    program = Program(tuple(Step(("linear", "gelu", "silu")[i % 3], i + 2, 0, i % 3) for i in range(8)))
+    assert planned(program, budget)[1].recomputed_ops == 0
+
+
 def test_the_minimum_that_is_reported_is_feasible_and_kept():
     program = systematic(("linear", "attention", "gelu", "layer_norm", "linear", "silu"), 1)
     program = Program(program.steps)

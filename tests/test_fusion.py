@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.graph import Inlining, Kind
+from autoremat.graph import Graph, Inlining, Kind
 from autoremat.op_rules import inlining_of, kind_of, works_in_place
 
 aten = torch.ops.aten
@@ -63,6 +63,18 @@ def test_a_scatter_that_adds_is_atens_where_threads_could_meet(monkeypatch, thre
     nodes = nodes_of(lambda x, y: (x.scatter_add(1, index, y), x.scatter(1, index, y)), torch.randn(1, 4), torch.randn(1, 2))
     assert kind_of(nodes["scatter_add"], runs_on) is expected
     assert kind_of(nodes["scatter"]) is Kind.REDUCTION
+
+
+def test_how_much_is_inlined_is_what_the_user_has_set():
+    weight = torch.randn(8, 8, requires_grad=True)
+
+    def graph_with(**options: int) -> Graph:
+        plan = autoremat.explain(lambda x: (x @ weight).sin().square().mean(), torch.randn(4, 8), options=options).plan
+        assert plan is not None
+        return plan.graph
+
+    assert graph_with().most_reads == torch._inductor.config.realize_reads_threshold == Graph((), ()).most_reads
+    assert graph_with(realize_reads_threshold=8).most_reads == 8
 
 
 class Attention(nn.Module):

@@ -99,7 +99,7 @@ def test_fusion_keeps_pointwise_results_from_existing(kinds, expected):
     assert run_all(build_graph(False)).bytes_at.tolist() == [1, 11, 110]
 
 
-def fan(readers: int, extern_between: bool = False, saved: bool = False, reads: int = 1, **fields: Any) -> Graph:
+def fan(readers: int, extern_between: bool = False, saved: bool = False, reads: int = 1, most: int = 4, **fields: Any) -> Graph:
     """A pointwise result of 10 bytes, computed from `reads` inputs by way of a chain of two, with several pointwise readers of
     0 bytes."""
     build = GraphBuilder()
@@ -110,7 +110,7 @@ def fan(readers: int, extern_between: bool = False, saved: bool = False, reads: 
         if extern_between and index == readers - 1:
             build.op(sources, 0)
         build.op([b], 0, kind=Kind.POINTWISE, forward=not (saved and index == readers - 1))
-    return build.graph(fuses=True)
+    return build.graph(fuses=True, most_reads=most)
 
 
 @pytest.mark.parametrize(
@@ -121,6 +121,7 @@ def fan(readers: int, extern_between: bool = False, saved: bool = False, reads: 
         (fan(5, extern_between=True), 0),  # each of its readers computes it
         (fan(5, extern_between=True, reads=4), 0),
         (fan(5, extern_between=True, reads=5), 10),  # reads too much to be computed again by each reader
+        (fan(5, extern_between=True, reads=5, most=5), 0),  # the user has set `realize_reads_threshold`
         (fan(5, reads=5), 0),  # made and read by one kernel
         (fan(2, extern_between=True, inlining=Inlining.ONCE), 10),
         (fan(1, extern_between=True, inlining=Inlining.ONCE, reads=5), 0),

@@ -88,7 +88,7 @@ def test_what_is_no_plan_is_refused(text):
 
 
 def test_another_version_is_refused_by_its_number(plan):
-    with pytest.raises(PlanFileError, match="version 99 .* reads 1"):
+    with pytest.raises(PlanFileError, match="version 99 .* reads 2"):
         plan_files.parse(changed(plan, lambda r: r.update(version=99)))
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import GraphBuilder, chain, graphs, saved_sets
 
 from autoremat.errors import PlanInvalid
-from autoremat.graph import Graph, Order, Trait
+from autoremat.graph import Graph, Kind, Order, Trait
 from autoremat.memory import Timeline
 from autoremat.plans import Plan, Status
 from autoremat.replay import replayed_peak
@@ -76,12 +76,12 @@ def test_figures_of_a_plan():
     build = GraphBuilder()
     a = build.op([build.source(1)], 100, seconds=2.0)
     b = build.op([a], 10, seconds=0.5)
-    gradient = build.op([a, b], 1, forward=False)
-    graph = build.graph(forward_outputs=(b,), backward_outputs=(gradient,), saving_seconds_per_byte=1e-3)
+    gradient = build.op([a, b], 1, forward=False, kind=Kind.REDUCTION)
+    graph = build.graph(forward_outputs=(b,), backward_outputs=(gradient,), fuses=True, saving_seconds_per_byte=1e-3)
     plan = Plan.of(graph, build_schedule(graph, (b,)), "label")
     assert (plan.saved, plan.saved_bytes, plan.recomputed) == ((b,), 10, (0,))
     assert plan.added_seconds == 2.0
-    assert plan.cost_seconds == pytest.approx(2.0 + 10e-3)
+    assert plan.cost_seconds == pytest.approx(2.0 + 10 * 0.5e-3)  # b is written anyway and read by a fused kernel
     # forward: a, then a and b; backward: b, the new a; then the gradient besides
     assert plan.timeline.bytes_at.tolist() == [100, 110, 110, 111]
     assert (plan.peak_bytes, plan.label) == (111, "label")

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from oracles import cheapest_cut, cut_cost, replay_bytes, subsets
 from strategies import GraphBuilder, chain, close_under_need, graphs
 
-from autoremat.graph import Graph, Order, Role, Trait
+from autoremat.graph import Graph, Kind, Order, Role, Trait
 from autoremat.plans import Plan
 from autoremat.schedule import build_schedule
 from autoremat.solvers import WORTH, Planner
@@ -299,17 +299,19 @@ def test_planning_is_equal_in_processes_with_other_hash_seeds():
     assert "Schedule" in found.pop()
 
 
-def test_without_a_budget_the_plan_only_trades_traffic_for_recomputation():
-    """Cheap pointwise results are recomputed, because writing and reading them costs more than making them again."""
+@pytest.mark.parametrize("fuses", [True, False])
+def test_without_a_budget_the_plan_only_trades_traffic_for_recomputation(fuses):
+    """Cheap pointwise results are recomputed, because writing and reading them costs more than making them again. Where every
+    op is a kernel, it writes its result anyway, and who reads it reads it however it came to be: nothing is recomputed."""
     build = GraphBuilder()
     x = build.source(0)
     dear = build.op([x], 1000, seconds=1.0)
-    cheap = build.op([dear], 1000, seconds=1e-9)
-    out = build.op([cheap], 1000, seconds=1.0)
+    cheap = build.op([dear], 1000, seconds=1e-9, kind=Kind.POINTWISE)
+    out = build.op([cheap], 1000, seconds=1.0, kind=Kind.REDUCTION)
     tangent = build.source(0, Role.TANGENT)
-    gradient = build.op([dear, cheap, tangent], 0, forward=False)
-    graph = build.graph(forward_outputs=(out,), backward_outputs=(gradient,), saving_seconds_per_byte=1e-9)
-    assert Planner(graph).find(None).plan.saved == (dear,)
+    gradient = build.op([dear, cheap, tangent], 0, forward=False, kind=Kind.REDUCTION)
+    graph = build.graph(forward_outputs=(out,), backward_outputs=(gradient,), fuses=fuses, saving_seconds_per_byte=1e-9)
+    assert Planner(graph).find(None).plan.saved == ((dear,) if fuses else (dear, cheap))
 
 
 def test_a_chain_fits_where_saving_everything_does_not():

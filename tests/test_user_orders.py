@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from functools import partial
 
+import pytest
 import torch
 from captured import planned
 from oracles import differences, measured_step, train_step
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autoremat.errors import OrderWarning
 
 REFERENCE = "aot_eager_default_partitioner"
 
@@ -105,3 +108,56 @@ def test_d9_an_op_with_several_results_may_be_ordered_either_way():
 def reference(model: nn.Module):
     torch._dynamo.reset()
     return torch.compile(model, backend=REFERENCE)
+
+
+# -- orders of the model that are not obeyed ---------------------------------------------------------------------------
+
+
+@torch.library.custom_op("autoremat_tests::shifted", mutates_args=())
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    return x + 1.0
+
+
+shifted.register_fake(torch.empty_like)
+shifted.register_autograd(lambda context, gradient: gradient)
+
+once = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "choice": lambda x: x.sort(-1)[0],
+    "custom": shifted,
+}
+
+
+def demand(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def checkpointed_step(kind: str, demanded: bool):
+    arguments = {"context_fn": partial(create_selective_checkpoint_contexts, demand)} if demanded else {}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: once[kind](x.sin()).cos(), x, use_reentrant=False, **arguments).square().mean()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("kind", "demanded", "reason"),
+    [
+        ("dropout", True, r"aten.native_dropout.default at .*test_user_orders.py:\d+.*: may not run twice \(random\)"),
+        ("choice", True, r"aten.sort.default at .*test_user_orders.py:\d+.*: may not run twice \(chooses\)"),
+        ("custom", True, r"autoremat_tests.shifted.default at .*:\d+.* \(undeclared; autoremat.declare_pure says that it"),
+        ("custom", False, r"autoremat_tests.shifted.default at .*:\d+.* \(undeclared; autoremat.declare_pure says that it"),
+    ],
+)
+def test_what_a_checkpoint_region_orders_in_vain_is_named(kind, demanded, reason):
+    with pytest.warns(OrderWarning, match=reason):
+        seen, compiled = planned(checkpointed_step(kind, demanded), torch.randn(64, 32, requires_grad=True))
+    assert "aten.cos.default" in [target for _, target in seen.recomputed()]  # the rest is obeyed
+
+
+@pytest.mark.parametrize("kind", ["dropout", "choice"])
+def test_what_nearly_every_checkpointed_model_holds_is_no_warning(kind):
+    """A warning is an error here."""
+    seen, _ = planned(checkpointed_step(kind, False), torch.randn(64, 32, requires_grad=True))
+    assert "aten.cos.default" in [target for _, target in seen.recomputed()]

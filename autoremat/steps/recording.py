@@ -131,7 +131,7 @@ class Recording:
         self.note(Event(call, backward=False, begins=True))
         outputs = compiled(*args)
         self.note(Event(call, backward=False, begins=False))
-        node = torch_steps.backward_node(outputs)
+        node = torch_steps.backward_node(outputs, args)
         if node is not None:
             node.register_prehook(partial(self.begin_backward, call))
             node.register_hook(partial(self.end_backward, call))

@@ -178,5 +178,6 @@ def _step(taken: Recording, moments: list[Moment], device: torch.device) -> Step
         ),
         order=tuple(f"{'backward' if back else 'forward'} {number_of[g]}" for back, g in begun if g in number_of),
         device=str(device),
+        others=tuple(graph.key for graph in taken.graphs if not graph.planned),
         headroom=HEADROOM if taken.options.inner == "inductor" else 0.0,
     )

@@ -40,6 +40,8 @@ class Step:
     device: str
     headroom: float = 0.0
     """Of the budget, what the plans leave to the code generator, if they can."""
+    others: tuple[str, ...] = ()
+    """The keys of graphs that no plan changes: they save nothing for a backward."""
 
     @cached_property
     def baseline_peak_bytes(self) -> int:

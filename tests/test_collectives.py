@@ -1,0 +1,121 @@
+"""Collectives run twice where the model orders it, as under torch, and nowhere else. One process is its own world."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracles import same_bits
+from torch import Tensor
+from torch.profiler import profile
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+import autoremat
+from autoremat import Report
+from autoremat.errors import OrderWarning
+from autoremat.explanation import Fate, Reason
+from autoremat.graph import Op, Order, Trait
+
+pytestmark = [
+    pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
+    pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning", "ignore::FutureWarning"),
+]
+
+Gather = Callable[[Tensor], Tensor]
+LEAST = {"inner": "aot_eager", "memory_budget": 1, "on_infeasible": "best_effort", "on_unplannable": "raise"}
+NAMESPACE = "_c10d_functional"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def _collectives() -> dict[str, Gather]:
+    import torch.distributed._functional_collectives as functional
+
+    return {
+        "all_gather": lambda w: functional.all_gather_tensor_autograd(w, 0, dist.group.WORLD),
+        "all_reduce": lambda w: functional.all_reduce(w, "sum", dist.group.WORLD),
+        "all_to_all": lambda w: functional.all_to_all_single_autograd(w, None, None, dist.group.WORLD),
+    }
+
+
+def _must_recompute(*_: object, **__: object) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def in_region(gather: Gather, region: str) -> Gather:
+    """``gather`` in a checkpoint region, in one with a policy (as SimpleFSDP reshards after the forward), or in none."""
+    if region == "none":
+        return gather
+    arguments: dict[str, object] = {"use_reentrant": False}
+    if region == "policy":
+        arguments["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _must_recompute)
+    return lambda w: checkpoint(gather, w, **arguments)
+
+
+def step(gather: Gather, **arguments: object) -> tuple[list[Tensor], list[str]]:
+    """The gradients, and the collectives that ran, in their order."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, weights = torch.randn(4, 16, requires_grad=True), [torch.randn(16, 16, requires_grad=True) for _ in range(3)]
+
+    def loss(x: Tensor, weights: list[Tensor]) -> Tensor:
+        for w in weights:
+            x = torch.tanh(x @ gather(w))
+        return x.square().mean()
+
+    compiled = torch.compile(loss, fullgraph=True, **arguments)
+    compiled(x, weights).backward()
+    for w in weights:
+        w.grad = None
+    with profile() as ran:
+        compiled(x, weights).backward()
+    names = [event.name for event in ran.events() if event.name.startswith(NAMESPACE)]
+    return [w.grad for w in weights if w.grad is not None], names
+
+
+def planned(gather: Gather, options: dict[str, object]) -> tuple[list[Tensor], list[str], Report]:
+    gradients, names = step(gather, backend="autoremat", options=options)
+    return gradients, names, autoremat.reports()[-1]
+
+
+@pytest.mark.parametrize("region", ["policy", "checkpoint"])
+@pytest.mark.parametrize("collective", ["all_gather", "all_reduce", "all_to_all"])
+@pytest.mark.parametrize("budget", [None, 1])
+def test_a_collective_that_the_model_recomputes_runs_as_often_as_under_torch(collective, region, budget):
+    gather = in_region(_collectives()[collective], region)
+    expected, under_torch = step(gather, backend="aot_eager")
+    gradients, names, report = planned(gather, LEAST | {"memory_budget": budget})
+    assert Counter(names) == Counter(under_torch)
+    assert all(same_bits(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))
+    waits = [value for value in report.values if value.op.endswith("wait_tensor.default")]
+    assert {(value.fate, value.reason) for value in waits} == {(Fate.RECOMPUTED, Reason.ORDERED)}
+    sequence = [report.plan.graph.ops[index].target for index in report.plan.schedule.sequence]
+    assert names == [name.replace(".default", "").replace(".", "::") for name in sequence if name.startswith(NAMESPACE)]
+
+
+def test_a_collective_that_nobody_orders_runs_once():
+    _, names, report = planned(_collectives()["all_gather"], LEAST)
+    assert Counter(names)[f"{NAMESPACE}::all_gather_into_tensor"] == 3
+    assert report.recomputed_ops > 0
+
+
+def test_a_pattern_does_not_make_a_collective_run_twice():
+    with pytest.warns(OrderWarning, match=r"may not run twice \(collective\)"):
+        _, names, _ = planned(_collectives()["all_gather"], LEAST | {"recompute": ("*wait_tensor*",)})
+    assert Counter(names)[f"{NAMESPACE}::all_gather_into_tensor"] == 3
+
+
+@pytest.mark.parametrize("other", [Trait.NONE, Trait.MUTATING, Trait.UNDECLARED, Trait.READS_MUTATED_INPUT])
+@pytest.mark.parametrize("order", Order)
+def test_only_communication_is_repeatable_by_order(order, other):
+    op = Op("gather", "t", (), (), True, traits=Trait.COLLECTIVE | other, order=order)
+    assert op.repeatable == (order is Order.RECOMPUTE and other is Trait.NONE)

@@ -1,0 +1,76 @@
+"""Ops whose results are as large as the data say run once: made anew by other code they might be of another size."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from oracles import same_bits
+from torch import Tensor
+
+import autoremat
+from autoremat import op_rules
+from autoremat.explanation import Fate
+from autoremat.graph import Trait
+
+pytestmark = pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")
+
+
+def over_a_threshold(x: Tensor, w: Tensor) -> Tensor:
+    """The rows that score enough, as a router takes them: where they are, only their nonzero entries know."""
+    h = (x @ w).sin()
+    rows = (h.cos().mean(1) > 0.1).nonzero()[:, 0]
+    return (h[rows].sin().sin() @ w).sin().square().mean()
+
+
+def gradients(**arguments: object) -> list[Tensor]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    x, w = torch.randn(64, 16, requires_grad=True), torch.randn(16, 16, requires_grad=True)
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        torch.compile(over_a_threshold, fullgraph=True, **arguments)(x, w).backward()
+    assert x.grad is not None
+    assert w.grad is not None
+    return [x.grad, w.grad]
+
+
+def planned(inner: str) -> list[Tensor]:
+    options = {"memory_budget": 1, "inner": inner, "on_infeasible": "best_effort", "on_unplannable": "raise"}
+    found = gradients(backend="autoremat", options=options)
+    (report,) = autoremat.reports()
+    assert report.recomputed_ops > 0
+    fates = {value.fate for value in report.values if value.op == "aten.nonzero.default"}
+    assert Fate.RECOMPUTED not in fates, report
+    return found
+
+
+@pytest.fixture(autouse=True)
+def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autoremat.report._reports", [])
+
+
+def test_sizes_that_the_data_decide_are_not_decided_twice():
+    expected = gradients(backend="aot_eager")
+    for ours, theirs in zip(planned("aot_eager"), expected, strict=True):
+        assert same_bits(ours, theirs)
+
+
+@pytest.mark.slow
+def test_sizes_that_the_data_decide_are_not_decided_twice_by_generated_code():
+    expected = gradients(backend="inductor")
+    for ours, theirs in zip(planned("inductor"), expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("name", ["nonzero", "masked_select", "_unique2", "bincount", "repeat_interleave.Tensor", "equal"])
+def test_ops_whose_results_depend_on_data_have_the_trait(name):
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+    assert Trait.DATA_DEPENDENT in op_rules.traits_of_op(op)
+
+
+def test_what_binds_a_size_has_the_trait_whatever_its_op():
+    graph = torch.fx.Graph()
+    node = graph.call_function(torch.ops.aten.sin.default, (graph.placeholder("x"),))
+    assert op_rules.traits_of(node) == Trait.NONE
+    node.meta["unbacked_bindings"] = {"u0": ()}
+    assert op_rules.traits_of(node) == Trait.DATA_DEPENDENT
