@@ -46,11 +46,6 @@ def backend(
     parsed = Options.parse(options, mode, torch_compat.inductor_config_names)
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
-    with torch_compat.compile_lock():  # what is patched meanwhile belongs to the whole process
-        return _compile(gm, example_inputs, parsed)
-
-
-def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options) -> Compiled:
     origins.take_names(gm)
     patches = {**torch_compat.mode_config(parsed.mode), **dict(parsed.inductor)}
     recording = active()

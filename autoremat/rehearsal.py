@@ -64,7 +64,7 @@ def rehearsals(
 
         def visit(module: fx.GraphModule, inputs: Sequence[object], _: Mapping[str, Any]) -> Report | None:
             rehearsal = _Rehearsal(module, inputs, options, patches)
-            with torch_compat.compile_lock(), torch_lowering.without_kernels():
+            with torch_lowering.without_kernels():
                 rehearsal.run()
             return rehearsal.report
 

@@ -215,13 +215,6 @@ def force_stride_order() -> Any:
 # -- compilers ---------------------------------------------------------------------------------------------------------
 
 
-def compile_lock() -> contextlib.AbstractContextManager[Any]:
-    """Dynamo's own lock: whatever Dynamo compiles in this process is compiled by one thread at a time."""
-    from torch._dynamo.convert_frame import compile_lock
-
-    return cast("contextlib.AbstractContextManager[Any]", compile_lock)
-
-
 def inductor_config_names() -> frozenset[str]:
     """The names of Inductor's options, in the spelling that ``torch.compile(options=...)`` takes."""
     return frozenset(vars(inductor_config)["_config"]) | frozenset(inductor_config.get_config_copy())

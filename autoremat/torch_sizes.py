@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,8 +14,8 @@ from torch.fx.experimental import symbolic_shapes
 
 UNKNOWN_SIZE = 4096  # for a data-dependent dimension, as in torch's partitioner
 
-_planned: dict[Any, int] = {}
-"""The sizes that are planned for, by symbol."""
+_planned: ContextVar[dict[Any, Any]] = ContextVar("autoremat_planned_sizes", default={})  # noqa: B039  # never written to
+"""The sizes that this thread plans for, by symbol."""
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -33,27 +34,25 @@ def expression_hint(expression: Any, sizevars: Any) -> int:
 
 
 def _at_planned_sizes(expression: Any) -> int | None:
-    if not _planned or not hasattr(expression, "xreplace"):
+    if not _planned.get() or not hasattr(expression, "xreplace"):
         return None
-    number = expression.xreplace(_planned)
+    number = expression.xreplace(_planned.get())
     return int(number) if number.is_number else None
 
 
 @contextlib.contextmanager
 def planned_for(sizes: Mapping[DynamicSize, int]) -> Iterator[None]:
     """Inside, symbolic sizes are hinted as if the inputs had these."""
-    before = dict(_planned)
-    _planned.update({size.symbol: sympy.Integer(limit) for size, limit in sizes.items()})
+    token = _planned.set(_planned.get() | {size.symbol: sympy.Integer(limit) for size, limit in sizes.items()})
     try:
         yield
     finally:
-        _planned.clear()
-        _planned.update(before)
+        _planned.reset(token)
 
 
 def planned_identity() -> str:
     """Text that changes with the sizes that are planned for."""
-    return repr(sorted((str(symbol), int(limit)) for symbol, limit in _planned.items()))
+    return repr(sorted((str(symbol), int(limit)) for symbol, limit in _planned.get().items()))
 
 
 @dataclass(frozen=True, eq=False)
