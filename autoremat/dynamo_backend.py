@@ -11,8 +11,8 @@ from typing import Any
 from torch import fx
 
 from autoremat import origins, torch_compat
-from autoremat.capture import may_train
-from autoremat.closed_loop import Compiled, InductorCompilation, cause_of, published
+from autoremat.capture import device_of_inputs, may_train
+from autoremat.closed_loop import Compiled, InductorCompilation, cause_of, published, with_bytes
 from autoremat.dynamic_shapes import with_limits
 from autoremat.errors import (
     AutorematError,
@@ -54,6 +54,7 @@ def backend(
     parsed = _with_share(gm, example_inputs, parsed)
     if not may_train(gm, example_inputs):
         return _compile_planned(gm, example_inputs, parsed, patches)
+    parsed = with_bytes(parsed, device_of_inputs(gm, example_inputs))
 
     def compile_with(options: Options) -> Compiled:
         return _compile_planned(gm, example_inputs, options, patches)

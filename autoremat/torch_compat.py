@@ -267,6 +267,25 @@ def compile_uncompiled(
     return compiled
 
 
+def subclass_identity(tensor: torch.Tensor) -> str:
+    """Text that tells apart tensors of one subclass that wrap others in different ways; empty for a plain tensor."""
+    flatten: Callable[[], tuple[list[str], Any]] | None = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return ""
+    names, context = flatten()
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", f"{names} {context}")
+
+
+def machine_fingerprint() -> str:
+    """Text that changes with the instructions of this CPU that kernels choose by, and with the switches of libraries."""
+    cuda: Any = torch.backends.cuda
+    switches = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
+    tiles = [multiplies_in_tiles(dtype) for dtype in (torch.bfloat16, torch.float16)]
+    libraries: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
+    enabled = [*(getattr(cuda, switch)() for switch in switches), *(library.enabled for library in libraries)]
+    return f"{torch.backends.cpu.get_cpu_capability()} {tiles} {enabled}"
+
+
 def configuration_fingerprint() -> str:
     """Text that changes with any setting of Inductor or AOTAutograd that could change a joint graph."""
     portable = inductor_config.save_config_portable()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from unittest.mock import Mock
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def graph_of(width: int) -> tuple[fx.GraphModule, list[Tensor]]:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 def test_a_lazy_backward_of_inductor_is_compiled_while_we_compile(monkeypatch):
-    """Another thread runs the first backward of a model that plain Inductor compiled, while our hooks are active in this one."""
+    """One thread runs the first backward of a model that plain Inductor compiled, while our hooks are active in another."""
     options = {"memory_budget": "1MiB", "cost_model": "roofline"}
 
     def compile_ours() -> autoremat.Report:
