@@ -182,7 +182,7 @@ def may_train(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
 
 
 def device_of_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
-    """The device of a graph that Dynamo captured: the first accelerator with an input, a parameter or a result, else the CPU."""
+    """The device of a graph that Dynamo captured: the first accelerator that holds a tensor of it, else the CPU."""
     results = (node.meta.get("example_value") for node in gm.graph.nodes)
     devices = (t.device for t in (*inputs, *gm.parameters(), *results) if isinstance(t, torch.Tensor))
     return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
