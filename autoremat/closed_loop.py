@@ -220,8 +220,8 @@ class InductorCompilation:
                 change = f"{format_bytes(abs(self.margin))} {'more' if self.margin < 0 else 'less'} than the budget"
                 log.debug("%s: planning again for %s", reason, change)
                 continue
-            if partitioner.unplanned:
-                return compiled  # and no record: the next process is to warn as well
+            if partitioner.unplanned and partitioner.report is None:
+                return compiled
             if partitioner.report is None and record is None:
                 if caches is torch_compat.without_caches:  # no backward after all, whatever requires a gradient
                     store.save(self.key, Record(None))
@@ -229,7 +229,10 @@ class InductorCompilation:
                 # Torch's caches answered, but our record of the compilation is gone: compile afresh to have it again.
                 caches = torch_compat.without_caches
                 continue
-            return self.finish(compiled, partitioner, record, replans)
+            compiled = self.finish(compiled, partitioner, record, replans)
+            # What Inductor compiled keeps the partitioner for as long as it lives; all plans that were looked at need not stay.
+            partitioner.planner = partitioner.planning = partitioner.plan = partitioner.report = None
+            return compiled
         raise AssertionError("the last attempt returns or raises")
 
     def change_margin(self, partitioner: Partitioner, reason: _PlanAgain, replans: int) -> None:
@@ -303,7 +306,7 @@ class InductorCompilation:
     def finish(self, compiled: Compiled, partitioner: Partitioner, record: Record | None, replans: int) -> Compiled:
         """Remember the report of a compilation that stands, and publish it."""
         report = self.completed(partitioner, record, replans)
-        if partitioner.report is not None:
+        if partitioner.report is not None and not partitioner.unplanned:  # else the next process is to warn as well
             store.save(self.key, Record(report, partitioner.margin_bytes))
         return compiled if report is None else published(compiled, report, self.options)
 

@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 import stat
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,10 +31,8 @@ from autoremat.plans import Plan
 from autoremat.report import Report
 from autoremat.units import parse_bytes
 
-try:
+if sys.platform != "win32":
     import fcntl
-except ImportError:  # not on Windows
-    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("autoremat")
 
@@ -148,7 +147,7 @@ def locked(kind: str, key: str, longest: float) -> Iterator[bool]:
 
 def _flock(descriptor: int, end: float) -> bool:
     """Whether the lock of the file is ours by ``end``; False at once where there are no such locks."""
-    while fcntl is not None:
+    while sys.platform != "win32":
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -81,6 +82,7 @@ _watch = Watch()
 def watched(compiled: Callable[..., Any], report: Report) -> Callable[..., Any]:
     """``compiled``, under the eyes of this process's watch."""
     _watch.active = True
+    report = replace(report, plan=None, values=())  # lives as long as the compiled graph
 
     def call(*args: Any) -> Any:
         return _watch.call(compiled, report, args) if _watch.active else compiled(*args)
