@@ -29,7 +29,7 @@ from autoremat.units import format_bytes
 FORMAT, VERSION = "autoremat plan", 1
 
 LONGEST = 10_000
-"""Executions that a schedule may have, however few ops there are; else the square of their number, about what a chain takes that
+"""Executions that a schedule may have, however few ops there are; else their number squared, about what a chain takes that
 holds one value at a time."""
 
 
