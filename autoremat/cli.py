@@ -315,7 +315,7 @@ def cache_command(ctx: click.Context) -> None:
     click.echo(f"{store.folder('')}: at most {format_bytes(store.size_limit())} of reports and plans")
     for kind in store.KINDS:
         files = store.stored(kind)
-        click.echo(f"  {kind:<9}{len(files):>7} files {format_bytes(sum(file.bytes for file in files)):>12}")
+        click.echo(f"  {kind:<11}{len(files):>7} files {format_bytes(sum(file.bytes for file in files)):>12}")
 
 
 @cache_command.command()

@@ -42,7 +42,7 @@ LARGEST_FILE = 2**28
 """Bytes: a larger file is not read, for none of ours is so large."""
 
 EVICTED = ("reports", "plans")
-KINDS = (*EVICTED, "rates", "times")
+KINDS = (*EVICTED, "rates", "times", "workspaces")
 """The first are made again by compiling. Figures that were measured are small, and stay."""
 
 LEFT_OVER = 3600.0

@@ -2,8 +2,8 @@
 
     python benchmarks/recompilations.py [--count 1000] [--every 100]
 
-Small functions of ever new sizes are compiled and differentiated, every tenth with Inductor and its caches, the others with
-`inner="aot_eager"`. What Dynamo compiled is forgotten after every tenth, as its own limits would. For comparison, the same is
+Small functions of ever new sizes are compiled and differentiated, every eighth with Inductor and its caches, the others with
+`inner="aot_eager"`. What Dynamo compiled is forgotten after every eighth, its own limit. For comparison, the same is
 done in a process of its own with torch's backends alone. Each line: compilations, resident memory, reports that are kept, bytes
 of the cache folder. Written to `benchmarks/results/recompilations.txt`.
 """
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-TURN = 10
+TURN = 8
 
 
 def resident_bytes() -> int:

@@ -6,7 +6,7 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import pytest
@@ -329,3 +329,16 @@ def test_times_are_kept_on_disk_with_those_of_other_processes(monkeypatch):
         store.write_text("times", key, broken)
         profiling._known.clear()
         assert profiling.profile([(node, 1.0)], CPU) == found
+
+
+def test_times_that_another_process_writes_meanwhile_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(profiling, "stopwatch_for", lambda device: FakeTimer())
+    node, key = nodes_of(lambda x: torch.mm(x, x), torch.randn(5, 5))[0], calibration.device_key(CPU)
+    with ThreadPoolExecutor(1) as pool:
+        with store.locked("times", key, 0):
+            ours = pool.submit(profiling.profile, [(node, 1.0)], CPU)
+            assert not wait([ours], 0.3).done
+            store.write_text("times", key, json.dumps({"other": None}))
+        ours.result(60)
+    assert json.loads(store.read_text("times", key) or "").keys() == {"other", profiling.signature(node)}
