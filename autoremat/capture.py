@@ -181,6 +181,13 @@ def may_train(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
+def device_of_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
+    """The device of a graph that Dynamo captured: the first accelerator that holds a tensor of it, else the CPU."""
+    results = (node.meta.get("example_value") for node in gm.graph.nodes)
+    devices = (t.device for t in (*inputs, *gm.parameters(), *results) if isinstance(t, torch.Tensor))
+    return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
+
+
 def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | None = None) -> Device:
     """The roofline of ``device``, or of the CUDA device ``cuda_name``, for the precision in which the joint graph multiplies
     matrices."""

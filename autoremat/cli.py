@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 import autoremat
-from autoremat import pictures
+from autoremat import pictures, store
 from autoremat.errors import AutorematError, BudgetInfeasible
 from autoremat.report import Report
 from autoremat.report_text import as_text, plain_table
@@ -298,3 +298,27 @@ def report(file: Path, as_json: bool, html: Path | None) -> None:
     if html is not None:
         found.to_html(html)
     click.echo(found.to_json() if as_json else str(found))
+
+
+# -- what is kept on disk ----------------------------------------------------------------------------------------------
+
+
+@main.group("cache", invoke_without_command=True)
+@click.pass_context
+def cache_command(ctx: click.Context) -> None:
+    """Show where reports, plans and measured figures are kept, and how much there is.
+
+    AUTOREMAT_CACHE_DIR names another folder, AUTOREMAT_CACHE_SIZE how much reports and plans may take (default: 1 GiB).
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    click.echo(f"{store.folder('')}: at most {format_bytes(store.size_limit())} of reports and plans")
+    for kind in store.KINDS:
+        files = store.stored(kind)
+        click.echo(f"  {kind:<11}{len(files):>7} files {format_bytes(sum(file.bytes for file in files)):>12}")
+
+
+@cache_command.command()
+def clear() -> None:
+    """Remove all of it. Graphs are then planned and devices measured again."""
+    click.echo(f"{format_bytes(store.clear())} removed from {store.folder('')}")

@@ -21,6 +21,7 @@ import torch
 from torch import fx
 
 from autoremat import costing, declarations, origins, store, torch_compat, torch_lowering, torch_sizes
+from autoremat.capture import device_of_inputs
 from autoremat.errors import BudgetInfeasible, BudgetWarning, causes
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner, free_device_bytes, infeasible, source_hash
@@ -28,6 +29,7 @@ from autoremat.report import Report, add_report
 from autoremat.steps.ledger import Share
 from autoremat.steps.watch import watched
 from autoremat.store import Record
+from autoremat.timing.calibration import device_name
 from autoremat.torch_logs import trace_artifact
 from autoremat.torch_steps import retraces_backwards
 from autoremat.units import format_bytes
@@ -87,27 +89,34 @@ def _describe(value: Any) -> str:
     except RuntimeError:
         layout = str(value.layout)
     shape = ",".join(str(s) for s in value.shape)
-    return f"{type(value).__name__} {shape} {layout} {value.dtype} {value.device} {value.requires_grad}"
+    parts = torch_compat.subclass_identity(value)  # a distributed tensor's placements are in none of the above
+    return f"{type(value).__name__} {shape} {layout} {value.dtype} {value.device} {value.requires_grad} {parts}"
+
+
+def with_bytes(options: Options, device: torch.device) -> Options:
+    """``options`` with the bytes that are free on ``device`` now in the place of ``"auto"``, for the key and the plan alike."""
+    if options.memory_budget != "auto":
+        return options
+    return dataclasses.replace(options, memory_budget=options.resolve_budget(0, free_device_bytes(device)))
 
 
 def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
     """A hash of everything that determines the plan: graph, inputs, options, settings, versions."""
-    cuda = torch.cuda.is_available()
-    device = torch.cuda.get_device_name() if cuda else "cpu"
-    free = free_device_bytes(torch.device("cuda")) if cuda and options.memory_budget == "auto" else None
     parts = [
         source_hash(),
         torch.__version__,
-        f"{options.cache_key()} {free}",
-        costing.identity(options.cost_model, [*inputs, *gm.parameters()]),
+        options.cache_key(),
+        costing.identity(options.cost_model, device_of_inputs(gm, inputs)),
         declarations.identity(),
         gm.print_readable(print_output=False),
         origins.identity(gm) if options.has_orders else "",
         *map(_describe, inputs),
         torch_sizes.planned_identity(),
-        f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')} {torch.get_num_threads()} {device}",
+        f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')} {torch.get_num_threads()}",
         f"{torch.get_autocast_dtype('cpu')} {torch.get_autocast_dtype('cuda')} {torch.get_default_dtype()}",
         f"{torch.are_deterministic_algorithms_enabled()} {torch.get_float32_matmul_precision()}",
+        device_name(device_of_inputs(gm, inputs)),
+        torch_compat.machine_fingerprint(),
         torch_compat.configuration_fingerprint(),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -212,8 +221,8 @@ class InductorCompilation:
                 change = f"{format_bytes(abs(self.margin))} {'more' if self.margin < 0 else 'less'} than the budget"
                 log.debug("%s: planning again for %s", reason, change)
                 continue
-            if partitioner.unplanned:
-                return compiled  # and no record: the next process is to warn as well
+            if partitioner.unplanned and partitioner.report is None:
+                return compiled
             if partitioner.report is None and record is None:
                 if caches is torch_compat.without_caches:  # no backward after all, whatever requires a gradient
                     store.save(self.key, Record(None))
@@ -221,7 +230,10 @@ class InductorCompilation:
                 # Torch's caches answered, but our record of the compilation is gone: compile afresh to have it again.
                 caches = torch_compat.without_caches
                 continue
-            return self.finish(compiled, partitioner, record, replans)
+            compiled = self.finish(compiled, partitioner, record, replans)
+            # What Inductor compiled keeps the partitioner for as long as it lives; all plans that were looked at need not stay.
+            partitioner.planner = partitioner.planning = partitioner.plan = partitioner.report = None
+            return compiled
         raise AssertionError("the last attempt returns or raises")
 
     def change_margin(self, partitioner: Partitioner, reason: _PlanAgain, replans: int) -> None:
@@ -295,7 +307,7 @@ class InductorCompilation:
     def finish(self, compiled: Compiled, partitioner: Partitioner, record: Record | None, replans: int) -> Compiled:
         """Remember the report of a compilation that stands, and publish it."""
         report = self.completed(partitioner, record, replans)
-        if partitioner.report is not None:
+        if partitioner.report is not None and not partitioner.unplanned:  # else the next process is to warn as well
             store.save(self.key, Record(report, partitioner.margin_bytes))
         return compiled if report is None else published(compiled, report, self.options)
 

@@ -7,9 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
 
 import torch
 
@@ -74,14 +72,7 @@ def by_times(captured: Capture, bases: list[Basis], times: Times) -> tuple[Captu
     return replace(captured, graph=replace(captured.graph, ops=tuple(ops))), found, untimed
 
 
-def device_of_inputs(tensors: Iterable[Any]) -> torch.device:
-    """The first accelerator that one of ``tensors`` lies on, else the CPU."""
-    devices = (t.device for t in tensors if isinstance(t, torch.Tensor))
-    return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
-
-
-def identity(cost_model: str, tensors: Iterable[Any]) -> str:
-    """What plans by ``cost_model`` depend on beside the graph: the rates of the device of ``tensors``, measured if they are
-    not known."""
-    rates = rates_of(device_of_inputs(tensors)) if cost_model != ROOFLINE else None
+def identity(cost_model: str, device: torch.device) -> str:
+    """What plans by ``cost_model`` depend on beside the graph: the rates of ``device``, measured if they are not known."""
+    rates = rates_of(device) if cost_model != ROOFLINE else None
     return rates.digest if rates is not None else ""

@@ -11,8 +11,8 @@ from typing import Any
 from torch import fx
 
 from autoremat import origins, torch_compat
-from autoremat.capture import may_train
-from autoremat.closed_loop import Compiled, InductorCompilation, cause_of, published
+from autoremat.capture import device_of_inputs, may_train
+from autoremat.closed_loop import Compiled, InductorCompilation, cause_of, published, with_bytes
 from autoremat.dynamic_shapes import with_limits
 from autoremat.errors import (
     AutorematError,
@@ -46,11 +46,6 @@ def backend(
     parsed = Options.parse(options, mode, torch_compat.inductor_config_names)
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
-    with torch_compat.compile_lock():  # what is patched meanwhile belongs to the whole process
-        return _compile(gm, example_inputs, parsed)
-
-
-def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options) -> Compiled:
     origins.take_names(gm)
     patches = {**torch_compat.mode_config(parsed.mode), **dict(parsed.inductor)}
     recording = active()
@@ -59,6 +54,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options)
     parsed = _with_share(gm, example_inputs, parsed)
     if not may_train(gm, example_inputs):
         return _compile_planned(gm, example_inputs, parsed, patches)
+    parsed = with_bytes(parsed, device_of_inputs(gm, example_inputs))
 
     def compile_with(options: Options) -> Compiled:
         return _compile_planned(gm, example_inputs, options, patches)

@@ -7,6 +7,7 @@ the plan's ops are matched with calls of the model: the module that runs, the AT
 from __future__ import annotations
 
 import itertools
+import threading
 import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
@@ -156,9 +157,14 @@ class _Region:
         """Modules that have drawn a mask and not yet multiplied by it."""
         self.met: set[Call] = set()
         self.decided: dict[Any, list[CheckpointPolicy]] = defaultdict(list)
+        self.thread = threading.get_ident()
         self.repeated: Counter[Any] = Counter()
 
+    # Torch calls the two for every module of the process.
+
     def enter(self, module: nn.Module, _inputs: Any) -> None:
+        if threading.get_ident() != self.thread:
+            return
         paths = self.context.paths
         if id(module) not in paths.names:
             paths.add(module)
@@ -166,7 +172,8 @@ class _Region:
         self.entered.add(self.running[-1])
 
     def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
-        self.running.pop()
+        if threading.get_ident() == self.thread:
+            self.running.pop()
 
     def policy(self, ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
         """What torch asks for each op of the forward and, in torch 2.11, again for each op of the recomputation."""

@@ -203,20 +203,35 @@ class _CudaTracker(PeakTracker):
     def _start(self) -> None:
         if self._index in self._running:
             raise RuntimeError(f"`track_peak` already runs on cuda:{self._index}; track one block after the other.")
-        self._running.add(self._index)
+        if self._record_timeline and torch._C._cuda_isHistoryEnabled():
+            raise RuntimeError(
+                "the history of CUDA's allocator is being recorded already, and `track_peak(timeline=True)` would replace and "
+                "end it. End it first, or track the peak without its timeline."
+            )
         if self._record_timeline:
             torch.cuda.memory._record_memory_history(context=None, max_entries=CUDA_HISTORY_ENTRIES)
-        torch.cuda.reset_peak_memory_stats(self._index)
-        self._live_at_start = torch.cuda.memory_allocated(self._index)
+        try:
+            torch.cuda.reset_peak_memory_stats(self._index)
+            self._live_at_start = torch.cuda.memory_allocated(self._index)
+        except BaseException:
+            self._end_history()
+            raise
+        self._running.add(self._index)
 
     def _stop(self) -> tuple[int, Timeline | None]:
         self._running.discard(self._index)
         peak = max(0, torch.cuda.max_memory_allocated(self._index) - self._live_at_start)
         if not self._record_timeline:
             return peak, None
-        trace = torch.cuda.memory._snapshot()["device_traces"][self._index]
-        torch.cuda.memory._record_memory_history(enabled=None)
+        try:
+            trace = torch.cuda.memory._snapshot()["device_traces"][self._index]
+        finally:
+            self._end_history()
         return peak, _replay_cuda(trace)
+
+    def _end_history(self) -> None:
+        if self._record_timeline:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
 
 def _replay_cuda(trace: Iterable[dict[str, Any]]) -> Timeline:

@@ -28,6 +28,10 @@ from autoremat.units import format_bytes
 
 FORMAT, VERSION = "autoremat plan", 2
 
+LONGEST = 10_000
+"""Executions that a schedule may have, however few ops there are; else their number squared, about what a chain takes that
+holds one value at a time."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
@@ -123,6 +127,11 @@ def parse(text: str, name: str = "the plan") -> Plan:
         raise PlanFileError(f"{name} holds no valid plan: {type(error).__name__}: {error}") from error
 
 
+def _printable(text: str) -> str:
+    """``text``, which a terminal is to show: without what would move its cursor or set its title."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
 def _graph(record: dict[str, Any]) -> Graph:
     ops, values = _items(Op, record["ops"]), _items(Value, record["values"])
     scalars = (name for name in get_type_hints(Graph) if name not in ("ops", "values"))
@@ -137,6 +146,9 @@ def _graph(record: dict[str, Any]) -> Graph:
 
 def _schedule(record: dict[str, Any], graph: Graph) -> Schedule:
     halves = [_reader(tuple[int, ...])(record[half]) for half in ("forward", "backward")]
+    executions, longest = sum(map(len, halves)), max(LONGEST, len(graph.ops) ** 2)
+    if executions > longest:
+        raise ValueError(f"{executions} executions of {len(graph.ops)} ops are more than {longest}, which no plan needs")
     _within((*halves[0], *halves[1]), len(graph.ops), "op")
     return Schedule(*halves)
 
@@ -169,7 +181,7 @@ def _of_type(kind: type | types.UnionType, what: str) -> Callable[[Any], Any]:
 
 
 _SCALARS: dict[type, Callable[[Any], Any]] = {
-    str: _of_type(str, "text"),
+    str: lambda value: _printable(_of_type(str, "text")(value)),
     bool: _of_type(bool, "truth value"),
     int: _of_type(int, "whole number >= 0"),
     float: _of_type(int | float, "finite number >= 0"),

@@ -10,7 +10,8 @@ import torch
 from torch import fx
 
 from autoremat import torch_compat, torch_fake, torch_lowering
-from autoremat.closed_loop import Compiled, InductorCompilation
+from autoremat.capture import device_of_inputs
+from autoremat.closed_loop import Compiled, InductorCompilation, with_bytes
 from autoremat.errors import OptionsError
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner
@@ -63,8 +64,8 @@ def rehearsals(
             )
 
         def visit(module: fx.GraphModule, inputs: Sequence[object], _: Mapping[str, Any]) -> Report | None:
-            rehearsal = _Rehearsal(module, inputs, options, patches)
-            with torch_compat.compile_lock(), torch_lowering.without_kernels():
+            rehearsal = _Rehearsal(module, inputs, with_bytes(options, device_of_inputs(module, inputs)), patches)
+            with torch_lowering.without_kernels():
                 rehearsal.run()
             return rehearsal.report
 

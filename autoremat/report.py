@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
@@ -121,7 +122,8 @@ class Report:
     others: tuple[Report, ...] = ()
     """After graph breaks, of :func:`autoremat.explain`: the reports of the other graphs, in their order."""
     plan: Plan | None = field(default=None, compare=False, repr=False)
-    """The plan itself, no part of the JSON: :meth:`Plan.save` writes it. None if the report was read from JSON."""
+    """The plan itself, no part of the JSON: :meth:`Plan.save` writes it. None if the report was read from JSON, or is one of
+    :func:`reports` with a hundred after it."""
 
     reserved_bytes: int = 0
     """Beside the predicted peak: copies of images and weights in other layouts, and what code may allocate at any time. Of the
@@ -329,7 +331,11 @@ def _profile(fields: Mapping[str, Any] | None) -> Profile | None:
     return Profile(tuple(fields["groups"]), tuple(map(float, fields["seconds"])), int(fields["border"]), bands)
 
 
-_reports: list[Report] = []
+KEPT, KEPT_WITH_PLAN = 1000, 100
+"""So many reports of a process are kept, and so many of them with their plans, which are larger: a job that compiles again and
+again does not grow."""
+
+_reports: deque[Report] = deque(maxlen=KEPT)
 _lock = threading.Lock()
 
 
@@ -337,9 +343,12 @@ def add_report(report: Report) -> None:
     """Append to this process's reports."""
     with _lock:
         _reports.append(report)
+        if len(_reports) > KEPT_WITH_PLAN:
+            _reports[-KEPT_WITH_PLAN - 1] = dataclasses.replace(_reports[-KEPT_WITH_PLAN - 1], plan=None)
 
 
 def reports() -> list[Report]:
-    """A report for each graph with a backward that was compiled in this process, oldest first."""
+    """A report for each graph with a backward that was compiled in this process, oldest first: the latest 1,000, of which the
+    latest 100 have their ``plan``."""
     with _lock:
         return list(_reports)

@@ -216,13 +216,6 @@ def force_stride_order() -> Any:
 # -- compilers ---------------------------------------------------------------------------------------------------------
 
 
-def compile_lock() -> contextlib.AbstractContextManager[Any]:
-    """Dynamo's own lock: whatever Dynamo compiles in this process is compiled by one thread at a time."""
-    from torch._dynamo.convert_frame import compile_lock
-
-    return cast("contextlib.AbstractContextManager[Any]", compile_lock)
-
-
 def inductor_config_names() -> frozenset[str]:
     """The names of Inductor's options, in the spelling that ``torch.compile(options=...)`` takes."""
     return frozenset(vars(inductor_config)["_config"]) | frozenset(inductor_config.get_config_copy())
@@ -278,6 +271,25 @@ def compile_uncompiled(
     backend = aot_autograd(fw_compiler=_run_uncompiled, partition_fn=partition, keep_inference_input_mutations=True)
     compiled: Callable[..., Any] = backend(module, inputs)
     return compiled
+
+
+def subclass_identity(tensor: torch.Tensor) -> str:
+    """Text that tells apart tensors of one subclass that wrap others in different ways; empty for a plain tensor."""
+    flatten: Callable[[], tuple[list[str], Any]] | None = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return ""
+    names, context = flatten()
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", f"{names} {context}")
+
+
+def machine_fingerprint() -> str:
+    """Text that changes with the instructions of this CPU that kernels choose by, and with the switches of libraries."""
+    cuda: Any = torch.backends.cuda
+    switches = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
+    tiles = [multiplies_in_tiles(dtype) for dtype in (torch.bfloat16, torch.float16)]
+    libraries: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
+    enabled = [*(getattr(cuda, switch)() for switch in switches), *(library.enabled for library in libraries)]
+    return f"{torch.backends.cpu.get_cpu_capability()} {tiles} {enabled}"
 
 
 def configuration_fingerprint() -> str:

@@ -6,11 +6,13 @@ As in ``torch_compat``, each function says what it stands for and nothing here d
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import types
 import unittest.mock
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,6 +27,46 @@ from autoremat.torch_sizes import most_of_expression
 from autoremat.wrapper_code import Circumstances, replay_peak
 
 aten = torch.ops.aten
+
+
+_Method = Callable[..., Any]
+
+_hooks: ContextVar[Mapping[tuple[type, str], _Method]] = ContextVar("autoremat_hooks", default=types.MappingProxyType({}))
+"""What stands for which method of Inductor's, for the thread at hand alone."""
+_installing = threading.Lock()
+
+
+@contextlib.contextmanager
+def _hooked(owner: type, name: str, hook: Callable[..., Any]) -> Iterator[None]:
+    """While active, ``hook(method, self, ...)`` runs where this thread calls the method of ``owner``.
+
+    Other threads call the method itself meanwhile: Inductor may compile there for somebody else, around Dynamo's lock.
+    """
+    method = _hooks.get().get((owner, name), _dispatching(owner, name))
+    token = _hooks.set({**_hooks.get(), (owner, name): functools.partial(hook, method)})
+    try:
+        yield
+    finally:
+        _hooks.reset(token)
+
+
+def _dispatching(owner: type, name: str) -> _Method:
+    """The method of ``owner``, in whose place stands from now on what looks for a hook first. That stays: threads that each put
+    back what they found would put back each other's."""
+    with _installing:
+        present: _Method = getattr(owner, name)
+        if not hasattr(present, "without_hooks"):
+            method = present
+
+            @functools.wraps(method)
+            def dispatching(*args: Any, **kwargs: Any) -> Any:
+                return _hooks.get().get((owner, name), method)(*args, **kwargs)
+
+            vars(dispatching)["without_hooks"] = method
+            setattr(owner, name, dispatching)
+            present = dispatching
+        found: _Method = vars(present)["without_hooks"]
+        return found
 
 
 @dataclass(frozen=True)
@@ -137,20 +179,18 @@ def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
 
-    compute, generate = Scheduler.compute_dependencies, GraphLowering.codegen
-
-    def compute_and_pin(scheduler: Any) -> None:
+    def compute_and_pin(compute: _Method, scheduler: Any) -> None:
         compute(scheduler)
         if wanted() and V.graph.is_backward:
             _pin_order(scheduler)
 
-    def generate_compactly(lowering: Any) -> Any:
+    def generate_compactly(generate: _Method, lowering: Any) -> Any:
         with inductor_config.patch({"allow_buffer_reuse": False} if wanted() else {}):
             return generate(lowering)
 
     with (
-        unittest.mock.patch.object(Scheduler, "compute_dependencies", compute_and_pin),
-        unittest.mock.patch.object(GraphLowering, "codegen", generate_compactly),
+        _hooked(Scheduler, "compute_dependencies", compute_and_pin),
+        _hooked(GraphLowering, "codegen", generate_compactly),
     ):
         yield
 
@@ -201,14 +241,12 @@ def channels_last_at_once() -> Iterator[None]:
     """While active, what Inductor differentiates convolutions of has the layout from the beginning in which it does so."""
     from torch._inductor.graph import GraphLowering
 
-    run = GraphLowering.run
-
-    def run_with_layouts(lowering: Any, *arguments: Any) -> Any:
+    def run_with_layouts(run: _Method, lowering: Any, *arguments: Any) -> Any:
         if chooses_layouts_of_gradients():
             _state_layouts(lowering.module.graph)
         return run(lowering, *arguments)
 
-    with unittest.mock.patch.object(GraphLowering, "run", run_with_layouts):
+    with _hooked(GraphLowering, "run", run_with_layouts):
         yield
 
 
@@ -244,20 +282,18 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def observe_lowering(known: Callable[[], Circumstances], observer: Callable[[LoweredPeak], None]) -> Iterator[None]:
-    """Call ``observer`` with every whole training graph that Inductor has generated code for, before any of its kernels is
-    compiled. What ``observer`` raises ends the compilation."""
+    """Call ``observer`` with every whole training graph that Inductor generates code for in this thread, before any of its
+    kernels is compiled. What ``observer`` raises ends the compilation."""
     from torch._inductor.graph import GraphLowering, SubgraphLowering
 
-    generate = GraphLowering.codegen
-
-    def generate_and_observe(lowering: Any) -> Any:
+    def generate_and_observe(generate: _Method, lowering: Any) -> Any:
         generated = generate(lowering)
         if not isinstance(lowering, SubgraphLowering) and not lowering.is_inference:
             source = str(getattr(generated[0], "value", ""))
             observer(_lowered_peak(lowering, source, known()))
         return generated
 
-    with unittest.mock.patch.object(GraphLowering, "codegen", generate_and_observe):
+    with _hooked(GraphLowering, "codegen", generate_and_observe):
         yield
 
 
@@ -270,7 +306,7 @@ def without_kernels() -> Iterator[None]:
     """Inductor generates all code and compiles no kernel: what it returns cannot be called, and no cache keeps it."""
     from torch._inductor.graph import GraphLowering
 
-    def only_generated(lowering: Any) -> Any:
+    def only_generated(_: _Method, lowering: Any) -> Any:
         lowering.codegen()
         # Where CUDA graphs are asked for, Inductor wraps each partition of the code that it has loaded.
         runner = types.SimpleNamespace(recursively_apply_fns=lambda _: None, partitions=[])
@@ -279,6 +315,6 @@ def without_kernels() -> Iterator[None]:
     with (
         functorch_config.patch({"enable_autograd_cache": False}),
         inductor_config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False}),
-        unittest.mock.patch.object(GraphLowering, "compile_to_module", only_generated),
+        _hooked(GraphLowering, "compile_to_module", only_generated),
     ):
         yield

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +15,10 @@ from torch.fx.experimental import symbolic_shapes
 
 UNKNOWN_SIZE = 4096  # for a data-dependent dimension, as in torch's partitioner
 
-_planned: dict[Any, tuple[int, int]] = {}
-"""The least and the most of the sizes that are planned for, by symbol."""
+_planned: ContextVar[dict[Any, tuple[int, int]]] = ContextVar("planned_sizes", default={})  # noqa: B039  # never written to
+"""The least and the most of the sizes that this thread plans for, by symbol."""
 
-_most: dict[Any, int] = {}
+_most: ContextVar[dict[Any, int]] = ContextVar("most_of_expressions")
 """What :func:`most` has found for expressions of these."""
 
 POINTS = {1: 65, 2: 9, 3: 5}
@@ -51,31 +52,32 @@ def most_of_expression(expression: Any, sizevars: Any) -> int:
 
 
 def _at_planned_sizes(expression: Any) -> int | None:
-    if not _planned or not hasattr(expression, "xreplace"):
+    if not _planned.get() or not hasattr(expression, "xreplace"):
         return None
-    number = expression.xreplace({symbol: sympy.Integer(limit) for symbol, (_, limit) in _planned.items()})
+    number = expression.xreplace({symbol: sympy.Integer(limit) for symbol, (_, limit) in _planned.get().items()})
     return int(number) if number.is_number else None
 
 
 def _most_of(expression: Any) -> int | None:
     """The largest value at some points between the least and the most of each size, both ends among them."""
-    if not _planned or not hasattr(expression, "xreplace"):
+    planned = _planned.get()
+    if not planned or not hasattr(expression, "xreplace"):
         return None
-    if expression not in _most:
+    known = _most.get()
+    if expression not in known:
         found = _at_planned_sizes(expression)
         if found is None:
             return None
         sizes = sorted(expression.free_symbols, key=str)[:MOST_SIZES]
-        for point in itertools.product(*(_between(*_planned[size], POINTS.get(len(sizes), 2)) for size in sizes)):
+        for point in itertools.product(*(_between(*planned[size], POINTS.get(len(sizes), 2)) for size in sizes)):
             with contextlib.suppress(ArithmeticError, ValueError):  # of sizes at which nothing is defined
-                number = _at(expression, dict(zip(sizes, point, strict=True)))
-                found = max(found, number)
-        _most[expression] = found
-    return _most[expression]
+                found = max(found, _at(expression, dict(zip(sizes, point, strict=True))))
+        known[expression] = found
+    return known[expression]
 
 
 def _at(expression: Any, sizes: Mapping[Any, int]) -> int:
-    number = {symbol: sympy.Integer(sizes.get(symbol, limit)) for symbol, (_, limit) in _planned.items()}
+    number = {symbol: sympy.Integer(sizes.get(symbol, limit)) for symbol, (_, limit) in _planned.get().items()}
     return int(expression.xreplace(number))
 
 
@@ -89,20 +91,18 @@ def _between(least: int, limit: int, count: int) -> list[int]:
 @contextlib.contextmanager
 def planned_for(sizes: Mapping[DynamicSize, int]) -> Iterator[None]:
     """Inside, symbolic sizes are hinted as if the inputs had these."""
-    before = dict(_planned)
-    _planned.update({size.symbol: (min(size.least, limit), limit) for size, limit in sizes.items()})
-    _most.clear()
+    planned = _planned.set(_planned.get() | {size.symbol: (min(size.least, limit), limit) for size, limit in sizes.items()})
+    most_known = _most.set({})
     try:
         yield
     finally:
-        _planned.clear()
-        _planned.update(before)
-        _most.clear()
+        _most.reset(most_known)
+        _planned.reset(planned)
 
 
 def planned_identity() -> str:
     """Text that changes with the sizes that are planned for."""
-    return repr(sorted((str(symbol), *ends) for symbol, ends in _planned.items()))
+    return repr(sorted((str(symbol), *ends) for symbol, ends in _planned.get().items()))
 
 
 @dataclass(frozen=True, eq=False)

@@ -78,6 +78,11 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return list(found.values())
 
 
+def hooks_after_gradients(leaf: torch.Tensor) -> list[Callable[..., Any]]:
+    """What Python runs once the gradient of ``leaf`` is there; not the hooks of torch's own data parallelism."""
+    return list((leaf._post_accumulate_grad_hooks or {}).values())
+
+
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether ``torch.compile`` made the module, or ``module.compile`` its call."""
     from torch._dynamo import OptimizedModule

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -194,7 +195,7 @@ def trace(
     resident = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*own, *given)}.values())
     recorder = _Recorder(options, target, visit(target, resident), joint)
     notes = list(target.notes)
-    with _borrowed(models, fake), mode:
+    with _borrowed(models, [model_or_fn, *args, *kwargs.values()], fake), mode:
         try:
             torch_fake.compiled_by(_fresh(model_or_fn), recorder)(*fake_args, **fake_kwargs)
         except Exception as error:  # the model's own code, torch's tracing, or the visitor
@@ -235,22 +236,60 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextlib.contextmanager
-def _borrowed(models: Sequence[nn.Module], fake: Callable[[torch.Tensor], torch.Tensor]) -> Iterator[None]:
-    """While the body runs, the parameters and buffers of ``models`` are fake; afterwards all attributes are as before."""
+def _borrowed(
+    models: Sequence[nn.Module], around: Sequence[object], fake: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """While the body runs, the parameters and buffers of ``models`` are fake. Afterwards their attributes, and the lists, dicts
+    and sets in them and in ``around``, are as before: no fake tensor stays there."""
     parts = list(dict.fromkeys(part for model in models for part in model.modules()))
-    kept = [(part, dict(part.__dict__), dict(part._parameters), dict(part._buffers)) for part in parts]
+    kept = _contents([*(vars(part) for part in parts), *around])
     try:
         for part in parts:
             for tensors in (part._parameters, part._buffers):
                 tensors.update({name: fake(t) for name, t in tensors.items() if t is not None})  # type: ignore[misc]
         yield
     finally:
-        for part, attributes, parameters, buffers in kept:
-            part.__dict__.clear()
-            part.__dict__.update(attributes)
-            for tensors, before in ((part._parameters, parameters), (part._buffers, buffers)):
-                tensors.clear()
-                tensors.update(before)  # type: ignore[arg-type]
+        for container, before in kept:
+            if list(map(id, _items(container))) != list(map(id, before)):
+                container.clear()
+                (container.extend if isinstance(container, (list, deque)) else container.update)(_refill(container, before))
+
+
+_CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict, Counter)
+"""Exactly these: what is derived from them may refuse to be cleared and filled again."""
+
+
+def _contents(roots: Sequence[object]) -> list[tuple[Any, list[object]]]:
+    """The containers that ``roots`` are or lead to, the dicts of attributes among them, with what they hold."""
+    found: dict[int, tuple[Any, list[object]]] = {}
+    level = list(roots)
+    for _ in range(SEARCH_DEPTH + 2):  # the dicts of attributes are levels too
+        inner: list[object] = []
+        for thing in level:
+            if (
+                isinstance(thing, (str, bytes, int, float, torch.Tensor, type, types.ModuleType, type(None)))
+                or id(thing) in found
+            ):
+                continue
+            if type(thing) in _CONTAINERS:
+                found[id(thing)] = (thing, _items(thing))
+                inner += thing.values() if isinstance(thing, dict) else _items(thing)
+            elif isinstance(thing, (types.FunctionType, types.MethodType, functools.partial, tuple)):
+                inner += _inside(thing)
+            elif isinstance(attributes := getattr(thing, "__dict__", None), dict):
+                inner.append(attributes)
+        level = inner
+    return list(found.values())
+
+
+def _items(container: Any) -> list[object]:
+    """What the container holds, in order; the keys and values of a dict by turns."""
+    return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
+
+
+def _refill(container: object, before: list[object]) -> Iterable[Any]:
+    """``before`` as the container takes it."""
+    return dict(zip(before[::2], before[1::2], strict=True)) if isinstance(container, dict) else before
 
 
 def _models_in(thing: object, depth: int = SEARCH_DEPTH, seen: set[int] | None = None) -> Iterator[nn.Module]:

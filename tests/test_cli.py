@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 from test_report import SIZE, report_for
 
-from autoremat import __version__, cli
+from autoremat import __version__, cli, store
 from autoremat.errors import BudgetInfeasible, OptionsError
 from autoremat.plans import Plan
 from autoremat.report import Report
@@ -249,3 +249,29 @@ def test_the_module_is_the_command_and_needs_no_torch(stored):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     assert "predicted peak" in done.stdout
+
+
+def test_the_cache_is_shown_and_cleared(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", "2MiB")
+    for number in range(3):
+        store.write_text("reports", f"key{number}", "x" * 1024)
+    store.write_text("rates", "device", "x" * 512)
+    shown = run("cache")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.splitlines()[0] == f"{tmp_path / 'cache'}: at most 2.00 MiB of reports and plans"
+    table = [line.split() for line in shown.stdout.splitlines()[1:]]
+    assert table == [
+        ["reports", "3", "files", "3.00", "KiB"], ["plans", "0", "files", "0", "B"],
+        ["rates", "1", "files", "512", "B"], ["times", "0", "files", "0", "B"], ["workspaces", "0", "files", "0", "B"],
+    ]  # fmt: skip
+    cleared = run("cache", "clear")
+    assert cleared.stdout == f"3.50 KiB removed from {tmp_path / 'cache'}\n"
+    assert not list((tmp_path / "cache").rglob("*.json"))
+
+
+def test_a_cache_size_that_is_none_is_a_wrong_input(monkeypatch):
+    monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", "much")
+    shown = run("cache")
+    assert shown.exit_code == 2
+    assert "AUTOREMAT_CACHE_SIZE" in shown.output

@@ -31,7 +31,7 @@ def run_with_code_peaks(monkeypatch, code_peaks, exhausted_at=None, worth_loosen
     monkeypatch.setattr(compilation, "attempt", attempt)
     monkeypatch.setattr(compilation, "finish", lambda self, compiled, partitioner, record, replans: compiled)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-    parsed = Options(memory_budget=100, on_infeasible="best_effort")
+    parsed = Options(cost_model="roofline", memory_budget=100, on_infeasible="best_effort")
     assert compilation(module, [torch.zeros(1, 2)], parsed, {}).run() == "compiled"
     return planned
 
@@ -81,7 +81,7 @@ def test_an_error_names_what_holds_and_not_code_that_needs_more(monkeypatch, att
     monkeypatch.setattr(closed_loop, "infeasible", infeasible)
     monkeypatch.setattr(closed_loop.InductorCompilation, "attempt", attempt)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-    parsed = Options(memory_budget=100, on_infeasible="raise")
+    parsed = Options(cost_model="roofline", memory_budget=100, on_infeasible="raise")
     with pytest.raises(RuntimeError, match="nothing fits"):
         closed_loop.InductorCompilation(module, [torch.zeros(1, 2)], parsed, {}).run()
     assert (found, remaining) == ([named], [])
@@ -104,6 +104,28 @@ def test_best_effort_tries_a_looser_plan_where_that_of_least_memory_has_far_wors
     monkeypatch.setattr(closed_loop.InductorCompilation, "attempt", attempt)
     monkeypatch.setattr(closed_loop.InductorCompilation, "finish", lambda self, compiled, *_: compiled)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-    parsed = Options(memory_budget=100, on_infeasible="best_effort")
+    parsed = Options(cost_model="roofline", memory_budget=100, on_infeasible="best_effort")
     assert closed_loop.InductorCompilation(module, [torch.zeros(1, 2)], parsed, {}).run() == "compiled"
     assert not remaining
+
+
+@pytest.mark.parametrize("planned_around", [False, True])
+def test_a_region_that_could_not_be_planned_does_not_hide_the_report_around_it(monkeypatch, planned_around):
+    """No record is kept of either, so that the next process warns of it too."""
+    published, saved = [], []
+
+    def attempt(self, partitioner):
+        partitioner.unplanned = True  # by the region, which is planned first
+        if planned_around:
+            partitioner.report = SimpleNamespace(compiled=lambda *_: "a report", budget_bytes=None)
+        return "compiled"
+
+    monkeypatch.setattr(closed_loop.InductorCompilation, "attempt", attempt)
+    monkeypatch.setattr(closed_loop, "published", lambda compiled, report, _: published.append(report) or compiled)
+    monkeypatch.setattr(closed_loop.store, "save", lambda *_: saved.append(1))
+    module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
+    compilation = closed_loop.InductorCompilation(
+        module, [torch.zeros(1, 2)], Options(cost_model="roofline", memory_budget=100), {}
+    )
+    assert compilation.run() == "compiled"
+    assert (published, saved) == ((["a report"] if planned_around else []), [])

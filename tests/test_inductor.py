@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,10 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat import Report, torch_lowering, track_peak
+from autoremat.capture import Capture
+from autoremat.partitioner import Partitioner
+from autoremat.solvers import Planner, Planning
+from autoremat.solvers.search import Search
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")]
 
@@ -202,3 +207,19 @@ def test_images_that_are_made_again_are_laid_channels_last_at_once(monkeypatch):
     at_once = peak()
     monkeypatch.setattr(torch_lowering, "_state_layouts", lambda graph: None)
     assert at_once + 8 * (16 + 32) * 32 * 32 * 4 <= peak()  # the concatenation of the last level again
+
+
+def test_no_planner_outlives_its_compilation():
+    """Inductor keeps the partitioner with what it compiled; the plans that were looked at would take more than the code."""
+    model = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(24, 24), nn.Tanh())))
+    compiled = torch.compile(model, backend="autoremat", options={"memory_budget": "10MiB"})
+
+    def alive(*kinds: type) -> int:
+        gc.collect()
+        return sum(type(thing) in kinds for thing in gc.get_objects())  # torch has objects that warn of `isinstance`
+
+    before, partitioners = alive(Planner, Planning, Search, Capture), alive(Partitioner)
+    compiled(torch.ones(64, 24)).sum().backward()
+    assert alive(Partitioner) == partitioners + 1
+    assert alive(Planner, Planning, Search, Capture) == before
+    assert autoremat.reports()[-1].plan is not None

@@ -272,3 +272,20 @@ def test_a_report_whose_plan_is_gone_comes_without(tmp_path, monkeypatch, plan):
 
 def test_a_graph_without_ops_has_a_hash():
     assert plan_files.graph_hash(Graph((), ())) != plan_files.graph_hash(chain(1))
+
+
+def test_a_schedule_that_repeats_for_ever_is_refused(plan):
+    record = json.loads(plan_files.dump(plan))
+    record["forward"] = record["forward"] * 200_000
+    with pytest.raises(PlanFileError, match="executions of .* ops are more than 10000, which no plan needs"):
+        plan_files.parse(json.dumps(record))
+
+
+def test_control_characters_of_a_file_do_not_reach_the_terminal(plan):
+    record = json.loads(plan_files.dump(plan))
+    record["label"] = "quiet\x1b]0;owned\x07\x9b31m\nplan"
+    column = record["graph"]["values"]["columns"].index("name")
+    record["graph"]["values"]["rows"][0][column] = "\x1b[2J"
+    found = plan_files.parse(json.dumps(record))
+    assert found.label == "quiet\ufffd]0;owned\ufffd\ufffd31m\ufffdplan"
+    assert found.graph.values[0].name == "\ufffd[2J"

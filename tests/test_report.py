@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import threading
+from collections import deque
 
 import pytest
 from strategies import chain
@@ -38,7 +39,7 @@ def report_for(budget: int | None, **fields: object) -> Report:
 
 @pytest.fixture
 def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_module, "_reports", [])
+    monkeypatch.setattr(report_module, "_reports", deque(maxlen=report_module.KEPT))
 
 
 def test_figures_come_from_the_plan():
@@ -166,6 +167,18 @@ def test_reports_are_listed_oldest_first_and_the_list_is_a_copy():
     assert reports() == [first, second]
     reports().clear()
     assert len(reports()) == 2
+
+
+@pytest.mark.usefixtures("no_reports")
+def test_old_reports_lose_their_plans_and_then_go():
+    made = report_for(None)
+    for number in range(report_module.KEPT + 5):
+        add_report(dataclasses.replace(made, planning_seconds=float(number)))
+    kept = reports()
+    assert [r.planning_seconds for r in kept] == list(range(5, report_module.KEPT + 5))
+    assert [r.plan is not None for r in kept[-101:]] == [False] + [True] * 100
+    assert not any(r.plan for r in kept[:-100])
+    assert made.plan is not None
 
 
 @pytest.mark.usefixtures("no_reports")

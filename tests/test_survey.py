@@ -383,3 +383,42 @@ def test_the_step_fits_its_budget_under_inductor(regional):
         assert peaks[-1] <= survey.budget_bytes
         torch.compiler.reset()
     assert peaks[-1] < peaks[0] or not regional
+
+
+def test_an_optimizer_in_the_backward_is_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizers = {p: torch.optim.SGD([p], lr=1.0) for p in model.parameters()}
+
+    def step_at_once(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+
+    handles = [p.register_post_accumulate_grad_hook(step_at_once) for p in model.parameters()]
+    with pytest.raises(SurveyError, match=r"4 hooks run as soon as a gradient is made .*step_at_once.*remove them meanwhile"):
+        autoremat.survey(lambda x: model(x).sum(), torch.ones(4, 8), options={"inner": "aot_eager"})
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    for handle in handles:
+        handle.remove()
+    autoremat.survey(lambda x: model(x).sum(), torch.ones(4, 8), options={"inner": "aot_eager"})
+
+
+def test_buffers_that_are_replaced_are_put_back():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("calls", torch.zeros(1))
+            self.register_buffer("newest", None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            self.newest = self.calls * 2
+            return self.linear(x).tanh().sum()
+
+    model = Counting()
+    calls = model.calls
+    autoremat.survey(model, torch.ones(4, 8), options={"inner": "aot_eager"})
+    assert model.calls is calls
+    assert calls.item() == 0
+    assert model.newest is None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 import pytest
@@ -207,10 +209,35 @@ def test_a_device_is_calibrated_once(monkeypatch):
     assert len(calls) == 2
 
 
+def test_ranks_that_start_together_calibrate_once(monkeypatch, tmp_path):
+    """Threads stand for processes: a lock on a file keeps both apart."""
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
+    calls, key = [], calibration.device_key(CPU)
+
+    def slow(*_: object) -> Rates:
+        calls.append(1)
+        time.sleep(0.3)
+        return dataclasses.replace(some_rates(), launch_seconds=float(len(calls)))
+
+    monkeypatch.setattr(calibration, "calibrate", slow)
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: calibration._measured(CPU, key), range(4)))
+    assert len(calls) == 1
+    assert len({rates.digest for rates in found}) == 1
+
+
+def test_a_rank_measures_itself_if_it_has_waited_long_enough(monkeypatch, tmp_path):
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(calibration, "LONGEST_WAIT", 0.1)
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: some_rates())
+    with store.locked("rates", calibration.device_key(CPU), 0):
+        assert calibration._measured(CPU, calibration.device_key(CPU)) == some_rates()
+
+
 def test_broken_rates_on_disk_are_measured_again(monkeypatch):
     monkeypatch.setattr(calibration, "calibrate", lambda *_: some_rates())
     key = calibration.device_key(CPU)
-    for text in ("", "{", '{"device": "cpu", "launch_seconds": 0, "curves": {}}'):
+    for text in ("", "{", "[" * 200_000, '{"device": "cpu", "launch_seconds": 0, "curves": {}}'):
         store.write_text("rates", key, text)
         calibration._known.clear()
         assert calibration.rates_of(CPU) == some_rates()
@@ -302,3 +329,16 @@ def test_times_are_kept_on_disk_with_those_of_other_processes(monkeypatch):
         store.write_text("times", key, broken)
         profiling._known.clear()
         assert profiling.profile([(node, 1.0)], CPU) == found
+
+
+def test_times_that_another_process_writes_meanwhile_are_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(profiling, "stopwatch_for", lambda device: FakeTimer())
+    node, key = nodes_of(lambda x: torch.mm(x, x), torch.randn(5, 5))[0], calibration.device_key(CPU)
+    with ThreadPoolExecutor(1) as pool:
+        with store.locked("times", key, 0):
+            ours = pool.submit(profiling.profile, [(node, 1.0)], CPU)
+            assert not wait([ours], 0.3).done
+            store.write_text("times", key, json.dumps({"other": None}))
+        ours.result(60)
+    assert json.loads(store.read_text("times", key) or "").keys() == {"other", profiling.signature(node)}

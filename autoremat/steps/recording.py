@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -189,22 +190,22 @@ class Recording:
         return graph.point(graph.plan).saved_bytes + output_bytes(captured) + handed
 
 
-_active: list[Recording] = []
+_active: ContextVar[Recording | None] = ContextVar("autoremat_recording", default=None)
 
 
 def active() -> Recording | None:
-    """The recording to which the backend is to hand its graphs."""
-    return _active[-1] if _active else None
+    """The recording to which the backend is to hand the graphs of this thread."""
+    return _active.get()
 
 
 @contextlib.contextmanager
 def recording(made: Recording) -> Iterator[Recording]:
-    """``made`` is active."""
-    _active.append(made)
+    """``made`` is active in this thread, and where autograd runs its backwards."""
+    token = _active.set(made)
     try:
         yield made
     finally:
-        _active.remove(made)
+        _active.reset(token)
 
 
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:

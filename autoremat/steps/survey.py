@@ -50,7 +50,9 @@ def survey(
     All that ``torch.compile`` has made in this process is compiled again at its next call, as after
     ``torch.compiler.reset()``. Pass the result as ``memory_budget``, in ``options`` or to ``configure``.
 
-    Raises ``BudgetInfeasible`` if no choice of plans fits, ``SurveyError`` if there is nothing to share.
+    Raises ``BudgetInfeasible`` if no choice of plans fits, ``SurveyError`` if there is nothing to share, or if hooks act on
+    each gradient as soon as it is made, as an optimizer in the backward does. Hooks that torch runs in C++ are not seen:
+    ``DistributedDataParallel`` averages gradients across ranks in a survey too, so all ranks have to survey.
     """
     if "memory_budget" in (options or {}):
         raise OptionsError("a survey takes `memory_budget` as an argument of its own, not in `options`")
@@ -115,6 +117,7 @@ def _backward(loss: torch.Tensor) -> None:
     if not loss.requires_grad:
         raise SurveyError("the loss does not require a gradient: there is no backward to survey")
     leaves = torch_steps.leaves_of(loss)
+    _refuse_hooks(leaves)
     before = [leaf.grad for leaf in leaves]
     for leaf in leaves:
         leaf.grad = None
@@ -123,6 +126,17 @@ def _backward(loss: torch.Tensor) -> None:
     finally:
         for leaf, gradient in zip(leaves, before, strict=True):
             leaf.grad = gradient
+
+
+def _refuse_hooks(leaves: list[torch.Tensor]) -> None:
+    """Raises ``SurveyError`` if the backward would do more than compute gradients, such as step an optimizer."""
+    if hooks := [hook for leaf in leaves for hook in torch_steps.hooks_after_gradients(leaf)]:
+        name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
+        raise SurveyError(
+            f"{len(hooks)} hooks run as soon as a gradient is made (register_post_accumulate_grad_hook; the first is {name}). "
+            "They act on gradients of a survey as on those of a step: an optimizer in the backward would step. "
+            "Survey before the hooks are registered, or remove them meanwhile"
+        )
 
 
 def _modules_of(function: Any) -> list[nn.Module]:
@@ -150,15 +164,20 @@ def _holds_compiled(function: Any) -> bool:
 
 @contextlib.contextmanager
 def _undone(function: Any) -> Iterator[None]:
-    """Whatever the body writes to the buffers of the function's modules is undone."""
-    buffers = {id(b): b for module in _modules_of(function) for b in module.buffers()}
-    before = {key: buffer.detach().clone() for key, buffer in buffers.items()}
+    """Whatever the body writes to the buffers of the function's modules, or puts in their place, is undone."""
+    parts = [part for module in _modules_of(function) for part in module.modules()]
+    named = [(part._buffers, dict(part._buffers)) for part in parts]
+    buffers = {id(b): b for _, before in named for b in before.values() if b is not None}
+    contents = {key: buffer.detach().clone() for key, buffer in buffers.items()}
     try:
         yield
     finally:
+        for present, before in named:
+            present.clear()
+            present.update(before)
         with torch.no_grad():
             for key, buffer in buffers.items():
-                buffer.copy_(before[key])
+                buffer.copy_(contents[key])
 
 
 def _step(taken: Recording, moments: list[Moment], device: torch.device) -> Step:

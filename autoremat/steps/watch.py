@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -131,7 +131,7 @@ _watch = Watch()
 
 def watched(compiled: Callable[..., Any], report: Report, by_share: bool) -> Callable[..., Any]:
     """``compiled``, under the eyes of this process's watch."""
-    graph = Watched(report, by_share)
+    graph = Watched(replace(report, plan=None, values=()), by_share)  # lives as long as the compiled graph
     _watch.active = True
 
     def call(*args: Any) -> Any:

@@ -46,6 +46,9 @@ MOST_TURNS, AGREEMENT = 6, 1.5
 WORRYING_SHARE = 0.25
 """Of the rates: of how many an undisturbed measurement may be missing before the user is warned. A few always are."""
 
+LONGEST_WAIT = 180.0
+"""Seconds to wait for another process that calibrates the same device, before this one does so too."""
+
 LONGEST_CALIBRATION = 45.0
 """Seconds after which nothing is measured a third time."""
 
@@ -99,18 +102,21 @@ def _say_unmeasurable(device_type: str) -> None:
 def _stored(key: str) -> Rates | None:
     try:
         return Rates.from_json(store.read_text("rates", key) or "")
-    except ValueError:
+    except store.UNUSABLE:
         return None
 
 
 def _measured(device: torch.device, key: str) -> Rates:
-    log.info("calibrating %s", device)
-    rates = undisturbed(device, lambda: calibrate(device, stopwatch_for(device), compiled))
-    # Ranks of a job start together: all that share a cache folder plan by the figures of the first to be done.
-    if (others := _stored(key)) is not None:
-        return others
-    store.write_text("rates", key, rates.to_json())
-    return rates
+    # Ranks of a job start together: one measures, and all that share a cache folder plan by its figures.
+    with store.locked("rates", key, LONGEST_WAIT):
+        if (others := _stored(key)) is not None:
+            return others
+        log.info("calibrating %s", device)
+        rates = undisturbed(device, lambda: calibrate(device, stopwatch_for(device), compiled))
+        if (others := _stored(key)) is not None:  # of a process that did not wait any longer
+            return others
+        store.write_text("rates", key, rates.to_json())
+        return rates
 
 
 def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:

@@ -24,6 +24,9 @@ log = logging.getLogger("autoremat")
 TIME_LIMIT = 10.0
 """Seconds of timing for one graph."""
 
+LONGEST_WAIT = 10.0
+"""Seconds to wait for another process that writes its times."""
+
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)
 """What ops raise on arguments that they do not take; running out of memory is a ``RuntimeError`` too."""
 
@@ -129,8 +132,8 @@ def profile(nodes: Iterable[tuple[fx.Node, float]], device: torch.device) -> Tim
         found = undisturbed(device, lambda: time_nodes(queue, stopwatch_for(device)))
         _passed_over.update((key, name) for name in missing if name not in found)
         known.update(found)
-        # Another process may have written since.
-        store.write_text("times", key, json.dumps(_stored(key) | known, indent=1, sort_keys=True))
+        with store.locked("times", key, LONGEST_WAIT):  # another process may have written since, or be about to
+            store.write_text("times", key, json.dumps(_stored(key) | known, indent=1, sort_keys=True))
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return {name: known[name] for name in wanted if name in known}
@@ -140,5 +143,5 @@ def _stored(key: str) -> Times:
     try:
         record = json.loads(store.read_text("times", key) or "")
         return {str(name): None if seconds is None else float(seconds) for name, seconds in record.items()}
-    except (ValueError, TypeError, AttributeError):
+    except store.UNUSABLE:
         return {}

@@ -17,7 +17,7 @@ from torch import fx
 
 from autoremat import store, torch_memory
 from autoremat.timing.calibration import device_key
-from autoremat.timing.profiling import REFUSALS, real, signature
+from autoremat.timing.profiling import LONGEST_WAIT, REFUSALS, real, signature
 from autoremat.timing.stopwatch import measurable, undisturbed
 from autoremat.torch_compat import size_hint, storage_key
 
@@ -72,15 +72,16 @@ def remember() -> None:
     _spent = 0.0
     for key in tuple(_unwritten):
         _unwritten.discard(key)
-        newest = list((_stored(key) | _known[key]).items())[-REMEMBERED:]  # another process may have written since
-        store.write_text("workspaces", key, json.dumps(dict(newest), indent=1))
+        with store.locked("workspaces", key, LONGEST_WAIT):  # another process may have written since, or be about to
+            newest = list((_stored(key) | _known[key]).items())[-REMEMBERED:]
+            store.write_text("workspaces", key, json.dumps(dict(newest), indent=1))
 
 
 def _stored(key: str) -> Workspaces:
     try:
         record = json.loads(store.read_text("workspaces", key) or "")
         return {str(name): None if size is None else int(size) for name, size in record.items()}
-    except (ValueError, TypeError, AttributeError):
+    except store.UNUSABLE:
         return {}
 
 

@@ -1,0 +1,123 @@
+"""What the key of a compilation depends on, and "auto", which it has as a number."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import autoremat
+from autoremat import closed_loop, dynamo_backend, torch_compat
+from autoremat.capture import device_of_inputs
+from autoremat.closed_loop import fingerprint, with_bytes
+from autoremat.errors import OptionsError
+from autoremat.options import Options
+
+SECOND = torch.device("cuda", 1)
+MIB = 2**20
+
+
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
+    """A card whose free memory is less at each look; the devices that were looked at."""
+    looks: list[torch.device] = []
+
+    def mem_get_info(device: torch.device) -> tuple[int, int]:
+        looks.append(device)
+        return (1024 - 64 * len(looks)) * MIB, 1024 * MIB
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", mem_get_info)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 0)
+    return looks
+
+
+def scale(x: Tensor) -> Tensor:
+    return x.exp() * 2
+
+
+def key(inputs: tuple[Any, ...] = (torch.ones(4),)) -> str:
+    return fingerprint(fx.symbolic_trace(scale), inputs, Options(cost_model="roofline"))
+
+
+def test_auto_is_looked_up_once_on_the_graphs_own_device(card, monkeypatch):
+    monkeypatch.setattr(dynamo_backend, "device_of_inputs", lambda *_: SECOND)
+    before = len(autoremat.reports())
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+    options = {"inner": "aot_eager", "cost_model": "roofline", "memory_budget": "auto", "reserve": "128MiB"}
+    torch.compile(model, backend="autoremat", options=options)(torch.ones(4, 8)).sum().backward()
+    (report,) = autoremat.reports()[before:]
+    assert card == [SECOND]
+    assert report.budget_bytes == (1024 - 64 - 128) * MIB
+
+
+def test_the_key_has_the_bytes_that_auto_stands_for(card):
+    options = Options(memory_budget="auto")
+    first, second = (with_bytes(options, SECOND) for _ in range(2))
+    assert first.memory_budget == 448 * MIB
+    assert second.memory_budget == 384 * MIB
+    assert first.cache_key() != second.cache_key()
+    assert with_bytes(Options(memory_budget=0.5), SECOND) == Options(memory_budget=0.5)
+    with pytest.raises(OptionsError, match="needs a CUDA device"):
+        with_bytes(options, torch.device("cpu"))
+
+
+def test_a_graphs_device_is_that_of_its_inputs_else_of_its_results():
+    graph = fx.symbolic_trace(scale)
+    assert device_of_inputs(graph, [torch.ones(1), 3]) == torch.device("cpu")
+    with FakeTensorMode():
+        away = torch.empty(4, device=SECOND)
+    assert device_of_inputs(graph, [torch.ones(1), away]) == SECOND
+    next(iter(graph.graph.find_nodes(op="call_method"))).meta["example_value"] = away
+    assert device_of_inputs(graph, [torch.ones(1)]) == SECOND
+
+
+@pytest.mark.parametrize("library", ["mkldnn", "cudnn"])
+def test_the_key_changes_with_libraries_that_are_switched_off(library, monkeypatch):
+    before = key()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends, library, Mock(enabled=False))
+        assert key() != before
+    assert key() == before
+
+
+def test_the_key_changes_with_the_kernels_that_attention_may_take():
+    before = key()
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert key() != before
+    assert key() == before
+
+
+def test_the_key_changes_with_the_processor(monkeypatch):
+    keys = [key()]
+    with monkeypatch.context() as patch:
+        patch.setattr(closed_loop, "device_name", lambda device: "cpu of another make")
+        keys.append(key())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "of another kind")
+        keys.append(key())
+    with monkeypatch.context() as patch:
+        patch.setattr(torch_compat, "multiplies_in_tiles", lambda dtype: None)
+        keys.append(key())
+    assert not any(one == other for one, other in itertools.combinations(keys, 2))
+
+
+class Placed(torch.Tensor):
+    """A tensor that wraps another, and is placed somewhere, as distributed tensors are."""
+
+    placement = ""
+
+    def __tensor_flatten__(self) -> tuple[list[str], str]:
+        return [], self.placement
+
+
+def test_the_key_changes_with_what_a_tensor_subclass_says_of_itself():
+    one, other = (torch.ones(4).as_subclass(Placed) for _ in range(2))
+    one.placement, other.placement = "shards", "replicas"
+    assert key((one,)) == key((one,))
+    assert key((one,)) != key((other,))

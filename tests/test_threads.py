@@ -1,0 +1,179 @@
+"""What other threads do while a graph is planned and compiled, and what they must not see of it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import autoremat
+from autoremat import torch_compat, torch_lowering, torch_sizes
+from autoremat.eager import CheckpointContext, _Region
+from autoremat.options import Options
+from autoremat.steps.recording import Recording, active, recording
+
+LIMIT = 300
+"""Seconds after which a thread is taken to wait for ever."""
+
+
+def elsewhere(work: Callable[[], Any]) -> Any:
+    """What ``work`` returns in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(work).result(LIMIT)
+
+
+class Machine:
+    """Stands for a class of Inductor's."""
+
+    def run(self, number: int) -> int:
+        return number
+
+
+def test_a_hook_acts_in_the_thread_that_set_it():
+    def add_one(method: Callable[..., int], self: Machine, number: int) -> int:
+        return method(self, number) + 1
+
+    with torch_lowering._hooked(Machine, "run", add_one):
+        assert Machine().run(5) == 6
+        with torch_lowering._hooked(Machine, "run", add_one):
+            assert Machine().run(5) == 7
+            assert elsewhere(lambda: Machine().run(5)) == 5
+        assert Machine().run(5) == 6
+    assert Machine().run(5) == 5
+
+
+def test_hooks_of_two_threads_overlap():
+    """The first ends while the second is active, which would put back the wrong method if methods were put back."""
+    entered, left = threading.Event(), threading.Event()
+
+    def second() -> list[int]:
+        with torch_lowering._hooked(Machine, "run", lambda method, self, number: 20):
+            entered.set()
+            assert left.wait(LIMIT)
+            during = Machine().run(5)
+        return [during, Machine().run(5)]
+
+    with ThreadPoolExecutor(1) as pool:
+        with torch_lowering._hooked(Machine, "run", lambda method, self, number: 10):
+            found = pool.submit(second)
+            assert entered.wait(LIMIT)
+            assert Machine().run(5) == 10
+        left.set()
+        assert found.result(LIMIT) == [20, 5]
+    assert Machine().run(5) == 5
+
+
+def test_a_recording_and_planned_sizes_belong_to_their_thread():
+    sizes: dict[Any, int] = {Mock(symbol="s0"): 64}
+    with recording(Recording(Options())) as made, torch_sizes.planned_for(sizes):
+        assert active() is made
+        assert elsewhere(active) is None
+        assert torch_sizes.planned_identity() == "[('s0', 64)]"
+        assert elsewhere(torch_sizes.planned_identity) == "[]"
+    assert active() is None
+
+
+def test_a_survey_leaves_the_compilations_of_other_threads_alone():
+    """A model that another thread compiles meanwhile is planned as ever, and is no part of the survey."""
+    inside, compiled = threading.Event(), threading.Event()
+    model, other = (nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 1)) for width in (32, 48))
+    x = torch.ones(64, 16)
+
+    @torch.compiler.disable
+    def meet() -> None:
+        inside.set()
+        assert compiled.wait(LIMIT)
+
+    def step(x: Tensor) -> Tensor:
+        meet()
+        return model(x).sum()
+
+    def train_other() -> int:
+        assert inside.wait(LIMIT)
+        before = len(autoremat.reports())
+        try:
+            torch.compile(other, backend="autoremat", options={"inner": "aot_eager"})(x).sum().backward()
+        finally:
+            compiled.set()
+        return len(autoremat.reports()) - before
+
+    with ThreadPoolExecutor(1) as pool:
+        reports = pool.submit(train_other)
+        survey = autoremat.survey(step, x, options={"inner": "aot_eager"})
+        assert reports.result(LIMIT) == 1
+    assert len(survey.step.graphs) == 1
+
+
+def test_a_checkpointed_region_ignores_modules_of_other_threads():
+    region, module = _Region(CheckpointContext({})), nn.Linear(1, 1)
+    region.context.paths.names[id(module)] = "model"
+    elsewhere(lambda: region.enter(module, None))
+    assert region.running == []
+    region.enter(module, None)
+    elsewhere(lambda: region.leave(module, None, None))
+    assert region.running == ["model"]
+
+
+def graph_of(width: int) -> tuple[fx.GraphModule, list[Tensor]]:
+    """A graph as Dynamo hands it over, and its inputs."""
+
+    def compute(x: Tensor, up: Tensor, down: Tensor) -> tuple[Tensor]:
+        return ((x @ up).tanh().exp() @ down,)
+
+    torch.manual_seed(width)
+    inputs = [torch.randn(128, 32), torch.randn(32, width, requires_grad=True), torch.randn(width, 32, requires_grad=True)]
+    return fx.symbolic_trace(compute), inputs
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+def test_a_lazy_backward_of_inductor_is_compiled_while_we_compile(monkeypatch):
+    """One thread runs the first backward of a model that plain Inductor compiled, while our hooks are active in another."""
+    options = {"memory_budget": "1MiB", "cost_model": "roofline"}
+
+    def compile_ours() -> autoremat.Report:
+        before = len(autoremat.reports())
+        with torch_compat.without_caches():
+            autoremat.backend(*graph_of(96), options=options)
+        (report,) = autoremat.reports()[before:]
+        return report
+
+    alone = compile_ours()
+    active_now, done = threading.Event(), threading.Event()
+    compile_with_inductor, observed = torch_compat.compile_with_inductor, []
+
+    def waiting(*arguments: Any) -> Any:
+        active_now.set()
+        assert done.wait(LIMIT), "the other thread's backward waits for us"
+        return compile_with_inductor(*arguments)
+
+    lowered_peak = torch_lowering._lowered_peak
+
+    def noted(lowering: Any, *arguments: Any) -> Any:
+        observed.append(threading.get_ident())
+        return lowered_peak(lowering, *arguments)
+
+    monkeypatch.setattr(torch_compat, "compile_with_inductor", waiting)
+    monkeypatch.setattr(torch_lowering, "_lowered_peak", noted)
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(16, 80), nn.Tanh(), nn.Linear(80, 1)), torch.randn(64, 16)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    with ThreadPoolExecutor(1) as pool, torch_compat.without_caches():
+        loss = torch.compile(model)(x).sum()
+        ours = pool.submit(compile_ours)
+        assert active_now.wait(LIMIT)
+        try:
+            found = torch.autograd.grad(loss, list(model.parameters()))
+        finally:
+            done.set()
+        report = ours.result(LIMIT)
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True))
+    assert observed
+    assert threading.get_ident() not in observed
+    assert (report.compiled_peak_bytes, report.replans) == (alone.compiled_peak_bytes, alone.replans)
