@@ -52,8 +52,8 @@ class PlanFile:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanFileError(f"the plan {path} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:  # no such text, or no such name
+        raise PlanFileError(f"the plan {str(path)!r} cannot be read: {error}") from error
 
 
 # -- a plan as text ----------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from autoremat import torch_compat, torch_fake
+from autoremat.checking import options_of
 from autoremat.errors import BudgetInfeasible, OptionsError
 from autoremat.options import Options
 from autoremat.preview import explain_by
@@ -74,7 +75,7 @@ def max_batch(
         raise OptionsError(f'memory_budget={memory_budget!r}: max_batch needs bytes, as in "60GiB", or "auto"')
     if not 1 <= step <= limit:
         raise OptionsError(f"step={step}, limit={limit} is not accepted. Accepted: 1 <= step <= limit")
-    wanted = {**(options or {}), "memory_budget": memory_budget, "on_infeasible": "raise"}
+    wanted = {**options_of(options), "memory_budget": memory_budget, "on_infeasible": "raise"}
     parsed = Options.parse(wanted, None, torch_compat.inductor_config_names)
 
     def outcome_of(count: int) -> Outcome:
@@ -82,11 +83,12 @@ def max_batch(
             given = make_inputs(count * step)
         args, kwargs = _call(given)
         try:
-            return explain_by(model_or_fn, args, kwargs, parsed, device)
+            with said_if_slow(f"trying {count * step} (size number {len(search.outcomes) + 1})"):
+                return explain_by(model_or_fn, args, kwargs, parsed, device)
         except BudgetInfeasible as error:  # as the backend would refuse it
             return error
 
-    with said_if_slow("autoremat: looking for the largest size that fits"):
+    with said_if_slow("looking for the largest size that fits", shown=parsed.progress):
         search = _Search(outcome_of, limit // step)
         search.run()
     fitting = search.outcomes.get(search.fits)

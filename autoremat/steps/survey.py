@@ -12,9 +12,11 @@ import torch
 from torch import nn
 
 from autoremat import torch_compat, torch_steps
+from autoremat.checking import options_of
 from autoremat.errors import OptionsError, SurveyError
 from autoremat.options import Options
 from autoremat.partitioner import free_device_bytes
+from autoremat.progress import now, said_if_slow
 from autoremat.steps.ledger import Moment, Share
 from autoremat.steps.metering import meter_of
 from autoremat.steps.recording import Recording, recording
@@ -52,7 +54,7 @@ def survey(
 
     Raises ``BudgetInfeasible`` if no choice of plans fits, ``SurveyError`` if there is nothing to share.
     """
-    if "memory_budget" in (options or {}):
+    if "memory_budget" in options_of(options):
         raise OptionsError("a survey takes `memory_budget` as an argument of its own, not in `options`")
     parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, torch_compat.inductor_config_names)
     if isinstance(parsed.memory_budget, Survey | Share):
@@ -63,14 +65,16 @@ def survey(
     if not holds_compiled:
         step = torch.compile(function, backend="autoremat", options=dict(options or {}) or None)
     taken = Recording(parsed)
-    try:
-        with recording(taken), _undone(function):
-            moments = _measured(taken, functools.partial(step, *args, **kwargs), loss or _loss_of)
-    finally:
-        torch.compiler.reset()
-    device = _device_of(taken)
-    found = _step(taken, moments, device)
-    return found.shared_out(parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(device)))
+    with said_if_slow("surveying the step", shown=parsed.progress):
+        try:
+            with recording(taken), _undone(function):
+                moments = _measured(taken, functools.partial(step, *args, **kwargs), loss or _loss_of)
+        finally:
+            torch.compiler.reset()
+        now("sharing out the budget")
+        device = _device_of(taken)
+        found = _step(taken, moments, device)
+        return found.shared_out(parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(device)))
 
 
 def _device_of(taken: Recording) -> torch.device:
@@ -82,6 +86,7 @@ def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], t
     """Run ``step`` once to trace it and once to measure it."""
     devices = _state_devices()
     for attempt in ("trace", "measure"):
+        now(f"running it uncompiled, {'once more to measure it' if attempt == 'measure' else 'to trace it'}")
         with torch.random.fork_rng(devices):
             meter = meter_of(_device_of(taken))
             taken.start(meter if attempt == "measure" else None)
