@@ -12,7 +12,7 @@ import torch
 from autoremat import torch_compat, torch_fake
 from autoremat.checking import options_of
 from autoremat.errors import OptionsError, PlanInvalid, UnplannedWarning
-from autoremat.frontier import OURS, TORCH, Point, our_points, point_of, policy_points
+from autoremat.frontier import OURS, TORCH, Pareto, our_points, point_of, policy_points
 from autoremat.options import Options
 from autoremat.partitions import plan_of_partition
 from autoremat.plans import Plan
@@ -31,13 +31,14 @@ def pareto(
     options: Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
     **kwargs: Any,
-) -> list[Point]:
+) -> Pareto:
     """Time against peak memory of ``model_or_fn(*args, **kwargs)``, traced once without running, as ``autoremat.explain`` does.
 
     ``points``: so many of our plans, from the smallest peak found to that without recomputation, each with the lower bound at
     its budget. Besides, torch's partitions at ``torch_budgets`` (shares in (0, 1]; an empty tuple leaves them out: on a large
     graph torch's partitioner takes minutes) and fixed policies, all through the same simulator. All are priced by recomputation
-    alone. After graph breaks: the graph with the highest peak. ``pictures.pareto`` draws the list.
+    alone. After graph breaks: the graph with the highest peak. ``print`` shows the list as a table; ``pictures.pareto`` draws
+    it.
 
     Raises ``OptionsError`` for a budget in ``options``, and what ``autoremat.explain`` raises.
     """
@@ -47,7 +48,7 @@ def pareto(
         raise OptionsError("memory_budget has no meaning for pareto, which plans for many budgets: leave it out of the options")
     parsed = Options.parse(options, None, torch_compat.inductor_config_names)
 
-    def look(preview: Preview) -> list[Point]:
+    def look(preview: Preview) -> Pareto:
         preview = by_recomputation_alone(preview)
         graph = preview.captured.graph
         tally = Tally(points)
@@ -63,7 +64,7 @@ def pareto(
             theirs.append(point_of(plan, TORCH, f"{share:g}"))
             tally.done += 1
         now("following fixed policies")
-        return [*ours, *policy_points(graph), *theirs]
+        return Pareto([*ours, *policy_points(graph), *theirs])
 
     with said_if_slow(f"comparing plans for {points} budgets", shown=parsed.progress):
         found, _ = previews(model_or_fn, args, kwargs, parsed, device, look)

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoremat import report_text
 from autoremat.explanation import Fate, ForwardValue, Reason, explain_values, module_class, op_name
@@ -17,11 +17,9 @@ from autoremat.graph import Graph
 from autoremat.moments import Alive, Moment, Profile, Sort, peak_of, profile_of
 from autoremat.plans import Plan
 from autoremat.report_diff import ReportDiff, compare
+from autoremat.showing import PlainTable, Shown
 from autoremat.solvers import Planning
 from autoremat.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -61,8 +59,8 @@ class Total:
         return cls(name, len(values), size(Fate.SAVED), size(Fate.RECOMPUTED), size(Fate.FUSED), seconds, added)
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Shown):
     """The plan of one graph in figures. Bytes are peaks beyond what was live when the step began; seconds are estimates
     of the cost model, except ``planning_seconds``."""
 
@@ -232,17 +230,17 @@ class Report:
         found = (Total.of(name, values) for name, values in groups.items())
         return tuple(sorted(found, key=lambda total: (-total.saved_bytes, -total.added_seconds, total.name)))
 
-    def table(self, fate: Fate | str | None = None, limit: int | None = 40) -> Table:
+    def table(self, fate: Fate | str | None = None, limit: int | None = 40) -> PlainTable:
         """The forward's values, the largest first, as a table of ``rich``; ``fate`` shows only those, ``limit=None`` all."""
         wanted = None if fate is None else Fate(fate)
         values = [value for value in self.values if wanted in (None, value.fate)]
         return report_text.value_table(sorted(values, key=lambda value: -value.bytes), limit)
 
-    def totals_table(self, by: str = "module") -> Table:
+    def totals_table(self, by: str = "module") -> PlainTable:
         """:meth:`totals` as a table of ``rich``."""
         return report_text.totals_table(self.totals(by), by)
 
-    def peak_table(self, before: bool = False, limit: int | None = 20) -> Table | None:
+    def peak_table(self, before: bool = False, limit: int | None = 20) -> PlainTable | None:
         """What is alive where memory is fullest, with the plan or ``before``, without recomputation; None if not known."""
         moment = self.peak_before if before else self.peak_after
         return None if moment is None else report_text.moment_table(moment, limit)
@@ -272,8 +270,13 @@ class Report:
         """Seconds of recomputation as a share of the forward's seconds."""
         return self.recompute_seconds / self.forward_seconds if self.forward_seconds else 0.0
 
-    def __str__(self) -> str:
-        return report_text.render(self)
+    def line(self) -> str:
+        """All that a prompt shows."""
+        return self.summary()
+
+    def tables(self) -> Sequence[PlainTable]:
+        """All that ``print`` shows."""
+        return report_text.tables(self)
 
 
 def _saved_tensors(graph: Graph, plan: Plan) -> tuple[SavedTensor, ...]:

@@ -2,60 +2,30 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
 
 from autoremat.explanation import Fate, ForwardValue
 from autoremat.moments import Alive, Moment
+from autoremat.showing import PlainTable, named_figures, plain_table
+from autoremat.showing import as_text as as_text
 from autoremat.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from autoremat.report import Report, Total
 
 SAVED_TENSORS_SHOWN = 10
-WIDTH = 120
 
 
-def render(report: Report) -> str:
-    """A screen of text: the figures, and the largest saved tensors."""
-    named = Table(show_header=False, box=None, pad_edge=False)
-    named.add_column(style="bold", no_wrap=True)
-    named.add_column()
-    for name, text in figures(report):
-        named.add_row(name, text)
-    parts: list[RenderableType] = [named]
+def tables(report: Report) -> list[PlainTable]:
+    """The figures, and the largest saved tensors: a screen of text."""
+    found = [named_figures(figures(report))]
     if report.saved:
         tensors = plain_table("largest saved tensors", ("bytes", "op", "module", "source"), numbers=1)
         for tensor in report.saved[:SAVED_TENSORS_SHOWN]:
             tensors.add_row(format_bytes(tensor.bytes), tensor.op, tensor.module, short_source(tensor.source))
-        parts += ["", tensors]
-    return as_text(*parts)
-
-
-def as_text(*parts: RenderableType) -> str:
-    """What ``rich`` would print, without colours."""
-    out = io.StringIO()
-    Console(file=out, width=WIDTH, force_terminal=False).print(Group(*parts))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-class PlainTable(Table):
-    """A table that ``print`` shows too, without colours and as wide as the reports."""
-
-    def __str__(self) -> str:
-        return as_text(self)
-
-
-def plain_table(title: str, columns: Iterable[str], numbers: int) -> PlainTable:
-    """A table without lines, of which the first ``numbers`` columns hold figures."""
-    table = PlainTable(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number < numbers else "left", no_wrap=number < numbers, overflow="fold")
-    return table
+        found.append(tensors)
+    return found
 
 
 def short_source(source: str) -> str:
@@ -119,7 +89,7 @@ def _basis(report: Report) -> str:
     return f"{report.cost_model}: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share) + untimed
 
 
-def value_table(values: Sequence[ForwardValue], limit: int | None) -> Table:
+def value_table(values: Sequence[ForwardValue], limit: int | None) -> PlainTable:
     """The first ``limit`` of ``values`` with their fates and reasons."""
     shown = values if limit is None else values[:limit]
     title = f"{len(shown)} of {len(values)} values" if len(shown) < len(values) else f"{len(values)} values"
@@ -136,7 +106,7 @@ def where(thing: ForwardValue | Alive) -> str:
     return ", ".join(filter(None, (thing.module, short_source(thing.source))))
 
 
-def totals_table(totals: Sequence[Total], by: str) -> Table:
+def totals_table(totals: Sequence[Total], by: str) -> PlainTable:
     """Sums by module or op."""
     table = plain_table(f"by {by}", ("saved", "recomputed", "fused", "run", "run again", "values", by), numbers=6)
     for total in totals:
@@ -147,7 +117,7 @@ def totals_table(totals: Sequence[Total], by: str) -> Table:
     return table
 
 
-def moment_table(moment: Moment, limit: int | None) -> Table:
+def moment_table(moment: Moment, limit: int | None) -> PlainTable:
     """What is alive at a moment, the largest first."""
     table = plain_table(
         f"{format_bytes(moment.bytes)} alive in the {place(moment)}", ("bytes", "tensor", "is", "where"), numbers=1

@@ -15,6 +15,7 @@ from autoremat.options import Options
 from autoremat.preview import explain_by
 from autoremat.progress import said_if_slow
 from autoremat.report import Report
+from autoremat.showing import PlainTable, Shown
 from autoremat.units import format_bytes
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
@@ -23,8 +24,8 @@ FASTEST = 16
 """At most so many times the largest size that fits is tried next, however little memory that took."""
 
 
-@dataclass(frozen=True)
-class Fit:
+@dataclass(frozen=True, repr=False)
+class Fit(Shown):
     """The largest size that fits, and what the search saw. Printed: a few lines."""
 
     size: int
@@ -36,6 +37,17 @@ class Fit:
     """The smallest peak that was found for ``next_size``."""
     tried: tuple[tuple[int, int, bool], ...]
     """Sizes in the order in which they were tried, the smallest peak found for each in bytes, whether it fits."""
+
+    def line(self) -> str:
+        """All that a prompt shows."""
+        more = "no larger size was allowed" if self.next_size is None else f"{self.next_size} does not"
+        return f"{self.size} fits {format_bytes(self.report.budget_bytes or 0)}, {more}, {len(self.tried)} sizes tried"
+
+    def tables(self) -> Sequence[PlainTable]:
+        """What ``rich.print`` and notebooks show: the lines of ``print``."""
+        table = PlainTable("", ("",), numbers=0, show_header=False)
+        table.add_row(str(self))
+        return [table]
 
     def __str__(self) -> str:
         budget = self.report.budget_bytes or 0

@@ -14,7 +14,7 @@ MAX_LINES = 400
 
 PURE = (
     "errors", "units", "checking", "defaults", "environment",
-    "options", "columns", "copies", "fusion", "graph", "memory", "schedule", "plans", "plan_files", "replay",
+    "options", "columns", "copies", "fusion", "graph", "memory", "schedule", "plans", "plan_files", "replay", "showing",
     "planning", "progress", "explanation", "moments", "report", "report_text", "report_diff", "store", "cli", "__main__",
     "wrapper_code", "cpp_wrapper_code", "traffic",
     "cost", "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut", "solvers.search",
