@@ -11,6 +11,7 @@ from typing import Any
 from torch import fx
 
 from autoremat import origins, torch_compat
+from autoremat.breaks import listen, one_of_several
 from autoremat.capture import may_train
 from autoremat.closed_loop import Compiled, InductorCompilation, cause_of, published
 from autoremat.defaults import forget_compiled, note_compiled
@@ -27,6 +28,7 @@ from autoremat.errors import (
 from autoremat.options import PLANNING_KEYS, Options
 from autoremat.partitioner import Partitioner
 from autoremat.progress import now, said_if_slow
+from autoremat.report import note_graph
 from autoremat.steps.recording import active, graph_key
 from autoremat.steps.surveyed import Survey
 
@@ -46,14 +48,17 @@ def backend(
     ``OptionsError`` for options that nobody knows and ``BudgetInfeasible`` if no plan fits.
     """
     parsed = Options.parse(options, mode, torch_compat.inductor_config_names)
+    note_graph()
+    listen()
     note_compiled(parsed, options, PLANNING_KEYS)
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
     lock = torch_compat.compile_lock()  # what is patched meanwhile belongs to the whole process
-    with lock, said_if_slow(f"compiling {origins.begin_of(gm.graph)}", shown=parsed.progress):
+    with lock, said_if_slow(f"compiling {origins.begin_of(gm.graph)}", shown=parsed.progress), one_of_several(gm):
         return _compile(gm, example_inputs, parsed)
 
 
+listen()
 vars(backend)["reset"] = forget_compiled  # torch calls it in torch.compiler.reset()
 
 

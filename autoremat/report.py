@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from os import PathLike
 from typing import Any
 
@@ -334,6 +336,8 @@ def _profile(fields: Mapping[str, Any] | None) -> Profile | None:
 
 _reports: list[Report] = []
 _lock = threading.Lock()
+_graphs_seen = 0
+"""Graphs that the backend was handed, with a backward or not."""
 
 
 def add_report(report: Report) -> None:
@@ -342,7 +346,44 @@ def add_report(report: Report) -> None:
         _reports.append(report)
 
 
-def reports() -> list[Report]:
+def note_graph() -> None:
+    """Note that the backend was handed a graph."""
+    global _graphs_seen
+    _graphs_seen += 1
+
+
+class Reports(list[Report]):
+    """Reports, oldest first: a list that says why it is empty."""
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return super().__getitem__(index)
+        except IndexError:
+            raise IndexError(why_no_reports() if not self else f"there are {len(self)} reports") from None
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self else f"[] ({why_no_reports()})"
+
+
+def reports() -> Reports:
     """A report for each graph with a backward that was compiled in this process, oldest first."""
     with _lock:
-        return list(_reports)
+        return Reports(_reports)
+
+
+def why_no_reports() -> str:
+    """Why nothing was reported, as far as it is known."""
+    lines = ["no graph with a backward was compiled by autoremat in this process."]
+    if _graphs_seen:
+        lines.append(
+            f"The backend was handed {_graphs_seen} graphs without a backward: gradient mode was off, or no parameter or input "
+            "requires a gradient, or nothing was returned that depends on one."
+        )
+    else:
+        lines.append(
+            "The backend was handed no graph. Was a function compiled by it called? Some functions Dynamo leaves alone: those "
+            "that call an nn.LSTM, nn.GRU or nn.RNN (unless torch._dynamo.config.allow_rnn is set), and torch's own, such as "
+            "the forward of an nn.Sequential inside of DistributedDataParallel: give that a forward of your own."
+        )
+    said = import_module("autoremat.breaks").what_dynamo_said() if "torch._dynamo.utils" in sys.modules else ""
+    return "\n".join(filter(None, [*lines, said]))

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from autoremat import torch_compat, torch_steps
+from autoremat.breaks import listen, what_dynamo_said
 from autoremat.checking import options_of
 from autoremat.errors import OptionsError, SurveyError
 from autoremat.options import Options
@@ -21,6 +22,7 @@ from autoremat.steps.ledger import Moment, Share
 from autoremat.steps.metering import meter_of
 from autoremat.steps.recording import Recording, recording
 from autoremat.steps.surveyed import Step, Survey
+from autoremat.torch_dynamo import graph_breaks
 
 HEADROOM = 0.05
 """Of a step's budget, for generated code whose peak differs from the simulated one."""
@@ -71,6 +73,7 @@ def survey(
                 moments = _measured(taken, functools.partial(step, *args, **kwargs), loss or _loss_of)
         finally:
             torch.compiler.reset()
+            listen()
         now("sharing out the budget")
         device = _device_of(taken)
         found = _step(taken, moments, device)
@@ -84,7 +87,7 @@ def _device_of(taken: Recording) -> torch.device:
 
 def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], torch.Tensor]) -> list[Moment]:
     """Run ``step`` once to trace it and once to measure it."""
-    devices = _state_devices()
+    devices, breaks = _state_devices(), graph_breaks()
     for attempt in ("trace", "measure"):
         now(f"running it uncompiled, {'once more to measure it' if attempt == 'measure' else 'to trace it'}")
         with torch.random.fork_rng(devices):
@@ -93,9 +96,11 @@ def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], t
             with meter if attempt == "measure" else contextlib.nullcontext():
                 _backward(loss(step()))
     if not any(graph.planned for graph in taken.graphs):
+        said = what_dynamo_said(breaks)
         raise SurveyError(
             "nothing in this step was compiled that could be planned. If `function` only calls parts that are compiled with "
             "backend='autoremat', pass regional=True; gradients must be enabled, and something must require one"
+            + (f"\n{said}" if said else "")
         )
     return taken.moments(meter.readings)
 
