@@ -35,6 +35,7 @@ from autoremat.errors import (
 )
 from autoremat.graph import Kind, Role
 from autoremat.loss_parts import Choice, Contender, Parts
+from autoremat.moments import Sort, peak_of
 from autoremat.options import Options
 from autoremat.orders import Ordered, Orders
 from autoremat.partitions import peak_of_torch
@@ -351,6 +352,17 @@ def kept_inputs(captured: Capture, static_inputs: Collection[int]) -> frozenset[
     )
 
 
+def occupants_of(plan: Plan, minimum: int | None) -> list[Occupant]:
+    """What is alive at the peak of ``plan``, and what the step needs besides, if that is ``minimum`` bytes."""
+    moment = peak_of(plan, None)
+    found = [] if moment is None else [
+        Occupant(t.name if t.sort is not Sort.WORKSPACE else f"workspace of {t.name}", t.bytes, t.module, t.source)
+        for t in moment.alive
+    ]  # fmt: skip
+    rest = (minimum or 0) - plan.peak_bytes
+    return [*found, Occupant("in reserve for generated code", rest)] if rest > 0 else found
+
+
 def infeasible(
     planning: Planning,
     budget: int,
@@ -362,14 +374,11 @@ def infeasible(
 ) -> BudgetInfeasible:
     """The error that says what was asked, what is possible and what is in the way."""
     smallest = planning.smallest
-    graph = smallest.graph
-    alive = smallest.timeline.alive_at(smallest.timeline.peak_position)
-    values = [graph.values[v] for v in alive]
     return BudgetInfeasible(
         budget_bytes=budget,
         minimum_bytes=smallest.peak_bytes if minimum is None else minimum,
         lower_bound_bytes=planning.lower_bound_bytes,
-        occupants=[Occupant(v.name, v.bytes, v.module, v.source) for v in values],
+        occupants=occupants_of(smallest, minimum),
         device=device,
         plan_file=plan_file,
         without_orders_bytes=without_orders,

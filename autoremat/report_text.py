@@ -14,7 +14,7 @@ from autoremat.units import format_bytes, format_seconds
 if TYPE_CHECKING:
     from autoremat.report import Report, Total
 
-SAVED_TENSORS_SHOWN = 10
+SAVED_TENSORS_SHOWN, SORTS_SHOWN = 10, 4
 
 
 def tables(report: Report) -> list[PlainTable]:
@@ -39,11 +39,13 @@ def figures(report: Report) -> list[tuple[str, str]]:
     budget = f"none{ceiling}" if report.budget_bytes is None else format_bytes(report.budget_bytes)
     share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
     reserved = f", and {format_bytes(report.reserved_bytes)} in reserve" if report.reserved_bytes else ""
+    least_reserve = reserved if report.compiled_peak_bytes is None else ""  # else it is in the figure, which is of code
     rows = [
         ("budget", budget),
         ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of no recomputation){reserved}"),
         ("without recomputation", format_bytes(report.baseline_peak_bytes)),
-        ("smallest found", f"{format_bytes(report.minimum_peak_bytes)} (bound {format_bytes(report.lower_bound_bytes)})"),
+        ("smallest found", f"{format_bytes(report.minimum_peak_bytes)}{least_reserve} (bound "
+                           f"{format_bytes(report.lower_bound_bytes)})"),
         ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),
         ("recomputed", f"{report.recomputed_ops} ops, {format_seconds(report.recompute_seconds)} estimated "
                        f"({report.overhead:.1%} of the forward)"),
@@ -77,9 +79,23 @@ def figures(report: Report) -> list[tuple[str, str]]:
 
 def place(moment: Moment) -> str:
     """Where in the step a moment is, and what fills it."""
-    shares = ", ".join(f"{size / moment.bytes:.0%} {sort.value}" for sort, size in moment.by_sort[:4] if moment.bytes)
+    percents = whole_percents([size for _, size in moment.by_sort])
+    parts = list(zip(moment.by_sort, percents, strict=True))[:SORTS_SHOWN]
+    shares = ", ".join(f"{percent}% {sort.value}" for (sort, _), percent in parts)
     where = f" of {moment.module}" if moment.module else ""
     return f"{moment.half}, at {moment.op}{where}: {shares}"
+
+
+def whole_percents(sizes: Sequence[int]) -> list[int]:
+    """The shares of ``sizes`` in their sum, in whole percents that sum to 100: the largest remainders are rounded up."""
+    total = sum(sizes)
+    if not total:
+        return [0 for _ in sizes]
+    percents = [100 * size // total for size in sizes]
+    by_remainder = sorted(range(len(sizes)), key=lambda number: -(100 * sizes[number] % total))
+    for number in by_remainder[: 100 - sum(percents)]:
+        percents[number] += 1
+    return percents
 
 
 def _basis(report: Report) -> str:

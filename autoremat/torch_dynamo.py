@@ -33,7 +33,7 @@ def in_few_words(reason: str) -> str:
 
 
 def graph_break_around(gm: fx.GraphModule) -> str | None:
-    """Why Dynamo broke the function that ``gm`` is a part of; None if it is the whole. Empty: the part before has the reason."""
+    """Why Dynamo broke the function that ``gm`` is a part of; None if it is the whole, empty if another part knows why."""
     ended: Any = getattr(gm, "compile_subgraph_reason", None)
     if getattr(ended, "graph_break", False):
         return str(ended.reason)

@@ -88,7 +88,8 @@ class Step:
             occupants.append(Occupant(name, count * points[number].saved_bytes, "", self.graphs[number].source))
         if moment.running is not None:
             name = f"{'backward' if moment.backward else 'forward'} of graph {moment.running}"
-            peak = points[moment.running].peak_bytes(moment.backward)
+            # What a plan counts and was not alive when the step was measured is a base below zero.
+            peak = points[moment.running].peak_bytes(moment.backward) + min(0, moment.base_bytes)
             occupants.append(Occupant(name, peak, "", self.graphs[moment.running].source))
         return BudgetInfeasible(
             budget_bytes=budget,
