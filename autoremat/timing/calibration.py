@@ -104,6 +104,7 @@ def _stored(key: str) -> Rates | None:
 
 def _measured(device: torch.device, key: str) -> Rates:
     log.info("calibrating %s", device)
+    now(f"calibrating {device}, about 30 s, only once")
     rates = undisturbed(device, lambda: calibrate(device, stopwatch_for(device), compiled))
     # Ranks of a job start together: all that share a cache folder plan by the figures of the first to be done.
     if (others := _stored(key)) is not None:
