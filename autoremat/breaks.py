@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 from collections import Counter
 from collections.abc import Iterator
 
@@ -45,12 +46,28 @@ def one_of_several(gm: fx.GraphModule) -> Iterator[None]:
         raise
 
 
+_frame_began: float | None = None
+
+
 def listen() -> None:
-    """From now on, say once if Dynamo leaves a function alone because of an RNN in it: the backend never sees such a one."""
-    torch_dynamo.after_each_frame(_after_a_frame)
+    """From now on, say once if Dynamo leaves a function alone because of an RNN in it: the backend never sees such a one. And
+    note since when a caller has been waiting."""
+    torch_dynamo.around_each_frame(_before_a_frame, _after_a_frame)
+
+
+def seconds_in_dynamo() -> float:
+    """How long Dynamo has been at the present frame; 0 if nobody listened as it began."""
+    return 0.0 if _frame_began is None else time.monotonic() - _frame_began
+
+
+def _before_a_frame() -> None:
+    global _frame_began
+    _frame_began = time.monotonic()
 
 
 def _after_a_frame() -> None:
+    global _frame_began
+    _frame_began = None
     found = next((reason for reason in torch_dynamo.graph_breaks() if torch_dynamo.WITHOUT_RNN in reason), None)
     if found is not None and torch_dynamo.WITHOUT_RNN not in _told:
         _told.add(torch_dynamo.WITHOUT_RNN)

@@ -11,7 +11,7 @@ from typing import Any
 from torch import fx
 
 from autoremat import origins, torch_compat
-from autoremat.breaks import listen, one_of_several
+from autoremat.breaks import listen, one_of_several, seconds_in_dynamo
 from autoremat.capture import may_train
 from autoremat.closed_loop import Compiled, InductorCompilation, cause_of, published
 from autoremat.defaults import forget_compiled, note_compiled
@@ -54,7 +54,8 @@ def backend(
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
     lock = torch_compat.compile_lock()  # what is patched meanwhile belongs to the whole process
-    with lock, said_if_slow(f"compiling {origins.begin_of(gm.graph)}", shown=parsed.progress), one_of_several(gm):
+    title, waited = f"compiling {origins.begin_of(gm.graph)}", seconds_in_dynamo()
+    with lock, said_if_slow(title, shown=parsed.progress, waited=waited), one_of_several(gm):
         return _compile(gm, example_inputs, parsed)
 
 

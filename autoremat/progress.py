@@ -23,7 +23,7 @@ from rich.text import Text
 PATIENCE_SECONDS = 2.0
 """Before a person is told at a terminal or in a notebook."""
 
-LOG_PATIENCE_SECONDS, LOG_INTERVAL_SECONDS = 5.0, 8.0
+LOG_PATIENCE_SECONDS, LOG_INTERVAL_SECONDS = 5.0, 6.0
 """Before the first line in a log, and between two lines: no silence lasts ten seconds."""
 
 LEAST_SECONDS = 4.0
@@ -107,14 +107,15 @@ def quiet() -> contextlib.AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def said_if_slow(
-    message: str, console: Console | None = None, patience: float | None = None, shown: bool = True
+    message: str, console: Console | None = None, patience: float | None = None, shown: bool = True, waited: float = 0.0
 ) -> Iterator[None]:
     """While the body runs, tell on standard error what it does, as soon as it has run for ``patience`` seconds.
 
     Where a person sits, one line changes; elsewhere there is a line every few seconds. Of the ranks of a job the first speaks.
-    Inside of another ``said_if_slow`` the message is added to that one's; not ``shown``, all that is inside is quiet.
+    ``waited``: for so long the caller has been waiting already. Inside of another ``said_if_slow`` the message is added to that
+    one's; not ``shown``, all that is inside is quiet.
     """
-    outer, level = _here.levels, _Level(message)
+    outer, level = _here.levels, _Level(message, time.monotonic() - waited)
     if outer and shown:
         outer.append(level)
         try:
@@ -147,6 +148,7 @@ def _telling(outlet: Outlet, levels: list[_Level], patience: float | None) -> It
 
     def tell() -> None:
         waiting = outlet.patience if patience is None else patience
+        waiting = max(0.0, waiting - (time.monotonic() - levels[0].began))
         speaks = False
         try:
             while not over.wait(waiting):

@@ -9,7 +9,6 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 from torch._dynamo.utils import counters
 
@@ -41,19 +40,20 @@ def graph_break_around(gm: fx.GraphModule) -> str | None:
     return "" if resumed else None
 
 
-def after_each_frame(listener: Callable[[], None]) -> None:
-    """Call ``listener`` whenever Dynamo has looked at a frame, until torch is reset. Twice is as good as once."""
+def around_each_frame(begins: Callable[[], None], ended: Callable[[], None]) -> None:
+    """Call ``begins`` before Dynamo looks at a frame and ``ended`` after it, until torch is reset. Twice is as good as once."""
     from torch._dynamo.callback import callback_handler
 
-    if not any(getattr(callback, "listener", None) is listener for callback in callback_handler.end_callbacks):
-
-        def ended(_: Any) -> None:
-            listener()
-
-        vars(ended)["listener"] = listener
-        callback_handler.register_end_callback(ended)
+    for callbacks, listener in ((callback_handler.start_callbacks, begins), (callback_handler.end_callbacks, ended)):
+        if not any(getattr(callback, "listener", None) is listener for callback in callbacks):
+            callbacks.append(_Callback(listener))
 
 
-def allows_rnn() -> bool:
-    """Whether Dynamo traces modules such as ``nn.LSTM``."""
-    return bool(torch._dynamo.config.allow_rnn)
+class _Callback:
+    """Calls a listener without what Dynamo has to say."""
+
+    def __init__(self, listener: Callable[[], None]) -> None:
+        self.listener = listener
+
+    def __call__(self, _: Any) -> None:
+        self.listener()

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import pickle
+import types
 
 import pytest
 import torch
 from torch import nn
 
 import autoremat
-from autoremat import breaks, report
+from autoremat import breaks, dynamo_backend, report
 from autoremat.errors import BudgetInfeasible, CaptureError, SurveyError
 
 OPTIONS = {"inner": "aot_eager"}
@@ -86,8 +88,6 @@ def test_explain_and_survey_name_what_dynamo_does_not_trace():
     for look, error in ((autoremat.explain, CaptureError), (autoremat.survey, SurveyError)):
         with pytest.raises(error, match=REASON):
             look(loss, x, options=OPTIONS)
-    with torch._dynamo.config.patch(allow_rnn=True):
-        assert autoremat.explain(loss, x, options=OPTIONS).ops > 0
 
 
 def in_two_graphs():
@@ -125,3 +125,19 @@ def test_a_graph_that_is_the_whole_function_has_no_such_advice():
     with pytest.raises(BudgetInfeasible) as raised:
         autoremat.explain(nn.Linear(8, 1), torch.randn(64, 8), options={**OPTIONS, "memory_budget": 1})
     assert "several" not in str(raised.value)
+
+
+def test_who_waits_has_waited_since_dynamo_began(nothing_yet, monkeypatch):
+    seen: list[float] = []
+
+    def said(*_: object, waited: float, **__: object) -> contextlib.AbstractContextManager[None]:
+        seen.append(waited)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(breaks, "time", types.SimpleNamespace(monotonic=iter(range(100, 900, 3)).__next__))
+    monkeypatch.setattr(dynamo_backend, "said_if_slow", said)
+    breaks.listen()
+    torch.compile(nn.Linear(4, 1), backend="autoremat", options=OPTIONS)(torch.randn(2, 4))
+    assert len(seen) == 1
+    assert seen[0] >= 3
+    assert breaks.seconds_in_dynamo() == 0.0

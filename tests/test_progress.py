@@ -83,6 +83,12 @@ def test_a_log_has_lines_that_say_what_is_done_and_how_much(told):
     assert LOG_PATIENCE_SECONDS < LOG_INTERVAL_SECONDS < 10, "no silence of ten seconds"
 
 
+def test_what_was_waited_before_counts(told, monkeypatch):
+    monkeypatch.setattr(Log, "patience", 60.0)
+    with said_if_slow("compiling", waited=70.0):
+        until_said(told, "autoremat: compiling for 70 s\n")
+
+
 def test_how_long_the_rest_takes_follows_from_how_long_the_first_took(told, monkeypatch):
     clock = types.SimpleNamespace(monotonic=lambda: 100.0)
     monkeypatch.setattr(progress, "time", clock)
