@@ -22,8 +22,8 @@ import autoremat
 from autoremat import pictures, store
 from autoremat.errors import AutorematError, BudgetInfeasible
 from autoremat.report import Report
-from autoremat.report_text import as_text, plain_table
-from autoremat.units import format_bytes, format_seconds
+from autoremat.report_text import as_text
+from autoremat.units import format_bytes
 
 INFEASIBLE, USAGE, FAILURE = 1, 2, 3
 
@@ -242,15 +242,11 @@ def pareto(
     found = autoremat.pareto(model, *args, points=points, options=_options(further), device=device, **torchs, **kwargs)
     if picture is not None:
         pictures.pareto(found).savefig(picture)
-    found = sorted(found, key=lambda point: (point.peak_bytes, point.added_seconds))
     if as_json:
-        click.echo(json.dumps([{**dataclasses.asdict(point), "overhead": point.overhead} for point in found], indent=2))
+        points_found = [{**dataclasses.asdict(point), "overhead": point.overhead} for point in found.by_peak()]
+        click.echo(json.dumps(points_found, indent=2))
         return
-    table = plain_table("time against memory", ("peak", "added", "of the step", "family", "which"), numbers=3)
-    for point in found:
-        added = format_seconds(point.added_seconds)
-        table.add_row(format_bytes(point.peak_bytes), added, f"{point.overhead:.1%}", point.family, point.label)
-    click.echo(as_text(table))
+    click.echo(str(found))
 
 
 @main.command("max-batch")

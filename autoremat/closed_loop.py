@@ -25,6 +25,7 @@ from autoremat.capture import device_of_inputs
 from autoremat.errors import BudgetInfeasible, BudgetWarning, causes
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner, free_device_bytes, infeasible, source_hash
+from autoremat.progress import now
 from autoremat.report import Report, add_report
 from autoremat.steps.ledger import Share
 from autoremat.steps.watch import watched
@@ -210,6 +211,7 @@ class InductorCompilation:
             self.may_loosen = record is None and not (self.failed or self.loosened) and replans <= MAX_REPLANS - 2
             self.may_loosen = self.may_loosen and not isinstance(self.options.memory_budget, Share)
             partitioner = Partitioner(self.options, self.key, self.margin, must_fit=self.options.on_infeasible == "raise")
+            now("tracing", attempt=replans + 1)
             try:
                 with caches():
                     compiled = self.attempt(partitioner)

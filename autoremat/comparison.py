@@ -10,13 +10,14 @@ from typing import Any
 import torch
 
 from autoremat import torch_compat, torch_fake
+from autoremat.checking import options_of
 from autoremat.errors import OptionsError, PlanInvalid, UnplannedWarning
-from autoremat.frontier import TORCH, Point, our_points, point_of, policy_points
+from autoremat.frontier import OURS, TORCH, Pareto, our_points, point_of, policy_points
 from autoremat.options import Options
 from autoremat.partitions import plan_of_partition
 from autoremat.plans import Plan
 from autoremat.preview import Preview, previews
-from autoremat.progress import said_if_slow
+from autoremat.progress import Tally, now, said_if_slow
 
 TORCH_BUDGETS = tuple(tenths / 10 for tenths in range(10, 0, -1))
 """Of ``activation_memory_budget``, torch's own setting, at which its partitions are taken."""
@@ -30,30 +31,42 @@ def pareto(
     options: Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
     **kwargs: Any,
-) -> list[Point]:
+) -> Pareto:
     """Time against peak memory of ``model_or_fn(*args, **kwargs)``, traced once without running, as ``autoremat.explain`` does.
 
     ``points``: so many of our plans, from the smallest peak found to that without recomputation, each with the lower bound at
     its budget. Besides, torch's partitions at ``torch_budgets`` (shares in (0, 1]; an empty tuple leaves them out: on a large
     graph torch's partitioner takes minutes) and fixed policies, all through the same simulator. All are priced by recomputation
-    alone. After graph breaks: the graph with the highest peak. ``pictures.pareto`` draws the list.
+    alone. After graph breaks: the graph with the highest peak. ``print`` shows the list as a table; ``pictures.pareto`` draws
+    it.
 
     Raises ``OptionsError`` for a budget in ``options``, and what ``autoremat.explain`` raises.
     """
     if points < 2:
         raise OptionsError(f"points={points} is not accepted. Accepted: 2 or more")
-    if "memory_budget" in (options or {}):
+    if "memory_budget" in options_of(options):
         raise OptionsError("memory_budget has no meaning for pareto, which plans for many budgets: leave it out of the options")
     parsed = Options.parse(options, None, torch_compat.inductor_config_names)
 
-    def look(preview: Preview) -> list[Point]:
+    def look(preview: Preview) -> Pareto:
         preview = by_recomputation_alone(preview)
         graph = preview.captured.graph
-        ours = list(our_points(graph, points, parsed.time_limit))
-        theirs = [point_of(plan, TORCH, f"{share:g}") for share, plan in plans_of_torch(preview, torch_budgets)]
-        return [*ours, *policy_points(graph), *theirs]
+        tally = Tally(points)
+        now("planning, budget", tally.count)
+        ours = []
+        for point in our_points(graph, points, parsed.time_limit):
+            ours.append(point)
+            tally.done += point.family == OURS
+        theirs = []
+        tally = Tally(len(torch_budgets))
+        now("asking for torch's partitions", tally.count)
+        for share, plan in plans_of_torch(preview, torch_budgets):
+            theirs.append(point_of(plan, TORCH, f"{share:g}"))
+            tally.done += 1
+        now("following fixed policies")
+        return Pareto([*ours, *policy_points(graph), *theirs])
 
-    with said_if_slow(f"autoremat: planning for {points} budgets"):
+    with said_if_slow(f"comparing plans for {points} budgets", shown=parsed.progress):
         found, _ = previews(model_or_fn, args, kwargs, parsed, device, look)
     return max(found, key=lambda graph: max(point.peak_bytes for point in graph))
 

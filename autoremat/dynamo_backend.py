@@ -11,8 +11,10 @@ from typing import Any
 from torch import fx
 
 from autoremat import origins, torch_compat
+from autoremat.breaks import listen, one_of_several, seconds_in_dynamo
 from autoremat.capture import device_of_inputs, may_train
 from autoremat.closed_loop import Compiled, InductorCompilation, cause_of, published, with_bytes
+from autoremat.defaults import forget_compiled, note_compiled
 from autoremat.dynamic_shapes import with_limits
 from autoremat.errors import (
     AutorematError,
@@ -23,8 +25,10 @@ from autoremat.errors import (
     unplanned_error,
     unplanned_message,
 )
-from autoremat.options import Options
+from autoremat.options import PLANNING_KEYS, Options
 from autoremat.partitioner import Partitioner
+from autoremat.progress import now, said_if_slow
+from autoremat.report import note_graph
 from autoremat.steps.recording import active, graph_key
 from autoremat.steps.surveyed import Survey
 
@@ -44,8 +48,21 @@ def backend(
     ``OptionsError`` for options that nobody knows and ``BudgetInfeasible`` if no plan fits.
     """
     parsed = Options.parse(options, mode, torch_compat.inductor_config_names)
+    note_graph()
+    listen()
+    note_compiled(parsed, options, PLANNING_KEYS)
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
+    title, waited = f"compiling {origins.begin_of(gm.graph)}", seconds_in_dynamo()
+    with said_if_slow(title, shown=parsed.progress, waited=waited), one_of_several(gm):
+        return _compile(gm, example_inputs, parsed)
+
+
+listen()
+vars(backend)["reset"] = forget_compiled  # torch calls it in torch.compiler.reset()
+
+
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options) -> Compiled:
     origins.take_names(gm)
     patches = {**torch_compat.mode_config(parsed.mode), **dict(parsed.inductor)}
     recording = active()
@@ -103,6 +120,7 @@ def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 
 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
+    now("tracing")
     partitioner = Partitioner(options, "", fuses=False, must_fit=options.on_infeasible == "raise")
     compiled = torch_compat.compile_uncompiled(gm, inputs, partitioner)
     return compiled if partitioner.report is None else published(compiled, partitioner.report, options)

@@ -106,8 +106,14 @@ class BudgetInfeasible(AutorematError):
         self.device = device
         self.plan_file = plan_file
         self.without_orders_bytes = without_orders_bytes
-        self.remedy = remedy
+        self.remedies = (remedy,) if remedy else ()
         super().__init__(self._message())
+
+    def advise(self, remedy: str) -> None:
+        """Add advice, first of all."""
+        if remedy not in self.remedies:
+            self.remedies = (remedy, *self.remedies)
+            self.args = (self._message(),)
 
     def _message(self) -> str:
         where = f" on {self.device}" if self.device else ""
@@ -147,9 +153,7 @@ class BudgetInfeasible(AutorematError):
         if self.without_orders_bytes is not None and self.without_orders_bytes < self.minimum_bytes:
             relaxed = f"{self.without_orders_bytes} bytes ({format_bytes(self.without_orders_bytes)})"
             advice.insert(1, f"relax policy, save or recompute: without them the smallest peak found is {relaxed}")
-        if self.remedy:
-            advice.insert(1, self.remedy)
-        return advice
+        return [*advice[:1], *self.remedies, *advice[1:]]
 
 
 class BudgetWarning(UserWarning):

@@ -120,6 +120,12 @@ def op_name(target: str) -> str:
     return match[1] if match else target
 
 
+def against(seconds: float, saving: float) -> str:
+    """The seconds of recomputing beside those of saving."""
+    other = format_seconds(saving) if saving else "nothing, for it is written and read in any case"
+    return f"{format_seconds(seconds)} against {other}"
+
+
 def explain_values(plan: Plan, budget: int | None) -> tuple[ForwardValue, ...]:
     """Every value that the forward's ops make, in their order. ``budget`` is what ``plan`` was made for (None: no bound)."""
     return tuple(_Explainer(plan, budget).run())
@@ -197,7 +203,7 @@ class _Explainer:
         if op.order is Order.SAVE:
             return Reason.ORDERED, ""
         seconds, saving = self.seconds_without(value), self.saving_seconds(value)
-        cost = f"{format_seconds(seconds)} against {format_seconds(saving)}"
+        cost = against(seconds, saving)
         if value in self.feeds:
             return Reason.START, ""
         return (Reason.DEAR, cost) if seconds > saving else (Reason.NO_GAIN, cost)
@@ -208,7 +214,7 @@ class _Explainer:
         if op.order is Order.RECOMPUTE:
             return Reason.ORDERED, ""
         if seconds <= saving:
-            return Reason.CHEAP, f"{format_seconds(seconds)} against {format_seconds(saving)}"
+            return Reason.CHEAP, against(seconds, saving)
         if self.budget is not None:
             start, end = self.forward_end.get(value, self.num_forward - 1) + 1, self.again[index]
             stretch = self.plan.timeline.bytes_at[start:end]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autoremat.errors import OrderWarning
@@ -12,8 +12,10 @@ from autoremat.graph import Graph
 from autoremat.orders import Orders
 from autoremat.plans import Plan
 from autoremat.policies import Block, Full, Policy, Segments, Selective, Sqrt, Uniform
+from autoremat.showing import PlainTable, Shown, plain_table
 from autoremat.solvers import Planner, baselines
 from autoremat.structure import Forward
+from autoremat.units import format_bytes, format_seconds
 
 OURS, BOUND, POLICY, TORCH = "autoremat", "lower bound", "policy", "torch"
 
@@ -41,6 +43,30 @@ class Point:
         """Whether this point needs no more of both and less of one."""
         mine, theirs = (self.peak_bytes, self.added_seconds), (other.peak_bytes, other.added_seconds)
         return mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]
+
+
+class Pareto(Shown, list[Point]):
+    """The points of one graph: a list, which shows itself as a table."""
+
+    def line(self) -> str:
+        """All that a prompt shows."""
+        ours = sorted((point for point in self if point.family == OURS), key=lambda point: point.peak_bytes)
+        if not ours:
+            return f"{len(self)} points"
+        ends = [f"{format_bytes(point.peak_bytes)} (adding {point.overhead:.1%} of the step)" for point in (ours[0], ours[-1])]
+        return f"{len(self)} points, {len(ours)} of them ours, from {' to '.join(ends)}"
+
+    def tables(self) -> Sequence[PlainTable]:
+        """All that ``print`` shows, by peak."""
+        table = plain_table("time against memory", ("peak", "added", "of the step", "family", "which"), numbers=3)
+        for point in self.by_peak():
+            added = format_seconds(point.added_seconds)
+            table.add_row(format_bytes(point.peak_bytes), added, f"{point.overhead:.1%}", point.family, point.label)
+        return [table]
+
+    def by_peak(self) -> list[Point]:
+        """The points, the leanest first."""
+        return sorted(self, key=lambda point: (point.peak_bytes, point.added_seconds))
 
 
 def point_of(plan: Plan, family: str, label: str) -> Point:

@@ -89,21 +89,22 @@ class Profile:
         return tuple(sum(column) for column in zip(*self.bytes, strict=True))
 
 
-def peak_of(plan: Plan) -> Moment | None:
-    """The first moment at which the plan's peak is reached; None of an empty graph."""
+def peak_of(plan: Plan, listed: int | None = LISTED) -> Moment | None:
+    """The first moment at which the plan's peak is reached, with the ``listed`` largest tensors (None: all); None of an empty
+    graph."""
     graph, timeline, sequence = plan.graph, plan.timeline, plan.schedule.sequence
     if not sequence:
         return None
     position, border = timeline.peak_position, len(plan.schedule.forward)
     op = graph.ops[sequence[position]]
     alive = _alive(plan, position, border)
-    listed, rest = alive[:LISTED], alive[LISTED:]
+    largest, rest = alive[:listed], alive[len(alive[:listed]) :]
     sums: dict[Sort, int] = {}
     for tensor in alive:
         sums[tensor.sort] = sums.get(tensor.sort, 0) + tensor.bytes
     return Moment(
         timeline.peak_bytes, "forward" if position < border else "backward", position, len(sequence),
-        op.name, op.target, op.module, op.source, tuple(listed), len(rest), sum(tensor.bytes for tensor in rest),
+        op.name, op.target, op.module, op.source, tuple(largest), len(rest), sum(tensor.bytes for tensor in rest),
         tuple(sorted(sums.items(), key=lambda pair: -pair[1])),
     )  # fmt: skip
 

@@ -1,8 +1,7 @@
 """What the user asks for: one frozen `Options`, checked and normalised where it enters and never again.
 
 Values come from three places; for each key the first that has it wins: the `options` of `torch.compile`, `configure`,
-and, for the budget, the cost model and the policy, the environment variables AUTOREMAT_MEMORY_BUDGET, AUTOREMAT_COST_MODEL
-and AUTOREMAT_POLICY.
+and, for the budget, the cost model, the policy and progress, variables of the environment (`environment.py`).
 """
 
 import difflib
@@ -11,13 +10,18 @@ import math
 import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from fractions import Fraction
 from numbers import Real
 from typing import Any
 
-from . import policies
+from . import defaults, environment, policies
+from .checking import MOST_BYTES, as_float, as_int, flag, one_of, options_of, refused, text_to_bytes, underscored
+from .environment import BUDGET as ENVIRONMENT_VARIABLE
+from .environment import COST_MODEL as COST_MODEL_VARIABLE
+from .environment import POLICY as POLICY_VARIABLE
+from .environment import PROGRESS as PROGRESS_VARIABLE
 from .errors import OptionsError
 from .plan_files import PlanFile
 from .plans import Plan
@@ -25,11 +29,8 @@ from .policies import Policy, Selective
 from .stable import stable
 from .steps.ledger import Share
 from .steps.surveyed import Budget, Survey
-from .units import BYTE_FORMS, format_bytes, parse_bytes
+from .units import BYTE_FORMS, format_bytes
 
-ENVIRONMENT_VARIABLE = "AUTOREMAT_MEMORY_BUDGET"
-COST_MODEL_VARIABLE = "AUTOREMAT_COST_MODEL"
-POLICY_VARIABLE = "AUTOREMAT_POLICY"
 DEFAULT_RESERVE = 512 * 2**20  # the CUDA context, cuBLAS workspaces and fragmentation live outside the budget
 INNER_COMPILERS = ("inductor", "aot_eager")
 INFEASIBLE_ACTIONS = ("raise", "best_effort")
@@ -37,8 +38,9 @@ COST_MODELS = ("roofline", "calibrated", "profile")
 UNPLANNABLE_ACTIONS = ("warn", "raise")
 OWN_KEYS = (
     "memory_budget", "reserve", "time_limit", "inner", "on_infeasible", "on_unplannable", "cost_model", "plan", "policy",
-    "recompute_modules", "save", "recompute", "chunk_loss",
+    "recompute_modules", "save", "recompute", "chunk_loss", "progress",
 )  # fmt: skip
+PLANNING_KEYS = tuple(key for key in OWN_KEYS if key != "progress")
 
 _BUDGET_FORMS_ANYWHERE = (
     f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak without "
@@ -79,6 +81,7 @@ class Options:
     - save, recompute: orders to the planner: globs of module paths, ops, or names of tensors.
     - chunk_loss: whether the projection onto a vocabulary, the loss and their gradients are computed in parts: "auto" (if no
         plan fits otherwise), True (also if that is faster by prediction), in how many parts in any case, or False (never).
+    - progress: whether whoever waits for a compilation is told what is going on; no plan depends on it.
     - inductor: pairs for Inductor's config, sorted by key.
     - mode: as in `torch.compile`.
 
@@ -100,30 +103,32 @@ class Options:
     save: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     chunk_loss: bool | int | str = "auto"
+    progress: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
         normalised = {
             "memory_budget": _normalise_budget(self.memory_budget, "memory_budget"),
             "reserve": _normalise_reserve(self.reserve),
             "time_limit": _normalise_time_limit(self.time_limit),
-            "inner": _one_of(INNER_COMPILERS, self.inner, "inner"),
-            "on_infeasible": _one_of(INFEASIBLE_ACTIONS, self.on_infeasible, "on_infeasible"),
-            "cost_model": _one_of(COST_MODELS, self.cost_model, "cost_model"),
+            "inner": one_of(INNER_COMPILERS, self.inner, "inner"),
+            "on_infeasible": one_of(INFEASIBLE_ACTIONS, self.on_infeasible, "on_infeasible"),
+            "cost_model": one_of(COST_MODELS, self.cost_model, "cost_model"),
             "on_unplannable": None
             if self.on_unplannable is None
-            else _one_of(UNPLANNABLE_ACTIONS, self.on_unplannable, "on_unplannable"),
+            else one_of(UNPLANNABLE_ACTIONS, self.on_unplannable, "on_unplannable"),
             "plan": _normalise_plans(self.plan),
             "policy": _normalise_policy(self.policy, self.recompute_modules),
             "recompute_modules": (),
             "save": _normalise_patterns(self.save, "save"),
             "recompute": _normalise_patterns(self.recompute, "recompute"),
             "chunk_loss": _normalise_chunks(self.chunk_loss),
+            "progress": flag(self.progress, "progress"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
         if normalised["plan"] and (normalised["policy"] or normalised["save"] or normalised["recompute"]):
             raise OptionsError("`plan` applies a stored plan as it is: policy, save and recompute cannot be given beside it")
         if not isinstance(self.mode, str | None):
-            raise _refused("mode", self.mode, "a mode of torch.compile, a string, or None")
+            raise refused("mode", self.mode, "a mode of torch.compile, a string, or None")
         for name, value in normalised.items():
             object.__setattr__(self, name, value)  # the one place where a frozen instance is still being made
 
@@ -141,7 +146,7 @@ class Options:
 
         Raises OptionsError for a value that is not accepted and for a key that neither side knows.
         """
-        given = _underscored(options or {})
+        given = underscored(options_of(options))
         own = {key: value for key, value in given.items() if key in OWN_KEYS}
         foreign = {key: value for key, value in given.items() if key not in OWN_KEYS}
         if foreign:
@@ -149,8 +154,7 @@ class Options:
             for key in foreign:
                 if key not in known:
                     raise _unknown_key(key, known)
-        defaults = _environment(own.keys() | _configured.keys())
-        merged: dict[str, Any] = defaults | _configured | own
+        merged: dict[str, Any] = _environment(own.keys() | _configured.keys()) | _configured | own
         return cls(**merged, inductor=tuple(foreign.items()), mode=mode)
 
     @property
@@ -173,7 +177,7 @@ class Options:
 
         An "auto" budget also depends on the bytes that are free now: a key for its plan needs the resolved budget too.
         """
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
         values["inductor"] = dict(self.inductor)
         values["policy"] = policies.identity(policies.parse(self.policy))
         return json.dumps(stable(values), sort_keys=True)
@@ -225,11 +229,13 @@ def configure(
     save: Collection[str] | _Unset = _UNSET,
     recompute: Collection[str] | _Unset = _UNSET,
     chunk_loss: bool | int | str | _Unset = _UNSET,
+    progress: bool | _Unset = _UNSET,
 ) -> None:
     """Set defaults for this process, for callers that can pass only the backend's name.
 
-    Later calls add to earlier ones; `configure()` forgets them all. What is compiled already stays as it is.
-    Raises OptionsError, and changes nothing, for a value that is not accepted.
+    Later calls add to earlier ones; `configure()` forgets them all. What is compiled already stays as it is, with a
+    `BudgetWarning` where it has taken another default. Raises OptionsError, and changes nothing, for a value that is not
+    accepted.
     """
     global _configured
     arguments: dict[str, Any] = {
@@ -246,23 +252,34 @@ def configure(
         "save": save,
         "recompute": recompute,
         "chunk_loss": chunk_loss,
+        "progress": progress,
     }
     given = {key: value for key, value in arguments.items() if value is not _UNSET}
     checked = Options(**given)
     _configured = _configured | {key: getattr(checked, key) for key in given} if given else {}
+    defaults.warn_if_late({key: _configured[key] for key in given})
+
+
+def progress_wanted() -> bool:
+    """Whether `configure` and the environment want whoever waits to be told what is going on."""
+    found = _environment([key for key in OWN_KEYS if key != "progress"]) | _configured
+    return bool(found.get("progress", True))
 
 
 def _environment(given: Collection[str]) -> dict[str, object]:
     """What the environment says of the keys that are not ``given``; a variable that is unset or empty says nothing."""
     found: dict[str, object] = {}
-    variables = (ENVIRONMENT_VARIABLE, COST_MODEL_VARIABLE, POLICY_VARIABLE)
-    budget, model, policy = (os.environ.get(name, "").strip() for name in variables)
+    environment.warn_of_unknown()
+    variables = (ENVIRONMENT_VARIABLE, COST_MODEL_VARIABLE, POLICY_VARIABLE, PROGRESS_VARIABLE)
+    budget, model, policy, progress = map(environment.said, variables)
     if budget and "memory_budget" not in given:
         found["memory_budget"] = _budget_from_text(budget)
     if model and "cost_model" not in given:
-        found["cost_model"] = _one_of(COST_MODELS, model, COST_MODEL_VARIABLE)
+        found["cost_model"] = one_of(COST_MODELS, model, COST_MODEL_VARIABLE)
     if policy and "policy" not in given:
         found["policy"] = policies.parse(policy, POLICY_VARIABLE)
+    if progress and "progress" not in given:
+        found["progress"] = flag({"0": False, "1": True}.get(progress, progress), PROGRESS_VARIABLE)
     return found
 
 
@@ -285,15 +302,15 @@ def _normalise_budget(value: object, name: str) -> Budget:
     if value is None or isinstance(value, Survey | Share):
         return value
     if isinstance(value, str):
-        return "auto" if value.strip().lower() == "auto" else _text_to_bytes(value, name, _BUDGET_FORMS)
-    count = _as_int(value)
+        return "auto" if value.strip().lower() == "auto" else text_to_bytes(value, name, _BUDGET_FORMS)
+    count = as_int(value)
     if count is not None:
-        if count <= 0:
-            raise _refused(name, value, _BUDGET_FORMS)
+        if not 0 < count <= MOST_BYTES:
+            raise refused(name, value, _BUDGET_FORMS)
         return count
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise _refused(name, value, _BUDGET_FORMS)
-    share = float(value)
+        raise refused(name, value, _BUDGET_FORMS)
+    share = as_float(value)
     if math.isfinite(share) and share > 1:
         raise OptionsError(
             f"{name}={value!r}: a float is a share of the peak without recomputation, in (0, 1]. "
@@ -301,21 +318,21 @@ def _normalise_budget(value: object, name: str) -> Budget:
             f"Accepted: {_BUDGET_FORMS}"
         )
     if not 0 < share <= 1:
-        raise _refused(name, value, _BUDGET_FORMS)
+        raise refused(name, value, _BUDGET_FORMS)
     return share
 
 
 def _normalise_reserve(value: object) -> int:
-    count = _text_to_bytes(value, "reserve", _RESERVE_FORMS) if isinstance(value, str) else _as_int(value)
-    if count is None or count < 0:
-        raise _refused("reserve", value, _RESERVE_FORMS)
+    count = text_to_bytes(value, "reserve", _RESERVE_FORMS) if isinstance(value, str) else as_int(value)
+    if count is None or not 0 <= count <= MOST_BYTES:
+        raise refused("reserve", value, _RESERVE_FORMS)
     return count
 
 
 def _normalise_time_limit(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < float(value) < math.inf:
-        raise _refused("time_limit", value, "a finite number of seconds > 0")
-    return float(value)
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < as_float(value) < math.inf:
+        raise refused("time_limit", value, "a finite number of seconds > 0")
+    return as_float(value)
 
 
 def _normalise_plans(value: object) -> tuple[PlanFile, ...]:
@@ -325,7 +342,7 @@ def _normalise_plans(value: object) -> tuple[PlanFile, ...]:
     found = []
     for one in value if isinstance(value, list | tuple) else [value]:
         if not isinstance(one, str | os.PathLike | Plan | PlanFile):
-            raise _refused("plan", one, "the path of a plan that Plan.save wrote, a Plan, or a sequence of these")
+            raise refused("plan", one, "the path of a plan that Plan.save wrote, a Plan, or a sequence of these")
         found.append(one if isinstance(one, PlanFile) else PlanFile.of(one))
     return tuple(found)
 
@@ -342,59 +359,19 @@ def _normalise_policy(value: object, modules: object) -> Policy | None:
 def _normalise_patterns(value: object, name: str) -> tuple[str, ...]:
     """A list of patterns without repetition."""
     if isinstance(value, str) or not isinstance(value, Collection):
-        raise _refused(name, value, _PATTERN_FORMS)
+        raise refused(name, value, _PATTERN_FORMS)
     if wrong := [pattern for pattern in value if not isinstance(pattern, str) or not pattern.strip()]:
-        raise _refused(name, wrong[0], _PATTERN_FORMS)
+        raise refused(name, wrong[0], _PATTERN_FORMS)
     return tuple(dict.fromkeys(value))
 
 
 def _normalise_chunks(value: object) -> bool | int | str:
     if isinstance(value, bool) or value == "auto":
         return value
-    count = _as_int(value)
+    count = as_int(value)
     if count is None or count < 2:
-        raise _refused("chunk_loss", value, _CHUNK_FORMS)
+        raise refused("chunk_loss", value, _CHUNK_FORMS)
     return count
-
-
-def _one_of(accepted: tuple[str, ...], value: object, name: str) -> str:
-    if not isinstance(value, str) or value not in accepted:
-        raise _refused(name, value, " or ".join(f'"{one}"' for one in accepted))
-    return value
-
-
-def _text_to_bytes(text: str, name: str, forms: str) -> int:
-    try:
-        return parse_bytes(text)
-    except ValueError:
-        raise _refused(name, text, forms) from None
-
-
-def _as_int(value: Any) -> int | None:
-    """The int behind an int or an int-like (NumPy's), None for anything else; a bool is no number here."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
-
-
-def _refused(name: str, value: object, forms: str) -> OptionsError:
-    return OptionsError(f"{name}={value!r} is not accepted. Accepted: {forms}")
-
-
-def _underscored(options: Mapping[str, object]) -> dict[str, object]:
-    """`options` with dashes in keys replaced; raises OptionsError for keys that are no strings or then coincide."""
-    result: dict[str, object] = {}
-    for key, value in options.items():
-        if not isinstance(key, str):
-            raise OptionsError(f"the option name {key!r} is not a string")
-        name = key.replace("-", "_")
-        if name in result:
-            raise OptionsError(f"the option {name!r} is given twice, with dashes and with underscores")
-        result[name] = value
-    return result
 
 
 def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:

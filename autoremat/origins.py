@@ -11,6 +11,7 @@ from torch import fx
 
 from autoremat import torch_compat
 from autoremat.graph import Scope
+from autoremat.report_text import short_source
 
 NAMES = "autoremat_names"
 """Key in ``node.meta["custom"]``, which AOTAutograd hands on: the call of the model that a node belongs to, and the names that
@@ -109,6 +110,13 @@ def identity(gm: fx.GraphModule) -> str:
     """Text that changes with anything that orders may point at and the graph's own text does not show."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
     return repr([(scopes(node), names(node)) for graph in graphs for node in graph.nodes])
+
+
+def begin_of(graph: fx.Graph) -> str:
+    """Where the code of a graph begins, in few words."""
+    sources = (origin(node)[1] for node in graph.nodes if node.op != "placeholder")
+    source = next(filter(None, sources), "")
+    return f"the graph at {short_source(source)}" if source else "a graph"
 
 
 def place_of(graph: fx.Graph) -> str:

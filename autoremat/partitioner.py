@@ -19,6 +19,7 @@ from torch import fx
 
 from autoremat import origins, plan_files, policies, torch_compat
 from autoremat.capture import Capture, capture, runs_on_type
+from autoremat.circumstances import circumstances, slack_bytes
 from autoremat.cost import Pricing
 from autoremat.costing import priced
 from autoremat.errors import (
@@ -32,18 +33,20 @@ from autoremat.errors import (
     unplanned_error,
     unplanned_message,
 )
-from autoremat.graph import Graph, Kind, Role
+from autoremat.graph import Kind, Role
 from autoremat.loss_parts import Choice, Contender, Parts
+from autoremat.moments import Sort, peak_of
 from autoremat.options import Options
 from autoremat.orders import Ordered, Orders
 from autoremat.partitions import peak_of_torch
 from autoremat.passes import keep_strides, make_once, read_operands_directly, realise, rewrite_for_inductor
 from autoremat.plans import Plan
+from autoremat.progress import now
 from autoremat.report import Report
 from autoremat.solvers import Planner, Planning
 from autoremat.steps.fronts import point_of
 from autoremat.steps.ledger import PlanPoint, Share
-from autoremat.workspace import SMALL, layout_copies_bytes
+from autoremat.workspace import layout_copies_bytes
 from autoremat.wrapper_code import Circumstances
 
 log = logging.getLogger("autoremat")
@@ -141,6 +144,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         return f"Partitioner{self.identity}"
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> torch_compat.PartitionedModules:
+        now("reading the joint graph")
         joint = torch_compat.prepare_joint(gm)
         untouched = copy.deepcopy(joint.graph)
         try:
@@ -168,6 +172,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         captured, pricing = priced(captured, self.options.cost_model)
         self.inputs_kept = kept_inputs(captured, static_inputs)
         plan = self.choose(captured, pricing)
+        now("writing forward and backward")
         captured, self.captured = self.captured or captured, None
         modules = realise(captured, plan.schedule, static_inputs)
         if self.fuses:
@@ -233,6 +238,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         """Plan under the budget and write the report. Raises ``BudgetInfeasible`` if nothing fits and that is asked for."""
         start = time.perf_counter()
         self.find_ceiling()  # before the planner's time begins: torch's partitioner has no limit
+        now(f"planning {len(captured.graph.ops):,} ops, at most {self.options.time_limit:g} s")
         first = self.planner_of(captured)
         baseline = first[0].baseline
         device = torch_compat.device_of(captured.joint)
@@ -279,6 +285,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
         options, look = self.options, self.peak_of_torch
         told = options.memory_budget is not None or options.plan or options.policy
         if look is not None and self.fuses and not (told or self.is_region):
+            now("asking for torch's own partition")
             self.ceiling_bytes = look()
         self.peak_of_torch = None
 
@@ -345,40 +352,15 @@ def kept_inputs(captured: Capture, static_inputs: Collection[int]) -> frozenset[
     )
 
 
-def slack_bytes(graph: Graph) -> int:
-    """What generated code may allocate at any time beside its buffers."""
-    return SMALL + (SMALL if any(op.target.startswith("aten.convolution") and op.workspace_bytes for op in graph.ops) else 0)
-
-
-def _fixed_strides(tensor: object) -> tuple[int, ...] | None:
-    """Of the dimensions of images and their weights that are longer than 1; None for all else and for symbolic sizes."""
-    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dim() != 4:
-        return None
-    pairs = list(zip(tensor.shape, tensor.stride(), strict=True))
-    return tuple(step for size, step in pairs if size != 1) if all(type(n) is int for pair in pairs for n in pair) else None
-
-
-def circumstances(captured: Capture) -> Circumstances:
-    """What the generated code alone does not say: forward outputs stay with the caller."""
-    graph = captured.graph
-    held = {}
-    for number in graph.forward_outputs:
-        holder = captured.value_nodes[number]
-        held[holder.name if holder is not None else graph.values[number].name] = graph.values[number].bytes
-    workspaces: dict[str, dict[int, int]] = {}
-    for target, sizes in graph.workspaces().items():
-        parts = target.split(".")  # "aten.mm.default"; a higher-order op's name has no such form, nor a kernel of its own
-        if len(parts) == 3:
-            known = workspaces.setdefault(parts[1], {})
-            known.update({made: max(size, known.get(made, 0)) for made, size in sizes.items()})
-    inputs = captured.joint.graph.find_nodes(op="placeholder")
-    return Circumstances(
-        held,
-        captured.device.allocation_bytes,
-        workspaces,
-        slack_bytes(graph),
-        {n.name: strides for n in inputs if (strides := _fixed_strides(n.meta.get("val"))) is not None},
-    )
+def occupants_of(plan: Plan, minimum: int | None) -> list[Occupant]:
+    """What is alive at the peak of ``plan``, and what the step needs besides, if that is ``minimum`` bytes."""
+    moment = peak_of(plan, None)
+    found = [] if moment is None else [
+        Occupant(t.name if t.sort is not Sort.WORKSPACE else f"workspace of {t.name}", t.bytes, t.module, t.source)
+        for t in moment.alive
+    ]  # fmt: skip
+    rest = (minimum or 0) - plan.peak_bytes
+    return [*found, Occupant("in reserve for generated code", rest)] if rest > 0 else found
 
 
 def infeasible(
@@ -392,14 +374,11 @@ def infeasible(
 ) -> BudgetInfeasible:
     """The error that says what was asked, what is possible and what is in the way."""
     smallest = planning.smallest
-    graph = smallest.graph
-    alive = smallest.timeline.alive_at(smallest.timeline.peak_position)
-    values = [graph.values[v] for v in alive]
     return BudgetInfeasible(
         budget_bytes=budget,
         minimum_bytes=smallest.peak_bytes if minimum is None else minimum,
         lower_bound_bytes=planning.lower_bound_bytes,
-        occupants=[Occupant(v.name, v.bytes, v.module, v.source) for v in values],
+        occupants=occupants_of(smallest, minimum),
         device=device,
         plan_file=plan_file,
         without_orders_bytes=without_orders,

@@ -56,8 +56,8 @@ class PlanFile:
 def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise PlanFileError(f"the plan {path} cannot be read: {error}") from error
+    except (OSError, ValueError) as error:  # no such text, or no such name
+        raise PlanFileError(f"the plan {str(path)!r} cannot be read: {error}") from error
 
 
 # -- a plan as text ----------------------------------------------------------------------------------------------------
@@ -282,6 +282,8 @@ def _op_text(graph: Graph, index: int) -> str:
     if index >= len(graph.ops):
         return "(no such op)"
     op = graph.ops[index]
-    made = ", ".join(format_bytes(graph.values[v].bytes) for v in op.outputs) or "nothing"
+    read = ", ".join(f"{v} ({graph.values[v].name})" for v in op.inputs)
+    made = ", ".join(f"{v} ({graph.values[v].name}, {format_bytes(graph.values[v].bytes)})" for v in op.outputs)
+    half = "forward" if op.forward else "backward"
     place = f" in {op.module or 'the model'} at {op.source}" if op.source else ""
-    return f"{op.target} reads values {list(op.inputs)}, makes {made}{place}"
+    return f"{op.target} reads values [{read}], makes values [{made}] in the {half}{place}"

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from autoremat.errors import OptionsError
 from autoremat.graph import Graph
-from autoremat.options import Options
+from autoremat.options import Options, progress_wanted
 from autoremat.plans import Plan
 from autoremat.progress import said_if_slow
 from autoremat.solvers import Planning, anneal, baselines, dag, ilp, stages
@@ -90,7 +90,7 @@ def plan(
         )
     options = Options(memory_budget=memory_budget, time_limit=time_limit)
     budget = options.resolve_budget(dag.without_recomputation(graph).peak_bytes, free_bytes=None)
-    with said_if_slow(f"autoremat: planning {len(graph.ops)} ops, at most {options.time_limit:g} s"):
+    with said_if_slow(f"planning {len(graph.ops):,} ops, at most {options.time_limit:g} s,", shown=progress_wanted()):
         planning = SOLVERS[solver](graph, budget, options.time_limit, seed)
     found = replace(
         planning.plan or planning.smallest,

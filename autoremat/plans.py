@@ -6,7 +6,7 @@ import enum
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
@@ -18,7 +18,8 @@ from autoremat.graph import Graph
 from autoremat.memory import Timeline, simulate
 from autoremat.replay import check_executions, replayed_peak
 from autoremat.schedule import Schedule
-from autoremat.units import format_bytes
+from autoremat.showing import PlainTable, Shown, named_figures
+from autoremat.units import format_bytes, format_seconds
 
 OPTIMAL_SHARE = 1e-9
 """A plan this close to its lower bound, as a share of the bound or of the step, is optimal: bounds are rounded down."""
@@ -35,8 +36,8 @@ class Status(str, enum.Enum):
     """Feasible, and the search was cut short."""
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
     """A schedule for ``graph`` and its simulated timeline, with what is known of the budget that it was made for."""
 
     graph: Graph
@@ -110,6 +111,30 @@ class Plan:
         if self.added_seconds <= self.lower_bound_seconds * (1 + OPTIMAL_SHARE) + self.graph.step_seconds * OPTIMAL_SHARE:
             return Status.OPTIMAL
         return Status.TIME_LIMIT if self.interrupted else Status.FEASIBLE
+
+    def line(self) -> str:
+        """All that a prompt shows."""
+        budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
+        return (
+            f"{self.status.value}, {budget}, peak {format_bytes(self.peak_bytes)}, {len(self.graph.ops)} ops, "
+            f"{len(self.recomputed)} recomputed in {format_seconds(self.added_seconds)}"
+        )
+
+    def tables(self) -> Sequence[PlainTable]:
+        """All that ``print`` shows."""
+        graph, bound = self.graph, self.lower_bound_seconds
+        least = "no plan fits" if math.isinf(bound) else f"no plan adds less than {format_seconds(bound)}"
+        figures = [
+            ("status", self.status.value),
+            ("budget", "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)),
+            ("peak", f"{format_bytes(self.peak_bytes)} (no plan needs less than {format_bytes(self.lower_bound_bytes)})"),
+            ("recomputed", f"{len(self.recomputed)} ops, {format_seconds(self.added_seconds)} of a step of "
+                           f"{format_seconds(graph.step_seconds)} ({least})"),
+            ("saved", f"{format_bytes(self.saved_bytes)} in {len(self.saved)} values"),
+            ("graph", f"{len(graph.ops)} ops, {graph.num_forward} of them forward"),
+            ("found by", self.label or "unknown"),
+        ]  # fmt: skip
+        return [named_figures(figures)]
 
     @cached_property
     def frees(self) -> tuple[tuple[int, ...], ...]:

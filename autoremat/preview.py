@@ -20,7 +20,7 @@ from autoremat.options import Options
 from autoremat.partitioner import Partitioner, free_device_bytes
 from autoremat.partitions import peak_of_torch
 from autoremat.passes import read_operands_directly, rewrite_for_inductor
-from autoremat.progress import said_if_slow
+from autoremat.progress import now, said_if_slow
 from autoremat.rehearsal import refuse_surveys, rehearsals
 from autoremat.report import Report
 from autoremat.tracing import Target, Visitor, trace
@@ -83,7 +83,7 @@ def explain(
     Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
     """
     parsed = Options.parse(options, None, torch_compat.inductor_config_names)
-    with said_if_slow("autoremat: tracing and planning the step"):
+    with said_if_slow("explaining the step", shown=parsed.progress):
         return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
 
 
@@ -138,6 +138,7 @@ def previews(
 
         def visit(joint: fx.GraphModule, inputs: Sequence[object], keywords: Mapping[str, Any]) -> T | None:
             fuses = options.inner == "inductor"
+            now("reading the joint graph")
             prepared = torch_compat.prepare_joint(joint)
             read_operands_directly(prepared)
             if fuses:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import sys
 import threading
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib import import_module
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from autoremat import report_text
 from autoremat.explanation import Fate, ForwardValue, Reason, explain_values, module_class, op_name
@@ -18,11 +20,9 @@ from autoremat.graph import Graph
 from autoremat.moments import Alive, Moment, Profile, Sort, peak_of, profile_of
 from autoremat.plans import Plan
 from autoremat.report_diff import ReportDiff, compare
+from autoremat.showing import PlainTable, Shown
 from autoremat.solvers import Planning
 from autoremat.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ class Total:
         return cls(name, len(values), size(Fate.SAVED), size(Fate.RECOMPUTED), size(Fate.FUSED), seconds, added)
 
 
-@dataclass(frozen=True)
-class Report:
+@dataclass(frozen=True, repr=False)
+class Report(Shown):
     """The plan of one graph in figures. Bytes are peaks beyond what was live when the step began; seconds are estimates
     of the cost model, except ``planning_seconds``."""
 
@@ -234,17 +234,17 @@ class Report:
         found = (Total.of(name, values) for name, values in groups.items())
         return tuple(sorted(found, key=lambda total: (-total.saved_bytes, -total.added_seconds, total.name)))
 
-    def table(self, fate: Fate | str | None = None, limit: int | None = 40) -> Table:
+    def table(self, fate: Fate | str | None = None, limit: int | None = 40) -> PlainTable:
         """The forward's values, the largest first, as a table of ``rich``; ``fate`` shows only those, ``limit=None`` all."""
         wanted = None if fate is None else Fate(fate)
         values = [value for value in self.values if wanted in (None, value.fate)]
         return report_text.value_table(sorted(values, key=lambda value: -value.bytes), limit)
 
-    def totals_table(self, by: str = "module") -> Table:
+    def totals_table(self, by: str = "module") -> PlainTable:
         """:meth:`totals` as a table of ``rich``."""
         return report_text.totals_table(self.totals(by), by)
 
-    def peak_table(self, before: bool = False, limit: int | None = 20) -> Table | None:
+    def peak_table(self, before: bool = False, limit: int | None = 20) -> PlainTable | None:
         """What is alive where memory is fullest, with the plan or ``before``, without recomputation; None if not known."""
         moment = self.peak_before if before else self.peak_after
         return None if moment is None else report_text.moment_table(moment, limit)
@@ -274,8 +274,13 @@ class Report:
         """Seconds of recomputation as a share of the forward's seconds."""
         return self.recompute_seconds / self.forward_seconds if self.forward_seconds else 0.0
 
-    def __str__(self) -> str:
-        return report_text.render(self)
+    def line(self) -> str:
+        """All that a prompt shows."""
+        return self.summary()
+
+    def tables(self) -> Sequence[PlainTable]:
+        """All that ``print`` shows."""
+        return report_text.tables(self)
 
 
 def _saved_tensors(graph: Graph, plan: Plan) -> tuple[SavedTensor, ...]:
@@ -337,6 +342,8 @@ again does not grow."""
 
 _reports: deque[Report] = deque(maxlen=KEPT)
 _lock = threading.Lock()
+_graphs_seen = 0
+"""Graphs that the backend was handed, with a backward or not."""
 
 
 def add_report(report: Report) -> None:
@@ -347,8 +354,45 @@ def add_report(report: Report) -> None:
             _reports[-KEPT_WITH_PLAN - 1] = dataclasses.replace(_reports[-KEPT_WITH_PLAN - 1], plan=None)
 
 
-def reports() -> list[Report]:
+def note_graph() -> None:
+    """Note that the backend was handed a graph."""
+    global _graphs_seen
+    _graphs_seen += 1
+
+
+class Reports(list[Report]):
+    """Reports, oldest first: a list that says why it is empty."""
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return super().__getitem__(index)
+        except IndexError:
+            raise IndexError(why_no_reports() if not self else f"there are {len(self)} reports") from None
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self else f"[] ({why_no_reports()})"
+
+
+def reports() -> Reports:
     """A report for each graph with a backward that was compiled in this process, oldest first: the latest 1,000, of which the
     latest 100 have their ``plan``."""
     with _lock:
-        return list(_reports)
+        return Reports(_reports)
+
+
+def why_no_reports() -> str:
+    """Why nothing was reported, as far as it is known."""
+    lines = ["no graph with a backward was compiled by autoremat in this process."]
+    if _graphs_seen:
+        lines.append(
+            f"The backend was handed {_graphs_seen} graphs without a backward: gradient mode was off, or no parameter or input "
+            "requires a gradient, or nothing was returned that depends on one."
+        )
+    else:
+        lines.append(
+            "The backend was handed no graph. Was a function compiled by it called? Some functions Dynamo leaves alone: those "
+            "that call an nn.LSTM, nn.GRU or nn.RNN (unless torch._dynamo.config.allow_rnn is set), and torch's own, such as "
+            "the forward of an nn.Sequential inside of DistributedDataParallel: give that a forward of your own."
+        )
+    said = import_module("autoremat.breaks").what_dynamo_said() if "torch._dynamo.utils" in sys.modules else ""
+    return "\n".join(filter(None, [*lines, said]))

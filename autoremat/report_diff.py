@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autoremat.explanation import ForwardValue
-from autoremat.report_text import as_text, plain_table
+from autoremat.showing import PlainTable, Shown, plain_table
 from autoremat.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ class Change:
         return max(value.bytes for value in (self.before, self.after) if value is not None)
 
 
-@dataclass(frozen=True)
-class ReportDiff:
+@dataclass(frozen=True, repr=False)
+class ReportDiff(Shown):
     """What the second of two reports has otherwise. Printed: a screen of text."""
 
     before: Report
@@ -55,12 +55,20 @@ class ReportDiff:
             )
         return tuple(rows)
 
-    def __str__(self) -> str:
+    def line(self) -> str:
+        """All that a prompt shows."""
+        _, before, after, change = next(row for row in self.figures if row[0] == "predicted peak")
+        return f"{len(self.changes)} values with another fate, predicted peak {before} -> {after} ({change})"
+
+    def tables(self) -> Sequence[PlainTable]:
+        """All that ``print`` shows."""
         figures = plain_table("", ("", "before", "after", "change"), numbers=0)
         for row in self.figures:
             figures.add_row(*row)
         if not self.changes:
-            return as_text(figures, "", "every value of the forward has the same fate")
+            same = PlainTable("", ("",), numbers=0, show_header=False)
+            same.add_row("every value of the forward has the same fate")
+            return [figures, same]
         shown = self.changes[:CHANGES_SHOWN]
         title = f"{len(self.changes)} values with another fate" + (", the largest" if len(shown) < len(self.changes) else "")
         table = plain_table(title, ("bytes", "value", "before", "after", "why", "module"), numbers=1)
@@ -70,7 +78,7 @@ class ReportDiff:
             table.add_row(
                 format_bytes(change.bytes), change.name, _fate(change.before), _fate(change.after), known.why, known.module
             )
-        return as_text(figures, "", table)
+        return [figures, table]
 
 
 _BYTES = {

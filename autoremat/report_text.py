@@ -2,60 +2,30 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from rich.console import Console, Group, RenderableType
-from rich.table import Table
 
 from autoremat.explanation import Fate, ForwardValue
 from autoremat.moments import Alive, Moment
+from autoremat.showing import PlainTable, named_figures, plain_table
+from autoremat.showing import as_text as as_text
 from autoremat.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from autoremat.report import Report, Total
 
-SAVED_TENSORS_SHOWN = 10
-WIDTH = 120
+SAVED_TENSORS_SHOWN, SORTS_SHOWN = 10, 4
 
 
-def render(report: Report) -> str:
-    """A screen of text: the figures, and the largest saved tensors."""
-    named = Table(show_header=False, box=None, pad_edge=False)
-    named.add_column(style="bold", no_wrap=True)
-    named.add_column()
-    for name, text in figures(report):
-        named.add_row(name, text)
-    parts: list[RenderableType] = [named]
+def tables(report: Report) -> list[PlainTable]:
+    """The figures, and the largest saved tensors: a screen of text."""
+    found = [named_figures(figures(report))]
     if report.saved:
         tensors = plain_table("largest saved tensors", ("bytes", "op", "module", "source"), numbers=1)
         for tensor in report.saved[:SAVED_TENSORS_SHOWN]:
             tensors.add_row(format_bytes(tensor.bytes), tensor.op, tensor.module, short_source(tensor.source))
-        parts += ["", tensors]
-    return as_text(*parts)
-
-
-def as_text(*parts: RenderableType) -> str:
-    """What ``rich`` would print, without colours."""
-    out = io.StringIO()
-    Console(file=out, width=WIDTH, force_terminal=False).print(Group(*parts))
-    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
-
-
-class PlainTable(Table):
-    """A table that ``print`` shows too, without colours and as wide as the reports."""
-
-    def __str__(self) -> str:
-        return as_text(self)
-
-
-def plain_table(title: str, columns: Iterable[str], numbers: int) -> PlainTable:
-    """A table without lines, of which the first ``numbers`` columns hold figures."""
-    table = PlainTable(title=title, title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for number, column in enumerate(columns):
-        table.add_column(column, justify="right" if number < numbers else "left", no_wrap=number < numbers, overflow="fold")
-    return table
+        found.append(tensors)
+    return found
 
 
 def short_source(source: str) -> str:
@@ -69,11 +39,13 @@ def figures(report: Report) -> list[tuple[str, str]]:
     budget = f"none{ceiling}" if report.budget_bytes is None else format_bytes(report.budget_bytes)
     share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
     reserved = f", and {format_bytes(report.reserved_bytes)} in reserve" if report.reserved_bytes else ""
+    least_reserve = reserved if report.compiled_peak_bytes is None else ""  # else it is in the figure, which is of code
     rows = [
         ("budget", budget),
         ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of no recomputation){reserved}"),
         ("without recomputation", format_bytes(report.baseline_peak_bytes)),
-        ("smallest found", f"{format_bytes(report.minimum_peak_bytes)} (bound {format_bytes(report.lower_bound_bytes)})"),
+        ("smallest found", f"{format_bytes(report.minimum_peak_bytes)}{least_reserve} (bound "
+                           f"{format_bytes(report.lower_bound_bytes)})"),
         ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),
         ("recomputed", f"{report.recomputed_ops} ops, {format_seconds(report.recompute_seconds)} estimated "
                        f"({report.overhead:.1%} of the forward)"),
@@ -107,9 +79,23 @@ def figures(report: Report) -> list[tuple[str, str]]:
 
 def place(moment: Moment) -> str:
     """Where in the step a moment is, and what fills it."""
-    shares = ", ".join(f"{size / moment.bytes:.0%} {sort.value}" for sort, size in moment.by_sort[:4] if moment.bytes)
+    percents = whole_percents([size for _, size in moment.by_sort])
+    parts = list(zip(moment.by_sort, percents, strict=True))[:SORTS_SHOWN]
+    shares = ", ".join(f"{percent}% {sort.value}" for (sort, _), percent in parts)
     where = f" of {moment.module}" if moment.module else ""
     return f"{moment.half}, at {moment.op}{where}: {shares}"
+
+
+def whole_percents(sizes: Sequence[int]) -> list[int]:
+    """The shares of ``sizes`` in their sum, in whole percents that sum to 100: the largest remainders are rounded up."""
+    total = sum(sizes)
+    if not total:
+        return [0 for _ in sizes]
+    percents = [100 * size // total for size in sizes]
+    by_remainder = sorted(range(len(sizes)), key=lambda number: -(100 * sizes[number] % total))
+    for number in by_remainder[: 100 - sum(percents)]:
+        percents[number] += 1
+    return percents
 
 
 def _basis(report: Report) -> str:
@@ -119,7 +105,7 @@ def _basis(report: Report) -> str:
     return f"{report.cost_model}: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share) + untimed
 
 
-def value_table(values: Sequence[ForwardValue], limit: int | None) -> Table:
+def value_table(values: Sequence[ForwardValue], limit: int | None) -> PlainTable:
     """The first ``limit`` of ``values`` with their fates and reasons."""
     shown = values if limit is None else values[:limit]
     title = f"{len(shown)} of {len(values)} values" if len(shown) < len(values) else f"{len(values)} values"
@@ -136,7 +122,7 @@ def where(thing: ForwardValue | Alive) -> str:
     return ", ".join(filter(None, (thing.module, short_source(thing.source))))
 
 
-def totals_table(totals: Sequence[Total], by: str) -> Table:
+def totals_table(totals: Sequence[Total], by: str) -> PlainTable:
     """Sums by module or op."""
     table = plain_table(f"by {by}", ("saved", "recomputed", "fused", "run", "run again", "values", by), numbers=6)
     for total in totals:
@@ -147,7 +133,7 @@ def totals_table(totals: Sequence[Total], by: str) -> Table:
     return table
 
 
-def moment_table(moment: Moment, limit: int | None) -> Table:
+def moment_table(moment: Moment, limit: int | None) -> PlainTable:
     """What is alive at a moment, the largest first."""
     table = plain_table(
         f"{format_bytes(moment.bytes)} alive in the {place(moment)}", ("bytes", "tensor", "is", "where"), numbers=1

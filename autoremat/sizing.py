@@ -9,11 +9,13 @@ from typing import Any
 import torch
 
 from autoremat import torch_compat, torch_fake
+from autoremat.checking import options_of
 from autoremat.errors import BudgetInfeasible, OptionsError
 from autoremat.options import Options
 from autoremat.preview import explain_by
 from autoremat.progress import said_if_slow
 from autoremat.report import Report
+from autoremat.showing import PlainTable, Shown
 from autoremat.units import format_bytes
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
@@ -22,8 +24,8 @@ FASTEST = 16
 """At most so many times the largest size that fits is tried next, however little memory that took."""
 
 
-@dataclass(frozen=True)
-class Fit:
+@dataclass(frozen=True, repr=False)
+class Fit(Shown):
     """The largest size that fits, and what the search saw. Printed: a few lines."""
 
     size: int
@@ -35,6 +37,17 @@ class Fit:
     """The smallest peak that was found for ``next_size``."""
     tried: tuple[tuple[int, int, bool], ...]
     """Sizes in the order in which they were tried, the smallest peak found for each in bytes, whether it fits."""
+
+    def line(self) -> str:
+        """All that a prompt shows."""
+        more = "no larger size was allowed" if self.next_size is None else f"{self.next_size} does not"
+        return f"{self.size} fits {format_bytes(self.report.budget_bytes or 0)}, {more}, {len(self.tried)} sizes tried"
+
+    def tables(self) -> Sequence[PlainTable]:
+        """What ``rich.print`` and notebooks show: the lines of ``print``."""
+        table = PlainTable("", ("",), numbers=0, show_header=False)
+        table.add_row(str(self))
+        return [table]
 
     def __str__(self) -> str:
         budget = self.report.budget_bytes or 0
@@ -74,7 +87,7 @@ def max_batch(
         raise OptionsError(f'memory_budget={memory_budget!r}: max_batch needs bytes, as in "60GiB", or "auto"')
     if not 1 <= step <= limit:
         raise OptionsError(f"step={step}, limit={limit} is not accepted. Accepted: 1 <= step <= limit")
-    wanted = {**(options or {}), "memory_budget": memory_budget, "on_infeasible": "raise"}
+    wanted = {**options_of(options), "memory_budget": memory_budget, "on_infeasible": "raise"}
     parsed = Options.parse(wanted, None, torch_compat.inductor_config_names)
 
     def outcome_of(count: int) -> Outcome:
@@ -82,11 +95,12 @@ def max_batch(
             given = make_inputs(count * step)
         args, kwargs = _call(given)
         try:
-            return explain_by(model_or_fn, args, kwargs, parsed, device)
+            with said_if_slow(f"trying {count * step} (size number {len(search.outcomes) + 1})"):
+                return explain_by(model_or_fn, args, kwargs, parsed, device)
         except BudgetInfeasible as error:  # as the backend would refuse it
             return error
 
-    with said_if_slow("autoremat: looking for the largest size that fits"):
+    with said_if_slow("looking for the largest size that fits", shown=parsed.progress):
         search = _Search(outcome_of, limit // step)
         search.run()
     fitting = search.outcomes.get(search.fits)

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from autoremat.errors import UnsupportedTorchError
+from autoremat.torch_progress import inductor_is_told
 from autoremat.torch_sizes import most as most
 from autoremat.torch_sizes import size_hint as size_hint
 
@@ -241,7 +242,7 @@ def compile_with_inductor(
     """Inductor, caches and all, with ``config`` patched (also for what it compiles later)."""
     from torch._inductor.compile_fx import compile_fx
 
-    with functorch_config.patch(functorch):
+    with functorch_config.patch(functorch), inductor_is_told():
         compiled: Any = compile_fx(module, inputs, config_patches=config)
     return cast(Callable[..., Any], compiled)
 

@@ -20,6 +20,7 @@ import torch
 from torch import fx, nn
 
 from autoremat import torch_compat, torch_fake
+from autoremat.breaks import one_of_several, what_dynamo_said
 from autoremat.capture import may_train
 from autoremat.cost import DATASHEETS, UNKNOWN_GPU, datasheet, device_memory
 from autoremat.cuda_attention import with_attention_of_cuda
@@ -27,6 +28,7 @@ from autoremat.errors import AutorematError, CaptureError, OptionsError, causes
 from autoremat.options import Options
 from autoremat.origins import take_names
 from autoremat.partitioner import Partitioner
+from autoremat.torch_dynamo import graph_breaks
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -106,6 +108,12 @@ class _Recorder(Generic[T]):
         runnable = fx.GraphModule(module, torch_fake.shallow_copy(module.graph))
         if not may_train(module, inputs):
             return runnable.forward
+        with one_of_several(module):
+            self.see(module, inputs)
+        return runnable.forward
+
+    def see(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Hand the graph, or its joint graph, on."""
         if not self.joint:
             self.found.append(self.visit(module, torch_fake.own_inputs(inputs), {}))
         else:
@@ -115,7 +123,6 @@ class _Recorder(Generic[T]):
             config = {**torch_compat.mode_config(self.options.mode), **dict(self.options.inductor)}
             with contextlib.suppress(_Seen):
                 torch_fake.trace_joint(module, inputs, _Handover(self), self.options.inner == "inductor", config)
-        return runnable.forward
 
 
 class _Seen(Exception):
@@ -195,15 +202,17 @@ def trace(
     resident = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*own, *given)}.values())
     recorder = _Recorder(options, target, visit(target, resident), joint)
     notes = list(target.notes)
+    breaks = graph_breaks()
     with _borrowed(models, [model_or_fn, *args, *kwargs.values()], fake), mode:
         try:
             torch_fake.compiled_by(_fresh(model_or_fn), recorder)(*fake_args, **fake_kwargs)
         except Exception as error:  # the model's own code, torch's tracing, or the visitor
             notes.append(_stopped(error, bool(recorder.found)))
     if not recorder.found:
+        said = what_dynamo_said(breaks)
         raise CaptureError(
             "nothing to plan: no graph of the step has a backward. Is gradient mode on, does a parameter or input require a "
-            "gradient, and does the function return something that depends on it?"
+            "gradient, and does the function return something that depends on it?" + (f"\n{said}" if said else "")
         )
     return Traced(tuple(recorder.found), tuple(notes), resident)
 

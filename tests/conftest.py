@@ -11,7 +11,7 @@ import strategies
 from hypothesis import is_hypothesis_test, settings
 
 from autoremat import report
-from autoremat.options import COST_MODEL_VARIABLE, ENVIRONMENT_VARIABLE, POLICY_VARIABLE, configure
+from autoremat.options import COST_MODEL_VARIABLE, ENVIRONMENT_VARIABLE, POLICY_VARIABLE, PROGRESS_VARIABLE, configure
 
 SEED = 0
 
@@ -59,6 +59,7 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("AUTOREMAT_CACHE_DIR", str(folder / "autoremat"))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         patch.setenv(COST_MODEL_VARIABLE, "roofline")
+        patch.setenv(PROGRESS_VARIABLE, "0")  # its own tests switch it on
         yield
 
 

@@ -109,11 +109,12 @@ def test_options_win_over_configure_and_configure_over_the_environment(monkeypat
     assert budget_used() is None
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "10MiB")
     assert budget_used() == GENEROUS
-    autoremat.configure(memory_budget="20MiB")
+    with pytest.warns(BudgetWarning, match=r"configure\(memory_budget=...\) comes too late"):
+        autoremat.configure(memory_budget="20MiB")
     assert budget_used() == MORE
     assert budget_used(memory_budget="30MiB") == MOST
     assert budget_used(memory_budget=None) is None
-    autoremat.configure(memory_budget=None)
+    autoremat.configure(memory_budget=None)  # after a reset of torch
     assert budget_used() is None
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import autoremat
 from autoremat import cli, errors
 from autoremat.options import OWN_KEYS, configure
 
@@ -95,6 +96,20 @@ WITH_BLOCKS = [page for page in PAGES if blocks(page)]
 def test_the_python_blocks_run(page, elsewhere):
     configure(inner="aot_eager")  # nothing waits for a C++ compiler
     run_page(page)
+
+
+def test_the_quick_start_runs_as_it_is_printed(elsewhere, capsys):
+    configure(inner="aot_eager")
+    page = PAGES[0]
+    line, code = blocks(page)[0]
+    names: dict[str, object] = {"__name__": "__main__"}
+    exec(compile("\n" * line + code, str(page), "exec"), names)
+    printed = capsys.readouterr().out
+    assert "largest saved tensors" in printed
+    report = autoremat.reports()[-1]
+    assert 0 < int(printed.splitlines()[-1]) <= report.budget_bytes
+    assert "(examples/quickstart.py)" in page.read_text()
+    assert (ROOT / "examples" / "quickstart.py").is_file()
 
 
 @pytest.mark.slow

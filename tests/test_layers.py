@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 MAX_LINES = 400
 
 PURE = (
-    "errors", "units", "options", "columns", "copies", "fusion", "graph", "memory", "schedule", "plans", "plan_files", "replay",
+    "errors", "units", "checking", "defaults", "environment",
+    "options", "columns", "copies", "fusion", "graph", "memory", "schedule", "plans", "plan_files", "replay", "showing",
     "planning", "progress", "explanation", "moments", "report", "report_text", "report_diff", "store", "cli", "__main__",
     "wrapper_code", "cpp_wrapper_code", "traffic",
     "cost", "cost.basis", "cost.devices", "cost.rates", "cost.roofline", "solvers", "solvers.mincut", "solvers.search",
@@ -32,21 +33,15 @@ TORCH = (
     "steps.metering", "steps.recording", "steps.survey",
     "steps.watch", "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
     "timing.workspaces",
-    "torch_compat", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_memory",
-    "torch_sizes", "torch_steps", "tracing",
+    "torch_compat", "torch_dynamo", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_memory",
+    "torch_progress", "torch_sizes", "torch_steps", "tracing", "circumstances", "breaks",
     "workspace", "loss_parts", "passes", "rehearsal", "comparison", "sizing", "integrations", "naming", "origins",
 )  # fmt: skip
 
 ADAPTERS = (
-    "torch_compat",
-    "torch_fake",
-    "torch_higher_order",
-    "torch_logs",
-    "torch_lowering",
-    "torch_memory",
-    "torch_sizes",
-    "torch_steps",
-)
+    "torch_compat", "torch_dynamo", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_memory",
+    "torch_progress", "torch_sizes", "torch_steps",
+)  # fmt: skip
 """The modules that may touch torch's private names."""
 
 PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispatch")

@@ -70,11 +70,11 @@ def test_hooks_of_two_threads_overlap():
 
 
 def test_a_recording_and_planned_sizes_belong_to_their_thread():
-    sizes: dict[Any, int] = {Mock(symbol="s0"): 64}
+    sizes: dict[Any, int] = {Mock(symbol="s0", least=2): 64}
     with recording(Recording(Options())) as made, torch_sizes.planned_for(sizes):
         assert active() is made
         assert elsewhere(active) is None
-        assert torch_sizes.planned_identity() == "[('s0', 64)]"
+        assert torch_sizes.planned_identity() == "[('s0', 2, 64)]"
         assert elsewhere(torch_sizes.planned_identity) == "[]"
     assert active() is None
 

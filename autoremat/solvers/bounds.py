@@ -28,6 +28,10 @@ STRETCHES = 8
 MAX_SECANTS = 32
 
 
+ROUNDING = 1e-9
+"""What may be lost, as a share, in sums of floating-point numbers."""
+
+
 class Bounds(Protocol):
     """What no plan of a graph can do better."""
 
@@ -119,8 +123,10 @@ class Moments:
         return int(max((self._least_bytes(m) - self._room(m, 0) for m in self.chosen), default=0.0))
 
     def _least_bytes(self, moment: int) -> float:
-        """No choice saves fewer bytes, whatever it recomputes."""
-        return self._cut(moment, self.mincut.top_price).bound / self.mincut.top_price - 1.0
+        """No choice saves fewer bytes, whatever it recomputes. A whole number, as bytes are."""
+        price = self.mincut.top_price
+        least = (self._cut(moment, price).bound - float(self.mincut.costs.sum())) / price  # recomputing all costs no more
+        return float(math.ceil(least - ROUNDING * max(1.0, abs(least))))
 
 
 def fixed_bytes(graph: Graph) -> NDArray[np.int64]:

@@ -23,6 +23,7 @@ from autoremat.cost import Pricing
 from autoremat.options import Options
 from autoremat.partitioner import Partitioner
 from autoremat.plans import Plan
+from autoremat.progress import now
 from autoremat.steps.fronts import front_of, output_bytes, point_of
 from autoremat.steps.ledger import Moment, PlanPoint
 from autoremat.steps.metering import Meter, Reading
@@ -36,6 +37,7 @@ class _Explorer(Partitioner):
     """Plans a graph for least memory, and keeps the planner for all other plans."""
 
     def choose(self, captured: Capture, pricing: Pricing) -> Plan:
+        now(f"planning {len(captured.graph.ops):,} ops, at most {self.options.time_limit:g} s")
         self.planner, _ = self.planner_of(captured)
         return self.planner.search.smallest
 

@@ -12,13 +12,17 @@ import torch
 from torch import nn
 
 from autoremat import torch_compat, torch_steps
+from autoremat.breaks import listen, what_dynamo_said
+from autoremat.checking import options_of
 from autoremat.errors import OptionsError, SurveyError
 from autoremat.options import Options
 from autoremat.partitioner import free_device_bytes
+from autoremat.progress import now, said_if_slow
 from autoremat.steps.ledger import Moment, Share
 from autoremat.steps.metering import meter_of
 from autoremat.steps.recording import Recording, recording
 from autoremat.steps.surveyed import Step, Survey
+from autoremat.torch_dynamo import graph_breaks
 
 HEADROOM = 0.05
 """Of a step's budget, for generated code whose peak differs from the simulated one."""
@@ -54,7 +58,7 @@ def survey(
     each gradient as soon as it is made, as an optimizer in the backward does. Hooks that torch runs in C++ are not seen:
     ``DistributedDataParallel`` averages gradients across ranks in a survey too, so all ranks have to survey.
     """
-    if "memory_budget" in (options or {}):
+    if "memory_budget" in options_of(options):
         raise OptionsError("a survey takes `memory_budget` as an argument of its own, not in `options`")
     parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, torch_compat.inductor_config_names)
     if isinstance(parsed.memory_budget, Survey | Share):
@@ -65,14 +69,17 @@ def survey(
     if not holds_compiled:
         step = torch.compile(function, backend="autoremat", options=dict(options or {}) or None)
     taken = Recording(parsed)
-    try:
-        with recording(taken), _undone(function):
-            moments = _measured(taken, functools.partial(step, *args, **kwargs), loss or _loss_of)
-    finally:
-        torch.compiler.reset()
-    device = _device_of(taken)
-    found = _step(taken, moments, device)
-    return found.shared_out(parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(device)))
+    with said_if_slow("surveying the step", shown=parsed.progress):
+        try:
+            with recording(taken), _undone(function):
+                moments = _measured(taken, functools.partial(step, *args, **kwargs), loss or _loss_of)
+        finally:
+            torch.compiler.reset()
+            listen()
+        now("sharing out the budget")
+        device = _device_of(taken)
+        found = _step(taken, moments, device)
+        return found.shared_out(parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(device)))
 
 
 def _device_of(taken: Recording) -> torch.device:
@@ -82,17 +89,20 @@ def _device_of(taken: Recording) -> torch.device:
 
 def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], torch.Tensor]) -> list[Moment]:
     """Run ``step`` once to trace it and once to measure it."""
-    devices = _state_devices()
+    devices, breaks = _state_devices(), graph_breaks()
     for attempt in ("trace", "measure"):
+        now(f"running it uncompiled, {'once more to measure it' if attempt == 'measure' else 'to trace it'}")
         with torch.random.fork_rng(devices):
             meter = meter_of(_device_of(taken))
             taken.start(meter if attempt == "measure" else None)
             with meter if attempt == "measure" else contextlib.nullcontext():
                 _backward(loss(step()))
     if not any(graph.planned for graph in taken.graphs):
+        said = what_dynamo_said(breaks)
         raise SurveyError(
             "nothing in this step was compiled that could be planned. If `function` only calls parts that are compiled with "
             "backend='autoremat', pass regional=True; gradients must be enabled, and something must require one"
+            + (f"\n{said}" if said else "")
         )
     return taken.moments(meter.readings)
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from autoremat.errors import BudgetInfeasible, Occupant
+from autoremat.showing import PlainTable, Shown, named_figures, plain_table
 from autoremat.steps import ledger
 from autoremat.steps.ledger import Moment, PlanPoint, Share
 from autoremat.units import format_bytes, format_seconds
@@ -90,7 +90,8 @@ class Step:
             occupants.append(Occupant(name, count * points[number].saved_bytes, "", self.graphs[number].source))
         if moment.running is not None:
             name = f"{'backward' if moment.backward else 'forward'} of graph {moment.running}"
-            peak = points[moment.running].peak_bytes(moment.backward)
+            # What a plan counts and was not alive when the step was measured is a base below zero.
+            peak = points[moment.running].peak_bytes(moment.backward) + min(0, moment.base_bytes)
             occupants.append(Occupant(name, peak, "", self.graphs[moment.running].source))
         return BudgetInfeasible(
             budget_bytes=budget,
@@ -101,8 +102,8 @@ class Step:
         )
 
 
-@dataclass(frozen=True)
-class Survey:
+@dataclass(frozen=True, repr=False)
+class Survey(Shown):
     """The graphs of one step and the shares of its budget. Accepted as a ``memory_budget``: the backend then compiles each
     graph under its share. Bytes count above what was live when the step began; seconds are estimates of the cost model."""
 
@@ -134,18 +135,18 @@ class Survey:
         """The number of the graph with that key; None if the step that was surveyed has none."""
         return next((number for number, graph in enumerate(self.step.graphs) if graph.key == key), None)
 
-    def __str__(self) -> str:
-        from rich.console import Console, Group
-        from rich.table import Table
+    def line(self) -> str:
+        """All that a prompt shows."""
+        budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
+        return (
+            f"{budget}, peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.peak_bytes)}, smallest "
+            f"{format_bytes(self.minimum_peak_bytes)}, {len(self.plans)} graphs"
+        )
 
-        figures = Table(show_header=False, box=None, pad_edge=False)
-        for name, text in self._figures():
-            figures.add_row(name, text)
-        table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        table.add_column("graph", justify="right")
-        for column in ("calls", "saves per call", "of", "peak of a call", "added per call"):
-            table.add_column(column, justify="right", no_wrap=True)
-        table.add_column("begins at", overflow="fold")
+    def tables(self) -> Sequence[PlainTable]:
+        """All that ``print`` shows."""
+        columns = ("graph", "calls", "saves per call", "of", "peak of a call", "added per call", "begins at")
+        table = plain_table("", columns, numbers=6)
         for number, (graph, plan) in enumerate(zip(self.step.graphs, self.plans, strict=True)):
             fastest = graph.front[0]
             table.add_row(
@@ -153,9 +154,7 @@ class Survey:
                 format_bytes(max(plan.forward_peak_bytes, plan.backward_peak_bytes)),
                 format_seconds(plan.seconds - fastest.seconds), graph.source or "-",
             )  # fmt: skip
-        out = io.StringIO()
-        Console(file=out, width=120, force_terminal=False).print(Group(figures, "", table))
-        return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+        return [named_figures(self._figures()), table]
 
     def _figures(self) -> list[tuple[str, str]]:
         order = ", ".join(self.step.order[:ORDER_SHOWN]) + (", ..." if len(self.step.order) > ORDER_SHOWN else "")

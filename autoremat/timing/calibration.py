@@ -13,8 +13,6 @@ from collections.abc import Mapping
 from functools import cache
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from autoremat import store, torch_compat
 from autoremat.cost import (
@@ -29,6 +27,7 @@ from autoremat.cost import (
     datasheet_seconds,
     is_plausible,
 )
+from autoremat.progress import Tally, now
 from autoremat.timing.recipes import FUSED, Compile, Place, Recipe, compiled, matmul, recipes
 from autoremat.timing.stopwatch import Timer, measurable, stopwatch_for, undisturbed
 
@@ -112,6 +111,7 @@ def _measured(device: torch.device, key: str) -> Rates:
         if (others := _stored(key)) is not None:
             return others
         log.info("calibrating %s", device)
+        now(f"calibrating {device}, about 30 s, only once")
         rates = undisturbed(device, lambda: calibrate(device, stopwatch_for(device), compiled))
         if (others := _stored(key)) is not None:  # of a process that did not wait any longer
             return others
@@ -120,7 +120,7 @@ def _measured(device: torch.device, key: str) -> Rates:
 
 
 def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
-    """Run all recipes on ``device``, with a progress bar if there is a terminal to show it on.
+    """Run all recipes on ``device``.
 
     The least times count, as far as they are plausible; where none is, the data sheet. ``compile_`` is what compiles fused
     arithmetic. Raises ``RuntimeError`` if the device cannot do 32-bit arithmetic.
@@ -159,18 +159,17 @@ def _measured_twice(recipes: Mapping[str, Recipe], device: torch.device, timer: 
     begin = timer.now()
     found: dict[str, Points] = {}
     unsettled = dict(recipes)
-    with _progress() as progress:
-        bar = progress.add_task(str(device), total=2 * len(recipes))
-        for turn in range(MOST_TURNS):
-            if turn > 1 and timer.now() - begin > LONGEST_CALIBRATION:
-                break
-            progress.update(bar, total=2 * len(recipes) + (max(0, turn - 1) * len(unsettled)))
-            for name, recipe in tuple(unsettled.items()):
-                points = _points(recipe, Place(device, recipe.dtype), timer)
-                if turn and _agree(points, found[name]):
-                    del unsettled[name]
-                found[name] = _lesser(points, found.get(name, {}))
-                progress.advance(bar)
+    for turn in range(MOST_TURNS):
+        if turn > 1 and timer.now() - begin > LONGEST_CALIBRATION:
+            break
+        tally = Tally(len(unsettled))
+        now(f"calibrating {device}, about 30 s, only once{', again what differed' * (turn > 1)}", tally.count)
+        for name, recipe in tuple(unsettled.items()):
+            points = _points(recipe, Place(device, recipe.dtype), timer)
+            if turn and _agree(points, found[name]):
+                del unsettled[name]
+            found[name] = _lesser(points, found.get(name, {}))
+            tally.done += 1
     return found, set(unsettled)
 
 
@@ -195,12 +194,6 @@ def _datasheet(device: torch.device, dtype: torch.dtype) -> Device:
     if device.type == "cpu":
         return cpu_device(torch.get_num_threads())
     return cuda_device(torch.cuda.get_device_name(device), dtype is not torch.float32, torch_compat.rounds_to_tf32())
-
-
-def _progress() -> Progress:
-    console = Console(stderr=True)
-    columns = (TextColumn("autoremat: calibrating [bold]{task.description}"), BarColumn(), MofNCompleteColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 def _points(recipe: Recipe, place: Place, timer: Timer) -> Points:

@@ -15,6 +15,7 @@ from torch import fx
 
 from autoremat import op_rules, store
 from autoremat.graph import Kind, Op, Trait
+from autoremat.progress import now
 from autoremat.timing.calibration import device_key
 from autoremat.timing.stopwatch import Timer, stopwatch_for, undisturbed
 from autoremat.torch_compat import size_hint
@@ -128,6 +129,7 @@ def profile(nodes: Iterable[tuple[fx.Node, float]], device: torch.device) -> Tim
     missing.sort(key=lambda name: -wanted[name][1])
     if missing:
         log.info("timing %d ops", len(missing))
+        now(f"timing {len(missing)} kernels, at most {TIME_LIMIT:g} s")
         queue = [(name, wanted[name][0]) for name in missing]
         found = undisturbed(device, lambda: time_nodes(queue, stopwatch_for(device)))
         _passed_over.update((key, name) for name in missing if name not in found)

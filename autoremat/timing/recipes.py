@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from autoremat import torch_compat
 from autoremat.cost import BATCH, Rate
+from autoremat.progress import quiet
 
 aten = torch.ops.aten
 
@@ -198,7 +199,8 @@ def compiled(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Ten
 
     module = fx.symbolic_trace(Module())
     try:
-        call = torch_compat.compile_with_inductor(module, [tensor], {}, {})
+        with quiet():  # who waits is told of the calibration
+            call = torch_compat.compile_with_inductor(module, [tensor], {}, {})
         call(tensor)
     except RuntimeError:  # all of Inductor's errors are
         return lambda: function(tensor)

@@ -12,6 +12,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from autoremat.progress import carried
+
 Result = TypeVar("Result")
 
 MAX_RUNS = 100
@@ -86,4 +88,4 @@ def undisturbed(device: torch.device, measure: Callable[[], Result]) -> Result:
             return measure()
 
     with ThreadPoolExecutor(1, "autoremat-timing") as worker:
-        return worker.submit(work).result()
+        return worker.submit(carried(work)).result()

@@ -94,6 +94,8 @@ def _can_run(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
     device = tensors[0].device
     if not isinstance(node.target, torch._ops.OpOverload) or not measurable(device):
         return False
+    if "mkldnn" in str(node.target):
+        return False  # oneDNN's own ops trust that their arguments belong together
     if device.type == "cpu" and not torch_memory.can_see_allocations():
         return False
     dense = all(tensor.layout is torch.strided and not tensor.is_quantized for tensor in tensors)

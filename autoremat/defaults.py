@@ -1,0 +1,34 @@
+"""Which defaults compiled graphs have taken, so that `configure` can say that it comes too late for them."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from .checking import options_of, underscored
+from .errors import BudgetWarning
+
+_taken: dict[str, object] = {}
+"""Of each option, the default that a graph has taken last."""
+
+
+def note_compiled(options: Any, given: Mapping[str, object] | None, keys: tuple[str, ...]) -> None:
+    """Note what a graph is compiled by of the options ``keys`` that were not ``given`` for it."""
+    own = underscored(options_of(given))
+    _taken.update({key: getattr(options, key) for key in keys if key not in own})
+
+
+def forget_compiled() -> None:
+    """Nothing that was compiled is left: torch was reset."""
+    _taken.clear()
+
+
+def warn_if_late(configured: Mapping[str, object]) -> None:
+    """Warn if graphs have taken other defaults than those that are now ``configured``."""
+    late = [key for key, value in configured.items() if key in _taken and _taken[key] != value]
+    if late:
+        warnings.warn(
+            f"configure({', '.join(f'{key}=...' for key in late)}) comes too late for what is compiled already, which stays "
+            "as it is. Call configure before the first step, or torch.compiler.reset() now, so that all is compiled again",
+            BudgetWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,105 @@
+"""How results show themselves: in a line at a prompt, as tables in ``print`` and ``rich.print``, as HTML in notebooks."""
+
+from __future__ import annotations
+
+import html
+import io
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+WIDTH = 120
+NUMBER = ' style="text-align: right; white-space: nowrap"'
+WORDS = ' style="text-align: left"'
+
+
+def as_text(*parts: RenderableType) -> str:
+    """What ``rich`` would print, without colours."""
+    out = io.StringIO()
+    Console(file=out, width=WIDTH, force_terminal=False).print(Group(*parts))
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
+
+
+def printable(text: str) -> str:
+    """``text`` with what would steer a terminal spelled out."""
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
+
+
+class PlainTable(Table):
+    """A table without lines whose cells are text and no markup. ``print`` shows it too, as wide as the reports."""
+
+    def __init__(self, title: str, columns: Iterable[str], numbers: int, show_header: bool = True) -> None:
+        """The first ``numbers`` columns hold figures."""
+        super().__init__(
+            title=Text(printable(title)) if title else None, title_justify="left", box=None, pad_edge=False,
+            padding=(0, 2, 0, 0), show_header=show_header,
+        )  # fmt: skip
+        self.texts: list[tuple[str, ...]] = []
+        self.heads, self.numbers = tuple(columns), numbers
+        for number, column in enumerate(self.heads):
+            figure = number < numbers
+            self.add_column(column, justify="right" if figure else "left", no_wrap=figure, overflow="fold")
+
+    def add_row(self, *cells: Any, **keywords: Any) -> None:
+        """A row of texts."""
+        self.texts.append(tuple(printable(str(cell)) for cell in cells))
+        super().add_row(*map(Text, self.texts[-1]), **keywords)
+
+    def __str__(self) -> str:
+        return as_text(self)
+
+    def _repr_html_(self) -> str:
+        caption = html.escape(str(self.title or ""))
+        head = self._html_row("th", self.heads) if self.show_header else ""
+        rows = "".join(self._html_row("td", cells) for cells in self.texts)
+        above = f'<caption style="caption-side: top; text-align: left">{caption}</caption>' if caption else ""
+        return f"<table>{above}{head}{rows}</table>"
+
+    def _html_row(self, tag: str, cells: Sequence[str]) -> str:
+        styles = (NUMBER if number < self.numbers else WORDS for number in range(len(cells)))
+        inner = (html.escape(cell).replace("\n", "<br>") for cell in cells)
+        return "<tr>" + "".join(f"<{tag}{style}>{cell}</{tag}>" for style, cell in zip(styles, inner, strict=True)) + "</tr>"
+
+
+def plain_table(title: str, columns: Iterable[str], numbers: int) -> PlainTable:
+    """A table without lines, of which the first ``numbers`` columns hold figures."""
+    return PlainTable(title, columns, numbers)
+
+
+def named_figures(figures: Iterable[tuple[str, str]]) -> PlainTable:
+    """A table of names and figures."""
+    table = PlainTable("", ("", ""), numbers=0, show_header=False)
+    table.columns[0].style, table.columns[0].no_wrap = "bold", True
+    for name, text in figures:
+        table.add_row(name, text)
+    return table
+
+
+class Shown:
+    """What shows itself, made of a line and of tables."""
+
+    def line(self) -> str:
+        """All that a prompt shows."""
+        raise NotImplementedError
+
+    def tables(self) -> Sequence[PlainTable]:
+        """All that ``print`` shows."""
+        raise NotImplementedError
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {printable(self.line())}>"
+
+    def __str__(self) -> str:
+        return as_text(self.__rich__())
+
+    def __rich__(self) -> Group:
+        parts: list[RenderableType] = []
+        for table in self.tables():
+            parts += ["", table] if parts else [table]
+        return Group(*parts)
+
+    def _repr_html_(self) -> str:
+        return "\n".join(table._repr_html_() for table in self.tables())

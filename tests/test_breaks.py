@@ -1,0 +1,147 @@
+"""What is said of functions that Dynamo breaks or leaves alone, of which the backend hears little or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import pickle
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import autoremat
+from autoremat import breaks, dynamo_backend, report
+from autoremat.errors import BudgetInfeasible, CaptureError, SurveyError
+
+OPTIONS = {"inner": "aot_eager"}
+REASON = r"Dynamo broke graphs(.|\n)*Dynamo does not support RNN, GRU, or LSTM. Set .*allow_rnn=True"
+
+
+@pytest.fixture
+def nothing_yet(monkeypatch):
+    """As in a new process."""
+    monkeypatch.setattr(report, "_reports", [])
+    monkeypatch.setattr(report, "_graphs_seen", 0)
+    monkeypatch.setattr(breaks, "_told", set())
+    torch._dynamo.utils.counters.clear()
+
+
+def with_lstm():
+    lstm, head = nn.LSTM(8, 8), nn.Linear(8, 1)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return head(lstm(x)[0]).square().mean()
+
+    return loss, torch.randn(5, 2, 8)
+
+
+def test_reports_are_a_list_that_says_why_it_is_empty(nothing_yet):
+    found = autoremat.reports()
+    assert found == []
+    assert isinstance(found, list)
+    assert repr(found).startswith(
+        "[] (no graph with a backward was compiled by autoremat in this process.\nThe backend was handed"
+    )
+    for index in (-1, 0):
+        with pytest.raises(IndexError, match=r"handed no graph(.|\n)*nn.LSTM.*allow_rnn(.|\n)*DistributedDataParallel"):
+            found[index]
+    assert found[1:] == []
+
+
+def test_graphs_without_a_backward_are_told_of(nothing_yet):
+    with torch.no_grad():
+        torch.compile(nn.Linear(4, 4), backend="autoremat", options=OPTIONS)(torch.randn(2, 4))
+    with pytest.raises(IndexError, match=r"handed 1 graphs without a backward: gradient mode was off"):
+        autoremat.reports()[-1]
+
+
+def test_reports_that_are_there_are_a_list(nothing_yet):
+    torch.compile(nn.Linear(4, 1), backend="autoremat", options=OPTIONS)(torch.randn(2, 4)).sum().backward()
+    found = autoremat.reports()
+    assert found[-1] is found[0]
+    assert repr(found).startswith("[<Report: no budget")
+    with pytest.raises(IndexError, match="there are 1 reports"):
+        found[1]
+
+
+def test_an_rnn_that_dynamo_leaves_alone_is_told_of_once(nothing_yet, caplog):
+    loss, x = with_lstm()
+    compiled = torch.compile(loss, backend="autoremat", options={**OPTIONS, "memory_budget": "1KiB"})
+    breaks.listen()  # as the backend does as it is looked up; an earlier test has reset torch
+    with caplog.at_level(logging.WARNING, logger="autoremat"):
+        for _ in range(2):
+            compiled(x).backward()
+            torch.compiler.reset()
+            breaks.listen()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "autoremat"]
+    assert "nn.LSTM" in line
+    assert "no memory budget holds" in line
+    assert "torch._dynamo.config.allow_rnn = True" in line
+    with pytest.raises(IndexError, match=rf"handed no graph(.|\n)*{REASON}"):
+        autoremat.reports()[-1]
+
+
+def test_explain_and_survey_name_what_dynamo_does_not_trace():
+    loss, x = with_lstm()
+    for look, error in ((autoremat.explain, CaptureError), (autoremat.survey, SurveyError)):
+        with pytest.raises(error, match=REASON):
+            look(loss, x, options=OPTIONS)
+    with torch._dynamo.config.patch(allow_rnn=True):
+        report = autoremat.explain(loss, x, options=OPTIONS)
+    assert report.ops > 0
+    assert any("mkldnn" in kernel for kernel in report.unknown_workspaces)
+
+
+def in_two_graphs():
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        h = first(x).tanh()
+        torch._dynamo.graph_break()
+        return second(h).square().mean()
+
+    return loss, torch.randn(64, 8)
+
+
+ADVICE = (
+    r"one graph of several, for Dynamo broke the function(.*graph_break.*)?: share one budget among them, by autoremat.survey"
+)
+
+
+@pytest.mark.parametrize("generous", [False, True], ids=["the first", "the second"])
+def test_a_budget_that_one_graph_of_several_cannot_keep_names_the_survey(generous):
+    loss, x = in_two_graphs()
+    if not generous:
+        with pytest.raises(BudgetInfeasible, match=ADVICE):
+            autoremat.explain(loss, x, options={**OPTIONS, "memory_budget": "1KiB"})
+    reports = [r for one in [autoremat.explain(loss, x, options=OPTIONS)] for r in (one, *one.others)]
+    budget = min(r.minimum_peak_bytes for r in reports) if generous else 1024
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=ADVICE) as raised:
+        torch.compile(loss, backend="autoremat", options={**OPTIONS, "memory_budget": budget})(x)
+    error = raised.value.inner_exception
+    assert str(error).count("autoremat.survey") == 1
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_a_graph_that_is_the_whole_function_has_no_such_advice():
+    with pytest.raises(BudgetInfeasible) as raised:
+        autoremat.explain(nn.Linear(8, 1), torch.randn(64, 8), options={**OPTIONS, "memory_budget": 1})
+    assert "several" not in str(raised.value)
+
+
+def test_who_waits_has_waited_since_dynamo_began(nothing_yet, monkeypatch):
+    seen: list[float] = []
+
+    def said(*_: object, waited: float, **__: object) -> contextlib.AbstractContextManager[None]:
+        seen.append(waited)
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(breaks, "time", types.SimpleNamespace(monotonic=iter(range(100, 900, 3)).__next__))
+    monkeypatch.setattr(dynamo_backend, "said_if_slow", said)
+    breaks.listen()
+    torch.compile(nn.Linear(4, 1), backend="autoremat", options=OPTIONS)(torch.randn(2, 4))
+    assert len(seen) == 1
+    assert seen[0] >= 3
+    assert breaks.seconds_in_dynamo() == 0.0

@@ -1,0 +1,60 @@
+"""What users get wrong in options, the environment and ``configure`` is refused or warned of, never ignored."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+
+from autoremat import defaults, environment
+from autoremat.errors import BudgetWarning, OptionsError, PlanFileError
+from autoremat.options import PLANNING_KEYS, Options, configure
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("memory_budget", 2**63), ("memory_budget", 10**40), ("memory_budget", HUGE), ("memory_budget", 10**5000),
+        ("memory_budget", "9" * 40 + "GiB"), ("memory_budget", "9" * 5000 + "GiB"), ("memory_budget", Fraction(HUGE, 3)),
+        ("reserve", 10**40), ("reserve", "9" * 40 + "B"), ("time_limit", HUGE), ("progress", "yes"), ("progress", 1),
+    ],
+    ids=lambda value: str(value)[:9] if isinstance(value, str) else "number",
+)  # fmt: skip
+def test_numbers_beyond_all_memory_and_time_are_refused(key, value):
+    with pytest.raises(OptionsError, match=rf"^{key}=.*is not accepted. Accepted: ") as refusal:
+        Options.parse({key: value})
+    assert len(str(refusal.value)) < 1000
+
+
+@pytest.mark.parametrize("options", [5, "memory_budget", [("memory_budget", 1)]])
+def test_options_that_are_no_dict_are_refused(options):
+    with pytest.raises(OptionsError, match=r"^options=.*is not accepted. Accepted: a dict"):
+        Options.parse(options)
+
+
+def test_a_plan_of_an_impossible_name_is_refused():
+    with pytest.raises(PlanFileError, match=r"^the plan '\\x00' cannot be read"):
+        Options(plan="\0")
+
+
+@pytest.mark.parametrize(("name", "near"), [("AUTOREMAT_BUDGET", "Is AUTOREMAT_MEMORY_BUDGET meant"), ("AUTOREMAT_X", "None")])
+def test_a_variable_that_nothing_reads_is_warned_of_once(monkeypatch, name, near):
+    monkeypatch.setattr(environment, "_refused", set())
+    monkeypatch.setenv(name, "6GiB")
+    with pytest.warns(BudgetWarning, match=f"{name} has no effect: nothing reads it. {near}"):
+        Options.parse()
+    Options.parse()
+
+
+def test_configure_says_what_it_comes_too_late_for(monkeypatch):
+    monkeypatch.setattr(defaults, "_taken", {})
+    passed = {"time_limit": 5.0}
+    defaults.note_compiled(Options.parse(passed), passed, PLANNING_KEYS)
+    configure(time_limit=3.0, memory_budget=None)  # nothing took the first, and the second is what was taken
+    configure(progress=False)
+    with pytest.warns(BudgetWarning, match=r"configure\(memory_budget=..., save=...\) comes too late.*torch.compiler.reset"):
+        configure(memory_budget="1GiB", save=["mm"])
+    defaults.forget_compiled()
+    configure(memory_budget="2GiB")

@@ -1,0 +1,109 @@
+"""What results look like at a prompt, in ``print``, in ``rich.print`` and in a notebook."""
+
+from __future__ import annotations
+
+import io
+from html.parser import HTMLParser
+
+import pytest
+import rich.console
+import torch
+from torch import nn
+
+import autoremat
+from autoremat import pictures
+from autoremat.frontier import Pareto, Point
+from autoremat.showing import PlainTable
+
+OPTIONS = {"inner": "aot_eager"}
+ODD = "[red]<b>&\x1b[31m"
+
+
+@pytest.fixture(scope="module")
+def shown() -> dict[str, object]:
+    """One of each that users get."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6))), torch.randn(128, 32)
+    model.add_module(ODD.replace(".", ""), nn.Linear(32, 32))
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    report = autoremat.explain(loss, x, options={**OPTIONS, "memory_budget": 0.8})
+    return {
+        "Report": report,
+        "Plan": report.plan,
+        "ReportDiff": report.diff(autoremat.explain(loss, x, options=OPTIONS)),
+        "Survey": autoremat.survey(loss, x, memory_budget=0.8, options=OPTIONS),
+        "Pareto": autoremat.pareto(loss, x, points=3, torch_budgets=(), options=OPTIONS),
+        "Fit": autoremat.max_batch(lambda size: torch.randn(size, 32), loss, "300KiB", options=OPTIONS),
+    }
+
+
+KINDS = ("Report", "Plan", "ReportDiff", "Survey", "Pareto", "Fit")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_shows_a_line(shown, kind):
+    text = repr(shown[kind])
+    assert text.startswith(f"<{kind}: ")
+    assert len(text) < 240
+    assert "\n" not in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rich_shows_what_print_shows(shown, kind):
+    console = rich.console.Console(file=io.StringIO(), width=120)
+    console.print(shown[kind])
+    printed = [line.rstrip() for line in console.file.getvalue().splitlines()]
+    assert printed == str(shown[kind]).splitlines()
+    assert 3 <= len(printed) < 60
+
+
+class Cells(HTMLParser):
+    """The texts of the cells of all tables, and the names of all tags."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.cells: list[str] = []
+        self.tags: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+
+    def handle_data(self, data):
+        self.cells.append(data)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_notebook_shows_tables(shown, kind):
+    found = Cells(shown[kind]._repr_html_())
+    assert found.tags <= {"table", "caption", "tr", "th", "td", "br"}
+    words = set(" ".join(found.cells).split())
+    assert set(str(shown[kind]).split()) <= words | {"", "..."}
+
+
+def test_texts_are_no_markup_wherever_they_come_from():
+    table = PlainTable(ODD, ("what",), numbers=0)
+    table.add_row(ODD)
+    for text in (str(table), "\n".join(Cells(table._repr_html_()).cells)):
+        assert text.count("[red]<b>&\\x1b[31m") == 2, text
+    assert "<b>" not in table._repr_html_()
+
+
+def test_names_of_the_model_are_shown_as_they_are(shown):
+    assert "[red]" in str(shown["Report"].table())
+    assert "<b>" not in shown["Report"].table()._repr_html_()
+
+
+def test_points_are_a_list_as_before(shown):
+    points = shown["Pareto"]
+    assert isinstance(points, list)
+    assert all(isinstance(point, Point) for point in points)
+    assert points == list(points)
+    assert points[:1] == [points[0]]
+    assert points.by_peak()[0].peak_bytes == min(point.peak_bytes for point in points)
+    assert repr(Pareto()) == "<Pareto: 0 points>"
+    pytest.importorskip("matplotlib")
+    pictures.pareto(points)

@@ -1,0 +1,104 @@
+"""Figures and words that people compare with one another agree: sums, percents, names of columns, what differs."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import autoremat
+from autoremat import plan_files
+from autoremat.errors import BudgetInfeasible
+from autoremat.explanation import against
+from autoremat.html_report import to_html
+from autoremat.report_text import whole_percents
+from autoremat.steps.ledger import Moment, PlanPoint
+from autoremat.steps.surveyed import Step, StepGraph
+
+FIRST, SECOND = nn.Linear(64, 256), nn.Linear(256, 64)
+X = torch.zeros(32, 64)
+
+
+def loss(x: torch.Tensor) -> torch.Tensor:
+    return SECOND(FIRST(x).relu()).sum()
+
+
+def broken(x: torch.Tensor) -> torch.Tensor:
+    h = FIRST(x).tanh()
+    torch._dynamo.graph_break()
+    return SECOND(h).square().mean()
+
+
+def by_explain(inner: str) -> None:
+    autoremat.explain(loss, X, options={"memory_budget": 1000, "inner": inner})
+
+
+def by_survey(inner: str) -> None:
+    autoremat.survey(broken, X, memory_budget=1000, options={"inner": inner})
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's, after a graph break
+@pytest.mark.parametrize(("look", "inner"), [(by_explain, "aot_eager"), (by_explain, "inductor"), (by_survey, "aot_eager")])
+def test_what_an_error_lists_sums_to_the_smallest_peak(look, inner):
+    with pytest.raises(BudgetInfeasible) as raised:
+        look(inner)
+    error = raised.value
+    assert sum(occupant.bytes for occupant in error.occupants) == error.minimum_bytes
+    assert ("in reserve" in str(error)) == (inner == "inductor")
+
+
+def test_what_a_step_lists_sums_to_its_peak_also_where_plans_count_what_was_not_alive():
+    point = PlanPoint(0.0, 400, 500, 900)
+    graph = StepGraph("key", "train.py:7", 1, (point,), point)
+    step = Step((graph,), (Moment(-100, running=0, backward=True),), (), "cpu")
+    with pytest.raises(BudgetInfeasible, match="1 tensor, 800 B") as raised:
+        step.shared_out(10)
+    assert [occupant.bytes for occupant in raised.value.occupants] == [800] == [raised.value.minimum_bytes]
+
+
+def test_the_bound_on_the_peak_is_not_below_an_optimal_plan():
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    report = autoremat.explain(lambda x: model(x).square().mean(), torch.randn(64, 8), options={"inner": "aot_eager"})
+    assert report.lower_bound_bytes == report.minimum_peak_bytes
+
+
+@given(st.lists(st.integers(0, 10**12), min_size=1, max_size=8))
+def test_whole_percents_sum_to_a_hundred(sizes):
+    percents = whole_percents(sizes)
+    assert sum(percents) == (100 if sum(sizes) else 0)
+    for size, percent in zip(sizes, percents, strict=True):
+        assert abs(percent - 100 * size / max(sum(sizes), 1)) < 1
+
+
+def test_the_smallest_found_says_what_is_kept_in_reserve_beside_it():
+    report = autoremat.explain(loss, X)
+    assert report.reserved_bytes
+    (line,) = [line for line in str(report).splitlines() if line.startswith("smallest found")]
+    assert "and 64.00 KiB in reserve" in line
+    with pytest.raises(BudgetInfeasible) as raised:
+        by_explain("inductor")
+    assert raised.value.minimum_bytes == report.minimum_peak_bytes + report.reserved_bytes
+
+
+def test_what_costs_nothing_to_save_is_said_so():
+    assert against(27.67e-6, 0.0) == "27.67 us against nothing, for it is written and read in any case"
+    assert against(27.67e-6, 1e-3) == "27.67 us against 1.00 ms"
+
+
+def test_text_and_html_have_the_same_words():
+    report = autoremat.explain(loss, X, options={"inner": "aot_eager"})
+    heads = report.totals_table().heads
+    html = to_html(report)
+    for head in heads:
+        assert f">{head}</th>" in html
+    assert "never made" not in html
+    assert "one run" not in html
+
+
+def test_two_ops_that_differ_are_not_shown_alike():
+    edges = [(0, 1), (1, 2), (2, 3), (0, 3)]
+    whole, halves = (autoremat.Graph.from_dag([1] * 4, [8] * 4, edges, outputs=[3], num_forward=n) for n in (4, 2))
+    *_, stored, here = plan_files.difference(whole, halves).splitlines()
+    assert stored.partition(":")[2].strip() != here.partition(":")[2].strip()
