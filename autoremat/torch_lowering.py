@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import threading
 import types
-import unittest.mock
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextvars import ContextVar
@@ -63,7 +63,8 @@ def _dispatching(owner: type, name: str) -> _Method:
                 return _hooks.get().get((owner, name), method)(*args, **kwargs)
 
             vars(dispatching)["without_hooks"] = method
-            setattr(owner, name, dispatching)
+            is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
+            setattr(owner, name, staticmethod(dispatching) if is_static else dispatching)
             present = dispatching
         found: _Method = vars(present)["without_hooks"]
         return found
@@ -260,9 +261,8 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
     """
     from torch._inductor.codegen.triton import TritonOverrides
 
-    method, ours = "_can_use_4x_random", threading.get_ident()
-    at_once: Callable[[], bool] | None = getattr(TritonOverrides, method, None)
-    if at_once is None:
+    method = "_can_use_4x_random"
+    if not hasattr(TritonOverrides, method):
         yield
         return
     if patches.get("use_rand4x", getattr(inductor_config, "use_rand4x", False)):
@@ -273,10 +273,7 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
             stacklevel=2,
         )
 
-    def elsewhere() -> bool:
-        return threading.get_ident() != ours and at_once()
-
-    with unittest.mock.patch.object(TritonOverrides, method, staticmethod(elsewhere)):
+    with _hooked(TritonOverrides, method, lambda _: False):
         yield
 
 
