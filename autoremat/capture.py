@@ -3,7 +3,7 @@
 Views, tuple unpacking and symbolic arithmetic are not ops: they are *helpers*, which cost nothing and are made anew
 wherever they are needed. Every other call becomes an op; every storage that it makes, a value. The joint graph is traced
 forward first; an op belongs to the backward if it depends on a tangent or stands behind the first op that does, unless the
-forward's outputs or effects need it.
+forward's outputs or effects need it. So does a custom op that nobody declares pure and that was traced in the backward.
 """
 
 from __future__ import annotations
@@ -107,6 +107,8 @@ class _Builder:
         self.aliases[node] = None if tensor is None else self.new_value(node, node.name, tensor, Role.INPUT)
 
     def call(self, node: fx.Node) -> None:
+        if torch_compat.orders_streams(node):
+            raise CaptureError("runs on a stream of its own, and what is recomputed there would need to be waited for")
         if node.target is operator.getitem:
             self.unpack(node)
         elif op_rules.is_view(node):
@@ -131,7 +133,8 @@ class _Builder:
         read = tuple(dict.fromkeys(v for n in node.all_input_nodes for v in _flatten(self.aliases.get(n))))
         made: list[int] = []
         # A higher-order op returns no alias of an operand; calls of the same region may share the fake tensors of results.
-        may_alias = set() if torch_higher_order.name_of(node) else set(read)
+        # What a collective returns is another value than it was given: it holds something else, or is ready only then.
+        may_alias = set() if torch_higher_order.name_of(node) or calls.traits_of(node) == Trait.COLLECTIVE else set(read)
 
         def hold(tensor: Any, name: str) -> Alias:
             if isinstance(tensor, (tuple, list)):
@@ -219,12 +222,16 @@ def _is_backward(builder: _Builder, required: set[fx.Node]) -> dict[fx.Node, boo
     tangent_values = {v for v, value in enumerate(builder.values) if value.role is Role.TANGENT}
     found: dict[fx.Node, bool] = {}
     begun = False
-    for node in builder.calls:
+    of_forward = (i for i, n in enumerate(builder.calls) if n in required or torch_compat.is_traced_in_forward(n))
+    last_of_forward = max(of_forward, default=-1)
+    for index, node in enumerate(builder.calls):
         depends = any(v in tangent_values for v in builder.reads[node]) or torch_compat.must_be_in_backward(node)
         if depends:
             tangent_values.update(builder.makes[node])
             begun = True
         begun = begun or (torch_compat.is_traced_in_backward(node) and node not in required)
+        # A function with a backward of its own may call a custom op there before it looks at a gradient.
+        begun = begun or (index > last_of_forward and Trait.UNDECLARED in calls.traits_of(node))
         found[node] = depends or (begun and node not in required)
     return found
 

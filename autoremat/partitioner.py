@@ -145,7 +145,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> torch_compat.PartitionedModules:
         now("reading the joint graph")
-        joint = torch_compat.prepare_joint(gm)
+        joint = torch_compat.prepare_joint(gm, kwargs["num_fwd_outputs"])
         untouched = copy.deepcopy(joint.graph)
         try:
             read_operands_directly(joint)

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import inspect
 import re
+import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, cast
 
 import torch
 from torch import fx
 
-from autoremat.errors import UnsupportedTorchError
+from autoremat.errors import OrderWarning, UnsupportedTorchError
 from autoremat.torch_progress import inductor_is_told
 from autoremat.torch_sizes import most as most
 from autoremat.torch_sizes import size_hint as size_hint
@@ -72,6 +73,11 @@ def is_traced_in_backward(node: fx.Node) -> bool:
     return bool(partitioners._has_tag_is_backward(node))
 
 
+def is_traced_in_forward(node: fx.Node) -> bool:
+    """Whether the model's forward made the node."""
+    return bool(partitioners._has_tag_is_forward(node))
+
+
 def is_opaque(node: fx.Node) -> bool:
     """Whether the node holds something that is neither a tensor nor a symbolic number."""
     check: Callable[[fx.Node], bool] | None = getattr(partitioners, "is_opaque_node", None)
@@ -83,12 +89,13 @@ def is_with_effects(node: fx.Node) -> bool:
     return bool(aot_utils.is_with_effects(node))
 
 
-def prepare_joint(joint: fx.GraphModule) -> fx.GraphModule:
+def prepare_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.GraphModule:
     """What torch's partitioner does before it decides: dead code, common subexpressions, and the tags that protect
     checkpoint-region borders, collectives, effects and mutations."""
     joint.graph.eliminate_dead_code()
     if functorch_config.cse:
-        joint.graph = compile_utils.fx_graph_cse(joint.graph)
+        joint.graph = _without_common_subexpressions(joint, num_fwd_outputs)
+    _run_effects_once(joint)
     if partitioners.has_recomputable_ops(joint):
         joint = partitioners.cleanup_recompute_tags(joint, is_default_partition=False)
     if not functorch_config.unsafe_allow_optimization_of_collectives:
@@ -97,6 +104,44 @@ def prepare_joint(joint: fx.GraphModule) -> fx.GraphModule:
     partitioners.force_save_bw_mutation_src(joint)
     joint.recompile()
     return joint
+
+
+def _without_common_subexpressions(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.Graph:
+    """The graph with equal calls made one. Since torch 2.15 a call that only the forward needs stays apart from one that the
+    backward needs: a model that computes something again in its backward does not want it saved."""
+    merge: Callable[..., fx.Graph] = compile_utils.fx_graph_cse
+    if "extra_node_key" not in inspect.signature(merge).parameters:
+        return merge(joint.graph)
+    _, gradients = joint_outputs(joint, num_fwd_outputs)
+    stack = [node for node in gradients if isinstance(node, fx.Node)]
+    needed: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    return merge(joint.graph, extra_node_key=needed.__contains__)
+
+
+def _run_effects_once(joint: fx.GraphModule) -> None:
+    """Turn orders to run an effect again into orders to save its results, aloud: torch 2.15 raises, earlier ones fail later."""
+    for node in joint.graph.nodes:
+        if is_with_effects(node) and node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            warnings.warn(
+                f"a checkpoint policy orders {node.args[1]} to be recomputed, but it has an effect and runs once: its results "
+                "are saved. Return MUST_SAVE for it in the policy",
+                OrderWarning,
+                stacklevel=2,
+            )
+
+
+def orders_streams(node: fx.Node) -> bool:
+    """Whether the node runs on a stream of its own, or orders what runs on several."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace == "streams" or (node.meta.get("custom") or {}).get("stream") is not None
+    return isinstance(target, torch._ops.HigherOrderOperator) and getattr(target, "_name", "") == "control_deps"
 
 
 def partition_as_torch_does(joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> PartitionedModules:

@@ -99,7 +99,7 @@ class TorchPartitioner(torch_compat.CustomPartitionerFn):
         return self
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **keywords: Any) -> torch_compat.PartitionedModules:
-        joint = torch_compat.prepare_joint(gm)
+        joint = torch_compat.prepare_joint(gm, keywords["num_fwd_outputs"])
         captured = capture(_copied(joint), keywords["num_fwd_outputs"], fuses=True)
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
         self.records.append(Recorded(captured, schedule_of_partition(captured, forward, backward)))

@@ -132,7 +132,7 @@ def capture_model(name: str, torch_budgets: tuple[float, ...] = TORCH_BUDGETS) -
     found: list[tuple[Capture, dict[float, Plan]]] = []
 
     def partition(joint: fx.GraphModule, inputs: Any, **keywords: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        prepared = torch_compat.prepare_joint(joint)
+        prepared = torch_compat.prepare_joint(joint, keywords["num_fwd_outputs"])
         captured = capture(prepared, keywords["num_fwd_outputs"], fuses=False)
         captured = replace(captured, graph=replace(captured.graph, saving_seconds_per_byte=0.0))
         plans = {}

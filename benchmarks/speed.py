@@ -81,7 +81,8 @@ def measured(name: str, share: float, repeats: int) -> Row:
 
 
 def by_torch(joint: fx.GraphModule, inputs: Any, share: float, keywords: dict[str, Any]) -> None:
-    prepared = torch_compat.prepare_joint(fx.GraphModule(joint, copy.deepcopy(joint.graph)))
+    copied = fx.GraphModule(joint, copy.deepcopy(joint.graph))
+    prepared = torch_compat.prepare_joint(copied, keywords["num_fwd_outputs"])
     with warnings.catch_warnings(), functorch_config.patch(activation_memory_budget=share):
         warnings.simplefilter("ignore", FutureWarning)
         min_cut_rematerialization_partition(prepared, inputs, **keywords)

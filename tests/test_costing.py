@@ -44,7 +44,8 @@ def captured(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Ca
     found = []
 
     def partition(joint, joint_inputs, **keywords):
-        found.append(capture(torch_compat.prepare_joint(joint), keywords["num_fwd_outputs"], fuses=True))
+        number = keywords["num_fwd_outputs"]
+        found.append(capture(torch_compat.prepare_joint(joint, number), number, fuses=True))
         return torch_compat.partition_as_torch_does(joint, joint_inputs, **keywords)
 
     torch.compile(function, backend=aot_autograd(fw_compiler=lambda module, _: module.forward, partition_fn=partition))(*inputs)
