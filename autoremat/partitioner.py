@@ -145,6 +145,7 @@ class Partitioner(torch_compat.CustomPartitionerFn):
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> torch_compat.PartitionedModules:
         now("reading the joint graph")
+        torch_compat.warn_of_torchs_budgets(gm)
         joint = torch_compat.prepare_joint(gm, kwargs["num_fwd_outputs"])
         untouched = copy.deepcopy(joint.graph)
         try:

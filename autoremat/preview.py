@@ -139,6 +139,7 @@ def previews(
         def visit(joint: fx.GraphModule, inputs: Sequence[object], keywords: Mapping[str, Any]) -> T | None:
             fuses = options.inner == "inductor"
             now("reading the joint graph")
+            torch_compat.warn_of_torchs_budgets(joint)
             prepared = torch_compat.prepare_joint(joint, keywords["num_fwd_outputs"])
             read_operands_directly(prepared)
             if fuses:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autoremat.errors import OrderWarning, UnsupportedTorchError
+from autoremat.errors import BudgetWarning, OrderWarning, UnsupportedTorchError
 from autoremat.torch_progress import inductor_is_told
 from autoremat.torch_sizes import most as most
 from autoremat.torch_sizes import size_hint as size_hint
@@ -43,6 +43,9 @@ from torch.fx.experimental.proxy_tensor import is_sym_node as is_sym_node  # noq
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy  # noqa: E402
 
 PartitionedModules = tuple[fx.GraphModule, fx.GraphModule]
+
+BUDGET_KEY = getattr(torch.fx.traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "")
+"""What ``torch.autograd.graph.region_activation_memory_budget`` calls a budget among a node's annotations."""
 
 
 # -- joint graphs ------------------------------------------------------------------------------------------------------
@@ -134,6 +137,24 @@ def _run_effects_once(joint: fx.GraphModule) -> None:
                 OrderWarning,
                 stacklevel=2,
             )
+
+
+def torchs_budget(node: fx.Node) -> float | None:
+    """The activation budget for torch's partitioner that the model gives for the node's region."""
+    custom = node.meta.get("custom")
+    return custom.get(BUDGET_KEY) if isinstance(custom, dict) else None
+
+
+def warn_of_torchs_budgets(joint: fx.GraphModule) -> None:
+    """Say which budgets of torch's own have no effect, in the model or in the configuration."""
+    given = {*map(torchs_budget, joint.graph.nodes), functorch_config.activation_memory_budget} - {None, 1.0}
+    if given:
+        warnings.warn(
+            f"torch's activation_memory_budget={', '.join(map(str, sorted(given)))} has no effect under this backend. It is a "
+            "share of what the backward reads; memory_budget bounds the step's peak. Set memory_budget in the options instead",
+            BudgetWarning,
+            stacklevel=2,
+        )
 
 
 def orders_streams(node: fx.Node) -> bool:

@@ -127,8 +127,11 @@ def trace_joint(
 def partition_for(
     share: float, joint: fx.GraphModule, inputs: Sequence[object], keywords: Mapping[str, Any]
 ) -> torch_compat.PartitionedModules:
-    """Torch's own partition of a copy of ``joint`` at ``activation_memory_budget=share``."""
+    """Torch's own partition of a copy of ``joint`` at ``activation_memory_budget=share``, whatever budget the model gives."""
     copied = fx.GraphModule(joint, shallow_copy(joint.graph))
+    for node in copied.graph.nodes:
+        if torch_compat.torchs_budget(node) is not None:
+            node.meta["custom"] = {k: v for k, v in node.meta["custom"].items() if k != torch_compat.BUDGET_KEY}
     with functorch_config.patch(activation_memory_budget=share):
         return torch_compat.partition_as_torch_does(copied, inputs, **keywords)
 

@@ -15,13 +15,14 @@ import torch.distributed._functional_collectives  # noqa: F401  # registers the 
 import torch.distributed.tensor  # noqa: F401  # imported here, because its first use warns of other packages
 from oracles import same_bits
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch._functorch.compile_utils import fx_graph_cse
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat.errors import CaptureError, OrderWarning
+from autoremat.errors import BudgetWarning, CaptureError, OrderWarning
 
 COLLECTIVES = torch.ops._c10d_functional
 UNCOMPILED = {"inner": "aot_eager", "on_unplannable": "raise"}
@@ -201,3 +202,38 @@ def test_graphs_with_streams_are_left_to_torch():
     x = torch.randn(ROWS, SIZE, requires_grad=True)
     with pytest.raises(CaptureError, match="stream"), warnings.catch_warnings():
         autoremat.explain(waiting, x, torch.randn(SIZE, SIZE), options=UNCOMPILED)
+
+
+# -- torch's own budgets -------------------------------------------------------------------------------------------------
+
+
+def chain(x: Tensor, weight: Tensor) -> Tensor:
+    for _ in range(4):
+        x = torch.tanh(torch.sin(x @ weight))
+    return x
+
+
+def test_a_budget_of_torchs_configuration_has_no_effect_and_says_so():
+    x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
+    expected = gradients(compile_(chain, **UNCOMPILED), x, weight)
+    before = autoremat.reports()[-1]
+    with functorch_config.patch(activation_memory_budget=0.25), pytest.warns(BudgetWarning, match="=0.25 has no effect"):
+        assert all(map(same_bits, gradients(compile_(chain, **UNCOMPILED), x, weight), expected))
+    assert autoremat.reports()[-1].saved_bytes == before.saved_bytes
+
+
+@pytest.mark.skipif(
+    not hasattr(torch.autograd.graph, "region_activation_memory_budget"), reason="this torch has no such regions"
+)
+def test_a_budget_of_a_region_has_no_effect_and_says_so():
+    def bounded(x: Tensor, weight: Tensor) -> Tensor:
+        with torch.autograd.graph.region_activation_memory_budget(0.25):
+            return chain(x, weight)
+
+    x, weight = torch.randn(ROWS, SIZE, requires_grad=True), torch.randn(SIZE, SIZE)
+    free = autoremat.pareto(chain, x, weight, points=2, torch_budgets=(1.0,), options=UNCOMPILED)
+    with pytest.warns(BudgetWarning, match="=0.25 has no effect"):
+        bound = autoremat.pareto(bounded, x, weight, points=2, torch_budgets=(1.0,), options=UNCOMPILED)
+    assert bound == free
+    with pytest.warns(BudgetWarning, match="=0.25 has no effect"):
+        gradients(compile_(bounded, **UNCOMPILED), x, weight)
