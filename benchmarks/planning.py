@@ -1,9 +1,11 @@
 """Seconds that planning takes against torch's own partitioner, both given the same joint graph and half the memory.
 
     python benchmarks/planning.py
+    python benchmarks/planning.py --suffix _torch-2.15     # with another torch; leaves the results of the pinned one alone
 
 The graphs are those of the demo's model with more or fewer layers, decomposed as for Inductor. torch's figure is one call
-of its min-cut partitioner at `activation_memory_budget=0.5`. Ours are the planning itself (`Report.planning_seconds`)
+of its min-cut partitioner at `activation_memory_budget=0.5`; the minimum cuts in it, which torch 2.15 no longer leaves to
+networkx, are also given alone. Ours are the planning itself (`Report.planning_seconds`)
 and the whole call of the partitioner, which also reads the graph and writes forward and backward.
 """
 
@@ -16,6 +18,7 @@ import os
 import statistics
 import sys
 import time
+import unittest.mock
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -28,6 +31,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd
+from torch._functorch import partitioners
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
@@ -49,6 +53,7 @@ class Row:
     layers: int
     nodes: int
     torch_seconds: float
+    torch_cuts_seconds: float
     planning_seconds: float
     whole_call_seconds: float
 
@@ -58,8 +63,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, nargs="+", default=LAYERS)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--suffix", default="", help="of the names of the result files")
     arguments = parser.parse_args()
-    write([compare(layers, arguments.repeats) for layers in arguments.layers], arguments.repeats, arguments.output)
+    rows = [compare(layers, arguments.repeats) for layers in arguments.layers]
+    write(rows, arguments.repeats, arguments.output / f"planning{arguments.suffix}")
 
 
 def compare(layers: int, repeats: int) -> Row:
@@ -91,35 +98,50 @@ def time_both(layers: int, joint: fx.GraphModule, inputs: Any, keywords: dict[st
         partition(fresh, inputs, **keywords)
         return time.perf_counter() - begin
 
+    solve, cuts = partitioners.solve_min_cut, []
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        begin = time.perf_counter()
+        try:
+            return solve(*arguments, **options)
+        finally:
+            cuts[-1] += time.perf_counter() - begin
+
     theirs, planning, whole = [], [], []
     for _ in range(repeats):
-        with functorch_config.patch(activation_memory_budget=BUDGET):
+        cuts.append(0.0)
+        with (
+            functorch_config.patch(activation_memory_budget=BUDGET),
+            unittest.mock.patch.object(partitioners, "solve_min_cut", timed),
+        ):
             theirs.append(seconds_of(min_cut_rematerialization_partition))
         ours = Partitioner(Options(memory_budget=BUDGET), "")
         whole.append(seconds_of(ours))
         planning.append(ours.report.planning_seconds)
-    medians = map(statistics.median, (theirs, planning, whole))
+    medians = map(statistics.median, (theirs, cuts, planning, whole))
     return Row(layers, len(joint.graph.nodes), *medians)
 
 
-def write(rows: list[Row], repeats: int, folder: Path) -> None:
-    """Prints the table and writes it to planning.txt and planning.json in `folder`."""
+def write(rows: list[Row], repeats: int, stem: Path) -> None:
+    """Prints the table and writes it to a text and a JSON file of the name `stem`."""
     setup = {"torch": torch.__version__, "cores": os.cpu_count(), "budget": BUDGET, "repeats": repeats}
     table = Table(title="Seconds to partition the same joint graph")
-    columns = ("layers", "nodes", "torch", "our planning", "our whole call", "torch / planning", "torch / whole call")
+    columns = (
+        "layers", "nodes", "torch", "its cuts", "our planning", "our whole call", "torch / planning", "torch / whole call",
+    )  # fmt: skip
     for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
-        times = (row.torch_seconds, row.planning_seconds, row.whole_call_seconds)
+        times = (row.torch_seconds, row.torch_cuts_seconds, row.planning_seconds, row.whole_call_seconds)
         ratios = (row.torch_seconds / row.planning_seconds, row.torch_seconds / row.whole_call_seconds)
         table.add_row(str(row.layers), str(row.nodes), *(f"{t:.3f}" for t in times), *(f"{r:.1f}" for r in ratios))
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "planning.txt").open("w") as file:
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    with Path(f"{stem}.txt").open("w") as file:
         for console in (Console(width=120), Console(width=120, file=file)):
             console.print(", ".join(f"{key}: {value}" for key, value in setup.items()), highlight=False)
             console.print(table)
     record = setup | {"rows": [asdict(row) for row in rows]}
-    (folder / "planning.json").write_text(json.dumps(record, indent=2) + "\n")
+    Path(f"{stem}.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
 if __name__ == "__main__":
