@@ -206,7 +206,8 @@ def test_images_that_are_made_again_are_laid_channels_last_at_once(monkeypatch):
 
     at_once = peak()
     monkeypatch.setattr(torch_lowering, "_state_layouts", lambda graph: None)
-    assert at_once + 8 * (16 + 32) * 32 * 32 * 4 <= peak()  # the concatenation of the last level again
+    # The larger part of the concatenation of the last level again; torch before 2.15 copies more.
+    assert at_once + 8 * 32 * 32 * 32 * 4 <= peak()
 
 
 def test_no_planner_outlives_its_compilation():
