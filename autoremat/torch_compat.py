@@ -147,7 +147,8 @@ def torchs_budget(node: fx.Node) -> float | None:
 
 def warn_of_torchs_budgets(joint: fx.GraphModule) -> None:
     """Say which budgets of torch's own have no effect, in the model or in the configuration."""
-    given = {*map(torchs_budget, joint.graph.nodes), functorch_config.activation_memory_budget} - {None, 1.0}
+    found = {functorch_config.activation_memory_budget, *map(torchs_budget, joint.graph.nodes)}
+    given = [budget for budget in found if budget is not None and budget != 1]
     if given:
         warnings.warn(
             f"torch's activation_memory_budget={', '.join(map(str, sorted(given)))} has no effect under this backend. It is a "
