@@ -13,7 +13,13 @@ from torch import fx
 
 from autoremat import declarations, op_rules, torch_compat, torch_higher_order
 from autoremat.graph import Kind, Trait
-from autoremat.workspace import channels_last_workspace, estimated_bytes, layouts_under_inductor, workspace_bytes
+from autoremat.workspace import (
+    channels_last_workspace,
+    estimated_bytes,
+    excess_bytes,
+    layouts_under_inductor,
+    workspace_bytes,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +29,8 @@ class Cost:
     flops: int
     moved_bytes: int
     workspace_bytes: int
+    excess_bytes: int = 0
+    """Bytes by which the results take more memory than their sizes say."""
     unknown: frozenset[str] = frozenset()
     """Kernels whose workspace is not known, by name; what is counted of them is an estimate, or nothing."""
 
@@ -61,8 +69,9 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool = False) 
     if not bodies:
         found = workspace_of(node, args, kwargs, runs_on, fuses)
         if found is None:
-            return Cost(flops, moved, estimated_bytes(node, args, runs_on), frozenset([str(node.target)]))
-        return Cost(flops, moved, found)
+            return Cost(flops, moved, estimated_bytes(node, args, runs_on), 0, frozenset([str(node.target)]))
+        excess = 0 if fuses or op_rules.traits_of(node) & NO_KERNEL else excess_bytes(node, args, kwargs, result, runs_on)
+        return Cost(flops, moved, found, excess)
     inside = [_cost_of_body(body, device_type, runs_on, fuses) for body in bodies]
     runs = _runs(node, args)
     held = _tensor_bytes(node) if torch_higher_order.name_of(node) in torch_higher_order.HOLDS_RESULTS_TWICE else 0
@@ -70,6 +79,7 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool = False) 
         flops or runs * _together(node, [c.flops for c in inside]),
         max(moved, runs * _together(node, [c.moved_bytes for c in inside])),
         max(c.workspace_bytes for c in inside) + held,
+        0,
         frozenset().union(*(c.unknown for c in inside)),
     )
 
@@ -175,7 +185,7 @@ def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: b
             if last_use[key] <= position:
                 alive -= born.get(key, 0)
                 born[key] = 0
-    return Cost(flops, moved, max(0, peak - alive), unknown)  # what is alive at the end are the results
+    return Cost(flops, moved, max(0, peak - alive), 0, unknown)  # what is alive at the end are the results
 
 
 def _key(tensor: torch.Tensor) -> int:

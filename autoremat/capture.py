@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -289,6 +289,9 @@ def _op(
 ) -> Op:
     cost = calls.cost_of(node, builder.device_type, runs_on, builder.fuses)
     builder.unknown_workspaces |= cost.unknown
+    if cost.excess_bytes:
+        first = builder.makes[node][0]
+        builder.values[first] = replace(builder.values[first], bytes=builder.values[first].bytes + cost.excess_bytes)
     traits = calls.traits_of(node)
     if overwritten.intersection(builder.reads[node]):
         traits |= Trait.READS_MUTATED_INPUT
@@ -340,15 +343,10 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name:
     rates = device_rates(device, joint, cuda_name)
     runs_on = runs_on_type(joint, cuda_name)
     overwritten = _overwritten_inputs(builder)
-    values = tuple(
-        Value(v.name, -(-v.bytes // rates.allocation_bytes) * rates.allocation_bytes,
-              number[builder.maker[i]] if i in builder.maker else None, v.role, v.module, v.source)
-        for i, v in enumerate(builder.values)
-    )  # fmt: skip
 
     def computed(nodes: list[Any]) -> tuple[int, ...]:
         held = (v for n in nodes if isinstance(n, fx.Node) for v in _flatten(builder.aliases.get(n)))
-        return tuple(dict.fromkeys(v for v in held if values[v].role is Role.COMPUTED))
+        return tuple(dict.fromkeys(v for v in held if builder.values[v].role is Role.COMPUTED))
 
     forward_outputs, backward_outputs = torch_compat.joint_outputs(joint, num_fwd_outputs)
     named = _named(node for node in ordered if not backward[node])
@@ -356,6 +354,11 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name:
     for node in ordered:
         with _naming(node):
             ops.append(_op(builder, node, backward[node], overwritten, rates, runs_on, named.get(node, ())))
+    values = tuple(
+        Value(v.name, -(-v.bytes // rates.allocation_bytes) * rates.allocation_bytes,
+              number[builder.maker[i]] if i in builder.maker else None, v.role, v.module, v.source)
+        for i, v in enumerate(builder.values)
+    )  # fmt: skip
     graph = Graph(
         ops=tuple(ops),
         values=values,

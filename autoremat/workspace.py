@@ -16,7 +16,7 @@ from torch import fx
 
 from autoremat import cuda_workspace, op_rules
 from autoremat.graph import Kind
-from autoremat.timing.workspaces import Layout, measured_workspace
+from autoremat.timing.workspaces import Layout, measured
 from autoremat.torch_compat import lays_channels_last, most, multiplies_in_tiles, size_hint
 
 aten = torch.ops.aten
@@ -231,10 +231,20 @@ def workspace_bytes(
     if formula is not None and (bound := formula(*args, **kwargs)) is not None:
         return bound
     here = tensors[0].device.type == runs_on
-    found = measured_workspace(node, args, kwargs, result, layout) if here else None
+    alone = measured(node, args, kwargs, result, layout) if here else None
+    found = None if alone is None else alone.workspace
     if found is None:
         found = _bound(node, args, kwargs, result, runs_on)
     return None if found is None else found + (SCALARS if runs_on == "cpu" else 0)
+
+
+def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int:
+    """Bytes by which the results take more memory than their sizes say, where the call was measured; else 0."""
+    tensors = _tensors(result)
+    if not tensors or tensors[0].device.type != runs_on or op_rules.packet(node) in CPU:
+        return 0
+    alone = measured(node, args, kwargs, result)
+    return 0 if alone is None else alone.excess
 
 
 def estimated_bytes(node: fx.Node, args: tuple[Any, ...], runs_on: str) -> int:

@@ -19,6 +19,7 @@ from autoremat.errors import (
     PlanFileError,
     PlanInvalid,
     SurveyError,
+    UnplannedError,
     UnsupportedTorchError,
 )
 
@@ -120,6 +121,7 @@ ALL_ERRORS = [
     PlanInvalid("plan"),
     NotByRows("loss"),
     SurveyError("survey"),
+    UnplannedError("unplanned"),
     PlanFileError("file"),
     infeasible(),
     infeasible(plan_file="plan.json"),

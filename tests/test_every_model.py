@@ -19,12 +19,12 @@ Function = Callable[[torch.Tensor], torch.Tensor]
 
 
 def gradient(function: Function, **arguments: object) -> torch.Tensor:
-    """Of a positive definite 4x4 matrix, through a fresh compilation."""
+    """Of a positive definite 32x32 matrix, through a fresh compilation."""
     torch._dynamo.reset()
     torch.manual_seed(0)
-    root = torch.randn(4, 4)
-    x = (root @ root.T + torch.eye(4)).requires_grad_()
-    torch.compile(lambda x: function(x * 1.0).sin().sin().sum(), fullgraph=True, **arguments)(x).backward()
+    root = torch.randn(32, 32)
+    x = (root @ root.T + torch.eye(32)).requires_grad_()
+    torch.compile(lambda x: function(x * 1.0).sin().sin().sin().sin().sin().sum(), fullgraph=True, **arguments)(x).backward()
     assert x.grad is not None
     return x.grad
 
@@ -133,7 +133,7 @@ def test_no_failure_around_inductor_reaches_the_user(monkeypatch: pytest.MonkeyP
 def test_a_planner_without_time_still_finds_a_plan() -> None:
     expected = gradient(product, backend="aot_eager")
     assert same_bits(gradient(product, backend="autoremat", options=LEAST | {"time_limit": 1e-9}), expected)
-    assert autoremat.reports()[-1].recomputed_ops > 0
+    assert autoremat.reports()[-1].time_limited
 
 
 @pytest.mark.usefixtures("no_formula")

@@ -104,7 +104,7 @@ FUNCTIONS = (
 
 RUN_AGAIN = {
     branches: "cond", loops: "while_loop", scans: "scan", maps: "map_impl", nested_regions: "invoke_subgraph",
-    checkpointed: "invoke_subgraph", flexible_attention: "flex_attention",
+    checkpointed: "invoke_subgraph",
 }  # fmt: skip
 """Where the higher-order op itself is recomputed; the others draw random numbers, have an effect, or are worth saving."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 
@@ -15,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
-from autoremat import dynamo_backend
+from autoremat import closed_loop
 from autoremat.errors import OrderWarning
 from autoremat.explanation import Fate
 from autoremat.options import ENVIRONMENT_VARIABLE
-from autoremat.partitioner import Partitioner, free_device_bytes
+from autoremat.partitioner import free_device_bytes
 
 MIB = 1 << 20
 
@@ -36,7 +35,7 @@ def device_with(monkeypatch) -> Callable[[int], None]:
     """Has the device of the step report so many free bytes."""
 
     def give(free: int) -> None:
-        monkeypatch.setattr(dynamo_backend, "Partitioner", functools.partial(Partitioner, free_bytes=lambda device: free))
+        monkeypatch.setattr(closed_loop, "free_device_bytes", lambda device: free)
 
     return give
 

@@ -10,6 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,14 +30,24 @@ LARGEST = 2**30
 TIME_LIMIT = 60.0
 """Seconds of measuring for one graph; the kernels that come later are not measured."""
 
-METHOD = 2
+METHOD = 3
 """To be raised with every change of how workspaces are measured: figures of another method are not taken."""
 
 REMEMBERED = 20_000
 """Signatures that the file of a device keeps; the newest stay."""
 
-Workspaces = dict[str, int | None]
-"""Bytes by signature; None for a kernel that cannot be run by itself."""
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes that a kernel allocates beside its results for the time of the call, and those by which its results take more
+    than their sizes say: the mean of a loss may keep the buffer of all that it is the mean of."""
+
+    workspace: int
+    excess: int
+
+
+Workspaces = dict[str, Measured | None]
+"""By signature; None for a kernel that cannot be run by itself."""
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
 """Lays a made-up argument out as the compiled code will."""
@@ -48,8 +59,8 @@ _spent = 0.0
 """Seconds of measuring for the graph at hand."""
 
 
-def measured_workspace(node: fx.Node, args: Any, kwargs: Any, result: Any, layout: Layout | None = None) -> int | None:
-    """Bytes that ``node``'s ATen op allocates beside its results and frees again; None if they cannot be measured.
+def measured(node: fx.Node, args: Any, kwargs: Any, result: Any, layout: Layout | None = None) -> Measured | None:
+    """The memory of ``node``'s ATen op; None if it cannot be measured.
 
     ``args``, ``kwargs`` and ``result`` are the call's, with fake tensors; ``layout`` is how images among them lie when it runs.
     """
@@ -63,7 +74,7 @@ def measured_workspace(node: fx.Node, args: Any, kwargs: Any, result: Any, layou
     name = signature(node) + (f" {layout.__name__}" if layout is not None else "")
     if name not in known and _spent < TIME_LIMIT:
         begin = time.perf_counter()
-        known[name] = undisturbed(device, lambda: _measure(node, args, kwargs, device, layout))
+        known[name] = undisturbed(device, lambda: _measure(node, args, kwargs, result, device, layout))
         _spent += time.perf_counter() - begin
         _unwritten.add(key)
     return known.get(name)
@@ -77,13 +88,14 @@ def remember() -> None:
         _unwritten.discard(key)
         with store.locked("workspaces", key, LONGEST_WAIT):  # another process may have written since, or be about to
             newest = list((_stored(key) | _known[key]).items())[-REMEMBERED:]
-            store.write_text("workspaces", key, json.dumps(dict(newest), indent=1))
+            rows = {name: None if found is None else [found.workspace, found.excess] for name, found in newest}
+            store.write_text("workspaces", key, json.dumps(rows, indent=1))
 
 
 def _stored(key: str) -> Workspaces:
     try:
         record = json.loads(store.read_text("workspaces", key) or "")
-        return {str(name): None if size is None else int(size) for name, size in record.items()}
+        return {str(name): None if row is None else Measured(int(row[0]), int(row[1])) for name, row in record.items()}
     except store.UNUSABLE:
         return {}
 
@@ -105,8 +117,10 @@ def _can_run(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
     return dense and sum(size_hint(t.numel()) * t.element_size() for t in tensors) <= LARGEST
 
 
-def _measure(node: fx.Node, args: Any, kwargs: Any, device: torch.device, layout: Layout | None) -> int | None:
-    """The larger workspace on random numbers with full masks, and on zeros; None if the op refuses both."""
+def _measure(
+    node: fx.Node, args: Any, kwargs: Any, result: Any, device: torch.device, layout: Layout | None
+) -> Measured | None:
+    """The larger of each on random numbers with full masks, and on zeros; None if the op refuses both."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
 
     def lay_out(value: Any) -> Any:
@@ -119,22 +133,29 @@ def _measure(node: fx.Node, args: Any, kwargs: Any, device: torch.device, layout
         log.debug("%s cannot be run by itself: %s", node.target, error)
         return None
     arguments = _tensors((own_args, own_kwargs))
+    told = sum(_new_storages(_tensors(result), _tensors((args, kwargs))))
     for zeros in (False, True):
         try:
             for tensor in arguments:
                 if zeros or tensor.dtype is torch.bool:  # a mask takes all, then nothing
                     storage: Any = tensor.untyped_storage()
                     storage.fill_(0 if zeros else 1)
-            found.append(_workspace(lambda: target(*own_args, **own_kwargs), arguments, device))
+            found.append(_memory(lambda: target(*own_args, **own_kwargs), arguments, told, device))
         except REFUSALS as error:
             log.debug("%s cannot be run by itself: %s", node.target, error)
-    return max(found, default=None)
+    return Measured(max(one.workspace for one in found), max(one.excess for one in found)) if found else None
 
 
-def _workspace(run: Callable[[], object], arguments: list[torch.Tensor], device: torch.device) -> int:
-    """Bytes that ``run()`` allocates beside what it returns, on ``device``, once whatever it keeps for later calls is there."""
+def _memory(run: Callable[[], object], arguments: list[torch.Tensor], told_bytes: int, device: torch.device) -> Measured:
+    """The memory of ``run()``, whose results should have ``told_bytes``, once whatever it keeps for later calls is there."""
     run()
     peak, result = torch_memory.peak_on_cpu(run) if device.type == "cpu" else torch_memory.peak_on_cuda(run, device)
+    made = sum(_new_storages(_tensors(result), arguments))
+    return Measured(max(0, peak - made), max(0, made - told_bytes))
+
+
+def _new_storages(results: list[torch.Tensor], arguments: list[torch.Tensor]) -> list[int]:
+    """Bytes of the storages that ``results`` do not share with ``arguments``."""
     there = {storage_key(tensor) for tensor in arguments}
-    made = {storage_key(t): t.untyped_storage().nbytes() for t in _tensors(result)}
-    return max(0, peak - sum(size for address, size in made.items() if address not in there))
+    found = {storage_key(tensor): size_hint(tensor.untyped_storage().nbytes()) for tensor in results}
+    return [size for key, size in found.items() if key not in there]

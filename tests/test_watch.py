@@ -1,0 +1,122 @@
+"""What keeps more alive in a step than the plan of one graph counts is noticed in the first step."""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import replace
+
+import pytest
+import torch
+from test_survey import EAGER, ROWS, WIDTH, Block, Broken
+from torch import nn
+
+import autoremat
+from autoremat import torch_steps
+from autoremat.errors import BudgetWarning
+from autoremat.steps import watch as watch_module
+
+# Dynamo looks at `.grad` of what it is handed after a graph break.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """A watch of this test's own."""
+    fresh = watch_module.Watch()
+    monkeypatch.setattr(watch_module, "_watch", fresh)
+    return fresh
+
+
+def test_without_a_survey_graphs_that_are_over_the_budget_together_are_noticed(watch):
+    model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 400_000})
+    with pytest.warns(BudgetWarning, match=r"together.*autoremat\.survey") as caught:
+        loss = compiled(inputs)
+    assert len(caught) == 1
+    loss.backward()
+    compiled(inputs).backward()  # once is enough
+    assert not watch.active
+    assert not watch.open
+
+
+def test_a_step_of_one_graph_is_watched_once(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": "1MiB"})
+    first = compiled(inputs).sum()
+    assert len(watch.open) == 1
+    assert watch.active
+    del first  # freed without a backward
+    gc.collect()
+    assert not watch.open
+    compiled(inputs).sum().backward()
+    assert not watch.active
+    compiled(inputs).sum()
+    assert not watch.open
+
+
+@pytest.mark.parametrize("budget", [0.9, 240_000])
+def test_what_retain_graph_keeps_is_noticed(watch, budget):
+    model, inputs = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8))), torch.randn(512, 16)
+    options = {**EAGER, "memory_budget": budget}
+    compiled = torch.compile(lambda x: model(x).square().mean(), backend="autoremat", options=options)
+    loss = compiled(inputs)
+    with pytest.warns(BudgetWarning, match=r"retain_graph=True keeps the .*KiB .* over the budget of") as caught:
+        loss.backward(retain_graph=True)
+    assert len(caught) == 1
+    loss.backward(retain_graph=True)  # once is enough
+    loss.backward()
+    assert not watch.open
+
+
+def test_retain_graph_within_the_budget_is_no_warning(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    loss = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": "1MiB"})(inputs).sum()
+    loss.backward(retain_graph=True)
+    assert len(watch.open) == 1  # what was saved is still there
+    loss.backward()
+    assert not watch.open
+
+
+def test_two_calls_of_a_graph_under_a_share_are_noticed(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})
+    real = compiled(inputs)
+    with pytest.warns(BudgetWarning, match="several calls of one compiled graph .* one earlier call holds") as caught:
+        fake = compiled(-inputs)
+    assert len(caught) == 1
+    (real - fake).sum().backward()
+
+
+def test_graphs_under_shares_and_graphs_on_other_devices_are_alone(watch):
+    model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
+    torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})(inputs).backward()
+    report = autoremat.reports()[-1]
+    stage = watch_module.Watched(replace(report, budget_bytes=report.predicted_peak_bytes, saved_bytes=1), by_share=False)
+    for index in range(2):
+        watch.open[index] = watch_module._Open(stage, torch.device("cuda", index))
+    watch.judge(stage, torch.device("cuda", 2))
+    with pytest.warns(BudgetWarning, match="one earlier call holds"):
+        watch.judge(stage, torch.device("cuda", 1))
+
+
+def test_a_graph_that_views_what_an_earlier_one_made_has_no_backward_of_that(watch):
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    first = torch.compile(lambda x: (x @ weight).sin(), backend="autoremat", options={**EAGER, "memory_budget": "1MiB"})
+    made = first(torch.randn(ROWS, WIDTH))
+    assert torch_steps.backward_node([made]) is made.grad_fn
+    assert torch_steps.backward_node([made.view(-1)]) is made.grad_fn
+    assert torch_steps.backward_node([made.view(-1)], [made]) is None
+
+
+def test_shares_of_a_graph_alone_are_not_watched_for_long(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})(inputs).sum().backward()
+    assert not watch.active
+
+
+def test_compiled_autograd_is_noticed(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})
+        with pytest.warns(BudgetWarning, match="compiled autograd .* does not hold"):
+            compiled(inputs)
