@@ -26,6 +26,7 @@ from typing import Any
 import platformdirs
 
 from autoremat import plan_files
+from autoremat.environment import CACHE_SIZE as SIZE_VARIABLE
 from autoremat.errors import OptionsError, PlanFileError
 from autoremat.plans import Plan
 from autoremat.report import Report
@@ -36,7 +37,6 @@ if sys.platform != "win32":
 
 log = logging.getLogger("autoremat")
 
-SIZE_VARIABLE = "AUTOREMAT_CACHE_SIZE"
 DEFAULT_SIZE = 2**30
 LARGEST_FILE = 2**28
 """Bytes: a larger file is not read, for none of ours is so large."""
