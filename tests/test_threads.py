@@ -17,6 +17,7 @@ from autoremat import torch_compat, torch_lowering, torch_sizes
 from autoremat.eager import CheckpointContext, _Region
 from autoremat.options import Options
 from autoremat.steps.recording import Recording, active, recording
+from autoremat.timing.stopwatch import undisturbed
 
 LIMIT = 300
 """Seconds after which a thread is taken to wait for ever."""
@@ -77,6 +78,15 @@ def test_a_recording_and_planned_sizes_belong_to_their_thread():
         assert torch_sizes.planned_identity() == "[('s0', 2, 64)]"
         assert elsewhere(torch_sizes.planned_identity) == "[]"
     assert active() is None
+
+
+def test_what_is_measured_meanwhile_has_the_planned_sizes_and_no_hooks():
+    sizes: dict[Any, int] = {Mock(symbol="s0", least=2): 64}
+    cpu = torch.device("cpu")
+    with torch_sizes.planned_for(sizes), torch_lowering._hooked(Machine, "run", lambda method, self, number: 10):
+        assert undisturbed(cpu, torch_sizes.planned_identity) == "[('s0', 2, 64)]"
+        assert undisturbed(cpu, lambda: Machine().run(5)) == 5
+    assert undisturbed(cpu, torch_sizes.planned_identity) == "[]"
 
 
 def test_a_survey_leaves_the_compilations_of_other_threads_alone():
