@@ -139,9 +139,13 @@ def locked(kind: str, key: str, longest: float) -> Iterator[bool]:
     if descriptor is None:
         yield False
         return
+    held = False
     try:
-        yield _flock(descriptor, time.monotonic() + longest)
+        held = _flock(descriptor, time.monotonic() + longest)
+        yield held
     finally:
+        if held and sys.platform != "win32":
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a process that was forked meanwhile has it open too
         os.close(descriptor)
 
 
