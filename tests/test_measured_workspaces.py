@@ -70,6 +70,8 @@ def test_a_measurement_is_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(workspaces, "_known", {})  # as in another process
     monkeypatch.setattr(workspaces, "_measure", lambda *_: pytest.fail("measured again"))
     assert workspaces.measured_workspace(node, args, {}, node.meta["val"]) == found
+    monkeypatch.setattr(workspaces, "_stored", lambda _: pytest.fail("read again"))
+    assert workspaces.measured_workspace(node, args, {}, node.meta["val"]) == found
 
 
 def test_a_kernel_that_is_too_large_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,7 @@ def measured_workspace(node: fx.Node, args: Any, kwargs: Any, result: Any, layou
         return None
     device = tensors[0].device
     key = f"{device_key(device)}-{METHOD}"
-    known = _known.setdefault(key, _stored(key))
+    known = _known[key] if key in _known else _known.setdefault(key, _stored(key))
     name = signature(node) + (f" {layout.__name__}" if layout is not None else "")
     if name not in known and _spent < TIME_LIMIT:
         begin = time.perf_counter()
