@@ -32,6 +32,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "masked_select": (torch.masked_select, (torch.randn(64, 1, 64), torch.ones(64, 64, dtype=torch.bool))),
     "median": (torch.median, (torch.randn(64, 64),)),
     "svdvals": (torch.linalg.svdvals, (torch.randn(64, 48),)),
+    "multinomial": (lambda x: x.multinomial(8, True), (torch.rand(64, 64),)),
     "matrix_exp": (torch.matrix_exp, (torch.randn(64, 64),)),
 }
 

@@ -35,6 +35,9 @@ METHOD = 2
 REMEMBERED = 20_000
 """Signatures that the file of a device keeps; the newest stay."""
 
+REFUSE_ZEROS = frozenset({torch.ops.aten.multinomial.default})
+"""Ops that no zeros are tried on: their CUDA kernels would leave the process without its device."""
+
 Workspaces = dict[str, int | None]
 """Bytes by signature; None for a kernel that cannot be run by itself."""
 
@@ -106,7 +109,7 @@ def _can_run(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
 
 
 def _measure(node: fx.Node, args: Any, kwargs: Any, device: torch.device, layout: Layout | None) -> int | None:
-    """The larger workspace on random numbers with full masks, and on zeros; None if the op refuses both."""
+    """The larger workspace on random numbers from 0 to 1 with full masks, and on zeros; None if the op refuses both."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
 
     def lay_out(value: Any) -> Any:
@@ -120,6 +123,8 @@ def _measure(node: fx.Node, args: Any, kwargs: Any, device: torch.device, layout
         return None
     arguments = _tensors((own_args, own_kwargs))
     for zeros in (False, True):
+        if zeros and node.target in REFUSE_ZEROS:
+            continue
         try:
             for tensor in arguments:
                 if zeros or tensor.dtype is torch.bool:  # a mask takes all, then nothing
