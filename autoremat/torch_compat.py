@@ -252,8 +252,10 @@ def rounds_to_tf32() -> bool:
 
 
 def float32_precision() -> str:
-    """Text that changes with how products of float32 matrices may be rounded, here and on CUDA. By the settings of each backend:
-    the one for all raises an error once a user has set these one by one."""
+    """Text that changes with how products of float32 matrices may be rounded, here and on CUDA.
+
+    Torch's setting for all backends at once raises an error after a user has set that of one.
+    """
     return f"{_matmul_precision(torch.backends.mkldnn)} {_matmul_precision(torch.backends.cuda)}"
 
 
