@@ -115,7 +115,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
         torch_sizes.planned_identity(),
         f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')} {torch.get_num_threads()}",
         f"{torch.get_autocast_dtype('cpu')} {torch.get_autocast_dtype('cuda')} {torch.get_default_dtype()}",
-        f"{torch.are_deterministic_algorithms_enabled()} {torch.get_float32_matmul_precision()}",
+        f"{torch.are_deterministic_algorithms_enabled()} {torch_compat.float32_precision()}",
         device_name(device_of_inputs(gm, inputs)),
         torch_compat.machine_fingerprint(),
         torch_compat.configuration_fingerprint(),

@@ -26,6 +26,7 @@ from typing import Any
 import platformdirs
 
 from autoremat import plan_files
+from autoremat.environment import CACHE_SIZE as SIZE_VARIABLE
 from autoremat.errors import OptionsError, PlanFileError
 from autoremat.plans import Plan
 from autoremat.report import Report
@@ -36,7 +37,6 @@ if sys.platform != "win32":
 
 log = logging.getLogger("autoremat")
 
-SIZE_VARIABLE = "AUTOREMAT_CACHE_SIZE"
 DEFAULT_SIZE = 2**30
 LARGEST_FILE = 2**28
 """Bytes: a larger file is not read, for none of ours is so large."""
@@ -139,9 +139,13 @@ def locked(kind: str, key: str, longest: float) -> Iterator[bool]:
     if descriptor is None:
         yield False
         return
+    held = False
     try:
-        yield _flock(descriptor, time.monotonic() + longest)
+        held = _flock(descriptor, time.monotonic() + longest)
+        yield held
     finally:
+        if held and sys.platform != "win32":
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a process that was forked meanwhile has it open too
         os.close(descriptor)
 
 

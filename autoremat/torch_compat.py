@@ -248,7 +248,19 @@ def multiplies_in_tiles(dtype: torch.dtype) -> bool:
 
 def rounds_to_tf32() -> bool:
     """Whether CUDA may round the operands of float32 matrix products to TF32, or less: not by default."""
-    return torch.get_float32_matmul_precision() != "highest"
+    return _matmul_precision(torch.backends.cuda) == "tf32"
+
+
+def float32_precision() -> str:
+    """Text that changes with how products of float32 matrices may be rounded, here and on CUDA.
+
+    Torch's setting for all backends at once raises an error after a user has set that of one.
+    """
+    return f"{_matmul_precision(torch.backends.mkldnn)} {_matmul_precision(torch.backends.cuda)}"
+
+
+def _matmul_precision(backend: Any) -> str:
+    return str(backend.matmul.fp32_precision)
 
 
 def lays_channels_last(device_type: str) -> bool:

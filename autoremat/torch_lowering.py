@@ -6,13 +6,9 @@ As in ``torch_compat``, each function says what it stands for and nothing here d
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
-import threading
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,51 +19,11 @@ from torch import fx
 
 from autoremat.errors import BudgetWarning
 from autoremat.op_rules import BY_STRIDES, is_view, packet
+from autoremat.torch_hooks import Method, hooked
 from autoremat.torch_sizes import most_of_expression
 from autoremat.wrapper_code import Circumstances, replay_peak
 
 aten = torch.ops.aten
-
-
-_Method = Callable[..., Any]
-
-_hooks: ContextVar[Mapping[tuple[type, str], _Method]] = ContextVar("autoremat_hooks", default=types.MappingProxyType({}))
-"""What stands for which method of Inductor's, for the thread at hand alone."""
-_installing = threading.Lock()
-
-
-@contextlib.contextmanager
-def _hooked(owner: type, name: str, hook: Callable[..., Any]) -> Iterator[None]:
-    """While active, ``hook(method, self, ...)`` runs where this thread calls the method of ``owner``.
-
-    Other threads call the method itself meanwhile: Inductor may compile there for somebody else, around Dynamo's lock.
-    """
-    method = _hooks.get().get((owner, name), _dispatching(owner, name))
-    token = _hooks.set({**_hooks.get(), (owner, name): functools.partial(hook, method)})
-    try:
-        yield
-    finally:
-        _hooks.reset(token)
-
-
-def _dispatching(owner: type, name: str) -> _Method:
-    """The method of ``owner``, in whose place stands from now on what looks for a hook first. That stays: threads that each put
-    back what they found would put back each other's."""
-    with _installing:
-        present: _Method = getattr(owner, name)
-        if not hasattr(present, "without_hooks"):
-            method = present
-
-            @functools.wraps(method)
-            def dispatching(*args: Any, **kwargs: Any) -> Any:
-                return _hooks.get().get((owner, name), method)(*args, **kwargs)
-
-            vars(dispatching)["without_hooks"] = method
-            is_static = isinstance(inspect.getattr_static(owner, name), staticmethod)
-            setattr(owner, name, staticmethod(dispatching) if is_static else dispatching)
-            present = dispatching
-        found: _Method = vars(present)["without_hooks"]
-        return found
 
 
 @dataclass(frozen=True)
@@ -180,18 +136,18 @@ def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
 
-    def compute_and_pin(compute: _Method, scheduler: Any) -> None:
+    def compute_and_pin(compute: Method, scheduler: Any) -> None:
         compute(scheduler)
         if wanted() and V.graph.is_backward:
             _pin_order(scheduler)
 
-    def generate_compactly(generate: _Method, lowering: Any) -> Any:
+    def generate_compactly(generate: Method, lowering: Any) -> Any:
         with inductor_config.patch({"allow_buffer_reuse": False} if wanted() else {}):
             return generate(lowering)
 
     with (
-        _hooked(Scheduler, "compute_dependencies", compute_and_pin),
-        _hooked(GraphLowering, "codegen", generate_compactly),
+        hooked(Scheduler, "compute_dependencies", compute_and_pin),
+        hooked(GraphLowering, "codegen", generate_compactly),
     ):
         yield
 
@@ -242,12 +198,12 @@ def channels_last_at_once() -> Iterator[None]:
     """While active, what Inductor differentiates convolutions of has the layout from the beginning in which it does so."""
     from torch._inductor.graph import GraphLowering
 
-    def run_with_layouts(run: _Method, lowering: Any, *arguments: Any) -> Any:
+    def run_with_layouts(run: Method, lowering: Any, *arguments: Any) -> Any:
         if chooses_layouts_of_gradients():
             _state_layouts(lowering.module.graph)
         return run(lowering, *arguments)
 
-    with _hooked(GraphLowering, "run", run_with_layouts):
+    with hooked(GraphLowering, "run", run_with_layouts):
         yield
 
 
@@ -273,7 +229,7 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
             stacklevel=2,
         )
 
-    with _hooked(TritonOverrides, method, lambda _: False):
+    with hooked(TritonOverrides, method, lambda _: False):
         yield
 
 
@@ -283,14 +239,14 @@ def observe_lowering(known: Callable[[], Circumstances], observer: Callable[[Low
     kernels is compiled. What ``observer`` raises ends the compilation."""
     from torch._inductor.graph import GraphLowering, SubgraphLowering
 
-    def generate_and_observe(generate: _Method, lowering: Any) -> Any:
+    def generate_and_observe(generate: Method, lowering: Any) -> Any:
         generated = generate(lowering)
         if not isinstance(lowering, SubgraphLowering) and not lowering.is_inference:
             source = str(getattr(generated[0], "value", ""))
             observer(_lowered_peak(lowering, source, known()))
         return generated
 
-    with _hooked(GraphLowering, "codegen", generate_and_observe):
+    with hooked(GraphLowering, "codegen", generate_and_observe):
         yield
 
 
@@ -303,7 +259,7 @@ def without_kernels() -> Iterator[None]:
     """Inductor generates all code and compiles no kernel: what it returns cannot be called, and no cache keeps it."""
     from torch._inductor.graph import GraphLowering
 
-    def only_generated(_: _Method, lowering: Any) -> Any:
+    def only_generated(_: Method, lowering: Any) -> Any:
         lowering.codegen()
         # Where CUDA graphs are asked for, Inductor wraps each partition of the code that it has loaded.
         runner = types.SimpleNamespace(recursively_apply_fns=lambda _: None, partitions=[])
@@ -312,6 +268,6 @@ def without_kernels() -> Iterator[None]:
     with (
         functorch_config.patch({"enable_autograd_cache": False}),
         inductor_config.patch({"fx_graph_cache": False, "fx_graph_remote_cache": False}),
-        _hooked(GraphLowering, "compile_to_module", only_generated),
+        hooked(GraphLowering, "compile_to_module", only_generated),
     ):
         yield

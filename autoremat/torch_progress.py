@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-import unittest.mock
 from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
 from autoremat.progress import Tally, now
+from autoremat.torch_hooks import Method, hooked
 
 KERNEL = re.compile(r"= async_compile\.\w+\(")
 """A kernel in generated code that is compiled by itself."""
@@ -31,22 +31,20 @@ def inductor_is_told() -> Iterator[None]:
     from torch._inductor.codecache import CodeCacheFuture
     from torch._inductor.graph import GraphLowering, SubgraphLowering
 
-    run, run_node, generate = GraphLowering.run, GraphLowering.run_node, GraphLowering.codegen
-    load, wait = AsyncCompile.cpp_pybinding, AsyncCompile.wait
     nodes, kernels = Tally(), Tally()
     half = "graph"
 
-    def told_run(lowering: Any, *args: Any) -> Any:
+    def told_run(run: Method, lowering: Any, *args: Any) -> Any:
         if not isinstance(lowering, SubgraphLowering):
             nodes.total, nodes.done = len(lowering.module.graph.nodes), 0
             now(f"lowering the {_half_of(lowering)}", nodes.count)
         return run(lowering, *args)
 
-    def told_run_node(lowering: Any, node: Any) -> Any:
+    def told_run_node(run_node: Method, lowering: Any, node: Any) -> Any:
         nodes.done += 1
         return run_node(lowering, node)
 
-    def told_generate(lowering: Any) -> Any:
+    def told_generate(generate: Method, lowering: Any) -> Any:
         if isinstance(lowering, SubgraphLowering):
             return generate(lowering)
         nonlocal half
@@ -57,12 +55,12 @@ def inductor_is_told() -> Iterator[None]:
         now(f"compiling kernels of the {half}", kernels.count if kernels.total else None)
         return generated
 
-    def told_load(compiler: Any, *args: Any) -> Any:
+    def told_load(load: Method, compiler: Any, *args: Any) -> Any:
         loaded = load(compiler, *args)
         kernels.done += not isinstance(loaded, CodeCacheFuture)  # which is only begun
         return loaded
 
-    def told_wait(compiler: Any, scope: dict[str, Any]) -> None:
+    def told_wait(wait: Method, compiler: Any, scope: dict[str, Any]) -> None:
         waited_for = [name for name, kernel in scope.items() if isinstance(kernel, Future | CodeCacheFuture)]
 
         def count() -> tuple[int, int]:
@@ -73,12 +71,11 @@ def inductor_is_told() -> Iterator[None]:
             now(f"compiling kernels of the {half}", count)
         wait(compiler, scope)
 
-    patch = unittest.mock.patch.object
     with (
-        patch(GraphLowering, "run", told_run),
-        patch(GraphLowering, "run_node", told_run_node),
-        patch(GraphLowering, "codegen", told_generate),
-        patch(AsyncCompile, "cpp_pybinding", told_load),
-        patch(AsyncCompile, "wait", told_wait),
+        hooked(GraphLowering, "run", told_run),
+        hooked(GraphLowering, "run_node", told_run_node),
+        hooked(GraphLowering, "codegen", told_generate),
+        hooked(AsyncCompile, "cpp_pybinding", told_load),
+        hooked(AsyncCompile, "wait", told_wait),
     ):
         yield

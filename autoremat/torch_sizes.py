@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from contextvars import ContextVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import Context, ContextVar
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import sympy
 import torch
@@ -25,6 +26,8 @@ POINTS = {1: 65, 2: 9, 3: 5}
 """By how many sizes an expression has: at how many values of each it is looked at. Of more sizes, at both ends."""
 MOST_SIZES = 8
 """Of expressions of more sizes the rest are looked at as large as they may be."""
+
+Result = TypeVar("Result")
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -98,6 +101,14 @@ def planned_for(sizes: Mapping[DynamicSize, int]) -> Iterator[None]:
     finally:
         _most.reset(most_known)
         _planned.reset(planned)
+
+
+def carried(work: Callable[[], Result]) -> Callable[[], Result]:
+    """``work`` for another thread, which then plans for the sizes of this one."""
+    context = Context()  # not a copy of this thread's: hooks on Inductor are to stay here
+    context.run(_planned.set, _planned.get())
+    context.run(_most.set, {})
+    return partial(context.run, work)
 
 
 def planned_identity() -> str:

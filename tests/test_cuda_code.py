@@ -68,6 +68,24 @@ def test_float32_products_have_the_rate_of_the_precision_that_is_set(precision, 
         torch.set_float32_matmul_precision(before)
 
 
+def test_a_precision_that_is_set_for_cuda_alone_is_no_error():
+    """Torch's setting for all backends cannot be read then."""
+    joint = make_fx(torch.mm, tracing_mode="fake")(torch.ones(2, 2), torch.ones(2, 2))
+    other, products = torch_compat.float32_precision(), torch.backends.cuda.matmul
+    before = products.fp32_precision
+    try:
+        products.fp32_precision = "tf32"
+        with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
+            torch.get_float32_matmul_precision()
+        assert torch_compat.float32_precision() != other
+        assert device_rates(torch.device("cpu"), joint, "H100").flops_per_second == 494e12 * MATMUL_EFFICIENCY
+        options = {"inner": "aot_eager", "memory_budget": "1MiB"}
+        torch.compile(torch.nn.Linear(4, 4), backend="autoremat", options=options)(torch.ones(2, 4)).sum().backward()
+        assert closed_loop.fingerprint(torch.fx.symbolic_trace(torch.nn.Linear(4, 4)), [], Options(cost_model="roofline"))
+    finally:
+        products.fp32_precision = before
+
+
 def test_a_card_that_is_planned_for_by_name_has_no_habits_of_cpus(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     convolve = torch.nn.Conv2d(4, 4, 3)

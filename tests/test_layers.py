@@ -33,14 +33,14 @@ TORCH = (
     "steps.metering", "steps.recording", "steps.survey",
     "steps.watch", "timing", "timing.calibration", "timing.profiling", "timing.recipes", "timing.stopwatch",
     "timing.workspaces",
-    "torch_compat", "torch_dynamo", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_memory",
-    "torch_progress", "torch_sizes", "torch_steps", "tracing", "circumstances", "breaks",
+    "torch_compat", "torch_dynamo", "torch_fake", "torch_higher_order", "torch_hooks", "torch_logs", "torch_lowering",
+    "torch_memory", "torch_progress", "torch_sizes", "torch_steps", "tracing", "circumstances", "breaks",
     "workspace", "loss_parts", "passes", "rehearsal", "comparison", "sizing", "integrations", "naming", "origins",
 )  # fmt: skip
 
 ADAPTERS = (
-    "torch_compat", "torch_dynamo", "torch_fake", "torch_higher_order", "torch_logs", "torch_lowering", "torch_memory",
-    "torch_progress", "torch_sizes", "torch_steps",
+    "torch_compat", "torch_dynamo", "torch_fake", "torch_higher_order", "torch_hooks", "torch_logs", "torch_lowering",
+    "torch_memory", "torch_progress", "torch_sizes", "torch_steps",
 )  # fmt: skip
 """The modules that may touch torch's private names."""
 

@@ -32,6 +32,7 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
     "masked_select": (torch.masked_select, (torch.randn(64, 1, 64), torch.ones(64, 64, dtype=torch.bool))),
     "median": (torch.median, (torch.randn(64, 64),)),
     "svdvals": (torch.linalg.svdvals, (torch.randn(64, 48),)),
+    "multinomial": (lambda x: x.multinomial(8, True), (torch.rand(64, 64),)),
     "matrix_exp": (torch.matrix_exp, (torch.randn(64, 64),)),
 }
 
@@ -69,6 +70,8 @@ def test_a_measurement_is_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     workspaces.remember()
     monkeypatch.setattr(workspaces, "_known", {})  # as in another process
     monkeypatch.setattr(workspaces, "_measure", lambda *_: pytest.fail("measured again"))
+    assert workspaces.measured(node, args, {}, node.meta["val"]) == found
+    monkeypatch.setattr(workspaces, "_stored", lambda _: pytest.fail("read again"))
     assert workspaces.measured(node, args, {}, node.meta["val"]) == found
 
 

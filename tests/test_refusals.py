@@ -6,7 +6,7 @@ from fractions import Fraction
 
 import pytest
 
-from autoremat import defaults, environment
+from autoremat import defaults, environment, store
 from autoremat.errors import BudgetWarning, OptionsError, PlanFileError
 from autoremat.options import PLANNING_KEYS, Options, configure
 
@@ -37,6 +37,12 @@ def test_options_that_are_no_dict_are_refused(options):
 def test_a_plan_of_an_impossible_name_is_refused():
     with pytest.raises(PlanFileError, match=r"^the plan '\\x00' cannot be read"):
         Options(plan="\0")
+
+
+def test_the_variable_of_the_cache_is_known(monkeypatch):
+    monkeypatch.setattr(environment, "_refused", set())
+    monkeypatch.setenv(store.SIZE_VARIABLE, "2GiB")
+    Options.parse()
 
 
 @pytest.mark.parametrize(("name", "near"), [("AUTOREMAT_BUDGET", "Is AUTOREMAT_MEMORY_BUDGET meant"), ("AUTOREMAT_X", "None")])

@@ -246,6 +246,24 @@ def test_nobody_waits_for_a_lock_longer_than_told(folder):
         assert again
 
 
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(folder):
+    stop_reads, stop = os.pipe()
+    with store.locked("rates", "key", 0) as held:
+        assert held
+        child = os.fork()
+        if child == 0:
+            os.read(stop_reads, 1)
+            os._exit(0)
+    try:
+        with store.locked("rates", "key", 0) as again:
+            assert again
+    finally:
+        os.write(stop, b" ")
+        os.waitpid(child, 0)
+        os.close(stop_reads)
+        os.close(stop)
+
+
 def test_without_a_folder_there_is_no_lock(folder):
     folder.parent.write_text("in the way")
     with store.locked("rates", "key", 60) as held:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import autoremat
-from autoremat import torch_compat, torch_lowering, torch_sizes
+from autoremat import torch_compat, torch_hooks, torch_lowering, torch_progress, torch_sizes
 from autoremat.eager import CheckpointContext, _Region
 from autoremat.options import Options
 from autoremat.steps.recording import Recording, active, recording
+from autoremat.timing.stopwatch import undisturbed
 
 LIMIT = 300
 """Seconds after which a thread is taken to wait for ever."""
@@ -39,9 +40,9 @@ def test_a_hook_acts_in_the_thread_that_set_it():
     def add_one(method: Callable[..., int], self: Machine, number: int) -> int:
         return method(self, number) + 1
 
-    with torch_lowering._hooked(Machine, "run", add_one):
+    with torch_hooks.hooked(Machine, "run", add_one):
         assert Machine().run(5) == 6
-        with torch_lowering._hooked(Machine, "run", add_one):
+        with torch_hooks.hooked(Machine, "run", add_one):
             assert Machine().run(5) == 7
             assert elsewhere(lambda: Machine().run(5)) == 5
         assert Machine().run(5) == 6
@@ -53,20 +54,45 @@ def test_hooks_of_two_threads_overlap():
     entered, left = threading.Event(), threading.Event()
 
     def second() -> list[int]:
-        with torch_lowering._hooked(Machine, "run", lambda method, self, number: 20):
+        with torch_hooks.hooked(Machine, "run", lambda method, self, number: 20):
             entered.set()
             assert left.wait(LIMIT)
             during = Machine().run(5)
         return [during, Machine().run(5)]
 
     with ThreadPoolExecutor(1) as pool:
-        with torch_lowering._hooked(Machine, "run", lambda method, self, number: 10):
+        with torch_hooks.hooked(Machine, "run", lambda method, self, number: 10):
             found = pool.submit(second)
             assert entered.wait(LIMIT)
             assert Machine().run(5) == 10
         left.set()
         assert found.result(LIMIT) == [20, 5]
     assert Machine().run(5) == 5
+
+
+def test_what_is_told_of_two_compilations_leaves_nothing_behind():
+    """The first ends while the second goes on: hooks of either stay what they are, and nothing of the first stays."""
+    from torch._inductor.graph import GraphLowering
+
+    entered, left = threading.Event(), threading.Event()
+
+    def second() -> object:
+        with (
+            torch_hooks.hooked(GraphLowering, "codegen", lambda method, self: "ours"),
+            torch_progress.inductor_is_told(),
+        ):
+            entered.set()
+            assert left.wait(LIMIT)
+        with torch_hooks.hooked(GraphLowering, "codegen", lambda method, self: "ours"):
+            return GraphLowering.codegen(Mock())
+
+    with ThreadPoolExecutor(1) as pool:
+        with torch_progress.inductor_is_told():
+            found = pool.submit(second)
+            assert entered.wait(LIMIT)
+        left.set()
+        assert found.result(LIMIT) == "ours"
+    assert "told" not in GraphLowering.codegen.__qualname__
 
 
 def test_a_recording_and_planned_sizes_belong_to_their_thread():
@@ -77,6 +103,15 @@ def test_a_recording_and_planned_sizes_belong_to_their_thread():
         assert torch_sizes.planned_identity() == "[('s0', 2, 64)]"
         assert elsewhere(torch_sizes.planned_identity) == "[]"
     assert active() is None
+
+
+def test_what_is_measured_meanwhile_has_the_planned_sizes_and_no_hooks():
+    sizes: dict[Any, int] = {Mock(symbol="s0", least=2): 64}
+    cpu = torch.device("cpu")
+    with torch_sizes.planned_for(sizes), torch_hooks.hooked(Machine, "run", lambda method, self, number: 10):
+        assert undisturbed(cpu, torch_sizes.planned_identity) == "[('s0', 2, 64)]"
+        assert undisturbed(cpu, lambda: Machine().run(5)) == 5
+    assert undisturbed(cpu, torch_sizes.planned_identity) == "[]"
 
 
 def test_a_survey_leaves_the_compilations_of_other_threads_alone():

@@ -75,7 +75,7 @@ def _cpu_model() -> str:
 
 def device_key(device: torch.device) -> str:
     """A name for files: equal where the same figures would be measured."""
-    parts = (device_name(device), torch.__version__, str(torch.get_num_threads()), torch.get_float32_matmul_precision())
+    parts = (device_name(device), torch.__version__, str(torch.get_num_threads()), torch_compat.float32_precision())
     return f"{device.type}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}"
 
 

@@ -82,7 +82,8 @@ def real(value: Any) -> Any:
     # The storage is filled, not the tensor: two of its elements may lie in one place.
     length = 1 + sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True)) if 0 not in shape else 0
     if value.dtype.is_floating_point or value.dtype.is_complex:
-        storage = torch.randn(length, device=value.device).to(value.dtype)
+        # From 0 to 1, as probabilities are: CUDA kernels that refuse others leave the process without its device.
+        storage = torch.rand(length, device=value.device).to(value.dtype)
     else:
         storage = torch.zeros(length, dtype=value.dtype, device=value.device)
     made = storage.as_strided(shape, strides)

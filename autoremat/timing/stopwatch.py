@@ -12,7 +12,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from autoremat.progress import carried
+from autoremat import progress, torch_sizes
 
 Result = TypeVar("Result")
 
@@ -88,4 +88,4 @@ def undisturbed(device: torch.device, measure: Callable[[], Result]) -> Result:
             return measure()
 
     with ThreadPoolExecutor(1, "autoremat-timing") as worker:
-        return worker.submit(carried(work)).result()
+        return worker.submit(progress.carried(torch_sizes.carried(work))).result()
