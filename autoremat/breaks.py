@@ -73,5 +73,6 @@ def _after_a_frame() -> None:
         _told.add(torch_dynamo.WITHOUT_RNN)
         log.warning(
             "Dynamo does not trace nn.RNN, nn.GRU and nn.LSTM, and leaves a function that calls one alone: no memory budget "
-            "holds there. torch._dynamo.config.allow_rnn = True lets it trace them"
+            "holds there. torch._dynamo.config.allow_rnn = True lets it trace them; at an nn.LSTM on a CPU torch "
+            "may then fail"
         )

@@ -364,8 +364,8 @@ def published(compiled: Compiled, report: Report, options: Options) -> Compiled:
     """``compiled``, with its report made known; watched, if it has a budget that nobody has shared out."""
     if report.unknown_workspaces and report.budget_bytes is not None:
         log.warning(
-            "the budget may be exceeded by the workspaces of %s, which nobody knows: declare_pure(..., workspace_bytes=...) "
-            "tells those of ops of your own",
+            "the budget may be exceeded by the workspaces of %s, which are not known (of an op of your own, "
+            "declare_pure(..., workspace_bytes=...) tells it)",
             ", ".join(report.unknown_workspaces),
         )
     if not report.within_budget and report.budget_bytes is not None:

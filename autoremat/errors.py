@@ -181,7 +181,7 @@ def unplanned_error(error: BaseException, place: str) -> UnplannedError:
     """The error for a graph (``place``) whose memory budget cannot be kept because of ``error``."""
     return UnplannedError(
         f"a graph ({place}) could not be planned, so its memory budget cannot be kept: {type(error).__name__}: {error}. "
-        "Please report this text to autoremat's issue tracker; "
+        'If backend="inductor" compiles it, please report this text to autoremat\'s issue tracker; '
         'on_unplannable="warn" leaves such a graph to torch, without a budget.'
     )
 

@@ -14,6 +14,8 @@ import sympy
 import torch
 from torch.fx.experimental import symbolic_shapes
 
+from autoremat.errors import CaptureError
+
 UNKNOWN_SIZE = 4096  # for a data-dependent dimension, as in torch's partitioner
 
 _planned: ContextVar[dict[Any, tuple[int, int]]] = ContextVar("planned_sizes", default={})  # noqa: B039  # never written to
@@ -150,11 +152,16 @@ class DynamicSize:
 
 
 def dynamic_sizes(inputs: Iterable[Any]) -> list[DynamicSize]:
-    """The open sizes of the inputs, each once, that have a value in this call."""
+    """The open sizes of the inputs, each once, that have a value in this call. Raises ``CaptureError`` for nested tensors."""
     found: dict[Any, DynamicSize] = {}
     for value in inputs:
         sizes = value.shape if isinstance(value, torch.Tensor) else [value]
         for size in sizes:
+            if isinstance(size, torch.SymInt) and size.node.is_nested_int():
+                raise CaptureError(
+                    "a nested tensor's rows may have any length, so no plan keeps a memory budget in bytes for all of them. "
+                    "Give a share, such as 0.7, which is planned for the lengths at hand, or pad the rows"
+                )
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.has_hint():
                 found.setdefault(size.node.expr, DynamicSize(size))
     return list(found.values())

@@ -173,3 +173,17 @@ def test_the_budget_holds_for_every_length_under_inductor(possible):
     assert max(peaks) <= budget
     assert len(reports) <= 3  # Inductor has guards of its own
     assert max(peaks) > budget // 4
+
+
+def test_nested_tensors_are_refused_a_budget_in_bytes():
+    weight = torch.randn(8, 8, requires_grad=True)
+
+    def loss(nested):
+        return (nested @ weight).tanh().values().square().mean()
+
+    rows = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Give a share"):
+        torch.compile(loss, backend="autoremat", options={"memory_budget": "1MiB", "inner": "aot_eager"})(rows)
+    torch._dynamo.reset()
+    torch.compile(loss, backend="autoremat", options={"memory_budget": 0.9, "inner": "aot_eager"})(rows).backward()
+    assert weight.grad is not None
