@@ -22,7 +22,7 @@ from autoremat.cost import Device, cpu_device, cuda_device, roofline_seconds, sa
 from autoremat.errors import CaptureError
 from autoremat.graph import Graph, Op, Role, Trait, Value
 from autoremat.origins import decomposed_from, names, origin, scopes
-from autoremat.timing.workspaces import remember
+from autoremat.timing.workspaces import one_graph
 
 Alias = int | None | tuple["Alias", ...] | dict[str, "Alias"]
 """What a node holds: a value number, nothing that takes memory, or several of these by position or by name."""
@@ -351,9 +351,10 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name:
     forward_outputs, backward_outputs = torch_compat.joint_outputs(joint, num_fwd_outputs)
     named = _named(node for node in ordered if not backward[node])
     ops = []
-    for node in ordered:
-        with _naming(node):
-            ops.append(_op(builder, node, backward[node], overwritten, rates, runs_on, named.get(node, ())))
+    with one_graph():
+        for node in ordered:
+            with _naming(node):
+                ops.append(_op(builder, node, backward[node], overwritten, rates, runs_on, named.get(node, ())))
     values = tuple(
         Value(v.name, -(-v.bytes // rates.allocation_bytes) * rates.allocation_bytes,
               number[builder.maker[i]] if i in builder.maker else None, v.role, v.module, v.source)
@@ -370,6 +371,5 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name:
         whole_runs=fuses and runs_on == "cpu",
         most_reads=torch_compat.most_reads_inlined(),
     )
-    remember()
     nodes, unknown = tuple(builder.value_nodes), tuple(sorted(builder.unknown_workspaces))
     return Capture(joint, graph, tuple(ordered), nodes, builder.aliases, num_fwd_outputs, rates, runs_on, unknown)

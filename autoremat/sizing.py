@@ -147,17 +147,19 @@ class _Search:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     fits: int = 0
     """The largest count that is known to fit."""
-    misses: int | None = None
-    """The smallest count that is known not to."""
+
+    @property
+    def misses(self) -> int | None:
+        """The smallest larger count that is known not to fit."""
+        refused = (count for count, outcome in self.outcomes.items() if isinstance(outcome, BudgetInfeasible))
+        return min((count for count in refused if count > self.fits), default=None)
 
     def run(self) -> None:
         """Try counts until the largest that fits is known."""
         count: int | None = 1
         while count is not None:
             self.outcomes[count] = self.outcome_of(count)
-            if isinstance(self.outcomes[count], BudgetInfeasible):
-                self.misses = count if self.misses is None else min(self.misses, count)
-            else:
+            if not isinstance(self.outcomes[count], BudgetInfeasible):
                 self.fits = max(self.fits, count)
             count = self.next_count(count)
 

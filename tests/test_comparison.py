@@ -169,6 +169,17 @@ def test_what_cannot_be_searched_is_refused():
         autoremat.max_batch(lambda rows: torch.randn(rows, 64), Mlp(), MIB, step=8, limit=4)
 
 
+def test_the_next_size_is_larger_though_a_smaller_one_did_not_fit():
+    def outcome_of(count: int):
+        if count in (8, 17):
+            return BudgetInfeasible(budget_bytes=100, minimum_bytes=101, lower_bound_bytes=0)
+        return types.SimpleNamespace(minimum_peak_bytes=count, budget_bytes=100, others=())
+
+    search = _Search(outcome_of, 17, outcomes={8: outcome_of(8), 16: outcome_of(16)}, fits=16)
+    search.outcomes[17] = outcome_of(17)
+    assert search.misses == 17
+
+
 @given(st.integers(1, 10**6), st.integers(0, 10**7), st.floats(1.0, 2.0), st.integers(1, 10**5))
 def test_the_search_finds_the_last_that_fits(slope, start, power, largest):
     def peak(count: int) -> int:

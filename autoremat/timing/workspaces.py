@@ -6,10 +6,11 @@ A measurement is exact for tensors of these sizes, strides and types; only a ker
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -83,10 +84,21 @@ def measured(node: fx.Node, args: Any, kwargs: Any, result: Any, layout: Layout 
     return known.get(name)
 
 
-def remember() -> None:
-    """Write to disk what was measured for the graph at hand, which ends here."""
+@contextlib.contextmanager
+def one_graph() -> Iterator[None]:
+    """The body measures for one graph; at its end all that was measured is written to disk."""
     global _spent
     _spent = 0.0
+    try:
+        yield
+    finally:
+        remember()
+
+
+def remember() -> None:
+    """Write to disk what was measured since the last time."""
+    if any(key.startswith("cuda") for key in _unwritten):
+        torch.cuda.empty_cache()
     for key in tuple(_unwritten):
         _unwritten.discard(key)
         with store.locked("workspaces", key, LONGEST_WAIT):  # another process may have written since, or be about to
