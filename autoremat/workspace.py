@@ -238,11 +238,20 @@ def workspace_bytes(
     return None if found is None else found + (SCALARS if runs_on == "cpu" else 0)
 
 
+COPIES_OF_STORAGES = frozenset(
+    {aten.copy, aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter}
+)
+"""Ops that copy the whole storage of a view, of which a fake result may not tell."""
+
+
 def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int:
     """Bytes by which the results take more memory than their sizes say, where the call was measured; else 0."""
-    tensors = _tensors(result)
-    if not tensors or tensors[0].device.type != runs_on or op_rules.packet(node) in CPU:
+    tensors, name = _tensors(result), op_rules.packet(node)
+    if not tensors or tensors[0].device.type != runs_on or name in CPU:
         return 0
+    if name in COPIES_OF_STORAGES:
+        kept, told = (size_hint(t.untyped_storage().nbytes()) for t in (args[0], tensors[0]))
+        return max(0, kept - told)
     alone = measured(node, args, kwargs, result)
     return 0 if alone is None else alone.excess
 

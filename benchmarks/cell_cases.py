@@ -138,7 +138,7 @@ CASES: dict[str, Case] = {
     "transposed": images(of(nn.ConvTranspose2d, 8, 8, 4, 2, 1), of(nn.Tanh), conv(8, 8, padding=1)),
     "pooling": images(conv(8, 16, padding=1), of(nn.GELU), of(nn.MaxPool2d, 2), of(nn.GroupNorm, 4, 16), of(nn.AvgPool2d, 2)),
     "upsampling": images(conv(8, 8, padding=1), of(nn.SiLU), of(nn.Upsample, None, 2, "bilinear"), conv(8, 4, padding=1)),
-    "unfold": images(of(nn.Unfold, 3), of(nn.Tanh), of(nn.Fold, (32, 32), 3), of(nn.Tanh)),
+    "unfold": Case(scaled(lambda x: F.fold(F.unfold(x.sin(), 3).tanh(), (32, 32), 3).tanh(), 4, 8, 32, 32), FLOATS, True),
     "conv1d": Case(lambda d: (nn.Sequential(nn.Conv1d(16, 32, 5, padding=2, dtype=d), nn.Tanh(), nn.Conv1d(32, 16, 5, dtype=d)),
                               torch.randn(4, 16, 256, dtype=d)), FLOATS),
     "conv3d": Case(lambda d: (nn.Sequential(nn.Conv3d(2, 4, 3, padding=1, dtype=d), nn.Tanh(), nn.Conv3d(4, 2, 3, dtype=d)),

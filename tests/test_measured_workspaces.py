@@ -143,6 +143,8 @@ STEPS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
     "embedding bag": lambda: (nn.EmbeddingBag(512, WIDTH), torch.randint(0, 512, (256, 20))),
     "kthvalue": lambda: scaled(lambda x: x.sin().kthvalue(5).values, 128, 128),
     "fft": lambda: scaled(lambda x: torch.fft.fft2(x.sin()).abs(), 4, 64, 64),
+    "rfft": lambda: scaled(lambda x: torch.fft.irfft(torch.fft.rfft(x.sin()) * 2).tanh(), 64, 512),
+    "solve": lambda: scaled(lambda x: torch.linalg.solve(x.sin() @ x.mT + 10 * torch.eye(48), x), 48, 48),
     "matrix_exp": lambda: scaled(lambda x: torch.matrix_exp(x.sin()), 64, 64),
     "renorm": lambda: scaled(lambda x: x.sin().renorm(2, 0, 1.0), 64, 64),
     "fold": lambda: scaled(lambda x: F.fold(F.unfold(x.sin(), 3), (32, 32), 3), 2, 4, 32, 32),

@@ -31,7 +31,7 @@ LARGEST = 2**30
 TIME_LIMIT = 60.0
 """Seconds of measuring for one graph; the kernels that come later are not measured."""
 
-METHOD = 4
+METHOD = 5
 """To be raised with every change of how workspaces are measured: figures of another method are not taken."""
 
 REMEMBERED = 20_000
@@ -135,13 +135,13 @@ def _can_run(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
 def _measure(
     node: fx.Node, args: Any, kwargs: Any, result: Any, device: torch.device, layout: Layout | None
 ) -> Measured | None:
-    """The larger of each on random numbers from 0 to 1 with full masks, and on zeros; None if the op refuses both."""
+    """The larger of each on random numbers from 0 to 1 with full masks, and on zeros; None if the op refuses all."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
 
     def lay_out(value: Any) -> Any:
         return layout(value) if layout is not None and isinstance(value, torch.Tensor) else value
 
-    found = []
+    found: list[Measured] = []
     try:
         own_args, own_kwargs = torch.utils._pytree.tree_map(lambda value: lay_out(real(value)), (args, kwargs))
     except REFUSALS as error:
@@ -149,18 +149,32 @@ def _measure(
         return None
     arguments = _tensors((own_args, own_kwargs))
     told = sum(_new_storages(_tensors(result), _tensors((args, kwargs))))
-    for zeros in (False, True):
-        if zeros and node.target in REFUSE_ZEROS:
+    for floats, integers in ((None, 0), (0, 0), (None, 1)):
+        if found and integers:
+            break  # ones are only for what takes no zeros, such as the pivots of a decomposition
+        if floats == 0 and node.target in REFUSE_ZEROS:
             continue
         try:
             for tensor in arguments:
-                if zeros or tensor.dtype is torch.bool:  # a mask takes all, then nothing
-                    storage: Any = tensor.untyped_storage()
-                    storage.fill_(0 if zeros else 1)
+                _fill(tensor, floats, integers)
             found.append(_memory(lambda: target(*own_args, **own_kwargs), arguments, told, device))
         except REFUSALS as error:
             log.debug("%s cannot be run by itself: %s", node.target, error)
     return Measured(max(one.workspace for one in found), max(one.excess for one in found)) if found else None
+
+
+def _fill(tensor: torch.Tensor, floats: int | None, integers: int) -> None:
+    """Fill the tensor's whole storage; ``floats=None`` leaves floats as they are, and has masks take all."""
+    if tensor.dtype is torch.bool:
+        number = 1 if floats is None else floats
+    elif tensor.is_floating_point() or tensor.is_complex():
+        if floats is None:
+            return
+        number = floats
+    else:
+        number = integers
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    whole.fill_(number)
 
 
 def _memory(run: Callable[[], object], arguments: list[torch.Tensor], told_bytes: int, device: torch.device) -> Measured:
