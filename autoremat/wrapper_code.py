@@ -60,12 +60,23 @@ ALIASING = ("reinterpret_tensor", "copy_if_misaligned")
 """Functions that return the storage of their first argument. The second copies only what was cut out of a larger tensor."""
 
 
+VIEWS = frozenset(
+    {
+        "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "squeeze", "t", "transpose",
+        "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real",
+    }
+)  # fmt: skip
+"""Ops of ATen's whose result has the storage of their first argument: the code calls them for complex numbers."""
+
+
 def _aliased(value: ast.expr) -> str | None:
-    """The name whose storage ``value`` shares: a name, or a reinterpretation of one."""
+    """The name whose storage ``value`` shares: a name, or a reinterpretation or view of one."""
     if isinstance(value, ast.Name):
         return value.id
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ALIASING:
         return _aliased(value.args[0])
+    if isinstance(value, ast.Call) and (called := ast.unparse(value.func)).startswith("torch.ops.aten."):
+        return _aliased(value.args[0]) if called.split(".")[3] in VIEWS else None
     return None
 
 
@@ -129,12 +140,13 @@ class _Heap:
         return sum(self.sizes[storage] for storage in self.names.get(name, ()))
 
     def alias(self, name: str, other: str) -> None:
+        if name == other:
+            return
         storages = set(self.names.get(other, set()))
+        self.release(name)  # `other` holds the storages meanwhile
+        self.names[name] = storages
         for storage in storages:
             self.holders[storage].add(name)
-        if name != other:
-            self.release(name)
-            self.names[name] = storages
 
 
 def _unpackings(statements: list[ast.stmt]) -> dict[str, list[str]]:

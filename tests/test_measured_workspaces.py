@@ -162,7 +162,7 @@ def test_a_budget_holds_for_such_kernels(name: str, inner: str) -> None:
 
     options = {"memory_budget": 1, "on_infeasible": "best_effort", "inner": inner}
     with pytest.warns(autoremat.BudgetWarning, match="over its budget"):
-        torch.compile(loss, backend="autoremat", options=options)(x)
+        torch.compile(loss, backend="autoremat", options=options)(x).backward()
     least = autoremat.reports()[-1].peak_bytes
     torch._dynamo.reset()
     compiled = torch.compile(loss, backend="autoremat", options={"memory_budget": least, "inner": inner})
@@ -170,8 +170,9 @@ def test_a_budget_holds_for_such_kernels(name: str, inner: str) -> None:
         model.zero_grad(set_to_none=True)
         with autoremat.track_peak("cpu") as peak:
             compiled(x).backward()
-    assert autoremat.reports()[-1].fits
-    assert 0.5 * least < peak.bytes <= least
+    report = autoremat.reports()[-1]
+    assert report.fits
+    assert 0.5 * (least - report.reserved_bytes) < peak.bytes <= least
 
 
 def test_an_undeclared_kernel_is_named_and_nothing_is_claimed(caplog: pytest.LogCaptureFixture) -> None:

@@ -246,11 +246,25 @@ def test_the_result_of_a_kernel_that_is_renamed_counts_under_its_new_name():
         del buf0
         buf2 = buf1
         del buf1
-        buf3 = {empty(5)}
+        buf3 = {empty(50)}
         return (buf2, buf3)
     """
-    assert peak(body, sizes={"buf2": 400}) == 440
-    assert peak(body, sizes={"buf1": 400}) == 440
+    assert peak(body, sizes={"buf2": 400}) == 600
+    assert peak(body, sizes={"buf1": 400}) == 600
+
+
+def test_views_that_aten_makes_share_the_storage():
+    body = f"""
+        buf0 = {empty(10)}
+        buf1 = torch.ops.aten.slice.Tensor(buf0, 0, 0, 5)
+        buf2 = buf1
+        del buf1
+        del buf0
+        buf3 = torch.ops.aten.view_as_real.default(buf2)
+        buf4 = {empty(10)}
+        return (buf3, buf4)
+    """
+    assert peak(body, sizes={"buf1": 20, "buf2": 20, "buf3": 20}) == 80
 
 
 def test_a_workspace_is_that_of_the_call_with_results_of_its_size():
