@@ -6,7 +6,8 @@ import contextlib
 import logging
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from torch import fx
 
@@ -53,6 +54,16 @@ def listen() -> None:
     """From now on, say once if Dynamo leaves a function alone because of an RNN in it: the backend never sees such a one. And
     note since when a caller has been waiting."""
     torch_dynamo.around_each_frame(_before_a_frame, _after_a_frame)
+
+
+def until_reset() -> Callable[[], bool]:
+    """Tells if what is compiled from now on is still there: torch was not reset since."""
+    torch_dynamo.around_each_frame(_until_reset, _until_reset)
+    return partial(torch_dynamo.is_called, _until_reset)
+
+
+def _until_reset() -> None:
+    """Does nothing, before and after each frame, as long as torch is not reset."""
 
 
 def seconds_in_dynamo() -> float:

@@ -11,10 +11,10 @@ from typing import Any
 from torch import fx
 
 from autoremat import origins, torch_compat
-from autoremat.breaks import listen, one_of_several, seconds_in_dynamo
+from autoremat.breaks import listen, one_of_several, seconds_in_dynamo, until_reset
 from autoremat.capture import device_of_inputs, may_train
 from autoremat.closed_loop import Compiled, InductorCompilation, cause_of, published, with_bytes
-from autoremat.defaults import forget_compiled, note_compiled
+from autoremat.defaults import note_compiled
 from autoremat.dynamic_shapes import with_limits
 from autoremat.errors import (
     AutorematError,
@@ -50,7 +50,7 @@ def backend(
     parsed = Options.parse(options, mode, torch_compat.inductor_config_names)
     note_graph()
     listen()
-    note_compiled(parsed, options, PLANNING_KEYS)
+    note_compiled(parsed, options, PLANNING_KEYS, until_reset())
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
     title, waited = f"compiling {origins.begin_of(gm.graph)}", seconds_in_dynamo()
@@ -59,7 +59,6 @@ def backend(
 
 
 listen()
-vars(backend)["reset"] = forget_compiled  # torch calls it in torch.compiler.reset()
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options) -> Compiled:

@@ -49,6 +49,13 @@ def around_each_frame(begins: Callable[[], None], ended: Callable[[], None]) -> 
             callbacks.append(_Callback(listener))
 
 
+def is_called(begins: Callable[[], None]) -> bool:
+    """Whether ``begins`` is called before a frame: torch was not reset since :func:`around_each_frame`."""
+    from torch._dynamo.callback import callback_handler
+
+    return any(getattr(callback, "listener", None) is begins for callback in callback_handler.start_callbacks)
+
+
 class _Callback:
     """Calls a listener without what Dynamo has to say."""
 

@@ -57,10 +57,11 @@ def test_a_variable_that_nothing_reads_is_warned_of_once(monkeypatch, name, near
 def test_configure_says_what_it_comes_too_late_for(monkeypatch):
     monkeypatch.setattr(defaults, "_taken", {})
     passed = {"time_limit": 5.0}
-    defaults.note_compiled(Options.parse(passed), passed, PLANNING_KEYS)
+    left = [True]
+    defaults.note_compiled(Options.parse(passed), passed, PLANNING_KEYS, lambda: left[0])
     configure(time_limit=3.0, memory_budget=None)  # nothing took the first, and the second is what was taken
     configure(progress=False)
     with pytest.warns(BudgetWarning, match=r"configure\(memory_budget=..., save=...\) comes too late.*torch.compiler.reset"):
         configure(memory_budget="1GiB", save=["mm"])
-    defaults.forget_compiled()
+    left[0] = False  # as after a reset of torch
     configure(memory_budget="2GiB")
