@@ -28,7 +28,7 @@ import autoremat
 from autoremat.errors import AutorematError, BudgetInfeasible
 
 ROOT = Path(__file__).resolve().parent.parent
-BUDGETS: tuple[float | str, ...] = (1.0, 0.75, "smallest")
+BUDGETS: tuple[float | str, ...] = (1.0, 0.9, 0.75, "smallest")
 COMPILERS = ("aot_eager", "inductor")
 SEED = 0
 
