@@ -48,6 +48,8 @@ def one_of_several(gm: fx.GraphModule) -> Iterator[None]:
 
 
 _frame_began: float | None = None
+_mark: Callable[[], None] = lambda: None  # noqa: E731
+"""Called around each frame, and does nothing, as long as torch is not reset."""
 
 
 def listen() -> None:
@@ -58,12 +60,11 @@ def listen() -> None:
 
 def until_reset() -> Callable[[], bool]:
     """Tells if what is compiled from now on is still there: torch was not reset since."""
-    torch_dynamo.around_each_frame(_until_reset, _until_reset)
-    return partial(torch_dynamo.is_called, _until_reset)
-
-
-def _until_reset() -> None:
-    """Does nothing, before and after each frame, as long as torch is not reset."""
+    global _mark
+    if not torch_dynamo.is_called(_mark):
+        _mark = lambda: None  # noqa: E731  # of its own after each reset
+        torch_dynamo.around_each_frame(_mark, _mark)
+    return partial(torch_dynamo.is_called, _mark)
 
 
 def seconds_in_dynamo() -> float:

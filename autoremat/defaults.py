@@ -18,6 +18,8 @@ def note_compiled(
 ) -> None:
     """Note what a graph is compiled by of the options ``keys`` that were not ``given`` for it, until ``is_left()`` is false."""
     global _is_left
+    if not _is_left():
+        _taken.clear()
     own, _is_left = underscored(options_of(given)), is_left
     _taken.update({key: getattr(options, key) for key in keys if key not in own})
 
