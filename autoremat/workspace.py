@@ -109,8 +109,8 @@ def channels_last_workspace(node: fx.Node, args: tuple[Any, ...], runs_on: str) 
     backward = getattr(node.target, "overloadpacket", None) is aten.convolution_backward
     if not backward and getattr(node.target, "overloadpacket", None) is not aten.convolution:
         return None
-    weight, transposed = (args[2], args[7]) if backward else (args[1], args[6])
-    if weight.dim() != 4 or weight.dtype != torch.float32 or transposed or not lays_channels_last(runs_on):
+    weight, transposed, groups = (args[2], args[7], args[9]) if backward else (args[1], args[6], args[8])
+    if groups != 1 or weight.dim() != 4 or weight.dtype != torch.float32 or transposed or not lays_channels_last(runs_on):
         return None
     size = _blocked_weight(weight)
     return 2 * size + torch.get_num_threads() * min(size, SMALL) + SMALL if backward else size + SMALL
