@@ -4,8 +4,8 @@
 
     plan = autoremat.plan(autoremat.Graph.from_dag(seconds, sizes, edges), memory_budget=0.5)
 
-The table below is the public interface. Names are looked up on first use, so that importing one of the pure modules
-(`autoremat.graph`, ...) does not import torch.
+The table below is the public interface. Names are looked up on first use, so that a program that only plans graphs does not
+import torch.
 """
 
 import sys
@@ -14,107 +14,86 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from . import policies as policies
-    from .comparison import pareto as pareto
-    from .declarations import declare_pure as declare_pure
-    from .dynamo_backend import backend as backend
-    from .errors import AutorematError as AutorematError
-    from .errors import BudgetInfeasible as BudgetInfeasible
-    from .errors import BudgetWarning as BudgetWarning
-    from .errors import OptionsError as OptionsError
-    from .errors import OrderWarning as OrderWarning
-    from .errors import PlanFileError as PlanFileError
-    from .errors import PlanInvalid as PlanInvalid
-    from .errors import SurveyError as SurveyError
-    from .errors import UnplannedError as UnplannedError
-    from .errors import UnplannedWarning as UnplannedWarning
-    from .errors import UnsupportedTorchError as UnsupportedTorchError
-    from .graph import Graph as Graph
-    from .measure import track_peak as track_peak
-    from .naming import name as name
-    from .options import Options as Options
-    from .options import configure as configure
-    from .planning import plan as plan
-    from .plans import Plan as Plan
-    from .preview import explain as explain
-    from .report import Report as Report
-    from .report import reports as reports
-    from .sizing import max_batch as max_batch
-    from .steps.survey import survey as survey
-    from .steps.surveyed import Survey as Survey
+    from autoremat import policies as policies
+    from autoremat.basics.errors import AutorematError as AutorematError
+    from autoremat.basics.errors import BudgetInfeasible as BudgetInfeasible
+    from autoremat.basics.errors import BudgetWarning as BudgetWarning
+    from autoremat.basics.errors import OptionsError as OptionsError
+    from autoremat.basics.errors import OrderWarning as OrderWarning
+    from autoremat.basics.errors import PlanFileError as PlanFileError
+    from autoremat.basics.errors import PlanInvalid as PlanInvalid
+    from autoremat.basics.errors import SurveyError as SurveyError
+    from autoremat.basics.errors import UnplannedError as UnplannedError
+    from autoremat.basics.errors import UnplannedWarning as UnplannedWarning
+    from autoremat.basics.errors import UnsupportedTorchError as UnsupportedTorchError
+    from autoremat.capture.tensor_names import name as name
+    from autoremat.compiler.dynamo_backend import backend as backend
+    from autoremat.measure.peak import track_peak as track_peak
+    from autoremat.ops.declarations import declare_pure as declare_pure
+    from autoremat.options.options import Options as Options
+    from autoremat.options.options import configure as configure
+    from autoremat.planner.api import plan as plan
+    from autoremat.planner.graph.graph import Graph as Graph
+    from autoremat.planner.multigraph.step_profile import Survey as Survey
+    from autoremat.planner.plans.plan import Plan as Plan
+    from autoremat.report.registry import reports as reports
+    from autoremat.report.report import Report as Report
+    from autoremat.step_profile.profile import survey as survey
+    from autoremat.tools.eager_checkpoint import selective_checkpoint_context as selective_checkpoint_context
+    from autoremat.tools.explain import explain as explain
+    from autoremat.tools.max_batch import max_batch as max_batch
+    from autoremat.tools.pareto import pareto as pareto
 
 try:
     __version__ = version("autoremat")
 except PackageNotFoundError:  # used from a clone that is not installed
     __version__ = "0+unknown"
 
-_MODULE_OF = {
-    "AutorematError": "errors",
-    "BudgetInfeasible": "errors",
-    "BudgetWarning": "errors",
-    "Graph": "graph",
-    "Options": "options",
-    "OptionsError": "errors",
-    "OrderWarning": "errors",
-    "Plan": "plans",
-    "PlanFileError": "errors",
-    "PlanInvalid": "errors",
-    "Report": "report",
-    "Survey": "steps.surveyed",
-    "SurveyError": "errors",
-    "UnplannedError": "errors",
-    "UnplannedWarning": "errors",
-    "UnsupportedTorchError": "errors",
-    "backend": "dynamo_backend",
-    "configure": "options",
-    "declare_pure": "declarations",
-    "explain": "preview",
-    "max_batch": "sizing",
-    "name": "naming",
-    "pareto": "comparison",
-    "plan": "planning",
-    "reports": "report",
-    "survey": "steps.survey",
-    "track_peak": "measure",
+_PUBLIC = {
+    "basics.errors": (
+        "AutorematError",
+        "BudgetInfeasible",
+        "BudgetWarning",
+        "OptionsError",
+        "OrderWarning",
+        "PlanFileError",
+        "PlanInvalid",
+        "SurveyError",
+        "UnplannedError",
+        "UnplannedWarning",
+        "UnsupportedTorchError",
+    ),
+    "planner.graph.graph": ("Graph",),
+    "planner.plans.plan": ("Plan",),
+    "planner.api": ("plan",),
+    "planner.multigraph.step_profile": ("Survey",),
+    "options.options": (
+        "Options",
+        "configure",
+    ),
+    "report.report": ("Report",),
+    "report.registry": ("reports",),
+    "ops.declarations": ("declare_pure",),
+    "measure.peak": ("track_peak",),
+    "capture.tensor_names": ("name",),
+    "compiler.dynamo_backend": ("backend",),
+    "step_profile.profile": ("survey",),
+    "tools.explain": ("explain",),
+    "tools.pareto": ("pareto",),
+    "tools.max_batch": ("max_batch",),
+    "tools.eager_checkpoint": ("selective_checkpoint_context",),
 }
+"""The public names by module."""
 
-__all__ = [
-    "AutorematError",
-    "BudgetInfeasible",
-    "BudgetWarning",
-    "Graph",
-    "Options",
-    "OptionsError",
-    "OrderWarning",
-    "Plan",
-    "PlanFileError",
-    "PlanInvalid",
-    "Report",
-    "Survey",
-    "SurveyError",
-    "UnplannedError",
-    "UnplannedWarning",
-    "UnsupportedTorchError",
-    "__version__",
-    "backend",
-    "configure",
-    "declare_pure",
-    "explain",
-    "max_batch",
-    "name",
-    "pareto",
-    "plan",
-    "policies",
-    "reports",
-    "survey",
-    "track_peak",
-]
+_MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
+
+__all__ = ["__version__", "policies", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = import_module(f".{_MODULE_OF.get(name, name)}", __name__)
+    module = import_module(f"autoremat.{_MODULE_OF.get(name, name)}")
     value: object = getattr(module, name) if name in _MODULE_OF else module
     globals()[name] = value  # the next look-up does not come here
     return value
@@ -125,4 +104,4 @@ def __dir__() -> list[str]:
 
 
 if "torch" in sys.modules:
-    import_module(".naming", __name__)  # so that `torch.ops.autoremat.named` is there without a look-up here
+    import_module("autoremat.capture.tensor_names")  # so that `torch.ops.autoremat.named` is there without a look-up here

@@ -19,11 +19,12 @@ from typing import Any
 import click
 
 import autoremat
-from autoremat import pictures, store
-from autoremat.errors import AutorematError, BudgetInfeasible
-from autoremat.report import Report
-from autoremat.report_text import as_text
-from autoremat.units import format_bytes
+from autoremat.basics import disk_cache
+from autoremat.basics.errors import AutorematError, BudgetInfeasible
+from autoremat.basics.units import format_bytes
+from autoremat.report import plots
+from autoremat.report.report import Report
+from autoremat.report.text_tables import as_text
 
 INFEASIBLE, USAGE, FAILURE = 1, 2, 3
 
@@ -241,7 +242,7 @@ def pareto(
     torchs: dict[str, Any] = {} if torch_too else {"torch_budgets": ()}
     found = autoremat.pareto(model, *args, points=points, options=_options(further), device=device, **torchs, **kwargs)
     if picture is not None:
-        pictures.pareto(found).savefig(picture)
+        plots.pareto(found).savefig(picture)
     if as_json:
         points_found = [{**dataclasses.asdict(point), "overhead": point.overhead} for point in found.by_peak()]
         click.echo(json.dumps(points_found, indent=2))
@@ -308,13 +309,13 @@ def cache_command(ctx: click.Context) -> None:
     """
     if ctx.invoked_subcommand is not None:
         return
-    click.echo(f"{store.folder('')}: at most {format_bytes(store.size_limit())} of reports and plans")
-    for kind in store.KINDS:
-        files = store.stored(kind)
+    click.echo(f"{disk_cache.folder('')}: at most {format_bytes(disk_cache.size_limit())} of reports and plans")
+    for kind in disk_cache.KINDS:
+        files = disk_cache.stored(kind)
         click.echo(f"  {kind:<11}{len(files):>7} files {format_bytes(sum(file.bytes for file in files)):>12}")
 
 
 @cache_command.command()
 def clear() -> None:
     """Remove all of it. Graphs are then planned and devices measured again."""
-    click.echo(f"{format_bytes(store.clear())} removed from {store.folder('')}")
+    click.echo(f"{format_bytes(disk_cache.clear())} removed from {disk_cache.folder('')}")

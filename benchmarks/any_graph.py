@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from autoremat import Graph, Plan, plan
-from autoremat.solvers import Planner
+from autoremat.planner.search.planner import Planner
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = (0.9, 0.8, 0.7)

@@ -25,7 +25,7 @@ from cell_cases import CASES
 from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
-from autoremat.errors import AutorematError, BudgetInfeasible
+from autoremat.basics.errors import AutorematError, BudgetInfeasible
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGETS: tuple[float | str, ...] = (1.0, 0.9, 0.75, "smallest")

@@ -33,10 +33,11 @@ from rich.console import Console
 from rich.table import Table
 from torch._inductor import compile_fx
 
-from autoremat import closed_loop, torch_lowering
-from autoremat.errors import BudgetInfeasible
-from autoremat.partitioner import Partitioner
-from autoremat.timing.calibration import rates_of
+from autoremat.basics.errors import BudgetInfeasible
+from autoremat.compiler import compile_loop
+from autoremat.compiler.partitioner import Partitioner
+from autoremat.measure.calibration import rates_of
+from autoremat.torch_private import lowering
 
 BUDGETS = (None, 0.7, 0.4)
 """None, or a share of the peak without recomputation by the simulator; what is not feasible is left out."""
@@ -92,7 +93,7 @@ class Timers:
 def attempts_timed(timers: Timers) -> Iterator[list[float]]:
     """Seconds of each attempt of a compilation; all but the last were given up, and hold no other own work."""
     spans: list[float] = []
-    original = closed_loop.InductorCompilation.attempt
+    original = compile_loop.InductorCompilation.attempt
 
     def attempt(self: Any, partitioner: Partitioner) -> Callable[..., Any]:
         begin, before = time.perf_counter(), dict(timers.seconds)
@@ -104,7 +105,7 @@ def attempts_timed(timers: Timers) -> Iterator[list[float]]:
         finally:
             spans.append(time.perf_counter() - begin)
 
-    with unittest.mock.patch.object(closed_loop.InductorCompilation, "attempt", attempt):
+    with unittest.mock.patch.object(compile_loop.InductorCompilation, "attempt", attempt):
         yield spans
 
 
@@ -121,9 +122,9 @@ def ours(name: str, budget: float | None) -> dict[str, Any]:
     """Total seconds, attempts and own seconds of one compilation, in this process."""
     timers = Timers()
     with (
-        timers.around(closed_loop, "fingerprint", "fingerprint"),
+        timers.around(compile_loop, "fingerprint", "fingerprint"),
         timers.around(Partitioner, "__call__", "partitioner"),
-        timers.around(torch_lowering, "_lowered_peak", "replay"),
+        timers.around(lowering, "_lowered_peak", "replay"),
         attempts_timed(timers) as spans,
     ):
         total = first_step(name, backend="autoremat", options={"memory_budget": budget})

@@ -7,7 +7,7 @@ import math
 import statistics
 from dataclasses import dataclass
 
-from autoremat.options import COST_MODELS
+from autoremat.options.options import COST_MODELS
 
 RESOLVED = 0.04
 """Measured steps that differ by a smaller share count as equal."""

@@ -42,15 +42,15 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
-from autoremat import torch_compat
-from autoremat.capture import Capture, capture
-from autoremat.costing import priced
-from autoremat.errors import BudgetInfeasible
-from autoremat.options import COST_MODELS
-from autoremat.partitioner import Partitioner
-from autoremat.partitions import schedule_of_partition
-from autoremat.plans import Plan
-from autoremat.schedule import Schedule
+from autoremat.basics.errors import BudgetInfeasible
+from autoremat.capture.capture import Capture, capture
+from autoremat.capture.pricing import priced
+from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.torch_partition import schedule_of_partition
+from autoremat.options.options import COST_MODELS
+from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.plans.plan import Plan
+from autoremat.torch_private import compat
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_LISTS = ("h", "layers", "layer", "block", "blocks", "stages")
@@ -86,7 +86,7 @@ class Recorded:
     schedule: Schedule
 
 
-class TorchPartitioner(torch_compat.CustomPartitionerFn):
+class TorchPartitioner(compat.CustomPartitionerFn):
     """Torch's own partitioner, at the budget in force, which leaves a record of what it did."""
 
     def __init__(self, records: list[Recorded]) -> None:
@@ -98,8 +98,8 @@ class TorchPartitioner(torch_compat.CustomPartitionerFn):
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchPartitioner:
         return self
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **keywords: Any) -> torch_compat.PartitionedModules:
-        joint = torch_compat.prepare_joint(gm, keywords["num_fwd_outputs"])
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **keywords: Any) -> compat.PartitionedModules:
+        joint = compat.prepare_joint(gm, keywords["num_fwd_outputs"])
         captured = capture(_copied(joint), keywords["num_fwd_outputs"], fuses=True)
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
         self.records.append(Recorded(captured, schedule_of_partition(captured, forward, backward)))
@@ -203,7 +203,7 @@ class Bench:
             compiled(*inputs).backward()
 
         begin = time.perf_counter()
-        with warnings.catch_warnings(), torch_compat.without_caches():
+        with warnings.catch_warnings(), compat.without_caches():
             warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
             step()
         print(f"{self.name}, {method}: compiled in {time.perf_counter() - begin:.1f} s", flush=True)

@@ -21,7 +21,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autoremat
-from autoremat.units import format_bytes
+from autoremat.basics.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 

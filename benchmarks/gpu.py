@@ -25,7 +25,7 @@ from rich.table import Table
 from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
-from autoremat.errors import BudgetInfeasible
+from autoremat.basics.errors import BudgetInfeasible
 
 SIZES = {"HIDDEN": 512, "HEADS": 8, "BATCH": 8, "LENGTH": 512, "VOCABULARY": 8192}
 """Of the language models, instead of those that suit a CPU."""

@@ -22,10 +22,10 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
-from autoremat import torch_lowering
-from autoremat.closed_loop import InductorCompilation
-from autoremat.partitioner import Partitioner
-from autoremat.wrapper_code import Circumstances
+from autoremat.compiler.compile_loop import InductorCompilation
+from autoremat.compiler.partitioner import Partitioner
+from autoremat.planner.memory.wrapper_replay import Circumstances
+from autoremat.torch_private import lowering
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
@@ -149,7 +149,7 @@ def watching(kernels: bool) -> Iterator[Watch]:
     """Record every attempt of the compilations inside. Without ``kernels``, each ends with ``Lowered`` once its last code
     is generated."""
     watch = Watch()
-    attempt, observe_lowering = InductorCompilation.attempt, torch_lowering.observe_lowering
+    attempt, observe_lowering = InductorCompilation.attempt, lowering.observe_lowering
 
     def watched(self: InductorCompilation, partitioner: Partitioner) -> Any:
         watch.partitioner = partitioner
@@ -160,10 +160,10 @@ def watching(kernels: bool) -> Iterator[Watch]:
                 planned = partitioner.report.predicted_peak_bytes + partitioner.report.reserved_bytes
                 watch.attempts.append(Attempt(planned, max(self.peaks.values(), default=0)))
 
-    def stopping(known: Any, observer: Callable[[torch_lowering.LoweredPeak], None]) -> Any:
+    def stopping(known: Any, observer: Callable[[lowering.LoweredPeak], None]) -> Any:
         seen = set()
 
-        def observe(lowered: torch_lowering.LoweredPeak) -> None:
+        def observe(lowered: lowering.LoweredPeak) -> None:
             observer(lowered)
             seen.add(lowered.is_backward)
             if not kernels and len(seen) == 2:
@@ -173,7 +173,7 @@ def watching(kernels: bool) -> Iterator[Watch]:
 
     with (
         unittest.mock.patch.object(InductorCompilation, "attempt", watched),
-        unittest.mock.patch.object(torch_lowering, "observe_lowering", stopping),
+        unittest.mock.patch.object(lowering, "observe_lowering", stopping),
     ):
         yield watch
 
@@ -221,7 +221,7 @@ def plain_peak(name: str, known: Circumstances, activation_memory_budget: float 
     model, inputs = build(name)
     peaks: dict[bool, int] = {}
 
-    def observe(half: torch_lowering.LoweredPeak) -> None:
+    def observe(half: lowering.LoweredPeak) -> None:
         peaks[half.is_backward] = half.peak_bytes
         if len(peaks) == 2:
             raise Lowered
@@ -229,7 +229,7 @@ def plain_peak(name: str, known: Circumstances, activation_memory_budget: float 
     with (
         uncached(),
         functorch_config.patch(activation_memory_budget=activation_memory_budget),
-        torch_lowering.observe_lowering(lambda: known, observe),
+        lowering.observe_lowering(lambda: known, observe),
         without_kernels(),
     ):
         torch.compile(model)(*inputs)

@@ -45,7 +45,7 @@ from rich.table import Table
 from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
-from autoremat.errors import BudgetInfeasible
+from autoremat.basics.errors import BudgetInfeasible
 
 SHARES = (0.0, 0.15, 0.3, 0.5, 0.7, 0.9)
 """Budgets, as shares of the way from 3 % above the smallest peak to the peak without a budget."""

@@ -37,15 +37,15 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import autoremat
-from autoremat import torch_compat
-from autoremat.capture import Capture, capture
-from autoremat.errors import PlanInvalid
-from autoremat.graph import Graph
-from autoremat.orders import Orders
-from autoremat.partitions import plan_of_partition
-from autoremat.plans import Plan
-from autoremat.policies import Full
-from autoremat.solvers import Planner
+from autoremat.basics.errors import PlanInvalid
+from autoremat.capture.capture import Capture, capture
+from autoremat.compiler.torch_partition import plan_of_partition
+from autoremat.planner.constraints.constraints import Orders
+from autoremat.planner.constraints.policies import Full
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.planner import Planner
+from autoremat.torch_private import compat
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
@@ -132,7 +132,7 @@ def capture_model(name: str, torch_budgets: tuple[float, ...] = TORCH_BUDGETS) -
     found: list[tuple[Capture, dict[float, Plan]]] = []
 
     def partition(joint: fx.GraphModule, inputs: Any, **keywords: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        prepared = torch_compat.prepare_joint(joint, keywords["num_fwd_outputs"])
+        prepared = compat.prepare_joint(joint, keywords["num_fwd_outputs"])
         captured = capture(prepared, keywords["num_fwd_outputs"], fuses=False)
         captured = replace(captured, graph=replace(captured.graph, saving_seconds_per_byte=0.0))
         plans = {}

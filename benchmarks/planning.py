@@ -35,8 +35,8 @@ from torch._functorch import partitioners
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
-from autoremat.options import Options
-from autoremat.partitioner import Partitioner
+from autoremat.compiler.partitioner import Partitioner
+from autoremat.options.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

@@ -29,7 +29,7 @@ from rich.table import Table
 from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
-from autoremat.errors import BudgetInfeasible
+from autoremat.basics.errors import BudgetInfeasible
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))

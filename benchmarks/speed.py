@@ -32,10 +32,10 @@ from rich.table import Table
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from autoremat import torch_compat
-from autoremat.capture import Capture
-from autoremat.partitioner import Partitioner
-from autoremat.plans import Plan
+from autoremat.capture.capture import Capture
+from autoremat.compiler.partitioner import Partitioner
+from autoremat.planner.plans.plan import Plan
+from autoremat.torch_private import compat
 
 MODELS = tuple(f"{kind}-{layers}" for kind in ("gpt2", "llama") for layers in (12, 32, 80))
 
@@ -82,7 +82,7 @@ def measured(name: str, share: float, repeats: int) -> Row:
 
 def by_torch(joint: fx.GraphModule, inputs: Any, share: float, keywords: dict[str, Any]) -> None:
     copied = fx.GraphModule(joint, copy.deepcopy(joint.graph))
-    prepared = torch_compat.prepare_joint(copied, keywords["num_fwd_outputs"])
+    prepared = compat.prepare_joint(copied, keywords["num_fwd_outputs"])
     with warnings.catch_warnings(), functorch_config.patch(activation_memory_budget=share):
         warnings.simplefilter("ignore", FutureWarning)
         min_cut_rematerialization_partition(prepared, inputs, **keywords)

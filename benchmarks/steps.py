@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.units import format_bytes
+from autoremat.basics.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 EAGER = {"inner": "aot_eager"}

@@ -27,11 +27,12 @@ from torch import fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autoremat import op_rules, torch_memory
-from autoremat.graph import Trait
-from autoremat.timing import workspaces
-from autoremat.torch_compat import storage_key
-from autoremat.workspace import workspace_bytes
+from autoremat.ops import op_traits
+from autoremat.planner.graph.graph import Trait
+from autoremat.torch_private import allocator
+from autoremat.torch_private.compat import storage_key
+from autoremat.workspaces import measurement
+from autoremat.workspaces.formulas import workspace_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -75,13 +76,13 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         given = {storage_key(t) for t in tensors((args, kwargs))}
-        peak, result = torch_memory.peak_on_cpu(lambda: func(*args, **kwargs))
+        peak, result = allocator.peak_on_cpu(lambda: func(*args, **kwargs))
         node = node_of(func, args, kwargs, result)
         if node is not None:
             made = {storage_key(t): t.untyped_storage().nbytes() for t in tensors(result)}
             measured = max(0, peak - sum(size for key, size in made.items() if key not in given))
             planned = workspace_bytes(node, args, kwargs, result)
-            name = workspaces.signature(node)
+            name = measurement.signature(node)
             known = self.found.get(name, (UNKNOWN, 0))
             if measured > known[0]:
                 self.found[name] = measured, UNKNOWN if planned is None else planned
@@ -108,8 +109,8 @@ def node_of(func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node | None:
 
     node = graph.call_function(func, *pytree.tree_map(held, (args, kwargs)))
     node.meta["val"] = result
-    traits = op_rules.traits_of(node)
-    return None if op_rules.is_view(node) or traits & (Trait.EFFECTFUL | Trait.UNDECLARED) else node
+    traits = op_traits.traits_of(node)
+    return None if op_traits.is_view(node) or traits & (Trait.EFFECTFUL | Trait.UNDECLARED) else node
 
 
 def examine(op: Any, dtype: torch.dtype, layout: str) -> Row:
@@ -129,7 +130,7 @@ def examine(op: Any, dtype: torch.dtype, layout: str) -> Row:
         reason = str(late)
     except Exception as error:  # of the op's own: its samples, or arguments that a layout makes it refuse
         reason = first_line(error)
-    workspaces.remember()
+    measurement.remember()
     ratios = {call: measured / max(planned, 1) for call, (measured, planned) in meter.found.items() if planned != UNKNOWN}
     worst = max(ratios, key=lambda call: ratios[call], default="")
     unknown = sorted(call.partition("(")[0] for call, (_, planned) in meter.found.items() if planned == UNKNOWN)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 import autoremat
-from autoremat.units import format_bytes
+from autoremat.basics.units import format_bytes
 
 STEPS = 4
 

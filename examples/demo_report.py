@@ -13,7 +13,7 @@ from demo_model import ModelSize
 from rich.console import Console
 from rich.table import Table
 
-from autoremat.units import format_bytes
+from autoremat.basics.units import format_bytes
 
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 """Relative: the same arithmetic in other kernels rounds differently, and training amplifies that step by step."""

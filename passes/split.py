@@ -12,10 +12,10 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
-from autoremat import torch_compat
-from autoremat.capture import Capture
-from autoremat.graph import Trait
-from autoremat.schedule import Schedule
+from autoremat.capture.capture import Capture
+from autoremat.planner.graph.graph import Trait
+from autoremat.planner.graph.schedule import Schedule
+from autoremat.torch_private import compat
 
 
 def saved_nodes(capture: Capture, schedule: Schedule) -> list[fx.Node]:
@@ -24,7 +24,7 @@ def saved_nodes(capture: Capture, schedule: Schedule) -> list[fx.Node]:
     inputs = [
         n
         for n in capture.joint.graph.find_nodes(op="placeholder")
-        if torch_compat.is_forward_input(n) and isinstance(n.meta.get("val"), torch.Tensor)
+        if compat.is_forward_input(n) and isinstance(n.meta.get("val"), torch.Tensor)
     ]
     saved = [*inputs, *(h for h in holders if h is not None)]
     without_check = "saved_tensor_with_no_vc_check"
@@ -34,7 +34,7 @@ def saved_nodes(capture: Capture, schedule: Schedule) -> list[fx.Node]:
     return saved
 
 
-def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> torch_compat.PartitionedModules:
+def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> compat.PartitionedModules:
     """(forward, backward) modules of ``capture.joint``, which :func:`insert_recomputation` has rewritten.
 
     ``static_inputs`` are the positions of the forward's inputs that keep their address over steps (parameters).
@@ -49,18 +49,18 @@ def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) 
     tainted: set[fx.Node] = set()
     for node in capture.joint.graph.nodes:
         if node.op == "call_function" and (
-            any(n in tainted for n in node.all_input_nodes) or torch_compat.is_traced_in_backward(node)
+            any(n in tainted for n in node.all_input_nodes) or compat.is_traced_in_backward(node)
         ):
             tainted.add(node)
-        elif node.op == "placeholder" and torch_compat.is_tangent(node):
+        elif node.op == "placeholder" and compat.is_tangent(node):
             tainted.add(node)
-        elif torch_compat.is_sym_node(node):
+        elif compat.is_sym_node(node):
             symbols.append(node)
-        elif torch_compat.is_opaque(node) and (node.op == "placeholder" or node in forward_nodes):
+        elif compat.is_opaque(node) and (node.op == "placeholder" or node in forward_nodes):
             opaque.append(node)
-    inputs = [n for n in capture.joint.graph.find_nodes(op="placeholder") if torch_compat.is_forward_input(n)]
+    inputs = [n for n in capture.joint.graph.find_nodes(op="placeholder") if compat.is_forward_input(n)]
     static = [n for i, n in enumerate(inputs) if i in set(static_inputs)]
-    forward, backward = torch_compat.extract_modules(
+    forward, backward = compat.extract_modules(
         capture.joint, saved_nodes(capture, schedule), symbols, opaque, capture.num_fwd_outputs, static
     )
-    return torch_compat.finish_module(forward, False), torch_compat.finish_module(backward, True)
+    return compat.finish_module(forward, False), compat.finish_module(backward, True)

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from autoremat import partitioner
-from autoremat.plans import Plan
+from autoremat.compiler import partitioner
+from autoremat.planner.plans.plan import Plan
 
 
 @dataclass

@@ -10,8 +10,8 @@ import pytest
 import strategies
 from hypothesis import is_hypothesis_test, settings
 
-from autoremat import report
-from autoremat.options import COST_MODEL_VARIABLE, ENVIRONMENT_VARIABLE, POLICY_VARIABLE, PROGRESS_VARIABLE, configure
+from autoremat.options.options import COST_MODEL_VARIABLE, ENVIRONMENT_VARIABLE, POLICY_VARIABLE, PROGRESS_VARIABLE, configure
+from autoremat.report import registry
 
 SEED = 0
 
@@ -81,7 +81,7 @@ def isolated_options(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for variable in (ENVIRONMENT_VARIABLE, POLICY_VARIABLE):
         monkeypatch.delenv(variable, raising=False)
     configure()
-    if len(report._reports) > report.KEPT // 2:
-        report._reports.clear()  # tests count them: none is to meet the bound
+    if len(registry._reports) > registry.KEPT // 2:
+        registry._reports.clear()  # tests count them: none is to meet the bound
     yield
     configure()

@@ -13,8 +13,8 @@ from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from autoremat.graph import Graph, Inlining, Kind, Order, Role
-from autoremat.schedule import Schedule
+from autoremat.planner.graph.graph import Graph, Inlining, Kind, Order, Role
+from autoremat.planner.graph.schedule import Schedule
 
 if TYPE_CHECKING:
     import torch
@@ -361,7 +361,7 @@ def train_step(compiled: Callable[..., Any], model: nn.Module, inputs: Sequence[
 
 def measured_step(compiled: Callable[..., Any], model: nn.Module, inputs: Sequence[torch.Tensor]) -> int:
     """The measured peak of a step of which only the first output, a scalar loss, is differentiated."""
-    from autoremat.measure import track_peak
+    from autoremat.measure.peak import track_peak
 
     leaves = [tensor.detach().clone().requires_grad_(tensor.requires_grad) for tensor in inputs]
     model.zero_grad(set_to_none=True)

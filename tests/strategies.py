@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autoremat.graph import Graph, Inlining, Kind, Op, Order, Role, Trait, Value
+from autoremat.planner.graph.graph import Graph, Inlining, Kind, Op, Order, Role, Trait, Value
 
 DTYPE_BYTES = 4
 MAX_OPS: int | None = None  # set by --max-ops: no random graph has more ops, whatever a test asks for

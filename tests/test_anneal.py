@@ -14,15 +14,15 @@ from hypothesis import strategies as st
 from oracles import least_added_seconds
 from strategies import dags, graphs, training_chain
 
-from autoremat.graph import Graph, Order
-from autoremat.planning import plan
-from autoremat.plans import Plan
-from autoremat.solvers import Planner, Planning
-from autoremat.solvers.anneal import Annealing, afresh, improve, lengths_of
-from autoremat.solvers.dag import OnePhaseBounds, outcome, without_recomputation
-from autoremat.solvers.event_gap import sites_of
-from autoremat.solvers.polish import Polishing, polished
-from autoremat.solvers.sites import Sites
+from autoremat.planner.api import plan
+from autoremat.planner.exact.annealing import Annealing, afresh, improve, lengths_of
+from autoremat.planner.exact.interval_model import sites_of
+from autoremat.planner.exact.polish import Polishing, polished
+from autoremat.planner.exact.rematerialization_state import Sites
+from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.planner import Planner, Planning
+from autoremat.planner.search.single_phase import OnePhaseBounds, outcome, without_recomputation
 
 HOT = 3.0
 

@@ -16,7 +16,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
 from autoremat import BudgetInfeasible, BudgetWarning, OptionsError
-from autoremat.options import ENVIRONMENT_VARIABLE
+from autoremat.options.options import ENVIRONMENT_VARIABLE
 
 ROOT = Path(__file__).parent.parent
 GENEROUS, MORE, MOST = 10 * 2**20, 20 * 2**20, 30 * 2**20
@@ -133,7 +133,7 @@ def test_a_share_is_of_the_peak_without_recomputation(share):
     assert report.fits
 
 
-@pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")
+@pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 def test_no_budget_is_the_fastest_plan():
     reports = []
     for options in (UNBOUNDED, {**LEAST, "memory_budget": 0.8}, LEAST):

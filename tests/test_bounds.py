@@ -11,14 +11,14 @@ from hypothesis import given, settings
 from oracles import cut_cost, subsets
 from strategies import GraphBuilder, chain, close_under_need, graphs
 
-from autoremat.graph import Kind, Role, Trait
-from autoremat.plans import Plan
-from autoremat.schedule import build_schedule
-from autoremat.solvers import Planner
-from autoremat.solvers.bounds import Moments
-from autoremat.solvers.fill import fill
-from autoremat.solvers.mincut import MinCut
-from autoremat.solvers.search import CURVE_POINTS, Search, spread
+from autoremat.planner.graph.graph import Kind, Role, Trait
+from autoremat.planner.graph.schedule import build_schedule
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.candidates import CURVE_POINTS, Search, spread
+from autoremat.planner.search.greedy_fill import fill
+from autoremat.planner.search.lower_bounds import Moments
+from autoremat.planner.search.min_cut import MinCut
+from autoremat.planner.search.planner import Planner
 
 SMALL_GRAPHS = graphs(max_ops=12)
 

@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 import autoremat
-from autoremat import breaks, dynamo_backend, report
-from autoremat.errors import BudgetInfeasible, CaptureError, SurveyError
+from autoremat.basics.errors import BudgetInfeasible, CaptureError, SurveyError
+from autoremat.compiler import breaks, dynamo_backend
+from autoremat.report import registry
 
 OPTIONS = {"inner": "aot_eager"}
 REASON = r"Dynamo broke graphs(.|\n)*Dynamo does not support RNN, GRU, or LSTM. Set .*allow_rnn=True"
@@ -22,8 +23,8 @@ REASON = r"Dynamo broke graphs(.|\n)*Dynamo does not support RNN, GRU, or LSTM. 
 @pytest.fixture
 def nothing_yet(monkeypatch):
     """As in a new process."""
-    monkeypatch.setattr(report, "_reports", [])
-    monkeypatch.setattr(report, "_graphs_seen", 0)
+    monkeypatch.setattr(registry, "_reports", [])
+    monkeypatch.setattr(registry, "_graphs_seen", 0)
     monkeypatch.setattr(breaks, "_told", set())
     torch._dynamo.utils.counters.clear()
 

@@ -12,11 +12,12 @@ from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoremat
-from autoremat import closed_loop, dynamo_backend, torch_compat
-from autoremat.capture import device_of_inputs
-from autoremat.closed_loop import fingerprint, with_bytes
-from autoremat.errors import OptionsError
-from autoremat.options import Options
+from autoremat.basics.errors import OptionsError
+from autoremat.capture.capture import device_of_inputs
+from autoremat.compiler import compile_loop, dynamo_backend
+from autoremat.compiler.compile_loop import fingerprint, with_bytes
+from autoremat.options.options import Options
+from autoremat.torch_private import compat
 
 SECOND = torch.device("cuda", 1)
 MIB = 2**20
@@ -96,13 +97,13 @@ def test_the_key_changes_with_the_kernels_that_attention_may_take():
 def test_the_key_changes_with_the_processor(monkeypatch):
     keys = [key()]
     with monkeypatch.context() as patch:
-        patch.setattr(closed_loop, "device_name", lambda device: "cpu of another make")
+        patch.setattr(compile_loop, "device_name", lambda device: "cpu of another make")
         keys.append(key())
     with monkeypatch.context() as patch:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "of another kind")
         keys.append(key())
     with monkeypatch.context() as patch:
-        patch.setattr(torch_compat, "multiplies_in_tiles", lambda dtype: None)
+        patch.setattr(compat, "multiplies_in_tiles", lambda dtype: None)
         keys.append(key())
     assert not any(one == other for one, other in itertools.combinations(keys, 2))
 

@@ -17,7 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.errors import BudgetInfeasible, BudgetWarning
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning
 
 WORDS, WIDTH, BATCH, LENGTH = 320, 16, 3, 22
 

@@ -12,10 +12,11 @@ import pytest
 from click.testing import CliRunner, Result
 from test_report import SIZE, report_for
 
-from autoremat import __version__, cli, store
-from autoremat.errors import BudgetInfeasible, OptionsError
-from autoremat.plans import Plan
-from autoremat.report import Report
+from autoremat import __version__, cli
+from autoremat.basics import disk_cache
+from autoremat.basics.errors import BudgetInfeasible, OptionsError
+from autoremat.planner.plans.plan import Plan
+from autoremat.report.report import Report
 
 ROOT = Path(__file__).parent.parent
 
@@ -255,8 +256,8 @@ def test_the_cache_is_shown_and_cleared(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", "2MiB")
     for number in range(3):
-        store.write_text("reports", f"key{number}", "x" * 1024)
-    store.write_text("rates", "device", "x" * 512)
+        disk_cache.write_text("reports", f"key{number}", "x" * 1024)
+    disk_cache.write_text("rates", "device", "x" * 512)
     shown = run("cache")
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.splitlines()[0] == f"{tmp_path / 'cache'}: at most 2.00 MiB of reports and plans"

@@ -7,9 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoremat import Options, closed_loop
+from autoremat import Options
+from autoremat.compiler import compile_loop
 
-pytestmark = pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
 
 def run_with_code_peaks(monkeypatch, code_peaks, exhausted_at=None, worth_loosening=False):
@@ -22,12 +23,12 @@ def run_with_code_peaks(monkeypatch, code_peaks, exhausted_at=None, worth_loosen
         partitioner.report = SimpleNamespace(predicted_peak_bytes=100 - partitioner.margin_bytes, budget_bytes=100)
         partitioner.exhausted = number == exhausted_at
         if code_peaks[number] > 100 and not self.last:
-            raise closed_loop._OverBudget(code_peaks[number])
+            raise compile_loop._OverBudget(code_peaks[number])
         if worth_loosening and self.may_loosen:
-            raise closed_loop._RoomLeft(code_peaks[number])
+            raise compile_loop._RoomLeft(code_peaks[number])
         return "compiled"
 
-    compilation = closed_loop.InductorCompilation
+    compilation = compile_loop.InductorCompilation
     monkeypatch.setattr(compilation, "attempt", attempt)
     monkeypatch.setattr(compilation, "finish", lambda self, compiled, partitioner, record, replans: compiled)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
@@ -72,18 +73,18 @@ def test_an_error_names_what_holds_and_not_code_that_needs_more(monkeypatch, att
         assert (partitioner.margin_bytes, self.naming) == (margin, number == len(attempts) > 1)
         partitioner.report = SimpleNamespace(predicted_peak_bytes=100, budget_bytes=100, device="cpu")
         partitioner.planning = SimpleNamespace(smallest=SimpleNamespace(peak_bytes=102))
-        raise closed_loop._OverBudget(max(self.peaks.values()), 100)
+        raise compile_loop._OverBudget(max(self.peaks.values()), 100)
 
     def infeasible(planning, budget, device, least, plan_file):
         found.append(least)
         return RuntimeError("nothing fits")
 
-    monkeypatch.setattr(closed_loop, "infeasible", infeasible)
-    monkeypatch.setattr(closed_loop.InductorCompilation, "attempt", attempt)
+    monkeypatch.setattr(compile_loop, "infeasible", infeasible)
+    monkeypatch.setattr(compile_loop.InductorCompilation, "attempt", attempt)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
     parsed = Options(cost_model="roofline", memory_budget=100, on_infeasible="raise")
     with pytest.raises(RuntimeError, match="nothing fits"):
-        closed_loop.InductorCompilation(module, [torch.zeros(1, 2)], parsed, {}).run()
+        compile_loop.InductorCompilation(module, [torch.zeros(1, 2)], parsed, {}).run()
     assert (found, remaining) == ([named], [])
 
 
@@ -101,11 +102,11 @@ def test_best_effort_tries_a_looser_plan_where_that_of_least_memory_has_far_wors
         self.check_peaks(partitioner)
         return "compiled"
 
-    monkeypatch.setattr(closed_loop.InductorCompilation, "attempt", attempt)
-    monkeypatch.setattr(closed_loop.InductorCompilation, "finish", lambda self, compiled, *_: compiled)
+    monkeypatch.setattr(compile_loop.InductorCompilation, "attempt", attempt)
+    monkeypatch.setattr(compile_loop.InductorCompilation, "finish", lambda self, compiled, *_: compiled)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
     parsed = Options(cost_model="roofline", memory_budget=100, on_infeasible="best_effort")
-    assert closed_loop.InductorCompilation(module, [torch.zeros(1, 2)], parsed, {}).run() == "compiled"
+    assert compile_loop.InductorCompilation(module, [torch.zeros(1, 2)], parsed, {}).run() == "compiled"
     assert not remaining
 
 
@@ -120,11 +121,11 @@ def test_a_region_that_could_not_be_planned_does_not_hide_the_report_around_it(m
             partitioner.report = SimpleNamespace(compiled=lambda *_: "a report", budget_bytes=None)
         return "compiled"
 
-    monkeypatch.setattr(closed_loop.InductorCompilation, "attempt", attempt)
-    monkeypatch.setattr(closed_loop, "published", lambda compiled, report, _: published.append(report) or compiled)
-    monkeypatch.setattr(closed_loop.store, "save", lambda *_: saved.append(1))
+    monkeypatch.setattr(compile_loop.InductorCompilation, "attempt", attempt)
+    monkeypatch.setattr(compile_loop, "published", lambda compiled, report, _: published.append(report) or compiled)
+    monkeypatch.setattr(compile_loop.records, "save", lambda *_: saved.append(1))
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-    compilation = closed_loop.InductorCompilation(
+    compilation = compile_loop.InductorCompilation(
         module, [torch.zeros(1, 2)], Options(cost_model="roofline", memory_budget=100), {}
     )
     assert compilation.run() == "compiled"

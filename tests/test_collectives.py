@@ -16,13 +16,13 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import autoremat
 from autoremat import Report
-from autoremat.errors import OrderWarning
-from autoremat.explanation import Fate, Reason
-from autoremat.graph import Op, Order, Trait
+from autoremat.basics.errors import OrderWarning
+from autoremat.planner.graph.graph import Op, Order, Trait
+from autoremat.report.decisions import Fate, Reason
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
-    pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning", "ignore::FutureWarning"),
 ]
 
 Gather = Callable[[Tensor], Tensor]

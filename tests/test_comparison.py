@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
-from autoremat import torch_compat, torch_fake
-from autoremat.errors import BudgetInfeasible, OptionsError
-from autoremat.frontier import BOUND, OURS, POLICY, TORCH
-from autoremat.options import Options
-from autoremat.partitions import plan_of_partition
-from autoremat.preview import previews
-from autoremat.sizing import _Search
+from autoremat.basics.errors import BudgetInfeasible, OptionsError
+from autoremat.compiler.torch_partition import plan_of_partition
+from autoremat.options.options import Options
+from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH
+from autoremat.tools.explain import previews
+from autoremat.tools.max_batch import _Search
+from autoremat.torch_private import compat, fake_tensors
 
 
 @pytest.fixture(scope="module")
@@ -49,11 +49,11 @@ def test_nothing_is_below_the_bound_and_nothing_of_torchs_beats_ours(points):
 def test_what_torch_saves_it_does_not_recompute():
     """A saved value is a placeholder of torch's backward, with the name of the op that made it."""
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)))
-    options = Options.parse(EAGER, None, torch_compat.inductor_config_names)
+    options = Options.parse(EAGER, None, compat.inductor_config_names)
 
     def look(preview):
         captured = preview.captured
-        halves = torch_fake.partition_for(1.0, captured.joint, preview.joint_inputs, preview.keywords)
+        halves = fake_tensors.partition_for(1.0, captured.joint, preview.joint_inputs, preview.keywords)
         plan = plan_of_partition(captured, *halves)
         counted = [captured.op_nodes[op].name for op in plan.schedule.sequence]
         op_names = {node.name for node in captured.op_nodes}
@@ -83,12 +83,12 @@ def test_random_ops_that_torch_repeats_are_told_apart():
 
     def look(preview):
         captured = preview.captured
-        halves = torch_fake.partition_for(1.0, captured.joint, preview.joint_inputs, preview.keywords)
+        halves = fake_tensors.partition_for(1.0, captured.joint, preview.joint_inputs, preview.keywords)
         plan = plan_of_partition(captured, *halves)
         plan.check()
         return [captured.op_nodes[op].name for op in plan.recomputed if "attention" in captured.op_nodes[op].name]
 
-    options = Options.parse({}, None, torch_compat.inductor_config_names)
+    options = Options.parse({}, None, compat.inductor_config_names)
     (repeated,), _ = previews(step, (torch.randn(4, 32, 64),), {}, options, None, look)
     name = "_scaled_dot_product_flash_attention_for_cpu"
     assert repeated == [f"{name}_2", f"{name}_1", name]
@@ -99,7 +99,7 @@ def test_without_a_budget_no_more_memory_is_planned_than_torch_needs(name):
     model, inputs = build(name)
 
     def look(preview):
-        halves = torch_fake.partition_for(1.0, preview.captured.joint, preview.joint_inputs, preview.keywords)
+        halves = fake_tensors.partition_for(1.0, preview.captured.joint, preview.joint_inputs, preview.keywords)
         theirs = plan_of_partition(preview.captured, *halves).peak_bytes
         partitioner = preview.partitioner
         plan = partitioner.choose(preview.captured, preview.pricing)
@@ -109,7 +109,7 @@ def test_without_a_budget_no_more_memory_is_planned_than_torch_needs(name):
         assert fastest.cost_seconds <= plan.cost_seconds
         return True
 
-    options = Options.parse({"time_limit": 600}, None, torch_compat.inductor_config_names)
+    options = Options.parse({"time_limit": 600}, None, compat.inductor_config_names)
     assert previews(model, inputs, {}, options, None, look)[0] == [True]
 
 
@@ -126,7 +126,7 @@ def test_torchs_partitioner_does_not_use_up_the_planners_time(monkeypatch):
         preview.partitioner.choose(preview.captured, preview.pricing)
         return preview.partitioner.report.time_limited
 
-    options = Options.parse({"time_limit": 600}, None, torch_compat.inductor_config_names)
+    options = Options.parse({"time_limit": 600}, None, compat.inductor_config_names)
     assert previews(Mlp(), (torch.randn(8, 64),), {}, options, None, look)[0] == [False]
     assert passed[0] == 1000.0
 

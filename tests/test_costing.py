@@ -14,14 +14,16 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 import autoremat
-from autoremat import costing, store, torch_compat
-from autoremat.capture import Capture, capture
-from autoremat.cost import BATCH, Basis, Curve, Rate, Rates, curve_name
-from autoremat.errors import OptionsError
-from autoremat.graph import Kind
-from autoremat.op_work import work_of
-from autoremat.options import COST_MODEL_VARIABLE, Options
-from autoremat.timing import calibration, profiling
+from autoremat.basics import disk_cache
+from autoremat.basics.errors import OptionsError
+from autoremat.capture import pricing
+from autoremat.capture.capture import Capture, capture
+from autoremat.measure import calibration, op_times
+from autoremat.ops.work import work_of
+from autoremat.options.options import COST_MODEL_VARIABLE, Options
+from autoremat.planner.cost import BATCH, Basis, Curve, Rate, Rates, curve_name
+from autoremat.planner.graph.graph import Kind
+from autoremat.torch_private import compat
 
 SPEED = 1e9
 
@@ -34,8 +36,8 @@ def some_rates(speed: float = SPEED) -> Rates:
 def known_rates(request, monkeypatch, tmp_path):
     """Rates and times from nowhere, except for slow tests, which measure."""
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(profiling, "_known", {})
-    monkeypatch.setattr(profiling, "_passed_over", set())
+    monkeypatch.setattr(op_times, "_known", {})
+    monkeypatch.setattr(op_times, "_passed_over", set())
     known = {} if request.node.get_closest_marker("slow") else {calibration.device_key(torch.device("cpu")): some_rates()}
     monkeypatch.setattr(calibration, "_known", known)
 
@@ -45,8 +47,8 @@ def captured(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Ca
 
     def partition(joint, joint_inputs, **keywords):
         number = keywords["num_fwd_outputs"]
-        found.append(capture(torch_compat.prepare_joint(joint, number), number, fuses=True))
-        return torch_compat.partition_as_torch_does(joint, joint_inputs, **keywords)
+        found.append(capture(compat.prepare_joint(joint, number), number, fuses=True))
+        return compat.partition_as_torch_does(joint, joint_inputs, **keywords)
 
     torch.compile(function, backend=aot_autograd(fw_compiler=lambda module, _: module.forward, partition_fn=partition))(*inputs)
     return found[0]
@@ -102,10 +104,10 @@ def test_batched_products_are_priced_by_the_size_of_one():
 @pytest.mark.parametrize("model", ["roofline", "calibrated"])
 def test_no_op_that_moves_bytes_is_free(name, model):
     module, inputs = build(name)
-    result, pricing = costing.priced(captured(module, *inputs), model)
+    result, price = pricing.priced(captured(module, *inputs), model)
     assert all(op.seconds > 0 for op in result.graph.ops if op.bytes_moved)
-    assert pricing.measured_share + pricing.calibrated_share + pricing.assumed_share == pytest.approx(1.0)
-    assert pricing.assumed_share == (1.0 if model == "roofline" else pytest.approx(pricing.assumed_share, abs=0.2))
+    assert price.measured_share + price.calibrated_share + price.assumed_share == pytest.approx(1.0)
+    assert price.assumed_share == (1.0 if model == "roofline" else pytest.approx(price.assumed_share, abs=0.2))
 
 
 def test_a_kernel_of_no_class_moves_its_bytes_by_index_and_is_assumed():
@@ -116,21 +118,21 @@ def test_a_kernel_of_no_class_moves_its_bytes_by_index_and_is_assumed():
     assert [task.rate for task in work.tasks] == [Rate.GATHER]
     assert work.launches
     assert not work.known
-    _, bases = costing.by_rates(result, some_rates())
+    _, bases = pricing.by_rates(result, some_rates())
     assert bases[number] is Basis.ASSUMED
 
 
 def test_measured_times_replace_those_of_kernels_only():
     w = weight(8, 8)
-    result, bases = costing.by_rates(captured(lambda x: torch.mm(x, w).relu().sum(), torch.randn(8, 8)), some_rates())
+    result, bases = pricing.by_rates(captured(lambda x: torch.mm(x, w).relu().sum(), torch.randn(8, 8)), some_rates())
     node, relu = (next(n for n in result.op_nodes if name in str(n.target)) for name in ("mm", "relu"))
-    times = {profiling.signature(node): 7.0, profiling.signature(relu): 7.0}
-    priced, found, untimed = costing.by_times(result, bases, times)
+    times = {op_times.signature(node): 7.0, op_times.signature(relu): 7.0}
+    priced, found, untimed = pricing.by_times(result, bases, times)
     seconds = dict(zip(result.op_nodes, (op.seconds for op in priced.graph.ops), strict=True))
     assert seconds[node] == 7.0
     assert seconds[relu] < 1.0
     assert found.count(Basis.MEASURED) >= 1
-    assert untimed == sum(profiling.worth_timing(n, o) for n, o in zip(result.op_nodes, result.graph.ops, strict=True)) - (
+    assert untimed == sum(op_times.worth_timing(n, o) for n, o in zip(result.op_nodes, result.graph.ops, strict=True)) - (
         found.count(Basis.MEASURED)
     )
 
@@ -138,7 +140,7 @@ def test_measured_times_replace_those_of_kernels_only():
 def test_only_pure_kernels_of_torch_are_worth_timing():
     w = weight(4, 4)
     result = captured(lambda x: F.dropout((x * w) @ w, 0.5).sum(), torch.randn(4, 4))
-    timed = {o.target for n, o in zip(result.op_nodes, result.graph.ops, strict=True) if profiling.worth_timing(n, o)}
+    timed = {o.target for n, o in zip(result.op_nodes, result.graph.ops, strict=True) if op_times.worth_timing(n, o)}
     assert "aten.mm.default" in timed
     assert all(op.kind is Kind.EXTERN for op in result.graph.ops if op.target in timed)
     assert not any("dropout" in target or "mul" in target for target in timed)
@@ -147,14 +149,14 @@ def test_only_pure_kernels_of_torch_are_worth_timing():
 def test_the_roofline_measures_nothing_and_has_no_identity(monkeypatch):
     monkeypatch.setattr(calibration, "calibrate", None)
     calibration._known.clear()
-    assert costing.identity("roofline", torch.device("cpu")) == ""
+    assert pricing.identity("roofline", torch.device("cpu")) == ""
 
 
 def test_plans_depend_on_the_rates():
     key = calibration.device_key(torch.device("cpu"))
-    before = costing.identity("calibrated", torch.device("cpu"))
+    before = pricing.identity("calibrated", torch.device("cpu"))
     calibration._known[key] = some_rates(2 * SPEED)
-    assert before != costing.identity("calibrated", torch.device("cpu")) != ""
+    assert before != pricing.identity("calibrated", torch.device("cpu")) != ""
 
 
 def test_a_device_that_is_not_there_is_priced_by_its_data_sheet():
@@ -163,9 +165,9 @@ def test_a_device_that_is_not_there_is_priced_by_its_data_sheet():
     fake = dataclasses.replace(result, joint=torch.fx.GraphModule(nn.Module(), torch.fx.Graph()))
     node = fake.joint.graph.placeholder("x")
     node.meta["val"] = torch.empty(1, device="meta").as_subclass(OnXpu)
-    same, pricing = costing.priced(fake, "calibrated")
+    same, price = pricing.priced(fake, "calibrated")
     assert same is fake
-    assert (pricing.cost_model, pricing.assumed_share) == ("calibrated", 1.0)
+    assert (price.cost_model, price.assumed_share) == ("calibrated", 1.0)
 
 
 class OnXpu(torch.Tensor):
@@ -245,8 +247,8 @@ def test_measured_costs_under_inductor(cost_model):
     assert (report.measured_share > 0) == (cost_model == "profile")
     assert report.measured_share + report.calibrated_share == pytest.approx(1.0)
     key = calibration.device_key(torch.device("cpu"))
-    rates = Rates.from_json(store.read_text("rates", key) or "")
-    times = json.loads(store.read_text("times", key) or "{}")
+    rates = Rates.from_json(disk_cache.read_text("rates", key) or "")
+    times = json.loads(disk_cache.read_text("times", key) or "{}")
     assert bool(times) == (cost_model == "profile")
     calibration._known.clear()
     torch._dynamo.reset()

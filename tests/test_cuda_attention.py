@@ -7,8 +7,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoremat.cuda_attention import attention_on_cuda
-from autoremat.workspace import estimated_bytes, workspace_bytes
+from autoremat.tools.cuda_attention import attention_on_cuda
+from autoremat.workspaces.formulas import estimated_bytes, workspace_bytes
 
 A100, RTX_4090, H100, B200, T4 = (8, 0), (8, 9), (9, 0), (10, 0), (7, 5)
 

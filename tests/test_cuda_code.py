@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoremat import BudgetWarning, Options, closed_loop, explain, torch_compat, torch_lowering
-from autoremat.capture import device_rates
-from autoremat.cost.devices import MATMUL_EFFICIENCY
-from autoremat.graph import Kind
-from autoremat.partitioner import Partitioner
-from autoremat.workspace import SMALL
+from autoremat import BudgetWarning, Options, explain
+from autoremat.capture.capture import device_rates
+from autoremat.compiler import compile_loop
+from autoremat.compiler.partitioner import Partitioner
+from autoremat.planner.cost.devices import MATMUL_EFFICIENCY
+from autoremat.planner.graph.graph import Kind
+from autoremat.torch_private import compat, lowering
+from autoremat.workspaces.formulas import SMALL
 
 
 def drawn_at_once(monkeypatch, patches):
@@ -30,9 +32,9 @@ def drawn_at_once(monkeypatch, patches):
         other.start()
         other.join()
 
-    monkeypatch.setattr(torch_compat, "compile_with_inductor", compile_nothing)
+    monkeypatch.setattr(compat, "compile_with_inductor", compile_nothing)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-    compilation = closed_loop.InductorCompilation(module, [torch.zeros(1, 2)], Options(cost_model="roofline"), patches)
+    compilation = compile_loop.InductorCompilation(module, [torch.zeros(1, 2)], Options(cost_model="roofline"), patches)
     compilation.attempt(Partitioner(Options(), ""))
     assert TritonOverrides._can_use_4x_random()
     return seen
@@ -51,7 +53,7 @@ def test_code_for_cuda_graphs_is_generated_without_kernels():
     from torch._inductor.graph import GraphLowering
 
     generated = []
-    with torch_lowering.without_kernels():
+    with lowering.without_kernels():
         module = GraphLowering.compile_to_module(SimpleNamespace(codegen=lambda: generated.append("code")))
     assert generated == ["code"]
     module.runner.recursively_apply_fns([len])  # as Inductor does with what is to wrap the partitions
@@ -71,17 +73,17 @@ def test_float32_products_have_the_rate_of_the_precision_that_is_set(precision, 
 def test_a_precision_that_is_set_for_cuda_alone_is_no_error():
     """Torch's setting for all backends cannot be read then."""
     joint = make_fx(torch.mm, tracing_mode="fake")(torch.ones(2, 2), torch.ones(2, 2))
-    other, products = torch_compat.float32_precision(), torch.backends.cuda.matmul
+    other, products = compat.float32_precision(), torch.backends.cuda.matmul
     before = products.fp32_precision
     try:
         products.fp32_precision = "tf32"
         with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
             torch.get_float32_matmul_precision()
-        assert torch_compat.float32_precision() != other
+        assert compat.float32_precision() != other
         assert device_rates(torch.device("cpu"), joint, "H100").flops_per_second == 494e12 * MATMUL_EFFICIENCY
         options = {"inner": "aot_eager", "memory_budget": "1MiB"}
         torch.compile(torch.nn.Linear(4, 4), backend="autoremat", options=options)(torch.ones(2, 4)).sum().backward()
-        assert closed_loop.fingerprint(torch.fx.symbolic_trace(torch.nn.Linear(4, 4)), [], Options(cost_model="roofline"))
+        assert compile_loop.fingerprint(torch.fx.symbolic_trace(torch.nn.Linear(4, 4)), [], Options(cost_model="roofline"))
     finally:
         products.fp32_precision = before
 
@@ -121,7 +123,7 @@ def test_code_in_cpp_needs_what_code_in_python_needs():
 @pytest.mark.parametrize("replayed", [True, False])
 def test_code_that_is_not_replayed_is_said_to_be_estimated(monkeypatch, replayed):
     if not replayed:
-        monkeypatch.setattr(torch_lowering, "replay_peak", lambda *_: None)
+        monkeypatch.setattr(lowering, "replay_peak", lambda *_: None)
     report = explain(
         lambda x: torch.nn.functional.gelu(x).sum(),
         torch.ones(8, requires_grad=True),

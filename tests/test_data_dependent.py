@@ -8,11 +8,11 @@ from oracles import same_bits
 from torch import Tensor
 
 import autoremat
-from autoremat import op_rules
-from autoremat.explanation import Fate
-from autoremat.graph import Trait
+from autoremat.ops import op_traits
+from autoremat.planner.graph.graph import Trait
+from autoremat.report.decisions import Fate
 
-pytestmark = pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
 
 def over_a_threshold(x: Tensor, w: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ def planned(inner: str) -> list[Tensor]:
 
 @pytest.fixture(autouse=True)
 def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("autoremat.report._reports", [])
+    monkeypatch.setattr("autoremat.report.registry._reports", [])
 
 
 def test_sizes_that_the_data_decide_are_not_decided_twice():
@@ -65,12 +65,12 @@ def test_sizes_that_the_data_decide_are_not_decided_twice_by_generated_code():
 def test_ops_whose_results_depend_on_data_have_the_trait(name):
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    assert Trait.DATA_DEPENDENT in op_rules.traits_of_op(op)
+    assert Trait.DATA_DEPENDENT in op_traits.traits_of_op(op)
 
 
 def test_what_binds_a_size_has_the_trait_whatever_its_op():
     graph = torch.fx.Graph()
     node = graph.call_function(torch.ops.aten.sin.default, (graph.placeholder("x"),))
-    assert op_rules.traits_of(node) == Trait.NONE
+    assert op_traits.traits_of(node) == Trait.NONE
     node.meta["unbacked_bindings"] = {"u0": ()}
-    assert op_rules.traits_of(node) == Trait.DATA_DEPENDENT
+    assert op_traits.traits_of(node) == Trait.DATA_DEPENDENT

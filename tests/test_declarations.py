@@ -13,14 +13,16 @@ from torch._higher_order_ops import triton_kernel_wrap
 from torch.utils.checkpoint import CheckpointPolicy
 
 import autoremat
-from autoremat import OptionsError, declarations, partitioner
-from autoremat.capture import capture
-from autoremat.graph import Graph, Trait
+from autoremat import OptionsError
+from autoremat.capture.capture import capture
+from autoremat.compiler import partitioner
+from autoremat.ops import declarations
 from autoremat.passes import realise
-from autoremat.solvers import Planner
+from autoremat.planner.graph.graph import Graph, Trait
+from autoremat.planner.search.planner import Planner
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning"),
+    pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning"),
     # Dynamo's own look at autograd functions.
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]

@@ -24,13 +24,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat import partitioner
-from autoremat.graph import Graph, Role
-from autoremat.plans import Plan
-from autoremat.solvers import Planner
-from autoremat.solvers.mincut import MinCut
+from autoremat.compiler import partitioner
+from autoremat.planner.graph.graph import Graph, Role
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.min_cut import MinCut
+from autoremat.planner.search.planner import Planner
 
-pytestmark = pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
 ATEN = torch.ops.aten
 LEAST = {"memory_budget": 1, "on_infeasible": "best_effort"}

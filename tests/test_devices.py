@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from autoremat.cost import DATASHEETS, cuda_device, device_memory
-from autoremat.cost.devices import MATMUL_EFFICIENCY, UNKNOWN_GPU, datasheet
+from autoremat.planner.cost import DATASHEETS, cuda_device, device_memory
+from autoremat.planner.cost.devices import MATMUL_EFFICIENCY, UNKNOWN_GPU, datasheet
 
 
 @pytest.mark.parametrize(

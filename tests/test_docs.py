@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 import autoremat
-from autoremat import cli, errors
-from autoremat.options import OWN_KEYS, configure
+from autoremat import cli
+from autoremat.basics import errors
+from autoremat.options.options import OWN_KEYS, configure
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -13,9 +13,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat import Report, partitioner
+from autoremat import Report
+from autoremat.compiler import partitioner
 
-pytestmark = pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
 ATEN = torch.ops.aten
 LEAST = {"memory_budget": 1, "inner": "aot_eager", "on_infeasible": "best_effort"}

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import autoremat
-from autoremat import eager
-from autoremat.plans import Plan
+from autoremat.planner.plans.plan import Plan
+from autoremat.tools import eager_checkpoint
 
 WIDTH, LENGTH, BATCH, WORDS = 64, 64, 4, 128
 TOLERANCE = 0.15
@@ -87,7 +87,7 @@ def run(region: nn.Module, context: Callable, *arguments: torch.Tensor) -> torch
 def test_one_region_saves_what_the_plan_saves(share):
     model, tokens, plan = planned(share)
     plain, _, gradients = step(model, lambda: model(tokens))
-    context = plan.as_selective_checkpoint_context()
+    context = autoremat.selective_checkpoint_context(plan)
     for _ in range(2):  # the context can be used again
         held, _, same = step(model, lambda: run(model, context, tokens))
         assert all(map(torch.equal, gradients, same))
@@ -98,9 +98,9 @@ def test_one_region_saves_what_the_plan_saves(share):
 def test_layers_as_regions_have_a_lower_peak_and_the_same_gradients():
     model, tokens, plan = planned(SHARES[0])
     _, plain, gradients = step(model, lambda: model(tokens))
-    _, whole, _ = step(model, lambda: run(model, plan.as_selective_checkpoint_context(), tokens))
+    _, whole, _ = step(model, lambda: run(model, autoremat.selective_checkpoint_context(plan), tokens))
     model.around = functools.partial(
-        lambda context, block, x: run(block, context, x), plan.as_selective_checkpoint_context(model)
+        lambda context, block, x: run(block, context, x), autoremat.selective_checkpoint_context(plan, model)
     )
     try:
         held, peak, same = step(model, lambda: model(tokens))
@@ -114,7 +114,7 @@ def test_layers_as_regions_have_a_lower_peak_and_the_same_gradients():
 def test_a_function_around_the_model_is_a_region_too():
     model, tokens, plan = planned(SHARES[1])
     _, _, gradients = step(model, lambda: model(tokens))
-    held, _, same = step(model, lambda: run(lambda t: model(t) * 1.0, plan.as_selective_checkpoint_context(), tokens))
+    held, _, same = step(model, lambda: run(lambda t: model(t) * 1.0, autoremat.selective_checkpoint_context(plan), tokens))
     assert all(map(torch.equal, gradients, same))
     assert held == pytest.approx(plan.saved_bytes, rel=TOLERANCE)
 
@@ -123,13 +123,13 @@ def test_a_region_that_could_be_any_layer_is_warned_of():
     model, _, plan = planned(SHARES[0])
     x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
     with pytest.warns(autoremat.BudgetWarning, match="a Block and the plan has several"):
-        run(model.blocks[2], plan.as_selective_checkpoint_context(), x).sum().backward()
+        run(model.blocks[2], autoremat.selective_checkpoint_context(plan), x).sum().backward()
     assert x.grad is not None
 
 
 def test_what_does_not_come_by_is_warned_of_once(monkeypatch):
     model, tokens, plan = planned(SHARES[0])
-    context = plan.as_selective_checkpoint_context()
+    context = autoremat.selective_checkpoint_context(plan)
     monkeypatch.setattr(F, "linear", lambda x, w, b=None: torch.einsum("...i,oi->...o", x, w) + (0.0 if b is None else b))
     with pytest.warns(autoremat.BudgetWarning, match="results that the plan saves .* were not met") as caught:
         losses = [run(model, context, tokens) for _ in range(2)]
@@ -139,7 +139,7 @@ def test_what_does_not_come_by_is_warned_of_once(monkeypatch):
 
 def test_calls_are_numbered_within_their_module_and_op():
     _, _, plan = planned(None)
-    calls = eager.saved_calls(plan)
+    calls = eager_checkpoint.saved_calls(plan)
     in_block = {(call.op, call.number) for call in calls if call.module == "blocks.1"}
     assert ("aten.add.Tensor", 0) in in_block
     assert sum(calls.values()) <= plan.saved_bytes
@@ -153,7 +153,7 @@ def test_a_plan_for_inductor_maps_decomposed_ops_back():
     plain, _, gradients = step(model, lambda: model(tokens))
     plan = autoremat.explain(model, tokens, options={"memory_budget": SHARES[0]}).plan
     assert any(op.decomposed_from == "aten.native_layer_norm.default" for op in plan.graph.ops)
-    held, _, same = step(model, lambda: run(model, plan.as_selective_checkpoint_context(), tokens))
+    held, _, same = step(model, lambda: run(model, autoremat.selective_checkpoint_context(plan), tokens))
     assert all(map(torch.equal, gradients, same))
     assert held == pytest.approx(plan.saved_bytes, rel=TOLERANCE)
     assert held < plain
@@ -162,7 +162,7 @@ def test_a_plan_for_inductor_maps_decomposed_ops_back():
 def test_a_torch_that_asks_again_for_the_recomputation_gets_the_same_answers():
     """As torch 2.11 does."""
     _, _, plan = planned(SHARES[0])
-    region = eager._Region(eager.checkpoint_context(plan, planned(SHARES[0])[0]))
+    region = eager_checkpoint._Region(eager_checkpoint.checkpoint_context(plan, planned(SHARES[0])[0]))
     region.running.append("blocks.1.up")
     op, forward, again = torch.ops.aten.addmm.default, SimpleNamespace(is_recompute=False), SimpleNamespace(is_recompute=True)
     answers = [region.policy(forward, op) for _ in range(3)]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import autoremat
-from autoremat import errors
-from autoremat.errors import (
+from autoremat.basics import errors
+from autoremat.basics.errors import (
     AutorematError,
     BudgetInfeasible,
     BudgetWarning,

@@ -14,13 +14,14 @@ from oracles import least_added_seconds
 from strategies import dags, graphs
 
 from autoremat import plan
-from autoremat.graph import Graph, Order
-from autoremat.plans import Plan, Status
-from autoremat.solvers import Planner, improve
-from autoremat.solvers.dag import without_recomputation
-from autoremat.solvers.event_gap import EventGap, recomputations, recompute_sites
-from autoremat.solvers.highs import solve
-from autoremat.solvers.improve import Improvement, Incumbent, program_around
+from autoremat.planner.exact import large_neighborhood
+from autoremat.planner.exact.interval_model import EventGap, recomputations, recompute_sites
+from autoremat.planner.exact.large_neighborhood import Improvement, Incumbent, program_around
+from autoremat.planner.exact.mip import solve
+from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.single_phase import without_recomputation
 
 DEEP = 99
 
@@ -124,7 +125,7 @@ def test_skips_across_a_wide_middle_are_recomputed_at_their_readers():
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_the_search_is_repeatable_and_never_loses_a_plan_that_fits(seed, monkeypatch):
-    monkeypatch.setattr(improve, "NEIGHBOURHOOD_SECONDS", 600.0)  # a busy machine must not cut a neighbourhood short
+    monkeypatch.setattr(large_neighborhood, "NEIGHBOURHOOD_SECONDS", 600.0)  # a busy machine must not cut a neighbourhood short
     random = np.random.default_rng(3)
     count = 40
     edges = [(i - 1, i) for i in range(1, count)]

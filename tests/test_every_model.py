@@ -9,11 +9,11 @@ import torch
 from oracles import same_bits
 
 import autoremat
-from autoremat import capture
+from autoremat.capture import capture
 
 LEAST = {"memory_budget": 1, "inner": "aot_eager", "on_infeasible": "best_effort"}
 
-pytestmark = pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
 Function = Callable[[torch.Tensor], torch.Tensor]
 
@@ -58,11 +58,11 @@ def no_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     """The FLOP formula of every matrix product fails."""
 
     def fail(node: torch.fx.Node, *arguments: object) -> int:
-        if capture.op_rules.packet(node) is torch.ops.aten.mm:
+        if capture.op_traits.packet(node) is torch.ops.aten.mm:
             raise IndexError("no such dimension")
         return 0
 
-    monkeypatch.setattr(capture.op_rules, "flops_of", fail)
+    monkeypatch.setattr(capture.op_traits, "flops_of", fail)
 
 
 def product(x: torch.Tensor) -> torch.Tensor:
@@ -72,9 +72,9 @@ def product(x: torch.Tensor) -> torch.Tensor:
 WARNED = LEAST | {"on_unplannable": "warn"}
 
 STAGES = (
-    "partitioner.read_operands_directly", "partitioner.capture", "partitioner.priced", "partitioner.Planner",
-    "solvers.Planner.find", "solvers.mincut.MinCut.solve", "partitioner.Report.of", "partitioner.realise",
-    "partitioner.circumstances",
+    "compiler.partitioner.read_operands_directly", "compiler.partitioner.capture", "compiler.partitioner.priced",
+    "compiler.partitioner.Planner", "planner.search.planner.Planner.find", "planner.search.min_cut.MinCut.solve",
+    "compiler.partitioner.Report.of", "compiler.partitioner.realise", "compiler.partitioner.circumstances",
 )  # fmt: skip
 FAILURES = (RuntimeError("as if"), MemoryError("as if"), RecursionError("as if"), KeyError("as if"), ArithmeticError("as if"))
 
@@ -111,13 +111,21 @@ def test_no_budget_is_lost_to_a_failure(monkeypatch: pytest.MonkeyPatch, stage: 
 
 
 def test_without_a_budget_a_failure_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, "partitioner.realise", RuntimeError("as if"))
+    failing(monkeypatch, "compiler.partitioner.realise", RuntimeError("as if"))
     with pytest.warns(autoremat.UnplannedWarning, match="as if"):
         gradient(product, backend="autoremat", options={"inner": "aot_eager"})
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", ["closed_loop.fingerprint", "torch_lowering._lowered_peak", "store.load", "store.save"])
+@pytest.mark.parametrize(
+    "stage",
+    [
+        "compiler.compile_loop.fingerprint",
+        "torch_private.lowering._lowered_peak",
+        "compiler.records.load",
+        "compiler.records.save",
+    ],
+)
 def test_no_failure_around_inductor_reaches_the_user(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     expected = gradient(product, backend="inductor")
     failing(monkeypatch, stage, RuntimeError("as if"))

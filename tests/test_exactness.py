@@ -18,7 +18,7 @@ from strategies import OUTPUTS, STEPS, Program, Step, programs
 import autoremat
 from autoremat import Report
 
-pytestmark = pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
 NO_RECOMPUTATION = "aot_eager_default_partitioner"
 LEAST = 1

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import GraphBuilder, chain, graphs
 
-from autoremat.explanation import WHY, Fate, Reason, explain_values, module_class, op_name
-from autoremat.graph import Graph, Kind, Order, Role, Trait
-from autoremat.plans import Plan
-from autoremat.schedule import Schedule, build_schedule
-from autoremat.solvers import Planner
+from autoremat.planner.graph.graph import Graph, Kind, Order, Role, Trait
+from autoremat.planner.graph.schedule import Schedule, build_schedule
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.planner import Planner
+from autoremat.report.decisions import WHY, Fate, Reason, explain_values, module_class, op_name
 
 
 def explained(graph: Graph, saved: set[int], budget: int | None = None) -> dict[str, tuple[Fate, Reason]]:

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from strategies import dags
 
-from autoremat.graph import Graph, Kind, Role
-from autoremat.memory import simulate
-from autoremat.schedule import Schedule
+from autoremat.planner.graph.graph import Graph, Kind, Role
+from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.memory.simulator import simulate
 
 DIAMOND = {"seconds": [1.0, 2.0, 3.0, 4.0], "sizes": [10, 20, 30, 40], "edges": [(0, 1), (0, 2), (1, 3), (2, 3)]}
 

@@ -7,8 +7,8 @@ import dataclasses
 from hypothesis import given, settings
 from strategies import chain, graphs
 
-from autoremat.frontier import BOUND, OURS, Point, levels, our_points, policy_points, undominated
-from autoremat.solvers import Planner
+from autoremat.planner.search.pareto_front import BOUND, OURS, Point, levels, our_points, policy_points, undominated
+from autoremat.planner.search.planner import Planner
 
 MIB = 1 << 20
 

@@ -13,8 +13,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.graph import Graph, Inlining, Kind
-from autoremat.op_rules import inlining_of, kind_of, works_in_place
+from autoremat.ops.op_traits import inlining_of, kind_of, works_in_place
+from autoremat.planner.graph.graph import Graph, Inlining, Kind
 
 aten = torch.ops.aten
 

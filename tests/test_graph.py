@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from strategies import GraphBuilder, chain, graphs
 
-from autoremat.graph import NOT_REPEATABLE, Graph, Kind, Op, Role, Trait, Value
+from autoremat.planner.graph.graph import NOT_REPEATABLE, Graph, Kind, Op, Role, Trait, Value
 
 
 def small() -> Graph:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
-from autoremat import partitioner
+from autoremat.compiler import partitioner
 
 LEAST = {"memory_budget": 1, "inner": "aot_eager", "on_infeasible": "best_effort"}
 NO_RECOMPUTATION = "aot_eager_default_partitioner"

@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoremat
-from autoremat import Report, torch_lowering, track_peak
-from autoremat.capture import Capture
-from autoremat.partitioner import Partitioner
-from autoremat.solvers import Planner, Planning
-from autoremat.solvers.search import Search
+from autoremat import Report, track_peak
+from autoremat.capture.capture import Capture
+from autoremat.compiler import compile_loop
+from autoremat.compiler.partitioner import Partitioner
+from autoremat.planner.search.candidates import Search
+from autoremat.planner.search.planner import Planner, Planning
+from autoremat.torch_private import lowering
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")]
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")]
 
 
 class Network(nn.Module):
@@ -166,11 +168,11 @@ def test_the_pinned_order_keeps_what_is_written_in_place(monkeypatch):
         torch._dynamo.reset()
         return autoremat.explain(loss, x, lower=True, options=LEAST).compiled_peak_bytes
 
-    pin, pinned_graphs = torch_lowering._pin_order, []
-    monkeypatch.setattr(torch_lowering, "_pin_order", lambda scheduler: pinned_graphs.append(pin(scheduler)))
+    pin, pinned_graphs = lowering._pin_order, []
+    monkeypatch.setattr(lowering, "_pin_order", lambda scheduler: pinned_graphs.append(pin(scheduler)))
     pinned = peak()
     assert pinned_graphs
-    monkeypatch.setattr(torch_lowering, "_pin_order", lambda scheduler: None)
+    monkeypatch.setattr(lowering, "_pin_order", lambda scheduler: None)
     assert pinned == peak()
 
 
@@ -193,7 +195,7 @@ def test_recomputed_values_that_are_read_by_strides_lie_as_they_were_traced(star
     torch.testing.assert_close(found, x.grad)
 
 
-@pytest.mark.skipif(not torch_lowering.chooses_layouts_of_gradients(), reason="this torch leaves layouts as they are")
+@pytest.mark.skipif(not lowering.chooses_layouts_of_gradients(), reason="this torch leaves layouts as they are")
 def test_images_that_are_made_again_are_laid_channels_last_at_once(monkeypatch):
     model, inputs = build("unet")
     options = {"recompute": ("aten.cat", "aten._unsafe_index")}
@@ -205,7 +207,7 @@ def test_images_that_are_made_again_are_laid_channels_last_at_once(monkeypatch):
         return report.compiled_peak_bytes
 
     at_once = peak()
-    monkeypatch.setattr(torch_lowering, "_state_layouts", lambda graph: None)
+    monkeypatch.setattr(compile_loop, "state_channels_last", lambda graph: None)
     # The larger part of the concatenation of the last level again; torch before 2.15 copies more.
     assert at_once + 8 * 32 * 32 * 32 * 4 <= peak()
 

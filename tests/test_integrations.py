@@ -62,7 +62,7 @@ def accelerates_own_names(monkeypatch):
 def test_accelerate_takes_our_name_and_no_others(accelerates_own_names):
     from accelerate.utils import TorchDynamoPlugin
 
-    from autoremat import integrations
+    from autoremat.tools import integrations
 
     integrations.accept_in_accelerate()
     integrations.accept_in_accelerate()

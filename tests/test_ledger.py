@@ -10,10 +10,9 @@ from hypothesis import strategies as st
 from strategies import graphs
 
 from autoremat import Options
-from autoremat.errors import BudgetInfeasible, OptionsError
-from autoremat.solvers import Planner
-from autoremat.steps.fronts import front_of, output_bytes, point_of
-from autoremat.steps.ledger import (
+from autoremat.basics.errors import BudgetInfeasible, OptionsError
+from autoremat.planner.multigraph.fronts import front_of, output_bytes, point_of
+from autoremat.planner.multigraph.ledger import (
     Moment,
     PlanPoint,
     Share,
@@ -25,7 +24,8 @@ from autoremat.steps.ledger import (
     shares,
     step_peak,
 )
-from autoremat.steps.surveyed import Step, StepGraph, Survey
+from autoremat.planner.multigraph.step_profile import Step, StepGraph, Survey
+from autoremat.planner.search.planner import Planner
 
 SIZES = st.integers(0, 60)
 POINTS = st.builds(PlanPoint, st.integers(0, 9).map(float), SIZES, SIZES, SIZES)

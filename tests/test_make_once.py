@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from autoremat.passes.make_once import MARK, make_once
+from autoremat.passes.inductor_workarounds.materialize_shared import MARK, make_once
 
 LENGTH, WIDTH = 64, 32
 MASK = "empty_strided_cpu((2, 1, 64, 64)"

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoremat.measure import _CudaTracker, _replay, track_peak
+from autoremat.measure.peak import _CudaTracker, _replay, track_peak
 
 MIB = 1 << 20
 
@@ -201,7 +201,7 @@ def test_an_unknown_device_is_an_error():
 
 
 def test_nothing_is_printed():
-    code = "import torch; from autoremat.measure import track_peak\nwith track_peak('cpu'): torch.empty(10)"
+    code = "import torch; from autoremat.measure.peak import track_peak\nwith track_peak('cpu'): torch.empty(10)"
     environment = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, check=True

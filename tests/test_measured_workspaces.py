@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.cost import device_memory
-from autoremat.timing import workspaces
+from autoremat.planner.cost import device_memory
+from autoremat.workspaces import measurement
 
 aten = torch.ops.aten
 WIDTH = 64
@@ -65,14 +65,14 @@ def kernel(call: Callable[..., Any], *args: torch.Tensor) -> tuple[torch.fx.Node
 
 def test_a_measurement_is_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
     node, args = kernel(torch.linalg.qr, torch.randn(33, 17))
-    found = workspaces.measured(node, args, {}, node.meta["val"])
+    found = measurement.measured(node, args, {}, node.meta["val"])
     assert found
-    workspaces.remember()
-    monkeypatch.setattr(workspaces, "_known", {})  # as in another process
-    monkeypatch.setattr(workspaces, "_measure", lambda *_: pytest.fail("measured again"))
-    assert workspaces.measured(node, args, {}, node.meta["val"]) == found
-    monkeypatch.setattr(workspaces, "_stored", lambda _: pytest.fail("read again"))
-    assert workspaces.measured(node, args, {}, node.meta["val"]) == found
+    measurement.remember()
+    monkeypatch.setattr(measurement, "_known", {})  # as in another process
+    monkeypatch.setattr(measurement, "_measure", lambda *_: pytest.fail("measured again"))
+    assert measurement.measured(node, args, {}, node.meta["val"]) == found
+    monkeypatch.setattr(measurement, "_stored", lambda _: pytest.fail("read again"))
+    assert measurement.measured(node, args, {}, node.meta["val"]) == found
 
 
 def test_a_loss_that_keeps_the_buffer_it_is_the_mean_of_counts_so() -> None:
@@ -91,14 +91,14 @@ def test_a_loss_that_keeps_the_buffer_it_is_the_mean_of_counts_so() -> None:
 
 def test_a_kernel_that_is_too_large_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     node, args = kernel(torch.linalg.qr, torch.randn(34, 17))
-    monkeypatch.setattr(workspaces, "LARGEST", 1000)
-    assert workspaces.measured(node, args, {}, node.meta["val"]) is None
+    monkeypatch.setattr(measurement, "LARGEST", 1000)
+    assert measurement.measured(node, args, {}, node.meta["val"]) is None
 
 
 def test_measuring_within_a_measured_block_disturbs_neither() -> None:
     node, args = kernel(torch.linalg.qr, torch.randn(35, 17))
     with autoremat.track_peak("cpu") as peak:
-        assert workspaces.measured(node, args, {}, node.meta["val"])
+        assert measurement.measured(node, args, {}, node.meta["val"])
         kept = torch.zeros(1000)
     assert peak.bytes >= kept.nbytes
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from oracles import replay_bytes
 from strategies import GraphBuilder, chain, graphs, saved_sets
 
-from autoremat.errors import PlanInvalid
-from autoremat.graph import Graph, Inlining, Kind, Role
-from autoremat.memory import Timeline, simulate
-from autoremat.schedule import Schedule, build_schedule
-from autoremat.solvers.segments import Chain
+from autoremat.basics.errors import PlanInvalid
+from autoremat.planner.graph.graph import Graph, Inlining, Kind, Role
+from autoremat.planner.graph.schedule import Schedule, build_schedule
+from autoremat.planner.graph.segments import Chain
+from autoremat.planner.memory.simulator import Timeline, simulate
 
 
 def run_all(graph: Graph) -> Timeline:

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import GraphBuilder, graphs
 
-from autoremat.graph import Role
-from autoremat.moments import LISTED, SAMPLES, Sort, module_group, peak_of, profile_of
-from autoremat.plans import Plan
-from autoremat.schedule import build_schedule
-from autoremat.solvers import Planner
+from autoremat.planner.graph.graph import Role
+from autoremat.planner.graph.schedule import build_schedule
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.planner import Planner
+from autoremat.report.peak_snapshot import LISTED, SAMPLES, Sort, module_group, peak_of, profile_of
 
 
 def plan_of(graph, share=1.0):

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat.passes import rewrite_for_inductor, sum_one_hot_rows
-from autoremat.passes.one_hot_sums import OPERATIONS
-from autoremat.torch_compat import largest_expression
+from autoremat.passes.inductor_workarounds.one_hot_sum import OPERATIONS
+from autoremat.torch_private.compat import largest_expression
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoremat.errors import OptionsError
-from autoremat.options import COST_MODEL_VARIABLE, DEFAULT_RESERVE, ENVIRONMENT_VARIABLE, OWN_KEYS, Options, configure
+from autoremat.basics.errors import OptionsError
+from autoremat.options.options import COST_MODEL_VARIABLE, DEFAULT_RESERVE, ENVIRONMENT_VARIABLE, OWN_KEYS, Options, configure
 
 INDUCTOR_KEYS = ("max_autotune", "max_autotune_gemm", "triton.cudagraphs", "fallback_random")
 
@@ -391,7 +391,7 @@ def test_cache_key_of_values_that_json_does_not_know(one, other, equal):
 
 def test_cache_key_is_the_same_in_every_process():
     code = (
-        "from autoremat.options import Options;"
+        "from autoremat.options.options import Options;"
         "print(Options(0.3, inductor=(('a', {'x', 'y', 'z'}), ('b', len), ('c', object()))).cache_key())"
     )
     run = functools.partial(subprocess.run, capture_output=True, check=True, cwd=Path(__file__).parent.parent)

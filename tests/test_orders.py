@@ -10,14 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import GraphBuilder, chain, graphs
 
-from autoremat.errors import OrderWarning
-from autoremat.graph import Graph, Order, Role, Scope, Trait
-from autoremat.orders import Orders
-from autoremat.patterns import matches_op, matches_path
-from autoremat.plans import Plan
-from autoremat.policies import Region
-from autoremat.solvers import Planner
-from autoremat.structure import Forward
+from autoremat.basics.errors import OrderWarning
+from autoremat.planner.constraints.constraints import Orders
+from autoremat.planner.constraints.model_structure import Forward
+from autoremat.planner.constraints.patterns import matches_op, matches_path
+from autoremat.planner.constraints.policies import Region
+from autoremat.planner.graph.graph import Graph, Order, Role, Scope, Trait
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.planner import Planner
 
 
 def named(graph: Graph) -> Graph:

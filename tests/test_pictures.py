@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 from test_report import LENGTH, SIZE, report_for
 
-from autoremat import html_report, pictures
-from autoremat.explanation import Fate
-from autoremat.frontier import BOUND, OURS, POLICY, TORCH, Point
+from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point
+from autoremat.report import html_report, plots
+from autoremat.report.decisions import Fate
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 VOID = frozenset({"meta", "input", "br", "link", "img", "wbr"})
@@ -32,7 +32,7 @@ def texts(figure) -> list[str]:
 
 
 def test_the_memory_picture_shows_peak_budget_and_border(report):
-    figure = pictures.memory(report)
+    figure = plots.memory(report)
     (axes,) = figure.axes
     tops = [path.vertices[:, 1].max() for band in axes.collections for path in band.get_paths()]
     assert max(tops) == pytest.approx(report.predicted_peak_bytes / 2**20)
@@ -49,11 +49,11 @@ def test_the_memory_picture_shows_peak_budget_and_border(report):
 
 
 def test_a_step_without_budget_has_no_budget_line():
-    assert not any("budget" in text for text in texts(pictures.memory(report_for(None))))
+    assert not any("budget" in text for text in texts(plots.memory(report_for(None))))
 
 
 def test_layers_add_up_to_what_the_forward_makes(report):
-    figure = pictures.saved_by_layer(report)
+    figure = plots.saved_by_layer(report)
     (axes,) = figure.axes
     assert sum(bar.get_width() for bar in axes.patches) == pytest.approx(LENGTH)
     saved = sum(bar.get_width() for bar in next(c for c in axes.containers if c.get_label() == "saved"))
@@ -67,7 +67,7 @@ def test_the_pareto_picture_has_every_family():
         Point(BOUND, "", 20 << 20, 0.0, 4.0), Point(TORCH, "0.5", 15 << 20, 2.0, 4.0),
         Point(POLICY, "sqrt", 12 << 20, 3.0, 4.0),
     ]  # fmt: skip
-    figure = pictures.pareto(points)
+    figure = plots.pareto(points)
     (axes,) = figure.axes
     ours = next(line for line in axes.lines if line.get_label() == OURS)
     assert list(ours.get_xdata()) == [10.0, 20.0]
@@ -77,22 +77,22 @@ def test_the_pareto_picture_has_every_family():
 
 
 def test_pictures_are_written_in_both_formats(report, tmp_path):
-    figure = pictures.memory(report)
+    figure = plots.memory(report)
     figure.savefig(tmp_path / "memory.png")
     figure.savefig(tmp_path / "memory.svg")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
-    svg = pictures.as_svg(figure)
+    svg = plots.as_svg(figure)
     assert ElementTree.fromstring(svg).tag.endswith("svg")
     assert "backward" in svg
-    assert svg == pictures.as_svg(figure)  # the same bytes every time
+    assert svg == plots.as_svg(figure)  # the same bytes every time
 
 
 def test_what_an_old_report_lacks_is_said(report):
     old = dataclasses.replace(report, values=(), profile_after=None)
     with pytest.raises(ValueError, match="no memory profile"):
-        pictures.memory(old)
+        plots.memory(old)
     with pytest.raises(ValueError, match="earlier version"):
-        pictures.saved_by_layer(old)
+        plots.saved_by_layer(old)
 
 
 class Page(HTMLParser):

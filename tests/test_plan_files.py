@@ -14,13 +14,14 @@ from strategies import chain, graphs, saved_sets
 from torch import nn
 
 import autoremat
-from autoremat import plan_files, store
-from autoremat.errors import BudgetInfeasible, OptionsError, PlanFileError
-from autoremat.graph import Graph, Order
-from autoremat.options import Options, configure
-from autoremat.plans import Plan
-from autoremat.schedule import build_schedule
-from autoremat.solvers import Planner
+from autoremat.basics.errors import BudgetInfeasible, OptionsError, PlanFileError
+from autoremat.compiler import records
+from autoremat.options.options import Options, configure
+from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.schedule import build_schedule
+from autoremat.planner.plans import plan_file
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.planner import Planner
 
 
 @pytest.fixture
@@ -30,10 +31,10 @@ def plan() -> Plan:
 
 @given(graphs().flatmap(lambda graph: saved_sets(graph).map(lambda saved: Plan.of(graph, build_schedule(graph, saved), "l"))))
 def test_a_plan_comes_back_as_it_was(plan):
-    again = plan_files.parse(plan_files.dump(plan))
+    again = Plan.loads(plan.dumps())
     assert (again.graph, again.schedule, again.label) == (plan.graph, plan.schedule, plan.label)
     assert again.peak_bytes == plan.peak_bytes
-    assert plan_files.graph_hash(again.graph) == plan_files.graph_hash(plan.graph)
+    assert plan_file.graph_hash(again.graph) == plan_file.graph_hash(plan.graph)
 
 
 def test_what_is_known_of_the_budget_comes_back(plan, tmp_path):
@@ -42,11 +43,11 @@ def test_what_is_known_of_the_budget_comes_back(plan, tmp_path):
     for name in ("budget_bytes", "lower_bound_bytes", "lower_bound_seconds", "interrupted", "status", "gap"):
         assert getattr(again, name) == getattr(plan, name)
     impossible = autoremat.plan(plan.graph, memory_budget=1)
-    assert plan_files.parse(plan_files.dump(impossible)).status is impossible.status
+    assert Plan.loads(impossible.dumps()).status is impossible.status
 
 
 def changed(plan: Plan, change: Callable[[dict], object]) -> str:
-    record = json.loads(plan_files.dump(plan))
+    record = json.loads(plan.dumps())
     change(record)
     return json.dumps(record)
 
@@ -78,18 +79,18 @@ BROKEN: dict[str, Callable[[dict], object]] = {
 @pytest.mark.parametrize("change", BROKEN.values(), ids=BROKEN.keys())
 def test_a_broken_plan_is_refused(plan, change):
     with pytest.raises(PlanFileError, match="p.json holds no valid plan"):
-        plan_files.parse(changed(plan, change), "p.json")
+        Plan.loads(changed(plan, change), "p.json")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "7", "null", '{"format": "zip"}', "[" * 100_000])
 def test_what_is_no_plan_is_refused(text):
     with pytest.raises(PlanFileError):
-        plan_files.parse(text)
+        Plan.loads(text)
 
 
 def test_another_version_is_refused_by_its_number(plan):
     with pytest.raises(PlanFileError, match="version 99 .* reads 2"):
-        plan_files.parse(changed(plan, lambda r: r.update(version=99)))
+        Plan.loads(changed(plan, lambda r: r.update(version=99)))
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
@@ -122,8 +123,8 @@ def test_other_values_of_the_option_are_refused(tmp_path):
 # -- another graph -----------------------------------------------------------------------------------------------------
 
 
-def file_of(plan: Plan) -> plan_files.PlanFile:
-    return plan_files.PlanFile.of(plan)
+def file_of(plan: Plan) -> plan_file.PlanFile:
+    return plan_file.PlanFile.of(plan)
 
 
 def test_names_lines_and_seconds_may_differ(plan):
@@ -131,7 +132,7 @@ def test_names_lines_and_seconds_may_differ(plan):
     ops = tuple(dataclasses.replace(op, name=f"x{op.name}", seconds=7.0, source="elsewhere:1") for op in graph.ops)
     values = tuple(dataclasses.replace(value, name=f"x{value.name}", module="m") for value in graph.values)
     renamed = dataclasses.replace(graph, ops=ops, values=values)
-    _, applied = plan_files.fitted([file_of(plan)], renamed)
+    _, applied = plan_file.fitted([file_of(plan)], renamed)
     assert applied.graph is renamed
     assert applied.schedule == plan.schedule
 
@@ -140,7 +141,7 @@ def test_the_error_says_what_differs(plan):
     ops = list(plan.graph.ops)
     ops[3] = dataclasses.replace(ops[3], target="aten.mm.default", module="layers.3", source="model.py:7")
     with pytest.raises(PlanFileError) as caught:
-        plan_files.fitted([file_of(plan)], dataclasses.replace(plan.graph, ops=tuple(ops)))
+        plan_file.fitted([file_of(plan)], dataclasses.replace(plan.graph, ops=tuple(ops)))
     text = str(caught.value)
     assert "16 ops (8 in the forward)" in text
     assert "first op that differs is number 3" in text
@@ -151,9 +152,9 @@ def test_the_error_says_what_differs(plan):
 
 def test_the_error_knows_shorter_graphs_and_equal_ops(plan):
     with pytest.raises(PlanFileError, match="number 7"):
-        plan_files.fitted([file_of(plan)], chain(7, size=64))
+        plan_file.fitted([file_of(plan)], chain(7, size=64))
     with pytest.raises(PlanFileError, match="the ops are the same"):
-        plan_files.fitted([file_of(plan)], dataclasses.replace(plan.graph, forward_outputs=(1,)))
+        plan_file.fitted([file_of(plan)], dataclasses.replace(plan.graph, forward_outputs=(1,)))
 
 
 def test_a_plan_that_breaks_an_order_is_refused(plan):
@@ -161,15 +162,15 @@ def test_a_plan_that_breaks_an_order_is_refused(plan):
     again = plan.recomputed[0]
     ops[again] = dataclasses.replace(ops[again], order=Order.SAVE)
     with pytest.raises(PlanFileError, match="breaks a rule of this graph: .* ordered to be saved but runs twice"):
-        plan_files.fitted([file_of(plan)], dataclasses.replace(plan.graph, ops=tuple(ops)))
+        plan_file.fitted([file_of(plan)], dataclasses.replace(plan.graph, ops=tuple(ops)))
 
 
 def test_each_graph_takes_its_own_of_several_plans(plan):
     other = autoremat.plan(chain(5, size=64), memory_budget=0.6)
     files = [file_of(plan), file_of(other)]
-    assert plan_files.fitted(files, other.graph)[1].schedule == other.schedule
+    assert plan_file.fitted(files, other.graph)[1].schedule == other.schedule
     with pytest.raises(PlanFileError, match="none of 2 plans"):
-        plan_files.fitted(files, chain(6, size=64))
+        plan_file.fitted(files, chain(6, size=64))
 
 
 def test_bounds_of_an_applied_plan_are_those_of_its_graph(plan):
@@ -263,29 +264,29 @@ def test_a_report_whose_plan_is_gone_comes_without(tmp_path, monkeypatch, plan):
     report = autoremat.Report.of(
         planning, plan, budget_bytes=plan.budget_bytes, planning_seconds=0.0, inner="aot_eager", device="cpu"
     )
-    store.save("key", store.Record(report))
-    assert store.load("key").report.plan.schedule == plan.schedule
+    records.save("key", records.Record(report))
+    assert records.load("key").report.plan.schedule == plan.schedule
     (tmp_path / "plans" / "key.json").write_text("{")
-    assert store.load("key") == store.Record(report)
-    assert store.load("key").report.plan is None
+    assert records.load("key") == records.Record(report)
+    assert records.load("key").report.plan is None
 
 
 def test_a_graph_without_ops_has_a_hash():
-    assert plan_files.graph_hash(Graph((), ())) != plan_files.graph_hash(chain(1))
+    assert plan_file.graph_hash(Graph((), ())) != plan_file.graph_hash(chain(1))
 
 
 def test_a_schedule_that_repeats_for_ever_is_refused(plan):
-    record = json.loads(plan_files.dump(plan))
+    record = json.loads(plan.dumps())
     record["forward"] = record["forward"] * 200_000
     with pytest.raises(PlanFileError, match="executions of .* ops are more than 10000, which no plan needs"):
-        plan_files.parse(json.dumps(record))
+        Plan.loads(json.dumps(record))
 
 
 def test_control_characters_of_a_file_do_not_reach_the_terminal(plan):
-    record = json.loads(plan_files.dump(plan))
+    record = json.loads(plan.dumps())
     record["label"] = "quiet\x1b]0;owned\x07\x9b31m\nplan"
     column = record["graph"]["values"]["columns"].index("name")
     record["graph"]["values"]["rows"][0][column] = "\x1b[2J"
-    found = plan_files.parse(json.dumps(record))
+    found = Plan.loads(json.dumps(record))
     assert found.label == "quiet\ufffd]0;owned\ufffd\ufffd31m\ufffdplan"
     assert found.graph.values[0].name == "\ufffd[2J"

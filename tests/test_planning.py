@@ -17,14 +17,14 @@ from oracles import least_added_seconds, replay_bytes
 from strategies import dags, graphs, training_chain
 
 import autoremat
-from autoremat.errors import OptionsError, PlanInvalid
-from autoremat.graph import Graph, Trait
-from autoremat.memory import simulate
-from autoremat.planning import SOLVERS, plan
-from autoremat.plans import Plan, Status
-from autoremat.schedule import Schedule
-from autoremat.solvers import anneal
-from autoremat.solvers.dag import bounds_of, split_at, without_recomputation
+from autoremat.basics.errors import OptionsError, PlanInvalid
+from autoremat.planner.api import SOLVERS, plan
+from autoremat.planner.exact import annealing
+from autoremat.planner.graph.graph import Graph, Trait
+from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.memory.simulator import simulate
+from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.search.single_phase import bounds_of, split_at, without_recomputation
 
 ROOT = Path(__file__).parent.parent
 SEARCHES = ("min_cut", "chain")
@@ -48,7 +48,7 @@ def slack(seconds: float) -> float:
 def few_moves():
     """The graphs are small, so that most of the usual number would be made in vain."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(anneal, "MOVES_PER_SECOND", anneal.MOVES_PER_SECOND // 5)
+        patch.setattr(annealing, "MOVES_PER_SECOND", annealing.MOVES_PER_SECOND // 5)
         yield
 
 

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import GraphBuilder, chain, graphs, saved_sets
 
-from autoremat.errors import PlanInvalid
-from autoremat.graph import Graph, Kind, Order, Trait
-from autoremat.memory import Timeline
-from autoremat.plans import Plan, Status
-from autoremat.replay import replayed_peak
-from autoremat.schedule import Schedule, build_schedule
+from autoremat.basics.errors import PlanInvalid
+from autoremat.planner.graph.graph import Graph, Kind, Order, Trait
+from autoremat.planner.graph.schedule import Schedule, build_schedule
+from autoremat.planner.memory.simulator import Timeline
+from autoremat.planner.plans.check import replayed_peak
+from autoremat.planner.plans.plan import Plan, Status
 
 
 def unsimulated(graph: Graph, schedule: Schedule) -> Plan:

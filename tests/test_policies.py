@@ -17,8 +17,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
-from autoremat.errors import BudgetInfeasible, OrderWarning
-from autoremat.policies import Forward, Region
+from autoremat.basics.errors import BudgetInfeasible, OrderWarning
+from autoremat.planner.constraints.policies import Forward, Region
 
 LAYERS, WIDTH, TOKENS, VOCABULARY = 3, 32, 24, 64
 REFERENCE = "aot_eager_default_partitioner"
@@ -160,7 +160,7 @@ def reference(model: nn.Module, batch: torch.Tensor) -> Outcome:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*cannot be recomputed.*random.*:autoremat.errors.OrderWarning")
+@pytest.mark.filterwarnings("ignore:.*cannot be recomputed.*random.*:autoremat.basics.errors.OrderWarning")
 def test_gradients_have_the_same_bits_with_dropout():
     model, batch = Transformer(dropout=0.3), tokens()
     expected = reference(model, batch)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import pytest
 
 import autoremat
-from autoremat import policies
-from autoremat.errors import OptionsError
-from autoremat.policies import Forward, Region
+from autoremat.basics.errors import OptionsError
+from autoremat.planner.constraints import policies
+from autoremat.planner.constraints.policies import Forward, Region
 
 
 @dataclass(frozen=True)

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
-from autoremat import closed_loop
-from autoremat.errors import OrderWarning
-from autoremat.explanation import Fate
-from autoremat.options import ENVIRONMENT_VARIABLE
-from autoremat.partitioner import free_device_bytes
+from autoremat.basics.errors import OrderWarning
+from autoremat.compiler import compile_loop
+from autoremat.compiler.partitioner import free_device_bytes
+from autoremat.options.options import ENVIRONMENT_VARIABLE
+from autoremat.report.decisions import Fate
 
 MIB = 1 << 20
 
@@ -35,7 +35,7 @@ def device_with(monkeypatch) -> Callable[[int], None]:
     """Has the device of the step report so many free bytes."""
 
     def give(free: int) -> None:
-        monkeypatch.setattr(closed_loop, "free_device_bytes", lambda device: free)
+        monkeypatch.setattr(compile_loop, "free_device_bytes", lambda device: free)
 
     return give
 

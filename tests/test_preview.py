@@ -15,10 +15,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
-from autoremat.cuda_attention import attention_on_cuda
-from autoremat.errors import BudgetInfeasible, CaptureError, OptionsError, OrderWarning
-from autoremat.explanation import Fate, Reason
-from autoremat.report import Report
+from autoremat.basics.errors import BudgetInfeasible, CaptureError, OptionsError, OrderWarning
+from autoremat.report.decisions import Fate, Reason
+from autoremat.report.report import Report
+from autoremat.tools.cuda_attention import attention_on_cuda
 
 MIB = 1 << 20
 EAGER = {"inner": "aot_eager"}

@@ -16,9 +16,8 @@ from rich.console import Console
 from torch import nn
 
 import autoremat
-from autoremat import progress
-from autoremat.options import PROGRESS_VARIABLE
-from autoremat.progress import (
+from autoremat.basics import progress
+from autoremat.basics.progress import (
     LOG_INTERVAL_SECONDS,
     LOG_PATIENCE_SECONDS,
     Log,
@@ -29,6 +28,7 @@ from autoremat.progress import (
     quiet,
     said_if_slow,
 )
+from autoremat.options.options import PROGRESS_VARIABLE
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoremat.cost import Basis, Curve, Pricing, Rate, Rates, Task, Work, curve_name
-from autoremat.cost.rates import FLOP_RATES
+from autoremat.planner.cost import Basis, Curve, Pricing, Rate, Rates, Task, Work, curve_name
+from autoremat.planner.cost.rates import FLOP_RATES
 
 positive = st.floats(1e-9, 1e12)
 curves = st.lists(st.tuples(st.floats(1.0, 1e12), st.floats(1e-9, 10.0)), min_size=1, max_size=5).map(Curve.through)

@@ -6,9 +6,10 @@ from fractions import Fraction
 
 import pytest
 
-from autoremat import defaults, environment, store
-from autoremat.errors import BudgetWarning, OptionsError, PlanFileError
-from autoremat.options import PLANNING_KEYS, Options, configure
+from autoremat.basics import disk_cache, environment
+from autoremat.basics.errors import BudgetWarning, OptionsError, PlanFileError
+from autoremat.options import defaults
+from autoremat.options.options import PLANNING_KEYS, Options, configure
 
 HUGE = 10**400
 
@@ -41,7 +42,7 @@ def test_a_plan_of_an_impossible_name_is_refused():
 
 def test_the_variable_of_the_cache_is_known(monkeypatch):
     monkeypatch.setattr(environment, "_refused", set())
-    monkeypatch.setenv(store.SIZE_VARIABLE, "2GiB")
+    monkeypatch.setenv(disk_cache.SIZE_VARIABLE, "2GiB")
     Options.parse()
 
 

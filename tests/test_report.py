@@ -10,12 +10,12 @@ from collections import deque
 import pytest
 from strategies import chain
 
-from autoremat import report as report_module
-from autoremat import report_text
-from autoremat.explanation import Fate
-from autoremat.graph import Graph
-from autoremat.report import Report, add_report, reports
-from autoremat.solvers import Planner
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.search.planner import Planner
+from autoremat.report import data, registry, text_tables
+from autoremat.report.decisions import Fate
+from autoremat.report.registry import add_report, reports
+from autoremat.report.report import Report
 
 LENGTH = 24
 SIZE = 1 << 20
@@ -39,7 +39,7 @@ def report_for(budget: int | None, **fields: object) -> Report:
 
 @pytest.fixture
 def no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_module, "_reports", deque(maxlen=report_module.KEPT))
+    monkeypatch.setattr(registry, "_reports", deque(maxlen=registry.KEPT))
 
 
 def test_figures_come_from_the_plan():
@@ -85,7 +85,7 @@ def test_saved_tensors_are_listed_largest_first_with_their_origin():
     assert len(report.saved) == LENGTH
     sizes = [tensor.bytes for tensor in report.saved]
     assert sizes == sorted(sizes, reverse=True)
-    assert report.saved[0] == report_module.SavedTensor("v1", SIZE, "test.op", "layers.1", "/home/user/project/net/model.py:1")
+    assert report.saved[0] == data.SavedTensor("v1", SIZE, "test.op", "layers.1", "/home/user/project/net/model.py:1")
 
 
 @pytest.mark.parametrize(
@@ -172,10 +172,10 @@ def test_reports_are_listed_oldest_first_and_the_list_is_a_copy():
 @pytest.mark.usefixtures("no_reports")
 def test_old_reports_lose_their_plans_and_then_go():
     made = report_for(None)
-    for number in range(report_module.KEPT + 5):
+    for number in range(registry.KEPT + 5):
         add_report(dataclasses.replace(made, planning_seconds=float(number)))
     kept = reports()
-    assert [r.planning_seconds for r in kept] == list(range(5, report_module.KEPT + 5))
+    assert [r.planning_seconds for r in kept] == list(range(5, registry.KEPT + 5))
     assert [r.plan is not None for r in kept[-101:]] == [False] + [True] * 100
     assert not any(r.plan for r in kept[:-100])
     assert made.plan is not None
@@ -207,13 +207,13 @@ def test_totals_add_up():
 
 def test_tables_show_values_and_what_is_alive():
     report = report_for(16 * SIZE)
-    text = report_text.as_text(report.table(Fate.RECOMPUTED, limit=3))
+    text = text_tables.as_text(report.table(Fate.RECOMPUTED, limit=3))
     assert "3 of " in text
     assert text.count("recomputed ") >= 3
     assert "layers." in text
-    assert len(report_text.as_text(report.table(limit=None)).splitlines()) >= LENGTH
-    assert "layers.*" in report_text.as_text(report.totals_table()) == str(report.totals_table())
-    before, after = (report_text.as_text(report.peak_table(before=before)) for before in (True, False))
+    assert len(text_tables.as_text(report.table(limit=None)).splitlines()) >= LENGTH
+    assert "layers.*" in text_tables.as_text(report.totals_table()) == str(report.totals_table())
+    before, after = (text_tables.as_text(report.peak_table(before=before)) for before in (True, False))
     assert "26.00 MiB alive in the backward" in before
     assert "saved" in after
     with pytest.raises(ValueError, match="not a valid Fate"):

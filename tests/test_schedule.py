@@ -7,10 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import GraphBuilder, chain, graphs, saved_sets
 
-from autoremat.graph import Role
-from autoremat.plans import Plan
-from autoremat.schedule import Schedule, Segments, build_schedule, one_segment
-from autoremat.solvers.segments import Chain
+from autoremat.planner.graph.graph import Role
+from autoremat.planner.graph.schedule import Schedule, Segments, build_schedule, one_segment
+from autoremat.planner.graph.segments import Chain
+from autoremat.planner.plans.plan import Plan
 
 
 def segments_of(graph, count):

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import autoremat
-from autoremat import pictures
-from autoremat.frontier import Pareto, Point
-from autoremat.showing import PlainTable
+from autoremat.basics.display import PlainTable
+from autoremat.planner.search.pareto_front import Pareto, Point
+from autoremat.report import plots
 
 OPTIONS = {"inner": "aot_eager"}
 ODD = "[red]<b>&\x1b[31m"
@@ -106,4 +106,4 @@ def test_points_are_a_list_as_before(shown):
     assert points.by_peak()[0].peak_bytes == min(point.peak_bytes for point in points)
     assert repr(Pareto()) == "<Pareto: 0 points>"
     pytest.importorskip("matplotlib")
-    pictures.pareto(points)
+    plots.pareto(points)

@@ -15,12 +15,13 @@ from hypothesis import strategies as st
 from oracles import cheapest_cut, cut_cost, replay_bytes, subsets
 from strategies import GraphBuilder, chain, close_under_need, graphs
 
-from autoremat.graph import Graph, Kind, Order, Role, Trait
-from autoremat.plans import Plan
-from autoremat.schedule import build_schedule
-from autoremat.solvers import WORTH, Planner
-from autoremat.solvers.mincut import FORBIDDEN, RESOLUTION, MinCut
-from autoremat.solvers.segments import Chain, segment_counts
+from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.graph.graph import Graph, Kind, Order, Role, Trait
+from autoremat.planner.graph.schedule import build_schedule
+from autoremat.planner.graph.segments import Chain, segment_counts
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.min_cut import FORBIDDEN, RESOLUTION, MinCut
+from autoremat.planner.search.planner import WORTH, Planner
 
 PRICES = st.sampled_from([0.0, 1e-10, 1e-7, 1e-5, 1e-2])
 SMALL_GRAPHS = graphs(max_ops=10, max_outputs=2).filter(lambda graph: len(graph.forward_values) <= 9)
@@ -28,7 +29,7 @@ SMALL_GRAPHS = graphs(max_ops=10, max_outputs=2).filter(lambda graph: len(graph.
 
 def total(graph: Graph, price: float) -> float:
     """All costs and prices of a graph together, in seconds: what capacities are scaled by."""
-    traffic = graph.traffic
+    traffic = traffic_of(graph)
     return sum(v.bytes for v in graph.values) * price + sum(traffic.again_seconds) + float(traffic.saving_seconds.sum())
 
 
@@ -281,7 +282,7 @@ def test_planning_does_not_depend_on_earlier_questions():
 
 def test_planning_is_equal_in_processes_with_other_hash_seeds():
     code = (
-        "from strategies import chain; from autoremat.solvers import Planner\n"
+        "from strategies import chain; from autoremat.planner.search.planner import Planner\n"
         "p = Planner(chain(40, 64, 1e-3, forward_outputs=(40,))).find(900).plan\n"
         "print(p.schedule, p.label)"
     )

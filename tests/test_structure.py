@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from strategies import GraphBuilder, chain
 
-from autoremat.errors import OrderWarning
-from autoremat.graph import Graph, Role, Scope
-from autoremat.policies import Block, Full, Region, Segments, Selective, Sqrt, Uniform, grouped
-from autoremat.structure import Forward
+from autoremat.basics.errors import OrderWarning
+from autoremat.planner.constraints.model_structure import Forward
+from autoremat.planner.constraints.policies import Block, Full, Region, Segments, Selective, Sqrt, Uniform, grouped
+from autoremat.planner.graph.graph import Graph, Role, Scope
 
 
 def forward_of(*modules: tuple[Scope, ...] | str, **fields: object) -> Forward:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.errors import BudgetInfeasible, BudgetWarning, OptionsError, SurveyError
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, SurveyError
 
 # Dynamo looks at `.grad` of what it is handed after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")

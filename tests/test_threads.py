@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, fx, nn
 
 import autoremat
-from autoremat import torch_compat, torch_hooks, torch_lowering, torch_progress, torch_sizes
-from autoremat.eager import CheckpointContext, _Region
-from autoremat.options import Options
-from autoremat.steps.recording import Recording, active, recording
-from autoremat.timing.stopwatch import undisturbed
+from autoremat.measure.timer import undisturbed
+from autoremat.options.options import Options
+from autoremat.step_profile.recording import Recording, active, recording
+from autoremat.tools.eager_checkpoint import CheckpointContext, _Region
+from autoremat.torch_private import compat, compile_progress, hooks, lowering
 
 LIMIT = 300
 """Seconds after which a thread is taken to wait for ever."""
@@ -40,9 +40,9 @@ def test_a_hook_acts_in_the_thread_that_set_it():
     def add_one(method: Callable[..., int], self: Machine, number: int) -> int:
         return method(self, number) + 1
 
-    with torch_hooks.hooked(Machine, "run", add_one):
+    with hooks.hooked(Machine, "run", add_one):
         assert Machine().run(5) == 6
-        with torch_hooks.hooked(Machine, "run", add_one):
+        with hooks.hooked(Machine, "run", add_one):
             assert Machine().run(5) == 7
             assert elsewhere(lambda: Machine().run(5)) == 5
         assert Machine().run(5) == 6
@@ -54,14 +54,14 @@ def test_hooks_of_two_threads_overlap():
     entered, left = threading.Event(), threading.Event()
 
     def second() -> list[int]:
-        with torch_hooks.hooked(Machine, "run", lambda method, self, number: 20):
+        with hooks.hooked(Machine, "run", lambda method, self, number: 20):
             entered.set()
             assert left.wait(LIMIT)
             during = Machine().run(5)
         return [during, Machine().run(5)]
 
     with ThreadPoolExecutor(1) as pool:
-        with torch_hooks.hooked(Machine, "run", lambda method, self, number: 10):
+        with hooks.hooked(Machine, "run", lambda method, self, number: 10):
             found = pool.submit(second)
             assert entered.wait(LIMIT)
             assert Machine().run(5) == 10
@@ -78,16 +78,16 @@ def test_what_is_told_of_two_compilations_leaves_nothing_behind():
 
     def second() -> object:
         with (
-            torch_hooks.hooked(GraphLowering, "codegen", lambda method, self: "ours"),
-            torch_progress.inductor_is_told(),
+            hooks.hooked(GraphLowering, "codegen", lambda method, self: "ours"),
+            compile_progress.inductor_is_told(),
         ):
             entered.set()
             assert left.wait(LIMIT)
-        with torch_hooks.hooked(GraphLowering, "codegen", lambda method, self: "ours"):
+        with hooks.hooked(GraphLowering, "codegen", lambda method, self: "ours"):
             return GraphLowering.codegen(Mock())
 
     with ThreadPoolExecutor(1) as pool:
-        with torch_progress.inductor_is_told():
+        with compile_progress.inductor_is_told():
             found = pool.submit(second)
             assert entered.wait(LIMIT)
         left.set()
@@ -97,21 +97,21 @@ def test_what_is_told_of_two_compilations_leaves_nothing_behind():
 
 def test_a_recording_and_planned_sizes_belong_to_their_thread():
     sizes: dict[Any, int] = {Mock(symbol="s0", least=2): 64}
-    with recording(Recording(Options())) as made, torch_sizes.planned_for(sizes):
+    with recording(Recording(Options())) as made, sizes.planned_for(sizes):
         assert active() is made
         assert elsewhere(active) is None
-        assert torch_sizes.planned_identity() == "[('s0', 2, 64)]"
-        assert elsewhere(torch_sizes.planned_identity) == "[]"
+        assert sizes.planned_identity() == "[('s0', 2, 64)]"
+        assert elsewhere(sizes.planned_identity) == "[]"
     assert active() is None
 
 
 def test_what_is_measured_meanwhile_has_the_planned_sizes_and_no_hooks():
     sizes: dict[Any, int] = {Mock(symbol="s0", least=2): 64}
     cpu = torch.device("cpu")
-    with torch_sizes.planned_for(sizes), torch_hooks.hooked(Machine, "run", lambda method, self, number: 10):
-        assert undisturbed(cpu, torch_sizes.planned_identity) == "[('s0', 2, 64)]"
+    with sizes.planned_for(sizes), hooks.hooked(Machine, "run", lambda method, self, number: 10):
+        assert undisturbed(cpu, sizes.planned_identity) == "[('s0', 2, 64)]"
         assert undisturbed(cpu, lambda: Machine().run(5)) == 5
-    assert undisturbed(cpu, torch_sizes.planned_identity) == "[]"
+    assert undisturbed(cpu, sizes.planned_identity) == "[]"
 
 
 def test_a_survey_leaves_the_compilations_of_other_threads_alone():
@@ -174,32 +174,32 @@ def test_a_lazy_backward_of_inductor_is_compiled_while_we_compile(monkeypatch):
 
     def compile_ours() -> autoremat.Report:
         before = len(autoremat.reports())
-        with torch_compat.without_caches():
+        with compat.without_caches():
             autoremat.backend(*graph_of(96), options=options)
         (report,) = autoremat.reports()[before:]
         return report
 
     alone = compile_ours()
     active_now, done = threading.Event(), threading.Event()
-    compile_with_inductor, observed = torch_compat.compile_with_inductor, []
+    compile_with_inductor, observed = compat.compile_with_inductor, []
 
     def waiting(*arguments: Any) -> Any:
         active_now.set()
         assert done.wait(LIMIT), "the other thread's backward waits for us"
         return compile_with_inductor(*arguments)
 
-    lowered_peak = torch_lowering._lowered_peak
+    lowered_peak = lowering._lowered_peak
 
     def noted(lowering: Any, *arguments: Any) -> Any:
         observed.append(threading.get_ident())
         return lowered_peak(lowering, *arguments)
 
-    monkeypatch.setattr(torch_compat, "compile_with_inductor", waiting)
-    monkeypatch.setattr(torch_lowering, "_lowered_peak", noted)
+    monkeypatch.setattr(compat, "compile_with_inductor", waiting)
+    monkeypatch.setattr(lowering, "_lowered_peak", noted)
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 80), nn.Tanh(), nn.Linear(80, 1)), torch.randn(64, 16)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    with ThreadPoolExecutor(1) as pool, torch_compat.without_caches():
+    with ThreadPoolExecutor(1) as pool, compat.without_caches():
         loss = torch.compile(model)(x).sum()
         ours = pool.submit(compile_ours)
         assert active_now.wait(LIMIT)

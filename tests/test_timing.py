@@ -13,11 +13,11 @@ import pytest
 import torch
 from torch import fx
 
-from autoremat import store
-from autoremat.cost import Curve, Rate, Rates, cpu_device, curve_name
-from autoremat.timing import calibration, profiling
-from autoremat.timing.recipes import Place, Recipe, recipes
-from autoremat.timing.stopwatch import MAX_RUNS, Stopwatch, measurable, undisturbed
+from autoremat.basics import disk_cache
+from autoremat.measure import calibration, op_times
+from autoremat.measure.microbenchmarks import Place, Recipe, recipes
+from autoremat.measure.timer import MAX_RUNS, Stopwatch, measurable, undisturbed
+from autoremat.planner.cost import Curve, Rate, Rates, cpu_device, curve_name
 
 CPU = torch.device("cpu")
 
@@ -52,8 +52,8 @@ class FakeTimer(Clock):
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(calibration, "_known", {})
-    monkeypatch.setattr(profiling, "_known", {})
-    monkeypatch.setattr(profiling, "_passed_over", set())
+    monkeypatch.setattr(op_times, "_known", {})
+    monkeypatch.setattr(op_times, "_passed_over", set())
 
 
 def uncompiled(function, tensor):
@@ -196,10 +196,10 @@ def test_a_device_is_calibrated_once(monkeypatch):
     assert len(calls) == 1
 
     def slower_than_another_process(*_):
-        store.write_text("rates", calibration.device_key(CPU), first.to_json())
+        disk_cache.write_text("rates", calibration.device_key(CPU), first.to_json())
         return dataclasses.replace(first, launch_seconds=2.0)
 
-    (store.folder("rates") / f"{calibration.device_key(CPU)}.json").unlink()
+    (disk_cache.folder("rates") / f"{calibration.device_key(CPU)}.json").unlink()
     monkeypatch.setattr(calibration, "calibrate", slower_than_another_process)
     calibration._known.clear()
     assert calibration.rates_of(CPU) == first
@@ -230,7 +230,7 @@ def test_a_rank_measures_itself_if_it_has_waited_long_enough(monkeypatch, tmp_pa
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(calibration, "LONGEST_WAIT", 0.1)
     monkeypatch.setattr(calibration, "calibrate", lambda *_: some_rates())
-    with store.locked("rates", calibration.device_key(CPU), 0):
+    with disk_cache.locked("rates", calibration.device_key(CPU), 0):
         assert calibration._measured(CPU, calibration.device_key(CPU)) == some_rates()
 
 
@@ -238,10 +238,10 @@ def test_broken_rates_on_disk_are_measured_again(monkeypatch):
     monkeypatch.setattr(calibration, "calibrate", lambda *_: some_rates())
     key = calibration.device_key(CPU)
     for text in ("", "{", "[" * 200_000, '{"device": "cpu", "launch_seconds": 0, "curves": {}}'):
-        store.write_text("rates", key, text)
+        disk_cache.write_text("rates", key, text)
         calibration._known.clear()
         assert calibration.rates_of(CPU) == some_rates()
-        assert Rates.from_json(store.read_text("rates", key) or "") == some_rates()
+        assert Rates.from_json(disk_cache.read_text("rates", key) or "") == some_rates()
 
 
 def test_a_device_that_is_not_there_has_no_rates_and_says_so_once(caplog):
@@ -267,7 +267,7 @@ def test_equal_calls_have_equal_signatures_and_others_do_not():
     def function(x, y):
         return torch.mm(x, x), torch.mm(x, x), torch.mm(x.t(), x), torch.mm(x, y), torch.cumsum(x, 0), torch.cumsum(x, 1)
 
-    names = [profiling.signature(n) for n in nodes_of(function, x, y) if "aten.t." not in str(n.target)]
+    names = [op_times.signature(n) for n in nodes_of(function, x, y) if "aten.t." not in str(n.target)]
     assert names[0] == names[1]
     assert len(set(names)) == 5
 
@@ -287,14 +287,14 @@ def test_ops_run_by_themselves_on_tensors_of_their_own_shapes(function, inputs):
     node = nodes_of(function, *inputs)[-1]
     node = node.args[0] if "getitem" in str(node.target) else node
     timer = FakeTimer(runs_it=True)
-    assert profiling.seconds_of(node, timer) == timer.each
+    assert op_times.seconds_of(node, timer) == timer.each
     assert timer.timed[0]().__class__ in (torch.Tensor, tuple)
 
 
 def test_an_op_that_raises_has_no_time():
     (node,) = nodes_of(lambda x: torch.linalg.cholesky(x), torch.eye(3))[:1]
     node.args = (torch.zeros(2, 3),)
-    assert profiling.seconds_of(node, FakeTimer(runs_it=True)) is None
+    assert op_times.seconds_of(node, FakeTimer(runs_it=True)) is None
 
 
 def test_time_is_bounded_and_the_longest_come_first(monkeypatch):
@@ -305,10 +305,10 @@ def test_time_is_bounded_and_the_longest_come_first(monkeypatch):
 
     nodes = [n for n in nodes_of(function, x) if any(op in str(n.target) for op in ("mm", "sort"))]
     timer = FakeTimer(each=6.0)
-    monkeypatch.setattr(profiling, "stopwatch_for", lambda device: timer)
-    found = profiling.profile(zip(nodes, (1.0, 3.0, 2.0), strict=True), CPU)
-    assert list(found) == [profiling.signature(nodes[1]), profiling.signature(nodes[2])]
-    again = profiling.profile(zip(nodes, (1.0, 3.0, 2.0), strict=True), CPU)
+    monkeypatch.setattr(op_times, "stopwatch_for", lambda device: timer)
+    found = op_times.profile(zip(nodes, (1.0, 3.0, 2.0), strict=True), CPU)
+    assert list(found) == [op_times.signature(nodes[1]), op_times.signature(nodes[2])]
+    again = op_times.profile(zip(nodes, (1.0, 3.0, 2.0), strict=True), CPU)
     assert again == found
     assert len(timer.timed) == 2
 
@@ -316,29 +316,29 @@ def test_time_is_bounded_and_the_longest_come_first(monkeypatch):
 def test_times_are_kept_on_disk_with_those_of_other_processes(monkeypatch):
     node = nodes_of(lambda x: torch.mm(x, x), torch.randn(4, 4))[0]
     timer = FakeTimer()
-    monkeypatch.setattr(profiling, "stopwatch_for", lambda device: timer)
+    monkeypatch.setattr(op_times, "stopwatch_for", lambda device: timer)
     key = calibration.device_key(CPU)
-    found = profiling.profile([(node, 1.0)], CPU)
-    written = json.loads(store.read_text("times", key) or "")
+    found = op_times.profile([(node, 1.0)], CPU)
+    written = json.loads(disk_cache.read_text("times", key) or "")
     assert written == found
-    store.write_text("times", key, json.dumps(written | {"other": None}))
-    profiling._known.clear()
-    assert profiling.profile([(node, 1.0)], CPU) == found
+    disk_cache.write_text("times", key, json.dumps(written | {"other": None}))
+    op_times._known.clear()
+    assert op_times.profile([(node, 1.0)], CPU) == found
     assert len(timer.timed) == 1
     for broken in ("{", "[]", '{"x": "y"}'):
-        store.write_text("times", key, broken)
-        profiling._known.clear()
-        assert profiling.profile([(node, 1.0)], CPU) == found
+        disk_cache.write_text("times", key, broken)
+        op_times._known.clear()
+        assert op_times.profile([(node, 1.0)], CPU) == found
 
 
 def test_times_that_another_process_writes_meanwhile_are_kept(monkeypatch, tmp_path):
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(profiling, "stopwatch_for", lambda device: FakeTimer())
+    monkeypatch.setattr(op_times, "stopwatch_for", lambda device: FakeTimer())
     node, key = nodes_of(lambda x: torch.mm(x, x), torch.randn(5, 5))[0], calibration.device_key(CPU)
     with ThreadPoolExecutor(1) as pool:
-        with store.locked("times", key, 0):
-            ours = pool.submit(profiling.profile, [(node, 1.0)], CPU)
+        with disk_cache.locked("times", key, 0):
+            ours = pool.submit(op_times.profile, [(node, 1.0)], CPU)
             assert not wait([ours], 0.3).done
-            store.write_text("times", key, json.dumps({"other": None}))
+            disk_cache.write_text("times", key, json.dumps({"other": None}))
         ours.result(60)
-    assert json.loads(store.read_text("times", key) or "").keys() == {"other", profiling.signature(node)}
+    assert json.loads(disk_cache.read_text("times", key) or "").keys() == {"other", op_times.signature(node)}

@@ -22,14 +22,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat.errors import BudgetWarning, CaptureError, OrderWarning
+from autoremat.basics.errors import BudgetWarning, CaptureError, OrderWarning
 
 COLLECTIVES = torch.ops._c10d_functional
 UNCOMPILED = {"inner": "aot_eager", "on_unplannable": "raise"}
 LEAST = {**UNCOMPILED, "memory_budget": 1, "on_infeasible": "best_effort"}
 ROWS, SIZE = 64, 32
 
-pytestmark = pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
 ran: list[str] = []
 """The calls of the custom ops below, by name."""

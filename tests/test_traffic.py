@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from oracles import again_seconds, saving_seconds
 from strategies import GraphBuilder, graphs
 
-from autoremat.graph import Graph, Kind, Role
-from autoremat.solvers import Planner
+from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.graph.graph import Graph, Kind, Role
+from autoremat.planner.search.planner import Planner
 
 SIZE, PER_BYTE = 100, 1e-6
 MOVED = SIZE * PER_BYTE / 2
@@ -19,8 +20,8 @@ MOVED = SIZE * PER_BYTE / 2
 @given(graphs())
 def test_seconds_are_those_of_an_independent_count(graph):
     forward = range(graph.num_forward)
-    assert graph.traffic.again_seconds[: graph.num_forward] == pytest.approx([again_seconds(graph, op) for op in forward])
-    assert graph.traffic.saving_seconds == pytest.approx([saving_seconds(graph, v) for v in range(len(graph.values))])
+    assert traffic_of(graph).again_seconds[: graph.num_forward] == pytest.approx([again_seconds(graph, op) for op in forward])
+    assert traffic_of(graph).saving_seconds == pytest.approx([saving_seconds(graph, v) for v in range(len(graph.values))])
 
 
 @given(graphs())
@@ -50,9 +51,9 @@ def normalised() -> tuple[Graph, int, int, int]:
 def test_what_kernels_of_their_own_read_in_both_halves_is_saved_for_nothing():
     """It is written for the forward's reader, and the backward's reads it whoever has made it."""
     graph, product, scaled, maker = normalised()
-    assert graph.traffic.saving_seconds[scaled] == 0.0
-    assert graph.traffic.saving_seconds[product] == pytest.approx(MOVED)
-    assert graph.traffic.again_seconds[maker] == 1e-3
+    assert traffic_of(graph).saving_seconds[scaled] == 0.0
+    assert traffic_of(graph).saving_seconds[product] == pytest.approx(MOVED)
+    assert traffic_of(graph).again_seconds[maker] == 1e-3
     assert scaled in Planner(graph).find(None).plan.saved
 
 
@@ -67,7 +68,7 @@ def test_what_is_only_fused_costs_its_arithmetic_again():
     result = build.op([tangent, first, second, product], SIZE, kind=Kind.POINTWISE, forward=False)
     ends = {"forward_outputs": (loss,), "backward_outputs": (result,)}
     graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=1e-3)
-    assert graph.traffic.again_seconds[1:3] == pytest.approx([1e-4, 1e-4])
+    assert traffic_of(graph).again_seconds[1:3] == pytest.approx([1e-4, 1e-4])
     assert set(Planner(graph).find(None).plan.saved) == {product}
 
 
@@ -85,7 +86,7 @@ def test_a_result_that_several_runs_need_is_computed_in_each():
         gradient = build.op([gradient, value], SIZE, kind=Kind.POINTWISE, forward=False)
         gradient = build.op([gradient], SIZE, kind=Kind.EXTERN, forward=False)
     graph = build.graph(backward_outputs=(gradient,), fuses=True, saving_seconds_per_byte=PER_BYTE)
-    again = [graph.traffic.again_seconds[graph.values[value].producer] for value in sums]
+    again = [traffic_of(graph).again_seconds[graph.values[value].producer] for value in sums]
     assert again == pytest.approx([runs * (1e-4 + MOVED) for runs in (3, 2, 1)])
 
 
@@ -100,7 +101,7 @@ def test_what_only_repeats_would_read_is_read_if_it_is_saved():
     gradient = build.op([build.source(0, Role.TANGENT), result], SIZE, kind=Kind.POINTWISE, forward=False)
     ends = {"forward_outputs": (loss,), "backward_outputs": (gradient,)}
     graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=PER_BYTE)
-    assert graph.traffic.saving_seconds[[logits, difference, result]] == pytest.approx([0.0, 2 * MOVED, 2 * MOVED])
+    assert traffic_of(graph).saving_seconds[[logits, difference, result]] == pytest.approx([0.0, 2 * MOVED, 2 * MOVED])
     assert set(Planner(graph).find(None).plan.saved) == {logits}
 
 
@@ -117,7 +118,7 @@ def test_what_is_spread_over_columns_is_saved_and_not_computed_for_each():
     ends = {"forward_outputs": (loss,), "backward_outputs": (gradient,)}
     graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=PER_BYTE)
     maker = graph.values[log].producer
-    assert graph.traffic.again_seconds[maker] == pytest.approx(columns * 1e-5 + MOVED)
+    assert traffic_of(graph).again_seconds[maker] == pytest.approx(columns * 1e-5 + MOVED)
     assert set(Planner(graph).find(None).plan.saved) == {logits, log}
 
 
@@ -129,4 +130,4 @@ def test_what_only_the_forward_spreads_is_not_charged_for_it():
     loss = build.op([spread], 0, kind=Kind.REDUCTION)
     gradient = build.op([build.source(0, Role.TANGENT), log], SIZE, kind=Kind.POINTWISE, forward=False)
     graph = build.graph(forward_outputs=(loss,), backward_outputs=(gradient,), fuses=True, saving_seconds_per_byte=PER_BYTE)
-    assert graph.traffic.again_seconds[graph.values[log].producer] == pytest.approx(1e-5 + MOVED)
+    assert traffic_of(graph).again_seconds[graph.values[log].producer] == pytest.approx(1e-5 + MOVED)

@@ -24,8 +24,8 @@ LARGE = {"whisper", "language_model_with_cache", "experts_whole", "two_towers", 
 
 # What torch says of these steps under any backend.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::autoremat.errors.OrderWarning"),
-    pytest.mark.filterwarnings("ignore::autoremat.errors.BudgetWarning"),
+    pytest.mark.filterwarnings("ignore::autoremat.basics.errors.OrderWarning"),
+    pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoremat.units import BYTE_FORMS, format_bytes, format_seconds, parse_bytes
+from autoremat.basics.units import BYTE_FORMS, format_bytes, format_seconds, parse_bytes
 
 UNITS = ["B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]
 

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from autoremat.errors import OrderWarning
+from autoremat.basics.errors import OrderWarning
 
 REFERENCE = "aot_eager_default_partitioner"
 

@@ -11,9 +11,9 @@ from test_survey import EAGER, ROWS, WIDTH, Block, Broken
 from torch import nn
 
 import autoremat
-from autoremat import torch_steps
-from autoremat.errors import BudgetWarning
-from autoremat.steps import watch as watch_module
+from autoremat.basics.errors import BudgetWarning
+from autoremat.compiler import overlap_warning as watch_module
+from autoremat.torch_private import autograd
 
 # Dynamo looks at `.grad` of what it is handed after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -103,9 +103,9 @@ def test_a_graph_that_views_what_an_earlier_one_made_has_no_backward_of_that(wat
     weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
     first = torch.compile(lambda x: (x @ weight).sin(), backend="autoremat", options={**EAGER, "memory_budget": "1MiB"})
     made = first(torch.randn(ROWS, WIDTH))
-    assert torch_steps.backward_node([made]) is made.grad_fn
-    assert torch_steps.backward_node([made.view(-1)]) is made.grad_fn
-    assert torch_steps.backward_node([made.view(-1)], [made]) is None
+    assert autograd.backward_node([made]) is made.grad_fn
+    assert autograd.backward_node([made.view(-1)]) is made.grad_fn
+    assert autograd.backward_node([made.view(-1)], [made]) is None
 
 
 def test_shares_of_a_graph_alone_are_not_watched_for_long(watch):

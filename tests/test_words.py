@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autoremat
-from autoremat import plan_files
-from autoremat.errors import BudgetInfeasible
-from autoremat.explanation import against
-from autoremat.html_report import to_html
-from autoremat.report_text import whole_percents
-from autoremat.steps.ledger import Moment, PlanPoint
-from autoremat.steps.surveyed import Step, StepGraph
+from autoremat.basics.errors import BudgetInfeasible
+from autoremat.planner.multigraph.ledger import Moment, PlanPoint
+from autoremat.planner.multigraph.step_profile import Step, StepGraph
+from autoremat.planner.plans import plan_file
+from autoremat.report.decisions import against
+from autoremat.report.html_report import to_html
+from autoremat.report.text_tables import whole_percents
 
 FIRST, SECOND = nn.Linear(64, 256), nn.Linear(256, 64)
 X = torch.zeros(32, 64)
@@ -100,5 +100,5 @@ def test_text_and_html_have_the_same_words():
 def test_two_ops_that_differ_are_not_shown_alike():
     edges = [(0, 1), (1, 2), (2, 3), (0, 3)]
     whole, halves = (autoremat.Graph.from_dag([1] * 4, [8] * 4, edges, outputs=[3], num_forward=n) for n in (4, 2))
-    *_, stored, here = plan_files.difference(whole, halves).splitlines()
+    *_, stored, here = plan_file.difference(whole, halves).splitlines()
     assert stored.partition(":")[2].strip() != here.partition(":")[2].strip()

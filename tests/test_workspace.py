@@ -10,7 +10,7 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from autoremat import track_peak
-from autoremat.workspace import workspace_bytes
+from autoremat.workspaces.formulas import workspace_bytes
 
 aten = torch.ops.aten
 

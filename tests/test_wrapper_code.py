@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from autoremat.wrapper_code import replay_peak
+from autoremat.planner.memory.wrapper_replay import replay_peak
 
 FLOAT = "torch.float32"
 

@@ -5,7 +5,7 @@ from accelerate import Accelerator
 from tiny_model import Tokens, tiny_llama
 
 import autoremat
-from autoremat import integrations
+from autoremat.tools import integrations
 
 autoremat.configure(memory_budget=0.6)
 integrations.accept_in_accelerate()

@@ -9,7 +9,7 @@ from tiny_model import Tokens, tiny_llama
 from transformers import Trainer, TrainingArguments
 
 import autoremat
-from autoremat import integrations
+from autoremat.tools import integrations
 
 autoremat.configure(memory_budget=0.6)
 integrations.accept_in_accelerate()  # which otherwise refuses the names of backends that it does not know

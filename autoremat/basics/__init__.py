@@ -1,0 +1,1 @@
+"""Errors, units, checks of single values, the environment, progress and the cache folder. Imports no torch."""

@@ -1,0 +1,51 @@
+"""Memory budgets as users write them, and the bytes that they stand for."""
+
+import math
+from fractions import Fraction
+from numbers import Real
+
+from autoremat.basics.checks import MOST_BYTES, as_float, as_int, refused, text_to_bytes
+from autoremat.basics.errors import OptionsError
+from autoremat.basics.units import BYTE_FORMS
+
+FORMS_ANYWHERE = (
+    f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak without "
+    "recomputation); None (no bound)"
+)
+"""The budgets that need neither a device nor a profile of the step."""
+
+
+def parse_budget(value: object, name: str, forms: str = FORMS_ANYWHERE) -> int | float | None:
+    """Returns ``value`` as bytes (an int), a share of the peak without recomputation (a float in (0, 1]) or None.
+
+    ``name`` and ``forms`` are for the error. Raises ``OptionsError`` for a value that is not accepted.
+    """
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return text_to_bytes(value, name, forms)
+    count = as_int(value)
+    if count is not None:
+        if not 0 < count <= MOST_BYTES:
+            raise refused(name, value, forms)
+        return count
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise refused(name, value, forms)
+    share = as_float(value)
+    if math.isfinite(share) and share > 1:
+        raise OptionsError(
+            f"{name}={value!r}: a float is a share of the peak without recomputation, in (0, 1]. "
+            f'For bytes give an int, such as {round(share)}, or a string with a unit, such as "6GiB". '
+            f"Accepted: {forms}"
+        )
+    if not 0 < share <= 1:
+        raise refused(name, value, forms)
+    return share
+
+
+def budget_bytes(budget: int | float | None, baseline_peak_bytes: int) -> int | None:
+    """Returns the bytes that a parsed budget allows; None for no bound. A share is one of ``baseline_peak_bytes``."""
+    if isinstance(budget, float):
+        # The decimal that was written, not its binary neighbour: 0.7 of 10 bytes is 7, not 6.
+        return math.floor(Fraction(repr(budget)) * baseline_peak_bytes)
+    return budget

@@ -1,0 +1,34 @@
+"""What the environment says to the package, as text; a variable that is unset or empty says nothing."""
+
+import difflib
+import os
+import warnings
+
+from autoremat.basics.errors import BudgetWarning
+
+PREFIX = "AUTOREMAT_"
+BUDGET, COST_MODEL, POLICY = "AUTOREMAT_MEMORY_BUDGET", "AUTOREMAT_COST_MODEL", "AUTOREMAT_POLICY"
+PROGRESS, CACHE_FOLDER, CACHE_SIZE = "AUTOREMAT_PROGRESS", "AUTOREMAT_CACHE_DIR", "AUTOREMAT_CACHE_SIZE"
+KNOWN = (BUDGET, COST_MODEL, POLICY, PROGRESS, CACHE_FOLDER, CACHE_SIZE)
+
+_refused: set[str] = set()
+"""What was warned of already."""
+
+
+def said(variable: str) -> str:
+    """What a variable holds, without spaces around it."""
+    return os.environ.get(variable, "").strip()
+
+
+def warn_of_unknown() -> None:
+    """Warn, once for each, of variables that begin as ours do and that nothing reads."""
+    unknown = [name for name in os.environ if name.startswith(PREFIX) and name not in KNOWN and name not in _refused]
+    for name in unknown:
+        _refused.add(name)
+        nearest = difflib.get_close_matches(name[len(PREFIX) :], [known[len(PREFIX) :] for known in KNOWN], n=1)
+        hint = f"Is {PREFIX}{nearest[0]} meant?" if nearest else "None of these names is close."
+        warnings.warn(
+            f"the environment variable {name} has no effect: nothing reads it. {hint} Known: {', '.join(KNOWN)}",
+            BudgetWarning,
+            stacklevel=2,
+        )

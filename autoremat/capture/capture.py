@@ -1,0 +1,377 @@
+"""Joint FX graph -> :class:`~autoremat.planner.graph.graph.Graph`, with the maps back.
+
+Views, tuple unpacking and symbolic arithmetic are not ops: they are *helpers*, which cost nothing and are made anew
+wherever they are needed. Every other call becomes an op; every storage that it makes, a value. The joint graph is traced
+forward first; an op belongs to the backward if it depends on a tangent or stands behind the first op that does, unless the
+forward's outputs or effects need it. So does a custom op that nobody declares pure and that was traced in the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.basics.errors import CaptureError
+from autoremat.capture import call_cost
+from autoremat.capture.source_info import decomposed_from, names, origin, scopes
+from autoremat.ops import op_traits
+from autoremat.planner.cost import Device, cpu_device, cuda_device, roofline_seconds, saving_seconds_per_byte
+from autoremat.planner.graph.graph import Graph, Op, Role, Trait, Value
+from autoremat.torch_private import compat, higher_order
+from autoremat.workspaces.measurement import one_graph
+
+Alias = int | None | tuple["Alias", ...] | dict[str, "Alias"]
+"""What a node holds: a value number, nothing that takes memory, or several of these by position or by name."""
+
+
+@dataclass(frozen=True)
+class Capture:
+    """The graph and, for each op and value, the FX node it stands for."""
+
+    joint: fx.GraphModule
+    graph: Graph
+    op_nodes: tuple[fx.Node, ...]
+    value_nodes: tuple[fx.Node | None, ...]
+    """The node that holds exactly the value: its op, an unpacking of it, a placeholder. None if nothing reads the value."""
+    aliases: dict[fx.Node, Alias]
+    num_fwd_outputs: int
+    device: Device
+    runs_on: str
+    """The type of the device that is planned for, which another may have stood for in the tracing."""
+    unknown_workspaces: tuple[str, ...] = ()
+    """Kernels of which nobody knows the workspace: an estimate of it counts, or nothing."""
+
+
+@dataclass
+class _Builder:
+    """Collects nodes in joint order; ops are numbered afterwards, forward first."""
+
+    joint: fx.GraphModule
+    num_fwd_outputs: int
+    device_type: str
+    fuses: bool = False
+    values: list[Value] = field(default_factory=list)
+    value_nodes: list[fx.Node | None] = field(default_factory=list)
+    aliases: dict[fx.Node, Alias] = field(default_factory=dict)
+    storages: dict[int, int] = field(default_factory=dict)
+    calls: list[fx.Node] = field(default_factory=list)
+    reads: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    makes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
+    maker: dict[int, fx.Node] = field(default_factory=dict)
+    unknown_workspaces: frozenset[str] = frozenset()
+
+    def nbytes(self, tensor: torch.Tensor) -> int:
+        """Bytes of the tensor's storage, if it lies on the model's device."""
+        return call_cost.storage_bytes(tensor, self.device_type)
+
+    def new_value(self, node: fx.Node, name: str, tensor: torch.Tensor, role: Role) -> int:
+        module, source = origin(node)
+        self.values.append(Value(name, self.nbytes(tensor), None, role, module, source))
+        self.value_nodes.append(node if role is not Role.COMPUTED else None)
+        number = len(self.values) - 1
+        key = compat.storage_key(tensor)
+        if key is not None:
+            self.storages[key] = number
+        if role is Role.COMPUTED:
+            self.maker[number] = node
+        return number
+
+    def visit(self, node: fx.Node) -> None:
+        """Take in the next node of the joint graph."""
+        if node.op == "placeholder":
+            self.placeholder(node)
+        elif node.op == "get_attr":
+            self.constant(node)
+        elif node.op == "call_function":
+            self.call(node)
+        elif node.op != "output":
+            raise CaptureError("a joint graph should hold only function calls")
+
+    def placeholder(self, node: fx.Node) -> None:
+        tensor = node.meta.get("val")
+        if isinstance(tensor, torch.Tensor):
+            role = Role.TANGENT if compat.is_tangent(node) else Role.INPUT
+            self.aliases[node] = self.new_value(node, node.name, tensor, role)
+        else:
+            self.aliases[node] = None
+
+    def constant(self, node: fx.Node) -> None:
+        tensor = node.meta.get("val")
+        if not isinstance(tensor, torch.Tensor):
+            held = getattr(self.joint, str(node.target), None)
+            tensor = held if isinstance(held, torch.Tensor) else None
+        self.aliases[node] = None if tensor is None else self.new_value(node, node.name, tensor, Role.INPUT)
+
+    def call(self, node: fx.Node) -> None:
+        if compat.orders_streams(node):
+            raise CaptureError("runs on a stream of its own, and what is recomputed there would need to be waited for")
+        if node.target is operator.getitem:
+            self.unpack(node)
+        elif op_traits.is_view(node):
+            base = next((a for a in map(self.aliases.get, node.all_input_nodes) if a is not None), None)
+            self.aliases[node] = _like(node.meta.get("val"), base)
+        elif compat.is_sym_node(node) and not any(self.aliases.get(n) is not None for n in node.all_input_nodes):
+            self.aliases[node] = None
+        else:
+            self.compute(node)
+
+    def unpack(self, node: fx.Node) -> None:
+        source, index = node.args
+        held = self.aliases.get(source) if isinstance(source, fx.Node) else None
+        alias: Alias = held
+        if isinstance(held, (tuple, dict)):
+            alias = held[index]  # type: ignore[index]
+        self.aliases[node] = alias
+        if isinstance(alias, int) and self.value_nodes[alias] is None and self.maker.get(alias) is _unpacked(node):
+            self.value_nodes[alias] = node
+
+    def compute(self, node: fx.Node) -> None:
+        read = tuple(dict.fromkeys(v for n in node.all_input_nodes for v in _flatten(self.aliases.get(n))))
+        made: list[int] = []
+        # A higher-order op returns no alias of an operand; calls of the same region may share the fake tensors of results.
+        # What a collective returns is another value than it was given: it holds something else, or is ready only then.
+        may_alias = set() if higher_order.name_of(node) or call_cost.traits_of(node) == Trait.COLLECTIVE else set(read)
+
+        def hold(tensor: Any, name: str) -> Alias:
+            if isinstance(tensor, (tuple, list)):
+                return tuple(hold(t, f"{name}[{i}]") for i, t in enumerate(tensor))
+            if isinstance(tensor, dict):  # results of Triton kernels, by the names of arguments
+                return {str(key): hold(t, f"{name}[{key!r}]") for key, t in tensor.items()}
+            if not isinstance(tensor, torch.Tensor):
+                return None
+            known = self.storages.get(compat.storage_key(tensor) or 0)
+            if known is not None and known in may_alias:
+                return known
+            made.append(self.new_value(node, name, tensor, Role.COMPUTED))
+            return made[-1]
+
+        alias = hold(node.meta.get("val"), node.name)
+        self.aliases[node] = alias
+        if not made and alias is not None and call_cost.traits_of(node) == Trait.NONE:
+            return  # shares its input's storage though its schema does not say so: `_unsafe_view`, `unsafe_split`
+        if isinstance(alias, int) and alias in made:
+            self.value_nodes[alias] = node
+        self.calls.append(node)
+        self.reads[node], self.makes[node] = read, tuple(made)
+
+
+def _like(result: Any, base: Alias) -> Alias:
+    return tuple(base for _ in result) if isinstance(result, (tuple, list)) else base
+
+
+def _flatten(alias: Alias) -> Iterable[int]:
+    if isinstance(alias, (tuple, dict)):
+        for part in alias.values() if isinstance(alias, dict) else alias:
+            yield from _flatten(part)
+    elif alias is not None:
+        yield alias
+
+
+def _unpacked(node: fx.Node) -> Any:
+    """The call whose (nested) result ``node`` unpacks."""
+    while isinstance(node, fx.Node) and node.target is operator.getitem:
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
+def may_train(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
+    """Whether autograd can ask for a backward of a graph that Dynamo captured."""
+    tensors = [*inputs, *gm.parameters()]
+    return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
+
+
+def device_of_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
+    """The device of a graph that Dynamo captured: the first accelerator that holds a tensor of it, else the CPU."""
+    results = (node.meta.get("example_value") for node in gm.graph.nodes)
+    devices = (t.device for t in (*inputs, *gm.parameters(), *results) if isinstance(t, torch.Tensor))
+    return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
+
+
+def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | None = None) -> Device:
+    """The roofline of ``device``, or of the CUDA device ``cuda_name``, for the precision in which the joint graph multiplies
+    matrices."""
+    if device.type == "cpu" and cuda_name is None:
+        return cpu_device(torch.get_num_threads())
+    half = any(
+        getattr(n.meta.get("val"), "dtype", None) in (torch.float16, torch.bfloat16)
+        for n in joint.graph.nodes
+        if n.op == "call_function"
+    )
+    if cuda_name is None:
+        cuda_name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
+    return cuda_device(cuda_name, half, compat.rounds_to_tf32())
+
+
+@contextlib.contextmanager
+def _naming(node: fx.Node) -> Iterator[None]:
+    """Turn whatever goes wrong with ``node`` into a ``CaptureError`` that says which op it was and where it comes from."""
+    try:
+        yield
+    except Exception as error:  # formulas and metadata of ops that nobody foresaw fail in any way
+        module, source = origin(node)
+        where = f" of {module or 'the model'} at {source or 'an unknown line'}"
+        raise CaptureError(f"{node.op} {node.target} ({node.name}){where}: {type(error).__name__}: {error}") from error
+
+
+def _is_backward(builder: _Builder, required: set[fx.Node]) -> dict[fx.Node, bool]:
+    """Which calls belong to the backward (see the head of this file)."""
+    tangent_values = {v for v, value in enumerate(builder.values) if value.role is Role.TANGENT}
+    found: dict[fx.Node, bool] = {}
+    begun = False
+    of_forward = (i for i, n in enumerate(builder.calls) if n in required or compat.is_traced_in_forward(n))
+    last_of_forward = max(of_forward, default=-1)
+    for index, node in enumerate(builder.calls):
+        depends = any(v in tangent_values for v in builder.reads[node]) or compat.must_be_in_backward(node)
+        if depends:
+            tangent_values.update(builder.makes[node])
+            begun = True
+        begun = begun or (compat.is_traced_in_backward(node) and node not in required)
+        # A function with a backward of its own may call a custom op there before it looks at a gradient.
+        begun = begun or (index > last_of_forward and Trait.UNDECLARED in call_cost.traits_of(node))
+        found[node] = depends or (begun and node not in required)
+    return found
+
+
+def _required_in_forward(builder: _Builder) -> set[fx.Node]:
+    """Calls that the forward's outputs and mutations depend on."""
+    outputs, _ = compat.joint_outputs(builder.joint, builder.num_fwd_outputs)
+    stack = [n for n in outputs if isinstance(n, fx.Node) and not compat.must_be_in_backward(n)]
+    stack += [n for n in builder.calls if _pins(n)]
+    seen = set(stack)
+    while stack:
+        for argument in stack.pop().all_input_nodes:
+            if argument not in seen:
+                seen.add(argument)
+                stack.append(argument)
+    return seen
+
+
+def _pins(node: fx.Node) -> bool:
+    """Whether the forward must run the node for its effect."""
+    if compat.is_traced_in_backward(node) or compat.must_be_in_backward(node):
+        return False
+    effects = Trait.MUTATING | Trait.EFFECTFUL | Trait.COLLECTIVE
+    return compat.must_be_in_forward(node) or bool(call_cost.traits_of(node) & effects)
+
+
+def _overwritten_inputs(builder: _Builder) -> set[int]:
+    """Inputs that are written to in the forward or after it: the backward finds something else in them."""
+    written = compat.inputs_written_afterwards(builder.joint)
+    found = {value for node in written for value in _flatten(builder.aliases.get(node))}
+    for node in builder.calls:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+                found.update(_flatten(builder.aliases.get(value)))
+    return found
+
+
+def _named(calls: Iterable[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
+    """What the model calls the results of ops: of those that one call of the model became, the last makes its result."""
+    last = {names(node)[0]: node for node in calls}
+    return {node: names(node)[1] for call, node in last.items() if call}
+
+
+def _op(
+    builder: _Builder,
+    node: fx.Node,
+    backward: bool,
+    overwritten: set[int],
+    device: Device,
+    runs_on: str,
+    named: tuple[str, ...],
+) -> Op:
+    cost = call_cost.cost_of(node, builder.device_type, runs_on, builder.fuses)
+    builder.unknown_workspaces |= cost.unknown
+    if cost.excess_bytes:
+        first = builder.makes[node][0]
+        builder.values[first] = replace(builder.values[first], bytes=builder.values[first].bytes + cost.excess_bytes)
+    traits = call_cost.traits_of(node)
+    if overwritten.intersection(builder.reads[node]):
+        traits |= Trait.READS_MUTATED_INPUT
+    module, source = origin(node)
+    seconds = roofline_seconds(cost.flops, call_cost.traffic_of(node, cost.moved_bytes), device)
+    streams = builder.fuses and op_traits.stays_in_kernel(node)
+    return Op(
+        node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, seconds, cost.flops,
+        cost.moved_bytes, cost.workspace_bytes, op_traits.kind_of(node, runs_on), traits, op_traits.order_of(node), module,
+        source,
+        () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
+        op_traits.inlining_of(node, runs_on), (1 - call_cost.ARITHMETIC_SHARE) * seconds if streams else 0.0,
+        op_traits.insists(node),
+    )  # fmt: skip
+
+
+def _in_place(builder: _Builder, node: fx.Node) -> tuple[int, ...]:
+    """The values that are read where the node's only result is written: whole ones, not views of larger ones."""
+    if len(builder.makes[node]) != 1:
+        return ()
+    found: dict[int, None] = {}
+    for operand in op_traits.works_in_place(node):
+        value, tensor = builder.aliases.get(operand), operand.meta["val"]
+        if isinstance(value, int) and builder.values[value].bytes == call_cost.tensor_bytes(tensor):
+            found[value] = None
+    return tuple(found)
+
+
+def runs_on_type(joint: fx.GraphModule, cuda_name: str | None) -> str:
+    """The type of the device that is planned for: CUDA if a card is named, else that on which the graph was traced."""
+    return compat.device_of(joint).type if cuda_name is None else "cuda"
+
+
+def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name: str | None = None) -> Capture:
+    """Build the graph of a prepared joint module whose first ``num_fwd_outputs`` outputs are the forward's. With ``cuda_name``
+    the device on which it was traced stands for the CUDA device of that name.
+
+    Raises ``CaptureError``, which names the node, if one is not understood.
+    """
+    device = compat.device_of(joint)
+    builder = _Builder(joint, num_fwd_outputs, device.type, fuses)
+    for node in joint.graph.nodes:
+        with _naming(node):
+            builder.visit(node)
+    required = _required_in_forward(builder)
+    backward = _is_backward(builder, required)
+    ordered = sorted(builder.calls, key=lambda n: backward[n])  # stable: joint order within each half
+    number = {node: index for index, node in enumerate(ordered)}
+    rates = device_rates(device, joint, cuda_name)
+    runs_on = runs_on_type(joint, cuda_name)
+    overwritten = _overwritten_inputs(builder)
+
+    def computed(nodes: list[Any]) -> tuple[int, ...]:
+        held = (v for n in nodes if isinstance(n, fx.Node) for v in _flatten(builder.aliases.get(n)))
+        return tuple(dict.fromkeys(v for v in held if builder.values[v].role is Role.COMPUTED))
+
+    forward_outputs, backward_outputs = compat.joint_outputs(joint, num_fwd_outputs)
+    named = _named(node for node in ordered if not backward[node])
+    ops = []
+    with one_graph():
+        for node in ordered:
+            with _naming(node):
+                ops.append(_op(builder, node, backward[node], overwritten, rates, runs_on, named.get(node, ())))
+    values = tuple(
+        Value(v.name, -(-v.bytes // rates.allocation_bytes) * rates.allocation_bytes,
+              number[builder.maker[i]] if i in builder.maker else None, v.role, v.module, v.source)
+        for i, v in enumerate(builder.values)
+    )  # fmt: skip
+    graph = Graph(
+        ops=tuple(ops),
+        values=values,
+        forward_outputs=computed(forward_outputs),
+        backward_outputs=computed(backward_outputs),
+        pinned=tuple(number[n] for n in ordered if not backward[n] and _pins(n)),
+        fuses=fuses,
+        saving_seconds_per_byte=saving_seconds_per_byte(rates),
+        whole_runs=fuses and runs_on == "cpu",
+        most_reads=compat.most_reads_inlined(),
+    )
+    nodes, unknown = tuple(builder.value_nodes), tuple(sorted(builder.unknown_workspaces))
+    return Capture(joint, graph, tuple(ordered), nodes, builder.aliases, num_fwd_outputs, rates, runs_on, unknown)

@@ -1,0 +1,1 @@
+"""The backend: from Dynamo's graph to compiled code within the budget."""

@@ -1,0 +1,128 @@
+"""The backend that ``torch.compile(model, backend="autoremat")`` finds: options in, compiled callable out."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from autoremat.basics.errors import (
+    AutorematError,
+    BudgetInfeasible,
+    BudgetWarning,
+    OptionsError,
+    UnplannedWarning,
+    unplanned_error,
+    unplanned_message,
+)
+from autoremat.basics.progress import now, said_if_slow
+from autoremat.capture import source_info
+from autoremat.capture.capture import device_of_inputs, may_train
+from autoremat.compiler.breaks import listen, one_of_several, seconds_in_dynamo, until_reset, what_dynamo_said
+from autoremat.compiler.cache_key import graph_key
+from autoremat.compiler.compile_loop import Compiled, InductorCompilation, cause_of, published, with_bytes
+from autoremat.compiler.dynamic_shapes import with_limits
+from autoremat.compiler.interception import active_interceptor
+from autoremat.compiler.partitioner import Partitioner
+from autoremat.options.defaults import note_compiled
+from autoremat.options.options import PLANNING_KEYS, Options
+from autoremat.planner.multigraph.step_profile import Survey
+from autoremat.report.registry import explain_absence_by, note_graph
+from autoremat.torch_private import compat
+
+log = logging.getLogger("autoremat")
+
+
+def backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Compiled:
+    """Compile a graph that Dynamo captured so that its training step stays within a memory budget.
+
+    ``options`` and ``mode`` are those of ``torch.compile``; see :class:`autoremat.Options` for ours. Raises
+    ``OptionsError`` for options that nobody knows and ``BudgetInfeasible`` if no plan fits.
+    """
+    parsed = Options.parse(options, mode, compat.inductor_config_names)
+    note_graph()
+    listen()
+    note_compiled(parsed, options, PLANNING_KEYS, until_reset())
+    if "custom_partitioner_fn" in dict(parsed.inductor):
+        raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
+    title, waited = f"compiling {source_info.begin_of(gm.graph)}", seconds_in_dynamo()
+    with said_if_slow(title, shown=parsed.progress, waited=waited), one_of_several(gm):
+        return _compile(gm, example_inputs, parsed)
+
+
+listen()
+explain_absence_by(what_dynamo_said)
+
+
+def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options) -> Compiled:
+    source_info.take_names(gm)
+    patches = {**compat.mode_config(parsed.mode), **dict(parsed.inductor)}
+    interceptor = active_interceptor()
+    if interceptor is not None and may_train(gm, example_inputs):
+        return interceptor.compile(gm, example_inputs, patches)
+    parsed = _with_share(gm, example_inputs, parsed)
+    if not may_train(gm, example_inputs):
+        return _compile_planned(gm, example_inputs, parsed, patches)
+    parsed = with_bytes(parsed, device_of_inputs(gm, example_inputs))
+
+    def compile_with(options: Options) -> Compiled:
+        return _compile_planned(gm, example_inputs, options, patches)
+
+    return with_limits(compile_with, example_inputs, parsed, lambda error: cause_of(error, BudgetInfeasible) is not None)
+
+
+def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options, patches: dict[str, Any]) -> Compiled:
+    if parsed.inner == "aot_eager":
+        return _compile_uncompiled(gm, example_inputs, parsed)
+    if not may_train(gm, example_inputs):
+        return compat.compile_with_inductor(gm, example_inputs, patches, {})
+    try:
+        return InductorCompilation(gm, example_inputs, parsed, patches).run()
+    except Exception as error:  # what is wrong with the graph itself, plain Inductor says below
+        if _is_meant(error):
+            raise
+        if not parsed.leaves_unplannable:
+            raise unplanned_error(error, source_info.place_of(gm.graph)) from error
+        log.info("compiling a plan failed", exc_info=error)
+        compiled = compat.compile_with_inductor(gm, example_inputs, patches, {})
+        warnings.warn(unplanned_message(error, source_info.place_of(gm.graph)), UnplannedWarning, stacklevel=2)
+        return compiled
+
+
+def _is_meant(error: Exception) -> bool:
+    """Whether the user is to see ``error``: one of ours, or a warning that is treated as an error."""
+    return cause_of(error, AutorematError) is not None or cause_of(error, Warning) is not None
+
+
+def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Options:
+    """``options`` with the graph's share in the place of a survey."""
+    survey = options.memory_budget
+    if not isinstance(survey, Survey) or not may_train(gm, inputs):
+        return options
+    key = graph_key(gm, inputs)
+    known = survey.number_of(key)
+    if known is None and key not in survey.step.others:
+        warnings.warn(
+            "a graph is compiled that the surveyed step did not have, under the whole budget of the step: the peaks of this "
+            "graph and of others can add up. Survey the function that is compiled, with inputs of these shapes",
+            BudgetWarning,
+            stacklevel=2,
+        )
+    return dataclasses.replace(options, memory_budget=survey.budget_bytes if known is None else survey.shares[known])
+
+
+def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
+    now("tracing")
+    partitioner = Partitioner(options, "", fuses=False, must_fit=options.on_infeasible == "raise")
+    compiled = compat.compile_uncompiled(gm, inputs, partitioner)
+    return compiled if partitioner.report is None else published(compiled, partitioner.report, options)

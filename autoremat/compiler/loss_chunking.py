@@ -1,0 +1,105 @@
+"""The graph with its loss in parts (``passes/chunk_loss.py``) beside the graph as it is: the plans of both, and the choice.
+
+Results in parts are rounded otherwise, so by default parts are looked at only if nothing fits the budget without them.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoremat.basics.errors import BudgetWarning, NotByRows
+from autoremat.capture.capture import Capture
+from autoremat.options.options import Options
+from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
+from autoremat.planner.constraints.constraints import Ordered
+from autoremat.planner.cost import Pricing
+from autoremat.planner.search.planner import Planner, Planning
+from autoremat.torch_private import fake_tensors
+
+NUMBERS_OF_PARTS = (8, 16)
+"""Tried in this order where the user gives none. A part costs another read of the projection's weight and some twenty ops."""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One form of the graph and what was planned for it."""
+
+    captured: Capture
+    pricing: Pricing
+    planner: Planner
+    ordered: Ordered
+    planning: Planning
+    parts: int = 1
+
+    @property
+    def step_seconds(self) -> float:
+        """Of the plan, with what it recomputes and saves."""
+        plan = self.planning.plan
+        return float("inf") if plan is None else plan.graph.step_seconds + plan.cost_seconds
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The contender to take; the graph as it is, if it was planned for; what its user can do to have parts, if that is what
+    is missing."""
+
+    taken: Contender
+    whole: Contender | None
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Makes contenders: ``recapture`` captures and prices a joint graph, ``contend`` plans for it."""
+
+    options: Options
+    recapture: Callable[[fx.GraphModule], tuple[Capture, Pricing]]
+    contend: Callable[[Capture, Pricing, int], Contender]
+
+    def best(self, captured: Capture, pricing: Pricing, applicable: bool) -> Choice:
+        """Warns if parts were asked for and cannot be had; ``applicable``: whether there is a choice at all."""
+        wanted = self.options.chunk_loss
+        asked = wanted is True or type(wanted) is int
+        if not applicable and asked:
+            _warn("the budget of a surveyed step is shared out among its graphs as they are")
+        always = type(wanted) is int and applicable
+        whole = None if always else self.contend(captured, pricing, 1)
+        if wanted is False or not applicable or (self.options.plan and not always):
+            assert whole is not None
+            return Choice(whole, whole)
+        remedy = ""
+        found = [whole] if whole is not None else []
+        try:
+            for contender in self.in_parts(captured, found):
+                found.append(contender)
+        except NotByRows as reason:
+            remedy = reason.remedy
+            if asked:
+                _warn(str(reason))
+            found = found or [self.contend(captured, pricing, 1)]
+        fitting = [contender for contender in found if contender.planning.plan is not None]
+        if fitting:
+            return Choice(min(fitting, key=lambda contender: contender.step_seconds), whole)
+        return Choice(min(found, key=lambda contender: contender.planning.smallest.peak_bytes), whole, remedy)
+
+    def in_parts(self, captured: Capture, found: list[Contender]) -> Iterator[Contender]:
+        """Further contenders, as long as ``found`` leaves something to wish for. Raises ``NotByRows``."""
+        wanted = self.options.chunk_loss
+        numbers = (wanted,) if type(wanted) is int else NUMBERS_OF_PARTS
+        for number in numbers:
+            if wanted == "auto" and any(contender.planning.plan is not None for contender in found):
+                return
+            joint = fx.GraphModule(captured.joint, fake_tensors.shallow_copy(captured.joint.graph))
+            joint.meta = dict(captured.joint.meta)
+            chunked = chunk_loss(joint, int(number))
+            if any(contender.parts == chunked.parts for contender in found):
+                return  # no more rows
+            yield self.contend(*self.recapture(joint), chunked.parts)
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(f"chunk_loss has no effect on a graph: {reason}", BudgetWarning, stacklevel=2)

@@ -1,0 +1,140 @@
+"""Notices what keeps more alive in a step than the plan of one graph counts: other calls that are open at once, and backwards
+that keep what was saved for them.
+
+Each graph was planned as if it were alone. Calls are watched until a step has ended in which every graph was known; then a
+watched graph costs no more than one more Python call, until another graph is compiled.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.units import format_bytes
+from autoremat.report.report import Report
+from autoremat.torch_private.autograd import backward_node, keeps_graph
+
+
+@dataclass(frozen=True, eq=False)
+class Watched:
+    """A compiled graph: its report, and whether its budget is a share of its own peak, which says nothing of other graphs."""
+
+    report: Report
+    by_share: bool
+
+
+@dataclass(frozen=True)
+class _Open:
+    """What is known of an open call."""
+
+    graph: Watched
+    device: torch.device
+
+
+class _Call:
+    """One call of a graph, open for as long as autograd keeps this object or until its backward has run."""
+
+    def __init__(self, graph: Watched) -> None:
+        self.graph = graph
+
+    def __call__(self, watch: Watch, *_: Any) -> None:
+        """A hook after the backward."""
+        if keeps_graph():
+            watch.judge_kept(self.graph)
+        else:
+            watch.close(id(self))
+
+
+class Watch:
+    """The open calls of this process."""
+
+    def __init__(self) -> None:
+        self.active = False
+        self.open: dict[int, _Open] = {}
+
+    def call(self, compiled: Callable[..., Any], graph: Watched, args: tuple[Any, ...]) -> Any:
+        """Call ``compiled``, which is ``graph``."""
+        device = _device_of(args)
+        self.judge(graph, device)
+        outputs = compiled(*args)
+        node = backward_node(outputs, args)
+        if node is not None:
+            call = _Call(graph)
+            self.open[id(call)] = _Open(graph, device)
+            weakref.finalize(call, self.close, id(call)).atexit = False
+            node.register_hook(partial(call, self))
+        return outputs
+
+    def close(self, call: int) -> None:
+        """The call of that identity holds nothing any more."""
+        if self.open.pop(call, None) is not None and not self.open:
+            self.active = False  # the step is over
+
+    def judge(self, graph: Watched, device: torch.device) -> None:
+        """Warn if ``graph``, called now, brings the step on ``device`` over its budget.
+
+        Backwards run in the order opposite to that of forwards: what is open now is open again in this call's backward.
+        """
+        here = [one for one in list(self.open.values()) if one.device == device]
+        earlier = [one for one in here if one.graph is graph or not graph.by_share]
+        held, budget, peak = (
+            sum(one.graph.report.saved_bytes for one in earlier),
+            graph.report.budget_bytes,
+            graph.report.peak_bytes,
+        )
+        if budget is None or not held or held + peak <= budget:
+            return
+        self.active = False
+        self.open.clear()
+        calls = "one earlier call holds" if len(earlier) == 1 else f"{len(earlier)} earlier calls hold"
+        alone = all(one.graph is graph for one in earlier)
+        _warn(
+            f"several {'calls of one compiled graph' if alone else 'compiled graphs'} are alive in one step: {calls} "
+            f"{format_bytes(held)} for the backward while this one needs {format_bytes(peak)}, so far "
+            f"{format_bytes(held + peak)} together, over the budget of {format_bytes(budget)} that each call keeps by itself. "
+            "Later calls add to that. autoremat.survey(...) measures the whole step and shares one budget among all calls"
+        )
+
+    def judge_kept(self, graph: Watched) -> None:
+        """Warn if what a backward with ``retain_graph=True`` keeps can bring ``graph`` over its budget."""
+        budget, saved, peak = graph.report.budget_bytes, graph.report.saved_bytes, graph.report.peak_bytes
+        if budget is None or peak + saved <= budget or not self.active:
+            return
+        self.active = False
+        self.open.clear()
+        _warn(
+            f"a backward with retain_graph=True keeps the {format_bytes(saved)} that were saved for it, which the plan of "
+            f"{format_bytes(peak)} frees one after the other: the step needs up to {format_bytes(peak + saved)}, over the "
+            f"budget of {format_bytes(budget)}. Sum the losses and call backward once, or lower memory_budget by as much"
+        )
+
+
+def _device_of(args: Iterable[Any]) -> torch.device:
+    """The device of a graph with these inputs: that of the first tensor on an accelerator, else the CPU."""
+    found = (tensor.device for tensor in args if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu")
+    return next(found, torch.device("cpu"))
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, BudgetWarning, stacklevel=3)
+
+
+_watch = Watch()
+
+
+def watched(compiled: Callable[..., Any], report: Report, by_share: bool) -> Callable[..., Any]:
+    """``compiled``, under the eyes of this process's watch."""
+    graph = Watched(replace(report, plan=None, values=()), by_share)  # lives as long as the compiled graph
+    _watch.active = True
+
+    def call(*args: Any) -> Any:
+        return _watch.call(compiled, graph, args) if _watch.active else compiled(*args)
+
+    return call

@@ -1,0 +1,46 @@
+"""What the replay of generated code has to be told of the graph that the code was made of."""
+
+from __future__ import annotations
+
+import torch
+
+from autoremat.capture.capture import Capture
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.memory.wrapper_replay import Circumstances
+from autoremat.workspaces.formulas import SMALL
+
+
+def slack_bytes(graph: Graph) -> int:
+    """What generated code may allocate at any time beside its buffers."""
+    return SMALL + (SMALL if any(op.target.startswith("aten.convolution") and op.workspace_bytes for op in graph.ops) else 0)
+
+
+def _fixed_strides(tensor: object) -> tuple[int, ...] | None:
+    """Of the dimensions of images and their weights that are longer than 1; None for all else and for symbolic sizes."""
+    if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dim() != 4:
+        return None
+    pairs = list(zip(tensor.shape, tensor.stride(), strict=True))
+    return tuple(step for size, step in pairs if size != 1) if all(type(n) is int for pair in pairs for n in pair) else None
+
+
+def circumstances(captured: Capture) -> Circumstances:
+    """What the generated code alone does not say: forward outputs stay with the caller."""
+    graph = captured.graph
+    held = {}
+    for number in graph.forward_outputs:
+        holder = captured.value_nodes[number]
+        held[holder.name if holder is not None else graph.values[number].name] = graph.values[number].bytes
+    workspaces: dict[str, dict[int, int]] = {}
+    for target, sizes in graph.workspaces().items():
+        parts = target.split(".")  # "aten.mm.default"; a higher-order op's name has no such form, nor a kernel of its own
+        if len(parts) == 3:
+            known = workspaces.setdefault(parts[1], {})
+            known.update({made: max(size, known.get(made, 0)) for made, size in sizes.items()})
+    inputs = captured.joint.graph.find_nodes(op="placeholder")
+    return Circumstances(
+        held,
+        captured.device.allocation_bytes,
+        workspaces,
+        slack_bytes(graph),
+        {n.name: strides for n in inputs if (strides := _fixed_strides(n.meta.get("val"))) is not None},
+    )

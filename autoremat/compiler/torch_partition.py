@@ -1,0 +1,65 @@
+"""Torch's own partitions of a joint graph, as plans of ours: what the step would need and cost without us."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.basics.errors import PlanInvalid
+from autoremat.capture.capture import Capture
+from autoremat.planner.graph.graph import Trait
+from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.plans.plan import Plan
+from autoremat.torch_private import fake_tensors
+
+log = logging.getLogger("autoremat")
+
+RANDOM_STATE = re.compile(r"(?:graphsafe_)?run_(?:and_save|with)_rng_state(?:_(\d+))?")
+"""What torch calls random ops that it repeats, attention among them, numbered in the joint graph's order."""
+
+
+def schedule_of_partition(captured: Capture, *halves: fx.GraphModule) -> Schedule:
+    """What forward and backward run, in their order: nodes keep the names that they have in the joint graph, repeated random
+    ones apart."""
+    number = {node.name: index for index, node in enumerate(captured.op_nodes)}
+    # What is saved has its op's name too, as a placeholder of the backward.
+    called = [[node.name for node in half.graph.nodes if node.op == "call_function"] for half in halves]
+    kept = {name for names in called for name in names}
+    repeated = [node.name for node in captured.op_nodes if node.name not in kept
+                and torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())]  # fmt: skip
+
+    def own(name: str) -> str:
+        match = RANDOM_STATE.fullmatch(name)
+        place = int(match[1] or 0) if match else len(repeated)
+        return repeated[place] if place < len(repeated) else name
+
+    executed = (map(own, names) for names in called)
+    return Schedule(*(tuple(number[name] for name in names if name in number) for names in executed))
+
+
+def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.GraphModule) -> Plan:
+    """A partition as a plan.
+
+    Raises ``PlanInvalid`` if the simulator cannot follow it, and if it runs an op again that reads what the forward overwrites
+    (a batch norm that keeps statistics): autograd refuses its backward.
+    """
+    plan = Plan.of(captured.graph, schedule_of_partition(captured, forward, backward), "torch")
+    repeated = (captured.graph.ops[op] for op in plan.recomputed)
+    if refused := [op.name for op in repeated if Trait.READS_MUTATED_INPUT in op.traits]:
+        raise PlanInvalid(f"{refused[0]} reads an input that the forward overwrites, and runs again: its backward would fail")
+    return plan
+
+
+def peak_of_torch(captured: Capture, joint_inputs: Sequence[object], keywords: Mapping[str, Any]) -> int | None:
+    """The simulated peak of torch's partition without a budget, in bytes; None where it cannot be told."""
+    try:
+        halves = fake_tensors.partition_for(1.0, captured.joint, joint_inputs, keywords)
+        return plan_of_partition(captured, *halves).peak_bytes
+    except Exception as error:  # models and torch's partitioner are open-ended, and this is only a comparison
+        log.info("no partition of torch's to compare with", exc_info=error)
+        return None

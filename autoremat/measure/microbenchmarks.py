@@ -1,0 +1,207 @@
+"""What a calibration runs: for each rate and type a few sizes of one typical op.
+
+Dense kernels and those that Inductor calls from a library are run eagerly; arithmetic that Inductor fuses is run as it
+compiles it, since its code for tanh or random numbers is not the library's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+from torch.nn import functional as F
+
+from autoremat.basics.progress import quiet
+from autoremat.planner.cost import BATCH, Rate
+from autoremat.torch_private import compat
+
+aten = torch.ops.aten
+
+Run = Callable[[], object]
+Sized = tuple[float, Run]
+"""An amount of work, and what does it."""
+
+Compile = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], Run]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where and with which elements to run."""
+
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def indices(self, count: int, below: int) -> torch.Tensor:
+        return torch.randint(below, (count,), device=self.device)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How to measure one curve: ``prepare(place, size)`` for each of ``sizes``, smallest first."""
+
+    rate: Rate
+    sizes: tuple[int, ...]
+    prepare: Callable[[Place, int], Sized]
+    dtype: torch.dtype = torch.float32
+
+
+def matmul(place: Place, side: int) -> Sized:
+    left, right = place.random(side, side), place.random(side, side)
+    return 2.0 * side**3, lambda: left @ right
+
+
+def batched_matmul(place: Place, side: int) -> Sized:
+    left, right = place.random(BATCH, side, side), place.random(BATCH, side, side)
+    return 2.0 * side**3 * BATCH, lambda: torch.bmm(left, right)
+
+
+HEADS, HEAD_WIDTH = 8, 64
+
+
+def attention(place: Place, length: int) -> Sized:
+    query, key, value = (place.random(1, HEADS, length, HEAD_WIDTH) for _ in range(3))
+    return 4.0 * HEADS * HEAD_WIDTH * length**2, lambda: F.scaled_dot_product_attention(query, key, value)
+
+
+def attention_backward(place: Place, length: int) -> Sized:
+    query, key, value = tensors = [place.random(1, HEADS, length, HEAD_WIDTH).requires_grad_() for _ in range(3)]
+    with torch.enable_grad():
+        result = F.scaled_dot_product_attention(query, key, value)
+    gradient = torch.ones_like(result)
+    return (
+        10.0 * HEADS * HEAD_WIDTH * length**2,
+        lambda: torch.autograd.grad(result, tensors, gradient, retain_graph=True),
+    )
+
+
+IMAGES, IMAGE_SIDE = 8, 28
+
+
+def convolution(kernel: int, depthwise: bool, backward: bool) -> Callable[[Place, int], Sized]:
+    """The recipe of a convolution that keeps the image's size and has as many channels as asked for."""
+
+    def prepare(place: Place, channels: int) -> Sized:
+        groups, padding = channels if depthwise else 1, kernel // 2
+        image = place.random(IMAGES, channels, IMAGE_SIDE, IMAGE_SIDE)
+        weight = place.random(channels, channels // groups, kernel, kernel)
+        geometry = ([1, 1], [padding, padding], [1, 1], False, [0, 0], groups)
+        flops = 2.0 * IMAGES * IMAGE_SIDE**2 * channels * (channels // groups) * kernel**2
+        if not backward:
+            return flops, lambda: aten.convolution(image, weight, None, *geometry)
+        wanted = [True, True, False]
+        return 2 * flops, lambda: aten.convolution_backward(image, image, weight, None, *geometry, wanted)
+
+    return prepare
+
+
+def stream(place: Place, count: int) -> Sized:
+    left, right, out = place.random(count), place.random(count), place.random(count)
+    return 12.0 * count, lambda: torch.add(left, right, out=out)
+
+
+ROW = 128
+"""Elements in a row that an index picks."""
+
+
+def gather(place: Place, rows: int) -> Sized:
+    table, index = place.random(rows, ROW), place.indices(rows, rows)
+    return 8.0 * rows * ROW + 8 * rows, lambda: F.embedding(index, table)
+
+
+def scatter(place: Place, rows: int) -> Sized:
+    """Reads the rows and the table, writes the table."""
+    table, added, index = place.random(rows, ROW), place.random(rows, ROW), place.indices(rows, rows)
+    return 12.0 * rows * ROW + 8 * rows, lambda: aten.index_put(table, [index], added, True)
+
+
+def sort(place: Place, count: int) -> Sized:
+    tensor = place.random(count)
+    return float(count), lambda: torch.sort(tensor)
+
+
+def scan(place: Place, rows: int) -> Sized:
+    tensor = place.random(rows, ROW)
+    return float(rows * ROW), lambda: torch.cumsum(tensor, 0)
+
+
+def window(place: Place, channels: int) -> Sized:
+    image = place.random(IMAGES, channels, 2 * IMAGE_SIDE, 2 * IMAGE_SIDE)
+    return float(image.numel()), lambda: aten.max_pool2d_with_indices(image, [2, 2], [2, 2])
+
+
+def fused(function: Callable[[torch.Tensor], torch.Tensor], compile_: Compile) -> Callable[[Place, int], Sized]:
+    """The recipe of arithmetic on rows, compiled."""
+
+    def prepare(place: Place, rows: int) -> Sized:
+        tensor = place.random(rows, ROW)
+        return float(rows * ROW), compile_(function, tensor)
+
+    return prepare
+
+
+FUSED: dict[Rate, Callable[[torch.Tensor], torch.Tensor]] = {
+    Rate.CHEAP: lambda x: x * 0.5 + 1.0,
+    Rate.EXPONENTIAL: lambda x: torch.exp(x),
+    Rate.SPECIAL: lambda x: torch.erf(x),
+    Rate.RANDOM: lambda x: torch.rand_like(x),
+    Rate.REDUCTION: lambda x: x.sum(-1),
+    Rate.NORMALISATION: lambda x: torch.softmax(x, -1),
+}
+
+FUSED_ROWS = 4096
+
+DENSE: dict[Rate, tuple[tuple[int, ...], Callable[[Place, int], Sized]]] = {
+    Rate.MATMUL: ((32, 128, 512, 1024, 4096), matmul),
+    Rate.BATCHED_MATMUL: ((16, 64, 256, 1024), batched_matmul),
+    Rate.ATTENTION: ((64, 256, 1024, 4096), attention),
+    Rate.ATTENTION_BACKWARD: ((64, 256, 1024, 4096), attention_backward),
+    Rate.CONVOLUTION: ((4, 32, 128, 512), convolution(3, False, False)),
+    Rate.CONVOLUTION_BACKWARD: ((4, 32, 128, 512), convolution(3, False, True)),
+    Rate.POINT_CONVOLUTION: ((8, 64, 256, 1024), convolution(1, False, False)),
+    Rate.POINT_CONVOLUTION_BACKWARD: ((8, 64, 256, 1024), convolution(1, False, True)),
+    Rate.DEPTHWISE_CONVOLUTION: ((8, 64, 512), convolution(3, True, False)),
+    Rate.DEPTHWISE_CONVOLUTION_BACKWARD: ((8, 64, 512), convolution(3, True, True)),
+}
+
+MEMORY: dict[Rate, tuple[tuple[int, ...], Callable[[Place, int], Sized]]] = {
+    Rate.STREAM: ((2**12, 2**16, 2**20, 2**24), stream),
+    Rate.GATHER: ((2**6, 2**10, 2**14, 2**17), gather),
+    Rate.SCATTER: ((2**6, 2**10, 2**14, 2**17), scatter),
+    Rate.SORT: ((2**10, 2**14, 2**18), sort),
+    Rate.SCAN: ((2**4, 2**9, 2**14), scan),
+    Rate.WINDOW: ((4, 64), window),
+}
+
+
+def recipes(device: torch.device, compile_: Compile) -> Iterator[Recipe]:
+    """Everything that a calibration of ``device`` measures."""
+    halves = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.bfloat16,)
+    for rate, (sizes, prepare) in DENSE.items():
+        for dtype in (torch.float32, *halves):
+            yield Recipe(rate, sizes, prepare, dtype)
+    for rate, (sizes, prepare) in MEMORY.items():
+        yield Recipe(rate, sizes, prepare)
+    for rate, function in FUSED.items():
+        yield Recipe(rate, (FUSED_ROWS,), fused(function, compile_))
+
+
+def compiled(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> Run:
+    """``function(tensor)`` as Inductor compiles it, or uncompiled where there is no compiler."""
+
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+            return (function(x),)
+
+    module = fx.symbolic_trace(Module())
+    try:
+        with quiet():  # who waits is told of the calibration
+            call = compat.compile_with_inductor(module, [tensor], {}, {})
+        call(tensor)
+    except RuntimeError:  # all of Inductor's errors are
+        return lambda: function(tensor)
+    return lambda: call(tensor)

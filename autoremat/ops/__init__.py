@@ -1,0 +1,1 @@
+"""Facts about ops: their traits, their work, and the declarations of users."""

@@ -1,0 +1,290 @@
+"""Facts about ops: which are views, random, mutating, effectful; which fuse; how many FLOPs they do.
+
+One table or predicate per fact, read from the op's schema and tags where torch declares them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from autoremat.planner.graph.graph import Inlining, Kind, Order, Trait
+from autoremat.torch_private.compat import CheckpointPolicy, is_with_effects, size_hint
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+PROBABILITY_ARGUMENTS = ("dropout_p", "p")
+"""With probability 0 in one of these, an op that is tagged as random is not."""
+
+PURE_NAMESPACES = frozenset({"aten", "prims", "quantized_decomposed", "inductor_prims", "torchvision", "_quantized"})
+"""Namespaces of ops that do what their schema and tags say and no more."""
+
+COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d"})
+
+EFFECTS = frozenset(
+    {
+        "aten::_assert_scalar", "aten::_assert_async", "aten::_assert_tensor_metadata", "aten::sym_constrain_range",
+        "aten::sym_constrain_range_for_size", "aten::_print", "aten::_local_scalar_dense", "aten::item",
+        "profiler::_record_function_enter_new", "profiler::_record_function_enter", "profiler::_record_function_exit",
+    }
+)  # fmt: skip
+
+# Ops without torch's `pointwise` tag that Inductor lowers to loops over their output's elements.
+POINTWISE = frozenset(
+    {
+        aten.clone, aten._to_copy, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like,
+        aten.empty, aten.empty_like, aten.new_zeros, aten.new_full, aten.new_empty, aten.arange, aten.scalar_tensor,
+        aten.where, aten.embedding, aten.index, aten.gather, aten.index_select, aten.constant_pad_nd, aten.flip, aten.roll,
+        aten.select_scatter, aten.slice_scatter, aten.as_strided_scatter, aten.diagonal_scatter, aten.repeat, aten.tril,
+        aten.triu, aten.copy, aten.masked_fill, aten.fill, aten.lift_fresh_copy, aten.native_dropout_backward, aten.cat,
+        aten.upsample_nearest2d, aten.gelu_backward, aten.threshold_backward, aten.sigmoid_backward, aten.tanh_backward,
+        aten._unsafe_index, aten._unsafe_masked_index, prims._low_memory_max_pool_offsets_to_indices,
+        prims.convert_element_type, prims.iota, prims.broadcast_in_dim, prims.device_put, prims.rev,
+    }
+)  # fmt: skip
+
+# Of these and of the tagged ones, those that read elsewhere than they write.
+MOVING = frozenset(
+    {
+        aten.embedding, aten.index, aten._unsafe_index, aten._unsafe_masked_index, aten.gather, aten.index_select, aten.cat,
+        aten.constant_pad_nd, aten.flip, aten.roll, aten.repeat, aten.as_strided_scatter, aten.upsample_nearest2d, prims.rev,
+    }
+)  # fmt: skip
+
+SCATTER = frozenset(
+    {
+        aten.scatter, aten.scatter_add, aten.index_put, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate,
+    }
+)  # fmt: skip
+"""Ops that write to places of a copy of their first argument: what they write is computed in the same loop."""
+
+ADDING_SCATTER = frozenset({aten.scatter_add, aten.scatter_reduce})
+"""For which Inductor calls ATen on CPUs, where several threads would add to the same place."""
+
+REDUCTION = frozenset(
+    {
+        aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.var, aten.var_mean, aten.std, aten.prod,
+        aten.any, aten.all, aten.argmax, aten.argmin, aten.logsumexp, aten.norm, aten.linalg_vector_norm, aten.aminmax,
+        prims.sum, prims.var, prims.amax, prims.amin, prims.xor_sum, aten._softmax, aten._log_softmax,
+        aten._softmax_backward_data, aten._log_softmax_backward_data, aten.native_layer_norm, aten._fused_rms_norm,
+    }
+)  # fmt: skip
+
+HEAVY = frozenset({aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh})
+"""What Inductor computes only once on CPUs, if several ops read it or what is computed from it."""
+
+CHOOSING = frozenset(
+    {
+        aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.kthvalue, aten.median, aten.mode, aten.searchsorted,
+        aten.bucketize, aten.max.dim, aten.min.dim,
+    }
+)  # fmt: skip
+"""Ops whose result jumps when the last bit of what they read changes."""
+
+DATA_DEPENDENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
+"""Torch's tags of ops whose results have sizes, or are numbers, that only the data tell."""
+
+BINDS_SIZES = "unbacked_bindings"
+"""``node.meta`` key: the symbols of sizes that only a run of the node tells."""
+
+DRAWS = frozenset({"inductor_random", "inductor_randint"})
+"""Names of Inductor's own ops that draw numbers."""
+
+INDUCTOR_POINTWISE = DRAWS | {"inductor_lookup_seed"}
+
+
+BY_STRIDES = (aten.as_strided, aten.as_strided_scatter)
+"""Ops whose result depends on how their first operand lies in memory."""
+
+
+def packet(node: fx.Node) -> Any:
+    """The overload packet that the node calls, or its target."""
+    return getattr(node.target, "overloadpacket", node.target)
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether the schema says that a result aliases an argument without writing to it."""
+    target = node.target
+    if target is operator.getitem:
+        return False
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
+        return False
+    return any(result.alias_info is not None and not result.alias_info.is_write for result in target._schema.returns)
+
+
+def is_random(node: fx.Node) -> bool:
+    """Whether running the node again draws other numbers (or other seeds)."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    bound = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
+    for name in PROBABILITY_ARGUMENTS:
+        probability = bound.get(name, defaults.get(name))
+        if isinstance(probability, (int, float)) and probability == 0:
+            return False
+    return bound.get("train", True) is not False
+
+
+def traits_of_op(op: torch._ops.OpOverload) -> Trait:
+    """What calls of ``op`` may not do, whatever their arguments."""
+    traits = Trait.RANDOM if torch.Tag.nondeterministic_seeded in op.tags else Trait.NONE
+    if not DATA_DEPENDENT.isdisjoint(op.tags):
+        traits |= Trait.DATA_DEPENDENT
+    if op._schema.is_mutable:
+        traits |= Trait.MUTATING
+    if op.namespace in COLLECTIVE_NAMESPACES:
+        traits |= Trait.COLLECTIVE
+    elif op._schema.name in EFFECTS:
+        traits |= Trait.EFFECTFUL
+    elif op.namespace not in PURE_NAMESPACES:
+        traits |= Trait.UNDECLARED
+    return traits
+
+
+def chooses(node: fx.Node) -> bool:
+    """Whether the node picks some of several floating-point numbers."""
+    read = (n.meta.get("val") for n in node.all_input_nodes)
+    return bool(CHOOSING & {packet(node), node.target}) and any(
+        isinstance(t, torch.Tensor) and t.is_floating_point() for t in read
+    )
+
+
+def traits_of(node: fx.Node) -> Trait:
+    """What the node may not do, by its target and its arguments alone."""
+    target = node.target
+    if is_with_effects(node):
+        return Trait.EFFECTFUL
+    traits = Trait.DATA_DEPENDENT if node.meta.get(BINDS_SIZES) else Trait.NONE
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return traits | Trait.UNDECLARED
+    if not isinstance(target, torch._ops.OpOverload):
+        return traits
+    traits |= traits_of_op(target) | (Trait.CHOOSES if chooses(node) else Trait.NONE)
+    return traits if is_random(node) else traits & ~Trait.RANDOM
+
+
+def adds_to_product(node: fx.Node) -> bool:
+    """Whether the node adds to a matrix product that nothing else reads: Inductor makes one ``addmm`` of the two."""
+    if packet(node) is not aten.add:
+        return False
+    return any(packet(n) is aten.mm and len(n.users) == 1 for n in node.all_input_nodes)
+
+
+def scatters_by_aten(node: fx.Node, runs_on: str) -> bool:
+    """Whether the node is a scatter that is no loop of Inductor's on a device of that type."""
+    return packet(node) in ADDING_SCATTER and runs_on == "cpu" and torch.get_num_threads() > 1
+
+
+def is_complex(node: fx.Node) -> bool:
+    """Whether the node reads or makes complex numbers, for which Inductor calls ATen."""
+    held = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
+    return any(isinstance(t, torch.Tensor) and t.is_complex() for t in torch.utils._pytree.tree_leaves(held))
+
+
+def kind_of(node: fx.Node, runs_on: str = "cpu") -> Kind:
+    """How Inductor realises the result of the node on a device of that type. It decides between two kinds of scatters alone."""
+    target = node.target
+    name = packet(node)
+    if adds_to_product(node) or scatters_by_aten(node, runs_on) or is_complex(node):
+        return Kind.EXTERN
+    if name in REDUCTION or name in SCATTER:
+        return Kind.REDUCTION  # materialised, but what it reads need not be
+    if name in POINTWISE or getattr(name, "__name__", "") in INDUCTOR_POINTWISE:
+        return Kind.POINTWISE
+    if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
+        return Kind.POINTWISE
+    return Kind.EXTERN
+
+
+def stays_in_kernel(node: fx.Node) -> bool:
+    """Whether a fused kernel that computes the result once more reads what it reads anyway, and adds arithmetic alone."""
+    return kind_of(node) is Kind.POINTWISE and packet(node) not in MOVING
+
+
+def inlining_of(node: fx.Node, device_type: str) -> Inlining:
+    """Where Inductor computes the node's result in its readers."""
+    name = packet(node)
+    if getattr(name, "__name__", "") in DRAWS:
+        return Inlining.NEVER
+    return Inlining.ONCE if device_type == "cpu" and name in HEAVY else Inlining.CHEAP
+
+
+def works_in_place(node: fx.Node) -> list[fx.Node]:
+    """The arguments that are read where the node's result is written, and have its shape and strides."""
+    result, name = node.meta.get("val"), packet(node)
+    if not isinstance(result, torch.Tensor):
+        return []
+    if name in SCATTER:
+        candidates = [n for n in node.args[:1] if isinstance(n, fx.Node)]
+    elif stays_in_kernel(node):
+        candidates = node.all_input_nodes
+    else:
+        return []
+    return [n for n in candidates if _laid_out_alike(n.meta.get("val"), result)]
+
+
+def _laid_out_alike(operand: Any, result: torch.Tensor) -> bool:
+    if not isinstance(operand, torch.Tensor):
+        return False
+    # By hints: comparing symbolic numbers would make guards.
+    mine, wanted = ([size_hint(n) for n in (*t.shape, *t.stride())] for t in (operand, result))
+    return mine == wanted
+
+
+def order_of(node: fx.Node) -> Order:
+    """What a checkpoint region or a selective-checkpoint policy has ordered for the node."""
+    policy = node.meta.get("recompute")
+    if policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
+        return Order.RECOMPUTE
+    if policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+        return Order.SAVE
+    return Order.NONE
+
+
+def insists(node: fx.Node) -> bool:
+    """Whether a selective-checkpoint policy demands that the node runs again; a checkpoint region alone prefers it."""
+    return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
+
+
+def without_data(value: Any) -> Any:
+    """Replace (fake) tensors by some that have sizes and no data, and symbolic numbers, also of sizes, by their hints."""
+
+    def sized(x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            shape, strides = ([size_hint(s) for s in sizes] for sizes in (x.shape, x.stride()))
+            return torch.empty_strided(shape, strides, dtype=x.dtype, device="meta")
+        return size_hint(x) if isinstance(x, torch.SymInt) else x
+
+    return torch.utils._pytree.tree_map(sized, value)
+
+
+def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, matmuls: int) -> int:
+    """``matmuls`` products of the attention matrix's size: 2 in the forward, 5 in the backward (Dao et al., 2022)."""
+    batch, heads, queries, width = (size_hint(s) for s in query.shape)
+    keys, value_width = size_hint(key.shape[2]), size_hint(value.shape[3])
+    return matmuls * batch * heads * queries * keys * (width + value_width)
+
+
+# Attention on CPUs, for which torch has no formula; arguments (query, key, value, ...), (grad_out, query, key, value, ...).
+CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: _attention_flops(q, k, v, 2),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, v, *__, **___: _attention_flops(q, k, v, 5),
+}
+
+
+def flops_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
+    """FLOPs of the call with (fake) tensor arguments; 0 where no formula is known (then bytes decide its time)."""
+    name = packet(node)
+    if name in CPU_ATTENTION:
+        return CPU_ATTENTION[name](*args, **kwargs)
+    formula = flop_registry.get(name)
+    if formula is None:
+        return 0
+    return int(formula(*without_data(args), **without_data(kwargs), out_val=without_data(result)))

@@ -1,0 +1,1 @@
+"""The options of a compilation, and the defaults that ``configure`` sets. Imports no torch."""

@@ -1,0 +1,38 @@
+"""Which defaults compiled graphs have taken, so that `configure` can say that it comes too late for them."""
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoremat.basics.checks import options_of, underscored
+from autoremat.basics.errors import BudgetWarning
+
+_taken: dict[str, object] = {}
+"""Of each option, the default that a graph has taken last."""
+_is_left: Callable[[], bool] = bool
+"""Tells if what was compiled is still there: a reset of torch forgets it."""
+
+
+def note_compiled(
+    options: Any, given: Mapping[str, object] | None, keys: tuple[str, ...], is_left: Callable[[], bool] = lambda: True
+) -> None:
+    """Note what a graph is compiled by of the options ``keys`` that were not ``given`` for it, until ``is_left()`` is false."""
+    global _is_left
+    if not _is_left():
+        _taken.clear()
+    own, _is_left = underscored(options_of(given)), is_left
+    _taken.update({key: getattr(options, key) for key in keys if key not in own})
+
+
+def warn_if_late(configured: Mapping[str, object]) -> None:
+    """Warn if graphs have taken other defaults than those that are now ``configured``."""
+    if not _is_left():
+        _taken.clear()
+    late = [key for key, value in configured.items() if key in _taken and _taken[key] != value]
+    if late:
+        warnings.warn(
+            f"configure({', '.join(f'{key}=...' for key in late)}) comes too late for what is compiled already, which stays "
+            "as it is. Call configure before the first step, or torch.compiler.reset() now, so that all is compiled again",
+            BudgetWarning,
+            stacklevel=3,
+        )

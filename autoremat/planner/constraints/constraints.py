@@ -1,0 +1,204 @@
+"""Orders to the planner: what to save and what to recompute, from patterns, from a policy, and from the model itself.
+
+An op that is ordered to be *saved* never runs twice. The results of one that is ordered to be *recomputed* never cross from
+the forward to the backward. To save beats to recompute; patterns, and the checkpoint regions of the model, beat the policy.
+
+Without a budget a policy is the plan: what it does not recompute is saved if the backward reads it. Under a budget it says
+what is recomputed, and the planner decides the rest; the policy's own plan is then one of its candidates.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from autoremat.basics.errors import OrderWarning
+from autoremat.planner.constraints.model_structure import Forward
+from autoremat.planner.constraints.patterns import matches_op, nearest
+from autoremat.planner.constraints.policies import Policy, Region
+from autoremat.planner.graph.graph import NOT_REPEATABLE, Graph, Op, Order, Trait
+from autoremat.planner.graph.schedule import Segments, build_schedule
+from autoremat.planner.plans.candidate import Candidate, Segmentation
+from autoremat.planner.plans.plan import Plan
+
+SHOWN = 3
+"""So many ops are named in a warning."""
+
+
+@dataclass(frozen=True)
+class Ordered:
+    """A graph whose ops carry all orders, and the plan of the policy, if there is one."""
+
+    graph: Graph
+    candidate: Candidate | None = None
+
+
+@dataclass(frozen=True)
+class Orders:
+    """What options say, for any graph. ``exact``: whether the policy is the plan."""
+
+    save: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
+    policy: Policy | None = None
+    exact: bool = False
+
+    def apply(self, graph: Graph) -> Ordered:
+        """``graph`` with these orders beside those it has. Warns of what matches nothing or cannot be obeyed."""
+        _warn_of_the_model(graph)
+        if self.policy is None and not self.save and not self.recompute:
+            return Ordered(graph)
+        return _Application(self, graph).result
+
+
+@dataclass(frozen=True)
+class _Application:
+    orders: Orders
+    graph: Graph
+
+    @cached_property
+    def forward(self) -> Forward:
+        return Forward(self.graph)
+
+    @cached_property
+    def regions(self) -> Sequence[Region]:
+        return self.orders.policy(self.forward) if self.orders.policy is not None else ()
+
+    @cached_property
+    def to_save(self) -> frozenset[int]:
+        by_model = {i for i, op in enumerate(self.forward.ops) if op.order is Order.SAVE}
+        return self._matches(self.orders.save, "save") | by_model
+
+    @cached_property
+    def to_recompute(self) -> frozenset[int]:
+        """By patterns and by the model."""
+        ops = self._matches(self.orders.recompute, "recompute")
+        by_model = {i for i, op in enumerate(self.forward.ops) if op.order is Order.RECOMPUTE and op.repeatable}
+        return self._possible(ops, f"recompute={list(self.orders.recompute)}") | by_model - self.to_save
+
+    @cached_property
+    def by_policy(self) -> frozenset[int]:
+        """What the policy recomputes."""
+        inside = {index for region in self.regions for index in _inside(self.graph, region)}
+        if self.regions and not inside:
+            _warn(f"policy={self.orders.policy} recomputes nothing: its regions consist of ops whose results others read, such "
+                  "as fused attention, which needs no checkpoint")  # fmt: skip
+        return self._possible(frozenset(inside) - self.to_recompute - self.to_save, f"policy={self.orders.policy}")
+
+    def _matches(self, patterns: Iterable[str], option: str) -> frozenset[int]:
+        found: set[int] = set()
+        for pattern in patterns:
+            ops = {index for index, op in enumerate(self.forward.ops) if matches_op(op, pattern)}
+            if not ops:
+                _warn(f"{option}: {pattern!r} matches nothing in a graph of {len(self.forward.ops)} forward ops; "
+                      f"{nearest(pattern, self.forward.ops)}")  # fmt: skip
+            found |= ops
+        return frozenset(found)
+
+    def _possible(self, ops: frozenset[int], what: str) -> frozenset[int]:
+        """Those of ``ops`` that can be recomputed; warns of the others."""
+        held = set(self.graph.forward_outputs)
+        refused: dict[int, str] = {}
+        for index in sorted(ops):
+            op = self.forward.ops[index]
+            if not op.repeatable:
+                refused[index] = _why_once(op)
+            elif index in self.to_save:
+                refused[index] = "to be saved by another order"
+            elif op.outputs and held.issuperset(op.outputs):
+                refused[index] = "its result is an output, which the caller holds"
+        if refused:
+            _warn(f"{what}: {len(refused)} of {len(ops)} ops cannot be recomputed and are saved where needed: "
+                  + _named({self.forward.ops[i]: reason for i, reason in refused.items()}))  # fmt: skip
+        return ops - refused.keys()
+
+    @property
+    def result(self) -> Ordered:
+        recomputed = self.to_recompute | self.by_policy
+        rest = Order.SAVE if self.orders.exact and self.orders.policy is not None else Order.NONE
+        ops = tuple(
+            op if index >= self.graph.num_forward
+            else replace(op, order=Order.SAVE if index in self.to_save
+                         else Order.RECOMPUTE if index in recomputed else rest)
+            for index, op in enumerate(self.graph.ops)
+        )  # fmt: skip
+        graph = replace(self.graph, ops=ops)
+        return Ordered(graph, None if self.orders.policy is None else self._candidate(graph, recomputed))
+
+    def _candidate(self, graph: Graph, recomputed: frozenset[int]) -> Candidate:
+        """The policy's own plan."""
+        saved = frozenset(v for i, op in enumerate(self.forward.ops) if i not in recomputed for v in op.outputs)
+        label = f"policy {self.orders.policy}, {len(self.regions)} regions"
+        segments = self._segments()
+        plan = Plan.of(graph, build_schedule(graph, saved, segments), label)
+        if self.by_policy and self.by_policy.isdisjoint(plan.recomputed):
+            _warn(f"policy={self.orders.policy} recomputes nothing: the backward reads no result of its regions, only what "
+                  "others make of them")  # fmt: skip
+        return Candidate(plan, Segmentation(segments, frozenset(), f"{label},"))
+
+    def _segments(self) -> Segments:
+        """A segment for each region, with what stands behind it: so what is recomputed stays until the backward leaves the
+        region. Regions that share what they recompute are one segment."""
+        starts = sorted({region.ops[0] for region in self.regions if region.ops})
+        ambient = self.forward.chain.ambient
+        spans = [
+            (index, max((r for r in self.graph.readers[v] if r < self.graph.num_forward), default=index))
+            for index in self.by_policy
+            for v in self.forward.ops[index].outputs
+            if v not in ambient
+        ]
+        cuts = [start for start in starts if not any(made < start <= read for made, read in spans)]
+        of_op = np.searchsorted(cuts, np.arange(self.graph.num_forward), side="right")
+        return Segments(tuple(of_op.tolist()), frozenset(), ambient)
+
+
+def _inside(graph: Graph, region: Region) -> set[int]:
+    """The ops of ``region`` that run again: those whose results nobody outside reads."""
+    ops = set(region.ops)
+    if region.results_too:
+        return ops
+    held = set(graph.forward_outputs)
+    crossing = {
+        index for index in ops for v in graph.ops[index].outputs
+        if v in held or any(reader < graph.num_forward and reader not in ops for reader in graph.readers[v])
+    }  # fmt: skip
+    return ops - crossing
+
+
+def _warn_of_the_model(graph: Graph) -> None:
+    """Warn of what the model orders to run again and may not: all that a selective-checkpoint policy demands, and custom ops.
+
+    Of what a checkpoint region merely holds, the rest is as usual: each dropout in a checkpointed model would be a warning.
+    """
+    ordered = [op for op in graph.ops[: graph.num_forward] if op.order is Order.RECOMPUTE]
+    held = set(graph.forward_outputs)
+    refused = {
+        op: _why_once(op) for op in ordered
+        if not op.repeatable and (op.insists or Trait.UNDECLARED in op.traits)
+        and any(graph.readers[v] for v in op.outputs) and not held.issuperset(op.outputs)
+    }  # fmt: skip
+    if refused:
+        _warn(f"checkpoint regions of the model: {len(refused)} of {len(ordered)} ops cannot be recomputed and are saved where "
+              f"needed: {_named(refused)}")  # fmt: skip
+
+
+def _why_once(op: Op) -> str:
+    declare = "; autoremat.declare_pure says that it may" if op.traits & NOT_REPEATABLE is Trait.UNDECLARED else ""
+    return f"may not run twice ({(op.traits.name or '').lower()}{declare})"
+
+
+def _named(refused: Mapping[Op, str]) -> str:
+    """The first ops with their reasons, and how many more there are."""
+    shown = "; ".join(f"{_called(op)}: {reason}" for op, reason in list(refused.items())[:SHOWN])
+    return shown + (f"; and {len(refused) - SHOWN} more" if len(refused) > SHOWN else "")
+
+
+def _called(op: Op) -> str:
+    return op.target + (f" in {op.module}" if op.module else "") + (f" at {op.source}" if op.source else "")
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, OrderWarning, stacklevel=2)

@@ -1,0 +1,202 @@
+"""The parts of a forward that people think in: layers, modules, the cores of attention, stretches between narrow places.
+
+*Layers* are the calls of modules that are numbered children of one container, such as "model.layers.0", and share their
+class with another child; the outermost such modules count. Where there are none, or where they are a small part of a model
+that is written as functions, layers are the longest stretch of ops that repeats itself.
+
+The *core* of attention reaches from the product of queries and keys to the product with the values, with the softmax between
+them; a fused attention kernel is a core of its own (Korthikanti et al., "Reducing Activation Recomputation in Large
+Transformer Models", 2022).
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import takewhile
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoremat.planner.graph.graph import Graph, Op, Scope
+from autoremat.planner.graph.segments import Chain
+
+Ops = tuple[int, ...]
+"""Numbers of forward ops, in order."""
+
+LEAST_COVERED = 0.5
+"""Modules are the layers if they make at least this share of the bytes that the repeating ops make."""
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The forward of ``graph``, divided in the ways that policies ask for."""
+
+    graph: Graph
+
+    @cached_property
+    def ops(self) -> tuple[Op, ...]:
+        """The forward ops."""
+        return self.graph.ops[: self.graph.num_forward]
+
+    @cached_property
+    def chain(self) -> Chain:
+        """The forward's narrow places."""
+        return Chain.of(self.graph)
+
+    @cached_property
+    def scopes(self) -> tuple[tuple[Scope, ...], ...]:
+        """For each forward op, the modules that were running. What a compiler's pass has put in place of other ops comes
+        without: then those that were running both before and after."""
+        before = [op.scopes for op in self.ops]
+        after = list(before)
+        for index in range(1, len(before)):
+            before[index] = before[index] or before[index - 1]
+        for index in range(len(after) - 2, -1, -1):
+            after[index] = after[index] or after[index + 1]
+        return tuple(
+            op.scopes or tuple(a for a, _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+            for op, one, other in zip(self.ops, before, after, strict=True)
+        )
+
+    @cached_property
+    def layers(self) -> tuple[Ops, ...]:
+        """The layers in order; none if there is neither a container nor a repetition."""
+        by_module, repeated = self.calls_of(self._is_layer), self._repeated()
+        return by_module if by_module and self._bytes(by_module) >= LEAST_COVERED * self._bytes(repeated) else repeated
+
+    def calls_of(self, wanted: Callable[[Scope], bool]) -> tuple[Ops, ...]:
+        """The ops of each call of a module that is ``wanted``, in order of their first op; of nested ones, the outermost."""
+        calls: dict[Scope, list[int]] = defaultdict(list)
+        for index, scopes in enumerate(self.scopes):
+            if (outermost := next(filter(wanted, scopes), None)) is not None:
+                calls[outermost].append(index)
+        return tuple(map(tuple, calls.values()))
+
+    def up_to_products(self, ops: Ops, others: Collection[int]) -> Ops:
+        """``ops``, which are the call of a module, and what the module around them makes of their results before the next
+        matrix product, without ``others``."""
+        around = self.scopes[ops[0]][:-1]
+        found = list(ops)
+        reached = {v for index in ops for v in self.ops[index].outputs}
+        for index in range(ops[-1] + 1, len(self.ops)):
+            op = self.ops[index]
+            ends = bool(op.flops) or index in others or self.scopes[index][: len(around)] != around
+            if not ends and reached.intersection(op.inputs):
+                found.append(index)
+                reached.update(op.outputs)
+        return tuple(found)
+
+    def segments(self, count: int) -> tuple[Ops, ...]:
+        """About ``count`` stretches that make about equally many bytes, cut at narrow places."""
+        segments, _ = self.chain.segments(count)
+        found: list[list[int]] = [[] for _ in range(segments.count)]
+        for index, number in enumerate(segments.of_op):
+            found[number].append(index)
+        return tuple(map(tuple, found))
+
+    @cached_property
+    def attention_cores(self) -> tuple[Ops, ...]:
+        """The cores of attention, in order."""
+        found = (self._core(index) for index in range(len(self.ops)))
+        return tuple(core for core in found if core)
+
+    # -- layers by module ----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _is_layer(self) -> Callable[[Scope], bool]:
+        numbered = {s for scopes in self.scopes for s in scopes if s.path.rpartition(".")[2].isdigit()}
+        children = Counter((s.path.rpartition(".")[0], s.kind) for s in numbered)
+        alike = {s for s in numbered if children[s.path.rpartition(".")[0], s.kind] > 1}
+        return (alike or numbered).__contains__
+
+    def _bytes(self, parts: Iterable[Ops]) -> int:
+        """The bytes that ``parts`` make."""
+        return sum(self.graph.values[v].bytes for part in parts for index in part for v in self.ops[index].outputs)
+
+    # -- layers by repetition ------------------------------------------------------------------------------------------
+
+    def _repeated(self) -> tuple[Ops, ...]:
+        """The longest stretch that is one sequence of ops over and over, as its repetitions; none shorter than two ops."""
+        kinds: dict[object, int] = {}
+        signs = [(op.target, *(self.graph.values[v].bytes for v in op.outputs)) for op in self.ops]
+        numbers = np.array([kinds.setdefault(sign, len(kinds)) for sign in signs], dtype=np.int64)
+        start, length, period = 0, 0, 0
+        for candidate in range(2, len(numbers) // 2 + 1):
+            begin, run = _longest_run(numbers[:-candidate] == numbers[candidate:])
+            if run >= candidate and run + candidate > length:
+                start, length, period = begin, run + candidate, candidate
+        if not period:
+            return ()
+        count = length // period
+        width = self.chain.width
+        # A repetition may begin anywhere in the sequence of ops: where least crosses from one to the next.
+        places = [start + shift + period * np.arange(count) for shift in range(length - count * period + 1)]
+        first = min(places, key=lambda place: int(width[np.maximum(place - 1, 0)].sum()))[0]
+        return tuple(tuple(range(first + i * period, first + (i + 1) * period)) for i in range(count))
+
+    # -- attention -----------------------------------------------------------------------------------------------------
+
+    def _core(self, last: int) -> Ops:
+        """The core that ends with op ``last``, empty if none does."""
+        if _is_fused_attention(self.ops[last]):
+            return (last,)
+        if not _is_product(self.ops[last]):
+            return ()
+        between, products = self._between(last)
+        softmax = {index for index in between if "softmax" in _model_op(self.ops[index])}
+        if not softmax:
+            return ()
+        inside = self._descendants({p for p in products if _is_product(self.ops[p])}, between)
+        first = {p for p in products if _is_product(self.ops[p]) and self._descendants({p}, between) & softmax}
+        return tuple(sorted({*inside, *first, last})) if first else ()
+
+    def _between(self, last: int) -> tuple[set[int], set[int]]:
+        """The ops that lead to ``last`` from the products before it, and these products."""
+        between: set[int] = set()
+        products: set[int] = set()
+        stack = [last]
+        while stack:
+            for producer in self.graph.producers(self.ops[stack.pop()].inputs):
+                if producer in between or producer in products:
+                    continue
+                if self.ops[producer].flops:
+                    products.add(producer)
+                else:
+                    between.add(producer)
+                    stack.append(producer)
+        return between, products
+
+    def _descendants(self, roots: set[int], among: set[int]) -> set[int]:
+        """Those of ``among`` that depend on ``roots``."""
+        reached = {v for root in roots for v in self.ops[root].outputs}
+        found = set()
+        for index in sorted(among):
+            if reached.intersection(self.ops[index].inputs):
+                found.add(index)
+                reached.update(self.ops[index].outputs)
+        return found
+
+
+def _longest_run(flags: NDArray[np.bool_]) -> tuple[int, int]:
+    """Start and length of the longest run of True."""
+    edges = np.diff(np.concatenate(([0], flags.astype(np.int8), [0])))
+    starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
+    if not len(starts):
+        return 0, 0
+    longest = int((ends - starts).argmax())
+    return int(starts[longest]), int(ends[longest] - starts[longest])
+
+
+def _model_op(op: Op) -> str:
+    return op.decomposed_from or op.target
+
+
+def _is_product(op: Op) -> bool:
+    return op.target.startswith(("aten.bmm", "aten.baddbmm", "aten.matmul"))
+
+
+def _is_fused_attention(op: Op) -> bool:
+    return "scaled_dot_product" in op.target or op.target.startswith("flex_attention")

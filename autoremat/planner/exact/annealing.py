@@ -1,0 +1,186 @@
+"""Simulated annealing over where ops run again (Kirkpatrick et al., "Optimization by simulated annealing", 1983).
+
+Random layered graphs have thousands of overlapping live ranges, so linear relaxations say little about the place of a plan
+that fits. Here moves are small and cheap (:mod:`autoremat.planner.exact.local_search`). The energy is the added seconds plus
+a price for the bytes over the budget at each site. The price rises while the state does not fit and falls while it does, so
+the search stays near the border.
+
+Moves are counted; only the deadline can cut the search short.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoremat.planner.exact.local_search import Moves
+from autoremat.planner.exact.polish import polished
+from autoremat.planner.exact.rematerialization_state import Sites
+from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.planner import Planning
+
+COLDEST = 0.03
+"""The last temperature, in mean seconds of an op."""
+
+FIRST_PRICE, LEAST_PRICE, MOST_PRICE = 0.05, 0.02, 50.0
+"""Of the mean bytes of a value over the budget at one site, in mean seconds of an op."""
+
+DEARER, CHEAPER, EVERY = 1.02, 0.97, 64
+"""How the price changes with a state that does not fit, and with one that fits; after how many moves."""
+
+LEAVING, LEAVING_WHEN_FITTING, ALONE = 0.35, 0.6, 0.15
+"""How likely a move takes away a recomputation: if the state does not fit, if it fits; and does nothing else."""
+
+MOVES_PER_SECOND = 4000
+"""Of the time limit: few enough that neighbourhoods have time too."""
+
+MOST_AFRESH = 5_000
+"""Recomputations of a plan that makes everything anew for every reader: enough for a chain of a hundred ops."""
+
+HOT, WARM = 3.0, 0.3
+"""First temperatures, in mean seconds of an op: from nothing, and from a plan that is good already."""
+
+WARM_SHARE, SHORTEST_SHARE, MOVES_PER_OP = 0.2, 0.2, 300
+"""Of the moves: how many go to annealing the best plan once more; how many the first search from nothing takes at most, and
+how many that is for each op."""
+
+
+@dataclass
+class Found:
+    """What a search comes to: the cheapest schedule that fits, if any; the one of least excess."""
+
+    best: Schedule | None
+    closest: Schedule
+    interrupted: bool
+
+
+class Annealing(Moves):
+    """A search on ``graph`` for ``budget`` bytes."""
+
+    def _propose(self, over: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
+        """Make a move from a state that is ``over`` the budget by so many bytes at each site."""
+        crowded = np.flatnonzero(over > 0.0)
+        chance = self.random.random()
+        if self.chosen and chance < (LEAVING if len(crowded) else LEAVING_WHEN_FITTING):
+            self._withdraw(*self.chosen[int(self.random.random() * len(self.chosen))])
+            worst = int(self.sites.together.argmax())
+            if chance >= ALONE and self.sites.together[worst] > self.budget:
+                self._relieve(worst)
+        elif len(crowded):
+            self._relieve(int(crowded[int(self.random.random() * len(crowded))]))
+        else:
+            self._relieve(int(self.random.random() * self.sites.end))
+
+    def run(self, moves: int, hottest: float, deadline: float) -> Found:
+        """Anneal from the present state; ``deadline`` is a time of the monotonic clock, in seconds."""
+        sites = self.sites
+        factor, temperature, price = FIRST_PRICE, 0.0, 0.0
+        over, excess = self._over()
+        best, least = math.inf, math.inf
+        fitting: list[tuple[int, int]] | None = None
+        closest: list[tuple[int, int]] = []
+        energy, interrupted = math.inf, False
+        for move in range(moves if self.movable and self.cumulative[-1] else 0):
+            if move % EVERY == 0:
+                if time.monotonic() > deadline:
+                    interrupted = True
+                    break
+                factor = min(max(factor * (DEARER if excess else CHEAPER), LEAST_PRICE), MOST_PRICE)
+                price = factor * self.op_seconds / self.value_bytes
+                temperature = self.op_seconds * hottest * (COLDEST / hottest) ** (move / moves)
+                energy = sites.added + price * excess
+            before = sites.together, sites.apart, sites.added
+            sites.together, sites.apart = sites.together.copy(), sites.apart.copy()
+            self.steps.clear()
+            self._propose(over)
+            sites.settle()
+            over_now, excess_now = self._over()
+            change = sites.added + price * excess_now - energy
+            if change > 0.0 and self.random.random() >= math.exp(-change / temperature):
+                self._undo()
+                sites.changed.clear()
+                sites.together, sites.apart, sites.added = before
+                continue
+            over, excess, energy = over_now, excess_now, energy + change
+            if excess == 0.0 and sites.added < best:
+                best, fitting = sites.added, self.chosen.copy()
+            elif excess < least:
+                least, closest = excess, self.chosen.copy()
+        return Found(None if fitting is None else self._schedule(fitting), self._schedule(closest), interrupted)
+
+
+def improve(
+    graph: Graph, budget: int | None, time_limit: float, seed: int, found: Planning, good_gap: float, deadline: float
+) -> Planning:
+    """The outcome ``found``, or a better one; nothing is tried if its gap, as a share of the step, is ``good_gap`` or less.
+
+    How long is annealed follows from ``time_limit``, in seconds; at ``deadline`` it ends. Graphs that fuse and those with
+    orders to recompute are left alone.
+    """
+    ordered = any(op.order is Order.RECOMPUTE for op in graph.ops)
+    if budget is None or graph.fuses or ordered:
+        return found
+    # The search's plans of a training step are seldom far off; of a graph of one phase they are.
+    from_nothing = graph.one_phase or found.plan is None
+    if found.plan is None and (schedule := afresh(graph)) is not None:
+        found = found.with_plans([Plan.of(graph, schedule, "afresh")], budget, interrupted=False)
+        found = found.with_plans(polished(graph, budget, seed, schedule, "afresh", deadline), budget, interrupted=False)
+    if found.settled(good_gap):
+        return found
+    moves = int(MOVES_PER_SECOND * time_limit)
+    lengths = lengths_of(int((1 - WARM_SHARE) * moves), len(graph.ops)) if from_nothing else []
+    for number, length in enumerate([*lengths, int(WARM_SHARE * moves)]):
+        warm = number == len(lengths)
+        search = Annealing(graph, budget, seed + number)
+        if warm:
+            search.start_from((found.plan or found.smallest).schedule)
+        reached = search.run(length, WARM if warm else HOT, deadline)
+        plans = [Plan.of(graph, reached.best or reached.closest, "annealed")]
+        if reached.best is not None:
+            plans += polished(graph, budget, seed, reached.best, "annealed", deadline)
+        found = found.with_plans(plans, budget, reached.interrupted)
+        if reached.interrupted or found.settled(good_gap):
+            break
+    return found
+
+
+def afresh(graph: Graph) -> Schedule | None:
+    """Every op of the part in which ops run again makes anew, from what the graph is given, all that it reads.
+
+    Takes little memory and much time. None if that is more than ``MOST_AFRESH`` recomputations.
+    """
+    sites, recomputations = Sites(graph), 0
+    for site in range(0 if graph.one_phase else graph.num_forward, sites.end + 1):
+        wanted: set[int] = set()
+        unseen = [*(sites.kept if site == sites.end else sites.inputs[site])]
+        while unseen:
+            producer = sites.producer[unseen.pop()]
+            # What the op just before has made is there.
+            if sites.movable[producer] and producer + 1 < site and producer not in wanted:
+                wanted.add(producer)
+                unseen += sites.inputs[producer]
+        recomputations += len(wanted)
+        if recomputations > MOST_AFRESH:
+            return None
+        for index in sorted(wanted):
+            sites.add(index, site)
+    return sites.schedule()
+
+
+def lengths_of(moves: int, ops: int) -> list[int]:
+    """Of searches from nothing on a graph of so many ops, which take ``moves`` together, each longer than the one before.
+
+    Small graphs are searched more than once; the first search of a large one is short, so that there is a plan if the time is
+    cut short.
+    """
+    lengths: list[int] = []
+    following = max(min(int(SHORTEST_SHARE * moves), MOVES_PER_OP * ops), 1)
+    while moves - sum(lengths) > 3 * following:
+        lengths.append(following)
+        following *= 2
+    return [*lengths, moves - sum(lengths)]

@@ -1,0 +1,329 @@
+"""The exact model: for each value, over which stretches it is held, and before which ops it is recomputed.
+
+Ops run in the given order; what is recomputed runs just before an op of that order, its *site*. The *events* of a value are
+the ops that read it, the sites at which a reader of it may be recomputed, and the end if it has to exist then.
+
+    H[v, e] = 1  value v is held from its previous event (or its making) to event e
+    R[o, t] = 1  op o is recomputed at site t
+    available(v, e) = H[v, e] + R[producer of v, e]
+
+    minimise   sum of seconds_o R[o, t]
+    reading    available(v, e) >= 1                      where op e itself reads v, or e is the end and v an output
+    holding    H[v, e] <= available(v, previous event)
+    inputs     R[o, t] <= available(u, t)                for every input u of o
+    memory     bytes held over t, made available at t, and made by t itself  <=  budget      at every op t
+
+The number of columns grows with edges times depth, not with the square of the ops (Jain et al., "Checkmate", MLSys 2020).
+*Depth* bounds where ops may be recomputed: at depth 1 at their own readers; each further level lets their inputs be
+recomputed there too. Simplification: all that is recomputed at an op, its inputs and the op's own results count as alive
+together. Graphs must not fuse: what is never materialised has no place in the rows of memory.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csc_matrix
+
+from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.exact.mip import Rows
+from autoremat.planner.graph.arrays import arrays_of
+from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.schedule import Schedule
+
+Vector = NDArray[np.float64]
+Columns = NDArray[np.int64]
+
+
+def read_at_the_end(graph: Graph) -> frozenset[int]:
+    """Values that must exist at the end and may have been freed and recomputed before."""
+    return frozenset(graph.forward_outputs if graph.one_phase else graph.backward_outputs)
+
+
+def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
+    """For each op, the ops before which it may be recomputed; the number of ops stands for the end.
+
+    In a training step only forward ops are recomputed, and only in the backward.
+    """
+    end, first = len(graph.ops), 0 if graph.one_phase else graph.num_forward
+    movable = [op.forward and op.repeatable and op.order is not Order.SAVE and bool(op.outputs) for op in graph.ops]
+    at_end = read_at_the_end(graph)
+    sites: list[set[int]] = [set() for _ in graph.ops]
+    for index, op in enumerate(graph.ops):
+        if movable[index]:
+            readers = {r for v in op.outputs for r in (*graph.readers[v], *((end,) if v in at_end else ()))}
+            sites[index] = {r for r in readers if r >= first and r > index + 1}
+    frontier = sites
+    for _ in range(depth - 1):
+        added: list[set[int]] = [set() for _ in graph.ops]
+        for index, fresh in enumerate(frontier):
+            for producer in graph.producers(graph.computed_inputs[index]) if fresh else ():
+                if movable[producer]:
+                    added[producer] |= {t for t in fresh if t > producer + 1} - sites[producer]
+        sites = [known | fresh for known, fresh in zip(sites, added, strict=True)]
+        frontier = added
+        if not any(frontier):
+            break
+    return sites
+
+
+@dataclass
+class EventGap:
+    """The model of ``graph`` over the columns of ``H`` and ``R``, for any budget.
+
+    ``extra_sites`` are pairs (op, site) beside those of ``depth``. Raises ``ValueError`` for a graph that fuses.
+    """
+
+    graph: Graph
+    depth: int
+    extra_sites: Iterable[tuple[int, int]] = ()
+    hold: list[dict[int, int]] = field(init=False)
+    """For each value, the column of each event."""
+    again: list[dict[int, int]] = field(init=False)
+    """For each op, the column of each site."""
+
+    def __post_init__(self) -> None:
+        graph, end = self.graph, len(self.graph.ops)
+        if graph.fuses:
+            raise ValueError("the event-gap model counts every result as materialised; this graph's code generator fuses")
+        sites = recompute_sites(graph, self.depth)
+        for index, site in self.extra_sites:
+            sites[index].add(site)
+        self.must = [set(readers) for readers in graph.readers]
+        for value in (*graph.forward_outputs, *graph.backward_outputs):
+            self.must[value].add(end)
+        events = [set(must) if graph.values[v].producer is not None else set() for v, must in enumerate(self.must)]
+        for index, op_sites in enumerate(sites):
+            for value in graph.computed_inputs[index]:
+                events[value] |= op_sites
+        column = 0
+        self.hold, self.again = [], []
+        for columns, keys in ((self.hold, events), (self.again, sites)):
+            for wanted in keys:
+                columns.append({key: column + number for number, key in enumerate(sorted(wanted))})
+                column += len(wanted)
+        self.columns = column
+        self.lower, self.upper = self._column_bounds()
+
+    def available(self, value: int, event: int) -> list[int]:
+        """The columns whose sum says that ``value`` is there at ``event``."""
+        producer = self.graph.values[value].producer
+        assert producer is not None
+        again = self.again[producer].get(event)
+        return [self.hold[value][event]] if again is None else [self.hold[value][event], again]
+
+    def _column_bounds(self) -> tuple[Vector, Vector]:
+        """What the caller holds is never given up; what is ordered to be recomputed does not cross into the backward."""
+        graph, lower, upper = self.graph, np.zeros(self.columns), np.ones(self.columns)
+        for value, events in enumerate(self.hold):
+            producer = graph.values[value].producer
+            if graph.one_phase or producer is None or producer >= graph.num_forward:
+                continue
+            if value in graph.forward_outputs:
+                lower[list(events.values())] = 1.0
+            elif graph.ops[producer].order is Order.RECOMPUTE and self.again[producer]:
+                crossing = next((column for event, column in events.items() if event >= graph.num_forward), None)
+                if crossing is not None:
+                    upper[crossing] = 0.0
+        return lower, upper
+
+    def _reading_and_holding(self, rows: Rows) -> None:
+        for value, events in enumerate(self.hold):
+            before: list[int] = []
+            for event, column in events.items():
+                there = self.available(value, event)
+                if event in self.must[value]:
+                    rows.add(there, [], 1.0, np.inf)
+                if before:
+                    rows.add([column], before, -np.inf, 0.0)
+                before = there
+
+    def _inputs(self, rows: Rows) -> None:
+        for index, sites in enumerate(self.again):
+            for site, column in sites.items():
+                for value in self.graph.computed_inputs[index]:
+                    rows.add([column], self.available(value, site), -np.inf, 0.0)
+
+    @cached_property
+    def memory(self) -> csc_matrix:
+        """Bytes at each op of each column."""
+        graph, end = self.graph, len(self.graph.ops)
+        rows, columns, entries = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
+
+        def put(column: int, start: int, stop: int, size: int) -> None:
+            stretch = np.arange(start, min(stop, end))
+            rows.append(stretch)
+            columns.append(np.full(len(stretch), column))
+            entries.append(np.full(len(stretch), float(size)))
+
+        for value, events in enumerate(self.hold):
+            producer, size = graph.values[value].producer, graph.values[value].bytes
+            for previous, (event, column) in zip((producer, *events), events.items(), strict=False):
+                if previous is not None and size:
+                    put(column, previous + 1, event + 1, size)
+        for index, sites in enumerate(self.again):
+            made = sum(graph.values[v].bytes for v in graph.ops[index].outputs) + graph.ops[index].workspace_bytes
+            for site, column in sites.items():
+                put(column, site, site + 1, made)
+        triple = (np.concatenate(entries), (np.concatenate(rows), np.concatenate(columns)))
+        return csc_matrix(triple, shape=(end, self.columns))
+
+    @cached_property
+    def cost(self) -> Vector:
+        """Seconds of each column."""
+        graph, cost = self.graph, np.zeros(self.columns)
+        for index, sites in enumerate(self.again):
+            # The first run of an op that only the backward needs costs nothing extra.
+            needed = graph.one_phase or index in graph.required_forward
+            cost[list(sites.values())] = traffic_of(graph).again_seconds[index] if needed else 0.0
+        return cost
+
+    @cached_property
+    def logic(self) -> tuple[csc_matrix, Vector, Vector]:
+        """The rows of reading, holding and inputs, and their bounds."""
+        rows = Rows()
+        self._reading_and_holding(rows)
+        self._inputs(rows)
+        return rows.matrix(self.columns).tocsc(), np.array(rows.low), np.array(rows.high)
+
+    @cached_property
+    def fixed_bytes(self) -> Vector:
+        """Bytes at each op whatever is chosen: what it makes, its workspace, tangents."""
+        made = [sum(self.graph.values[v].bytes for v in op.outputs) for op in self.graph.ops]
+        fixed = np.array(made, dtype=np.float64) + arrays_of(self.graph).workspace_bytes
+        fixed[self.graph.num_forward :] += self.graph.tangent_bytes
+        return fixed
+
+    def bytes_at(self, chosen: Vector) -> Vector:
+        """Bytes at each op by the model."""
+        return np.asarray(self.memory @ chosen + self.fixed_bytes, dtype=np.float64)
+
+    @cached_property
+    def gaps(self) -> tuple[Columns, Columns, Columns, Columns]:
+        """Of the columns of ``H``: the column, its value, the event (or making) before its gap and the event at its end."""
+        found = [
+            (column, value, previous, event)
+            for value, events in enumerate(self.hold)
+            for previous, (event, column) in zip((self.graph.values[value].producer, *events), events.items(), strict=False)
+        ]
+        columns = np.array(found, dtype=np.int64).reshape(-1, 4).T
+        return columns[0], columns[1], columns[2], columns[3]
+
+    def around(self, start: int, stop: int) -> Columns:
+        """The columns that say something of ops ``start`` to ``stop``: gaps over them, and what can replace those gaps."""
+        columns, values, previous, events = self.gaps
+        over = (previous < stop) & (events >= start)
+        free = set(columns[over].tolist())
+        stack = list(zip(values[over].tolist(), events[over].tolist(), strict=True))
+        while stack:
+            value, event = stack.pop()
+            (producer,) = self.graph.producers((value,))
+            again = self.again[producer].get(event)
+            if again is None or again in free:
+                continue
+            free.add(again)
+            for other in self.graph.computed_inputs[producer]:
+                free.add(self.hold[other][event])
+                stack.append((other, event))
+        return np.array(sorted(free), dtype=np.int64)
+
+    def carried_over(self, other: EventGap, values: Vector) -> Vector:
+        """``values`` of the columns of a model with fewer sites, as values of the columns of this one."""
+        found = np.zeros(self.columns)
+        for mine, theirs in zip(self.hold, other.hold, strict=True):
+            events = list(theirs)
+            for event, column in mine.items():
+                at = bisect_left(events, event)  # a gap that a new event splits is held in both parts
+                found[column] = values[theirs[events[at]]] if at < len(events) else 0.0
+        for mine, theirs in zip(self.again, other.again, strict=True):
+            for site in mine.keys() & theirs.keys():
+                found[mine[site]] = values[theirs[site]]
+        return found
+
+    # -- schedules ---------------------------------------------------------------------------------------------------
+
+    def nothing_recomputed(self) -> Vector:
+        """Every value is held to its last read."""
+        chosen = np.zeros(self.columns)
+        for value, events in enumerate(self.hold):
+            last = max(self.must[value], default=-1)
+            chosen[[column for event, column in events.items() if event <= last]] = 1.0
+        return chosen
+
+    def sites_chosen(self, chosen: Vector) -> list[list[int]]:
+        """For each site, the ops recomputed there, in the graph's order; the end comes last."""
+        found: list[list[int]] = [[] for _ in range(len(self.graph.ops) + 1)]
+        for index, sites in enumerate(self.again):
+            for site, column in sites.items():
+                if chosen[column] > 0.5:
+                    found[site].append(index)
+        return found
+
+    def schedule(self, chosen: Vector) -> Schedule:
+        """The executions in order, without first runs in the forward that nothing needs."""
+        return in_order(self.graph, self.sites_chosen(chosen))
+
+    def choice(self, schedule: Schedule) -> Vector:
+        """The columns of a schedule whose recomputations all stand at sites of this model: the inverse of :meth:`schedule`."""
+        graph, chosen = self.graph, self.lower.copy()
+        made: list[list[int]] = [[] for _ in graph.ops]
+        read = [set(must) for must in self.must]
+        for index, site in recomputations(graph, schedule):
+            chosen[self.again[index][site]] = 1.0
+            made[index].append(site)
+            for value in graph.computed_inputs[index]:
+                read[value].add(site)
+        for value, events in enumerate(self.hold):
+            producer = graph.values[value].producer
+            if producer is None:
+                continue
+            ordered = sorted(read[value])
+            for event, column in events.items():
+                at = bisect_left(ordered, event)
+                # Held over this gap if the next read at or after its end comes before the next making.
+                if at < len(ordered) and not any(event <= again <= ordered[at] for again in made[producer]):
+                    chosen[column] = 1.0
+        return chosen
+
+
+def in_order(graph: Graph, sites: list[list[int]]) -> Schedule:
+    """The schedule in which the ops of ``sites[i]`` run again just before op ``i`` of ``graph``, those of the last at the end.
+
+    First runs in the forward that nothing needs are left out.
+    """
+    first, end = graph.num_forward, len(graph.ops)
+    executions = [[*sites[index], index] for index in range(end)]
+    if graph.one_phase:
+        return Schedule((*(op for at in executions for op in at), *sites[end]), ())
+    backward = [op for at in executions[first:] for op in at] + sites[end]
+    crossing = Schedule((), tuple(backward)).saved(graph)
+    forward = graph.ancestors([*graph.required_forward, *graph.producers(crossing)])
+    return Schedule(tuple(sorted(forward)), tuple(backward))
+
+
+def sites_of(graph: Graph, schedule: Schedule) -> list[int]:
+    """Where each execution stands: the op of the given order that it is the first run of, or else the next such op.
+
+    The number of ops stands for the end.
+    """
+    first_runs: dict[int, int] = {}
+    for position, index in enumerate(schedule.sequence):
+        if position < len(schedule.forward) or index >= graph.num_forward:
+            first_runs.setdefault(index, position)
+    sites, following = [], len(graph.ops)
+    for position in range(len(schedule.sequence) - 1, -1, -1):
+        index = schedule.sequence[position]
+        following = index if first_runs.get(index) == position else following
+        sites.append(following)
+    return sites[::-1]
+
+
+def recomputations(graph: Graph, schedule: Schedule) -> list[tuple[int, int]]:
+    """The recomputed ops with their sites, in order."""
+    pairs = zip(schedule.sequence, sites_of(graph, schedule), strict=True)
+    return [(index, site) for index, site in pairs if index != site]

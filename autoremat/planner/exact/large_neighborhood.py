@@ -1,0 +1,267 @@
+"""Improves a plan by exact solutions of small parts of the event-gap model (large-neighbourhood search).
+
+A neighbourhood frees some columns of the model and leaves the others as they are: those of a stretch of ops, or of ops that
+are related by reads, with those on which the plan and the linear relaxation disagree (Danna, Rothberg and Le Pape,
+"Exploring relaxation induced neighborhoods", 2005). Bytes over the budget cost a penalty instead of being forbidden, so that
+the search may begin with a plan that does not fit. Where the replay of the plan needs fewer bytes at an op than the model
+counts, the model is allowed the difference; what it then finds is judged by its own replay.
+
+The search counts neighbourhoods and branch-and-bound nodes; only the deadline can cut it short.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.sparse import bmat, csr_matrix, eye
+
+from autoremat.planner.exact.interval_model import Columns, EventGap, Vector, sites_of
+from autoremat.planner.exact.mip import Program, Solution, solve
+from autoremat.planner.plans.plan import Plan
+
+NODES = 30
+"""Branch-and-bound nodes of one neighbourhood."""
+
+SUPPORT_NODES = 200
+"""Branch-and-bound nodes of a first plan, which uses only what relaxations use."""
+
+PENALTY = 4.0
+"""What the whole peak in excess costs at first, in steps."""
+
+PENALTY_WHEN_FITTING = 8.0
+"""The same, if the first plan fits: what it has is not given up lightly."""
+
+IMPATIENCE = 6
+"""After so many neighbourhoods in a row without improvement, a plan that does not fit makes the penalty double."""
+
+PATIENCE = 30
+"""So many neighbourhoods in a row without improvement end the search."""
+
+MOST_PENALTY = 64.0
+
+LEAST_GAIN = 1e-5
+"""A smaller improvement, as a share of the step, does not count as one."""
+
+WHOLE_COLUMNS, WHOLE_NODES = 1500, 2000
+"""Up to so many columns the whole model is one neighbourhood; the branch-and-bound nodes that it may take."""
+
+NEIGHBOURHOOD_SECONDS = 5.0
+"""A neighbourhood that takes longer is given up. On a machine of ordinary speed its nodes end it sooner."""
+
+FIRST_COLUMNS, LEAST_COLUMNS, MOST_COLUMNS = 1500, 100, 3000
+"""How many columns a neighbourhood frees: fewer after one that was not solved, more after one that was."""
+
+
+@dataclass(frozen=True)
+class Incumbent:
+    """A choice of columns with its replay."""
+
+    chosen: Vector
+    plan: Plan
+    bytes_at: Vector
+    """Bytes at each op of the given order and at the end, with all that is recomputed there: the largest, by the replay."""
+    allowance: Vector
+    """How many bytes less that is, at each op, than the model's count."""
+
+    @classmethod
+    def of(cls, model: EventGap, chosen: Vector) -> Incumbent:
+        """Replay a choice."""
+        plan = Plan.of(model.graph, model.schedule(chosen), "event gaps")
+        bytes_at = np.zeros(len(model.graph.ops) + 1)
+        sites = np.array(sites_of(model.graph, plan.schedule), dtype=np.int64)
+        np.maximum.at(bytes_at, sites, plan.timeline.bytes_at)
+        return cls(chosen, plan, bytes_at, np.maximum(model.bytes_at(chosen) - bytes_at[:-1], 0.0))
+
+    def excess(self, budget: int) -> Vector:
+        """Bytes over the budget at each op."""
+        return np.maximum(self.bytes_at - budget, 0.0)
+
+    def score(self, budget: int, penalty: float) -> float:
+        """Seconds, with ``penalty`` seconds per byte over the budget."""
+        return self.plan.cost_seconds + penalty * float(self.excess(budget).sum())
+
+
+def program_around(model: EventGap, chosen: Vector, free: Columns, budget: Vector, penalty: float) -> Program:
+    """The program of the ``free`` columns, the others as in ``chosen``, with ``budget`` bytes at each op.
+
+    Its variables are the free columns and, in units of the largest budget (a byte, if that is 0), the bytes over it at each op
+    that can be over.
+    """
+    fixed = chosen.copy()
+    fixed[free] = 0.0
+    logic, low, high = model.logic
+    parts, memory = logic[:, free].tocsr(), model.memory[:, free].tocsr()
+    rows = np.flatnonzero(np.diff(parts.indptr))
+    room = budget - model.fixed_bytes - model.memory @ fixed
+    tight = np.flatnonzero((np.diff(memory.indptr) > 0) & (np.asarray(memory.sum(axis=1)).ravel() > room))
+    unit, slacks = max(float(budget.max()), 1.0), len(tight)
+    offset = (logic @ fixed)[rows]
+    matrix = bmat([[parts[rows], None], [memory[tight] / unit, -eye(slacks)]], format="csr") if slacks else parts[rows]
+    return Program(
+        csr_matrix(matrix),
+        cost=np.concatenate([model.cost[free], np.full(slacks, penalty * unit)]),
+        low=np.concatenate([low[rows] - offset, np.full(slacks, -np.inf)]),
+        high=np.concatenate([high[rows] - offset, room[tight] / unit]),
+        lower=np.concatenate([model.lower[free], np.zeros(slacks)]),
+        upper=np.concatenate([model.upper[free], np.full(slacks, np.inf)]),
+    )
+
+
+class Improvement:
+    """The search on one model for one budget in bytes. ``deadline`` is a time of the monotonic clock, in seconds."""
+
+    def __init__(self, model: EventGap, budget: int, peak: int, seed: int, deadline: float) -> None:
+        self.model, self.budget, self.deadline = model, budget, deadline
+        self.random = np.random.default_rng(seed)
+        self.unit = max(model.graph.step_seconds, 1e-30) / max(peak, 1)
+        self.penalty = PENALTY * self.unit
+        self.relaxed: Vector | None = None
+        self.exhausted = self.solved_strictly = False
+        self.interrupted = False
+        self.op_of_column = np.zeros(model.columns, dtype=np.int64)
+        for value, events in enumerate(model.hold):
+            self.op_of_column[list(events.values())] = model.graph.values[value].producer or 0
+        for index, sites in enumerate(model.again):
+            self.op_of_column[list(sites.values())] = index
+        self.columns_of_op = np.bincount(self.op_of_column, minlength=len(model.graph.ops))
+        self.kinds = (self._window, self._related, self._anywhere)
+        self.size = [FIRST_COLUMNS] * len(self.kinds)
+
+    def left(self) -> float:
+        """Seconds to the deadline."""
+        return self.deadline - time.monotonic()
+
+    def relax(self, chosen: Vector) -> None:
+        """Solve the linear relaxation of the whole model."""
+        free = np.arange(self.model.columns)
+        program = program_around(self.model, chosen, free, self._budgets(None), MOST_PENALTY * self.unit)
+        solution = solve(program, integers=0, seconds=self.left())
+        self.relaxed = None if solution is None else solution.values[: len(free)]
+
+    def among(self, columns: Columns, penalty: float, seconds: float) -> Vector | None:
+        """The best choice that uses no other columns than ``columns``; None if none is found."""
+        nothing = np.zeros(self.model.columns)
+        program = program_around(self.model, nothing, columns, self._budgets(None), penalty * self.unit)
+        solution = solve(program, len(columns), min(seconds, self.left()), SUPPORT_NODES, gap=1e-2)
+        if solution is None:
+            return None
+        nothing[columns] = np.round(solution.values[: len(columns)])
+        return nothing
+
+    def _budgets(self, incumbent: Incumbent | None) -> Vector:
+        budgets = np.full(len(self.model.graph.ops), float(self.budget))
+        return budgets if incumbent is None else budgets + incumbent.allowance
+
+    # -- neighbourhoods ------------------------------------------------------------------------------------------------
+
+    def _window(self, incumbent: Incumbent, wanted: int) -> Columns:
+        """The gaps over a stretch of ops, and what can replace them; where bytes are over the budget first."""
+        excess, ops = incumbent.excess(self.budget)[:-1], len(self.model.graph.ops)
+        total = excess.sum()
+        weights = excess / total if total > 0.0 and self.random.random() < 0.7 else None
+        middle = int(self.random.choice(ops, p=weights))
+        width, free = 1, np.zeros(0, dtype=np.int64)
+        while width <= ops:
+            wider = self.model.around(max(0, middle - width), min(ops, middle + width))
+            if len(wider) > wanted and len(free):
+                break
+            free, width = wider, width * 2
+        return free
+
+    def _related(self, incumbent: Incumbent, wanted: int) -> Columns:
+        """All columns of ops that are near each other by reads."""
+        graph = self.model.graph
+        start = int(self.random.integers(len(graph.ops)))
+        seen, frontier, columns = {start}, [start], int(self.columns_of_op[start])
+        while frontier and columns < wanted:
+            index = frontier.pop(int(self.random.integers(len(frontier))))
+            op = graph.ops[index]
+            for near in (*graph.producers(op.inputs), *(r for v in op.outputs for r in graph.readers[v])):
+                if near not in seen:
+                    seen.add(near)
+                    frontier.append(near)
+                    columns += int(self.columns_of_op[near])
+        return np.flatnonzero(np.isin(self.op_of_column, list(seen)))
+
+    def _anywhere(self, incumbent: Incumbent, wanted: int) -> Columns:
+        """All columns of ops drawn from the whole graph."""
+        order = self.random.permutation(len(self.model.graph.ops))
+        count = int(np.searchsorted(np.cumsum(self.columns_of_op[order]), wanted)) + 1
+        return np.flatnonzero(np.isin(self.op_of_column, order[:count]))
+
+    def _disagreement(self, incumbent: Incumbent) -> Columns:
+        """The columns on which the incumbent and the relaxation differ."""
+        if self.relaxed is None:
+            return np.zeros(0, dtype=np.int64)
+        apart = np.flatnonzero(np.abs(incumbent.chosen - self.relaxed) > 0.05)
+        most = MOST_COLUMNS // 2
+        return np.sort(self.random.choice(apart, most, replace=False)) if len(apart) > most else apart
+
+    # -- the search ----------------------------------------------------------------------------------------------------
+
+    def run(self, start: Vector, neighbourhoods: int, good_enough: Callable[[Plan], bool]) -> list[Plan]:
+        """Improve ``start``; the plans found on the way, each better than the one before at the penalty of its time."""
+        incumbent = Incumbent.of(self.model, start)
+        if self.model.columns <= WHOLE_COLUMNS:
+            self.penalty = MOST_PENALTY * self.unit
+        elif incumbent.plan.peak_bytes <= self.budget:
+            self.penalty = PENALTY_WHEN_FITTING * self.unit
+        found, idle = [incumbent.plan], 0
+        for _ in range(neighbourhoods):
+            if self.left() <= 0.0:
+                self.interrupted = True
+                break
+            better = self.step(incumbent)
+            gain = incumbent.score(self.budget, self.penalty) - better.score(self.budget, self.penalty)
+            idle = 0 if gain > LEAST_GAIN * self.model.graph.step_seconds else idle + 1
+            if better is not incumbent:
+                incumbent = better
+                found.append(incumbent.plan)
+            fits = incumbent.plan.peak_bytes <= self.budget
+            if fits and good_enough(incumbent.plan):
+                break
+            if self.exhausted or idle >= (PATIENCE if fits else IMPATIENCE):
+                if fits or self.penalty >= MOST_PENALTY * self.unit:
+                    break
+                self.penalty, idle = self.penalty * 2.0, 0
+                self.exhausted = self.solved_strictly = False
+        return found
+
+    def step(self, incumbent: Incumbent) -> Incumbent:
+        """The incumbent after one neighbourhood: a better one, or the same."""
+        whole = self.model.columns <= WHOLE_COLUMNS
+        kind = int(self.random.integers(len(self.kinds)))
+        free = np.arange(self.model.columns) if whole else self.kinds[kind](incumbent, self.size[kind])
+        if not whole and self.random.random() < 0.6:
+            free = np.union1d(free, self._disagreement(incumbent))
+        generous = self.solved_strictly if whole else bool(self.random.random() < 0.5)
+        budgets = self._budgets(incumbent if generous else None)
+        program = program_around(self.model, incumbent.chosen, free, budgets, self.penalty)
+        solution = self._solve(program, len(free), WHOLE_NODES if whole else NODES)
+        self.size[kind] = self._next_size(self.size[kind], solution)
+        better = incumbent
+        if solution is not None:
+            chosen = incumbent.chosen.copy()
+            chosen[free] = np.round(solution.values[: len(free)])
+            found = Incumbent.of(self.model, chosen)
+            if found.score(self.budget, self.penalty) <= incumbent.score(self.budget, self.penalty):
+                better = found
+        if whole:
+            # The model is done with once its optimum is known, and again with what the replay of it leaves free.
+            self.exhausted = generous and better.plan.schedule == incumbent.plan.schedule
+            self.solved_strictly = True
+        return better
+
+    def _solve(self, program: Program, integers: int, nodes: int) -> Solution | None:
+        begun = time.monotonic()
+        solution = solve(program, integers, min(self.left(), NEIGHBOURHOOD_SECONDS), nodes, gap=1e-3)
+        self.interrupted = self.interrupted or time.monotonic() - begun >= NEIGHBOURHOOD_SECONDS
+        return solution
+
+    @staticmethod
+    def _next_size(size: int, solution: Solution | None) -> int:
+        done = solution is not None and solution.optimal
+        return min(int(size * 1.2), MOST_COLUMNS) if done else max(int(size * 0.6), LEAST_COLUMNS)

@@ -1,0 +1,225 @@
+"""A lower bound on the added seconds from many moments of the backward at once: a linear program over *stages*.
+
+A stage reaches from one chosen moment (a backward op) to the next. Memory is counted at the moments alone, so every plan is a
+solution, whatever it does in between:
+
+    alive(k, v)    value v is alive at the moment that begins stage k
+    runs(k, o)     how often op o runs again from stage k on, each stage counting once at most
+    again(k, o)    whether it does so at all
+
+    minimise   sum of seconds_o runs(0, o)
+    counting   runs(k, o) >= runs(k + 1, o), and by 1 more at most
+    holding    alive(k + 1, v) <= alive(k, v) + run(k, producer of v)     with run(k, o) = runs(k, o) - runs(k + 1, o)
+    reading    alive(k, v) + run(k, producer of v) >= 1                   for every v that an op of stage k reads
+    inputs     run(k, o) <= alive(k, u) + run(k, producer of u)           for every input u of o
+    memory     bytes of what is alive  <=  budget - bytes that are alive at the moment whatever is planned
+    later      alive(k, v) + again(k, producer of v) >= 1                 for every v that is read from stage k on
+    behind     again(k, o) <= alive(k, u) + again(k, producer of u)       for every input u of o
+    paid       again(k, o) <= runs(k, o)
+
+The last three rows follow from the others for whole numbers. In the relaxation they do not: without them half a run in each of
+two stages would need but half of its inputs in each. With one moment and its last three rows this is the minimum cut of
+``bounds.py``; with all of them it is far closer to what plans reach. Any prices of the rows give a valid bound (weak duality),
+so the solver may stop early and need not be exact.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix, vstack
+
+from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.exact.mip import Program, Rows, exact_bound, lower_bound
+from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.lower_bounds import fixed_bytes
+from autoremat.planner.search.planner import Planning
+
+STAGES, MOST_COLUMNS = 48, 60_000
+"""How many stages there are; fewer where the program would have more than about so many columns."""
+
+MOST_ITERATIONS = 20_000
+"""Of the solver of relaxations."""
+
+MOST_EXACT_COLUMNS, MOST_NODES = 16_000, 200
+"""Up to how many columns a program is solved exactly; nodes of branch and bound."""
+
+TIME_SHARE = 0.3
+"""Of the time limit that a bound may take."""
+
+
+@dataclass
+class Stages:
+    """The program of a graph of two phases that does not fuse, for any budget. Its moments are those at which ``plan`` is
+    fullest, one in each of equal stretches of the backward: where memory binds, a bound is won."""
+
+    graph: Graph
+    plan: Plan
+    moments: list[int] = field(init=False)
+    """The backward ops that begin a stage, in order."""
+    alive: list[dict[int, int]] = field(init=False)
+    """For each stage, the columns of values that matter from it on."""
+    runs: list[dict[int, int]] = field(init=False)
+    """The columns of the ops that may run again."""
+    again: list[dict[int, int]] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.fixed = fixed_bytes(self.graph)
+        self.moments = self._choose()
+        self.read, self.later = self._reads()
+        self.alive, self.runs, self.again = [], [], []
+        self.columns = 0
+        for later in self.later:
+            ops = self.graph.ancestors(self.graph.producers(later))
+            values = later | {v for index in ops for v in self.graph.computed_inputs[index]}
+            may_run = [index for index in ops if self._movable(index)]
+            for columns, keys in ((self.alive, values), (self.runs, may_run), (self.again, may_run)):
+                columns.append({key: self.columns + number for number, key in enumerate(sorted(keys))})
+                self.columns += len(columns[-1])
+
+    def _movable(self, index: int) -> bool:
+        return self.graph.ops[index].repeatable and self.graph.ops[index].order is not Order.SAVE
+
+    def _choose(self) -> list[int]:
+        first, end = self.graph.num_forward, len(self.graph.ops)
+        full = np.zeros(end)
+        sequence = np.array(self.plan.sequence[len(self.plan.schedule.forward) :], dtype=np.int64)
+        np.maximum.at(full, sequence, self.plan.timeline.bytes_at[len(self.plan.schedule.forward) :])
+        # Later stages have fewer columns, about half in the mean.
+        stages = min(STAGES, end - first, max(2 * MOST_COLUMNS // (3 * max(first, 1)), 1))
+        stretches = np.array_split(np.arange(first, end), stages)
+        return sorted({first, *(int(part[np.argmax(full[part])]) for part in stretches)})
+
+    def _reads(self) -> tuple[list[set[int]], list[set[int]]]:
+        """For each stage, the values of the forward that are read in it, its moment excluded and the next one included; and
+        those that are read from its moment on."""
+        graph, made = self.graph, frozenset(self.graph.forward_values)
+        ends = [*self.moments[1:], len(graph.ops) - 1]
+        read: list[set[int]] = []
+        for moment, end in zip(self.moments, ends, strict=True):
+            read.append({v for index in range(moment + 1, end + 1) for v in graph.forward_reads[index]})
+        read[-1] |= made.intersection(graph.backward_outputs)
+        later: list[set[int]] = []
+        following: set[int] = set()
+        for moment, values in zip(reversed(self.moments), reversed(read), strict=True):
+            following = following | values | set(graph.forward_reads[moment])
+            later.append(following)
+        return read, later[::-1]
+
+    def _run(self, stage: int, index: int) -> tuple[list[int], list[int]]:
+        """The columns whose difference says that op ``index`` runs again in ``stage``."""
+        plus = self.runs[stage].get(index)
+        minus = self.runs[stage + 1].get(index) if stage + 1 < len(self.runs) else None
+        return [] if plus is None else [plus], [] if minus is None else [minus]
+
+    def _there(self, stage: int, value: int) -> tuple[list[int], list[int]]:
+        """The columns that say that ``value`` is alive at the beginning of ``stage`` or made in it."""
+        (producer,) = self.graph.producers((value,))
+        plus, minus = self._run(stage, producer)
+        return [self.alive[stage][value], *plus], minus
+
+    def _logic(self) -> Rows:
+        rows = Rows()
+        for stage in range(len(self.moments)):
+            self._rows_of_stage(rows, stage)
+            self._rows_from_stage_on(rows, stage)
+        return rows
+
+    def _rows_of_stage(self, rows: Rows, stage: int) -> None:
+        for value in self.read[stage]:
+            rows.add(*self._there(stage, value), 1.0, np.inf)
+        if stage + 1 < len(self.moments):
+            for value, column in self.alive[stage + 1].items():
+                plus, minus = self._there(stage, value)
+                rows.add([column, *minus], plus, -np.inf, 0.0)
+        for index in self.runs[stage]:
+            plus, minus = self._run(stage, index)
+            rows.add(plus, minus, 0.0, 1.0)
+            for value in self.graph.computed_inputs[index]:
+                there, less = self._there(stage, value)
+                rows.add([*plus, *less], [*minus, *there], -np.inf, 0.0)
+
+    def _rows_from_stage_on(self, rows: Rows, stage: int) -> None:
+        alive, again = self.alive[stage], self.again[stage]
+
+        def there(value: int) -> list[int]:
+            (producer,) = self.graph.producers((value,))
+            return [alive[value], again[producer]] if producer in again else [alive[value]]
+
+        for value in self.later[stage]:
+            rows.add(there(value), [], 1.0, np.inf)
+        for index, column in again.items():
+            rows.add([column], [self.runs[stage][index]], -np.inf, 0.0)
+            for value in self.graph.computed_inputs[index]:
+                rows.add([column], there(value), -np.inf, 0.0)
+
+    def _mean_seconds(self) -> float:
+        return max(self.graph.step_seconds, 1e-30) / len(self.graph.ops)
+
+    def program(self, budget: int) -> Program:
+        """The relaxation for ``budget`` bytes. Bytes are counted in budgets and seconds in ops, for the solver's tolerances."""
+        graph, stages, unit, second = self.graph, len(self.moments), float(max(budget, 1)), self._mean_seconds()
+        lower, upper, cost = np.zeros(self.columns), np.ones(self.columns), np.zeros(self.columns)
+        held = frozenset(graph.forward_outputs)
+        places: list[tuple[int, int]] = []
+        entries: list[float] = []
+        for stage, moment in enumerate(self.moments):
+            here = set(graph.forward_reads[moment])
+            upper[list(self.runs[stage].values())] = float(stages - stage)
+            for value, column in self.alive[stage].items():
+                lower[column] = float(value in here or value in held)
+                if value not in held:  # what the caller holds is among the fixed bytes
+                    places.append((stage, column))
+                    entries.append(graph.values[value].bytes / unit)
+        for index, column in self.runs[0].items():
+            # The first run of what only the backward needs costs nothing extra.
+            cost[column] = traffic_of(graph).again_seconds[index] / second if index in graph.required_forward else 0.0
+        rows, columns = np.array(places, dtype=np.int64).reshape(-1, 2).T
+        memory = csr_matrix((entries, (rows, columns)), shape=(stages, self.columns))
+        room: NDArray[np.float64] = (budget - self.fixed[self.moments]) / unit
+        logic = self._logic()
+        return Program(
+            csr_matrix(vstack([logic.matrix(self.columns), memory])),
+            cost,
+            np.concatenate([logic.low, np.full(stages, -np.inf)]),
+            np.concatenate([logic.high, room]),
+            lower,
+            upper,
+        )
+
+    def seconds(self, budget: int, time_limit: float, enough: float = math.inf) -> float:
+        """Every plan within ``budget`` bytes adds at least so many seconds; infinite if there is none.
+
+        A bound of ``enough`` is not made better.
+        """
+        if not self.columns:
+            return 0.0
+        program, second, deadline = self.program(budget), self._mean_seconds(), time.monotonic() + time_limit
+        bound = -math.inf
+        if self.columns <= MOST_EXACT_COLUMNS:
+            bound = exact_bound(program, False, time_limit / 2)
+            if -math.inf < bound * second < enough:
+                bound = max(bound, exact_bound(program, True, deadline - time.monotonic(), MOST_NODES))
+        if bound == -math.inf:
+            bound = lower_bound(program, deadline - time.monotonic(), MOST_ITERATIONS)
+        return max(bound, 0.0) * second
+
+
+def tighten(graph: Graph, budget: int | None, time_limit: float, found: Planning, good_gap: float) -> Planning:
+    """The outcome ``found`` with a better lower bound, unless its gap, as a share of the step, is ``good_gap`` or less.
+
+    Graphs of one phase and those that fuse are left alone. ``time_limit``: seconds of the whole planning, of which this may
+    take a share.
+    """
+    if budget is None or graph.fuses or graph.one_phase or graph.num_forward == len(graph.ops) or found.settled(good_gap):
+        return found
+    begun, limit, step = time.monotonic(), TIME_SHARE * time_limit, graph.step_seconds
+    enough = (found.plan.added_seconds - good_gap * step) / (1.0 + good_gap) if found.plan else math.inf
+    bound = Stages(graph, found.plan or found.smallest).seconds(budget, limit, enough)
+    interrupted = found.interrupted or time.monotonic() - begun > limit
+    return replace(found, lower_bound_seconds=max(bound, found.lower_bound_seconds), interrupted=interrupted)

@@ -1,0 +1,1 @@
+"""A training step as a graph of ops and values, and schedules of it."""

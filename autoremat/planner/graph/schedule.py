@@ -1,0 +1,167 @@
+"""A schedule: which ops run in the forward, which in the backward, in which order, and how one is made from a saved set.
+
+A forward op that appears in the backward is a recomputation; it may appear more than once. What the backward reads and
+does not make itself beforehand is *saved*. The schedule of a graph of one phase has no backward: its forward repeats ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from autoremat.planner.graph.graph import Graph
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Executions of op numbers, in order, of the two halves of a step."""
+
+    forward: tuple[int, ...]
+    backward: tuple[int, ...]
+
+    @cached_property
+    def sequence(self) -> tuple[int, ...]:
+        """All executions of the step, in order."""
+        return self.forward + self.backward
+
+    def recomputed(self, graph: Graph) -> tuple[int, ...]:
+        """Executions of forward ops beyond the one that every op needs at least, in order.
+
+        An op that the forward does not have to run (only the backward reads it) costs nothing extra the first time.
+        """
+        seen = set()
+        repeated = []
+        for op in self.sequence:
+            if op >= graph.num_forward:
+                continue
+            if op in seen:
+                repeated.append(op)
+            seen.add(op)
+        return tuple(repeated)
+
+    def saved(self, graph: Graph) -> tuple[int, ...]:
+        """Forward-made values that cross from the forward to the backward."""
+        fresh: set[int] = set()
+        saved: dict[int, None] = {}
+        reads, outputs, backward_begins = graph.forward_reads, graph.made, graph.num_forward
+        for index in self.backward:
+            for value in reads[index]:
+                if value not in fresh:
+                    saved[value] = None
+            if index < backward_begins:
+                fresh.update(outputs[index])
+        made = set(graph.forward_values)
+        saved.update(dict.fromkeys(v for v in graph.backward_outputs if v in made and v not in fresh))
+        return tuple(saved)
+
+
+@dataclass(frozen=True)
+class Segments:
+    """The forward cut into consecutive stretches; ``of_op[i]`` is the segment of forward op ``i``.
+
+    ``kept`` are the values that stay available, once made, until their last reader, whatever segment the backward is in:
+    the values on the cuts. Everything else recomputed is dropped when the backward leaves the segment that needed it.
+    """
+
+    of_op: tuple[int, ...]
+    kept: frozenset[int] = frozenset()
+    ambient: frozenset[int] = frozenset()
+    """Values read far from where they are made (masks, rotary tables, skips): they say nothing of where the backward is."""
+
+    @property
+    def count(self) -> int:
+        """The number of segments."""
+        return max(self.of_op, default=-1) + 1
+
+
+def one_segment(graph: Graph) -> Segments:
+    """The whole forward as one segment: each recomputed value is recomputed once and kept until its last reader."""
+    return Segments((0,) * graph.num_forward)
+
+
+class _Backward:
+    """Builds the backward half: walks the backward ops in order and recomputes each missing value just before its reader."""
+
+    def __init__(self, graph: Graph, saved: Collection[int], segments: Segments) -> None:
+        self.graph, self.segments = graph, segments
+        self.saved = frozenset(saved)
+        self.available = set(self.saved)
+        self.local: list[int] = []
+        """Recomputed values that go when the backward leaves the current segment."""
+        self.current = segments.count - 1
+        self.executions: list[int] = []
+        self.segment_of_op = _backward_segments(graph, segments)
+
+    def read_here(self, value: int) -> bool:
+        """Whether a backward op of the current segment reads ``value``."""
+        first = self.graph.num_forward
+        return any(r >= first and self.segment_of_op[r - first] == self.current for r in self.graph.readers[value])
+
+    def missing(self, values: Sequence[int]) -> list[int]:
+        """Of values that the forward makes, those that are not there."""
+        available = self.available
+        return [value for value in values if value not in available]
+
+    def enter(self, segment: int) -> None:
+        """Drop what was recomputed for another segment, except the values on cuts."""
+        if segment != self.current:
+            self.available.difference_update(self.local)
+            self.local.clear()
+            self.current = segment
+
+    def recompute(self, values: list[int]) -> None:
+        """Execute all that is missing to make ``values``, in forward order."""
+        graph, kept, of_op = self.graph, self.segments.kept, self.segments.of_op
+        for index in sorted(graph.ancestors(graph.producers(values), self.available)):
+            self.executions.append(index)
+            for value in graph.ops[index].outputs:
+                if value in self.saved:
+                    continue
+                if value in kept:
+                    self.available.add(value)
+                elif of_op[index] == self.current or self.read_here(value):
+                    self.available.add(value)
+                    self.local.append(value)
+
+    def build(self) -> tuple[int, ...]:
+        graph = self.graph
+        for index in range(graph.num_forward, len(graph.ops)):
+            self.enter(self.segment_of_op[index - graph.num_forward])
+            missing = self.missing(graph.forward_reads[index])
+            if missing:
+                self.recompute(missing)
+            self.executions.append(index)
+        made = set(graph.forward_values)
+        missing = self.missing([value for value in graph.backward_outputs if value in made])
+        if missing:
+            self.recompute(missing)
+        return tuple(self.executions)
+
+
+def _backward_segments(graph: Graph, segments: Segments) -> list[int]:
+    """For each backward op, the segment whose gradients it computes.
+
+    That is the latest segment that it or any op after it reads from, so that the backward leaves a segment once, for good.
+    """
+    latest = [0] * len(graph.values)
+    for index, op in enumerate(graph.ops[: graph.num_forward]):
+        for value in op.outputs:
+            latest[value] = 0 if value in segments.ambient else segments.of_op[index]
+    found = []
+    current = 0
+    for reads in reversed(graph.forward_reads[graph.num_forward :]):
+        for value in reads:
+            if latest[value] > current:
+                current = latest[value]
+        found.append(current)
+    return found[::-1]
+
+
+def build_schedule(graph: Graph, saved: Collection[int], segments: Segments | None = None) -> Schedule:
+    """The schedule that saves ``saved`` and recomputes, just in time, everything else that the backward reads."""
+    backward = _Backward(graph, saved, segments or one_segment(graph)).build()
+    draft = Schedule((), backward)
+    crossing = draft.saved(graph)
+    forward = graph.ancestors([*graph.required_forward, *graph.producers(crossing)])
+    return Schedule(tuple(sorted(forward)), backward)

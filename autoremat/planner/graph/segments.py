@@ -1,0 +1,108 @@
+"""Cuts the forward into segments at its narrow places, found in the graph and not from module names.
+
+A place between two forward ops is as wide as the bytes of the values that cross it. Values that live through a large part
+of the forward (masks, rotary tables, encoder outputs, U-Net skips) are *ambient*: they cross everywhere and do not count.
+Keeping only what crosses the cuts is the chain strategy of Chen et al., "Training Deep Nets with Sublinear Memory Cost"
+(2016); here the cuts fall where they are cheapest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.schedule import Segments
+
+AMBIENT_SHARE = 0.35
+"""A value that lives longer than this share of the forward's ops is ambient. In a residual network of two blocks a block's
+input lives for a quarter of it."""
+
+AMBIENT_OPS = 12
+"""Nothing that lives for fewer ops than this is ambient, so that short forwards have cuts too."""
+
+MAX_SEGMENTS = 128
+
+FEW_SEGMENTS = 8
+"""So many segments are tried even if that leaves only two ops for each."""
+
+
+@dataclass(frozen=True)
+class Chain:
+    """What segmentation needs to know of a forward, computed once per graph.
+
+    ``width[p]`` is the number of bytes that cross from forward op ``p`` to later ones; ``filled[p]`` the bytes made by the
+    forward up to and including op ``p``.
+    """
+
+    graph: Graph
+    last_read: NDArray[np.int64]
+    ambient: frozenset[int]
+    width: NDArray[np.int64]
+    filled: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, graph: Graph) -> Chain:
+        """Analyse the forward of ``graph``."""
+        count = graph.num_forward
+        last_read = np.zeros(len(graph.values), dtype=np.int64)
+        change = np.zeros(count + 1, dtype=np.int64)
+        made = np.zeros(count, dtype=np.int64)
+        ambient = set()
+        for value in graph.forward_values:
+            start = graph.values[value].producer
+            assert start is not None
+            last = max((r for r in graph.readers[value] if r < count), default=start)
+            last_read[value] = last
+            made[start] += graph.values[value].bytes
+            if last - start > max(AMBIENT_OPS, AMBIENT_SHARE * count):
+                ambient.add(value)
+                continue
+            change[start] += graph.values[value].bytes
+            change[last] -= graph.values[value].bytes
+        return cls(graph, last_read, frozenset(ambient), np.cumsum(change)[:count], np.cumsum(made))
+
+    def crossing(self, place: int) -> list[int]:
+        """The values that cross from op ``place`` to later ops, without ambient ones."""
+        return [
+            v
+            for v in self.graph.forward_values
+            if v not in self.ambient and (self.graph.values[v].producer or 0) <= place < self.last_read[v]
+        ]
+
+    def places(self, count: int) -> list[int]:
+        """``count - 1`` narrow places that share the forward's bytes about equally, in order."""
+        total = int(self.filled[-1]) if len(self.filled) else 0
+        chosen: list[int] = []
+        for part in range(1, count):
+            low, high = np.searchsorted(self.filled, [total * (part - 0.5) / count, total * (part + 0.5) / count])
+            low = max(low, chosen[-1] + 1 if chosen else 0)
+            high = min(high, len(self.filled) - 1)
+            if low < high:
+                narrowest = np.flatnonzero(self.width[low:high] == self.width[low:high].min()) + low
+                distance = np.abs(self.filled[narrowest] - total * part / count)
+                chosen.append(int(narrowest[distance.argmin()]))
+        return chosen
+
+    def segments(self, count: int) -> tuple[Segments, tuple[tuple[int, ...], ...]]:
+        """About ``count`` segments, and for each cut the values that cross it."""
+        places = self.places(count)
+        of_op = np.searchsorted(places, np.arange(self.graph.num_forward), side="left")
+        crossing = tuple(tuple(self.crossing(p)) for p in places)
+        kept = frozenset(v for values in crossing for v in values)
+        return Segments(tuple(of_op.tolist()), kept, self.ambient), crossing
+
+
+def segment_counts(num_forward: int) -> Iterator[int]:
+    """Numbers of segments worth trying: 1, 2, 3, 4, 6, 8, 12, 16, 24, ... up to a segment per four ops, or two if these are
+    few."""
+    most = max(1, min(MAX_SEGMENTS, max(num_forward // 4, min(num_forward // 2, FEW_SEGMENTS))))
+    count = 1
+    while count <= most:
+        yield count
+        if count >= 2 and count * 3 // 2 <= most:
+            yield count * 3 // 2
+        count *= 2

@@ -1,0 +1,254 @@
+"""The peak of the code that Inductor generated, by replaying its allocations.
+
+Inductor's output for a graph is a Python function ``call(args)`` that allocates each buffer by name, runs kernels on them,
+re-binds names where it reuses memory, and deletes names after their last use. Replaying only those statements over an
+abstract heap gives the bytes alive at every moment: in-place reuse, buffer pools and extern kernels included. Nothing is
+executed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from autoremat.planner.memory.cpp_wrapper import as_python
+
+DTYPE_BYTES = {
+    "float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "uint32": 4,
+    "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
+}  # fmt: skip
+
+INPUT_PREFIXES = ("primals_", "fwd_rng_state", "bwd_rng_state")
+
+
+@dataclass(frozen=True)
+class Circumstances:
+    """What the replay of generated code has to know of the graph: forward outputs (bytes by name), which nobody may free;
+    the allocator's granularity; workspaces by ATen op name and bytes of its results; what else the code may allocate at any
+    time; and the strides of the step's inputs, where known."""
+
+    held: Mapping[str, int] = field(default_factory=dict)
+    allocation_bytes: int = 1
+    workspaces: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
+    slack_bytes: int = 0
+    input_strides: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+
+    def is_input(self, name: str, strides: tuple[object, ...]) -> bool:
+        """Whether what the backward reads under this name is an input of the step: not the forward's copy in another layout."""
+        return name.startswith(INPUT_PREFIXES) and self.input_strides.get(name, strides) == strides
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """Statements in order, those in ``with``, ``if`` and ``for`` blocks in place."""
+    for statement in body:
+        yield statement
+        for block in ("body", "orelse"):
+            yield from _statements(getattr(statement, block, []))
+
+
+def _call_function(source: str) -> ast.FunctionDef | None:
+    """The generated ``call``; None if the code is split into partitions, whose callers hold buffers across them."""
+    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
+    if any(f.name.startswith("partition_") for f in functions):
+        return None
+    return next((f for f in functions if f.name == "call"), None)
+
+
+ALIASING = ("reinterpret_tensor", "copy_if_misaligned")
+"""Functions that return the storage of their first argument. The second copies only what was cut out of a larger tensor."""
+
+
+VIEWS = frozenset(
+    {
+        "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "squeeze", "t", "transpose",
+        "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real",
+    }
+)  # fmt: skip
+"""Ops of ATen's whose result has the storage of their first argument: the code calls them for complex numbers."""
+
+
+def _aliased(value: ast.expr) -> str | None:
+    """The name whose storage ``value`` shares: a name, or a reinterpretation or view of one."""
+    if isinstance(value, ast.Name):
+        return value.id
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ALIASING:
+        return _aliased(value.args[0])
+    if isinstance(value, ast.Call) and (called := ast.unparse(value.func)).startswith("torch.ops.aten."):
+        return _aliased(value.args[0]) if called.split(".")[3] in VIEWS else None
+    return None
+
+
+def _strided_bytes(value: ast.expr) -> int | None:
+    """Bytes of ``empty_strided_*(size, stride, dtype)`` with literal arguments."""
+    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and len(value.args) == 3):
+        return None
+    if not value.func.id.startswith("empty_strided"):
+        return None
+    try:
+        size, stride = ast.literal_eval(value.args[0]), ast.literal_eval(value.args[1])
+    except ValueError:
+        return None
+    dtype = value.args[2].attr if isinstance(value.args[2], ast.Attribute) else ""
+    extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+    return extent * DTYPE_BYTES.get(dtype, 8)
+
+
+def _is_planar(value: ast.expr) -> bool:
+    """Whether ``value`` is images on the CPU, one channel after the other, new or in the place of another buffer."""
+    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name)):
+        return False
+    first = {"empty_strided_cpu": 0, "reinterpret_tensor": 1}.get(value.func.id)
+    if first is None:
+        return False
+    try:
+        size, stride = (ast.literal_eval(argument) for argument in value.args[first : first + 2])
+    except ValueError:
+        return False
+    return len(size) == 4 and size[1] != 1 and stride[1] != 1
+
+
+class _Heap:
+    """Storages with the names that hold them; a storage without names is freed."""
+
+    def __init__(self, round_to: int) -> None:
+        self.names: dict[str, set[int]] = {}
+        self.holders: dict[int, set[str]] = {}
+        self.sizes: dict[int, int] = {}
+        self.alive = self.peak = 0
+        self.planar: set[str] = set()
+        """Names of images that lie one channel after the other."""
+        self.round_to = round_to
+
+    def allocate(self, size: int, *names: str) -> None:
+        storage = len(self.sizes)
+        self.sizes[storage] = -(-size // self.round_to) * self.round_to
+        self.holders[storage] = set(names)
+        for name in names:
+            self.names.setdefault(name, set()).add(storage)
+        self.alive += self.sizes[storage]
+        self.peak = max(self.peak, self.alive)
+
+    def release(self, name: str) -> None:
+        for storage in self.names.pop(name, set()):
+            self.holders[storage].discard(name)
+            if not self.holders[storage]:
+                self.alive -= self.sizes[storage]
+
+    def bytes_of(self, name: str) -> int:
+        return sum(self.sizes[storage] for storage in self.names.get(name, ()))
+
+    def alias(self, name: str, other: str) -> None:
+        if name == other:
+            return
+        storages = set(self.names.get(other, set()))
+        self.release(name)  # `other` holds the storages meanwhile
+        self.names[name] = storages
+        for storage in storages:
+            self.holders[storage].add(name)
+
+
+def _unpackings(statements: list[ast.stmt]) -> dict[str, list[str]]:
+    """For each name that holds the results of a call, the names that take one each (``buf7 = buf6[1]``, ``buf7 = buf6``)."""
+    found: dict[str, list[str]] = {}
+    made = set()
+    for statement in statements:
+        if not isinstance(statement, ast.Assign):
+            continue
+        target, value = statement.targets[0], statement.value
+        if isinstance(value, ast.Call) and isinstance(target, ast.Name) and _aliased(value) is None:
+            made.add(target.id)
+        if isinstance(value, ast.Subscript) or (isinstance(value, ast.Name) and value.id in made):
+            source = value.value if isinstance(value, ast.Subscript) else value
+            if isinstance(target, ast.Name) and isinstance(source, ast.Name):
+                found.setdefault(source.id, []).append(target.id)
+    return found
+
+
+def replay_peak(
+    source: str,
+    input_bytes: Mapping[str, int],
+    buffer_bytes: Callable[[str], int],
+    held: Collection[str] = (),
+    round_to: int = 1,
+    workspaces: Mapping[str, Mapping[int, int]] | None = None,
+) -> int | None:
+    """The largest number of bytes alive while ``source`` runs, or None if it is not of the known form.
+
+    ``input_bytes`` are the inputs that count (saved activations) by name; those also in ``held`` are never freed.
+    ``buffer_bytes(name)`` gives the size of a buffer that an extern kernel allocates. Allocations are rounded up to
+    ``round_to`` bytes. ``workspaces`` says what calls of a function (by its name in the source) need while they run, by the
+    bytes of their results.
+    """
+    call = _call_function(as_python(source) or source)
+    if call is None:
+        return None
+    statements = list(_statements(call.body))
+    parts = _unpackings(statements)
+    heap = _Heap(round_to)
+    for name, size in input_bytes.items():
+        heap.allocate(size, name, *(["(caller)"] if name in held else []))
+    for statement in statements:
+        before = heap.alive
+        if isinstance(statement, ast.Delete):
+            for target in statement.targets:
+                if isinstance(target, ast.Name):
+                    heap.release(target.id)
+        elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+            _assign(heap, statement.targets[0].id, statement.value, parts, buffer_bytes)
+        if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
+            made = heap.alive - before or _written(statement.value, heap)
+            needed = _workspace(statement.value, made, workspaces) + _reordered(statement.value, heap)
+            heap.peak = max(heap.peak, heap.alive + needed)
+    return heap.peak
+
+
+def _reordered(value: ast.expr, heap: _Heap) -> int:
+    """What oneDNN copies to differentiate a convolution of planar images: those, and the gradient."""
+    if not (isinstance(value, ast.Call) and "convolution_backward" in ast.unparse(value.func)):
+        return 0
+    images = [argument.id for argument in value.args[:2] if isinstance(argument, ast.Name)]
+    return sum(map(heap.bytes_of, images)) if heap.planar.intersection(images) else 0
+
+
+def _written(value: ast.expr, heap: _Heap) -> int:
+    """Bytes of the buffer that a call is told to write its result to (``out=buf3``)."""
+    keywords = value.keywords if isinstance(value, ast.Call) else []
+    return sum(heap.bytes_of(k.value.id) for k in keywords if k.arg == "out" and isinstance(k.value, ast.Name))
+
+
+def _workspace(value: ast.expr, made: int, workspaces: Mapping[str, Mapping[int, int]]) -> int:
+    """What the called function needs while it makes results of ``made`` bytes."""
+    if not isinstance(value, ast.Call):
+        return 0
+    attributes = {n.attr for n in ast.walk(value.func) if isinstance(n, ast.Attribute)}
+    sizes = next((sizes for name, sizes in workspaces.items() if name in attributes), {})
+    # Results that nothing reads are not in the code's count: take the next larger call, or the largest of all. A call that
+    # writes to what is there may be any of them.
+    larger = [results for results in sizes if results >= made > 0]
+    return sizes[min(larger)] if larger else max(sizes.values(), default=0)
+
+
+def _assign(
+    heap: _Heap, name: str, value: ast.expr, parts: Mapping[str, list[str]], buffer_bytes: Callable[[str], int]
+) -> None:
+    other = _aliased(value)
+    if other is not None:
+        planar = _is_planar(value) or (isinstance(value, ast.Name) and other in heap.planar)
+        (heap.planar.add if planar else heap.planar.discard)(name)
+        heap.alias(name, other)
+    elif isinstance(value, ast.Subscript):
+        return  # an unpacking, allocated with what it unpacks
+    elif (size := _strided_bytes(value)) is not None:
+        heap.release(name)
+        heap.allocate(size, name)
+        (heap.planar.add if _is_planar(value) else heap.planar.discard)(name)
+    elif isinstance(value, ast.Call):
+        heap.release(name)
+        own = buffer_bytes(name)
+        if own:
+            heap.allocate(own, name)
+            return
+        for part in parts.get(name, ()):  # a call with results of its own holds nothing itself
+            heap.allocate(buffer_bytes(part), name, part)

@@ -1,0 +1,1 @@
+"""One budget for the several graphs of a step."""

@@ -1,0 +1,242 @@
+"""The memory of one step over several calls of compiled graphs, and the plans of least time that keep it within a budget.
+
+A step is a list of *moments*: the forward or the backward of a call runs, or something that no plan touches. Alive at a moment
+is what no plan decides (``base_bytes``), what every *open* call (between its forward and its backward) saves, and the peak of
+the half that runs. A graph has one plan for all its calls, chosen from its *front*: plans of which none is better than
+another in every respect. So the peak of each moment is a sum of terms of single graphs, and choosing is a small integer
+program:
+
+    x[g, k] = 1: graph g gets plan k                                       sum over k of x[g, k] = 1
+    minimise   sum of calls[g] * seconds[g, k] * x[g, k]
+    subject to base + sum of saved[g, k] * x[g, k] over the open calls + peak[r, k] * x[r, k] of the running one <= budget
+
+CP-SAT solves it exactly, in whole bytes, by one thread, so that equal ledgers have equal answers.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Front = Sequence["PlanPoint"]
+
+BYTES = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
+
+EFFORT = 30.0
+"""CP-SAT's deterministic time, about seconds; past it the best choice found counts."""
+
+COST_UNITS = 2**40
+"""Into so many units the largest possible cost of a step is divided, because CP-SAT counts in whole numbers."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class PlanPoint:
+    """What one plan of a graph means for the step, per call. Peaks count from the start of the call's forward."""
+
+    seconds: float
+    """Recomputation and the traffic of what is saved, by the cost model."""
+    saved_bytes: int
+    """Held between the forward and the backward, beside the outputs."""
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+
+    def peak_bytes(self, backward: bool) -> int:
+        """The peak of one half."""
+        return self.backward_peak_bytes if backward else self.forward_peak_bytes
+
+    def dominates(self, other: PlanPoint) -> bool:
+        """Whether this plan is at least as good in every respect."""
+        return (
+            self.seconds <= other.seconds
+            and self.saved_bytes <= other.saved_bytes
+            and self.forward_peak_bytes <= other.forward_peak_bytes
+            and self.backward_peak_bytes <= other.backward_peak_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A stretch of the step during which nothing but one half runs."""
+
+    base_bytes: int
+    """Alive whatever the plans, above the step's start. May be negative where a plan's peak counts what is not alive."""
+    open: tuple[int, ...] = ()
+    """The graphs of the other open calls; a graph stands there once for each of its calls."""
+    running: int | None = None
+    """The graph whose half runs; None: no half does, and ``base_bytes`` is the peak of what runs instead."""
+    backward: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one graph may use of the step's budget: limits for the :class:`PlanPoint` of its plan. Accepted as a
+    ``memory_budget``."""
+
+    saved_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    borders: bool = False
+    """Whether what is kept alive on the graph's borders counts as saved (see ``fronts.point_of``)."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The larger of the limits of the two halves."""
+        return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+    def holds(self, point: PlanPoint, margin_bytes: int = 0) -> bool:
+        """Whether ``point`` keeps to the limits, and stays below those of the peaks by a margin."""
+        return (
+            point.saved_bytes <= self.saved_bytes
+            and point.forward_peak_bytes + margin_bytes <= self.forward_peak_bytes
+            and point.backward_peak_bytes + margin_bytes <= self.backward_peak_bytes
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """For each graph the number of its plan in its front, and what follows."""
+
+    choice: tuple[int, ...]
+    peak_bytes: int
+    seconds: float
+    """Of all calls."""
+
+
+def pareto(points: Iterable[PlanPoint]) -> tuple[PlanPoint, ...]:
+    """The points that no other dominates, fastest first."""
+    found: list[PlanPoint] = []
+    for point in sorted(set(points)):
+        if not any(other.dominates(point) for other in found):
+            found.append(point)
+    return tuple(found)
+
+
+def _moment_bytes(moment: Moment, points: Sequence[PlanPoint]) -> int:
+    half = 0 if moment.running is None else points[moment.running].peak_bytes(moment.backward)
+    return moment.base_bytes + sum(points[g].saved_bytes for g in moment.open) + half
+
+
+def fullest(moments: Sequence[Moment], points: Sequence[PlanPoint]) -> Moment:
+    """The first moment at which the step's peak is reached if graph ``g`` follows ``points[g]``."""
+    return max(moments, key=lambda moment: _moment_bytes(moment, points))
+
+
+def step_peak(moments: Sequence[Moment], points: Sequence[PlanPoint]) -> int:
+    """The peak of the step if graph ``g`` follows ``points[g]``."""
+    return max((_moment_bytes(moment, points) for moment in moments), default=0)
+
+
+def shares(moments: Sequence[Moment], points: Sequence[PlanPoint], budget: int, borders: bool) -> tuple[Share, ...]:
+    """What is left to each graph of ``budget`` bytes while all others keep to their ``points``."""
+    room: dict[tuple[int, bool], int] = {}
+    for moment in moments:
+        if moment.running is not None:
+            left = budget - moment.base_bytes - sum(points[g].saved_bytes for g in moment.open)
+            half = moment.running, moment.backward
+            room[half] = min(left, room.get(half, left))
+    return tuple(
+        Share(
+            point.saved_bytes,
+            room.get((graph, False), point.forward_peak_bytes),
+            room.get((graph, True), point.backward_peak_bytes),
+            borders,
+        )
+        for graph, point in enumerate(points)
+    )
+
+
+def distinct(moments: Iterable[Moment]) -> list[Moment]:
+    """The moments without those that others cover: same calls open, same half running, no more alive beside them."""
+    fullest_of: dict[tuple[Any, ...], Moment] = {}
+    for moment in moments:
+        key = (tuple(sorted(moment.open)), moment.running, moment.backward)
+        known = fullest_of.get(key)
+        if known is None or known.base_bytes < moment.base_bytes:
+            fullest_of[key] = moment
+    return list(fullest_of.values())
+
+
+class _Model:
+    """The integer program at the head of this file."""
+
+    def __init__(self, fronts: Sequence[Front], moments: Sequence[Moment]) -> None:
+        from ortools.sat.python import cp_model
+
+        self.cp_model: Any = cp_model
+        self.model: Any = cp_model.CpModel()
+        self.fronts, self.moments = fronts, distinct(moments)
+        self.chosen = [[self.model.new_bool_var(f"x[{g},{k}]") for k in range(len(front))] for g, front in enumerate(fronts)]
+        for choices in self.chosen:
+            self.model.add_exactly_one(choices)
+
+    def bytes_at(self, moment: Moment) -> Any:
+        """What is alive at ``moment``, as an expression."""
+        terms: list[Any] = [moment.base_bytes]
+        for graph, count in sorted(Counter(moment.open).items()):
+            terms += [count * p.saved_bytes * x for p, x in zip(self.fronts[graph], self.chosen[graph], strict=True)]
+        if moment.running is not None:
+            running = zip(self.fronts[moment.running], self.chosen[moment.running], strict=True)
+            terms += [p.peak_bytes(moment.backward) * x for p, x in running]
+        return sum(terms)
+
+    def solve(self, hint: Sequence[int] | None = None) -> tuple[int, ...] | None:
+        """The best choice, None if there is none."""
+        for graph, choices in enumerate(self.chosen if hint is not None else []):
+            for number, x in enumerate(choices):
+                self.model.add_hint(x, number == (hint or ())[graph])
+        solver = self.cp_model.CpSolver()
+        solver.parameters.num_workers = 1
+        solver.parameters.random_seed = 0
+        solver.parameters.max_deterministic_time = EFFORT
+        if solver.solve(self.model) not in (self.cp_model.OPTIMAL, self.cp_model.FEASIBLE):
+            return None
+        return tuple(next(k for k, x in enumerate(choices) if solver.boolean_value(x)) for choices in self.chosen)
+
+
+def _outcome(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment], choice: Sequence[int]) -> Allocation:
+    points = [front[k] for front, k in zip(fronts, choice, strict=True)]
+    seconds = sum(count * point.seconds for count, point in zip(calls, points, strict=True))
+    return Allocation(tuple(choice), step_peak(moments, points), seconds)
+
+
+def least_memory(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment]) -> Allocation:
+    """The plans with which the step's peak is least."""
+    model = _Model(fronts, moments)
+    most = [PlanPoint(0.0, *(max(getattr(p, name) for p in front) for name in BYTES)) for front in fronts]
+    peak = model.model.new_int_var(0, max(0, step_peak(moments, most)), "peak")
+    for moment in model.moments:
+        model.model.add(model.bytes_at(moment) <= peak)
+    model.model.minimize(peak)
+    choice = model.solve()
+    if choice is None:  # out of effort before any choice was tried
+        choice = tuple(min(range(len(f)), key=lambda k: (f[k].saved_bytes, f[k].backward_peak_bytes)) for f in fronts)
+    return _outcome(fronts, calls, moments, choice)
+
+
+def allocate(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment], budget: int | None) -> Allocation | None:
+    """The plan of each graph with which the step's peak is at most ``budget`` bytes (None: no bound) at the least seconds.
+
+    ``fronts[g]`` are the plans of graph ``g``, which is called ``calls[g]`` times. None if no choice fits.
+    """
+    fastest = tuple(min(range(len(front)), key=lambda k: front[k]) for front in fronts)
+    freely = _outcome(fronts, calls, moments, fastest)
+    if budget is None or freely.peak_bytes <= budget:
+        return freely
+    smallest = least_memory(fronts, calls, moments)
+    if smallest.peak_bytes > budget:
+        return None
+    model = _Model(fronts, moments)
+    for moment in model.moments:
+        model.model.add(model.bytes_at(moment) <= budget)
+    worst = sum(count * max(p.seconds for p in front) for count, front in zip(calls, fronts, strict=True)) or 1.0
+    model.model.minimize(
+        sum(
+            round(count * p.seconds / worst * COST_UNITS) * x
+            for count, front, choices in zip(calls, fronts, model.chosen, strict=True)
+            for p, x in zip(front, choices, strict=True)
+        )
+    )
+    choice = model.solve(hint=smallest.choice)
+    return smallest if choice is None else _outcome(fronts, calls, moments, choice)

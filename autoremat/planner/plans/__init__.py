@@ -1,0 +1,1 @@
+"""A plan, its file, and its check by an independent count."""

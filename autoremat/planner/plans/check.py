@@ -1,0 +1,88 @@
+"""Replays a plan without the simulator: what runs, in which order, and what is alive meanwhile.
+
+The planner's own arithmetic is not trusted. This file knows only the rules: each execution makes fresh copies of the op's
+outputs; a read finds the newest copy; a copy goes after the last read before the value is made again.
+"""
+
+from __future__ import annotations
+
+from autoremat.basics.errors import PlanInvalid
+from autoremat.planner.graph.graph import Graph, Order, Role
+from autoremat.planner.graph.schedule import Schedule
+
+
+def check_executions(graph: Graph, schedule: Schedule) -> None:
+    """Raise ``PlanInvalid`` on the first violation.
+
+    Every op runs when it must, for the first time in the graph's order; nothing that may not be repeated runs twice;
+    every read finds its value; outputs exist at the end; orders hold.
+    """
+    if [op for op in schedule.backward if op >= graph.num_forward] != list(range(graph.num_forward, len(graph.ops))):
+        raise PlanInvalid("the backward's own ops do not all run once, in order")
+    if any(not 0 <= op < graph.num_forward for op in schedule.forward):
+        raise PlanInvalid("the forward runs an op that is not its own")
+    if missing := graph.required_forward - set(schedule.forward):
+        raise PlanInvalid(f"the forward lacks {[graph.ops[op].name for op in sorted(missing)]}")
+    made = {v for v, value in enumerate(graph.values) if value.role is not Role.COMPUTED}
+    ran: set[int] = set()
+    furthest = -1
+    for position, index in enumerate(schedule.sequence):
+        op = graph.ops[index]
+        if index in ran:
+            _may_run_again(graph, index)
+        if not made.issuperset(op.inputs):
+            raise PlanInvalid(f"{op.name} reads {[graph.values[v].name for v in op.inputs if v not in made]} before it is made")
+        if index not in ran and index < furthest and position < len(schedule.forward):
+            raise PlanInvalid(f"{op.name} runs for the first time after {graph.ops[furthest].name}, out of order")
+        furthest = max(furthest, index)
+        ran.add(index)
+        made.update(op.outputs)
+    if unmade := [graph.values[v].name for v in graph.backward_outputs if v not in made]:
+        raise PlanInvalid(f"the outputs {unmade} are never made")
+
+
+def _may_run_again(graph: Graph, index: int) -> None:
+    op = graph.ops[index]
+    if not op.repeatable:
+        raise PlanInvalid(f"{op.name} may not run twice ({op.traits.name})")
+    if op.order is Order.SAVE:
+        raise PlanInvalid(f"{op.name} is ordered to be saved but runs twice")
+
+
+def replayed_peak(graph: Graph, schedule: Schedule) -> int:
+    """The most bytes alive during an execution, for a graph that does not fuse and a schedule that passed
+    :func:`check_executions`.
+
+    Inputs cost nothing; tangents count through the backward; a workspace counts while its op runs; the copies of outputs
+    that the forward and the backward leave behind stay to the end.
+    """
+    ops, sequence, num_forward = graph.ops, schedule.sequence, len(schedule.forward)
+    sizes = [value.bytes for value in graph.values]
+    tangents = sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
+    with_caller = set(graph.forward_outputs)
+    held = {v: p for p, index in enumerate(schedule.forward) for v in with_caller.intersection(ops[index].outputs)}
+    frees = _frees(graph, schedule)
+    alive: dict[int, int] = {}  # the execution that made the newest copy of each value
+    current = peak = 0
+    for position, index in enumerate(sequence):
+        for value in ops[index].outputs:
+            alive[value] = position
+            current += sizes[value]
+        now = current + ops[index].workspace_bytes + (tangents if position >= num_forward else 0)
+        peak = max(peak, now)
+        for value in frees[position]:
+            if held.get(value) != alive.pop(value):
+                current -= sizes[value]
+    return peak
+
+
+def _frees(graph: Graph, schedule: Schedule) -> list[list[int]]:
+    """For each execution, the values that nobody reads after it before they are made again."""
+    wanted = set(graph.backward_outputs)
+    frees: list[list[int]] = []
+    for index in reversed(schedule.sequence):
+        read, made = graph.computed_inputs[index], graph.ops[index].outputs
+        frees.append([v for v in (*made, *read) if v not in wanted])
+        wanted.difference_update(made)
+        wanted.update(read)
+    return frees[::-1]

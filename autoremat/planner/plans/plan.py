@@ -1,0 +1,250 @@
+"""A plan: the schedule that was chosen, with what the simulator, the cost model and the lower bounds say of it."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from autoremat.basics.display import PlainTable, Shown, named_figures
+from autoremat.basics.errors import PlanFileError, PlanInvalid
+from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.memory.simulator import Timeline, simulate
+from autoremat.planner.plans import plan_json
+from autoremat.planner.plans.check import check_executions, replayed_peak
+
+FORMAT, VERSION = "autoremat plan", 2
+
+OPTIMAL_SHARE = 1e-9
+"""A plan this close to its lower bound, as a share of the bound or of the step, is optimal: bounds are rounded down."""
+
+
+class Status(str, enum.Enum):
+    """How good a plan is known to be."""
+
+    OPTIMAL = "optimal"
+    FEASIBLE = "feasible"
+    INFEASIBLE = "infeasible"
+    """Its peak is over the budget."""
+    TIME_LIMIT = "time limit"
+    """Feasible, and the search was cut short."""
+
+
+@dataclass(frozen=True, repr=False)
+class Plan(Shown):
+    """A schedule for ``graph`` and its simulated timeline, with what is known of the budget that it was made for."""
+
+    graph: Graph
+    schedule: Schedule
+    timeline: Timeline
+    label: str = ""
+    """Which candidate this is, for logs: segments, nesting, price."""
+    budget_bytes: int | None = None
+    """What the peak was to stay within; None for no bound."""
+    lower_bound_seconds: float = 0.0
+    """No plan within the budget adds less; infinite if none fits."""
+    lower_bound_bytes: int = 0
+    """No plan has a lower peak."""
+    interrupted: bool = False
+    """Whether the time limit cut the search short."""
+
+    @classmethod
+    def of(cls, graph: Graph, schedule: Schedule, label: str = "") -> Plan:
+        """Simulate ``schedule``. Raises ``PlanInvalid`` if an execution reads what was never made."""
+        return cls(graph, schedule, simulate(graph, schedule), label)
+
+    @property
+    def sequence(self) -> tuple[int, ...]:
+        """The op numbers in the order in which they are to run."""
+        return self.schedule.sequence
+
+    @property
+    def peak_bytes(self) -> int:
+        """The simulated peak."""
+        return self.timeline.peak_bytes
+
+    @cached_property
+    def saved(self) -> tuple[int, ...]:
+        """Values that cross from forward to backward."""
+        return self.schedule.saved(self.graph)
+
+    @cached_property
+    def saved_bytes(self) -> int:
+        """Bytes that cross from forward to backward."""
+        return sum(self.graph.values[v].bytes for v in self.saved)
+
+    @cached_property
+    def recomputed(self) -> tuple[int, ...]:
+        """Executions of forward ops beyond the first, in order."""
+        return self.schedule.recomputed(self.graph)
+
+    @cached_property
+    def added_seconds(self) -> float:
+        """Seconds that the recomputation adds, by the cost model."""
+        return sum(traffic_of(self.graph).again_seconds[op] for op in self.recomputed)
+
+    @cached_property
+    def cost_seconds(self) -> float:
+        """What plans are compared by: recomputation plus the traffic of what is saved."""
+        return self.added_seconds + float(traffic_of(self.graph).saving_seconds[list(self.saved)].sum())
+
+    @cached_property
+    def gap(self) -> float:
+        """How far from optimal the plan may be: what it adds over the bound, as a share of the step with the least
+        recomputation possible. Infinite if no plan fits."""
+        if math.isinf(self.lower_bound_seconds):
+            return math.inf
+        excess = max(0.0, self.added_seconds - self.lower_bound_seconds)
+        return excess / (self.graph.step_seconds + self.lower_bound_seconds) if excess else 0.0
+
+    @cached_property
+    def status(self) -> Status:
+        """Whether the plan fits its budget, and if so, how good it is known to be."""
+        if self.budget_bytes is not None and self.peak_bytes > self.budget_bytes:
+            return Status.INFEASIBLE
+        if self.added_seconds <= self.lower_bound_seconds * (1 + OPTIMAL_SHARE) + self.graph.step_seconds * OPTIMAL_SHARE:
+            return Status.OPTIMAL
+        return Status.TIME_LIMIT if self.interrupted else Status.FEASIBLE
+
+    def line(self) -> str:
+        """All that a prompt shows."""
+        budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
+        return (
+            f"{self.status.value}, {budget}, peak {format_bytes(self.peak_bytes)}, {len(self.graph.ops)} ops, "
+            f"{len(self.recomputed)} recomputed in {format_seconds(self.added_seconds)}"
+        )
+
+    def tables(self) -> Sequence[PlainTable]:
+        """All that ``print`` shows."""
+        graph, bound = self.graph, self.lower_bound_seconds
+        least = "no plan fits" if math.isinf(bound) else f"no plan adds less than {format_seconds(bound)}"
+        figures = [
+            ("status", self.status.value),
+            ("budget", "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)),
+            ("peak", f"{format_bytes(self.peak_bytes)} (no plan needs less than {format_bytes(self.lower_bound_bytes)})"),
+            ("recomputed", f"{len(self.recomputed)} ops, {format_seconds(self.added_seconds)} of a step of "
+                           f"{format_seconds(graph.step_seconds)} ({least})"),
+            ("saved", f"{format_bytes(self.saved_bytes)} in {len(self.saved)} values"),
+            ("graph", f"{len(graph.ops)} ops, {graph.num_forward} of them forward"),
+            ("found by", self.label or "unknown"),
+        ]  # fmt: skip
+        return [named_figures(figures)]
+
+    @cached_property
+    def frees(self) -> tuple[tuple[int, ...], ...]:
+        """For each execution of ``sequence``, the values of which a copy is freed after it. Outputs stay."""
+        copies, num_forward = self.timeline.copies, len(self.schedule.forward)
+        with_caller, gradients = set(self.graph.forward_outputs), set(self.graph.backward_outputs)
+        # Of each output the newest copy stays; what the caller holds, as of the end of the forward.
+        handed_out = {c.value: c for c in copies if c.value in with_caller and c.start < num_forward}
+        at_the_end = {c.value: c for c in copies if c.value in gradients}
+        staying = {*handed_out.values(), *at_the_end.values()}
+        freed: list[list[int]] = [[] for _ in self.sequence]
+        for copy in copies:
+            if copy not in staying:
+                freed[copy.end].append(copy.value)
+        return tuple(map(tuple, freed))
+
+    def to_json(self) -> str:
+        """The plan for other programs, as strict JSON: what is infinite becomes null.
+
+        ``copies`` are triples: a value, the execution that makes this copy, the last execution during which it is alive.
+        """
+        record = {
+            "sequence": self.sequence,
+            "ops": [op.name for op in self.graph.ops],
+            "peak_bytes": self.peak_bytes,
+            "budget_bytes": self.budget_bytes,
+            "lower_bound_bytes": self.lower_bound_bytes,
+            "added_seconds": self.added_seconds,
+            "lower_bound_seconds": _finite(self.lower_bound_seconds),
+            "gap": _finite(self.gap),
+            "status": self.status.value,
+            "copies": [(copy.value, copy.start, copy.end) for copy in self.timeline.copies],
+        }
+        return json.dumps(record, allow_nan=False)
+
+    def dumps(self) -> str:
+        """Returns the plan with its graph as strict JSON; :meth:`loads` reads it back."""
+        bound = self.lower_bound_seconds
+        record = {"format": FORMAT, "version": VERSION, **plan_json.encode(self.graph, self.schedule)} | {
+            "label": self.label,
+            "budget_bytes": self.budget_bytes,
+            "lower_bound_bytes": self.lower_bound_bytes,
+            "lower_bound_seconds": _finite(bound),
+            "interrupted": self.interrupted,
+        }
+        return json.dumps(record, allow_nan=False, separators=(",", ":"))
+
+    @classmethod
+    def loads(cls, text: str, name: str = "the plan") -> Plan:
+        """Returns the plan that :meth:`dumps` wrote, simulated and checked afresh.
+
+        Raises ``PlanFileError`` on anything else.
+        """
+        try:
+            record = json.loads(text)
+            if not isinstance(record, dict) or record.get("format") != FORMAT:
+                raise PlanFileError(f"{name} is no plan of autoremat's. Plans are written by Plan.save(path)")
+            if record.get("version") != VERSION:
+                version = record.get("version")
+                raise PlanFileError(f"{name} has version {version!r} of the format; this autoremat reads {VERSION}")
+            graph, schedule = plan_json.decode(record)
+            bound, read = record["lower_bound_seconds"], plan_json.reader_of
+            plan = replace(
+                cls.of(graph, schedule, read(str)(record["label"])),
+                budget_bytes=read(int | None)(record["budget_bytes"]),
+                lower_bound_bytes=read(int)(record["lower_bound_bytes"]),
+                lower_bound_seconds=math.inf if bound is None else read(float)(bound),
+                interrupted=read(bool)(record["interrupted"]),
+            )
+            plan.check()
+            return plan
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError, PlanInvalid) as error:
+            if isinstance(error, PlanFileError):
+                raise
+            raise PlanFileError(f"{name} holds no valid plan: {type(error).__name__}: {error}") from error
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the plan with its graph as JSON, for :meth:`load` and for ``options={"plan": path}``."""
+        Path(path).write_text(self.dumps(), encoding="utf-8")
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Plan:
+        """Returns the plan that :meth:`save` wrote, simulated and checked afresh. Raises ``PlanFileError`` on anything else."""
+        return cls.loads(read_plan_text(path), os.fspath(path))
+
+    def check(self, graph: Graph | None = None) -> None:
+        """Replay the plan against ``graph`` (its own by default); raise ``PlanInvalid`` on the first violation.
+
+        Independent of the simulator: what runs and when, and, unless the graph fuses, the peak.
+        """
+        graph = graph or self.graph
+        check_executions(graph, self.schedule)
+        if graph.fuses:
+            return
+        peak = replayed_peak(graph, self.schedule)
+        if self.budget_bytes is not None and self.peak_bytes <= self.budget_bytes < peak:
+            raise PlanInvalid(f"the peak is {format_bytes(peak)}, over the budget of {format_bytes(self.budget_bytes)}")
+        if peak != self.peak_bytes:
+            raise PlanInvalid(f"the peak is {peak} bytes, not {self.peak_bytes} as the plan says")
+
+
+def _finite(figure: float) -> float | None:
+    return figure if math.isfinite(figure) else None
+
+
+def read_plan_text(path: str | os.PathLike[str]) -> str:
+    """Returns the text of a plan's file. Raises ``PlanFileError`` if it cannot be read."""
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:  # no such text, or no such name
+        raise PlanFileError(f"the plan {os.fspath(path)!r} cannot be read: {error}") from error

@@ -1,0 +1,115 @@
+"""Plans as files: JSON that holds the graph too, so that a plan can be read by itself and checked against another graph.
+
+Nothing in a file is executed, and nothing is believed: types and numbers are checked, the peak is simulated afresh and the
+schedule replayed, on reading and again on the graph that the plan is applied to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from autoremat.basics.errors import PlanFileError, PlanInvalid
+from autoremat.basics.units import format_bytes
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.plans.plan import Plan, read_plan_text
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """A plan that was read. ``digest`` is the hash of the text: two files of the same text lead to the same compilation."""
+
+    name: str
+    digest: str
+    plan: Plan = field(repr=False, compare=False)
+
+    def uuid(self) -> str:
+        """What a compiled artifact depends on."""
+        return self.digest
+
+    @classmethod
+    def of(cls, source: str | os.PathLike[str] | Plan) -> PlanFile:
+        """Read a path, or take a plan that is at hand. Raises ``PlanFileError``."""
+        name = "the given Plan" if isinstance(source, Plan) else os.fspath(source)
+        text = source.dumps() if isinstance(source, Plan) else read_plan_text(name)
+        return cls(name, hashlib.sha256(text.encode()).hexdigest(), Plan.loads(text, name))
+
+
+# -- a plan and another graph ------------------------------------------------------------------------------------------
+
+
+def graph_hash(graph: Graph) -> str:
+    """A hash of the ops, their edges, the sizes and the outputs.
+
+    Names, lines, seconds and workspaces are left out: they differ between processes and machines. So are orders and what may
+    not run twice: a plan is checked against those of the graph at hand.
+    """
+    ops = [_op_structure(graph, index) for index in range(len(graph.ops))]
+    values = [(value.bytes, value.producer, value.role.value) for value in graph.values]
+    ends = (graph.forward_outputs, graph.backward_outputs)
+    return hashlib.sha256(json.dumps([ops, values, ends]).encode()).hexdigest()
+
+
+def _op_structure(graph: Graph, index: int) -> tuple[Any, ...]:
+    op = graph.ops[index]
+    target = re.sub(r" at 0x[0-9a-fA-F]+", "", op.target)
+    made = [graph.values[v].bytes for v in op.outputs]
+    return target, op.forward, op.inputs, op.outputs, made
+
+
+def fitted(files: Sequence[PlanFile], graph: Graph) -> tuple[PlanFile, Plan]:
+    """The one of ``files`` that is for ``graph``, and its plan for exactly that graph, simulated and checked.
+
+    Raises ``PlanFileError``, which says what differs, if none is.
+    """
+    wanted = graph_hash(graph)
+    for file in files:
+        if graph_hash(file.plan.graph) == wanted:
+            plan = Plan.of(graph, file.plan.schedule, f"stored plan ({file.plan.label})" if file.plan.label else "stored plan")
+            try:
+                plan.check()
+            except PlanInvalid as error:
+                raise PlanFileError(f"the plan in {file.name} breaks a rule of this graph: {error}") from error
+            return file, plan
+    nearest = min(files, key=lambda file: abs(len(file.plan.graph.ops) - len(graph.ops)))
+    which = f"the plan in {nearest.name} is" if len(files) == 1 else f"none of {len(files)} plans ({nearest.name} is nearest)"
+    raise PlanFileError(f"{which} for another graph than this one:\n{difference(nearest.plan.graph, graph)}\n{_ADVICE}")
+
+
+_ADVICE = (
+    "A plan holds for the same model, shapes, device type and inner compiler, and for a torch that traces the same ops. "
+    "Save a plan of this graph, or leave out the option `plan`."
+)
+
+
+def difference(stored: Graph, found: Graph) -> str:
+    """What tells two graphs apart, as lines of text: their sizes and the first op that differs."""
+    lines = [f"  {name:<8}{_sizes(graph)}" for name, graph in (("stored:", stored), ("here:", found))]
+    shared = range(min(len(stored.ops), len(found.ops)))
+    first = next((i for i in shared if _op_structure(stored, i) != _op_structure(found, i)), len(shared))
+    if first == len(stored.ops) == len(found.ops):
+        return "\n".join([*lines, "  the ops are the same; the sizes of inputs or the outputs differ"])
+    lines.append(f"  the first op that differs is number {first}:")
+    lines += [f"    {name:<8}{_op_text(graph, first)}" for name, graph in (("stored:", stored), ("here:", found))]
+    return "\n".join(lines)
+
+
+def _sizes(graph: Graph) -> str:
+    total = format_bytes(sum(value.bytes for value in graph.values))
+    return f"{len(graph.ops)} ops ({graph.num_forward} in the forward), {len(graph.values)} values of {total}"
+
+
+def _op_text(graph: Graph, index: int) -> str:
+    if index >= len(graph.ops):
+        return "(no such op)"
+    op = graph.ops[index]
+    read = ", ".join(f"{v} ({graph.values[v].name})" for v in op.inputs)
+    made = ", ".join(f"{v} ({graph.values[v].name}, {format_bytes(graph.values[v].bytes)})" for v in op.outputs)
+    half = "forward" if op.forward else "backward"
+    place = f" in {op.module or 'the model'} at {op.source}" if op.source else ""
+    return f"{op.target} reads values [{read}], makes values [{made}] in the {half}{place}"

@@ -1,0 +1,49 @@
+"""Fixed policies, to compare plans with: what they save does not depend on the budget."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.schedule import build_schedule
+from autoremat.planner.graph.segments import Chain
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.planner import Planning
+from autoremat.planner.search.single_phase import bounds_of, joined, outcome, steps_of, without_recomputation
+
+Policy = Callable[[Graph], Plan]
+"""A plan for a training step."""
+
+
+def save_all(graph: Graph) -> Plan:
+    """No recomputation."""
+    return without_recomputation(graph)
+
+
+def recompute_all(graph: Graph) -> Plan:
+    """Everything runs again in the backward that may, once, when it is first needed."""
+    return Plan.of(graph, build_schedule(graph, must_be_saved(graph)), "recompute all")
+
+
+def save_cuts(graph: Graph) -> Plan:
+    """Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016): about as many segments as the root of the number
+    of forward ops; what crosses the cuts is saved, the inside of a segment is recomputed when the backward reaches it."""
+    chain = Chain.of(graph)
+    segments, _ = chain.segments(max(1, round(math.sqrt(graph.num_forward))))
+    saved = must_be_saved(graph) | segments.kept | chain.ambient
+    return Plan.of(graph, build_schedule(graph, saved, segments), f"{segments.count} segments")
+
+
+def must_be_saved(graph: Graph) -> frozenset[int]:
+    """Forward values that cannot be had again, and those that the caller holds anyway."""
+    ops = graph.ops[: graph.num_forward]
+    single = {v for op in ops if not op.repeatable or op.order is Order.SAVE for v in op.outputs}
+    return frozenset(single.union(graph.forward_outputs))
+
+
+def solve(graph: Graph, budget: int | None, policy: Policy) -> Planning:
+    """The outcome of ``policy``; of a graph of one phase, the smallest plan of those for its splits."""
+    plans = [joined(graph, policy(step)) for step in steps_of(graph)] or [without_recomputation(graph)]
+    smallest = min(plans, key=lambda p: (p.peak_bytes, p.cost_seconds))
+    return outcome([smallest], budget, bounds_of(graph), len(plans), interrupted=False)

@@ -1,0 +1,121 @@
+"""Fills a budget: from a plan that recomputes much, save more where and while memory is free.
+
+A recomputed result that is saved instead costs its bytes from the end of its life in the forward to the place where it was
+recomputed, and nothing where it is alive anyway; it gains the seconds of its op and of all that ran for it alone. Results
+are taken greedily by gain per byte, in rounds, because what is saved changes what the rest would gain.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.graph.graph import Order
+from autoremat.planner.plans.plan import Plan
+
+MAX_ROUNDS = 8
+
+
+@dataclass(frozen=True)
+class _Candidate:
+    """An op that could be saved instead of recomputed; from execution ``start`` to ``end`` that takes memory."""
+
+    gain_per_byte: float
+    """Seconds."""
+    bytes: int
+    start: int
+    end: int
+    values: tuple[int, ...]
+
+
+class _Reads:
+    """Who reads whose result in a schedule."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.graph, self.sequence, self.num_forward = plan.graph, plan.schedule.sequence, len(plan.schedule.forward)
+        newest: dict[int, int] = {}
+        self.sources: list[list[int]] = []
+        """For each execution, the executions whose results it reads."""
+        self.readers: list[list[int]] = [[] for _ in self.sequence]
+        self.forward_end: dict[int, int] = {}
+        """For each value, the last execution of the forward that makes or reads it."""
+        for position, index in enumerate(self.sequence):
+            sources = [newest[v] for v in self.graph.computed_inputs[index]]
+            for source in sources:
+                self.readers[source].append(position)
+            self.sources.append(sources)
+            op = self.graph.ops[index]
+            if position < self.num_forward:
+                self.forward_end.update(dict.fromkeys((*op.inputs, *op.outputs), position))
+            newest.update(dict.fromkeys(op.outputs, position))
+
+    def recomputations(self) -> dict[int, int]:
+        """Executions that repeat an op of the forward, with the op."""
+        ran = set(self.sequence[: self.num_forward])
+        backward = range(self.num_forward, len(self.sequence))
+        return {p: self.sequence[p] for p in backward if self.sequence[p] in ran}
+
+    def alone_for(self, position: int, recomputed: dict[int, int]) -> float:
+        """Seconds of a recomputation and of all recomputations whose results only it needs."""
+        gone, stack, seconds = {position}, [position], 0.0
+        while stack:
+            current = stack.pop()
+            seconds += traffic_of(self.graph).again_seconds[self.sequence[current]]
+            for source in self.sources[current]:
+                if source in recomputed and source not in gone and all(r in gone for r in self.readers[source]):
+                    gone.add(source)
+                    stack.append(source)
+        return seconds
+
+
+def _candidates(plan: Plan) -> list[_Candidate]:
+    """What ``plan`` recomputes, the best gain per byte first."""
+    graph, reads = plan.graph, _Reads(plan)
+    recomputed = reads.recomputations()
+    last: dict[int, int] = {}
+    gain: dict[int, float] = {}
+    for position, index in recomputed.items():
+        last[index] = position
+        gain[index] = gain.get(index, 0.0) + reads.alone_for(position, recomputed)
+    lifetimes = plan.timeline.lifetimes
+    materialised = set(zip(lifetimes.values.tolist(), lifetimes.made_at.tolist(), strict=True))
+    first = {index: position for position, index in reversed(list(enumerate(plan.schedule.forward)))}
+    found = []
+    for index, position in last.items():
+        readers = reads.readers[position]
+        values = [v for v in graph.ops[index].outputs if any(v in graph.ops[reads.sequence[r]].inputs for r in readers)]
+        size = sum(graph.values[v].bytes for v in values)
+        worth = gain[index] - float(traffic_of(graph).saving_seconds[values].sum())
+        if not values or worth <= 0.0 or graph.ops[index].order is Order.RECOMPUTE:
+            continue
+        # What the code generator inlines exists only once it is saved: from its making, to its last reader.
+        start = min(reads.forward_end[v] + 1 if (v, first[index]) in materialised else first[index] for v in values)
+        end = position if all((v, position) in materialised for v in values) else max(readers) + 1
+        found.append(_Candidate(worth / max(size, 1), size, start, end, tuple(values)))
+    return sorted(found, key=lambda c: (-c.gain_per_byte, c.values))
+
+
+def fill(base: Plan, rebuild: Callable[[frozenset[int]], Plan], budget: int, saved_budget: float = math.inf) -> Plan:
+    """The cheapest plan on the way from ``base``, which fits, to one that saves all that fits ``budget`` bytes.
+
+    ``rebuild`` schedules and simulates a saved set. No more than ``saved_budget`` bytes are saved.
+    """
+    plan = base
+    for _ in range(MAX_ROUNDS):
+        alive, saved, room = plan.timeline.bytes_at.copy(), set(plan.saved), saved_budget - plan.saved_bytes
+        for candidate in _candidates(plan):
+            stretch = alive[candidate.start : candidate.end]
+            if candidate.bytes <= room and int(stretch.max(initial=0)) + candidate.bytes <= budget:
+                stretch += candidate.bytes
+                room -= candidate.bytes
+                saved.update(candidate.values)
+        if len(saved) == len(plan.saved):
+            break
+        filled = rebuild(frozenset(saved))
+        fits = filled.peak_bytes <= budget and filled.saved_bytes <= saved_budget
+        if not fits or filled.cost_seconds >= plan.cost_seconds:
+            break
+        plan = filled
+    return plan

@@ -1,0 +1,173 @@
+"""What no plan can do better: lower bounds on the peak and on the added seconds.
+
+Take one *moment* of the backward. Whatever the plan, some bytes are alive then (what the caller holds, gradients made so far,
+what the op at the moment reads and makes). The rest of the budget has to hold values from which everything that the backward
+reads from then on can be recomputed. With a price per byte the cheapest such choice is a minimum cut, and
+
+    cost of the cut at a price  -  price x bytes left for it
+
+is a lower bound on the seconds of recomputation at every price (Lagrangian duality); the best price is found by secants,
+because the bound is concave in the price. Bounds hold for every plan that runs the forward once, in order, and recomputes in
+the backward as often as it likes.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoremat.planner.graph.arrays import arrays_of
+from autoremat.planner.graph.graph import Graph, Kind, Role
+from autoremat.planner.search.min_cut import Cut, MinCut
+
+STRETCHES = 8
+"""Moments that are looked at: the start of the backward, and the fullest op in each of so many stretches of it."""
+
+MAX_SECANTS = 32
+
+
+ROUNDING = 1e-9
+"""What may be lost, as a share, in sums of floating-point numbers."""
+
+
+class Bounds(Protocol):
+    """What no plan of a graph can do better."""
+
+    def seconds(self, budget: int) -> float:
+        """Every plan within ``budget`` bytes adds at least so many seconds; infinite if there is none."""
+
+    def peak_bytes(self) -> int:
+        """Every plan has at least this peak."""
+
+
+class Moments:
+    """The bounds of one graph, for any budget. With ``only_first``, from the start of the backward alone."""
+
+    def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False) -> None:
+        self.graph, self.mincut = graph, mincut
+        self.fixed = fixed_bytes(graph)
+        self.chosen = self._choose()[: 1 if only_first else None]
+        self.read_later: dict[int, frozenset[int]] = {}
+        later = set(graph.backward_needs.intersection(graph.backward_outputs))
+        for index in range(len(graph.ops) - 1, graph.num_forward - 1, -1):
+            later.update(graph.backward_needs.intersection(graph.ops[index].inputs))
+            if index in self.chosen:
+                self.read_later[index] = frozenset(later)
+
+    def _choose(self) -> list[int]:
+        graph, first = self.graph, self.graph.num_forward
+        if first == len(graph.ops):
+            return []
+        chosen = {first}
+        usable = [i for i in range(first, len(graph.ops)) if not graph.fuses or graph.ops[i].kind is Kind.EXTERN]
+        for stretch in np.array_split(np.array(usable, dtype=np.int64), STRETCHES):
+            if len(stretch):
+                chosen.add(int(stretch[np.argmax(self.fixed[stretch])]))
+        return sorted(chosen)
+
+    def _there(self, moment: int) -> frozenset[int]:
+        """Forward-made values that exist at the moment whatever is planned, because its op reads them."""
+        op = self.graph.ops[moment]
+        if self.graph.fuses and op.kind is not Kind.EXTERN:
+            return frozenset()
+        return self.graph.backward_needs.intersection(op.inputs)
+
+    def _room(self, moment: int, budget: int) -> float:
+        held = set(self.graph.forward_outputs)
+        return float(budget - self.fixed[moment] - sum(self.graph.values[v].bytes for v in self._there(moment) - held))
+
+    def _cut(self, moment: int, price: float) -> Cut:
+        free = self._there(moment)
+        if self.graph.fuses and moment > self.graph.num_forward:
+            # Between fused ops a recomputed pointwise result may never exist.
+            free |= {v for v in self.mincut.values if self._pointwise(v)}
+        return self.mincut.cut(price, free=free, needs=self.read_later[moment])
+
+    def _pointwise(self, value: int) -> bool:
+        producer = self.graph.values[value].producer
+        return producer is not None and self.graph.ops[producer].kind is Kind.POINTWISE
+
+    def seconds(self, budget: int) -> float:
+        """Every plan within ``budget`` bytes adds at least so many seconds; infinite if there is none."""
+        return max((self._seconds_at(moment, budget) for moment in self.chosen), default=0.0)
+
+    def _seconds_at(self, moment: int, budget: int) -> float:
+        room = self._room(moment, budget)
+        rich = self._cut(moment, 0.0)
+        if rich.bytes <= room:
+            return max(rich.bound, 0.0)
+        if self._least_bytes(moment) > room:
+            return math.inf
+        lean = self._cut(moment, self.mincut.top_price)
+        best = 0.0
+        for _ in range(MAX_SECANTS):
+            if rich.bytes <= lean.bytes or lean.seconds <= rich.seconds:
+                break
+            price = (lean.seconds - rich.seconds) / (rich.bytes - lean.bytes)
+            crossing = rich.seconds + price * (rich.bytes - room)
+            middle = self._cut(moment, price)
+            best = max(best, middle.bound - price * room)
+            if middle.seconds + price * (middle.bytes - room) >= crossing - 1e-6 * abs(crossing):
+                break
+            rich, lean = (middle, lean) if middle.bytes > room else (rich, middle)
+        return best
+
+    def peak_bytes(self) -> int:
+        """Every plan has at least this peak."""
+        return max(working_set_bytes(self.graph), self.moment_bytes())
+
+    def moment_bytes(self) -> int:
+        """Every plan has at least so many bytes alive at one of the moments."""
+        return int(max((self._least_bytes(m) - self._room(m, 0) for m in self.chosen), default=0.0))
+
+    def _least_bytes(self, moment: int) -> float:
+        """No choice saves fewer bytes, whatever it recomputes. A whole number, as bytes are."""
+        price = self.mincut.top_price
+        least = (self._cut(moment, price).bound - float(self.mincut.costs.sum())) / price  # recomputing all costs no more
+        return float(math.ceil(least - ROUNDING * max(1.0, abs(least))))
+
+
+def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
+    """For each op, bytes alive while it runs whatever is recomputed: what backward ops made and still need, what the caller
+    holds. Of the forward's values, only its outputs count."""
+    change = np.zeros(len(graph.ops) + 1, dtype=np.int64)
+    outputs, gradients = set(graph.forward_outputs), set(graph.backward_outputs)
+    for number, value in enumerate(graph.values):
+        start, last = value.producer, len(graph.ops) - 1
+        if value.role is Role.TANGENT:
+            start = graph.num_forward
+        elif start is None or (start < graph.num_forward and number not in outputs):
+            continue
+        elif number not in outputs and number not in gradients:
+            if graph.fuses and graph.ops[start].kind is Kind.POINTWISE:
+                continue
+            last = max(graph.readers[number], default=start)
+        if graph.fuses and value.producer is not None and graph.ops[value.producer].in_place:
+            start += 1  # while its op runs, it may be what it is written over
+        change[start] += value.bytes
+        change[last + 1] -= value.bytes
+    return np.cumsum(change)[: len(graph.ops)] + arrays_of(graph).workspace_bytes
+
+
+def working_set_bytes(graph: Graph) -> int:
+    """Each extern op needs its inputs and outputs at once.
+
+    In the backward, what the caller holds (forward outputs, tangents, gradients made so far) is alive besides.
+    """
+    values = graph.values
+    bound = 0
+    resident = set(graph.forward_outputs) | {v for v, value in enumerate(values) if value.role is Role.TANGENT}
+    gradients = set(graph.backward_outputs)
+    runs = graph.ancestors([*graph.required_forward, *graph.producers(graph.backward_needs)])
+    for index, op in enumerate(graph.ops):
+        if op.kind is Kind.EXTERN and (index in runs or not op.forward):
+            alive = {v for v in (*op.inputs, *op.outputs) if values[v].role is not Role.INPUT}
+            if not op.forward:
+                alive |= resident
+            bound = max(bound, sum(values[v].bytes for v in alive) + op.workspace_bytes)
+        if not op.forward:
+            resident |= gradients.intersection(op.outputs)
+    return max(bound, sum(values[v].bytes for v in resident))

@@ -1,0 +1,147 @@
+"""What to save and what to recompute, as a minimum cut.
+
+Let ``y_v = 1`` if value ``v`` is available to the backward, ``x_o = 1`` if op ``o`` runs again in it. The backward's needs
+are available; an available value is saved unless its op runs again; an op that runs again has its inputs available. With a
+price per saved value this
+
+    minimise  sum cost_o x_o + sum price_v (y_v - x_o(v))
+
+is a minimum cut: source -> op (capacity: cost of running it again), op -> value (price of saving it), value -> reading op
+and value -> sink for the backward's needs (infinite). Values on the sink side are available; ops on the sink side run
+again; a value on the sink side whose op is on the source side is saved. The same network serves every price: only the
+capacities change. Solved by OR-Tools' push-relabel ``SimpleMaxFlow``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.graph.python import max_flow
+
+from autoremat.basics.errors import PlanInvalid
+from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.graph.graph import Graph, Order
+
+RESOLUTION = 1 << 36
+"""Capacities are integers: all finite costs and prices of a cut together are scaled to this."""
+
+FORBIDDEN = RESOLUTION << 1
+"""The capacity of what is done only if nothing else is possible: such as saving what is ordered to be recomputed but
+cannot be, because its op is random."""
+
+INFINITE = FORBIDDEN << 16
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A minimum cut."""
+
+    saved: frozenset[int]
+    bytes: float
+    """What it saves, without what costs nothing to save."""
+    seconds: float
+    """What it recomputes, and the traffic of what it saves if that counts."""
+    bound: float
+    """No choice costs less, in seconds and priced bytes together (its own cost, less what rounding may hide)."""
+
+
+class MinCut:
+    """The network of one graph; :meth:`solve` gives the saved set for a vector of prices."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.values = graph.forward_values
+        self.index = {v: i for i, v in enumerate(self.values)}
+        self.flow = max_flow.SimpleMaxFlow()
+        num_ops = graph.num_forward
+        self.source = num_ops + len(self.values)
+        self.sink = self.source + 1
+        producers = np.array([graph.values[v].producer for v in self.values], dtype=np.int32)
+        ends = np.arange(len(self.values), dtype=np.int32) + num_ops
+        self.bytes = np.array([graph.values[v].bytes for v in self.values], dtype=np.float64)
+        self.traffic = traffic_of(graph).saving_seconds[list(self.values)]
+        self.run_again = self.flow.add_arcs_with_capacity(
+            np.full(num_ops, self.source, dtype=np.int32),
+            np.arange(num_ops, dtype=np.int32),
+            np.zeros(num_ops, dtype=np.int64),
+        )
+        self.costs, self.fixed = self._recompute_costs()
+        self.save = self.flow.add_arcs_with_capacity(producers, ends, np.zeros(len(self.values), dtype=np.int64))
+        reads = [(self.index[v] + num_ops, o) for o in range(num_ops) for v in graph.ops[o].inputs if v in self.index]
+        # A recomputed op costs its inputs even where one of its results is saved: no arc leads back to its values.
+        self._arcs(reads)
+        self.needs = sorted(graph.backward_needs)
+        self.need = self._arcs([(self.index[v] + num_ops, self.sink) for v in self.needs])
+        self.orders = np.array([graph.ops[p].order is Order.RECOMPUTE for p in producers], dtype=bool)
+
+    def _arcs(self, pairs: list[tuple[int, int]]) -> NDArray[np.int32]:
+        """Arcs that no cut goes through."""
+        ends = np.array(pairs, dtype=np.int32).reshape(-1, 2)
+        capacities = np.full(len(ends), INFINITE, dtype=np.int64)
+        arcs: NDArray[np.int32] = self.flow.add_arcs_with_capacity(ends[:, 0].copy(), ends[:, 1].copy(), capacities)
+        return arcs
+
+    def _recompute_costs(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
+        """Seconds of running each forward op again, and which may not."""
+        graph = self.graph
+        ops, seconds = graph.ops[: graph.num_forward], traffic_of(graph).again_seconds
+        # The first run of an op that only the backward needs costs nothing extra.
+        costs = np.array([seconds[i] if i in graph.required_forward else 0.0 for i in range(len(ops))])
+        return costs, np.array([not op.repeatable or op.order is Order.SAVE for op in ops], dtype=bool)
+
+    @property
+    def top_price(self) -> float:
+        """Seconds per saved byte at which one byte is dearer than the whole forward."""
+        return 1.0 + self.graph.forward_seconds
+
+    def solve(self, seconds_per_byte: float, free: frozenset[int] = frozenset()) -> frozenset[int]:
+        """The values to save at a price in seconds per saved byte; ``free`` values cost nothing to save.
+
+        Raises ``PlanInvalid`` if no cut of finite capacity exists.
+        """
+        return self.cut(seconds_per_byte, free).saved
+
+    def cut(
+        self,
+        seconds_per_byte: float,
+        free: frozenset[int] = frozenset(),
+        needs: frozenset[int] | None = None,
+        traffic: bool = False,
+    ) -> Cut:
+        """As :meth:`solve`, with its figures; ``traffic``: also for the seconds that saving takes.
+
+        With ``needs`` only these values must be available, and orders to recompute are left out: for bounds.
+        """
+        num_forward = self.graph.num_forward
+        held = [self.index[v] for v in (*self.graph.forward_outputs, *free) if v in self.index]
+        counted = self.bytes.copy()
+        counted[held] = 0.0
+        moved = np.where(counted > 0.0, self.traffic, 0.0) * traffic
+        prices = counted * seconds_per_byte + moved
+        scale = RESOLUTION / max(prices.sum() + self.costs.sum(), 1e-30)
+        costs = np.ceil(self.costs * scale).astype(np.int64)
+        costs[self.fixed] = INFINITE
+        capacities = np.floor(prices * scale).astype(np.int64)
+        forbidden = self.orders & (needs is None)
+        capacities[forbidden] = FORBIDDEN
+        capacities[[self.index[v] for v in self.graph.forward_outputs if v in self.index]] = 0
+        self.flow.set_arcs_capacity(self.run_again, costs)
+        self.flow.set_arcs_capacity(self.save, capacities)
+        wanted = [INFINITE if needs is None or v in needs else 0 for v in self.needs]
+        self.flow.set_arcs_capacity(self.need, np.array(wanted, dtype=np.int64))
+        status = self.flow.solve(self.source, self.sink)
+        if status != self.flow.OPTIMAL or self.flow.optimal_flow() >= INFINITE:
+            raise PlanInvalid(
+                "the orders in the graph contradict each other: something is needed that may be neither saved nor recomputed"
+            )
+        source_side = set(self.flow.get_source_side_min_cut())
+        saved = [
+            i
+            for i, v in enumerate(self.values)
+            if i + num_forward not in source_side and self.graph.values[v].producer in source_side
+        ]
+        seconds = sum(self.costs[o] for o in range(num_forward) if o not in source_side) + float(moved[saved].sum())
+        bound = (self.flow.optimal_flow() - FORBIDDEN * int(forbidden[saved].sum()) - num_forward) / scale
+        return Cut(frozenset(self.values[i] for i in saved), float(counted[saved].sum()), float(seconds), float(bound))

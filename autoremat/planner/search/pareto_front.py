@@ -1,0 +1,127 @@
+"""Time against memory: what plans of one graph cost at many peaks, ours, fixed policies' and the least that any could."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from autoremat.basics.display import PlainTable, Shown, plain_table
+from autoremat.basics.errors import OrderWarning
+from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.planner.constraints.constraints import Orders
+from autoremat.planner.constraints.model_structure import Forward
+from autoremat.planner.constraints.policies import Block, Full, Policy, Segments, Selective, Sqrt, Uniform
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search import baselines
+from autoremat.planner.search.planner import Planner
+
+OURS, BOUND, POLICY, TORCH = "autoremat", "lower bound", "policy", "torch"
+
+
+@dataclass(frozen=True)
+class Point:
+    """One plan, or for the family "lower bound" what no plan of that peak can do better. Seconds are estimates of the cost
+    model, bytes are simulated."""
+
+    family: str
+    """"autoremat", "torch", "policy" or "lower bound"."""
+    label: str
+    """Which of its family: the budget that was asked for, the policy."""
+    peak_bytes: int
+    added_seconds: float
+    step_seconds: float
+    """The step without recomputation."""
+
+    @property
+    def overhead(self) -> float:
+        """Recomputation as a share of the step without it."""
+        return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
+
+    def beats(self, other: Point) -> bool:
+        """Whether this point needs no more of both and less of one."""
+        mine, theirs = (self.peak_bytes, self.added_seconds), (other.peak_bytes, other.added_seconds)
+        return mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]
+
+
+class Pareto(Shown, list[Point]):
+    """The points of one graph: a list, which shows itself as a table."""
+
+    def line(self) -> str:
+        """All that a prompt shows."""
+        ours = sorted((point for point in self if point.family == OURS), key=lambda point: point.peak_bytes)
+        if not ours:
+            return f"{len(self)} points"
+        ends = [f"{format_bytes(point.peak_bytes)} (adding {point.overhead:.1%} of the step)" for point in (ours[0], ours[-1])]
+        return f"{len(self)} points, {len(ours)} of them ours, from {' to '.join(ends)}"
+
+    def tables(self) -> Sequence[PlainTable]:
+        """All that ``print`` shows, by peak."""
+        table = plain_table("time against memory", ("peak", "added", "of the step", "family", "which"), numbers=3)
+        for point in self.by_peak():
+            added = format_seconds(point.added_seconds)
+            table.add_row(format_bytes(point.peak_bytes), added, f"{point.overhead:.1%}", point.family, point.label)
+        return [table]
+
+    def by_peak(self) -> list[Point]:
+        """The points, the leanest first."""
+        return sorted(self, key=lambda point: (point.peak_bytes, point.added_seconds))
+
+
+def point_of(plan: Plan, family: str, label: str) -> Point:
+    """``plan`` as a point."""
+    return Point(family, label, plan.peak_bytes, plan.added_seconds, plan.graph.step_seconds)
+
+
+def levels(least: int, most: int, count: int) -> list[int]:
+    """``count`` budgets evenly spread from ``least`` to ``most`` bytes, both among them."""
+    return sorted({least + (most - least) * i // max(count - 1, 1) for i in range(count)} | {least, most})
+
+
+def our_points(graph: Graph, points: int, time_limit: float) -> Iterator[Point]:
+    """Our plans at ``points`` budgets between the smallest peak found and that without recomputation, and the lower bound at
+    each. ``time_limit``: seconds for each budget."""
+    planner = Planner(graph, time_limit * points)
+    smallest = planner.find(None).smallest
+    for budget in levels(smallest.peak_bytes, planner.baseline.peak_bytes, points):
+        planning = planner.find(budget)
+        plan = planning.plan or smallest
+        yield point_of(plan, OURS, f"{budget} bytes")
+        if planning.lower_bound_seconds < math.inf:
+            yield Point(BOUND, f"{budget} bytes", budget, planning.lower_bound_seconds, graph.step_seconds)
+
+
+POLICIES: tuple[tuple[str, Policy], ...] = (
+    ("full", Full()),
+    ("uniform:2", Uniform(2)),
+    ("uniform:4", Uniform(4)),
+    ("sqrt", Sqrt()),
+    ("segments:4", Segments(4)),
+    ("selective", Selective()),
+    ("selective:mlp", Selective(("mlp",))),
+    ("selective:layernorm", Selective(("layernorm",))),
+)
+"""Those of practice, as they are written in options; "block:" is added with half of the layers."""
+
+
+def policy_points(graph: Graph) -> Iterator[Point]:
+    """Nothing recomputed, everything, and the policies of practice that recompute something in this graph."""
+    yield point_of(baselines.save_all(graph), POLICY, "save everything")
+    yield point_of(baselines.recompute_all(graph), POLICY, "recompute everything")
+    half = len(Forward(graph).layers) // 2
+    block: list[tuple[str, Policy]] = [(f"block:{half}", Block(half))] if half else []
+    for label, policy in (*POLICIES, *block):
+        with warnings.catch_warnings():  # a policy without effect is left out, which is all that its warning asks for
+            warnings.simplefilter("ignore", OrderWarning)
+            ordered = Orders(policy=policy, exact=True).apply(graph)
+        if ordered.candidate is not None and ordered.candidate.plan.recomputed:
+            yield point_of(ordered.candidate.plan, POLICY, label)
+
+
+def undominated(points: Iterable[Point]) -> list[Point]:
+    """Of each family the points that no other of it beats, by peak."""
+    every = list(points)
+    kept = [p for p in every if not any(q.family == p.family and q.beats(p) for q in every)]
+    return sorted(kept, key=lambda p: (p.family, p.peak_bytes, p.added_seconds))

@@ -1,0 +1,245 @@
+"""What became of every value that the forward makes, and why.
+
+Read off a finished plan; nothing is decided here. A value is *saved*, *recomputed*, *postponed* (made only in the backward,
+which alone reads it), *fused* (never materialised: its readers compute it) or of the *forward only* (the backward does not
+read it).
+"""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.graph.graph import Order, Trait
+from autoremat.planner.plans.plan import Plan
+
+
+class Fate(str, enum.Enum):
+    """What a plan does with a value of the forward."""
+
+    SAVED = "saved"
+    RECOMPUTED = "recomputed"
+    POSTPONED = "postponed"
+    FUSED = "fused"
+    FORWARD_ONLY = "forward only"
+
+
+class Reason(str, enum.Enum):
+    """Why. ``WHY`` has the sentences."""
+
+    ORDERED = "ordered"
+    RANDOM = "random"
+    MUTATING = "mutating"
+    COLLECTIVE = "collective"
+    EFFECT = "effect"
+    UNDECLARED = "undeclared"
+    READS_MUTATED_INPUT = "reads mutated input"
+    CHOICE = "choice"
+    DATA_DEPENDENT = "data dependent"
+    FORWARD_OUTPUT = "forward output"
+    START = "start"
+    DEAR = "dear"
+    CHEAP = "cheap"
+    BUDGET = "budget"
+    NEEDED = "needed"
+    NO_GAIN = "no gain"
+    ONLY_BACKWARD = "only backward"
+    INSIDE_READERS = "inside readers"
+    NOT_READ = "not read"
+
+
+WHY: dict[Reason, str] = {
+    Reason.ORDERED: "ordered by the user",
+    Reason.RANDOM: "random numbers cannot be drawn a second time",
+    Reason.MUTATING: "its op writes to its inputs",
+    Reason.COLLECTIVE: "its op communicates",
+    Reason.EFFECT: "its op has an effect",
+    Reason.UNDECLARED: "custom or higher-order op of which nobody says that it is pure",
+    Reason.READS_MUTATED_INPUT: "its op reads an input that is overwritten later",
+    Reason.CHOICE: "other code, which rounds otherwise, might choose otherwise",
+    Reason.DATA_DEPENDENT: "the data decide how large its result is; made anew by other code, it might be of another size",
+    Reason.FORWARD_OUTPUT: "returned by the forward: the caller holds it anyway",
+    Reason.START: "recomputation starts from it",
+    Reason.DEAR: "dearer to recompute than to write and read",
+    Reason.CHEAP: "cheaper to recompute than to write and read",
+    Reason.BUDGET: "saved too, the budget would not hold",
+    Reason.NEEDED: "needed to recompute something else",
+    Reason.NO_GAIN: "nothing was found to be gained by the other choice",
+    Reason.ONLY_BACKWARD: "only the backward reads it",
+    Reason.INSIDE_READERS: "computed inside the kernels that read it",
+    Reason.NOT_READ: "the backward does not read it",
+}
+
+_BY_TRAIT = (
+    (Trait.RANDOM, Reason.RANDOM),
+    (Trait.MUTATING, Reason.MUTATING),
+    (Trait.COLLECTIVE, Reason.COLLECTIVE),
+    (Trait.EFFECTFUL, Reason.EFFECT),
+    (Trait.UNDECLARED, Reason.UNDECLARED),
+    (Trait.READS_MUTATED_INPUT, Reason.READS_MUTATED_INPUT),
+    (Trait.CHOOSES, Reason.CHOICE),
+    (Trait.DATA_DEPENDENT, Reason.DATA_DEPENDENT),
+)
+
+
+@dataclass(frozen=True)
+class ForwardValue:
+    """One storage that the forward's ops make, and what the plan does with it."""
+
+    name: str
+    bytes: int
+    op: str
+    module: str
+    source: str
+    fate: Fate
+    reason: Reason
+    detail: str
+    """What the reason rests on: seconds of recomputing and of saving, or the moment at which memory is full. May be empty."""
+    seconds: float
+    """One run of its op by the cost model; of several results of one op, the first has it and the others 0."""
+    added_seconds: float
+    """Recomputation of its op beyond the run that every plan needs, likewise."""
+
+    @property
+    def why(self) -> str:
+        """The reason as a sentence."""
+        return WHY[self.reason] + (f": {self.detail}" if self.detail else "")
+
+
+def module_class(module: str) -> str:
+    """A module path with its numbers replaced: ``layers.3.mlp`` and ``layers.4.mlp`` are both ``layers.*.mlp``."""
+    return ".".join("*" if part.isdigit() else part for part in module.split(".")) if module else ""
+
+
+def op_name(target: str) -> str:
+    """``mm`` for ``aten.mm.default``."""
+    match = re.fullmatch(r"\w+\.(\w+)\.\w+", target)
+    return match[1] if match else target
+
+
+def against(seconds: float, saving: float) -> str:
+    """The seconds of recomputing beside those of saving."""
+    other = format_seconds(saving) if saving else "nothing, for it is written and read in any case"
+    return f"{format_seconds(seconds)} against {other}"
+
+
+def explain_values(plan: Plan, budget: int | None) -> tuple[ForwardValue, ...]:
+    """Every value that the forward's ops make, in their order. ``budget`` is what ``plan`` was made for (None: no bound)."""
+    return tuple(_Explainer(plan, budget).run())
+
+
+class _Explainer:
+    """Where and how often each op and value of a plan stands."""
+
+    def __init__(self, plan: Plan, budget: int | None) -> None:
+        self.plan, self.graph, self.budget = plan, plan.graph, budget
+        graph, sequence = plan.graph, plan.schedule.sequence
+        self.num_forward = len(plan.schedule.forward)
+        self.saved = frozenset(plan.saved)
+        self.outputs = frozenset(graph.forward_outputs)
+        self.in_forward = frozenset(plan.schedule.forward)
+        self.again: dict[int, int] = {}
+        """Executions of a forward op in the backward: the position of the last."""
+        for position in range(self.num_forward, len(sequence)):
+            if sequence[position] < graph.num_forward:
+                self.again[sequence[position]] = position
+        self.repeats: dict[int, int] = {}
+        for index in plan.recomputed:
+            self.repeats[index] = self.repeats.get(index, 0) + 1
+        self.materialised = frozenset(plan.timeline.lifetimes.values.tolist())
+        self.forward_end: dict[int, int] = {}
+        for position, index in enumerate(plan.schedule.forward):
+            op = graph.ops[index]
+            self.forward_end.update(dict.fromkeys((*op.inputs, *op.outputs), position))
+        self.feeds = {v for index in self.again for v in graph.ops[index].inputs}
+        self.read_by_backward = graph.backward_needs
+
+    def run(self) -> Iterable[ForwardValue]:
+        graph = self.graph
+        for index in range(graph.num_forward):
+            op = graph.ops[index]
+            for number, value in enumerate(op.outputs):
+                seconds, again = (0.0, 0.0) if number else (op.seconds, traffic_of(graph).again_seconds[index])
+                fate = self.fate(index, value)
+                reason, detail = self.reason(index, value, fate)
+                found = graph.values[value]
+                yield ForwardValue(
+                    found.name, found.bytes, op.target, found.module, found.source,
+                    fate, reason, detail, seconds, again * self.repeats.get(index, 0),
+                )  # fmt: skip
+
+    def fate(self, index: int, value: int) -> Fate:
+        if value in self.saved:
+            return Fate.SAVED
+        if index in self.again and (value in self.read_by_backward or value in self.feeds):
+            return Fate.RECOMPUTED if index in self.in_forward else Fate.POSTPONED
+        if self.graph.fuses and value not in self.materialised and self.graph.readers[value]:
+            return Fate.FUSED
+        return Fate.FORWARD_ONLY
+
+    def reason(self, index: int, value: int, fate: Fate) -> tuple[Reason, str]:
+        match fate:
+            case Fate.SAVED:
+                return self.why_saved(index, value)
+            case Fate.RECOMPUTED:
+                return self.why_recomputed(index, value)
+            case Fate.POSTPONED:
+                return Reason.ONLY_BACKWARD, ""
+            case Fate.FUSED:
+                return Reason.INSIDE_READERS, ""
+            case Fate.FORWARD_ONLY:
+                return (Reason.FORWARD_OUTPUT if value in self.outputs else Reason.NOT_READ), ""
+
+    def why_saved(self, index: int, value: int) -> tuple[Reason, str]:
+        op = self.graph.ops[index]
+        if value in self.outputs:
+            return Reason.FORWARD_OUTPUT, ""
+        for trait, reason in _BY_TRAIT:
+            if op.traits & trait:
+                return reason, ""
+        if op.order is Order.SAVE:
+            return Reason.ORDERED, ""
+        seconds, saving = self.seconds_without(value), self.saving_seconds(value)
+        cost = against(seconds, saving)
+        if value in self.feeds:
+            return Reason.START, ""
+        return (Reason.DEAR, cost) if seconds > saving else (Reason.NO_GAIN, cost)
+
+    def why_recomputed(self, index: int, value: int) -> tuple[Reason, str]:
+        op, size, saving = self.graph.ops[index], self.graph.values[value].bytes, self.saving_seconds(value)
+        seconds = traffic_of(self.graph).again_seconds[index]
+        if op.order is Order.RECOMPUTE:
+            return Reason.ORDERED, ""
+        if seconds <= saving:
+            return Reason.CHEAP, against(seconds, saving)
+        if self.budget is not None:
+            start, end = self.forward_end.get(value, self.num_forward - 1) + 1, self.again[index]
+            stretch = self.plan.timeline.bytes_at[start:end]
+            if len(stretch) and int(stretch.max()) + size > self.budget:
+                return Reason.BUDGET, self.moment(start + int(stretch.argmax()), size)
+        if value in self.feeds and value not in self.read_by_backward:
+            return Reason.NEEDED, ""
+        return Reason.NO_GAIN, ""
+
+    def saving_seconds(self, value: int) -> float:
+        """To write the value and to read it again, as far as only saving it does."""
+        return float(traffic_of(self.graph).saving_seconds[value])
+
+    def seconds_without(self, value: int) -> float:
+        """To make the saved ``value`` again from the others that are saved."""
+        graph = self.graph
+        return sum(
+            traffic_of(graph).again_seconds[op] for op in graph.ancestors(graph.producers([value]), self.saved - {value})
+        )
+
+    def moment(self, position: int, more: int) -> str:
+        """The place in the step at which ``more`` bytes would be too many."""
+        op = self.graph.ops[self.plan.schedule.sequence[position]]
+        half = "forward" if position < self.num_forward else "backward"
+        reached = int(self.plan.timeline.bytes_at[position]) + more
+        where = f" of {op.module}" if op.module else ""
+        return f"{format_bytes(reached)} at {op.name}{where} in the {half}"

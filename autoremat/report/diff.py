@@ -1,0 +1,116 @@
+"""Two reports side by side: of the same model under other options, or before and after a change."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from autoremat.basics.display import PlainTable, Shown, plain_table
+from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.report.data import ReportData
+from autoremat.report.decisions import ForwardValue
+
+CHANGES_SHOWN = 20
+
+
+@dataclass(frozen=True)
+class Change:
+    """A value of the forward with another fate or another size; None where a report does not know it."""
+
+    name: str
+    before: ForwardValue | None
+    after: ForwardValue | None
+
+    @property
+    def bytes(self) -> int:
+        """The larger of its two sizes."""
+        return max(value.bytes for value in (self.before, self.after) if value is not None)
+
+
+@dataclass(frozen=True, repr=False)
+class ReportDiff(Shown):
+    """What the second of two reports has otherwise. Printed: a screen of text."""
+
+    before: ReportData
+    after: ReportData
+    changes: tuple[Change, ...]
+    """The largest first."""
+
+    @property
+    def figures(self) -> tuple[tuple[str, str, str, str], ...]:
+        """(what, before, after, difference) of the figures that both reports have."""
+        rows = []
+        for what, attribute in _BYTES.items():
+            first, second = getattr(self.before, attribute), getattr(self.after, attribute)
+            both = first is not None and second is not None
+            change = _signed(second - first, format_bytes(second - first)) if both else ""
+            rows.append((what, _or_dash(first), _or_dash(second), change))
+        for what, attribute in _SECONDS.items():
+            first, second = getattr(self.before, attribute), getattr(self.after, attribute)
+            rows.append(
+                (what, format_seconds(first), format_seconds(second), _signed(second - first, format_seconds(second - first)))
+            )
+        return tuple(rows)
+
+    def line(self) -> str:
+        """All that a prompt shows."""
+        _, before, after, change = next(row for row in self.figures if row[0] == "predicted peak")
+        return f"{len(self.changes)} values with another fate, predicted peak {before} -> {after} ({change})"
+
+    def tables(self) -> Sequence[PlainTable]:
+        """All that ``print`` shows."""
+        figures = plain_table("", ("", "before", "after", "change"), numbers=0)
+        for row in self.figures:
+            figures.add_row(*row)
+        if not self.changes:
+            same = PlainTable("", ("",), numbers=0, show_header=False)
+            same.add_row("every value of the forward has the same fate")
+            return [figures, same]
+        shown = self.changes[:CHANGES_SHOWN]
+        title = f"{len(self.changes)} values with another fate" + (", the largest" if len(shown) < len(self.changes) else "")
+        table = plain_table(title, ("bytes", "value", "before", "after", "why", "module"), numbers=1)
+        for change in shown:
+            known = change.after or change.before
+            assert known is not None
+            table.add_row(
+                format_bytes(change.bytes), change.name, _fate(change.before), _fate(change.after), known.why, known.module
+            )
+        return [figures, table]
+
+
+_BYTES = {
+    "budget": "budget_bytes",
+    "predicted peak": "predicted_peak_bytes",
+    "peak of the compiled code": "compiled_peak_bytes",
+    "without recomputation": "baseline_peak_bytes",
+    "smallest found": "minimum_peak_bytes",
+    "saved for the backward": "saved_bytes",
+}
+_SECONDS = {"recomputation": "recompute_seconds", "forward": "forward_seconds", "step": "step_seconds"}
+
+
+def compare(before: ReportData, after: ReportData) -> ReportDiff:
+    """The difference of two reports."""
+    first, second = _by_name(before), _by_name(after)
+    changes = []
+    for name in dict.fromkeys([*first, *second]):
+        old, new = first.get(name), second.get(name)
+        if old is None or new is None or (old.fate, old.bytes) != (new.fate, new.bytes):
+            changes.append(Change(name, old, new))
+    return ReportDiff(before, after, tuple(sorted(changes, key=lambda change: -change.bytes)))
+
+
+def _by_name(report: ReportData) -> Mapping[str, ForwardValue]:
+    return {value.name: value for value in report.values}
+
+
+def _fate(value: ForwardValue | None) -> str:
+    return "-" if value is None else value.fate.value
+
+
+def _or_dash(count: int | None) -> str:
+    return "-" if count is None else format_bytes(count)
+
+
+def _signed(change: float, text: str) -> str:
+    return f"+{text}" if change > 0 else text if change else "="

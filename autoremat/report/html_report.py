@@ -1,0 +1,64 @@
+"""A report as one HTML file that needs nothing else: no network, no other files."""
+
+from __future__ import annotations
+
+import re
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.report import plots, text_tables
+from autoremat.report.data import ReportData
+from autoremat.report.decisions import Fate, op_name
+from autoremat.report.peak_snapshot import Moment
+
+
+def to_html(report: ReportData) -> str:
+    """The text of the file. Raises ``ImportError`` without matplotlib and Jinja, of the extra ``plot``."""
+    try:
+        import jinja2
+    except ImportError as error:
+        raise ImportError("HTML reports need Jinja: pip install jinja2") from error
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("autoremat.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+    )  # fmt: skip
+    filters = {"bytes": format_bytes, "seconds": format_seconds, "place": text_tables.place, "op": op_name,
+               "line": text_tables.short_source, "breakable": _breakable}  # fmt: skip
+    environment.filters.update(filters)
+    graphs: list[ReportData] = [report, *report.others]
+    return environment.get_template("report.html").render(graphs=[_graph(one) for one in graphs], fates=list(Fate))
+
+
+def _breakable(path: str) -> Any:
+    """A path of a module or a file that may go on in the next line behind a dot or a slash."""
+    import markupsafe
+
+    return markupsafe.Markup(re.sub("([./])", r"\1<wbr>", str(markupsafe.escape(path))))
+
+
+def write(report: ReportData, path: str | PathLike[str]) -> None:
+    """Write the file."""
+    Path(path).write_text(to_html(report), encoding="utf-8")
+
+
+def _graph(report: ReportData) -> dict[str, Any]:
+    """What the template shows of one graph."""
+    drawn = {}
+    if report.profile_after is not None:
+        drawn["Memory over the step"] = plots.as_svg(plots.memory(report))
+    if report.values:
+        drawn["What becomes of the forward's values, by layer"] = plots.as_svg(plots.saved_by_layer(report))
+    moments: dict[str, Moment] = {}
+    if report.peak_after is not None:
+        moments["Where memory is fullest"] = report.peak_after
+    if report.peak_before is not None:
+        moments["Where it would be without recomputation"] = report.peak_before
+    return {
+        "figures": text_tables.figures(report),
+        "pictures": drawn,
+        "moments": moments,
+        "totals": {by: report.totals(by) for by in ("module", "op")},
+        "values": sorted(report.values, key=lambda value: -value.bytes),
+    }

@@ -1,0 +1,200 @@
+"""When memory is fullest, what is alive then, and how it rises and falls over the step.
+
+Read off the timelines of finished plans; nothing is simulated here. Both are kept small enough to be stored with a report:
+a moment lists its largest tensors, a profile has a few hundred samples, the peak among them.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoremat.planner.graph.arrays import arrays_of
+from autoremat.planner.graph.graph import Role
+from autoremat.planner.plans.plan import Plan
+from autoremat.report.decisions import module_class
+
+LISTED = 40
+"""So many of the tensors that are alive at a moment are listed, the largest."""
+
+SAMPLES = 240
+"""So many moments of a step at most make up a profile."""
+
+BANDS = 9
+"""So many groups of modules at most are told apart in a profile; what is smaller is one group."""
+
+GRADIENTS, TANGENTS, WORKSPACE, OUTSIDE, SMALLER = "gradients", "tangents", "workspace", "no module", "other modules"
+
+
+class Sort(str, enum.Enum):
+    """What a tensor is to the step."""
+
+    SAVED = "saved"
+    RECOMPUTED = "recomputed"
+    TEMPORARY = "temporary"
+    OUTPUT = "output of the forward"
+    GRADIENT = "gradient"
+    TANGENT = "tangent"
+    WORKSPACE = "workspace"
+
+
+@dataclass(frozen=True)
+class Alive:
+    """A tensor that is alive at a moment."""
+
+    name: str
+    bytes: int
+    sort: Sort
+    module: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The execution of one op, and what is alive meanwhile."""
+
+    bytes: int
+    half: str
+    """``"forward"`` or ``"backward"``."""
+    position: int
+    """The number of the execution among the step's ``executions``."""
+    executions: int
+    op: str
+    target: str
+    module: str
+    source: str
+    alive: tuple[Alive, ...]
+    """The largest first; what is not listed is in ``others_bytes``."""
+    others: int
+    others_bytes: int
+    by_sort: tuple[tuple[Sort, int], ...]
+    """Bytes of all that is alive by what it is, the largest sum first; together they are ``bytes``."""
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Bytes alive over one step: ``bytes[g][i]`` are those of ``groups[g]`` at sample ``i``, ``seconds[i]`` after the start by
+    the cost model. The first sample of the backward is number ``border``. The step's peak is one of the samples."""
+
+    groups: tuple[str, ...]
+    seconds: tuple[float, ...]
+    border: int
+    bytes: tuple[tuple[int, ...], ...]
+
+    @property
+    def totals(self) -> tuple[int, ...]:
+        """Bytes alive at each sample."""
+        return tuple(sum(column) for column in zip(*self.bytes, strict=True))
+
+
+def peak_of(plan: Plan, listed: int | None = LISTED) -> Moment | None:
+    """The first moment at which the plan's peak is reached, with the ``listed`` largest tensors (None: all); None of an empty
+    graph."""
+    graph, timeline, sequence = plan.graph, plan.timeline, plan.schedule.sequence
+    if not sequence:
+        return None
+    position, border = timeline.peak_position, len(plan.schedule.forward)
+    op = graph.ops[sequence[position]]
+    alive = _alive(plan, position, border)
+    largest, rest = alive[:listed], alive[len(alive[:listed]) :]
+    sums: dict[Sort, int] = {}
+    for tensor in alive:
+        sums[tensor.sort] = sums.get(tensor.sort, 0) + tensor.bytes
+    return Moment(
+        timeline.peak_bytes, "forward" if position < border else "backward", position, len(sequence),
+        op.name, op.target, op.module, op.source, tuple(largest), len(rest), sum(tensor.bytes for tensor in rest),
+        tuple(sorted(sums.items(), key=lambda pair: -pair[1])),
+    )  # fmt: skip
+
+
+def _alive(plan: Plan, position: int, border: int) -> list[Alive]:
+    """All that is alive during one execution, the largest first."""
+    graph = plan.graph
+    lifetimes = plan.timeline.lifetimes
+    values, starts, ends = lifetimes.values, lifetimes.starts, lifetimes.ends
+    saved, outputs, gradients = frozenset(plan.saved), frozenset(graph.forward_outputs), frozenset(graph.backward_outputs)
+    found = []
+    for copy in np.flatnonzero((starts <= position) & (position <= ends)).tolist():
+        number, start = int(values[copy]), int(starts[copy])
+        value = graph.values[number]
+        if number in outputs and start < border:
+            sort = Sort.OUTPUT
+        elif number in gradients:
+            sort = Sort.GRADIENT
+        elif start >= border and value.producer is not None and value.producer < graph.num_forward:
+            sort = Sort.RECOMPUTED
+        else:
+            sort = Sort.SAVED if start < border and number in saved else Sort.TEMPORARY
+        found.append(Alive(value.name, value.bytes, sort, value.module, value.source))
+    if position >= border:
+        tangents = (v for v in graph.values if v.role is Role.TANGENT)
+        found += [Alive(v.name, v.bytes, Sort.TANGENT, v.module, v.source) for v in tangents]
+    op = graph.ops[plan.schedule.sequence[position]]
+    found.append(Alive(op.name, op.workspace_bytes, Sort.WORKSPACE, op.module, op.source))
+    return sorted((tensor for tensor in found if tensor.bytes), key=lambda tensor: (-tensor.bytes, tensor.name))
+
+
+def module_group(module: str) -> str:
+    """The group of a module in a picture: its class of modules, no deeper than one name below the first number."""
+    parts = module_class(module).split(".")
+    depth = parts.index("*") + 2 if "*" in parts else len(parts)
+    return ".".join(parts[:depth]) or OUTSIDE
+
+
+def profile_of(plan: Plan) -> Profile | None:
+    """Bytes over the step, by groups of modules; None of an empty graph."""
+    graph, sequence = plan.graph, plan.schedule.sequence
+    if not sequence:
+        return None
+    rows = _bytes_by_group(plan)
+    areas = {group: float(row.sum()) for group, row in rows.items()}
+    kept = sorted(rows, key=lambda g: (-areas[g], g))[:BANDS]
+    rest = [row for group, row in rows.items() if group not in kept]
+    shown = {group: rows[group] for group in kept}
+    if rest:
+        shown[SMALLER] = np.sum(rest, axis=0)
+    chosen, border = _samples(plan)
+    begins = np.concatenate([[0.0], np.cumsum([graph.ops[op].seconds for op in sequence])])
+    return Profile(
+        tuple(shown),
+        tuple(float(begins[i]) for i in chosen),
+        border,
+        tuple(tuple(int(row[i]) for i in chosen) for row in shown.values()),
+    )
+
+
+def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
+    """For each group, its bytes at each execution; together they are the timeline."""
+    graph, length, border = plan.graph, len(plan.schedule.sequence), len(plan.schedule.forward)
+    gradients = frozenset(graph.backward_outputs)
+    group_of = [GRADIENTS if v in gradients else module_group(value.module) for v, value in enumerate(graph.values)]
+    names = {group: number for number, group in enumerate(dict.fromkeys(group_of))}
+    groups = np.array([names[group] for group in group_of], dtype=np.int64)
+    lifetimes = plan.timeline.lifetimes
+    sizes, group = arrays_of(graph).value_bytes[lifetimes.values], groups[lifetimes.values]
+    change = np.zeros((len(names), length + 1), dtype=np.int64)
+    np.add.at(change, (group, lifetimes.starts), sizes)
+    np.subtract.at(change, (group, lifetimes.ends + 1), sizes)
+    rows = dict(zip(names, np.cumsum(change, axis=1)[:, :length], strict=True))
+    tangents = np.zeros(length, dtype=np.int64)
+    tangents[border:] = graph.tangent_bytes
+    rows[TANGENTS] = tangents
+    rows[WORKSPACE] = arrays_of(graph).workspace_bytes[np.array(plan.schedule.sequence, dtype=np.int64)]
+    return {group: row for group, row in rows.items() if row.any() or group == TANGENTS}
+
+
+def _samples(plan: Plan) -> tuple[list[int], int]:
+    """The fullest execution of each of equal stretches of forward and backward, and how many of them are forward."""
+    length, border = len(plan.schedule.sequence), len(plan.schedule.forward)
+    bytes_at = plan.timeline.bytes_at
+    chosen: list[int] = []
+    in_forward: list[int] = []
+    for first, last in ((0, border), (border, length)):
+        share = max(1, round(SAMPLES * (last - first) / length))
+        stretches = np.array_split(np.arange(first, last), min(share, max(last - first, 1)))
+        chosen += [int(stretch[bytes_at[stretch].argmax()]) for stretch in stretches if len(stretch)]
+        in_forward.append(len(chosen))
+    return chosen, in_forward[0]

@@ -1,0 +1,175 @@
+"""Pictures of reports and of time against memory, by matplotlib (of the extra ``plot``).
+
+Each function returns a ``matplotlib.figure.Figure``; ``figure.savefig("memory.png")`` or ``.svg`` writes it. Nothing is shown,
+and no global state is touched.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point, undominated
+from autoremat.report.data import ReportData
+from autoremat.report.decisions import Fate, ForwardValue
+from autoremat.report.peak_snapshot import GRADIENTS, Profile, module_group
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+COLOURS = ("#4269d0", "#efb118", "#6cc5b0", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#3ca951", "#b3b3b3", "#d9d9d9")
+"""Of the bands of a stack, told apart also by people who see few colours."""
+
+GRADIENT_COLOUR, BUDGET_COLOUR, BEFORE_COLOUR = "#505050", "#d62728", "#808080"
+
+FATE_COLOURS = {
+    Fate.SAVED: "#4269d0",
+    Fate.RECOMPUTED: "#efb118",
+    Fate.POSTPONED: "#ff8ab7",
+    Fate.FUSED: "#d9d9d9",
+    Fate.FORWARD_ONLY: "#f2f2f2",
+}
+
+WIDTH, HEIGHT = 9.0, 4.5
+
+
+def memory(report: ReportData) -> Figure:
+    """Bytes alive over one step with the plan, stacked by groups of modules; the budget, and the step without recomputation,
+    as lines. The time is that of the cost model. Raises ``ValueError`` for a report that has no profile."""
+    after, before = report.profile_after, report.profile_before
+    if after is None:
+        raise ValueError("the report has no memory profile: it is of a version that did not keep one, or of an empty graph")
+    figure, axes = _empty(WIDTH, HEIGHT)
+    unit, scale = _byte_unit([*after.totals, *(before.totals if before else ())])
+    time_unit, time_scale = _time_unit(max([*after.seconds, *(before.seconds if before else ())], default=0.0))
+    seconds = [second / time_scale for second in after.seconds]
+    bands = sorted(zip(after.groups, _band_colours(after), after.bytes, strict=True), key=lambda band: band[0] != GRADIENTS)
+    groups, colours, sizes = zip(*bands, strict=True)  # gradients, which only grow, at the bottom
+    heights = [[size / scale for size in band] for band in sizes]
+    axes.stackplot(seconds, heights, labels=groups, colors=colours, step="post", linewidth=0)
+    if before is not None:
+        totals = [total / scale for total in before.totals]
+        label = f"without recomputation, {format_bytes(max(before.totals, default=0))}"
+        axes.step([s / time_scale for s in before.seconds], totals, where="post", color=BEFORE_COLOUR, lw=1, label=label)
+    if report.budget_bytes is not None:
+        label = f"budget, {format_bytes(report.budget_bytes)}"
+        axes.axhline(report.budget_bytes / scale, color=BUDGET_COLOUR, ls="--", lw=1.2, label=label)
+    if 0 < after.border < len(seconds):
+        border = seconds[after.border]
+        axes.axvline(border, color="black", lw=0.8)
+        for text, side, way in (("forward", "right", -4), ("backward", "left", 4)):
+            place = axes.get_xaxis_transform()
+            axes.annotate(text, (border, 1.0), (way, 3), xycoords=place, textcoords="offset points", ha=side, fontsize=9)
+    axes.set(xlabel=f"{time_unit} of the step, estimated", ylabel=f"{unit} alive", ylim=(0, None), xlim=(0, None))
+    axes.set_title(f"peak {format_bytes(report.predicted_peak_bytes)}", loc="left", fontsize=10, pad=16)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return figure
+
+
+def pareto(points: Sequence[Point]) -> Figure:
+    """Recomputation against peak memory: what ``autoremat.pareto`` found, ours and the lower bound as lines."""
+    figure, axes = _empty(WIDTH, HEIGHT)
+    unit, scale = _byte_unit([point.peak_bytes for point in points])
+    styles: dict[str, dict[str, Any]] = {
+        OURS: {"color": "#4269d0", "marker": "o", "ls": "-", "zorder": 4},
+        TORCH: {"color": "#efb118", "marker": "s", "ls": "", "zorder": 3},
+        POLICY: {"color": "#9c6b4e", "marker": "^", "ls": "", "zorder": 2},
+        BOUND: {"color": "#808080", "marker": "", "ls": "-", "zorder": 1},
+    }
+    best = undominated(points)
+    for family, style in styles.items():
+        shown = [point for point in (best if family in (OURS, BOUND) else points) if point.family == family]
+        if not shown:
+            continue
+        shown.sort(key=lambda point: point.peak_bytes)
+        peaks, costs = [p.peak_bytes / scale for p in shown], [100 * p.overhead for p in shown]
+        label = "torch, activation_memory_budget" if family == TORCH else family
+        axes.plot(peaks, costs, ms=5, lw=1.2, label=label, **style)
+        if family == BOUND:
+            axes.fill_between(peaks, costs, 0, color="#808080", alpha=0.15, lw=0)
+        if family in (TORCH, POLICY):
+            for point, peak, cost in zip(shown, peaks, costs, strict=True):
+                axes.annotate(point.label, (peak, cost), (4, 3), textcoords="offset points", fontsize=7, color=style["color"])
+    axes.set(xlabel=f"peak of the step, {unit}", ylabel="recomputation, % of the step", ylim=(0, None))
+    axes.legend(fontsize=8, frameon=False)
+    return figure
+
+
+def saved_by_layer(report: ReportData) -> Figure:
+    """What becomes of the bytes that each layer's forward makes, layers from first to last. Raises ``ValueError`` for a report
+    without values."""
+    if not report.values:
+        raise ValueError("the report does not say what becomes of the forward's values: it is of an earlier version")
+    layers = bytes_by_layer(report.values)
+    figure, axes = _empty(WIDTH, max(1.5, 0.9 + 0.18 * len(layers)))
+    unit, scale = _byte_unit([sum(sizes.values()) for sizes in layers.values()])
+    names, left = list(layers), [0.0] * len(layers)
+    for fate, colour in FATE_COLOURS.items():
+        sizes = [layers[name].get(fate, 0) / scale for name in names]
+        if any(sizes):
+            axes.barh(names, sizes, left=left, color=colour, label=fate.value, height=0.85)
+            left = [start + size for start, size in zip(left, sizes, strict=True)]
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", labelsize=7)
+    axes.margins(y=0.01)
+    axes.set(xlabel=f"{unit} made by the forward")
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    return figure
+
+
+def bytes_by_layer(values: Iterable[ForwardValue]) -> dict[str, dict[Fate, int]]:
+    """Bytes of each fate by layer (module paths up to the first number; else as in the memory picture), in the forward's
+    order."""
+    found: dict[str, dict[Fate, int]] = {}
+    for value in values:
+        parts = value.module.split(".")
+        number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        layer = module_group(value.module) if number is None else ".".join(parts[: number + 1])
+        sizes = found.setdefault(layer, {})
+        sizes[value.fate] = sizes.get(value.fate, 0) + value.bytes
+    return {layer: sizes for layer, sizes in found.items() if any(sizes.values())}
+
+
+def as_svg(figure: Figure) -> str:
+    """The figure as an ``<svg>`` element, text as text."""
+    import matplotlib
+
+    out = io.StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "autoremat"}):
+        figure.savefig(out, format="svg", metadata={"Date": None})
+    text = out.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _empty(width: float, height: float) -> tuple[Figure, Axes]:
+    """A figure with one pair of axes."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError("pictures need matplotlib: pip install matplotlib") from error
+    figure = Figure(figsize=(width, height), layout="constrained", dpi=120)
+    axes = figure.add_subplot()
+    axes.spines[["top", "right"]].set_visible(False)
+    return figure, axes
+
+
+def _band_colours(profile: Profile) -> list[str]:
+    """A colour for each group; gradients, which no plan can do without, are dark."""
+    colours = iter(COLOURS)
+    return [GRADIENT_COLOUR if group == GRADIENTS else next(colours) for group in profile.groups]
+
+
+def _byte_unit(sizes: Iterable[int]) -> tuple[str, float]:
+    """The unit in which the largest of ``sizes`` is written, and its bytes."""
+    most = max(sizes, default=0)
+    unit = format_bytes(most).split()[1]
+    return unit, float({"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[unit])
+
+
+def _time_unit(seconds: float) -> tuple[str, float]:
+    unit = format_seconds(seconds).split()[1]
+    return {"us": "microseconds", "ms": "milliseconds", "s": "seconds"}[unit], {"us": 1e-6, "ms": 1e-3, "s": 1.0}[unit]

@@ -1,0 +1,81 @@
+"""The reports of this process, and why there are none."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from autoremat.report.report import Report
+
+KEPT, KEPT_WITH_PLAN = 1000, 100
+"""So many reports of a process are kept, and so many of them with their plans, which are larger: a job that compiles again and
+again does not grow."""
+
+_reports: deque[Report] = deque(maxlen=KEPT)
+_lock = threading.Lock()
+_graphs_seen = 0
+"""Graphs that the backend was handed, with a backward or not."""
+
+
+_explanations: list[Callable[[], str]] = []
+"""Functions that say why graphs did not come to the backend."""
+
+
+def explain_absence_by(explanation: Callable[[], str]) -> None:
+    """Has ``explanation()``, a text or nothing, added to the reasons for an empty list of reports."""
+    if explanation not in _explanations:
+        _explanations.append(explanation)
+
+
+def add_report(report: Report) -> None:
+    """Append to this process's reports."""
+    with _lock:
+        _reports.append(report)
+        if len(_reports) > KEPT_WITH_PLAN:
+            _reports[-KEPT_WITH_PLAN - 1] = dataclasses.replace(_reports[-KEPT_WITH_PLAN - 1], plan=None)
+
+
+def note_graph() -> None:
+    """Note that the backend was handed a graph."""
+    global _graphs_seen
+    _graphs_seen += 1
+
+
+class Reports(list[Report]):
+    """Reports, oldest first: a list that says why it is empty."""
+
+    def __getitem__(self, index: Any) -> Any:
+        try:
+            return super().__getitem__(index)
+        except IndexError:
+            raise IndexError(why_no_reports() if not self else f"there are {len(self)} reports") from None
+
+    def __repr__(self) -> str:
+        return super().__repr__() if self else f"[] ({why_no_reports()})"
+
+
+def reports() -> Reports:
+    """A report for each graph with a backward that was compiled in this process, oldest first: the latest 1,000, of which the
+    latest 100 have their ``plan``."""
+    with _lock:
+        return Reports(_reports)
+
+
+def why_no_reports() -> str:
+    """Why nothing was reported, as far as it is known."""
+    lines = ["no graph with a backward was compiled by autoremat in this process."]
+    if _graphs_seen:
+        lines.append(
+            f"The backend was handed {_graphs_seen} graphs without a backward: gradient mode was off, or no parameter or input "
+            "requires a gradient, or nothing was returned that depends on one."
+        )
+    else:
+        lines.append(
+            "The backend was handed no graph. Was a function compiled by it called? Some functions Dynamo leaves alone: those "
+            "that call an nn.LSTM, nn.GRU or nn.RNN (unless torch._dynamo.config.allow_rnn is set), and torch's own, such as "
+            "the forward of an nn.Sequential inside of DistributedDataParallel: give that a forward of your own."
+        )
+    return "\n".join(filter(None, [*lines, *(explanation() for explanation in _explanations)]))

@@ -1,0 +1,145 @@
+"""Reports as text and as tables for terminals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoremat.basics.display import PlainTable, named_figures, plain_table
+from autoremat.basics.display import as_text as as_text
+from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.report.data import ReportData, Total
+from autoremat.report.decisions import Fate, ForwardValue
+from autoremat.report.peak_snapshot import Alive, Moment
+
+SAVED_TENSORS_SHOWN, SORTS_SHOWN = 10, 4
+
+
+def tables(report: ReportData) -> list[PlainTable]:
+    """The figures, and the largest saved tensors: a screen of text."""
+    found = [named_figures(figures(report))]
+    if report.saved:
+        tensors = plain_table("largest saved tensors", ("bytes", "op", "module", "source"), numbers=1)
+        for tensor in report.saved[:SAVED_TENSORS_SHOWN]:
+            tensors.add_row(format_bytes(tensor.bytes), tensor.op, tensor.module, short_source(tensor.source))
+        found.append(tensors)
+    return found
+
+
+def short_source(source: str) -> str:
+    """The last three parts of a path."""
+    return "/".join(source.replace("\\", "/").split("/")[-3:])
+
+
+def figures(report: ReportData) -> list[tuple[str, str]]:
+    """The report's figures, each with its name."""
+    ceiling = "" if report.ceiling_bytes is None else f" (torch's own partition needs {format_bytes(report.ceiling_bytes)})"
+    budget = f"none{ceiling}" if report.budget_bytes is None else format_bytes(report.budget_bytes)
+    share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
+    reserved = f", and {format_bytes(report.reserved_bytes)} in reserve" if report.reserved_bytes else ""
+    least_reserve = reserved if report.compiled_peak_bytes is None else ""  # else it is in the figure, which is of code
+    rows = [
+        ("budget", budget),
+        ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of no recomputation){reserved}"),
+        ("without recomputation", format_bytes(report.baseline_peak_bytes)),
+        ("smallest found", f"{format_bytes(report.minimum_peak_bytes)}{least_reserve} (bound "
+                           f"{format_bytes(report.lower_bound_bytes)})"),
+        ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),
+        ("recomputed", f"{report.recomputed_ops} ops, {format_seconds(report.recompute_seconds)} estimated "
+                       f"({report.overhead:.1%} of the forward)"),
+        ("distance from the optimum", "unknown" if report.gap is None else f"at most {report.gap:.1%} of the step's time"),
+        ("seconds by", _basis(report)),
+        ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}; {report.strategy}"),
+        ("gradients", f"{format_bytes(report.gradient_bytes)} at the end of the step, whatever is recomputed"),
+    ]  # fmt: skip
+    if report.values:
+        counts = {fate: sum(value.fate is fate for value in report.values) for fate in Fate}
+        texts = (f"{count} {fate.value}" for fate, count in counts.items() if count)
+        rows.insert(6, ("values of the forward", ", ".join(texts)))
+    if report.peak_after is not None:
+        rows.insert(3, ("fullest", place(report.peak_after)))
+    if report.compiled_peak_bytes is not None:
+        because = f"; no more, because {report.room_left_because}" if report.room_left_because else ""
+        rows.insert(2, ("peak of the compiled code", format_bytes(report.compiled_peak_bytes) + because))
+    if report.loss_parts > 1:
+        least = report.minimum_in_one_part_bytes
+        whole = "" if least is None else f"; in one part the smallest peak found is {format_bytes(least)}"
+        rows.append(("loss", f"in {report.loss_parts} parts, so sums over tokens are rounded otherwise{whole}"))
+    if not report.within_budget:
+        rows.insert(1, ("over the budget", f"by {format_bytes(report.peak_bytes - (report.budget_bytes or 0))}"))
+    if report.unknown_workspaces:
+        rows.append(("unknown workspaces", f"{', '.join(report.unknown_workspaces)}: the peak may be higher by these"))
+    rows += [("note", note) for note in report.notes]
+    if report.others:
+        rows.append(("other graphs", f"{len(report.others)}, see `others`"))
+    return rows
+
+
+def place(moment: Moment) -> str:
+    """Where in the step a moment is, and what fills it."""
+    percents = whole_percents([size for _, size in moment.by_sort])
+    parts = list(zip(moment.by_sort, percents, strict=True))[:SORTS_SHOWN]
+    shares = ", ".join(f"{percent}% {sort.value}" for (sort, _), percent in parts)
+    where = f" of {moment.module}" if moment.module else ""
+    return f"{moment.half}, at {moment.op}{where}: {shares}"
+
+
+def whole_percents(sizes: Sequence[int]) -> list[int]:
+    """The shares of ``sizes`` in their sum, in whole percents that sum to 100: the largest remainders are rounded up."""
+    total = sum(sizes)
+    if not total:
+        return [0 for _ in sizes]
+    percents = [100 * size // total for size in sizes]
+    by_remainder = sorted(range(len(sizes)), key=lambda number: -(100 * sizes[number] % total))
+    for number in by_remainder[: 100 - sum(percents)]:
+        percents[number] += 1
+    return percents
+
+
+def _basis(report: ReportData) -> str:
+    """The cost model, and what its seconds rest on."""
+    shares = {"measured": report.measured_share, "calibrated": report.calibrated_share, "assumed": report.assumed_share}
+    untimed = f"; {report.untimed_ops} ops not timed" if report.untimed_ops else ""
+    return f"{report.cost_model}: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share) + untimed
+
+
+def value_table(values: Sequence[ForwardValue], limit: int | None) -> PlainTable:
+    """The first ``limit`` of ``values`` with their fates and reasons."""
+    shown = values if limit is None else values[:limit]
+    title = f"{len(shown)} of {len(values)} values" if len(shown) < len(values) else f"{len(values)} values"
+    table = plain_table(title, ("bytes", "added", "value", "fate", "where, and why"), numbers=2)
+    for value in shown:
+        added = format_seconds(value.added_seconds) if value.added_seconds else ""
+        lines = "\n".join(filter(None, (where(value), value.why)))  # beside one another neither is readable at 80 columns
+        table.add_row(format_bytes(value.bytes), added, value.name, value.fate.value, lines)
+    return table
+
+
+def where(thing: ForwardValue | Alive) -> str:
+    """Module and line of a tensor, as far as they are known."""
+    return ", ".join(filter(None, (thing.module, short_source(thing.source))))
+
+
+def totals_table(totals: Sequence[Total], by: str) -> PlainTable:
+    """Sums by module or op."""
+    table = plain_table(f"by {by}", ("saved", "recomputed", "fused", "run", "run again", "values", by), numbers=6)
+    for total in totals:
+        table.add_row(
+            format_bytes(total.saved_bytes), format_bytes(total.recomputed_bytes), format_bytes(total.fused_bytes),
+            format_seconds(total.seconds), format_seconds(total.added_seconds), str(total.values), total.name or "-",
+        )  # fmt: skip
+    return table
+
+
+def moment_table(moment: Moment, limit: int | None) -> PlainTable:
+    """What is alive at a moment, the largest first."""
+    table = plain_table(
+        f"{format_bytes(moment.bytes)} alive in the {place(moment)}", ("bytes", "tensor", "is", "where"), numbers=1
+    )
+    shown = moment.alive if limit is None else moment.alive[:limit]
+    for tensor in shown:
+        table.add_row(format_bytes(tensor.bytes), tensor.name, tensor.sort.value, where(tensor))
+    unseen = moment.alive[len(shown) :]
+    count, size = len(unseen) + moment.others, sum(tensor.bytes for tensor in unseen) + moment.others_bytes
+    if count:
+        table.add_row(format_bytes(size), f"{count} others", "", "")
+    return table

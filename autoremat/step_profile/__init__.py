@@ -1,0 +1,1 @@
+"""The profile of a step of several compiled graphs."""

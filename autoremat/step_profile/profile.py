@@ -1,0 +1,213 @@
+"""``autoremat.survey``: one budget for the compiled graphs of a step, from one look at the step."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoremat.basics.checks import options_of
+from autoremat.basics.errors import OptionsError, SurveyError
+from autoremat.basics.progress import now, said_if_slow
+from autoremat.compiler.breaks import listen, what_dynamo_said
+from autoremat.compiler.interception import intercepted_by
+from autoremat.compiler.partitioner import free_device_bytes
+from autoremat.options.options import Options
+from autoremat.planner.multigraph.ledger import Moment, Share
+from autoremat.planner.multigraph.step_profile import Step, Survey
+from autoremat.step_profile.meter import meter_of
+from autoremat.step_profile.recording import Recording
+from autoremat.torch_private import autograd, compat
+from autoremat.torch_private.dynamo import graph_breaks
+
+HEADROOM = 0.05
+"""Of a step's budget, for generated code whose peak differs from the simulated one."""
+
+
+def survey(
+    function: Callable[..., Any],
+    *args: Any,
+    memory_budget: int | float | str | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    regional: bool | None = None,
+    options: Mapping[str, Any] | None = None,
+    **kwargs: Any,
+) -> Survey:
+    """Share one budget among the compiled graphs of a training step, which are several after graph breaks, or where parts of a
+    model are compiled.
+
+    Runs ``function(*args, **kwargs)`` and its backward twice, as ``torch.compile(function, backend="autoremat")`` would, each
+    graph on its plan of least memory and without generated code; the second time memory is measured. Gradients, buffers of
+    the modules that ``function`` is, is bound to or closes over, and random states are as before; what it does otherwise it
+    does twice. Then every graph gets a plan such that the step's peak fits ``memory_budget`` at the least time.
+
+    ``memory_budget``: as in ``options``, for the whole step; a float is a share of its peak without recomputation.
+    ``loss``: makes the scalar to differentiate of what ``function`` returns; by default that itself or its ``loss``.
+    ``regional``: whether ``function`` holds parts that are compiled already with this backend, and is itself not to be
+    compiled. By default that is so for a module with compiled parts and for what ``torch.compile`` has returned.
+    ``options``: those of ``torch.compile``, without ``memory_budget``.
+
+    All that ``torch.compile`` has made in this process is compiled again at its next call, as after
+    ``torch.compiler.reset()``. Pass the result as ``memory_budget``, in ``options`` or to ``configure``.
+
+    Raises ``BudgetInfeasible`` if no choice of plans fits, ``SurveyError`` if there is nothing to share, or if hooks act on
+    each gradient as soon as it is made, as an optimizer in the backward does. Hooks that torch runs in C++ are not seen:
+    ``DistributedDataParallel`` averages gradients across ranks in a survey too, so all ranks have to survey.
+    """
+    if "memory_budget" in options_of(options):
+        raise OptionsError("a survey takes `memory_budget` as an argument of its own, not in `options`")
+    parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, compat.inductor_config_names)
+    if isinstance(parsed.memory_budget, Survey | Share):
+        raise OptionsError("a survey takes a budget of its own, not the result of another one")
+    holds_compiled = _holds_compiled(function) if regional is None else regional
+    step = function
+    torch.compiler.reset()
+    if not holds_compiled:
+        step = torch.compile(function, backend="autoremat", options=dict(options or {}) or None)
+    taken = Recording(parsed)
+    with said_if_slow("surveying the step", shown=parsed.progress):
+        try:
+            with intercepted_by(taken), _undone(function):
+                moments = _measured(taken, functools.partial(step, *args, **kwargs), loss or _loss_of)
+        finally:
+            torch.compiler.reset()
+            listen()
+        now("sharing out the budget")
+        device = _device_of(taken)
+        found = _step(taken, moments, device)
+        return found.shared_out(parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(device)))
+
+
+def _device_of(taken: Recording) -> torch.device:
+    """The device whose memory the budget is about."""
+    return next((d for d in taken.devices if d.type != "cpu"), torch.device("cpu"))
+
+
+def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], torch.Tensor]) -> list[Moment]:
+    """Run ``step`` once to trace it and once to measure it."""
+    devices, breaks = _state_devices(), graph_breaks()
+    for attempt in ("trace", "measure"):
+        now(f"running it uncompiled, {'once more to measure it' if attempt == 'measure' else 'to trace it'}")
+        with torch.random.fork_rng(devices):
+            meter = meter_of(_device_of(taken))
+            taken.start(meter if attempt == "measure" else None)
+            with meter if attempt == "measure" else contextlib.nullcontext():
+                _backward(loss(step()))
+    if not any(graph.planned for graph in taken.graphs):
+        said = what_dynamo_said(breaks)
+        raise SurveyError(
+            "nothing in this step was compiled that could be planned. If `function` only calls parts that are compiled with "
+            "backend='autoremat', pass regional=True; gradients must be enabled, and something must require one"
+            + (f"\n{said}" if said else "")
+        )
+    return taken.moments(meter.readings)
+
+
+def _state_devices() -> list[int]:
+    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+
+
+def _loss_of(output: Any) -> torch.Tensor:
+    """The scalar to differentiate."""
+    found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+        raise SurveyError(
+            "the function returns neither a scalar tensor nor something with a `loss`: "
+            "pass loss=..., which makes a scalar of what the function returns"
+        )
+    return found
+
+
+def _backward(loss: torch.Tensor) -> None:
+    """Differentiate, and leave the gradients of all leaves as they were."""
+    if not loss.requires_grad:
+        raise SurveyError("the loss does not require a gradient: there is no backward to survey")
+    leaves = autograd.leaves_of(loss)
+    _refuse_hooks(leaves)
+    before = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    try:
+        loss.backward()  # type: ignore[no-untyped-call]
+    finally:
+        for leaf, gradient in zip(leaves, before, strict=True):
+            leaf.grad = gradient
+
+
+def _refuse_hooks(leaves: list[torch.Tensor]) -> None:
+    """Raises ``SurveyError`` if the backward would do more than compute gradients, such as step an optimizer."""
+    if hooks := [hook for leaf in leaves for hook in autograd.hooks_after_gradients(leaf)]:
+        name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
+        raise SurveyError(
+            f"{len(hooks)} hooks run as soon as a gradient is made (register_post_accumulate_grad_hook; the first is {name}). "
+            "They act on gradients of a survey as on those of a step: an optimizer in the backward would step. "
+            "Survey before the hooks are registered, or remove them meanwhile"
+        )
+
+
+def _modules_of(function: Any) -> list[nn.Module]:
+    """The modules that ``function`` is, is bound to, or closes over."""
+    if isinstance(function, functools.partial):
+        return [m for part in (function.func, *function.args, *function.keywords.values()) for m in _modules_of(part)]
+    if isinstance(function, nn.Module):
+        return [function]
+    found = [getattr(function, "__self__", None)]
+    code, around = getattr(function, "__code__", None), getattr(function, "__globals__", {})
+    found += [around.get(name) for name in code.co_names] if code is not None else []
+    for cell in getattr(function, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            found.append(cell.cell_contents)
+    return [value for value in found if isinstance(value, nn.Module)]
+
+
+def _holds_compiled(function: Any) -> bool:
+    """Whether ``function`` is or holds what ``torch.compile`` made."""
+    if hasattr(function, "_torchdynamo_orig_callable"):
+        return True
+    modules = [module for root in _modules_of(function) for module in root.modules()]
+    return any(autograd.is_compiled(module) for module in modules)
+
+
+@contextlib.contextmanager
+def _undone(function: Any) -> Iterator[None]:
+    """Whatever the body writes to the buffers of the function's modules, or puts in their place, is undone."""
+    parts = [part for module in _modules_of(function) for part in module.modules()]
+    named = [(part._buffers, dict(part._buffers)) for part in parts]
+    buffers = {id(b): b for _, before in named for b in before.values() if b is not None}
+    contents = {key: buffer.detach().clone() for key, buffer in buffers.items()}
+    try:
+        yield
+    finally:
+        for present, before in named:
+            present.clear()
+            present.update(before)
+        with torch.no_grad():
+            for key, buffer in buffers.items():
+                buffer.copy_(contents[key])
+
+
+def _step(taken: Recording, moments: list[Moment], device: torch.device) -> Step:
+    """What was recorded, without the graphs that no plan can change."""
+    planned = [number for number, graph in enumerate(taken.graphs) if graph.planned]
+    number_of = {number: place for place, number in enumerate(planned)}
+    begun = ((event.backward, taken.calls[event.call]) for event in taken.events if event.begins)
+    return Step(
+        graphs=tuple(taken.graphs[number].surveyed(taken.calls.count(number)) for number in planned),
+        moments=tuple(
+            replace(
+                moment,
+                open=tuple(number_of[g] for g in moment.open),
+                running=None if moment.running is None else number_of[moment.running],
+            )
+            for moment in moments
+        ),
+        order=tuple(f"{'backward' if back else 'forward'} {number_of[g]}" for back, g in begun if g in number_of),
+        device=str(device),
+        others=tuple(graph.key for graph in taken.graphs if not graph.planned),
+        headroom=HEADROOM if taken.options.inner == "inductor" else 0.0,
+    )

@@ -1,0 +1,77 @@
+"""A plan and the code that Inductor generates for it, without kernels: ``autoremat.explain(..., lower=True)``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.basics.errors import OptionsError
+from autoremat.capture.capture import device_of_inputs
+from autoremat.compiler.compile_loop import Compiled, InductorCompilation, with_bytes
+from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.records import Record
+from autoremat.options.options import Options
+from autoremat.planner.multigraph.step_profile import Survey
+from autoremat.report.report import Report
+from autoremat.tools.trace import Target, Visitor, trace
+from autoremat.torch_private import compat, fake_tensors, lowering
+
+
+class _Rehearsal(InductorCompilation):
+    """One graph through all that the backend does with it up to its kernels. Nothing is remembered or published."""
+
+    report: Report | None = None
+
+    def finish(self, compiled: Compiled, partitioner: Partitioner, record: Record | None, replans: int) -> Compiled:
+        self.report = self.completed(partitioner, record, replans)
+        return compiled
+
+
+def refuse_surveys(options: Options) -> None:
+    """Raises ``OptionsError`` if the budget is that of a surveyed step."""
+    if isinstance(options.memory_budget, Survey):
+        raise OptionsError(
+            "memory_budget: a survey shares its budget out among the graphs that are compiled; here each graph is planned by "
+            "itself. Accepted here: bytes, a share or None; print(survey) shows the whole step"
+        )
+
+
+def rehearsals(
+    model_or_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    device: str | torch.device | None,
+) -> tuple[list[Report], tuple[str, ...]]:
+    """The report of each graph of the step that trains, in order (at least one), and notes on how they were had."""
+    refuse_surveys(options)
+    if options.inner != "inductor":
+        raise OptionsError(f'lower=True: inner={options.inner!r} generates no code. Accepted with it: inner="inductor"')
+    options = dataclasses.replace(options, on_unplannable="raise")
+    asked = {**compat.mode_config(options.mode), **dict(options.inductor)}
+    patches = {**asked, **fake_tensors.RUNS_NOTHING}
+    left_out = [key for key in fake_tensors.RUNS_NOTHING if asked.get(key)]
+
+    def visiting(target: Target, resident: int) -> Visitor[Report | None]:
+        if target.cuda_name is not None:
+            raise OptionsError(
+                f"lower=True: code is generated for a device that is here, and {target.cuda_name} is known by name only. "
+                "Accepted with it: lower=False"
+            )
+
+        def visit(module: fx.GraphModule, inputs: Sequence[object], _: Mapping[str, Any]) -> Report | None:
+            rehearsal = _Rehearsal(module, inputs, with_bytes(options, device_of_inputs(module, inputs)), patches)
+            with lowering.without_kernels():
+                rehearsal.run()
+            return rehearsal.report
+
+        return visit
+
+    found, notes = trace(model_or_fn, args, kwargs, options, device, visiting, joint=False).results()
+    if left_out:
+        notes = (*notes, f"code without {', '.join(left_out)}, which would run kernels to choose among them")
+    return found, notes

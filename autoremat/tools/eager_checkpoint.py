@@ -1,0 +1,247 @@
+"""A plan outside of ``torch.compile``: as the policy of torch's selective activation checkpointing.
+
+Eager training runs other ops than the graph that was planned: nothing is fused or decomposed, and equal ops are not merged. So
+the plan's ops are matched with calls of the model: the module that runs, the ATen op, and how many of that op it ran before.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.units import format_bytes
+from autoremat.planner.plans.plan import Plan
+
+LEAST_SHARE = 0.5
+"""Of the bytes of a call's result that the plan has to save for eager training to save the result."""
+
+WORTH_SAYING = 0.02
+"""Of the plan's saved bytes, what may go unmatched without a warning."""
+
+DROPOUT, RANDOM_FILL, SCALING = "aten.native_dropout.default", "aten.bernoulli_.float", "aten.mul.Tensor"
+"""The graph always has the first; eager training on a CPU draws a mask by the second and then multiplies by it."""
+
+Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an ATen op: the path of the module that runs, the op, and how many of these the module made before."""
+
+    module: str
+    op: str
+    number: int
+
+
+def saved_calls(plan: Plan) -> dict[Call, int]:
+    """The calls of the model whose results the plan saves, at least by half, with the saved bytes."""
+    graph, saved = plan.graph, set(plan.saved)
+    numbers: Counter[tuple[str, str]] = Counter()
+    found: dict[Call, int] = {}
+    for (module, op), members in _calls(plan):
+        call = Call(module, op, numbers[module, op])
+        numbers[module, op] += 1
+        made = [v for index in members for v in graph.ops[index].outputs]
+        kept = sum(graph.values[v].bytes for v in made if v in saved)
+        leaving = [v for v in made if any(r > members[-1] and r < graph.num_forward for r in graph.readers[v])]
+        result = sum(graph.values[v].bytes for v in leaving) or kept
+        if kept and kept >= LEAST_SHARE * result:
+            found[call] = kept
+    return found
+
+
+def _calls(plan: Plan) -> Iterator[tuple[tuple[str, str], list[int]]]:
+    """The forward ops by the call of the model that they are part of: consecutive parts of one decomposed op are one call."""
+    ops = plan.graph.ops
+
+    def key(index: int) -> tuple[Any, ...]:
+        op = ops[index]
+        return op.module, _functional(op.decomposed_from or op.target), op.source, "" if op.decomposed_from else index
+
+    for (module, target, _, _), members in itertools.groupby(range(plan.graph.num_forward), key):
+        yield (module, target), list(members)
+
+
+def _functional(target: str) -> str:
+    """The name of an op without the underscore of its in-place variant: the planned graph writes to nothing."""
+    name, dot, overload = target.rpartition(".")
+    return f"{name.rstrip('_')}{dot}{overload}" if dot else target
+
+
+# -- the region that is checkpointed -----------------------------------------------------------------------------------
+
+
+@dataclass
+class CheckpointContext:
+    """What ``torch.utils.checkpoint`` takes as ``context_fn``: each call makes the two contexts of one run of a region."""
+
+    saved: Mapping[Call, int]
+    model: nn.Module | None = None
+    told: set[Call] = field(default_factory=set)
+    """What was warned of."""
+
+    def __post_init__(self) -> None:
+        self.paths = Paths({call.module for call in self.saved})
+        if self.model is not None:
+            self.paths.add(self.model)
+
+    def __call__(self) -> Contexts:
+        """The contexts of the region's forward and of its recomputation."""
+        region = _Region(self)
+        forward, again = create_selective_checkpoint_contexts(region.policy)  # type: ignore[no-untyped-call]
+        return _Watched(region, forward), again
+
+    def warn(self, missed: Mapping[Call, int]) -> None:
+        """Say once what was to be saved and did not come by."""
+        new = {call: size for call, size in missed.items() if call not in self.told}
+        self.told.update(new)
+        if sum(new.values()) > WORTH_SAYING * sum(self.saved.values()):
+            first = next(iter(new))
+            where = f"call {first.number} of {first.op} in {first.module or 'the model'}"
+            warnings.warn(
+                f"{len(new)} results that the plan saves ({format_bytes(sum(new.values()))}, the first is {where}) were not "
+                f"met in eager training and are recomputed: the model runs other ops there than the graph that was planned",
+                BudgetWarning,
+                stacklevel=4,
+            )
+
+
+class Paths:
+    """The paths of the plan for modules at hand. A region may be the whole model or, if the model is known, any part of it."""
+
+    def __init__(self, planned: set[str]) -> None:
+        self.planned = planned
+        self.names: dict[int, str] = {}
+
+    def add(self, root: nn.Module) -> None:
+        """Learn the paths of ``root`` and what is in it; the plan may call them by a longer path, as seen from outside."""
+        names = {name: module for name, module in root.named_modules(remove_duplicate=False)}
+        votes: Counter[str] = Counter()
+        for path in self.planned:
+            votes.update(path[: len(path) - len(name)] for name in names if name and f".{path}".endswith(f".{name}"))
+        best = votes.most_common(2)
+        prefix = best[0][0] if best else ""
+        if len(best) == 2 and best[0][1] == best[1][1]:
+            prefix = "(unknown)."
+            warnings.warn(
+                f"a checkpointed region begins in a {type(root).__name__} and the plan has several: nothing is saved. "
+                f"Give the model: autoremat.selective_checkpoint_context(plan, model)",
+                BudgetWarning,
+                stacklevel=4,
+            )
+        for name, module in names.items():
+            self.names.setdefault(id(module), prefix + name if name else prefix.rstrip("."))
+
+
+class _Region:
+    """One run of a region: where in the model it is, what it has run, and what it saves."""
+
+    def __init__(self, context: CheckpointContext) -> None:
+        self.context = context
+        self.running: list[str] = []
+        self.entered: set[str] = set()
+        self.seen: Counter[tuple[str, str]] = Counter()
+        self.masked: set[str] = set()
+        """Modules that have drawn a mask and not yet multiplied by it."""
+        self.met: set[Call] = set()
+        self.decided: dict[Any, list[CheckpointPolicy]] = defaultdict(list)
+        self.thread = threading.get_ident()
+        self.repeated: Counter[Any] = Counter()
+
+    # Torch calls the two for every module of the process.
+
+    def enter(self, module: nn.Module, _inputs: Any) -> None:
+        if threading.get_ident() != self.thread:
+            return
+        paths = self.context.paths
+        if id(module) not in paths.names:
+            paths.add(module)
+        self.running.append(paths.names[id(module)])
+        self.entered.add(self.running[-1])
+
+    def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        if threading.get_ident() == self.thread:
+            self.running.pop()
+
+    def policy(self, ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        """What torch asks for each op of the forward and, in torch 2.11, again for each op of the recomputation."""
+        if ctx.is_recompute:
+            self.repeated[op] += 1
+            return self.decided[op][self.repeated[op] - 1]
+        call = self.call_of(str(op))
+        self.met.add(call)
+        saves = call in self.context.saved and not op._schema.is_mutable
+        self.decided[op].append(CheckpointPolicy.MUST_SAVE if saves else CheckpointPolicy.PREFER_RECOMPUTE)
+        return self.decided[op][-1]
+
+    def call_of(self, op: str) -> Call:
+        """The call of the model that ``op`` is."""
+        module, target = self.running[-1] if self.running else "", _functional(op)
+        if op == RANDOM_FILL:
+            self.masked.add(module)
+        elif op == SCALING and module in self.masked:
+            self.masked.remove(module)
+            target = DROPOUT
+        self.seen[module, target] += 1
+        return Call(module, target, self.seen[module, target] - 1)
+
+    def finish(self) -> None:
+        """Once the forward is over: say what did not come by in the modules that ran."""
+        saved = self.context.saved
+        self.context.warn({call: saved[call] for call in saved if call.module in self.entered and call not in self.met})
+
+
+class _Watched(AbstractContextManager[None]):
+    """Torch's own context, in which a region also knows which module runs."""
+
+    def __init__(self, region: _Region, inner: AbstractContextManager[Any]) -> None:
+        self.region, self.inner, self.stack = region, inner, ExitStack()
+
+    def __enter__(self) -> None:
+        for hook in (
+            register_module_forward_pre_hook(self.region.enter),
+            register_module_forward_hook(self.region.leave, always_call=True),
+        ):
+            self.stack.callback(hook.remove)
+        self.stack.enter_context(self.inner)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        self.stack.__exit__(kind, error, trace)
+        if error is None:
+            self.region.finish()
+        return None
+
+
+def selective_checkpoint_context(plan: Plan, model: nn.Module | None = None) -> CheckpointContext:
+    """Returns ``plan`` as a ``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``.
+
+    With it a checkpointed region saves the results that the plan saves, and recomputes all others. The region is the whole
+    model, a function that calls it, or, if ``model`` is given, each of any parts of it. Gradients are those of training without
+    checkpoints. Eager training differs from the compiled step in three ways:
+
+    - Torch's checkpoint repeats a region from its start when the backward first needs any of it. So the peak of one large
+      region is higher than the plan's; its saved bytes are near the plan's. One region per layer lowers the peak, and the
+      inputs of each region are then saved too.
+    - The plan's ops are matched with calls of the model by module, ATen op and number. Inside a decomposed op (a layer norm,
+      a GELU) the plan may save a tensor that eager training does not have. Then the whole result is saved if the plan saves
+      at least half of its bytes. A ``BudgetWarning`` reports planned saves that did not occur.
+    - Results of in-place ops are recomputed; a saved result that the model overwrites is torch's error in the backward.
+
+    Only plans of a model that was compiled or explained can be used. Source:
+    https://docs.pytorch.org/docs/stable/checkpoint.html
+    """
+    return CheckpointContext(saved_calls(plan), model)

@@ -1,0 +1,185 @@
+"""``autoremat.max_batch``: the largest batch or sequence of which a step fits a budget, found without running one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from autoremat.basics.checks import options_of
+from autoremat.basics.display import PlainTable, Shown
+from autoremat.basics.errors import BudgetInfeasible, OptionsError
+from autoremat.basics.progress import said_if_slow
+from autoremat.basics.units import format_bytes
+from autoremat.options.options import Options
+from autoremat.report.report import Report
+from autoremat.tools.explain import explain_by
+from autoremat.torch_private import compat, fake_tensors
+
+Call = tuple[Sequence[Any], Mapping[str, Any]]
+
+FASTEST = 16
+"""At most so many times the largest size that fits is tried next, however little memory that took."""
+
+
+@dataclass(frozen=True, repr=False)
+class Fit(Shown):
+    """The largest size that fits, and what the search saw. Printed: a few lines."""
+
+    size: int
+    report: Report
+    """Of a step of ``size``."""
+    next_size: int | None
+    """The next larger size, which does not fit; None if all up to the limit do."""
+    next_minimum_bytes: int | None
+    """The smallest peak that was found for ``next_size``."""
+    tried: tuple[tuple[int, int, bool], ...]
+    """Sizes in the order in which they were tried, the smallest peak found for each in bytes, whether it fits."""
+
+    def line(self) -> str:
+        """All that a prompt shows."""
+        more = "no larger size was allowed" if self.next_size is None else f"{self.next_size} does not"
+        return f"{self.size} fits {format_bytes(self.report.budget_bytes or 0)}, {more}, {len(self.tried)} sizes tried"
+
+    def tables(self) -> Sequence[PlainTable]:
+        """What ``rich.print`` and notebooks show: the lines of ``print``."""
+        table = PlainTable("", ("",), numbers=0, show_header=False)
+        table.add_row(str(self))
+        return [table]
+
+    def __str__(self) -> str:
+        budget = self.report.budget_bytes or 0
+        lines = [
+            f"largest size that fits {format_bytes(budget)}: {self.size}",
+            f"  its peak is {format_bytes(self.report.predicted_peak_bytes)}, with {self.report.overhead:.1%} of the forward "
+            "recomputed",
+        ]
+        if self.next_minimum_bytes is not None:
+            least = format_bytes(self.next_minimum_bytes)
+            lines.append(f"  no plan was found for {self.next_size}: the smallest peak found for it is {least}")
+        else:
+            lines.append("  larger ones were not allowed")
+        return "\n".join(lines)
+
+
+def max_batch(
+    make_inputs: Callable[[int], Any],
+    model_or_fn: Callable[..., Any],
+    memory_budget: int | str,
+    *,
+    step: int = 1,
+    limit: int = 1 << 20,
+    options: Mapping[str, Any] | None = None,
+    device: str | torch.device | None = None,
+) -> Fit:
+    """The largest multiple of ``step``, up to ``limit``, for which ``model_or_fn`` on ``make_inputs(size)`` fits.
+
+    ``make_inputs`` gets a size and returns the arguments: a tuple or list of positional ones, a dict of keyword ones, or a
+    single one. What it allocates is fake, so that sizes beyond the memory at hand can be tried. A larger size is taken to need
+    more memory; how much it needs guides the search, which plans for a few sizes. ``memory_budget``: bytes, text such as
+    "60GiB", or "auto". ``options`` and ``device`` as in ``autoremat.explain``.
+
+    Raises ``BudgetInfeasible`` if not even ``step`` fits, and ``OptionsError`` for a budget that is no number of bytes.
+    """
+    if isinstance(memory_budget, float) or memory_budget is None:
+        raise OptionsError(f'memory_budget={memory_budget!r}: max_batch needs bytes, as in "60GiB", or "auto"')
+    if not 1 <= step <= limit:
+        raise OptionsError(f"step={step}, limit={limit} is not accepted. Accepted: 1 <= step <= limit")
+    wanted = {**options_of(options), "memory_budget": memory_budget, "on_infeasible": "raise"}
+    parsed = Options.parse(wanted, None, compat.inductor_config_names)
+
+    def outcome_of(count: int) -> Outcome:
+        with fake_tensors.new_mode():
+            given = make_inputs(count * step)
+        args, kwargs = _call(given)
+        try:
+            with said_if_slow(f"trying {count * step} (size number {len(search.outcomes) + 1})"):
+                return explain_by(model_or_fn, args, kwargs, parsed, device)
+        except BudgetInfeasible as error:  # as the backend would refuse it
+            return error
+
+    with said_if_slow("looking for the largest size that fits", shown=parsed.progress):
+        search = _Search(outcome_of, limit // step)
+        search.run()
+    fitting = search.outcomes.get(search.fits)
+    if not isinstance(fitting, Report):
+        refused = search.outcomes[1]
+        assert isinstance(refused, BudgetInfeasible)
+        raise refused
+    miss = search.misses
+    return Fit(
+        search.fits * step,
+        fitting,
+        None if miss is None else miss * step,
+        None if miss is None else _minimum_bytes(search.outcomes[miss]),
+        tuple(
+            (count * step, _minimum_bytes(outcome), isinstance(outcome, Report)) for count, outcome in search.outcomes.items()
+        ),
+    )
+
+
+def _call(given: Any) -> Call:
+    """What ``make_inputs`` returned, as arguments."""
+    if isinstance(given, Mapping):
+        return (), given
+    return (given, {}) if isinstance(given, (tuple, list)) else ((given,), {})
+
+
+Outcome = Report | BudgetInfeasible
+"""Of one size: the plan that fits, or the error that none does."""
+
+
+def _minimum_bytes(outcome: Outcome) -> int:
+    """The smallest peak found; of several graphs the largest such."""
+    if isinstance(outcome, BudgetInfeasible):
+        return outcome.minimum_bytes
+    return max(one.minimum_peak_bytes for one in (outcome, *outcome.others))
+
+
+@dataclass
+class _Search:
+    """Bisection, with a straight line through two peaks for the first guesses."""
+
+    outcome_of: Callable[[int], Outcome]
+    limit: int
+    outcomes: dict[int, Outcome] = field(default_factory=dict)
+    fits: int = 0
+    """The largest count that is known to fit."""
+
+    @property
+    def misses(self) -> int | None:
+        """The smallest larger count that is known not to fit."""
+        refused = (count for count, outcome in self.outcomes.items() if isinstance(outcome, BudgetInfeasible))
+        return min((count for count in refused if count > self.fits), default=None)
+
+    def run(self) -> None:
+        """Try counts until the largest that fits is known."""
+        count: int | None = 1
+        while count is not None:
+            self.outcomes[count] = self.outcome_of(count)
+            if not isinstance(self.outcomes[count], BudgetInfeasible):
+                self.fits = max(self.fits, count)
+            count = self.next_count(count)
+
+    def next_count(self, last: int) -> int | None:
+        """What to try after ``last``; None if nothing is left to know."""
+        low, high = self.fits, self.misses
+        if low == 0 or low >= self.limit or (high is not None and high - low <= 1):
+            return None
+        if high is None:
+            guess = 2 * low if len(self.outcomes) < 2 else max(2 * low, self.on_a_line())
+            return min(guess, FASTEST * low, self.limit)
+        way = len(self.outcomes) % 3
+        # The guess, then beside it, then halfway: a guess that is right is confirmed at once, a wrong one costs little.
+        guess = self.on_a_line() if way == 0 else (low + 1 if last == low else high - 1) if way == 1 else (low + high) // 2
+        return min(max(guess, low + 1), high - 1)
+
+    def on_a_line(self) -> int:
+        """The count whose peak would be the budget, if peaks lay on the line through the two nearest known ones."""
+        nearest = sorted(self.outcomes, key=lambda count: abs(count - self.fits))[:2]
+        (first, below), (second, above) = sorted((count, _minimum_bytes(self.outcomes[count])) for count in nearest)
+        budget = self.outcomes[first].budget_bytes or 0
+        slope = (above - below) / (second - first)
+        return int(first + (budget - below) / slope) if slope > 0 else 2 * second

@@ -1,0 +1,340 @@
+"""Joint graphs of a training step that is never run: Dynamo and AOTAutograd see tensors without memory.
+
+The path is the backend's own up to the partitioner, so the graphs are those that the backend would plan. Instead of being
+compiled, each joint graph is handed to a visitor, and the code between two graphs goes on with fake results. A CUDA device
+that is not there is stood for by the CPU: torch's autograd refuses CUDA tensors, fake ones too, where no CUDA device is.
+Only what depends on the device is then chosen as CUDA would: attention kernels, workspaces, rounding, rates.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import fx, nn
+
+from autoremat.basics.errors import AutorematError, CaptureError, OptionsError, causes
+from autoremat.capture.capture import may_train
+from autoremat.capture.source_info import take_names
+from autoremat.compiler.breaks import one_of_several, what_dynamo_said
+from autoremat.compiler.partitioner import Partitioner
+from autoremat.options.options import Options
+from autoremat.planner.cost import DATASHEETS, UNKNOWN_GPU, datasheet, device_memory
+from autoremat.tools.cuda_attention import with_attention_of_cuda
+from autoremat.torch_private import compat, fake_tensors
+from autoremat.torch_private.dynamo import graph_breaks
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+Visitor = Callable[[fx.GraphModule, Sequence[object], Mapping[str, Any]], T]
+"""Called as AOTAutograd calls a partitioner: the joint graph, its inputs, keywords."""
+
+SEARCH_DEPTH = 4
+"""So deep in containers and attributes a function's models are looked for."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """The device to plan for, and the one on which fake tensors stand for it."""
+
+    traced_on: torch.device
+    cuda_name: str | None = None
+    """Set if the CUDA device of that name is planned for by its data sheet."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def memory_bytes(self) -> int | None:
+        """Memory of a device that is known by name only."""
+        return None if self.cuda_name is None else device_memory(self.cuda_name)
+
+
+def target_of(device: str | torch.device | None, tensors: Iterable[torch.Tensor]) -> Target:
+    """What ``device`` means for a step that reads ``tensors``: a torch device, or the name of a CUDA card such as
+    "H100-80GB"; None: where the tensors are, or for those without data (meta) CUDA if there is one, else the CPU.
+
+    Raises ``OptionsError`` for what is neither.
+    """
+    if device is None:
+        found = next((t.device for t in tensors if t.device.type != "meta"), None)
+        if found is None:
+            found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return Target(found)
+    if isinstance(device, str) and device_memory(device) is not None:
+        return _named(device)
+    try:
+        parsed = torch.device(device)
+    except (RuntimeError, TypeError):
+        parsed = torch.device("meta")
+    if parsed.type == "cuda" and not torch.cuda.is_available():
+        return _named("cuda")
+    if parsed.type == "meta":
+        known = ", ".join(DATASHEETS)
+        raise OptionsError(
+            f'device={device!r} is not accepted. Accepted: a device of torch ("cpu", "cuda") or a CUDA card, by a name that '
+            f'contains one of {known}, with a size of its memory if that is another ("V100-16GB")'
+        )
+    return Target(parsed)
+
+
+def _named(name: str) -> Target:
+    """The CUDA device of that name, by its data sheet."""
+    if torch.cuda.is_available():
+        return Target(torch.device("cuda"), name)
+    notes = [f"no CUDA device is here: traced on the CPU, planned by the figures of {name}"]
+    if device_memory(name) is None:
+        notes.append('no card is named: the figures are those of a middling one (name it, as in device="H100-80GB")')
+    return Target(torch.device("cpu"), name, tuple(notes))
+
+
+@dataclass
+class _Recorder(Generic[T]):
+    """The Dynamo backend that hands joint graphs on and compiles nothing."""
+
+    options: Options
+    target: Target
+    visit: Visitor[T]
+    joint: bool
+    found: list[T] = field(default_factory=list)
+
+    def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        take_names(module)
+        runnable = fx.GraphModule(module, fake_tensors.shallow_copy(module.graph))
+        if not may_train(module, inputs):
+            return runnable.forward
+        with one_of_several(module):
+            self.see(module, inputs)
+        return runnable.forward
+
+    def see(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        """Hand the graph, or its joint graph, on."""
+        if not self.joint:
+            self.found.append(self.visit(module, fake_tensors.own_inputs(inputs), {}))
+        else:
+            if self.target.cuda_name is not None and self.target.traced_on.type != "cuda":
+                sheet = datasheet(self.target.cuda_name) or UNKNOWN_GPU
+                module = with_attention_of_cuda(module, sheet.capability)
+            config = {**compat.mode_config(self.options.mode), **dict(self.options.inductor)}
+            with contextlib.suppress(_Seen):
+                fake_tensors.trace_joint(module, inputs, _Handover(self), self.options.inner == "inductor", config)
+
+
+class _Seen(Exception):
+    """Ends the tracing of a graph whose joint graph has been seen."""
+
+
+class _Handover(compat.CustomPartitionerFn):
+    """Stands where a partitioner stands."""
+
+    def __init__(self, recorder: _Recorder[Any]) -> None:
+        self.recorder = recorder
+
+    def uuid(self) -> None:
+        """Nothing is cached."""
+        return None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Handover:
+        return self
+
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> compat.PartitionedModules:
+        if not joint_inputs:  # a nested compile region, which the graph around it calls
+            options = self.recorder.options
+            return Partitioner(options, "", fuses=options.inner == "inductor")(gm, joint_inputs, **kwargs)
+        self.recorder.found.append(self.recorder.visit(gm, joint_inputs, kwargs))
+        raise _Seen
+
+
+@dataclass(frozen=True)
+class Traced(Generic[T]):
+    """What the visitor made of each joint graph, in order, and what else should be known."""
+
+    found: tuple[T, ...]
+    notes: tuple[str, ...]
+    resident_bytes: int
+    """Of the parameters, buffers and inputs."""
+
+    def results(self: Traced[R | None]) -> tuple[list[R], tuple[str, ...]]:
+        """What the visitor found (at least one thing), and the notes. Raises ``CaptureError`` if it found nothing."""
+        found = [result for result in self.found if result is not None]
+        if not found:
+            raise CaptureError("nothing to plan: the graphs of the step have no backward of their own")
+        return found, self.notes
+
+
+def trace(
+    model_or_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    options: Options,
+    device: str | torch.device | None,
+    visit: Callable[[Target, int], Visitor[T]],
+    joint: bool = True,
+) -> Traced[T]:
+    """Call ``model_or_fn(*args, **kwargs)`` without running or allocating; visit the joint graph of each graph that trains.
+
+    ``visit`` gets the target and the bytes of what is there before the step, and returns the visitor. Unless
+    ``joint``, that gets each graph that may train as Dynamo captured it. Models are found in
+    what a function closes over and in the globals that it names. Raises ``CaptureError`` if nothing can be planned.
+    """
+    models = list(dict.fromkeys(_models_in(model_or_fn)))
+    own = [t for model in models for t in (*model.parameters(), *model.buffers())]
+    given = [leaf for leaf in torch.utils._pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    target = target_of(device, [*own, *given])
+    mode = fake_tensors.new_mode()
+    fakes: dict[int, torch.Tensor] = {}
+    home = next(iter([*own, *given]), torch.empty(0, device="cpu")).device
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        moves = tensor.device.type in (home.type, "meta") or home.type == "meta"
+        if id(tensor) not in fakes:
+            fakes[id(tensor)] = fake_tensors.fake_like(mode, tensor, target.traced_on if moves else tensor.device)
+        return fakes[id(tensor)]
+
+    fake_args, fake_kwargs = torch.utils._pytree.tree_map(
+        lambda leaf: fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, (tuple(args), dict(kwargs))
+    )
+    resident = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*own, *given)}.values())
+    recorder = _Recorder(options, target, visit(target, resident), joint)
+    notes = list(target.notes)
+    breaks = graph_breaks()
+    with _borrowed(models, [model_or_fn, *args, *kwargs.values()], fake), mode:
+        try:
+            fake_tensors.compiled_by(_fresh(model_or_fn), recorder)(*fake_args, **fake_kwargs)
+        except Exception as error:  # the model's own code, torch's tracing, or the visitor
+            notes.append(_stopped(error, bool(recorder.found)))
+    if not recorder.found:
+        said = what_dynamo_said(breaks)
+        raise CaptureError(
+            "nothing to plan: no graph of the step has a backward. Is gradient mode on, does a parameter or input require a "
+            "gradient, and does the function return something that depends on it?" + (f"\n{said}" if said else "")
+        )
+    return Traced(tuple(recorder.found), tuple(notes), resident)
+
+
+def _stopped(error: Exception, found: bool) -> str:
+    """A note on what ended the tracing early; raises if that was our own error or nothing has been seen before."""
+    for cause in causes(error):
+        if isinstance(cause, (AutorematError, Warning)):  # a warning is raised where the user makes errors of them
+            raise cause from None
+    inner = getattr(error, "inner_exception", error)
+    if isinstance(error, fake_tensors.FAILED_OP):
+        *_, inner = causes(error)
+    what = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0] or 'no message'}"
+    if not found:
+        hint = ""
+        if isinstance(error, fake_tensors.NEEDS_DATA):
+            hint = ": outside of compiled graphs the step looks at the values of a tensor, which there are none of"
+        raise CaptureError(f"the step cannot be traced without running it{hint} ({what})") from error
+    return f"tracing ended after a graph break, what comes later is missing ({what})"
+
+
+def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls ``function`` and has code of its own, so that nothing compiled before answers or is lost."""
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    made = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
+    return made
+
+
+@contextlib.contextmanager
+def _borrowed(
+    models: Sequence[nn.Module], around: Sequence[object], fake: Callable[[torch.Tensor], torch.Tensor]
+) -> Iterator[None]:
+    """While the body runs, the parameters and buffers of ``models`` are fake. Afterwards their attributes, and the lists, dicts
+    and sets in them and in ``around``, are as before: no fake tensor stays there."""
+    parts = list(dict.fromkeys(part for model in models for part in model.modules()))
+    kept = _contents([*(vars(part) for part in parts), *around])
+    try:
+        for part in parts:
+            for tensors in (part._parameters, part._buffers):
+                tensors.update({name: fake(t) for name, t in tensors.items() if t is not None})  # type: ignore[misc]
+        yield
+    finally:
+        for container, before in kept:
+            if list(map(id, _items(container))) != list(map(id, before)):
+                container.clear()
+                (container.extend if isinstance(container, (list, deque)) else container.update)(_refill(container, before))
+
+
+_CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict, Counter)
+"""Exactly these: what is derived from them may refuse to be cleared and filled again."""
+
+
+def _contents(roots: Sequence[object]) -> list[tuple[Any, list[object]]]:
+    """The containers that ``roots`` are or lead to, the dicts of attributes among them, with what they hold."""
+    found: dict[int, tuple[Any, list[object]]] = {}
+    level = list(roots)
+    for _ in range(SEARCH_DEPTH + 2):  # the dicts of attributes are levels too
+        inner: list[object] = []
+        for thing in level:
+            if (
+                isinstance(thing, (str, bytes, int, float, torch.Tensor, type, types.ModuleType, type(None)))
+                or id(thing) in found
+            ):
+                continue
+            if type(thing) in _CONTAINERS:
+                found[id(thing)] = (thing, _items(thing))
+                inner += thing.values() if isinstance(thing, dict) else _items(thing)
+            elif isinstance(thing, (types.FunctionType, types.MethodType, functools.partial, tuple)):
+                inner += _inside(thing)
+            elif isinstance(attributes := getattr(thing, "__dict__", None), dict):
+                inner.append(attributes)
+        level = inner
+    return list(found.values())
+
+
+def _items(container: Any) -> list[object]:
+    """What the container holds, in order; the keys and values of a dict by turns."""
+    return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
+
+
+def _refill(container: object, before: list[object]) -> Iterable[Any]:
+    """``before`` as the container takes it."""
+    return dict(zip(before[::2], before[1::2], strict=True)) if isinstance(container, dict) else before
+
+
+def _models_in(thing: object, depth: int = SEARCH_DEPTH, seen: set[int] | None = None) -> Iterator[nn.Module]:
+    """Modules that calling ``thing`` may reach."""
+    seen = set() if seen is None else seen
+    if id(thing) in seen or depth < 0:
+        return
+    seen.add(id(thing))
+    if isinstance(thing, nn.Module):
+        yield thing
+        return
+    for inner in _inside(thing):
+        yield from _models_in(inner, depth - 1, seen)
+
+
+def _inside(thing: object) -> list[object]:
+    """What a callable or a container holds."""
+    if isinstance(thing, functools.partial):
+        return [thing.func, *thing.args, *thing.keywords.values()]
+    if isinstance(thing, types.MethodType):
+        return [thing.__self__, thing.__func__]
+    if isinstance(thing, types.FunctionType):
+        cells = [cell.cell_contents for cell in thing.__closure__ or () if cell != types.CellType()]
+        named = [thing.__globals__[name] for name in _names(thing.__code__) if name in thing.__globals__]
+        own = [x for x in named if isinstance(x, nn.Module) or getattr(x, "__module__", None) == thing.__module__]
+        return [*cells, *own, *(thing.__defaults__ or ()), *(thing.__kwdefaults__ or {}).values()]
+    if isinstance(thing, (list, tuple)):
+        return list(thing)
+    if isinstance(thing, dict):
+        return list(thing.values())
+    if isinstance(thing, (type, types.ModuleType, torch.Tensor)):
+        return []
+    return list(getattr(thing, "__dict__", {}).values())
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Global names that a function, and the functions in it, may look up."""
+    inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
+    return set(code.co_names).union(*map(_names, inner))

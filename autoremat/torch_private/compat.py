@@ -1,0 +1,389 @@
+"""Torch's private names for joint graphs and compilers; those for other things are in the ``torch_*`` files beside this one,
+and nowhere else. Each function says what it stands for and decides nothing.
+
+Supported: torch 2.11 to 2.15. Where a private signature differs between versions, arguments are matched by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from autoremat.basics.errors import BudgetWarning, OrderWarning, UnsupportedTorchError
+from autoremat.torch_private.compile_progress import inductor_is_told
+from autoremat.torch_private.sizes import most as most
+from autoremat.torch_private.sizes import size_hint as size_hint
+
+SUPPORTED_MINORS = range(11, 16)
+
+
+def check_torch_version(version: str = torch.__version__) -> None:
+    """Raise ``UnsupportedTorchError`` unless torch is a 2.11 to 2.15."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or int(match[1]) != 2 or int(match[2]) not in SUPPORTED_MINORS:
+        raise UnsupportedTorchError(version)
+
+
+check_torch_version()
+
+import torch._functorch.config as functorch_config  # noqa: E402
+import torch._inductor.config as inductor_config  # noqa: E402
+from torch._functorch import compile_utils, partitioners  # noqa: E402
+from torch._functorch._aot_autograd import descriptors  # noqa: E402
+from torch._functorch._aot_autograd import utils as aot_utils  # noqa: E402
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # noqa: E402
+from torch.fx.experimental.proxy_tensor import is_sym_node as is_sym_node  # noqa: E402
+from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy  # noqa: E402
+
+PartitionedModules = tuple[fx.GraphModule, fx.GraphModule]
+
+BUDGET_KEY = getattr(torch.fx.traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "")
+"""What ``torch.autograd.graph.region_activation_memory_budget`` calls a budget among a node's annotations."""
+
+
+# -- joint graphs ------------------------------------------------------------------------------------------------------
+
+
+def is_tangent(node: fx.Node) -> bool:
+    """Whether the placeholder holds a gradient that flows into the backward."""
+    return bool(aot_utils._is_tangent(node))
+
+
+def is_forward_input(node: fx.Node) -> bool:
+    """Whether the placeholder belongs to the forward (a primal or the forward's random seed and offset)."""
+    return bool(aot_utils._is_primal(node) or aot_utils._is_fwd_seed_offset(node))
+
+
+def must_be_in_forward(node: fx.Node) -> bool:
+    """Whether the node mutates something in the forward."""
+    return node.op == "call_function" and bool(partitioners._must_be_in_forward(node))
+
+
+def must_be_in_backward(node: fx.Node) -> bool:
+    """Whether the node is tagged to run in the backward (mutations there)."""
+    return node.op == "call_function" and bool(partitioners._must_be_in_backward(node))
+
+
+def is_traced_in_backward(node: fx.Node) -> bool:
+    """Whether autograd made the node."""
+    return bool(partitioners._has_tag_is_backward(node))
+
+
+def is_traced_in_forward(node: fx.Node) -> bool:
+    """Whether the model's forward made the node."""
+    return bool(partitioners._has_tag_is_forward(node))
+
+
+def is_opaque(node: fx.Node) -> bool:
+    """Whether the node holds something that is neither a tensor nor a symbolic number."""
+    check: Callable[[fx.Node], bool] | None = getattr(partitioners, "is_opaque_node", None)
+    return bool(check(node)) if check is not None else False
+
+
+def is_with_effects(node: fx.Node) -> bool:
+    """Whether the node is an effectful op with its token."""
+    return bool(aot_utils.is_with_effects(node))
+
+
+def prepare_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.GraphModule:
+    """What torch's partitioner does before it decides: dead code, common subexpressions, and the tags that protect
+    checkpoint-region borders, collectives, effects and mutations."""
+    joint.graph.eliminate_dead_code()
+    if functorch_config.cse:
+        joint.graph = _without_common_subexpressions(joint, num_fwd_outputs)
+    _run_effects_once(joint)
+    if partitioners.has_recomputable_ops(joint):
+        joint = partitioners.cleanup_recompute_tags(joint, is_default_partition=False)
+    if not functorch_config.unsafe_allow_optimization_of_collectives:
+        partitioners.force_save_collectives(joint)
+    partitioners.force_save_effectful_ops(joint)
+    partitioners.force_save_bw_mutation_src(joint)
+    joint.recompile()
+    return joint
+
+
+def _without_common_subexpressions(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.Graph:
+    """The graph with equal calls made one. Since torch 2.15 a call that only the forward needs stays apart from one that the
+    backward needs: a model that computes something again in its backward does not want it saved."""
+    merge: Callable[..., fx.Graph] = compile_utils.fx_graph_cse
+    if "extra_node_key" not in inspect.signature(merge).parameters:
+        return merge(joint.graph)
+    _, gradients = joint_outputs(joint, num_fwd_outputs)
+    stack = [node for node in gradients if isinstance(node, fx.Node)]
+    needed: set[fx.Node] = set()
+    while stack:
+        node = stack.pop()
+        if node not in needed:
+            needed.add(node)
+            stack += node.all_input_nodes
+    return merge(joint.graph, extra_node_key=needed.__contains__)
+
+
+def _run_effects_once(joint: fx.GraphModule) -> None:
+    """Turn orders to run an effect again into orders to save its results, aloud: torch 2.15 raises, earlier ones fail later."""
+    for node in joint.graph.nodes:
+        if is_with_effects(node) and node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE:
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            warnings.warn(
+                f"a checkpoint policy orders {node.args[1]} to be recomputed, but it has an effect and runs once: its results "
+                "are saved. Return MUST_SAVE for it in the policy",
+                OrderWarning,
+                stacklevel=2,
+            )
+
+
+def torchs_budget(node: fx.Node) -> float | None:
+    """The activation budget for torch's partitioner that the model gives for the node's region."""
+    custom = node.meta.get("custom")
+    return custom.get(BUDGET_KEY) if isinstance(custom, dict) else None
+
+
+def warn_of_torchs_budgets(joint: fx.GraphModule) -> None:
+    """Say which budgets of torch's own have no effect, in the model or in the configuration."""
+    found = {functorch_config.activation_memory_budget, *map(torchs_budget, joint.graph.nodes)}
+    given = [budget for budget in found if budget is not None and budget != 1]
+    if given:
+        warnings.warn(
+            f"torch's activation_memory_budget={', '.join(map(str, sorted(given)))} has no effect under this backend. It is a "
+            "share of what the backward reads; memory_budget bounds the step's peak. Set memory_budget in the options instead",
+            BudgetWarning,
+            stacklevel=2,
+        )
+
+
+def orders_streams(node: fx.Node) -> bool:
+    """Whether the node runs on a stream of its own, or orders what runs on several."""
+    target = node.target
+    if isinstance(target, torch._ops.OpOverload):
+        return target.namespace == "streams" or (node.meta.get("custom") or {}).get("stream") is not None
+    return isinstance(target, torch._ops.HigherOrderOperator) and getattr(target, "_name", "") == "control_deps"
+
+
+def partition_as_torch_does(joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> PartitionedModules:
+    """Torch's own partition, for graphs in which there is nothing to plan."""
+    accepted = inspect.signature(partitioners.min_cut_rematerialization_partition).parameters
+    kwargs = {name: value for name, value in kwargs.items() if name in accepted}
+    forward, backward = partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
+    return forward, backward
+
+
+def device_of(joint: fx.GraphModule) -> torch.device:
+    """The device of the step: the first accelerator that a node's value lies on, else the CPU."""
+    for node in joint.graph.nodes:
+        tensor = node.meta.get("val")
+        if isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
+            return tensor.device
+    return torch.device("cpu")
+
+
+def joint_outputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any], list[Any]]:
+    """The nodes (or constants) that the forward and the backward return."""
+    (output,) = joint.graph.find_nodes(op="output")
+    outputs = torch.utils._pytree.arg_tree_leaves(*output.args)
+    return outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
+
+
+def inputs_written_afterwards(joint: fx.GraphModule) -> list[fx.Node]:
+    """The inputs whose new values the forward returns: AOTAutograd copies these into them after the forward, so that a backward
+    that reads such an input reads the new value."""
+
+    def unwrapped(description: Any) -> Any:  # components of tensor subclasses are described beside the whole
+        while hasattr(description, "base"):
+            description = description.base
+        return description
+
+    (output,) = joint.graph.find_nodes(op="output")
+    described = map(unwrapped, output.meta.get("desc", ()))
+    written = {unwrapped(d.mutated_input) for d in described if isinstance(d, descriptors.InputMutationAOTOutput)}
+    inputs: list[fx.Node] = joint.graph.find_nodes(op="placeholder")
+    return [node for node in inputs if unwrapped(node.meta.get("desc")) in written]
+
+
+def extract_modules(
+    joint: fx.GraphModule,
+    saved: list[fx.Node],
+    saved_symbols: list[fx.Node],
+    saved_opaque: list[fx.Node],
+    num_fwd_outputs: int,
+    static_lifetime_inputs: Collection[fx.Node],
+) -> PartitionedModules:
+    """Split ``joint``: what the backward reads of ``saved`` becomes outputs of the forward, in the order AOTAutograd wants."""
+    wanted: dict[str, Any] = {
+        "saved_sym_nodes": saved_symbols,
+        "saved_opaque_nodes": saved_opaque,
+        "saved_opaque_objects": saved_opaque,
+        "num_fwd_outputs": num_fwd_outputs,
+        "static_lifetime_input_nodes": torch.utils._ordered_set.OrderedSet(static_lifetime_inputs),
+    }
+    accepted = inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
+    kwargs = {name: value for name, value in wanted.items() if name in accepted}
+    forward, backward = partitioners._extract_fwd_bwd_modules(joint, saved, **kwargs)
+    return forward, backward
+
+
+def finish_module(module: fx.GraphModule, is_backward: bool) -> fx.GraphModule:
+    """Unpack results of multi-output ops at once, and thread random states of nested regions through."""
+    module = compile_utils.raise_getitems(module)
+    thread = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
+    if thread is not None:
+        module = thread(module, is_backward=is_backward)
+    return module
+
+
+# -- sizes and costs ---------------------------------------------------------------------------------------------------
+
+
+def multiplies_in_tiles(dtype: torch.dtype) -> bool:
+    """Whether this CPU multiplies matrices of ``dtype`` in tiles (AMX), for which oneDNN packs its operands."""
+    probe = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}.get(dtype, "")
+    return bool(getattr(torch.cpu, probe, bool)())
+
+
+def rounds_to_tf32() -> bool:
+    """Whether CUDA may round the operands of float32 matrix products to TF32, or less: not by default."""
+    return _matmul_precision(torch.backends.cuda) == "tf32"
+
+
+def float32_precision() -> str:
+    """Text that changes with how products of float32 matrices may be rounded, here and on CUDA.
+
+    Torch's setting for all backends at once raises an error after a user has set that of one.
+    """
+    return f"{_matmul_precision(torch.backends.mkldnn)} {_matmul_precision(torch.backends.cuda)}"
+
+
+def _matmul_precision(backend: Any) -> str:
+    return str(backend.matmul.fp32_precision)
+
+
+def lays_channels_last(device_type: str) -> bool:
+    """Whether Inductor convolves images there channels last whatever their layout was: on a CPU with oneDNN."""
+    library: Any = torch.backends.mkldnn
+    return bool(device_type == "cpu" and library.enabled and inductor_config.layout_optimization)
+
+
+def largest_expression(device_type: str) -> int:
+    """So many operations Inductor computes in one expression on a device of that type; of a larger one it makes a buffer."""
+    settings = vars(inductor_config)["_config"]  # the two for devices are missing in torch 2.11 and 2.12
+    for_all = inductor_config.realize_opcount_threshold
+    if for_all is not None:
+        return int(for_all)
+    name = "realize_cpu_opcount_threshold" if device_type == "cpu" else "_realize_opcount_threshold_default"
+    return int(getattr(inductor_config, name)) if name in settings else 30
+
+
+def storage_key(tensor: torch.Tensor) -> int | None:
+    """Identifies the storage of a (fake) tensor; None if it has none (sparse tensors, some subclasses)."""
+    with contextlib.suppress(NotImplementedError):
+        return int(tensor.untyped_storage()._cdata)
+    return None
+
+
+def force_stride_order() -> Any:
+    """The op that copies a tensor into the given strides, for graphs that Inductor compiles."""
+    from torch._inductor import inductor_prims
+
+    return inductor_prims.force_stride_order
+
+
+# -- compilers ---------------------------------------------------------------------------------------------------------
+
+
+def inductor_config_names() -> frozenset[str]:
+    """The names of Inductor's options, in the spelling that ``torch.compile(options=...)`` takes."""
+    return frozenset(vars(inductor_config)["_config"]) | frozenset(inductor_config.get_config_copy())
+
+
+def mode_config(mode: str | None) -> dict[str, Any]:
+    """The Inductor options that ``torch.compile(mode=...)`` stands for."""
+    if mode is None:
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def most_reads_inlined() -> int:
+    """Of how many buffers at most Inductor computes what it inlines though several ops read it, as it is set now."""
+    return int(inductor_config.realize_reads_threshold)
+
+
+def compile_with_inductor(
+    module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], functorch: dict[str, Any]
+) -> Callable[..., Any]:
+    """Inductor, caches and all, with ``config`` patched (also for what it compiles later)."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with functorch_config.patch(functorch), inductor_is_told():
+        compiled: Any = compile_fx(module, inputs, config_patches=config)
+    return cast(Callable[..., Any], compiled)
+
+
+def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Run the graph op by op, freeing each tensor after its last use."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    # Not by fx.Interpreter, which writes to what another thread's tracing reads.
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    forward = module.forward
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark for functions that empty their argument list
+    return run
+
+
+def compile_uncompiled(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., PartitionedModules]
+) -> Callable[..., Any]:
+    """AOTAutograd with ``partition``, then plain ATen calls."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(fw_compiler=_run_uncompiled, partition_fn=partition, keep_inference_input_mutations=True)
+    compiled: Callable[..., Any] = backend(module, inputs)
+    return compiled
+
+
+def subclass_identity(tensor: torch.Tensor) -> str:
+    """Text that tells apart tensors of one subclass that wrap others in different ways; empty for a plain tensor."""
+    flatten: Callable[[], tuple[list[str], Any]] | None = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        return ""
+    names, context = flatten()
+    return re.sub(r" at 0x[0-9a-fA-F]+", "", f"{names} {context}")
+
+
+def machine_fingerprint() -> str:
+    """Text that changes with the instructions of this CPU that kernels choose by, and with the switches of libraries."""
+    cuda: Any = torch.backends.cuda
+    switches = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
+    tiles = [multiplies_in_tiles(dtype) for dtype in (torch.bfloat16, torch.float16)]
+    libraries: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
+    enabled = [*(getattr(cuda, switch)() for switch in switches), *(library.enabled for library in libraries)]
+    return f"{torch.backends.cpu.get_cpu_capability()} {tiles} {enabled}"
+
+
+def configuration_fingerprint() -> str:
+    """Text that changes with any setting of Inductor or AOTAutograd that could change a joint graph."""
+    portable = inductor_config.save_config_portable()
+    portable.pop("custom_partitioner_fn", None)
+    return repr(sorted((k, repr(v)) for k, v in [*portable.items(), *functorch_config.save_config_portable().items()]))
+
+
+@contextlib.contextmanager
+def without_caches() -> Iterator[None]:
+    """Compile afresh: neither AOTAutograd's nor Inductor's cache answers, nor is written."""
+    with (
+        functorch_config.patch({"enable_autograd_cache": False}),
+        inductor_config.patch({"force_disable_caches": True}),
+    ):
+        yield

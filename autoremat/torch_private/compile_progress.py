@@ -1,0 +1,81 @@
+"""Torch's private names for how far Inductor has come with a graph.
+
+As in ``torch_compat``, each function says what it stands for and nothing here decides anything about plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import Any
+
+from autoremat.basics.progress import Tally, now
+from autoremat.torch_private.hooks import Method, hooked
+
+KERNEL = re.compile(r"= async_compile\.\w+\(")
+"""A kernel in generated code that is compiled by itself."""
+
+
+def _half_of(lowering: Any) -> str:
+    """What to call a graph that Inductor lowers."""
+    return "graph" if lowering.is_inference else "backward" if lowering.is_backward else "forward"
+
+
+@contextlib.contextmanager
+def inductor_is_told() -> Iterator[None]:
+    """While active, whoever waits is told what Inductor does: lowering, generating code, compiling so many of so many
+    kernels."""
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CodeCacheFuture
+    from torch._inductor.graph import GraphLowering, SubgraphLowering
+
+    nodes, kernels = Tally(), Tally()
+    half = "graph"
+
+    def told_run(run: Method, lowering: Any, *args: Any) -> Any:
+        if not isinstance(lowering, SubgraphLowering):
+            nodes.total, nodes.done = len(lowering.module.graph.nodes), 0
+            now(f"lowering the {_half_of(lowering)}", nodes.count)
+        return run(lowering, *args)
+
+    def told_run_node(run_node: Method, lowering: Any, node: Any) -> Any:
+        nodes.done += 1
+        return run_node(lowering, node)
+
+    def told_generate(generate: Method, lowering: Any) -> Any:
+        if isinstance(lowering, SubgraphLowering):
+            return generate(lowering)
+        nonlocal half
+        half = _half_of(lowering)
+        now(f"generating code of the {half}")
+        generated = generate(lowering)
+        kernels.total, kernels.done = len(KERNEL.findall(str(getattr(generated[0], "value", "")))), 0
+        now(f"compiling kernels of the {half}", kernels.count if kernels.total else None)
+        return generated
+
+    def told_load(load: Method, compiler: Any, *args: Any) -> Any:
+        loaded = load(compiler, *args)
+        kernels.done += not isinstance(loaded, CodeCacheFuture)  # which is only begun
+        return loaded
+
+    def told_wait(wait: Method, compiler: Any, scope: dict[str, Any]) -> None:
+        waited_for = [name for name, kernel in scope.items() if isinstance(kernel, Future | CodeCacheFuture)]
+
+        def count() -> tuple[int, int]:
+            open_ones = sum(isinstance(scope.get(name), Future | CodeCacheFuture) for name in waited_for)
+            return len(waited_for) - open_ones, len(waited_for)
+
+        if waited_for:
+            now(f"compiling kernels of the {half}", count)
+        wait(compiler, scope)
+
+    with (
+        hooked(GraphLowering, "run", told_run),
+        hooked(GraphLowering, "run_node", told_run_node),
+        hooked(GraphLowering, "codegen", told_generate),
+        hooked(AsyncCompile, "cpp_pybinding", told_load),
+        hooked(AsyncCompile, "wait", told_wait),
+    ):
+        yield

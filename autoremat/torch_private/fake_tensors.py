@@ -1,0 +1,146 @@
+"""Torch's private names for fake tensors, and tracing a step without compiling or running it.
+
+As in ``torch_compat``, each function says what it stands for and nothing here decides anything about plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch._dynamo
+import torch._functorch.config as functorch_config
+from torch import fx
+from torch._guards import TracingContext
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
+
+from autoremat.basics.errors import causes
+from autoremat.torch_private import compat
+
+MANY = 1 << 20
+
+RUNS_NOTHING = {"shape_padding": False, "max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False}
+"""Settings of Inductor under which nothing is decided by running kernels."""
+
+NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
+"""What is raised where the value of a tensor is asked for that has none."""
+
+FAILED_OP = torch._dynamo.exc.TorchRuntimeError
+"""What is raised where an op refuses its arguments; the op's own error is the first of its causes."""
+
+Partition = Callable[..., compat.PartitionedModules]
+
+
+def new_mode() -> FakeTensorMode:
+    """A world in which tensors have shapes, types and devices, and no memory. Real ones that it meets become fake."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A fake tensor, or parameter, with the sizes, strides and type of ``tensor``, on ``device``."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
+        if tensor.device != device:
+            raise NotImplementedError(f"a {type(tensor).__name__} cannot be moved to another device without its data")
+        return mode.from_tensor(tensor, static_shapes=True)
+    with mode, torch.no_grad():
+        size, stride = tuple(tensor.size()), tuple(tensor.stride())
+        made = torch.empty_strided(size, stride, dtype=tensor.dtype, device=device)
+        if isinstance(tensor, torch.nn.Parameter):
+            return torch.nn.Parameter(made, requires_grad=tensor.requires_grad)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def compiled_by(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
+    """``function``, its graphs handed to ``backend``: sizes are constants, and nothing is said of what was compiled before."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        settings = {
+            "recompile_limit": MANY, "accumulated_recompile_limit": MANY, "automatic_dynamic_shapes": False,
+            "suppress_errors": False,
+        }  # fmt: skip
+        with torch._dynamo.config.patch(settings), warnings.catch_warnings(), _failed_ops_unlogged():
+            # Dynamo looks at the gradients of a graph's inputs, which after a graph break are no leaves.
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+            return torch.compile(function, backend=backend, dynamic=False)(*args, **kwargs)
+
+    return run
+
+
+@contextlib.contextmanager
+def _failed_ops_unlogged() -> Iterator[None]:
+    """Torch logs the traceback of an op that refuses its arguments, beside raising it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
+
+
+class _NoBackward(Exception):
+    """AOTAutograd asked for code without having asked for a partition: the graph has no backward."""
+
+
+def _no_code(*_: Any, **__: Any) -> Any:
+    raise _NoBackward
+
+
+def own_inputs(inputs: Sequence[Any]) -> list[Any]:
+    """What Dynamo hands to a backend, its tensors those of the world in which Dynamo traced."""
+    context = TracingContext.try_get()
+    mode = context.fake_mode if context is not None else None
+    assert mode is not None, "called by Dynamo"
+    return [mode.from_tensor(x, static_shapes=True) if isinstance(x, torch.Tensor) else x for x in inputs]
+
+
+def trace_joint(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: Partition, inductor: bool, config: dict[str, Any]
+) -> None:
+    """Have AOTAutograd trace the joint graph of ``module`` and hand it to ``partition``, which ends the tracing by raising.
+
+    ``inductor``: with its decompositions and its passes over joint graphs, under ``config``. Returns if there is no backward.
+    """
+    own = own_inputs(inputs)
+    try:
+        if not inductor:
+            compat.compile_uncompiled(module, own, partition)
+            return
+        from torch._inductor.compile_fx import compile_fx
+
+        with compat.without_caches():
+            patches = {**config, **RUNS_NOTHING, "custom_partitioner_fn": partition}
+            compile_fx(module, own, inner_compile=_no_code, config_patches=patches)
+    except Exception as error:
+        if not any(isinstance(cause, _NoBackward) for cause in causes(error)):
+            raise
+
+
+def partition_for(
+    share: float, joint: fx.GraphModule, inputs: Sequence[object], keywords: Mapping[str, Any]
+) -> compat.PartitionedModules:
+    """Torch's own partition of a copy of ``joint`` at ``activation_memory_budget=share``, whatever budget the model gives."""
+    copied = fx.GraphModule(joint, shallow_copy(joint.graph))
+    for node in copied.graph.nodes:
+        if compat.torchs_budget(node) is not None:
+            node.meta["custom"] = {k: v for k, v in node.meta["custom"].items() if k != compat.BUDGET_KEY}
+    with functorch_config.patch(activation_memory_budget=share):
+        return compat.partition_as_torch_does(copied, inputs, **keywords)
+
+
+def shallow_copy(graph: fx.Graph) -> fx.Graph:
+    """The graph, its nodes with the same names and metadata."""
+    copied = fx.Graph()
+    result = copied.graph_copy(graph, {})
+    copied.output(result)
+    for before, after in zip(graph.find_nodes(op="output"), copied.find_nodes(op="output"), strict=True):
+        after.meta = dict(before.meta)
+    return copied

@@ -1,0 +1,263 @@
+"""Memory that extern kernels allocate for the time of one call, beside their results, in bytes.
+
+A kernel with a formula has an upper bound, in elements of the kernel's own blocking; ``tests/test_workspace.py`` holds it
+against the allocator. Any other kernel is measured, where its device is here (:mod:`autoremat.workspaces.measurement`). The
+workspace of a kernel with neither is unknown, and its report says so.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.ops import op_traits
+from autoremat.planner.graph.graph import Kind
+from autoremat.torch_private.compat import lays_channels_last, most, multiplies_in_tiles, size_hint
+from autoremat.workspaces import cuda
+from autoremat.workspaces.measurement import Layout, measured
+
+aten = torch.ops.aten
+
+KEY_BLOCK = 512
+"""Keys per block of the CPU's flash attention."""
+
+CHANNEL_BLOCK = 16
+"""oneDNN pads channels to its vector width when it reorders a tensor."""
+
+SMALL = 64 * 1024
+
+SCALARS = 256
+"""ATen wraps numbers among the arguments into tensors for the time of the call, and keeps small counters."""
+
+
+def _query_block(queries: int) -> int:
+    """Queries per block of the CPU's flash attention."""
+    return 256 if queries >= 768 else 64 if queries >= 192 else 32
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return most(tensor.numel()) * tensor.element_size()
+
+
+def _packed_keys_and_values(query: torch.Tensor, key: torch.Tensor) -> int:
+    """On CPUs with matrix tiles (AMX), keys and values are copied into the tiles' order, odd sizes made even; each thread
+    holds a block of keys beside, and of queries if they are padded."""
+    batch, heads, keys, width = (size_hint(s) for s in key.shape)
+    even, columns = width + width % 2, min(KEY_BLOCK, keys)
+    copies = batch * heads * (keys + -(-keys // columns)) * 2 * even
+    blocks = torch.get_num_threads() * even * (columns + 1 + (_query_block(size_hint(query.shape[2])) if width % 2 else 0))
+    return query.element_size() * (copies + blocks)
+
+
+def _cpu_attention(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Each thread holds a block of the attention matrix, its row maxima and sums, and a block of the output."""
+    queries, width, keys = size_hint(query.shape[2]), size_hint(query.shape[3]), size_hint(key.shape[2])
+    rows, columns = _query_block(queries), min(KEY_BLOCK, keys)
+    per_thread = max(4, query.element_size()) * rows * (columns + 2 + width)
+    if query.element_size() < 4:
+        per_thread += 2 * rows * columns
+    packed = _packed_keys_and_values(query, key) if multiplies_in_tiles(query.dtype) else 0
+    return torch.get_num_threads() * per_thread + packed
+
+
+def _cpu_attention_backward(_: Any, query: torch.Tensor, key: torch.Tensor, *__: Any, **___: Any) -> int:
+    """The attention block and its gradient per thread, and a contiguous copy of the output's gradient."""
+    queries, width, keys = size_hint(query.shape[2]), size_hint(query.shape[3]), size_hint(key.shape[2])
+    rows, columns = _query_block(queries), min(KEY_BLOCK, keys)
+    per_thread = max(4, query.element_size()) * 2 * rows * columns
+    if query.element_size() < 4:
+        per_thread += 2 * (2 * rows * columns + 3 * width * (rows + columns))
+    return torch.get_num_threads() * per_thread + _bytes(query) + 4096
+
+
+def _blocked(tensor: torch.Tensor) -> int:
+    """Bytes of an image batch reordered into blocks of channels."""
+    channels = size_hint(tensor.shape[1]) if tensor.dim() > 1 else 1
+    return _bytes(tensor) // max(channels, 1) * (-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK)
+
+
+def _cpu_convolution(image: torch.Tensor, weight: torch.Tensor, *_: Any, out: torch.Tensor) -> int:
+    """Image, weight and result in blocks."""
+    return _blocked(image) + _blocked(out) + _bytes(weight) + SMALL
+
+
+def _cpu_convolution_backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
+    """The gradient and the image (or its gradient) in blocks."""
+    return 2 * max(_blocked(gradient), _blocked(image)) + 2 * _bytes(weight) + SMALL
+
+
+def _large_convolution(node: fx.Node, args: tuple[Any, ...], result: torch.Tensor) -> int | None:
+    """A bound for a convolution that is too large to be measured; None for types that oneDNN does not convolve."""
+    if args[1].dtype not in (torch.float32, torch.bfloat16):
+        return None
+    return _cpu_convolution(*args, out=result) if len(args) == 9 else _cpu_convolution_backward(*args)
+
+
+def _blocked_weight(weight: torch.Tensor) -> int:
+    """Bytes of a convolution's weight reordered into blocks of both channels."""
+    outputs, inputs, *window = (size_hint(size) for size in weight.shape)
+    padded = [-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK for channels in (outputs, inputs)]
+    return math.prod([*padded, *window]) * weight.element_size()
+
+
+def channels_last_workspace(node: fx.Node, args: tuple[Any, ...], runs_on: str) -> int | None:
+    """As :func:`workspace_bytes`, of a convolution that Inductor runs channels last: then only weights, and what threads sum
+    up of their gradients, are reordered. None for other calls, and for kinds of convolutions that were not measured."""
+    backward = getattr(node.target, "overloadpacket", None) is aten.convolution_backward
+    if not backward and getattr(node.target, "overloadpacket", None) is not aten.convolution:
+        return None
+    weight, transposed, groups = (args[2], args[7], args[9]) if backward else (args[1], args[6], args[8])
+    if groups != 1 or weight.dim() != 4 or weight.dtype != torch.float32 or transposed or not lays_channels_last(runs_on):
+        return None
+    size = _blocked_weight(weight)
+    return 2 * size + torch.get_num_threads() * min(size, SMALL) + SMALL if backward else size + SMALL
+
+
+def channels_last(tensor: torch.Tensor) -> torch.Tensor:
+    """Images, and weights of their convolutions, channels last; any other tensor as it is."""
+    return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
+
+
+def layouts_under_inductor(node: fx.Node, runs_on: str) -> tuple[Layout | None, ...]:
+    """The layouts in which Inductor may run the call on a device of that type: as traced, or images channels last too."""
+    convolves = op_traits.packet(node) in (aten.convolution, aten.convolution_backward)
+    return (None, channels_last) if convolves and lays_channels_last(runs_on) else (None,)
+
+
+def layout_copies_bytes(nodes: Iterable[fx.Node], runs_on: str) -> int:
+    """Bytes of the images and weights among a graph's inputs that Inductor copies to convolve them channels last, on a device
+    of the type ``runs_on``."""
+    if not lays_channels_last(runs_on):
+        return 0
+    copied: dict[fx.Node, int] = {}
+    for node in nodes:
+        if getattr(node.target, "overloadpacket", None) is aten.convolution:
+            for operand in node.args[:2]:
+                tensor = operand.meta.get("val") if isinstance(operand, fx.Node) and operand.op == "placeholder" else None
+                if isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and size_hint(tensor.stride()[1]) != 1:
+                    copied[operand] = _bytes(tensor)  # type: ignore[index]
+    return sum(copied.values())
+
+
+def _cpu_batch_norm_backward(gradient: torch.Tensor, *_: Any, **__: Any) -> int:
+    return _bytes(gradient)
+
+
+def _cpu_fold(columns: torch.Tensor, *_: Any, **__: Any) -> int:
+    """A contiguous copy of the columns: those that ``im2col`` makes are not, though it states that they are."""
+    return _bytes(columns)
+
+
+def _is_plain_matrix(tensor: torch.Tensor) -> bool:
+    """Whether BLAS can read the last two dimensions as they lie: one of them dense, the other at least as long a stride."""
+    rows, columns = (size_hint(s) for s in tensor.shape[-2:])
+    row_stride, column_stride = (size_hint(s) for s in tensor.stride()[-2:])
+    return (column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows)
+
+
+def _cpu_product(*operands: Any, **_: Any) -> int | None:
+    """ATen copies an operand that BLAS cannot read, such as an expanded gradient; None for types that others multiply."""
+    matrices = [t for t in operands if isinstance(t, torch.Tensor) and t.dim() >= 2]
+    if any(t.dtype not in (torch.float32, torch.float64) for t in matrices):
+        return None
+    return sum(_bytes(t) for t in matrices if not _is_plain_matrix(t))
+
+
+PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
+
+CPU: dict[Any, Callable[..., int | None]] = {
+    aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
+    aten.native_batch_norm_backward: _cpu_batch_norm_backward,
+    aten.col2im: _cpu_fold,
+    **dict.fromkeys(PRODUCTS, _cpu_product),
+}
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
+
+
+CPU_SORTING = frozenset(
+    {
+        aten.sort, aten.topk, aten.max, aten.min, aten.median, aten.mode, aten.cummax, aten.cummin, aten.gather, aten.scatter,
+        aten.scatter_add, aten.index, aten.index_put, aten.index_add, aten.index_select, aten.embedding_dense_backward,
+        aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_batch_norm,
+    }
+)  # fmt: skip
+"""Ops that build an index or a sorted copy, of the size of their results, before they write these."""
+
+
+def _bound(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int | None:
+    """A bound for a kernel that is not measured: too large, or for a device that is not here. None if there is none."""
+    name, on_cpu = op_traits.packet(node), runs_on == "cpu"
+    if on_cpu and name in (aten.convolution, aten.convolution_backward):
+        return _large_convolution(node, args, _tensors(result)[0])
+    if on_cpu and name in PRODUCTS:  # operands are packed, and results added up, in 32 bits at most
+        return sum(size_hint(t.numel()) * max(4, t.element_size()) for t in _tensors((args, kwargs, result)))
+    if on_cpu and name in CPU_SORTING:
+        return sum(map(_bytes, _tensors(result)))
+    operands = _tensors((args, kwargs))
+    if not operands and name is not aten.randperm:
+        return 0  # a kernel that reads nothing writes its result
+    if op_traits.kind_of(node, runs_on) is Kind.EXTERN:
+        return None
+    # Elements of another type than the result's are converted first, in a copy.
+    widest = max(tensor.element_size() for tensor in _tensors((args, kwargs, result)))
+    return sum(size_hint(t.numel()) * widest for t in operands if len({o.dtype for o in operands}) > 1)
+
+
+def workspace_bytes(
+    node: fx.Node,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    result: Any,
+    device_type: str | None = None,
+    layout: Layout | None = None,
+) -> int | None:
+    """Bytes that the call allocates and frees again, or an upper bound; None if that is not known.
+
+    ``args``, ``kwargs`` and ``result`` hold (fake) tensors. ``device_type`` is where the kernel runs, by default the device
+    of its result; ``layout`` is how images among the arguments lie then.
+    """
+    tensors = _tensors(result)
+    if not tensors:
+        return 0
+    runs_on = device_type or tensors[0].device.type
+    formula = (CPU if runs_on == "cpu" else cuda.FORMULAS).get(op_traits.packet(node))
+    if formula is not None and (bound := formula(*args, **kwargs)) is not None:
+        return bound
+    here = tensors[0].device.type == runs_on
+    alone = measured(node, args, kwargs, result, layout) if here else None
+    found = None if alone is None else alone.workspace
+    if found is None:
+        found = _bound(node, args, kwargs, result, runs_on)
+    return None if found is None else found + (SCALARS if runs_on == "cpu" else 0)
+
+
+COPIES_OF_STORAGES = frozenset(
+    {aten.copy, aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter}
+)
+"""Ops that copy the whole storage of a view, of which a fake result may not tell."""
+
+
+def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int:
+    """Bytes by which the results take more memory than their sizes say, where the call was measured; else 0."""
+    tensors, name = _tensors(result), op_traits.packet(node)
+    if not tensors or tensors[0].device.type != runs_on or name in CPU:
+        return 0
+    if name in COPIES_OF_STORAGES:
+        kept, told = (size_hint(t.untyped_storage().nbytes()) for t in (args[0], tensors[0]))
+        return max(0, kept - told)
+    alone = measured(node, args, kwargs, result)
+    return 0 if alone is None else alone.excess
+
+
+def estimated_bytes(node: fx.Node, args: tuple[Any, ...], runs_on: str) -> int:
+    """What a call is taken to allocate and free again though :func:`workspace_bytes` does not know it."""
+    estimate = cuda.ESTIMATES.get(op_traits.packet(node)) if runs_on == "cuda" else None
+    return estimate(*args) if estimate is not None else 0

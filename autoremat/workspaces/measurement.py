@@ -1,0 +1,193 @@
+"""Workspaces of kernels, measured: each kernel runs by itself on made-up tensors, every distinct signature once, and its result
+is read from disk afterwards.
+
+A measurement is exact for tensors of these sizes, strides and types; only a kernel that looks at the numbers may need more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.basics import disk_cache
+from autoremat.measure.calibration import device_key
+from autoremat.measure.op_times import LONGEST_WAIT, REFUSALS, real, signature
+from autoremat.measure.timer import measurable, undisturbed
+from autoremat.torch_private import allocator
+from autoremat.torch_private.compat import size_hint, storage_key
+
+log = logging.getLogger("autoremat")
+
+LARGEST = 2**30
+"""Bytes of arguments and results together: a kernel that needs more is not run for its workspace."""
+
+TIME_LIMIT = 60.0
+"""Seconds of measuring for one graph; the kernels that come later are not measured."""
+
+METHOD = 5
+"""To be raised with every change of how workspaces are measured: figures of another method are not taken."""
+
+REMEMBERED = 20_000
+"""Signatures that the file of a device keeps; the newest stay."""
+
+REFUSE_ZEROS = frozenset({torch.ops.aten.multinomial.default})
+"""Ops that no zeros are tried on: their CUDA kernels would leave the process without its device."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes that a kernel allocates beside its results for the time of the call, and those by which its results take more
+    than their sizes say: the mean of a loss may keep the buffer of all that it is the mean of."""
+
+    workspace: int
+    excess: int
+
+
+Workspaces = dict[str, Measured | None]
+"""By signature; None for a kernel that cannot be run by itself."""
+
+Layout = Callable[[torch.Tensor], torch.Tensor]
+"""Lays a made-up argument out as the compiled code will."""
+
+_known: dict[str, Workspaces] = {}
+_unwritten: set[str] = set()
+"""Devices of which something was measured since the last :func:`remember`."""
+_spent = 0.0
+"""Seconds of measuring for the graph at hand."""
+
+
+def measured(node: fx.Node, args: Any, kwargs: Any, result: Any, layout: Layout | None = None) -> Measured | None:
+    """The memory of ``node``'s ATen op; None if it cannot be measured.
+
+    ``args``, ``kwargs`` and ``result`` are the call's, with fake tensors; ``layout`` is how images among them lie when it runs.
+    """
+    global _spent
+    tensors = _tensors((args, kwargs, result))
+    if not tensors or not _can_run(node, tensors):
+        return None
+    device = tensors[0].device
+    key = f"{device_key(device)}-{METHOD}"
+    known = _known[key] if key in _known else _known.setdefault(key, _stored(key))
+    name = signature(node) + (f" {layout.__name__}" if layout is not None else "")
+    if name not in known and _spent < TIME_LIMIT:
+        begin = time.perf_counter()
+        known[name] = undisturbed(device, lambda: _measure(node, args, kwargs, result, device, layout))
+        _spent += time.perf_counter() - begin
+        _unwritten.add(key)
+    return known.get(name)
+
+
+@contextlib.contextmanager
+def one_graph() -> Iterator[None]:
+    """The body measures for one graph; at its end all that was measured is written to disk."""
+    global _spent
+    _spent = 0.0
+    try:
+        yield
+    finally:
+        remember()
+
+
+def remember() -> None:
+    """Write to disk what was measured since the last time."""
+    if any(key.startswith("cuda") for key in _unwritten):
+        torch.cuda.empty_cache()
+    for key in tuple(_unwritten):
+        _unwritten.discard(key)
+        with disk_cache.locked("workspaces", key, LONGEST_WAIT):  # another process may have written since, or be about to
+            newest = list((_stored(key) | _known[key]).items())[-REMEMBERED:]
+            rows = {name: None if found is None else [found.workspace, found.excess] for name, found in newest}
+            disk_cache.write_text("workspaces", key, json.dumps(rows, indent=1))
+
+
+def _stored(key: str) -> Workspaces:
+    try:
+        record = json.loads(disk_cache.read_text("workspaces", key) or "")
+        return {str(name): None if row is None else Measured(int(row[0]), int(row[1])) for name, row in record.items()}
+    except disk_cache.UNUSABLE:
+        return {}
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
+def _can_run(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
+    """Whether the call may be run by itself: an op of torch's own, on dense tensors of this device that are not too large."""
+    device = tensors[0].device
+    if not isinstance(node.target, torch._ops.OpOverload) or not measurable(device):
+        return False
+    if "mkldnn" in str(node.target):
+        return False  # oneDNN's own ops trust that their arguments belong together
+    if device.type == "cpu" and not allocator.can_see_allocations():
+        return False
+    dense = all(tensor.layout is torch.strided and not tensor.is_quantized for tensor in tensors)
+    return dense and sum(size_hint(t.numel()) * t.element_size() for t in tensors) <= LARGEST
+
+
+def _measure(
+    node: fx.Node, args: Any, kwargs: Any, result: Any, device: torch.device, layout: Layout | None
+) -> Measured | None:
+    """The larger of each on random numbers from 0 to 1 with full masks, and on zeros; None if the op refuses all."""
+    target: Callable[..., Any] = node.target  # type: ignore[assignment]
+
+    def lay_out(value: Any) -> Any:
+        return layout(value) if layout is not None and isinstance(value, torch.Tensor) else value
+
+    found: list[Measured] = []
+    try:
+        own_args, own_kwargs = torch.utils._pytree.tree_map(lambda value: lay_out(real(value)), (args, kwargs))
+    except REFUSALS as error:
+        log.debug("%s cannot be run by itself: %s", node.target, error)
+        return None
+    arguments = _tensors((own_args, own_kwargs))
+    told = sum(_new_storages(_tensors(result), _tensors((args, kwargs))))
+    for floats, integers in ((None, 0), (0, 0), (None, 1)):
+        if found and integers:
+            break  # ones are only for what takes no zeros, such as the pivots of a decomposition
+        if floats == 0 and node.target in REFUSE_ZEROS:
+            continue
+        try:
+            for tensor in arguments:
+                _fill(tensor, floats, integers)
+            found.append(_memory(lambda: target(*own_args, **own_kwargs), arguments, told, device))
+        except REFUSALS as error:
+            log.debug("%s cannot be run by itself: %s", node.target, error)
+    return Measured(max(one.workspace for one in found), max(one.excess for one in found)) if found else None
+
+
+def _fill(tensor: torch.Tensor, floats: int | None, integers: int) -> None:
+    """Fill the tensor's whole storage; ``floats=None`` leaves floats as they are, and has masks take all."""
+    if tensor.dtype is torch.bool:
+        number = 1 if floats is None else floats
+    elif tensor.is_floating_point() or tensor.is_complex():
+        if floats is None:
+            return
+        number = floats
+    else:
+        number = integers
+    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    whole.fill_(number)
+
+
+def _memory(run: Callable[[], object], arguments: list[torch.Tensor], told_bytes: int, device: torch.device) -> Measured:
+    """The memory of ``run()``, whose results should have ``told_bytes``, once whatever it keeps for later calls is there."""
+    run()
+    peak, result = allocator.peak_on_cpu(run) if device.type == "cpu" else allocator.peak_on_cuda(run, device)
+    made = sum(_new_storages(_tensors(result), arguments))
+    return Measured(max(0, peak - made), max(0, made - told_bytes))
+
+
+def _new_storages(results: list[torch.Tensor], arguments: list[torch.Tensor]) -> list[int]:
+    """Bytes of the storages that ``results`` do not share with ``arguments``."""
+    there = {storage_key(tensor) for tensor in arguments}
+    found = {storage_key(tensor): size_hint(tensor.untyped_storage().nbytes()) for tensor in results}
+    return [size for key, size in found.items() if key not in there]

@@ -1,0 +1,293 @@
+"""Computes the projection onto a large vocabulary, the loss and their gradients in parts, so that the logits of all tokens
+never exist together.
+
+Before: one matrix product makes the logits of all rows (tokens); the loss and the gradients are made of them. After: for
+each part of the rows the same ops on those rows alone; what is per row is joined, what is a sum over rows is summed.
+
+    logits = mm(x, w); loss = f(logits)         d = g(logits); dx = mm(d, v); dw = mm(d', x)
+    becomes, with two parts,
+    logits_0 = mm(x[:a], w); loss_0 = ...       logits_1, d_1 = g(logits_1), dx_1 = mm(d_1, v), dw_1 = mm(d_1', x[a:])
+    logits_1 = mm(x[a:], w); loss_1 = ...       logits_0, d_0 = g(logits_0), dx_0 = mm(d_0, v), dw = addmm(dw_1, d_0', x[:a])
+    loss = cat(loss_0, loss_1)                  dx = cat(dx_0, dx_1)
+
+All are ordinary ops of the joint graph: the planner saves the logits of a part, or recomputes them before their gradient.
+The backward takes the parts from the last, whose logits were made last. Sums over parts are rounded otherwise than sums over
+all rows; sums of 16-bit numbers are kept in 32 bits until the last part.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from autoremat.basics.errors import NotByRows
+from autoremat.ops import op_traits
+from autoremat.passes.building import Builder
+from autoremat.passes.chunked_loss.hoist_selection import select_before_projecting
+from autoremat.passes.chunked_loss.row_partition import Region, Rows, Step, described, shape_of
+from autoremat.passes.chunked_loss.row_rules import projection_step, step_of
+from autoremat.torch_private import compat
+
+aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
+
+WIDENS = 2
+"""A matrix product is taken for the projection if its result is at least so many times as wide as what it reads by rows."""
+
+EXPONENTIALS = (aten._log_softmax, aten._softmax, aten.logsumexp, aten.exp)
+"""One of these tells a loss over a vocabulary from any other wide layer."""
+
+IN_BACKWARD = 1 << 20
+"""Added to the stage of nodes in the backward: no node of the forward waits for them."""
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Chunked:
+    """What was done: ``rows`` of the projection in ``parts``, whose logits together have so many bytes."""
+
+    parts: int
+    rows: int
+    logits_bytes: int
+
+
+def chunk_loss(joint: fx.GraphModule, parts: int) -> Chunked:
+    """Rewrite ``joint`` in place so that its largest projection and the loss are computed in ``parts``, fewer if it has fewer
+    rows. Raises ``NotByRows`` if that cannot be; then ``joint`` is not to be used."""
+    projection = _projection(joint.graph)
+    while (narrower := select_before_projecting(projection)) is not projection:
+        projection = narrower
+    rows, width = shape_of(projection)
+    if rows < 2:
+        raise NotByRows("it has a single row")
+    region = _Finder(joint.graph, projection, width).region()
+    if not any(op_traits.packet(node) in EXPONENTIALS for node in region.steps):
+        raise NotByRows(f"what {described(projection)} makes goes into no softmax")
+    length = math.ceil(rows / min(parts, rows))
+    bounds = [(start, min(start + length, rows)) for start in range(0, rows, length)]
+    result = Chunked(len(bounds), rows, projection.meta["val"].numel() * projection.meta["val"].element_size())
+    _Rewriting(joint.graph, region, bounds, Builder.beside(projection)).run()
+    joint.graph.eliminate_dead_code()
+    joint.graph.lint()
+    joint.recompile()
+    return result
+
+
+def _projection(graph: fx.Graph) -> fx.Node:
+    """The matrix product of the forward with the largest result, if that is wider than what it reads."""
+    found: list[tuple[int, fx.Node]] = []
+    for node in graph.nodes:
+        if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default):
+            continue
+        if compat.is_traced_in_backward(node) or node.kwargs:
+            continue
+        (rows, width), (_, inner) = shape_of(node), shape_of(node.args[-2])
+        found.append((rows * width if width >= WIDENS * inner else 0, node))
+    size, largest = max(found, key=lambda pair: pair[0], default=(0, None))
+    if largest is None or not size:
+        raise NotByRows(f"it has no matrix product whose result is {WIDENS} times as wide as what it reads")
+    return largest
+
+
+@dataclass
+class _Finder:
+    """Finds what runs part by part: all that is as wide as the logits, and what follows from it row by row up to sums."""
+
+    graph: fx.Graph
+    projection: fx.Node
+    width: int
+
+    def region(self) -> Region:
+        wanted: dict[fx.Node, int] = {}
+        while True:
+            region = self.explore(wanted)
+            further = {n: lead for n, lead in self.wide_operands(region) if n not in wanted}
+            if not further:
+                return region
+            wanted |= further
+
+    def explore(self, wanted: dict[fx.Node, int]) -> Region:
+        """All that can run part by part downwards of the projection and of ``wanted``, which are as wide."""
+        region = Region(shape_of(self.projection)[0], {self.projection: projection_step(self.projection)})
+        for node in self.graph.nodes:
+            held = [n for n in node.all_input_nodes if region.holds(n)]
+            if node in wanted:
+                region.steps[node] = step_of(node, region, wanted[node])
+            elif held and node is not self.projection:
+                wide = [n for n in held if self.is_wide(n, region.steps[n])]
+                if node.op == "output":
+                    if wide:
+                        what = f"the caller is handed {described(wide[0])} whole"
+                        remedy = f"return the loss alone: {what}, so the loss cannot be had in parts (chunk_loss)"
+                        raise NotByRows(f"{what}; return the loss alone", remedy)
+                    continue
+                try:
+                    region.steps[node] = step_of(node, region)
+                except NotByRows:
+                    if wide:
+                        raise
+                    continue
+                product = op_traits.packet(node) in (aten.mm, aten.addmm)
+                if product and not self.is_wide(node, region.steps[node]):
+                    region.ends.add(node)  # the gradient of what is projected: from here on all is as narrow as elsewhere
+        return region
+
+    def is_wide(self, node: fx.Node, step: Step) -> bool:
+        if step.rows is None:
+            return step.several
+        shape = shape_of(node)
+        inner = shape[0] if step.rows.transposed else math.prod(shape[step.rows.lead :])
+        return 2 * inner > self.width  # a part of the vocabulary may be padding that is cut off
+
+    def wide_operands(self, region: Region) -> Iterator[tuple[fx.Node, int]]:
+        """Operands from outside of which parts are read and that are as wide, with the number of dimensions that are rows."""
+        for step in region.steps.values():
+            for operand, read in step.reads.items():
+                if isinstance(read, Rows) and operand not in region.steps and self.is_wide(operand, Step({}, _never, read)):
+                    yield operand, read.lead
+
+
+def _never(*_: Any) -> None:
+    raise AssertionError("only its rows were asked for")
+
+
+@dataclass
+class _Rewriting:
+    """Puts the parts in the place of the region, stage by stage: a stage reads whole results of earlier ones only."""
+
+    graph: fx.Graph
+    region: Region
+    bounds: list[tuple[int, int]]
+    build: Builder
+    made: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+    """What a node of the region became for each part."""
+    sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    terms: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    """What was added, as far as it is a node of its own."""
+    whole: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """What a node of the region became for those that read it whole."""
+    sliced: dict[tuple[fx.Node, Rows, int], fx.Node] = field(default_factory=dict)
+
+    def run(self) -> None:
+        order = {node: position for position, node in enumerate(self.graph.nodes)}
+        stages: dict[int, list[fx.Node]] = {}
+        for node, stage in self.stages().items():
+            stages.setdefault(stage, []).append(node)
+        for stage, nodes in sorted(stages.items()):
+            nodes.sort(key=lambda node: order[node])
+            with self.graph.inserting_before(nodes[-1]):
+                self.run_stage(nodes, stage >= IN_BACKWARD)
+        for node in sorted(self.region.steps, key=lambda node: -order[node]):
+            self.graph.erase_node(node)
+        _sort(self.graph)
+
+    def stages(self) -> dict[fx.Node, int]:
+        """The stage of each node of the region."""
+        found: dict[fx.Node, int] = {}
+        for node in self.graph.nodes:
+            begins = compat.is_traced_in_backward(node) or (node.op == "placeholder" and compat.is_tangent(node))
+            stage = IN_BACKWARD if begins else 0
+            for operand in node.all_input_nodes:
+                joined = operand in self.region.steps and not (node in self.region.steps and self.region.holds(operand))
+                stage = max(stage, found[operand] + joined)
+            found[node] = stage
+        return {node: found[node] for node in self.region.steps}
+
+    def run_stage(self, nodes: list[fx.Node], backwards: bool) -> None:
+        parts = range(len(self.bounds))
+        self.sliced.clear()
+        for part in reversed(parts) if backwards else parts:
+            for node in nodes:
+                self.run_part(node, part)
+        for node in nodes:
+            self.join(node)
+
+    def run_part(self, node: fx.Node, part: int) -> None:
+        step, (start, stop) = self.region.steps[node], self.bounds[part]
+
+        def operand(n: fx.Node) -> fx.Node:
+            return self.operand(n, step.reads.get(n), part, node)
+
+        args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
+        call = step.call(args, kwargs, stop - start)
+        if step.by_part:
+            self.made[node, part] = cast("fx.Node", args[0]) if call is None else self.build.make(node, *call)
+        else:
+            assert call is not None
+            self.add(node, *call)
+
+    def operand(self, node: fx.Node, read: Rows | int | None, part: int, reader: fx.Node) -> fx.Node:
+        """What a part reads in the place of ``node``."""
+        if self.region.holds(node):
+            return self.made[node, part]
+        whole = self.whole.get(node, node)
+        if not read:
+            return whole
+        if isinstance(read, int):
+            return self.build.make(reader, aten.view.default, (whole, list(shape_of(whole)[read:])))
+        key = (whole, read, part)
+        if key not in self.sliced:
+            if read.lead > 1:
+                whole = self.build.make(reader, aten.view.default, (whole, [self.region.count, *shape_of(whole)[read.lead :]]))
+            place = (whole, int(read.transposed), *self.bounds[part])
+            self.sliced[key] = self.build.make(reader, aten.slice.Tensor, place)
+        return self.sliced[key]
+
+    def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Add a part to the sum that ``node`` is."""
+        before, low = self.sums.get(node), node.meta["val"].dtype in HALF
+        if target in (aten.mm.default, aten.addmm.default) and before is not None:
+            if not low:
+                self.sums[node] = self.build.make(node, aten.addmm.default, (before, *args[-2:]))
+                return
+            target, args = aten.mm.default, args[-2:]  # what an addmm adds is in the sum already
+        term = self.build.make(node, target, args, kwargs)
+        self.terms.setdefault(node, []).append(term)
+        if low:
+            term = self.build.make(node, convert, (term, torch.float32))
+        self.sums[node] = term if before is None else self.build.make(node, aten.add.Tensor, (before, term))
+
+    def join(self, node: fx.Node) -> None:
+        """Give those that read ``node`` whole what the parts have become."""
+        step = self.region.steps[node]
+        if step.by_part:
+            if all(user in self.region.steps and self.region.holds(node) for user in node.users) or step.rows is None:
+                return
+            parts = [self.made[node, part] for part in range(len(self.bounds))]
+            result = self.build.make(node, aten.cat.default, (parts, int(step.rows.transposed)))
+            if step.rows.lead > 1:
+                result = self.build.make(node, aten.view.default, (result, list(shape_of(node))))
+        else:
+            result = self.sums[node]
+            if step.finish is not None:
+                result = step.finish(lambda target, *args: self.build.make(node, target, args), result, self.terms[node])
+            if node.meta["val"].dtype in HALF:
+                result = self.build.make(node, convert, (result, node.meta["val"].dtype))
+        self.whole[node] = result
+        node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in self.region.steps)
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Move what reads a result before it is made behind it; all else stays."""
+    nodes = list(graph.nodes)
+    order = {node: position for position, node in enumerate(nodes)}
+    waits = {node: len(node.all_input_nodes) for node in nodes}
+    ready = [order[node] for node in nodes if not waits[node]]
+    heapq.heapify(ready)
+    last: fx.Node | None = None
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        if last is not None:
+            last.append(node)
+        last = node
+        for user in node.users:
+            waits[user] -= 1
+            if not waits[user]:
+                heapq.heappush(ready, order[user])

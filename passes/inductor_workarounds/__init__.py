@@ -1,0 +1,1 @@
+"""Workarounds for code that Inductor generates. None of them decides what is saved."""

@@ -1,0 +1,127 @@
+"""Adds each late summand onto the early one, so that an early product's operands need not wait for it.
+
+A weight that is used twice, such as an embedding tied to the output projection, has a gradient that is a sum. Inductor makes
+one ``addmm`` of an addition and a matrix product in it, and runs that where the later summand is there: until then the
+product's operands live (for the projection: the gradient of the logits, through the whole backward).
+
+Before: an addition of two results of which nothing else reads the product. After, by what the later one is:
+
+    a product       add(early, mm(a, b))         becomes   addmm(early, a, b)
+    a scatter       add(mm(a, b), put(0, x))     becomes   put(mm(a, b), x)
+    anything else   add(mm(a, b), late)          becomes   sub(late, neg(mm(a, b)))
+
+The first two make one result fewer. The last has the same bits as the addition, which Inductor would fuse. Only for graphs
+that Inductor compiles: a sum that is formed in another way is rounded in another way.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch import fx
+
+from autoremat.torch_private.compat import size_hint
+
+aten = torch.ops.aten
+
+ZEROS = (aten.full.default, aten.zeros.default, aten.new_zeros.default)
+
+SCATTERS = (
+    aten.index_put.default,
+    aten._unsafe_index_put.default,
+    aten._unsafe_masked_index_put_accumulate.default,
+)
+"""Ops that add values to places of their first argument; the ``index_put`` ones only if told to accumulate."""
+
+
+def accumulate_in_order(joint: fx.GraphModule) -> int:
+    """Rewrite additions in ``joint``, a joint graph that is to be compiled by Inductor, in place; how many were rewritten."""
+    position = {node: index for index, node in enumerate(joint.graph.nodes)}
+    rewritten = 0
+    for node in list(joint.graph.nodes):
+        if node.op == "call_function" and node.target is aten.add.Tensor and not node.kwargs:
+            sum_ = _rewritten(joint.graph, node, position)
+            if sum_ is not None:
+                position[sum_] = position[node]  # where it stands as a summand of the next addition of a chain
+                rewritten += 1
+    if rewritten:
+        joint.graph.eliminate_dead_code()
+        joint.graph.lint()
+        joint.recompile()
+    return rewritten
+
+
+def _rewritten(graph: fx.Graph, add: fx.Node, position: Mapping[fx.Node, int]) -> fx.Node | None:
+    """What takes the place of ``add``; None if it stays."""
+    if len(add.args) != 2 or not all(isinstance(n, fx.Node) and n in position for n in add.args):
+        return None
+    early, late = sorted((n for n in add.args if isinstance(n, fx.Node)), key=lambda n: position[n])
+    if early is late or not (_same_type(early, add) and _same_type(late, add)):
+        return None
+    if _is_only_for(add, late, aten.mm.default) and _same_shape(early, add):
+        return _replaced(graph, add, aten.addmm.default, (early, *late.args))
+    if not _is_only_for(add, early, aten.mm.default) or not _launches_between(early, late):
+        return None
+    if _accumulates_on_zeros(late) and len(late.users) == 1 and not late.kwargs and _same_shape(late, early):
+        assert isinstance(late.target, torch._ops.OpOverload)
+        return _replaced(graph, add, late.target, (early, *late.args[1:]))
+    with graph.inserting_before(add):
+        negated = graph.call_function(aten.neg.default, (early,))
+    negated.meta = dict(add.meta) | {"val": early.meta["val"]}
+    return _replaced(graph, add, aten.sub.Tensor, (late, negated))
+
+
+def _replaced(graph: fx.Graph, add: fx.Node, target: torch._ops.OpOverload, arguments: tuple[fx.node.Argument, ...]) -> fx.Node:
+    with graph.inserting_before(add):
+        sum_ = graph.call_function(target, arguments)
+    sum_.meta = dict(add.meta)
+    add.replace_all_uses_with(sum_)
+    return sum_
+
+
+def _is_only_for(reader: fx.Node, node: fx.Node, target: torch._ops.OpOverload) -> bool:
+    """Whether ``node`` calls ``target`` and only ``reader`` reads its result."""
+    return node.target is target and len(node.users) == 1 and reader in node.users
+
+
+def _launches_between(early: fx.Node, late: fx.Node) -> bool:
+    """Whether anything but views and tuple unpacking stands between two nodes."""
+    node = early.next
+    while node is not late and node.op != "root":
+        target = node.target
+        if node.op == "call_function" and target is not operator.getitem:
+            if not (isinstance(target, torch._ops.OpOverload) and any(r.alias_info for r in target._schema.returns)):
+                return True
+        node = node.next
+    return False
+
+
+def _accumulates_on_zeros(node: fx.Node) -> bool:
+    """Whether ``node`` is a scatter that adds to a fresh tensor of zeros."""
+    if node.target not in SCATTERS:
+        return False
+    base = node.args[0]
+    if not isinstance(base, fx.Node) or base.target not in ZEROS or (base.target is aten.full.default and base.args[1] != 0):
+        return False
+    if node.target is aten._unsafe_masked_index_put_accumulate.default:
+        return True
+    return len(node.args) > 3 and node.args[3] is True
+
+
+def _val(node: fx.Node) -> torch.Tensor | None:
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _same_type(node: fx.Node, other: fx.Node) -> bool:
+    first, second = _val(node), _val(other)
+    return first is not None and second is not None and (first.dtype, first.device) == (second.dtype, second.device)
+
+
+def _same_shape(node: fx.Node, other: fx.Node) -> bool:
+    first, second = _val(node), _val(other)
+    if first is None or second is None:
+        return False
+    return [size_hint(n) for n in first.shape] == [size_hint(n) for n in second.shape]  # comparing symbols would make guards

@@ -1,0 +1,47 @@
+"""Has Inductor make the operands of a convolution's gradient channels last at once.
+
+Inductor makes these operands in the layout that they were traced with, and copies them into the layout that the gradient is
+computed in. A recomputed operand may not even have the traced layout: Inductor then copies a concatenation of saved and
+recomputed images twice. This pass states the final layout in the FX graph just before Inductor lowers it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.ops.op_traits import BY_STRIDES, is_view, packet
+
+aten = torch.ops.aten
+
+
+def state_channels_last(graph: fx.Graph) -> None:
+    """Marks images as channels last, in place, if the gradient of their convolution is computed so."""
+    for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        results = node.meta.get("val") or ()
+        if not any(map(_is_channels_last_only, results[:2])):
+            continue
+        for operand in node.args[:2]:
+            if _is_image(operand.meta.get("val")) and _has_free_layout(operand):
+                operand.meta["val"] = operand.meta["val"].contiguous(memory_format=torch.channels_last)
+
+
+def _is_image(traced: Any) -> bool:
+    """Returns True for a traced tensor of four dimensions of known sizes."""
+    return isinstance(traced, torch.Tensor) and traced.dim() == 4 and all(isinstance(size, int) for size in traced.shape)
+
+
+def _is_channels_last_only(traced: Any) -> bool:
+    """Returns True for images that are channels last and not contiguous in the usual order as well."""
+    return _is_image(traced) and traced.is_contiguous(memory_format=torch.channels_last) and not traced.is_contiguous()
+
+
+def _has_free_layout(node: fx.Node) -> bool:
+    """Returns True if the code generator chooses the layout of the result, and no user reads the result by its strides."""
+    free = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
+    return free and all(
+        user.op == "call_function" and isinstance(user.target, torch._ops.OpOverload) and packet(user) not in BY_STRIDES
+        for user in node.users
+    )

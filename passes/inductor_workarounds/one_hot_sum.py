@@ -1,0 +1,161 @@
+"""Sums of rows that have one entry: no sum is needed.
+
+The gradient of a cross entropy is, in each row, the incoming gradient at the target's place and zeros; log-softmax's own
+gradient needs its sum. Inductor tells the place by comparing the target with a count of the columns, of 64-bit integers,
+and does not vectorise a sum over that. What is weighted by classes, smoothed or of half precision has another form and is left.
+
+Before:
+
+    count  = iota(columns)                                       [1, columns]
+    one    = where(target == count, value, 0)                    [rows, columns]
+    total  = sum(one * gradient, 1)                              [rows, 1]; target and gradient are [rows, 1]
+
+After, with the same bits. The second summand is what zeros times a gradient come to: no number if it is not finite, else a zero
+that is not negative, as sums begin with:
+
+    hit    = where(0 <= target < columns, value, 0)
+    total  = hit * gradient + 0 * abs(gradient)
+
+Only for graphs that Inductor compiles: elsewhere log-softmax's gradient is one op. And only for CPUs whose limit on an
+expression leaves the gradient in one: else a buffer as large as the logits stands between its two. CUDA's limit is lower.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from autoremat.passes.building import Builder
+from autoremat.torch_private.compat import size_hint
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+OPERATIONS = 35
+"""So many operations the gradient of the logits has after the rewriting, in one expression."""
+
+CONSTANTS = (aten.scalar_tensor.default, aten.full.default)
+INDEX_TYPES = (torch.int32, torch.int64)
+"""Of targets: what is between two counts, or too narrow for the last, is compared otherwise."""
+
+RESHAPES = (aten.view.default, aten.reshape.default, aten.unsqueeze.default)
+
+
+@dataclass(frozen=True)
+class OneHot:
+    """A tensor of ``value`` where ``target`` counts along a dimension of ``columns``, and of ``zero`` elsewhere."""
+
+    target: fx.Node
+    columns: int
+    value: fx.Node
+    zero: fx.Node
+
+
+def sum_one_hot_rows(joint: fx.GraphModule) -> int:
+    """Rewrite such sums in ``joint``, a joint graph that is to be compiled by Inductor, in place; how many were rewritten."""
+    sums = [node for node in joint.graph.nodes if node.op == "call_function" and node.target is aten.sum.dim_IntList]
+    rewritten = sum(_rewrite(node) for node in sums)
+    if rewritten:
+        joint.graph.eliminate_dead_code()
+        joint.graph.lint()
+        joint.recompile()
+    return rewritten
+
+
+def _rewrite(total: fx.Node) -> bool:
+    product, dims = total.args[0], total.args[1]
+    if total.kwargs or not isinstance(product, fx.Node) or product.target is not aten.mul.Tensor or product.kwargs:
+        return False
+    if not isinstance(dims, list) or len(dims) != 1 or not isinstance(dims[0], int):
+        return False
+    result = _value(product)
+    if result is None or result.dim() == 0 or not result.dtype.is_floating_point:
+        return False
+    dim = dims[0] % result.dim()
+    for first, second in itertools.permutations(product.args):
+        one_hot, gradient = _one_hot(first, result, dim), _thin(second, result, dim)
+        if one_hot is not None and gradient is not None and gradient.meta["val"].dtype == result.dtype:
+            _replace(total, one_hot, gradient, dim)
+            return True
+    return False
+
+
+def _replace(total: fx.Node, one_hot: OneHot, gradient: fx.Node, dim: int) -> None:
+    build = Builder.beside(total)
+    with total.graph.inserting_before(total):
+        not_below = build.make(total, aten.ge.Scalar, (one_hot.target, 0))
+        not_above = build.make(total, aten.lt.Scalar, (one_hot.target, one_hot.columns))
+        inside = build.make(total, aten.logical_and.default, (not_below, not_above))
+        hit = build.make(total, aten.where.self, (inside, one_hot.value, one_hot.zero))
+        entry = build.make(total, aten.mul.Tensor, (hit, gradient))
+        size = build.make(total, aten.abs.default, (gradient,))
+        others = build.make(total, aten.mul.Tensor, (size, 0.0))
+        found = build.make(total, aten.add.Tensor, (entry, others))
+        if len(total.args) < 3 or not total.args[2]:
+            found = build.make(total, aten.squeeze.dim, (found, dim))
+    total.replace_all_uses_with(found)
+
+
+def _one_hot(node: object, like: torch.Tensor, dim: int) -> OneHot | None:
+    """What ``node`` is if it has one entry in each row along ``dim``, and as many rows and columns as ``like``."""
+    if not isinstance(node, fx.Node) or node.target is not aten.where.self:
+        return None
+    condition, value, zero = node.args
+    columns = like.shape[dim]
+    if (
+        not isinstance(columns, int)
+        or columns < 2
+        or not isinstance(condition, fx.Node)
+        or condition.target is not aten.eq.Tensor
+    ):
+        return None
+    if not isinstance(value, fx.Node) or not isinstance(zero, fx.Node) or _constant(value) is None or _constant(zero) != 0:
+        return None
+    for first, second in itertools.permutations(condition.args):
+        target = _thin(first, like, dim)
+        if target is not None and target.meta["val"].dtype in INDEX_TYPES and _counts(second, columns, like.dim() - dim):
+            return OneHot(target, columns, value, zero)
+    return None
+
+
+def _thin(node: object, like: torch.Tensor, dim: int) -> fx.Node | None:
+    """``node`` before it was expanded along ``dim``, if it has one column there and as many rows as ``like``."""
+    if not isinstance(node, fx.Node):
+        return None
+    if node.target is aten.expand.default and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    value = _value(node)
+    if value is None or value.dim() != like.dim() or not _is_one(value.shape[dim]):
+        return None
+    # By hints: comparing symbols would make guards.
+    return node if all(size_hint(value.shape[i]) == size_hint(n) for i, n in enumerate(like.shape) if i != dim) else None
+
+
+def _counts(node: object, columns: int, from_the_end: int) -> bool:
+    """Whether ``node`` counts 0, 1, ... ``columns`` - 1 along the dimension so many from the end and has no other."""
+    value = _value(node) if isinstance(node, fx.Node) else None
+    if not isinstance(node, fx.Node) or value is None or value.dim() < from_the_end:
+        return False
+    counted = value.dim() - from_the_end
+    if not all(n == columns if i == counted else _is_one(n) for i, n in enumerate(value.shape)):
+        return False
+    while node.target in RESHAPES and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    return node.target is prims.iota.default and (node.kwargs.get("start"), node.kwargs.get("step")) == (0, 1)
+
+
+def _is_one(size: int | torch.SymInt) -> bool:
+    return isinstance(size, int) and size == 1
+
+
+def _constant(node: fx.Node) -> object:
+    """The number of which ``node`` is a tensor without dimensions, or None."""
+    value = _value(node)
+    return node.args[-1] if node.target in CONSTANTS and value is not None and value.dim() == 0 else None
+
+
+def _value(node: fx.Node) -> torch.Tensor | None:
+    value = node.meta.get("val")
+    return value if isinstance(value, torch.Tensor) else None
