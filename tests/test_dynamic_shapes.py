@@ -13,7 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible
-from autoremat.torch_private.sizes import dynamic_sizes, most, planned_for, size_hint
+from autoremat.torch_private.symbolic_sizes import dynamic_sizes, most, planned_for, size_hint
 
 WIDTH = 32
 SWEEP = range(64, 1025, 64)

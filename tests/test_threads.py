@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, fx, nn
 
 import autoremat
+from autoremat.compiler.interception import active_interceptor, intercepted_by
 from autoremat.measure.timer import undisturbed
 from autoremat.options.options import Options
-from autoremat.step_profile.recording import Recording, active, recording
+from autoremat.step_profile.recording import Recording
 from autoremat.tools.eager_checkpoint import CheckpointContext, _Region
 from autoremat.torch_private import compat, compile_progress, hooks, lowering
 
@@ -97,12 +98,13 @@ def test_what_is_told_of_two_compilations_leaves_nothing_behind():
 
 def test_a_recording_and_planned_sizes_belong_to_their_thread():
     sizes: dict[Any, int] = {Mock(symbol="s0", least=2): 64}
-    with recording(Recording(Options())) as made, sizes.planned_for(sizes):
-        assert active() is made
-        assert elsewhere(active) is None
+    made = Recording(Options())
+    with intercepted_by(made), sizes.planned_for(sizes):
+        assert active_interceptor() is made
+        assert elsewhere(active_interceptor) is None
         assert sizes.planned_identity() == "[('s0', 2, 64)]"
         assert elsewhere(sizes.planned_identity) == "[]"
-    assert active() is None
+    assert active_interceptor() is None
 
 
 def test_what_is_measured_meanwhile_has_the_planned_sizes_and_no_hooks():

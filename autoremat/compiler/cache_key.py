@@ -16,7 +16,7 @@ from autoremat.capture.capture import device_of_inputs
 from autoremat.measure.calibration import device_name
 from autoremat.ops import declarations
 from autoremat.options.options import Options
-from autoremat.torch_private import compat, sizes
+from autoremat.torch_private import compat, symbolic_sizes
 
 
 @cache
@@ -40,7 +40,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
         gm.print_readable(print_output=False),
         source_info.identity(gm) if options.has_orders else "",
         *map(_describe, inputs),
-        sizes.planned_identity(),
+        symbolic_sizes.planned_identity(),
         f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')} {torch.get_num_threads()}",
         f"{torch.get_autocast_dtype('cpu')} {torch.get_autocast_dtype('cuda')} {torch.get_default_dtype()}",
         f"{torch.are_deterministic_algorithms_enabled()} {compat.float32_precision()}",

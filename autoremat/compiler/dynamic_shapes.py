@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Share
-from autoremat.torch_private.sizes import DynamicSize, dynamic_sizes, planned_for
+from autoremat.torch_private.symbolic_sizes import DynamicSize, dynamic_sizes, planned_for
 
 T = TypeVar("T")
 

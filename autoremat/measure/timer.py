@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from autoremat.basics import progress
-from autoremat.torch_private import sizes
+from autoremat.torch_private import symbolic_sizes
 
 Result = TypeVar("Result")
 
@@ -89,4 +89,4 @@ def undisturbed(device: torch.device, measure: Callable[[], Result]) -> Result:
             return measure()
 
     with ThreadPoolExecutor(1, "autoremat-timing") as worker:
-        return worker.submit(progress.carried(sizes.carried(work))).result()
+        return worker.submit(progress.carried(symbolic_sizes.carried(work))).result()

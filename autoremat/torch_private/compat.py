@@ -18,8 +18,8 @@ from torch import fx
 
 from autoremat.basics.errors import BudgetWarning, OrderWarning, UnsupportedTorchError
 from autoremat.torch_private.compile_progress import inductor_is_told
-from autoremat.torch_private.sizes import most as most
-from autoremat.torch_private.sizes import size_hint as size_hint
+from autoremat.torch_private.symbolic_sizes import most as most
+from autoremat.torch_private.symbolic_sizes import size_hint as size_hint
 
 SUPPORTED_MINORS = range(11, 16)
 

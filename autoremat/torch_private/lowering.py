@@ -20,7 +20,7 @@ from torch import fx
 from autoremat.basics.errors import BudgetWarning
 from autoremat.planner.memory.wrapper_replay import Circumstances, replay_peak
 from autoremat.torch_private.hooks import Method, hooked
-from autoremat.torch_private.sizes import most_of_expression
+from autoremat.torch_private.symbolic_sizes import most_of_expression
 
 
 @dataclass(frozen=True)
