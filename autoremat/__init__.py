@@ -13,18 +13,20 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
+from autoremat import deprecated
+
 if TYPE_CHECKING:
     from autoremat import policies as policies
     from autoremat.basics.errors import AutorematError as AutorematError
     from autoremat.basics.errors import BudgetInfeasible as BudgetInfeasible
     from autoremat.basics.errors import BudgetWarning as BudgetWarning
+    from autoremat.basics.errors import ConstraintWarning as ConstraintWarning
+    from autoremat.basics.errors import FallbackWarning as FallbackWarning
     from autoremat.basics.errors import OptionsError as OptionsError
-    from autoremat.basics.errors import OrderWarning as OrderWarning
     from autoremat.basics.errors import PlanFileError as PlanFileError
     from autoremat.basics.errors import PlanInvalid as PlanInvalid
-    from autoremat.basics.errors import SurveyError as SurveyError
-    from autoremat.basics.errors import UnplannedError as UnplannedError
-    from autoremat.basics.errors import UnplannedWarning as UnplannedWarning
+    from autoremat.basics.errors import PlanningError as PlanningError
+    from autoremat.basics.errors import StepProfileError as StepProfileError
     from autoremat.basics.errors import UnsupportedTorchError as UnsupportedTorchError
     from autoremat.capture.tensor_names import name as name
     from autoremat.compiler.dynamo_backend import backend as backend
@@ -34,11 +36,11 @@ if TYPE_CHECKING:
     from autoremat.options.options import configure as configure
     from autoremat.planner.api import plan as plan
     from autoremat.planner.graph.graph import Graph as Graph
-    from autoremat.planner.multigraph.step_profile import Survey as Survey
+    from autoremat.planner.multigraph.step_profile import StepProfile as StepProfile
     from autoremat.planner.plans.plan import Plan as Plan
     from autoremat.report.registry import reports as reports
     from autoremat.report.report import Report as Report
-    from autoremat.step_profile.profile import survey as survey
+    from autoremat.step_profile.profile import profile_step as profile_step
     from autoremat.tools.eager_checkpoint import selective_checkpoint_context as selective_checkpoint_context
     from autoremat.tools.explain import explain as explain
     from autoremat.tools.max_batch import max_batch as max_batch
@@ -55,18 +57,18 @@ _PUBLIC = {
         "BudgetInfeasible",
         "BudgetWarning",
         "OptionsError",
-        "OrderWarning",
+        "ConstraintWarning",
         "PlanFileError",
         "PlanInvalid",
-        "SurveyError",
-        "UnplannedError",
-        "UnplannedWarning",
+        "StepProfileError",
+        "PlanningError",
+        "FallbackWarning",
         "UnsupportedTorchError",
     ),
     "planner.graph.graph": ("Graph",),
     "planner.plans.plan": ("Plan",),
     "planner.api": ("plan",),
-    "planner.multigraph.step_profile": ("Survey",),
+    "planner.multigraph.step_profile": ("StepProfile",),
     "options.options": (
         "Options",
         "configure",
@@ -77,7 +79,7 @@ _PUBLIC = {
     "measure.peak": ("track_peak",),
     "capture.tensor_names": ("name",),
     "compiler.dynamo_backend": ("backend",),
-    "step_profile.profile": ("survey",),
+    "step_profile.profile": ("profile_step",),
     "tools.explain": ("explain",),
     "tools.pareto": ("pareto",),
     "tools.max_batch": ("max_batch",),
@@ -91,10 +93,15 @@ __all__ = ["__version__", "policies", *_MODULE_OF]
 
 
 def __getattr__(name: str) -> object:
+    if name in deprecated.NAMES:
+        new = deprecated.NAMES[name]
+        deprecated.warn_of(name, new)
+        return getattr(import_module(f"autoremat.{_MODULE_OF[new]}"), new)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = import_module(f"autoremat.{_MODULE_OF.get(name, name)}")
     value: object = getattr(module, name) if name in _MODULE_OF else module
+    deprecated.install()
     globals()[name] = value  # the next look-up does not come here
     return value
 

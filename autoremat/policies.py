@@ -2,6 +2,7 @@
 
 from autoremat.planner.constraints.policies import (
     Block,
+    Forward,
     Full,
     Module,
     Policy,
@@ -13,4 +14,4 @@ from autoremat.planner.constraints.policies import (
     parse,
 )
 
-__all__ = ["Block", "Full", "Module", "Policy", "Region", "Segments", "Selective", "Sqrt", "Uniform", "parse"]
+__all__ = ["Block", "Forward", "Full", "Module", "Policy", "Region", "Segments", "Selective", "Sqrt", "Uniform", "parse"]

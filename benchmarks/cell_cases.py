@@ -24,7 +24,7 @@ class Case:
 
 
 class Then(nn.Module):
-    """``function`` of what ``inner`` makes."""
+    """``function`` of what ``compiler`` makes."""
 
     def __init__(self, inner: nn.Module, function: Callable[..., Tensor]) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ def cells(prefixes: tuple[str, ...]) -> Iterator[tuple[str, torch.dtype, str, st
 def examine(name: str, dtype: torch.dtype, layout: str, compiler: str, budget: float | str) -> Cell:
     """Compile, run twice, measure the second step."""
     place = (name, str(dtype).removeprefix("torch."), layout, compiler, str(budget))
-    options: dict[str, Any] = {"inner": compiler, "cost_model": "roofline"}
+    options: dict[str, Any] = {"compiler": compiler, "cost_model": "roofline"}
     try:
         if budget == "smallest":
             try:

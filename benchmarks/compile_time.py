@@ -93,7 +93,7 @@ class Timers:
 def attempts_timed(timers: Timers) -> Iterator[list[float]]:
     """Seconds of each attempt of a compilation; all but the last were given up, and hold no other own work."""
     spans: list[float] = []
-    original = compile_loop.InductorCompilation.attempt
+    original = compile_loop.CompileLoop.attempt
 
     def attempt(self: Any, partitioner: Partitioner) -> Callable[..., Any]:
         begin, before = time.perf_counter(), dict(timers.seconds)
@@ -105,7 +105,7 @@ def attempts_timed(timers: Timers) -> Iterator[list[float]]:
         finally:
             spans.append(time.perf_counter() - begin)
 
-    with unittest.mock.patch.object(compile_loop.InductorCompilation, "attempt", attempt):
+    with unittest.mock.patch.object(compile_loop.CompileLoop, "attempt", attempt):
         yield spans
 
 

@@ -50,7 +50,7 @@ class ModeRow:
     predicted_bytes: int
     allocated_bytes: int
     """Near nothing where a graph is replayed: its pool was allocated when it was recorded."""
-    reserved_bytes: int
+    code_headroom_bytes: int
     """What the allocator's segments grew by, compiling and recording included: fragmentation and graph pools are in it."""
     gradient_error: float
     """The largest difference from the uncompiled gradient, over the largest gradient."""
@@ -107,7 +107,7 @@ def mode_row(name: str, mode: str, budget: int, expected: list[torch.Tensor]) ->
         budget_bytes=budget,
         predicted_bytes=autoremat.reports()[-1].predicted_peak_bytes,
         allocated_bytes=peak.bytes,
-        reserved_bytes=torch.cuda.memory_reserved() - reserved,
+        code_headroom_bytes=torch.cuda.memory_reserved() - reserved,
         gradient_error=error,
     )
 
@@ -116,7 +116,7 @@ def modes(names: list[str], folder: Path) -> None:
     rows: list[ModeRow] = []
     for name in names:
         report, expected = planned(name), uncompiled(name)
-        least, most = (peak + report.reserved_bytes for peak in (report.minimum_peak_bytes, report.predicted_peak_bytes))
+        least, most = (peak + report.code_headroom_bytes for peak in (report.minimum_peak_bytes, report.predicted_peak_bytes))
         for mode in MODES:
             try:
                 rows.append(mode_row(name, mode, int(least + SHARE * (most - least)), expected))
@@ -133,7 +133,7 @@ def write_modes(rows: list[ModeRow], folder: Path) -> None:
     for column in ("model", "mode", "budget", "predicted", "allocated", "reserved", "gradient's error"):
         table.add_column(column, justify="left" if column in ("model", "mode") else "right")
     for row in rows:
-        amounts = (row.budget_bytes, row.predicted_bytes, row.allocated_bytes, row.reserved_bytes)
+        amounts = (row.budget_bytes, row.predicted_bytes, row.allocated_bytes, row.code_headroom_bytes)
         table.add_row(row.model, row.mode, *map(mebibytes, amounts), f"{row.gradient_error:.1e}")
     write("gpu_modes", [table], {"rows": [asdict(row) for row in rows]}, folder)
 

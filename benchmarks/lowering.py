@@ -22,9 +22,9 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
-from autoremat.compiler.compile_loop import InductorCompilation
+from autoremat.compiler.compile_loop import CompileLoop
 from autoremat.compiler.partitioner import Partitioner
-from autoremat.planner.memory.wrapper_replay import Circumstances
+from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import lowering
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -78,7 +78,7 @@ KINDS: dict[str, Callable[[], Built]] = {
 }
 """Nine kinds of models with as few layers as show all that the kind does, so that they compile in seconds."""
 
-PATIENT = {"time_limit": 600, "on_unplannable": "raise"}
+PATIENT = {"time_limit": 600, "on_planning_error": "raise"}
 """Options: a busy machine must not cut the planner's search short, and nothing is left to Inductor alone."""
 
 BUILDERS = {**model_zoo.MODELS, "llama-24": lambda: model_zoo.llama(24), **KINDS}
@@ -119,9 +119,9 @@ class Watch:
         return self.partitioner.report
 
     @property
-    def known(self) -> Circumstances:
+    def known(self) -> ReplayContext:
         """What the replay of the code had to know of the graph."""
-        return self.partitioner.circumstances if self.partitioner is not None else Circumstances()
+        return self.partitioner.replay_context if self.partitioner is not None else ReplayContext()
 
 
 def build(name: str) -> Built:
@@ -149,15 +149,15 @@ def watching(kernels: bool) -> Iterator[Watch]:
     """Record every attempt of the compilations inside. Without ``kernels``, each ends with ``Lowered`` once its last code
     is generated."""
     watch = Watch()
-    attempt, observe_lowering = InductorCompilation.attempt, lowering.observe_lowering
+    attempt, observe_lowering = CompileLoop.attempt, lowering.observe_lowering
 
-    def watched(self: InductorCompilation, partitioner: Partitioner) -> Any:
+    def watched(self: CompileLoop, partitioner: Partitioner) -> Any:
         watch.partitioner = partitioner
         try:
             return attempt(self, partitioner)
         finally:
             if partitioner.report is not None:
-                planned = partitioner.report.predicted_peak_bytes + partitioner.report.reserved_bytes
+                planned = partitioner.report.predicted_peak_bytes + partitioner.report.code_headroom_bytes
                 watch.attempts.append(Attempt(planned, max(self.peaks.values(), default=0)))
 
     def stopping(known: Any, observer: Callable[[lowering.LoweredPeak], None]) -> Any:
@@ -172,7 +172,7 @@ def watching(kernels: bool) -> Iterator[Watch]:
         return observe_lowering(known, observe)
 
     with (
-        unittest.mock.patch.object(InductorCompilation, "attempt", watched),
+        unittest.mock.patch.object(CompileLoop, "attempt", watched),
         unittest.mock.patch.object(lowering, "observe_lowering", stopping),
     ):
         yield watch
@@ -216,7 +216,7 @@ def smallest(name: str) -> Watch:
     return lowered(name, memory_budget=1, on_infeasible="best_effort")
 
 
-def plain_peak(name: str, known: Circumstances, activation_memory_budget: float = 1.0) -> int:
+def plain_peak(name: str, known: ReplayContext, activation_memory_budget: float = 1.0) -> int:
     """The peak of the code that Inductor alone generates, replayed as ours is, without kernels."""
     model, inputs = build(name)
     peaks: dict[bool, int] = {}

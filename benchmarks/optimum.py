@@ -79,7 +79,7 @@ def dense(random: Random) -> Graph:
     return training_step(random, 6, [(a, b) for a in range(6) for b in range(a + 2, 6)])
 
 
-def one_phase(random: Random) -> Graph:
+def single_phase(random: Random) -> Graph:
     """A chain with skips between random ops, all of which may run again."""
     count = 12
     pairs = random.integers(0, count, (count, 2))
@@ -87,7 +87,7 @@ def one_phase(random: Random) -> Graph:
     return Graph.from_dag(random.uniform(1, 10, count).tolist(), random.integers(1, 10, count).tolist(), sorted(edges))
 
 
-FAMILIES: dict[str, Callable[[Random], Graph]] = {f.__name__: f for f in (chain, residual, unet, dense, one_phase)}
+FAMILIES: dict[str, Callable[[Random], Graph]] = {f.__name__: f for f in (chain, residual, unet, dense, single_phase)}
 
 
 def cheapest(graph: Graph, budget: int) -> float:
@@ -99,8 +99,8 @@ def cheapest(graph: Graph, budget: int) -> float:
     made = [sum(1 << v for v in op.outputs) for op in ops]
     read = [sum(1 << v for v in graph.computed_inputs[i]) for i in range(end)]
     size = [value.bytes for value in graph.values]
-    repeatable = [op.repeatable and op.forward for op in ops]
-    begins = 0 if graph.one_phase else graph.num_forward  # of the part in which ops run again
+    rematerializable = [op.rematerializable and op.forward for op in ops]
+    begins = 0 if graph.single_phase else graph.num_forward  # of the part in which ops run again
     outputs = sum(1 << v for v in {*graph.forward_outputs, *graph.backward_outputs})
     distance = {(0, 0): 0.0}
     queue = [(0.0, 0, 0)]
@@ -114,7 +114,7 @@ def cheapest(graph: Graph, budget: int) -> float:
         moves = [(seconds, done, alive & ~(1 << v)) for v in range(len(size)) if alive >> v & 1]
         for index in range(min(done + 1, end)):
             again = index < done
-            may_run_again = repeatable[index] and made[index] & ~alive and done >= begins
+            may_run_again = rematerializable[index] and made[index] & ~alive and done >= begins
             if (again and not may_run_again) or read[index] & ~alive:
                 continue
             fresh = made[index] & ~alive
@@ -181,11 +181,11 @@ def write(rows: list[Row], folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    parser.add_argument("--strategies", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     rows: list[Row] = []
-    for family in arguments.families:
+    for family in arguments.strategies:
         for seed in range(arguments.seeds):
             rows += rows_of(family, seed)
             print(f"{family}, seed {seed}: {len(rows)} cases", flush=True)

@@ -103,7 +103,7 @@ def build(name: str) -> tuple[nn.Module, torch.Tensor]:
 def caller(name: str, mode: str, backend: str, inner: str) -> Callable[[], object]:
     """Calls a freshly compiled model once, with its backward in training."""
     model, x = build(name)
-    options: dict[str, Any] = {"memory_budget": GENEROUS, "inner": inner}
+    options: dict[str, Any] = {"memory_budget": GENEROUS, "compiler": inner}
     arguments = {"backend": "autoremat", "options": options} if backend == "autoremat" else {"backend": inner}
 
     def loss(x: torch.Tensor) -> torch.Tensor:

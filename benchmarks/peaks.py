@@ -104,7 +104,7 @@ class Setting:
 def rows_of(name: str, setting: Setting, known: Sequence[Row]) -> Iterator[Row]:
     """One row per budget, the tightest first; those in ``known`` are taken from there."""
     report = planned(name)
-    least, most = (peak + report.reserved_bytes for peak in (report.minimum_peak_bytes, report.predicted_peak_bytes))
+    least, most = (peak + report.code_headroom_bytes for peak in (report.minimum_peak_bytes, report.predicted_peak_bytes))
     least *= MARGIN_OF_MINIMUM
     plain = step_seconds(name) if setting.times else None
     for number, share in enumerate(SHARES):

@@ -215,7 +215,7 @@ def explained(case: str, build: Callable[[], model_zoo.Built], budget: int | Non
     model, inputs = build()
     options: dict[str, Any] = {
         "cost_model": "roofline",
-        "inner": "inductor" if lower else inner,
+        "compiler": "inductor" if lower else inner,
         "time_limit": TIME_LIMIT,
         "on_infeasible": "best_effort",  # without it, tight budgets are decided by the code
     }
@@ -225,7 +225,7 @@ def explained(case: str, build: Callable[[], model_zoo.Built], budget: int | Non
 
     if budget is None:
         whole = explain(1.0)
-        least = whole.minimum_peak_bytes + whole.reserved_bytes
+        least = whole.minimum_peak_bytes + whole.code_headroom_bytes
         share = {"85 %": 0.85, "60 %": 0.6, "least": 0.0}[wanted]
         budget = max(int(share * whole.baseline_peak_bytes), int(ABOVE_LEAST * least))
     report = explain(budget, lower)

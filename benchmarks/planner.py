@@ -40,7 +40,7 @@ import autoremat
 from autoremat.basics.errors import PlanInvalid
 from autoremat.capture.capture import Capture, capture
 from autoremat.compiler.torch_partition import plan_of_partition
-from autoremat.planner.constraints.constraints import Orders
+from autoremat.planner.constraints.constraints import Constraints
 from autoremat.planner.constraints.policies import Full
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
@@ -191,8 +191,8 @@ def compare(name: str, graph: Graph, torch_plans: dict[float, Plan]) -> list[Due
     peak, step = planner.baseline.peak_bytes, graph.step_seconds
     rivals = {f"torch {budget:.1f}": plan for budget, plan in torch_plans.items()}
     with warnings.catch_warnings():  # some models have no layers
-        warnings.simplefilter("ignore", autoremat.OrderWarning)
-        ordered = Orders(policy=Full(), exact=True).apply(graph)
+        warnings.simplefilter("ignore", autoremat.ConstraintWarning)
+        ordered = Constraints(policy=Full(), exact=True).apply(graph)
     if ordered.candidate is not None and ordered.candidate.plan.recomputed:
         rivals[EVERY_LAYER] = ordered.candidate.plan
     duels = []

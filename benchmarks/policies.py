@@ -84,7 +84,7 @@ def main() -> None:
     dynamo_config.accumulated_recompile_limit = 1000
     setup = {
         "torch": torch.__version__,
-        "inner": arguments.inner,
+        "compiler": arguments.inner,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "load": round(os.getloadavg()[0], 1),
@@ -126,16 +126,18 @@ class Bench:
     def measure(self, method: str, **options: Any) -> Row:
         torch.manual_seed(0)
         model, inputs = MODELS[self.name]()
-        compiled = torch.compile(model, backend="autoremat", options={"inner": self.inner, "time_limit": TIME_LIMIT, **options})
+        compiled = torch.compile(
+            model, backend="autoremat", options={"compiler": self.inner, "time_limit": TIME_LIMIT, **options}
+        )
 
         def step() -> None:
             model.zero_grad(set_to_none=True)
             compiled(*inputs).backward()
 
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", autoremat.OrderWarning)
+            warnings.simplefilter("always", autoremat.ConstraintWarning)
             step()
-        notes = [str(w.message) for w in caught if issubclass(w.category, autoremat.OrderWarning)]
+        notes = [str(w.message) for w in caught if issubclass(w.category, autoremat.ConstraintWarning)]
         report = autoremat.reports()[-1]
         model.zero_grad(set_to_none=True)
         with autoremat.track_peak("cpu") as tracker:

@@ -3,7 +3,7 @@
     python benchmarks/recompilations.py [--count 1000] [--every 100]
 
 Small functions of ever new sizes are compiled and differentiated, every eighth with Inductor and its caches, the others with
-`inner="aot_eager"`. What Dynamo compiled is forgotten after every eighth, its own limit. For comparison, the same is
+`compiler="aot_eager"`. What Dynamo compiled is forgotten after every eighth, its own limit. For comparison, the same is
 done in a process of its own with torch's backends alone. Each line: compilations, resident memory, reports that are kept, bytes
 of the cache folder. Written to `benchmarks/results/recompilations.txt`.
 """
@@ -45,7 +45,7 @@ def recompile(count: int, every: int, ours: bool) -> None:
         x, weight = torch.ones(32 + number, 16), torch.ones(16, 16, requires_grad=True)
         inductor = number % TURN == 0
         if ours:
-            options = {"memory_budget": "1GiB", "inner": "inductor" if inductor else "aot_eager"}
+            options = {"memory_budget": "1GiB", "compiler": "inductor" if inductor else "aot_eager"}
             compiled = torch.compile(step, backend="autoremat", options=options, dynamic=False)
         else:
             compiled = torch.compile(step, backend="inductor" if inductor else "aot_eager", dynamic=False)

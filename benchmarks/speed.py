@@ -74,7 +74,7 @@ def measured(name: str, share: float, repeats: int) -> Row:
         with unittest.mock.patch.object(Partitioner, "choose", choose_and_stop):
             return partition(self, joint, joint_inputs, **keywords)
 
-    options = {"memory_budget": share, "on_unplannable": "raise"}
+    options = {"memory_budget": share, "on_planning_error": "raise"}
     with uncached(), unittest.mock.patch.object(Partitioner, "__call__", timed), without_kernels():
         torch.compile(model, backend="autoremat", options=options)(*inputs)
     return rows[0]
@@ -109,7 +109,7 @@ def exponents(rows: list[Row]) -> dict[str, float]:
 
 
 def write(rows: list[Row], share: float, folder: Path) -> None:
-    table = Table(title=f"Planning for {share:.0%} of the peak, processor seconds")
+    table = Table(title=f"PlanningResult for {share:.0%} of the peak, processor seconds")
     for column in ("model", "ops", "ours", "added %", "gap %", "torch's partitioner"):
         table.add_column(column, justify="left" if column == "model" else "right")
     for row in rows:

@@ -3,8 +3,8 @@
     python benchmarks/steps.py
 
 Twelve blocks of a language model on a CPU, the planned graphs uncompiled: with five graph breaks, and compiled one by one. For
-each budget the peak that the survey predicts, the one that is measured, and what is measured if every graph has the budget for
-itself. Written to `benchmarks/results/steps.txt` and `.json`.
+each budget the peak that the step profile predicts, the measured peak, and the measured peak if every graph has the budget
+for itself. Written to `benchmarks/results/steps.txt` and `.json`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import autoremat
 from autoremat.basics.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
-EAGER = {"inner": "aot_eager"}
+EAGER = {"compiler": "aot_eager"}
 WIDTH, VOCABULARY = 64, 256
 SHARES = (1.0, 0.8, 0.6, 0.4)
 
@@ -102,19 +102,19 @@ def rows(name: str, build: Callable[..., Any]) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     model, tokens = Model(), torch.randint(0, VOCABULARY, (4, 128))
     build(model, None)
-    found = autoremat.survey(model, tokens, memory_budget=None, options=EAGER)
+    found = autoremat.profile_step(model, tokens, memory_budget=None, options=EAGER)
     result = []
     for share in (*SHARES, found.minimum_peak_bytes / found.baseline_peak_bytes):
-        survey = found.within(max(int(share * found.baseline_peak_bytes), found.minimum_peak_bytes))
+        profile = found.within(max(int(share * found.baseline_peak_bytes), found.minimum_peak_bytes))
         result.append(
             {
                 "graphs": name,
                 "share": share,
-                "budget": survey.budget_bytes,
-                "predicted": survey.peak_bytes,
-                "measured": measured(model, build, tokens, survey),
-                "each for itself": measured(model, build, tokens, survey.budget_bytes),
-                "added_seconds": survey.added_seconds,
+                "budget": profile.budget_bytes,
+                "predicted": profile.peak_bytes,
+                "measured": measured(model, build, tokens, profile),
+                "each for itself": measured(model, build, tokens, profile.budget_bytes),
+                "added_seconds": profile.added_seconds,
             }
         )
     return result

@@ -110,7 +110,7 @@ def node_of(func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node | None:
     node = graph.call_function(func, *pytree.tree_map(held, (args, kwargs)))
     node.meta["val"] = result
     traits = op_traits.traits_of(node)
-    return None if op_traits.is_view(node) or traits & (Trait.EFFECTFUL | Trait.UNDECLARED) else node
+    return None if op_traits.is_view(node) or traits & (Trait.EFFECTFUL | Trait.OPAQUE) else node
 
 
 def examine(op: Any, dtype: torch.dtype, layout: str) -> Row:

@@ -19,7 +19,7 @@ import autoremat
 
 OK, SKIPPED, FAILED = "ok", "skipped", "failed"
 
-SMALLEST = {"memory_budget": 1, "inner": "aot_eager", "on_infeasible": "best_effort"}
+SMALLEST = {"memory_budget": 1, "compiler": "aot_eager", "on_infeasible": "best_effort"}
 """A budget that nothing fits: best effort then takes the plan of least memory that the planner finds."""
 
 Numbers = dict[str, torch.Tensor | None]
@@ -116,13 +116,13 @@ def judge(name: str, step: Step, options: dict[str, Any] = SMALLEST) -> Row:
     try:
         torch._dynamo.reset()
         with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", autoremat.UnplannedWarning)
+            warnings.simplefilter("always", autoremat.FallbackWarning)
             ours = step(lambda function: torch.compile(function, backend="autoremat", options=options))
     except Exception as error:
         return row(FAILED, first_line(error))
     reports = autoremat.reports()[before:]
     counts = {"graphs": len(reports), "recomputed": sum(report.recomputed_ops for report in reports)}
-    unplanned = [str(w.message).splitlines()[0] for w in caught if issubclass(w.category, autoremat.UnplannedWarning)]
+    unplanned = [str(w.message).splitlines()[0] for w in caught if issubclass(w.category, autoremat.FallbackWarning)]
     if unplanned:
         counts["note"] = f"not planned: {unplanned[0]}"
     if unlike := different(ours, plain, same_bits):

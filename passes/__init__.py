@@ -8,12 +8,12 @@ from torch import fx
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.capture.capture import Capture
-from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulate_in_order as accumulate_in_order
-from autoremat.passes.inductor_workarounds.forward_region_operands import read_operands_directly as read_operands_directly
-from autoremat.passes.inductor_workarounds.materialize_shared import make_once as make_once
+from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulate_into_first as accumulate_into_first
+from autoremat.passes.inductor_workarounds.forward_region_operands import forward_region_operands as forward_region_operands
+from autoremat.passes.inductor_workarounds.materialize_shared import materialize_shared as materialize_shared
 from autoremat.passes.inductor_workarounds.one_hot_sum import OPERATIONS
-from autoremat.passes.inductor_workarounds.one_hot_sum import sum_one_hot_rows as sum_one_hot_rows
-from autoremat.passes.inductor_workarounds.preserve_strides import keep_strides as keep_strides
+from autoremat.passes.inductor_workarounds.one_hot_sum import simplify_one_hot_sum as simplify_one_hot_sum
+from autoremat.passes.inductor_workarounds.preserve_strides import preserve_strides as preserve_strides
 from autoremat.passes.insert_recompute import insert_recomputation
 from autoremat.passes.split import split
 from autoremat.planner.graph.schedule import Schedule
@@ -22,13 +22,13 @@ from autoremat.torch_private import compat
 
 def rewrite_for_inductor(joint: fx.GraphModule, runs_on: str) -> None:
     """What is changed of a joint graph that Inductor compiles for a device of that type, before it is captured, in place."""
-    accumulate_in_order(joint)
+    accumulate_into_first(joint)
     # A sum over a count is slow where loops are vectorised. A kernel that is cut in two is no longer written in place.
     if runs_on == "cpu" and compat.largest_expression(runs_on) >= OPERATIONS:
-        sum_one_hot_rows(joint)
+        simplify_one_hot_sum(joint)
 
 
-def realise(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> compat.PartitionedModules:
+def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> compat.PartitionedModules:
     """The (forward, backward) modules that run ``schedule``; ``capture.joint`` is rewritten in place and used up."""
     insert_recomputation(capture, schedule)
     forward, backward = split(capture, schedule, static_inputs)

@@ -40,7 +40,7 @@ def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) 
     ``static_inputs`` are the positions of the forward's inputs that keep their address over steps (parameters).
     """
     random = (i for i, op in enumerate(capture.graph.ops[: capture.graph.num_forward]) if Trait.RANDOM in op.traits)
-    for op in (*capture.graph.pinned, *random):
+    for op in (*capture.graph.must_run, *random):
         # Else the extraction takes an effect or a draw, which are no dead code to it, along to the backward if what it reads is
         # there too, such as the sizes that an assertion compares.
         capture.op_nodes[op].meta["partitioner_tag"] = "must_be_in_forward"

@@ -58,7 +58,7 @@ def planned(function: Callable[..., Any], *inputs: Any, **options: Any) -> tuple
     ``options`` say otherwise."""
     torch._dynamo.reset()
     with seen() as found:
-        compiled = torch.compile(function, backend="autoremat", options={"inner": "aot_eager", **options})
+        compiled = torch.compile(function, backend="autoremat", options={"compiler": "aot_eager", **options})
         torch.manual_seed(0)
         compiled(*inputs)
     return found, compiled

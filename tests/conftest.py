@@ -17,7 +17,7 @@ SEED = 0
 
 settings.register_profile(
     "default", deadline=None, derandomize=True, max_examples=60
-)  # compiling takes long; runs must be repeatable
+)  # compiling takes long; runs must be rematerializable
 settings.load_profile("default")
 
 

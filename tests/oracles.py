@@ -13,7 +13,7 @@ from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from autoremat.planner.graph.graph import Graph, Inlining, Kind, Order, Role
+from autoremat.planner.graph.graph import Constraint, Graph, Inlining, Kind, Role
 from autoremat.planner.graph.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ def in_one_call(graph: Graph, schedule: Schedule, moment: int) -> range:
     """The executions of the one call that runs the execution at `moment`: those around it without an extern kernel."""
     sequence, start_of_backward = schedule.forward + schedule.backward, len(schedule.forward)
     extern = [at for at, op in enumerate(sequence) if graph.ops[op].kind is Kind.EXTERN]
-    if not (graph.fuses and graph.whole_runs) or moment in extern:
+    if not (graph.fuses and graph.fusion_groups_hold_buffers) or moment in extern:
         return range(moment, moment + 1)
     half = range(start_of_backward) if moment < start_of_backward else range(start_of_backward, len(sequence))
     before = [at for at in extern if half.start <= at < moment]
@@ -124,11 +124,11 @@ def in_one_call(graph: Graph, schedule: Schedule, moment: int) -> range:
     return range(max(before, default=half.start - 1) + 1, min(after, default=half.stop))
 
 
-def again_seconds(graph: Graph, index: int) -> float:
+def recompute_seconds(graph: Graph, index: int) -> float:
     """What a second run of an op takes. Within fused kernels: its arithmetic, and a read of what kernels of their own have made
     and no fused backward op reads, in each stretch between kernels of their own that comes to need it."""
     op, num_forward = graph.ops[index], graph.num_forward
-    if not op.traffic_seconds or any(graph.ops[r].kind is Kind.EXTERN for v in op.outputs for r in graph.readers[v]):
+    if not op.memory_bound_seconds or any(graph.ops[r].kind is Kind.EXTERN for v in op.outputs for r in graph.readers[v]):
         return op.seconds
     stretches, unseen, seen, late_fused_readers = set(), [index], set(), set()
     while unseen:
@@ -150,7 +150,7 @@ def again_seconds(graph: Graph, index: int) -> float:
     late = [iterated_bytes(graph, reader) for reader in late_fused_readers]
     larger = max([own, *late, *(made_bytes(graph, i) for i in seen if reaches_the_backward(graph, i))])
     times = larger / own if own and op.inputs and larger > 8 * own else 1.0
-    arithmetic = (op.seconds - op.traffic_seconds) * times
+    arithmetic = (op.seconds - op.memory_bound_seconds) * times
     return max(len(stretches), 1) * (arithmetic + extra * graph.saving_seconds_per_byte / 2)
 
 
@@ -274,14 +274,14 @@ def cut_cost(graph: Graph, saved: frozenset[int], seconds_per_byte: float, forbi
     total = 0.0
     for index in run_again(graph, saved):
         op = graph.ops[index]
-        if not op.repeatable or op.order is Order.SAVE:
+        if not op.rematerializable or op.constraint is Constraint.SAVE:
             return math.inf
-        total += again_seconds(graph, index) if index in graph.required_forward else 0.0
+        total += recompute_seconds(graph, index) if index in graph.required_forward else 0.0
     for value in saved:
         producer = graph.values[value].producer
         if value in graph.forward_outputs or producer is None:
             continue
-        ordered_away = graph.ops[producer].order is Order.RECOMPUTE
+        ordered_away = graph.ops[producer].constraint is Constraint.RECOMPUTE
         total += forbidden if ordered_away else graph.values[value].bytes * seconds_per_byte
         total += saving_seconds(graph, value) if traffic and not ordered_away else 0.0
     return total
@@ -313,9 +313,9 @@ def least_added_seconds(graph: Graph, budget: int) -> float:
         for index in range(min(following + 1, done)):
             op, again = graph.ops[index], index < following
             with_results = alive.union(op.outputs)
-            may_run = not again or (op.forward and op.repeatable)
+            may_run = not again or (op.forward and op.rematerializable)
             if may_run and alive.issuperset(op.inputs) and sum(graph.values[v].bytes for v in with_results) <= budget:
-                moves.append((seconds + again * again_seconds(graph, index), with_results, max(following, index + 1)))
+                moves.append((seconds + again * recompute_seconds(graph, index), with_results, max(following, index + 1)))
         for cost, values, next_op in moves:
             if cost < distance.get((values, next_op), math.inf):
                 distance[values, next_op] = cost

@@ -13,7 +13,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autoremat.planner.graph.graph import Graph, Inlining, Kind, Op, Order, Role, Trait, Value
+from autoremat.planner.graph.graph import Constraint, Graph, Inlining, Kind, Op, Role, Trait, Value
 
 DTYPE_BYTES = 4
 MAX_OPS: int | None = None  # set by --max-ops: no random graph has more ops, whatever a test asks for
@@ -65,8 +65,8 @@ SIZES = st.sampled_from([0, 1, 4, 16, 64, 100, 256])
 SECONDS = st.sampled_from([0.0, 1e-6, 1e-4, 1e-3, 0.5])
 KINDS = [Kind.POINTWISE, Kind.POINTWISE, Kind.REDUCTION, Kind.EXTERN]
 WORKSPACES = [0, 0, 0, 0, 32]
-TRAITS = [Trait.NONE] * 7 + [Trait.RANDOM, Trait.UNDECLARED]
-ORDERS = [Order.NONE] * 6 + [Order.SAVE, Order.RECOMPUTE]
+TRAITS = [Trait.NONE] * 7 + [Trait.RANDOM, Trait.OPAQUE]
+ORDERS = [Constraint.NONE] * 6 + [Constraint.SAVE, Constraint.RECOMPUTE]
 INLININGS = [Inlining.CHEAP] * 4 + [Inlining.ONCE, Inlining.NEVER]
 
 
@@ -110,7 +110,7 @@ def draw_fusion(draw: st.DrawFn, build: GraphBuilder, fuses: bool | None) -> boo
     fuses, traffic = draw(st.booleans()) if fuses is None else fuses, draw(st.sampled_from([0.0, 0.5, 1.0]))
     for index, op in enumerate(build.ops):
         if fuses and op.kind is Kind.POINTWISE:
-            build.ops[index] = dataclasses.replace(op, traffic_seconds=traffic * op.seconds)
+            build.ops[index] = dataclasses.replace(op, memory_bound_seconds=traffic * op.seconds)
     return fuses
 
 
@@ -156,38 +156,38 @@ def graphs(draw: st.DrawFn, max_ops: int = 40, fuses: bool | None = None, max_ou
     return build.graph(
         forward_outputs=forward_outputs,
         backward_outputs=tuple(pick(draw, [*gradients, *made], 1, 4)),
-        pinned=tuple(pinned),
+        must_run=tuple(pinned),
         fuses=fuses,
-        whole_runs=draw(st.booleans()),
+        fusion_groups_hold_buffers=draw(st.booleans()),
         saving_seconds_per_byte=draw(st.sampled_from([1e-10, 1e-8])),
     )
 
 
 @st.composite
-def dags(draw: st.DrawFn, max_ops: int = 30, one_phase: bool | None = None) -> Graph:
+def dags(draw: st.DrawFn, max_ops: int = 30, single_phase: bool | None = None) -> Graph:
     """Graphs as a user describes them: of one phase, or with a forward and a backward; mostly chains with skips."""
     count = draw(st.integers(0, at_most(max_ops)))
     edges = [(i, i + 1) for i in range(count - 1) if draw(st.integers(0, 7))]
     if count > 1:
         pairs = st.lists(st.integers(0, count - 1), min_size=2, max_size=2, unique=True).map(lambda ends: tuple(sorted(ends)))
         edges += draw(st.lists(pairs, max_size=count))
-    alone = draw(st.booleans()) if one_phase is None else one_phase
+    alone = draw(st.booleans()) if single_phase is None else single_phase
     return Graph.from_dag(
         draw(st.lists(SECONDS, min_size=count, max_size=count)),
         draw(st.lists(SIZES, min_size=count, max_size=count)),
         edges,
         outputs=draw(st.lists(st.integers(0, count - 1), max_size=2)) if count else (),
-        repeatable=[draw(st.integers(0, 9)) > 0 for _ in range(count)],
+        rematerializable=[draw(st.integers(0, 9)) > 0 for _ in range(count)],
         num_forward=None if alone else draw(st.integers(0, count)),
     )
 
 
-def training_chain(length: int, one_phase: bool = False, size: int = 1) -> Graph:
+def training_chain(length: int, single_phase: bool = False, size: int = 1) -> Graph:
     """A chain of `length` ops of one second and as many gradient ops, each of which reads its activation and the gradient
     behind it; the last gradient stays."""
     count = 2 * length
     edges = [(i, i + 1) for i in range(count - 1)] + [(length - 1 - i, length + i) for i in range(length)]
-    num_forward = None if one_phase else length
+    num_forward = None if single_phase else length
     return Graph.from_dag([1.0] * count, [size] * count, edges, outputs=(count - 1,), num_forward=num_forward)
 
 
@@ -200,7 +200,7 @@ def saved_sets(draw: st.DrawFn, graph: Graph) -> frozenset[int]:
 
 def runs_once(op: Op) -> bool:
     """Whether the op may not be recomputed, by its nature or by order."""
-    return not op.repeatable or op.order is Order.SAVE
+    return not op.rematerializable or op.constraint is Constraint.SAVE
 
 
 def close_under_need(graph: Graph, wanted: set[int]) -> frozenset[int]:

@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import autoremat
 from autoremat import passes
-from autoremat.passes import accumulate_in_order
+from autoremat.passes import accumulate_into_first
 
 aten = torch.ops.aten
 
@@ -79,7 +79,7 @@ def rewritten(function: Callable[..., Tensor]) -> tuple[Counter[object], Tensor,
     """The calls of the rewritten graph, its result, the result before, and how many additions were rewritten."""
     inputs = torch.randn(4, 4), torch.randn(4, 4), torch.tensor([0, 2, 2, 3])
     graph: fx.GraphModule = make_fx(function, tracing_mode="fake")(*inputs)
-    count = accumulate_in_order(graph)
+    count = accumulate_into_first(graph)
     calls = Counter(node.target for node in graph.graph.nodes if node.op == "call_function")
     return calls, graph(*inputs), function(*inputs), count
 
@@ -144,7 +144,7 @@ def step(in_order: bool) -> tuple[list[Tensor], autoremat.Report, int]:
     model, tokens = TiedModel(), torch.randint(0, 4096, (512,))
     with pytest.MonkeyPatch.context() as patch:
         if not in_order:
-            patch.setattr(passes, "accumulate_in_order", lambda joint: 0)
+            patch.setattr(passes, "accumulate_into_first", lambda joint: 0)
         # An option that changes nothing but the key of Inductor's caches.
         compiled = torch.compile(model, backend="autoremat", options={"max_pointwise_cat_inputs": 8 + in_order})
         compiled(tokens).backward()

@@ -15,13 +15,13 @@ from oracles import least_added_seconds
 from strategies import dags, graphs, training_chain
 
 from autoremat.planner.api import plan
-from autoremat.planner.exact.annealing import Annealing, afresh, improve, lengths_of
+from autoremat.planner.exact.annealing import Annealing, improve, lengths_of, recompute_per_use
 from autoremat.planner.exact.interval_model import sites_of
 from autoremat.planner.exact.polish import Polishing, polished
 from autoremat.planner.exact.rematerialization_state import Sites
-from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner, Planning
+from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.planner.search.single_phase import OnePhaseBounds, outcome, without_recomputation
 
 HOT = 3.0
@@ -42,7 +42,7 @@ def bytes_by_simulation(sites: Sites) -> np.ndarray:
 def some_pairs(sites: Sites, seed: int) -> list[tuple[int, int]]:
     """Recomputations at places where the result is read, or anywhere later; in the backward, if the graph has one."""
     drawn = random.Random(seed)
-    first = 0 if sites.graph.one_phase else sites.graph.num_forward
+    first = 0 if sites.graph.single_phase else sites.graph.num_forward
     pairs = {
         (i, s)
         for i, may in enumerate(sites.movable)
@@ -61,7 +61,7 @@ def with_recomputations(graph: Graph, seed: int) -> Sites:
     return sites
 
 
-@given(dags(max_ops=20, one_phase=True), st.integers(0, 1000))
+@given(dags(max_ops=20, single_phase=True), st.integers(0, 1000))
 @settings(max_examples=50, deadline=None)
 def test_the_bytes_at_each_site_are_those_of_the_simulator(graph, seed):
     sites = with_recomputations(graph, seed)
@@ -89,7 +89,7 @@ def test_in_a_training_step_no_bytes_are_missed(graph, seed):
     assert (sites.together[:-1] - sites.apart[:-1] >= bytes_by_simulation(sites)[:-1] - 1e-6).all()
 
 
-@given(dags(max_ops=20, one_phase=True), st.integers(0, 1000))
+@given(dags(max_ops=20, single_phase=True), st.integers(0, 1000))
 @settings(max_examples=30, deadline=None)
 def test_what_is_added_and_removed_leaves_no_trace(graph, seed):
     sites, fresh = Sites(graph), Sites(graph)
@@ -106,7 +106,7 @@ def test_what_is_added_and_removed_leaves_no_trace(graph, seed):
     assert sites.added == pytest.approx(0.0, abs=1e-9 * max(graph.step_seconds, 1e-30))
 
 
-@given(dags(max_ops=6, one_phase=True), st.sampled_from([0.5, 0.7, 0.9]))
+@given(dags(max_ops=6, single_phase=True), st.sampled_from([0.5, 0.7, 0.9]))
 @settings(max_examples=30, deadline=None)
 def test_plans_of_annealing_fit_and_are_never_better_than_brute_force(graph, share):
     budget = int(share * without_recomputation(graph).peak_bytes)
@@ -123,7 +123,7 @@ def test_plans_of_annealing_fit_and_are_never_better_than_brute_force(graph, sha
     assert plan.added_seconds >= optimum - 1e-9 * graph.step_seconds
 
 
-def crowded(ops: int = 40) -> Graph:
+def over_budget(ops: int = 40) -> Graph:
     """A chain with skips that overlap."""
     drawn = np.random.default_rng(3)
     edges = [(i - 1, i) for i in range(1, ops)]
@@ -131,12 +131,12 @@ def crowded(ops: int = 40) -> Graph:
     return Graph.from_dag(drawn.uniform(0, 10, ops).tolist(), drawn.integers(1, 50, ops).tolist(), edges)
 
 
-def nothing_found(graph: Graph, budget: int) -> Planning:
+def nothing_found(graph: Graph, budget: int) -> PlanningResult:
     return outcome([without_recomputation(graph)], budget, OnePhaseBounds(graph), 1, interrupted=False)
 
 
 def test_annealing_is_repeatable_and_another_seed_goes_another_way():
-    graph = crowded()
+    graph = over_budget()
     budget = int(0.7 * without_recomputation(graph).peak_bytes)
     ways = [Annealing(graph, budget, seed).run(3000, HOT, math.inf) for seed in (1, 1, 2)]
     assert ways[0].best is not None
@@ -145,7 +145,7 @@ def test_annealing_is_repeatable_and_another_seed_goes_another_way():
 
 
 def test_annealing_from_a_plan_never_comes_back_with_a_worse_one():
-    graph = crowded()
+    graph = over_budget()
     budget = int(0.7 * without_recomputation(graph).peak_bytes)
     first = improve(graph, budget, 1.0, 0, nothing_found(graph, budget), 0.0, math.inf)
     assert first.plan is not None
@@ -155,7 +155,7 @@ def test_annealing_from_a_plan_never_comes_back_with_a_worse_one():
 
 
 def test_the_deadline_cuts_annealing_short_and_the_outcome_says_so():
-    graph = crowded()
+    graph = over_budget()
     budget = int(0.7 * without_recomputation(graph).peak_bytes)
     found = improve(graph, budget, 10.0, 0, nothing_found(graph, budget), 0.0, time.monotonic())
     assert found.interrupted
@@ -171,26 +171,26 @@ def test_a_chain_runs_with_room_for_three_values(length, added):
 
 
 def test_a_large_graph_is_not_made_anew_for_every_reader():
-    assert afresh(training_chain(200)) is None
+    assert recompute_per_use(training_chain(200)) is None
 
 
-@given(st.one_of(graphs(max_ops=16, fuses=False), dags(max_ops=16, one_phase=True)), st.sampled_from([0.0, 0.5, 0.8]))
+@given(st.one_of(graphs(max_ops=16, fuses=False), dags(max_ops=16, single_phase=True)), st.sampled_from([0.0, 0.5, 0.8]))
 @settings(max_examples=50, deadline=None)
 def test_what_is_made_anew_needlessly_goes(graph, share):
-    if any(op.order is Order.RECOMPUTE for op in graph.ops):
+    if any(op.constraint is Constraint.RECOMPUTE for op in graph.ops):
         return
-    schedule = afresh(graph)
+    schedule = recompute_per_use(graph)
     assert schedule is not None
     search = Polishing(graph, int(share * without_recomputation(graph).peak_bytes), seed=0)
     search.start_from(schedule)
     (_, before), seconds = search._over(), search.sites.added
-    plans = [Plan.of(graph, s) for s in (schedule, search.without_the_needless(math.inf))]
+    plans = [Plan.of(graph, s) for s in (schedule, search.without_redundant_recomputation(math.inf))]
     for each in plans:
         each.check()
     assert search._over()[1] <= before
     assert search.sites.added <= seconds + 1e-9 * graph.step_seconds
     # Of what only the backward needs, the search counts no run, and a plan all but the first.
-    if graph.one_phase or len(graph.required_forward) == graph.num_forward:
+    if graph.single_phase or len(graph.required_forward) == graph.num_forward:
         assert plans[1].added_seconds <= plans[0].added_seconds + 1e-9 * graph.step_seconds
 
 

@@ -25,7 +25,7 @@ GENEROUS, MORE, MOST = 10 * 2**20, 20 * 2**20, 30 * 2**20
 def failure(**options: object) -> BaseException:
     """What the backend raised, as `torch.compile` hands it on."""
     with pytest.raises(BackendCompilerFailed) as caught:
-        torch.compile(Mlp(), backend="autoremat", options={"inner": "aot_eager", **options})(torch.randn(8, 64))
+        torch.compile(Mlp(), backend="autoremat", options={"compiler": "aot_eager", **options})(torch.randn(8, 64))
     return caught.value.inner_exception
 
 
@@ -36,7 +36,7 @@ def failure(**options: object) -> BaseException:
         ({"memory_budget": "6 pounds"}, "6 pounds"),
         ({"memory_budget": 1.5}, "share of the peak"),
         ({"memory_budget": "auto"}, "needs a CUDA device"),
-        ({"inner": "eager"}, '"inductor" or "aot_eager"'),
+        ({"compiler": "eager"}, '"inductor" or "aot_eager"'),
         ({"on_infeasible": "panic"}, "panic"),
         ({"time_limit": 0}, "time_limit=0"),
         ({"memory_bugdet": 1}, "nearest: memory_budget"),
@@ -74,7 +74,7 @@ def test_an_infeasible_budget_says_what_is_possible():
 
 def test_the_minimum_named_by_the_error_is_feasible():
     minimum = failure(memory_budget=100).minimum_bytes
-    compile_(Mlp(), {"inner": "aot_eager", "memory_budget": minimum})(torch.randn(8, 64)).backward()
+    compile_(Mlp(), {"compiler": "aot_eager", "memory_budget": minimum})(torch.randn(8, 64)).backward()
     assert autoremat.reports()[-1].fits
     torch._dynamo.reset()
     assert isinstance(failure(memory_budget=minimum - 1), BudgetInfeasible)
@@ -105,7 +105,7 @@ def budget_used(**options: object) -> int | None:
 
 
 def test_options_win_over_configure_and_configure_over_the_environment(monkeypatch):
-    autoremat.configure(inner="aot_eager")
+    autoremat.configure(compiler="aot_eager")
     assert budget_used() is None
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "10MiB")
     assert budget_used() == GENEROUS
@@ -163,7 +163,7 @@ compiled = torch.compile(model, backend="autoremat"{options})
 compiled(torch.ones(2, 4)).sum().backward()
 import autoremat
 (report,) = autoremat.reports()
-print(report.budget_bytes, report.inner)
+print(report.budget_bytes, report.compiler)
 """
 
 
@@ -175,5 +175,5 @@ def is_installed() -> bool:
 
 @pytest.mark.skipif(not is_installed(), reason="the entry point needs an installed package")
 def test_the_backend_is_found_by_name_without_an_import_of_ours():
-    script = SCRIPT.format(options=", options={'inner': 'aot_eager'}")
+    script = SCRIPT.format(options=", options={'compiler': 'aot_eager'}")
     assert run_script(script, **{ENVIRONMENT_VARIABLE: "1MiB"}) == f"{2**20} aot_eager"

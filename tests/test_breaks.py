@@ -12,11 +12,11 @@ import torch
 from torch import nn
 
 import autoremat
-from autoremat.basics.errors import BudgetInfeasible, CaptureError, SurveyError
+from autoremat.basics.errors import BudgetInfeasible, CaptureError, StepProfileError
 from autoremat.compiler import breaks, dynamo_backend
 from autoremat.report import registry
 
-OPTIONS = {"inner": "aot_eager"}
+OPTIONS = {"compiler": "aot_eager"}
 REASON = r"Dynamo broke graphs(.|\n)*Dynamo does not support RNN, GRU, or LSTM. Set .*allow_rnn=True"
 
 
@@ -86,7 +86,7 @@ def test_an_rnn_that_dynamo_leaves_alone_is_told_of_once(nothing_yet, caplog):
 
 def test_explain_and_survey_name_what_dynamo_does_not_trace():
     loss, x = with_lstm()
-    for look, error in ((autoremat.explain, CaptureError), (autoremat.survey, SurveyError)):
+    for look, error in ((autoremat.explain, CaptureError), (autoremat.profile_step, StepProfileError)):
         with pytest.raises(error, match=REASON):
             look(loss, x, options=OPTIONS)
     with torch._dynamo.config.patch(allow_rnn=True):
@@ -107,7 +107,8 @@ def in_two_graphs():
 
 
 ADVICE = (
-    r"one graph of several, for Dynamo broke the function(.*graph_break.*)?: share one budget among them, by autoremat.survey"
+    r"one graph of several, for Dynamo broke the function(.*graph_break.*)?: share one budget among them, "
+    r"by autoremat.profile_step"
 )
 
 
@@ -122,7 +123,7 @@ def test_a_budget_that_one_graph_of_several_cannot_keep_names_the_survey(generou
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=ADVICE) as raised:
         torch.compile(loss, backend="autoremat", options={**OPTIONS, "memory_budget": budget})(x)
     error = raised.value.inner_exception
-    assert str(error).count("autoremat.survey") == 1
+    assert str(error).count("autoremat.profile_step") == 1
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
 
 
@@ -140,7 +141,7 @@ def test_who_waits_has_waited_since_dynamo_began(nothing_yet, monkeypatch):
         return contextlib.nullcontext()
 
     monkeypatch.setattr(breaks, "time", types.SimpleNamespace(monotonic=iter(range(100, 900, 3)).__next__))
-    monkeypatch.setattr(dynamo_backend, "said_if_slow", said)
+    monkeypatch.setattr(dynamo_backend, "status_if_slow", said)
     breaks.listen()
     torch.compile(nn.Linear(4, 1), backend="autoremat", options=OPTIONS)(torch.randn(2, 4))
     assert len(seen) == 1

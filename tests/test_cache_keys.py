@@ -50,7 +50,7 @@ def test_auto_is_looked_up_once_on_the_graphs_own_device(card, monkeypatch):
     monkeypatch.setattr(dynamo_backend, "device_of_inputs", lambda *_: SECOND)
     before = len(autoremat.reports())
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
-    options = {"inner": "aot_eager", "cost_model": "roofline", "memory_budget": "auto", "reserve": "128MiB"}
+    options = {"compiler": "aot_eager", "cost_model": "roofline", "memory_budget": "auto", "auto_headroom": "128MiB"}
     torch.compile(model, backend="autoremat", options=options)(torch.ones(4, 8)).sum().backward()
     (report,) = autoremat.reports()[before:]
     assert card == [SECOND]

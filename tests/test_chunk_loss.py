@@ -105,7 +105,7 @@ def train(model: nn.Module, tokens: Tensor, **options: Any) -> tuple[list[Tensor
     """The loss and the gradients of one step, and its report; uncompiled graphs unless ``options`` say otherwise."""
     torch._dynamo.reset()
     model.zero_grad(set_to_none=True)
-    loss = torch.compile(model, backend="autoremat", options={"inner": "aot_eager", **options})(tokens)
+    loss = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager", **options})(tokens)
     loss.backward()
     found = [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
     return found, autoremat.reports()[-1]
@@ -122,7 +122,7 @@ def test_the_numbers_are_the_same(name):
     model, tokens = Model(LOSSES[name]), tokens_of()
     wanted, whole = train(model, tokens, chunk_loss=False)
     found, report = train(model, tokens, chunk_loss=4)
-    assert (whole.loss_parts, report.loss_parts) == (1, 4)
+    assert (whole.loss_chunks, report.loss_chunks) == (1, 4)
     assert_close(found, wanted)
 
 
@@ -131,7 +131,7 @@ def test_with_a_bias_and_with_a_tied_weight(bias, tied):
     model, tokens = Model(shifted_as_transformers_does, bias, tied), tokens_of()
     wanted, _ = train(model, tokens, chunk_loss=False)
     found, report = train(model, tokens, chunk_loss=5)
-    assert report.loss_parts == 5
+    assert report.loss_chunks == 5
     assert_close(found, wanted)
 
 
@@ -142,7 +142,7 @@ def test_sums_of_halves_are_kept_in_floats():
     exact, _ = train(reference, tokens, chunk_loss=False)
     wanted, _ = train(model, tokens, chunk_loss=False)
     found, report = train(model, tokens, chunk_loss=8)
-    assert report.loss_parts == 8
+    assert report.loss_chunks == 8
     assert all(gradient.dtype == torch.bfloat16 for gradient in found[1:])
 
     def error(gradients: list[Tensor]) -> float:
@@ -159,7 +159,7 @@ def test_any_number_of_rows_and_parts(batch, length, parts):
     model, tokens = Model(flat), tokens_of(batch, length)
     wanted, _ = train(model, tokens, chunk_loss=False)
     found, report = train(model, tokens, chunk_loss=parts)
-    assert 2 <= report.loss_parts <= min(parts, batch * length)
+    assert 2 <= report.loss_chunks <= min(parts, batch * length)
     assert_close(found, wanted)
 
 
@@ -181,7 +181,7 @@ def test_every_part_has_its_own_products():
 def peak_of(model: nn.Module, tokens: Tensor, **options: Any) -> tuple[int, autoremat.Report]:
     """The measured peak of a second step."""
     torch._dynamo.reset()
-    compiled = torch.compile(model, backend="autoremat", options={"inner": "aot_eager", **options})
+    compiled = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager", **options})
     for _ in range(2):
         model.zero_grad(set_to_none=True)
         with autoremat.track_peak("cpu") as peak:
@@ -211,10 +211,10 @@ def test_the_measured_peak_is_lower():
     whole, _ = peak_of(model, tokens, memory_budget=least, chunk_loss=False)
     budget = least // 3
     measured, report = peak_of(model, tokens, memory_budget=budget)
-    assert report.loss_parts > 1
+    assert report.loss_chunks > 1
     assert measured <= budget < whole / 2.5
-    assert report.minimum_in_one_part_bytes == least
-    assert f"in {report.loss_parts} parts" in str(report)
+    assert report.minimum_unchunked_bytes == least
+    assert f"in {report.loss_chunks} parts" in str(report)
 
 
 def test_by_default_only_where_nothing_else_fits():
@@ -222,10 +222,10 @@ def test_by_default_only_where_nothing_else_fits():
     least = smallest(model, tokens, chunk_loss=False)
     wanted, whole = train(model, tokens, memory_budget=least)
     plain, _ = train(model, tokens)
-    assert whole.loss_parts == 1
+    assert whole.loss_chunks == 1
     assert all(torch.equal(one, other) for one, other in zip(wanted, plain, strict=True))
     found, parts = train(model, tokens, memory_budget=least - 1)
-    assert parts.loss_parts > 1
+    assert parts.loss_chunks > 1
     assert parts.fits
     assert_close(found, plain)
 
@@ -239,7 +239,7 @@ def test_the_error_knows_of_parts_and_a_best_effort_runs_them():
     assert promised < least
     with pytest.warns(BudgetWarning, match="over its budget"):
         _, report = train(model, tokens, memory_budget=1, on_infeasible="best_effort")
-    assert report.loss_parts > 1
+    assert report.loss_chunks > 1
     assert report.peak_bytes == report.minimum_peak_bytes == promised
 
 
@@ -258,7 +258,7 @@ def test_true_takes_what_is_faster():
     _, best = train(model, tokens, memory_budget=least, chunk_loss=True)
     assert best.step_seconds + best.recompute_seconds <= whole.step_seconds + whole.recompute_seconds
     _, unbounded = train(model, tokens, chunk_loss=True)
-    assert unbounded.loss_parts == 1
+    assert unbounded.loss_chunks == 1
 
 
 class Returning(Model):
@@ -281,19 +281,19 @@ def test_guesses_are_made_in_parts():
     model, tokens = WithAccuracy(flat), tokens_of()
     wanted, _ = train(model, tokens, chunk_loss=False)
     found, report = train(model, tokens, chunk_loss=4)
-    assert report.loss_parts == 4
+    assert report.loss_chunks == 4
     assert_close(found, wanted)
 
 
 def test_logits_that_are_returned_cannot_be_had_in_parts():
-    compiled = torch.compile(Returning(flat), backend="autoremat", options={"inner": "aot_eager", "chunk_loss": 4})
+    compiled = torch.compile(Returning(flat), backend="autoremat", options={"compiler": "aot_eager", "chunk_loss": 4})
     with pytest.warns(BudgetWarning, match="the caller is handed .* whole; return the loss alone"):
         compiled(tokens_of())
-    assert autoremat.reports()[-1].loss_parts == 1
+    assert autoremat.reports()[-1].loss_chunks == 1
 
 
 def test_the_error_says_what_is_in_the_way_of_parts():
-    compiled = torch.compile(Returning(flat), backend="autoremat", options={"inner": "aot_eager", "memory_budget": 1})
+    compiled = torch.compile(Returning(flat), backend="autoremat", options={"compiler": "aot_eager", "memory_budget": 1})
     with pytest.raises(BackendCompilerFailed) as caught:
         compiled(tokens_of())
     assert "- return the loss alone: the caller is handed aten." in str(caught.value.inner_exception)
@@ -341,9 +341,9 @@ def test_by_default_nothing_warns():
 
 def test_explain_says_so():
     model, tokens = large()
-    options = {"inner": "aot_eager", "chunk_loss": 8}
+    options = {"compiler": "aot_eager", "chunk_loss": 8}
     report = autoremat.explain(model, tokens, options=options)
-    assert report.loss_parts == 8
+    assert report.loss_chunks == 8
     assert "in 8 parts" in str(report)
     assert autoremat.Report.from_json(report.to_json()) == report
 
@@ -360,11 +360,11 @@ def test_a_stored_plan_of_parts_is_applied_to_parts(tmp_path):
 def test_under_inductor_with_a_tied_weight():
     model = Model(lambda logits, labels: F.cross_entropy(logits.flatten(0, 1), labels.flatten()), tied=True, words=LARGE)
     tokens = tokens_of(4, 256)
-    options: dict[str, Any] = {"inner": "inductor"}
+    options: dict[str, Any] = {"compiler": "inductor"}
     wanted, whole = train(model, tokens, **options, chunk_loss=False)
     budget = whole.predicted_peak_bytes // 3
     found, report = train(model, tokens, **options, memory_budget=budget)
-    assert report.loss_parts > 1
+    assert report.loss_chunks > 1
     assert_close(found, wanted)
     measured, _ = peak_of(model, tokens, **options, memory_budget=budget)
     assert measured <= budget

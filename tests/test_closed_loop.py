@@ -19,8 +19,8 @@ def run_with_code_peaks(monkeypatch, code_peaks, exhausted_at=None, worth_loosen
 
     def attempt(self, partitioner):
         number = len(planned)
-        planned.append(partitioner.margin_bytes)
-        partitioner.report = SimpleNamespace(predicted_peak_bytes=100 - partitioner.margin_bytes, budget_bytes=100)
+        planned.append(partitioner.extra_headroom_bytes)
+        partitioner.report = SimpleNamespace(predicted_peak_bytes=100 - partitioner.extra_headroom_bytes, budget_bytes=100)
         partitioner.exhausted = number == exhausted_at
         if code_peaks[number] > 100 and not self.last:
             raise compile_loop._OverBudget(code_peaks[number])
@@ -28,7 +28,7 @@ def run_with_code_peaks(monkeypatch, code_peaks, exhausted_at=None, worth_loosen
             raise compile_loop._RoomLeft(code_peaks[number])
         return "compiled"
 
-    compilation = compile_loop.InductorCompilation
+    compilation = compile_loop.CompileLoop
     monkeypatch.setattr(compilation, "attempt", attempt)
     monkeypatch.setattr(compilation, "finish", lambda self, compiled, partitioner, record, replans: compiled)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
@@ -70,7 +70,7 @@ def test_an_error_names_what_holds_and_not_code_that_needs_more(monkeypatch, att
 
     def attempt(self, partitioner):
         (self.peaks, margin, partitioner.exhausted), number = remaining.pop(0), len(attempts) - len(remaining)
-        assert (partitioner.margin_bytes, self.naming) == (margin, number == len(attempts) > 1)
+        assert (partitioner.extra_headroom_bytes, self.naming) == (margin, number == len(attempts) > 1)
         partitioner.report = SimpleNamespace(predicted_peak_bytes=100, budget_bytes=100, device="cpu")
         partitioner.planning = SimpleNamespace(smallest=SimpleNamespace(peak_bytes=102))
         raise compile_loop._OverBudget(max(self.peaks.values()), 100)
@@ -80,11 +80,11 @@ def test_an_error_names_what_holds_and_not_code_that_needs_more(monkeypatch, att
         return RuntimeError("nothing fits")
 
     monkeypatch.setattr(compile_loop, "infeasible", infeasible)
-    monkeypatch.setattr(compile_loop.InductorCompilation, "attempt", attempt)
+    monkeypatch.setattr(compile_loop.CompileLoop, "attempt", attempt)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
     parsed = Options(cost_model="roofline", memory_budget=100, on_infeasible="raise")
     with pytest.raises(RuntimeError, match="nothing fits"):
-        compile_loop.InductorCompilation(module, [torch.zeros(1, 2)], parsed, {}).run()
+        compile_loop.CompileLoop(module, [torch.zeros(1, 2)], parsed, {}).run()
     assert (found, remaining) == ([named], [])
 
 
@@ -94,7 +94,7 @@ def test_best_effort_tries_a_looser_plan_where_that_of_least_memory_has_far_wors
 
     def attempt(self, partitioner):
         peak, margin, partitioner.exhausted = remaining.pop(0)
-        assert partitioner.margin_bytes == margin
+        assert partitioner.extra_headroom_bytes == margin
         self.peaks = {False: 90, True: peak}
         partitioner.report = SimpleNamespace(predicted_peak_bytes=100, budget_bytes=100, device="cpu")
         partitioner.planning = SimpleNamespace(smallest=SimpleNamespace(peak_bytes=102))
@@ -102,11 +102,11 @@ def test_best_effort_tries_a_looser_plan_where_that_of_least_memory_has_far_wors
         self.check_peaks(partitioner)
         return "compiled"
 
-    monkeypatch.setattr(compile_loop.InductorCompilation, "attempt", attempt)
-    monkeypatch.setattr(compile_loop.InductorCompilation, "finish", lambda self, compiled, *_: compiled)
+    monkeypatch.setattr(compile_loop.CompileLoop, "attempt", attempt)
+    monkeypatch.setattr(compile_loop.CompileLoop, "finish", lambda self, compiled, *_: compiled)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
     parsed = Options(cost_model="roofline", memory_budget=100, on_infeasible="best_effort")
-    assert compile_loop.InductorCompilation(module, [torch.zeros(1, 2)], parsed, {}).run() == "compiled"
+    assert compile_loop.CompileLoop(module, [torch.zeros(1, 2)], parsed, {}).run() == "compiled"
     assert not remaining
 
 
@@ -116,17 +116,15 @@ def test_a_region_that_could_not_be_planned_does_not_hide_the_report_around_it(m
     published, saved = [], []
 
     def attempt(self, partitioner):
-        partitioner.unplanned = True  # by the region, which is planned first
+        partitioner.fell_back = True  # by the region, which is planned first
         if planned_around:
             partitioner.report = SimpleNamespace(compiled=lambda *_: "a report", budget_bytes=None)
         return "compiled"
 
-    monkeypatch.setattr(compile_loop.InductorCompilation, "attempt", attempt)
+    monkeypatch.setattr(compile_loop.CompileLoop, "attempt", attempt)
     monkeypatch.setattr(compile_loop, "published", lambda compiled, report, _: published.append(report) or compiled)
     monkeypatch.setattr(compile_loop.records, "save", lambda *_: saved.append(1))
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-    compilation = compile_loop.InductorCompilation(
-        module, [torch.zeros(1, 2)], Options(cost_model="roofline", memory_budget=100), {}
-    )
+    compilation = compile_loop.CompileLoop(module, [torch.zeros(1, 2)], Options(cost_model="roofline", memory_budget=100), {})
     assert compilation.run() == "compiled"
     assert (published, saved) == ((["a report"] if planned_around else []), [])

@@ -16,9 +16,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import autoremat
 from autoremat import Report
-from autoremat.basics.errors import OrderWarning
-from autoremat.planner.graph.graph import Op, Order, Trait
-from autoremat.report.decisions import Fate, Reason
+from autoremat.basics.errors import ConstraintWarning
+from autoremat.planner.graph.graph import Constraint, Op, Trait
+from autoremat.report.decisions import Decision, Reason
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
@@ -26,7 +26,7 @@ pytestmark = [
 ]
 
 Gather = Callable[[Tensor], Tensor]
-LEAST = {"inner": "aot_eager", "memory_budget": 1, "on_infeasible": "best_effort", "on_unplannable": "raise"}
+LEAST = {"compiler": "aot_eager", "memory_budget": 1, "on_infeasible": "best_effort", "on_planning_error": "raise"}
 NAMESPACE = "_c10d_functional"
 
 
@@ -97,7 +97,7 @@ def test_a_collective_that_the_model_recomputes_runs_as_often_as_under_torch(col
     assert Counter(names) == Counter(under_torch)
     assert all(same_bits(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))
     waits = [value for value in report.values if value.op.endswith("wait_tensor.default")]
-    assert {(value.fate, value.reason) for value in waits} == {(Fate.RECOMPUTED, Reason.ORDERED)}
+    assert {(value.decision, value.reason) for value in waits} == {(Decision.RECOMPUTED, Reason.ORDERED)}
     sequence = [report.plan.graph.ops[index].target for index in report.plan.schedule.sequence]
     assert names == [name.replace(".default", "").replace(".", "::") for name in sequence if name.startswith(NAMESPACE)]
 
@@ -109,13 +109,13 @@ def test_a_collective_that_nobody_orders_runs_once():
 
 
 def test_a_pattern_does_not_make_a_collective_run_twice():
-    with pytest.warns(OrderWarning, match=r"may not run twice \(collective\)"):
+    with pytest.warns(ConstraintWarning, match=r"may not run twice \(collective\)"):
         _, names, _ = planned(_collectives()["all_gather"], LEAST | {"recompute": ("*wait_tensor*",)})
     assert Counter(names)[f"{NAMESPACE}::all_gather_into_tensor"] == 3
 
 
-@pytest.mark.parametrize("other", [Trait.NONE, Trait.MUTATING, Trait.UNDECLARED, Trait.READS_MUTATED_INPUT])
-@pytest.mark.parametrize("order", Order)
+@pytest.mark.parametrize("other", [Trait.NONE, Trait.MUTATING, Trait.OPAQUE, Trait.READS_MUTATED_INPUT])
+@pytest.mark.parametrize("order", Constraint)
 def test_only_communication_is_repeatable_by_order(order, other):
-    op = Op("gather", "t", (), (), True, traits=Trait.COLLECTIVE | other, order=order)
-    assert op.repeatable == (order is Order.RECOMPUTE and other is Trait.NONE)
+    op = Op("gather", "t", (), (), True, traits=Trait.COLLECTIVE | other, constraint=order)
+    assert op.rematerializable == (order is Constraint.RECOMPUTE and other is Trait.NONE)

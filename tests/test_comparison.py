@@ -103,8 +103,8 @@ def test_without_a_budget_no_more_memory_is_planned_than_torch_needs(name):
         theirs = plan_of_partition(preview.captured, *halves).peak_bytes
         partitioner = preview.partitioner
         plan = partitioner.choose(preview.captured, preview.pricing)
-        assert plan.peak_bytes <= theirs == partitioner.report.ceiling_bytes
-        partitioner.ceiling_bytes = None
+        assert plan.peak_bytes <= theirs == partitioner.report.soft_budget_bytes
+        partitioner.soft_budget_bytes = None
         fastest = partitioner.choose(preview.captured, preview.pricing)
         assert fastest.cost_seconds <= plan.cost_seconds
         return True
@@ -122,7 +122,7 @@ def test_torchs_partitioner_does_not_use_up_the_planners_time(monkeypatch):
             passed[0] += 1000.0
             return 10**9
 
-        preview.partitioner.peak_of_torch = slow
+        preview.partitioner.torch_partition_peak = slow
         preview.partitioner.choose(preview.captured, preview.pricing)
         return preview.partitioner.report.time_limited
 

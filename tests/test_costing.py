@@ -21,7 +21,7 @@ from autoremat.capture.capture import Capture, capture
 from autoremat.measure import calibration, op_times
 from autoremat.ops.work import work_of
 from autoremat.options.options import COST_MODEL_VARIABLE, Options
-from autoremat.planner.cost import BATCH, Basis, Curve, Rate, Rates, curve_name
+from autoremat.planner.cost import BATCH, CostSources, Curve, Rate, Rates, curve_name
 from autoremat.planner.graph.graph import Kind
 from autoremat.torch_private import compat
 
@@ -119,7 +119,7 @@ def test_a_kernel_of_no_class_moves_its_bytes_by_index_and_is_assumed():
     assert work.launches
     assert not work.known
     _, bases = pricing.by_rates(result, some_rates())
-    assert bases[number] is Basis.ASSUMED
+    assert bases[number] is CostSources.ASSUMED
 
 
 def test_measured_times_replace_those_of_kernels_only():
@@ -131,9 +131,9 @@ def test_measured_times_replace_those_of_kernels_only():
     seconds = dict(zip(result.op_nodes, (op.seconds for op in priced.graph.ops), strict=True))
     assert seconds[node] == 7.0
     assert seconds[relu] < 1.0
-    assert found.count(Basis.MEASURED) >= 1
+    assert found.count(CostSources.MEASURED) >= 1
     assert untimed == sum(op_times.worth_timing(n, o) for n, o in zip(result.op_nodes, result.graph.ops, strict=True)) - (
-        found.count(Basis.MEASURED)
+        found.count(CostSources.MEASURED)
     )
 
 
@@ -228,7 +228,7 @@ def trained(cost_model: str, **options: object) -> tuple[torch.Tensor, autoremat
 
 @pytest.mark.parametrize("cost_model", ["roofline", "calibrated"])
 def test_the_report_names_the_cost_model(cost_model):
-    _, report = trained(cost_model, inner="aot_eager")
+    _, report = trained(cost_model, compiler="aot_eager")
     assert report.cost_model == cost_model
     assert (report.assumed_share == 1.0) == (cost_model == "roofline")
     assert f"{cost_model}: 100% {'assumed' if cost_model == 'roofline' else 'calibrated'}" in str(report)
@@ -239,7 +239,7 @@ def test_the_report_names_the_cost_model(cost_model):
 @pytest.mark.parametrize("cost_model", ["calibrated", "profile"])
 def test_measured_costs_under_inductor(cost_model):
     """Measures while the graph is compiled, keeps what it measured, and changes no gradient."""
-    expected, _ = trained("roofline", inner="aot_eager", memory_budget=None)
+    expected, _ = trained("roofline", compiler="aot_eager", memory_budget=None)
     found, report = trained(cost_model)
     torch.testing.assert_close(found, expected)
     assert report.fits

@@ -34,7 +34,7 @@ def drawn_at_once(monkeypatch, patches):
 
     monkeypatch.setattr(compat, "compile_with_inductor", compile_nothing)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-    compilation = compile_loop.InductorCompilation(module, [torch.zeros(1, 2)], Options(cost_model="roofline"), patches)
+    compilation = compile_loop.CompileLoop(module, [torch.zeros(1, 2)], Options(cost_model="roofline"), patches)
     compilation.attempt(Partitioner(Options(), ""))
     assert TritonOverrides._can_use_4x_random()
     return seen
@@ -81,7 +81,7 @@ def test_a_precision_that_is_set_for_cuda_alone_is_no_error():
             torch.get_float32_matmul_precision()
         assert compat.float32_precision() != other
         assert device_rates(torch.device("cpu"), joint, "H100").flops_per_second == 494e12 * MATMUL_EFFICIENCY
-        options = {"inner": "aot_eager", "memory_budget": "1MiB"}
+        options = {"compiler": "aot_eager", "memory_budget": "1MiB"}
         torch.compile(torch.nn.Linear(4, 4), backend="autoremat", options=options)(torch.ones(2, 4)).sum().backward()
         assert compile_loop.fingerprint(torch.fx.symbolic_trace(torch.nn.Linear(4, 4)), [], Options(cost_model="roofline"))
     finally:
@@ -101,7 +101,7 @@ def test_a_card_that_is_planned_for_by_name_has_no_habits_of_cpus(monkeypatch):
     ops = {op.target: op for op in report.plan.graph.ops}
     assert ops["aten.scatter_add.default"].kind is Kind.REDUCTION
     assert ops["aten.scatter_add.default"].workspace_bytes == 0
-    assert report.reserved_bytes == SMALL  # and none for images laid channels last
+    assert report.code_headroom_bytes == SMALL  # and none for images laid channels last
     assert [op for op in report.plan.graph.ops[report.plan.graph.num_forward :] if op.target == "aten.sum.dim_IntList"]
 
 

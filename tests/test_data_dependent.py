@@ -10,7 +10,7 @@ from torch import Tensor
 import autoremat
 from autoremat.ops import op_traits
 from autoremat.planner.graph.graph import Trait
-from autoremat.report.decisions import Fate
+from autoremat.report.decisions import Decision
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
@@ -34,12 +34,12 @@ def gradients(**arguments: object) -> list[Tensor]:
 
 
 def planned(inner: str) -> list[Tensor]:
-    options = {"memory_budget": 1, "inner": inner, "on_infeasible": "best_effort", "on_unplannable": "raise"}
+    options = {"memory_budget": 1, "compiler": inner, "on_infeasible": "best_effort", "on_planning_error": "raise"}
     found = gradients(backend="autoremat", options=options)
     (report,) = autoremat.reports()
     assert report.recomputed_ops > 0
-    fates = {value.fate for value in report.values if value.op == "aten.nonzero.default"}
-    assert Fate.RECOMPUTED not in fates, report
+    decisions = {value.decision for value in report.values if value.op == "aten.nonzero.default"}
+    assert Decision.RECOMPUTED not in decisions, report
     return found
 
 

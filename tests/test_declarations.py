@@ -17,7 +17,7 @@ from autoremat import OptionsError
 from autoremat.capture.capture import capture
 from autoremat.compiler import partitioner
 from autoremat.ops import declarations
-from autoremat.passes import realise
+from autoremat.passes import apply_plan
 from autoremat.planner.graph.graph import Graph, Trait
 from autoremat.planner.search.planner import Planner
 
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
 ]
 
-LEAST = {"memory_budget": 1, "inner": "aot_eager", "on_infeasible": "best_effort"}
+LEAST = {"memory_budget": 1, "compiler": "aot_eager", "on_infeasible": "best_effort"}
 ROWS, SIZE = 128, 16
 
 RUNS: list[str] = []
@@ -134,11 +134,11 @@ def test_a_declared_op_runs_again_and_an_undeclared_one_does_not(function, op):
     once = RUNS.count(op)
     saved = step(function, backend="autoremat", options=LEAST)
     assert RUNS.count(op) == once == 4
-    undeclared = autoremat.reports()[-1]
+    opaque = autoremat.reports()[-1]
     autoremat.declare_pure(f"autoremat_tests::{op}")
     recomputed = step(function, backend="autoremat", options=LEAST)
     assert RUNS.count(op) > once
-    assert autoremat.reports()[-1].predicted_peak_bytes < undeclared.predicted_peak_bytes
+    assert autoremat.reports()[-1].predicted_peak_bytes < opaque.predicted_peak_bytes
     for found in (saved, recomputed):
         assert all(map(same_bits, found, expected))
 
@@ -171,8 +171,8 @@ def test_the_arguments_of_an_op_that_writes_have_their_names(graphs):
 def test_a_function_that_fails_leaves_the_graph_to_torch():
     expected = step(squashed, backend="aot_eager")
     autoremat.declare_pure(squash, flops=lambda x, factor: -1)
-    with pytest.warns(autoremat.UnplannedWarning, match=r"squash.*test_declarations\.py.*gave -1"):
-        found = step(squashed, backend="autoremat", options=LEAST | {"on_unplannable": "warn"})
+    with pytest.warns(autoremat.FallbackWarning, match=r"squash.*test_declarations\.py.*gave -1"):
+        found = step(squashed, backend="autoremat", options=LEAST | {"on_planning_error": "warn"})
     assert all(map(same_bits, found, expected))
 
 
@@ -270,9 +270,9 @@ def test_triton_kernels_are_recomputed_only_if_declared(declared):
     captured = capture(joint_with_kernel(kernel), 1, fuses=False)
     (call,) = [op for op in captured.graph.ops if "triton" in op.target]
     assert call.flops == (123 if declared else 0)
-    assert call.repeatable == declared
+    assert call.rematerializable == declared
     assert [captured.graph.values[v].bytes for v in call.outputs] == [4 * SIZE**2]
     plan = Planner(captured.graph).find(None).plan
-    _, backward = realise(captured, plan.schedule, ())
+    _, backward = apply_plan(captured, plan.schedule, ())
     kernels = [n for n in backward.graph.nodes if "triton" in str(n.target)]
     assert len(kernels) == (1 if declared else 0)

@@ -50,7 +50,7 @@ def compiled_by_torch(function: Callable, budget: float, backend: object = "aot_
 
 def compiled_by_us(function: Callable, **options: object) -> Callable:
     torch._dynamo.reset()
-    return torch.compile(function, backend="autoremat", options={"inner": "aot_eager", **LEAST, **options})
+    return torch.compile(function, backend="autoremat", options={"compiler": "aot_eager", **LEAST, **options})
 
 
 # -- D1: dropout -------------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_d1_torch_draws_other_masks():
 def test_d1_under_inductor():
     torch_error = gradient_error(compiled_by_torch(dropout_network, 0.5, "inductor"))
     for budget in (None, 1):
-        assert gradient_error(compiled_by_us(dropout_network, memory_budget=budget, inner="inductor")) < 1e-4
+        assert gradient_error(compiled_by_us(dropout_network, memory_budget=budget, compiler="inductor")) < 1e-4
     assert autoremat.reports()[-1].recomputed_ops > 0
     if torch_error < 1e-4:
         pytest.skip("this version of torch has mended its half")
@@ -214,8 +214,8 @@ def d3_inputs() -> list[torch.Tensor]:
 
 def test_d3_orders_to_save_hold_at_the_lowest_budget(monkeypatch):
     modules = []
-    original = partitioner.realise
-    monkeypatch.setattr(partitioner, "realise", lambda *args: modules.append(original(*args)) or modules[-1])
+    original = partitioner.apply_plan
+    monkeypatch.setattr(partitioner, "apply_plan", lambda *args: modules.append(original(*args)) or modules[-1])
     compiled_by_us(selective)(*d3_inputs()).backward()
     ((_, backward),) = modules
     assert products(backward) == 4  # two gradients of each product, nothing again

@@ -95,12 +95,12 @@ WITH_BLOCKS = [page for page in PAGES if blocks(page)]
 
 @pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
 def test_the_python_blocks_run(page, elsewhere):
-    configure(inner="aot_eager")  # nothing waits for a C++ compiler
+    configure(compiler="aot_eager")  # nothing waits for a C++ compiler
     run_page(page)
 
 
 def test_the_quick_start_runs_as_it_is_printed(elsewhere, capsys):
-    configure(inner="aot_eager")
+    configure(compiler="aot_eager")
     page = PAGES[0]
     line, code = blocks(page)[0]
     names: dict[str, object] = {"__name__": "__main__"}

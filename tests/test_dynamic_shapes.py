@@ -45,7 +45,7 @@ def peak_at(model: nn.Module, step, rows: int) -> int:
 def sweep(options: dict, lengths: Iterable[int], **arguments) -> tuple[list[int], list[autoremat.Report]]:
     """Peaks and the reports of all compilations of a model that is called with so many rows, one after the other."""
     model, before = Mlp(), len(autoremat.reports())
-    step = torch.compile(model, backend="autoremat", options={"inner": "aot_eager", **options}, **arguments)
+    step = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager", **options}, **arguments)
     peaks = [peak_at(model, step, rows) for rows in lengths]
     return peaks, autoremat.reports()[before:]
 
@@ -81,7 +81,7 @@ def test_the_limit_is_the_size_at_hand_where_no_more_fits(possible):
     """1024 rows do not fit, 640 do; larger ones are an error, not an excess."""
     budget = possible.minimum_peak_bytes * 7 // 10
     model, before = Mlp(), len(autoremat.reports())
-    options = {"inner": "aot_eager", "memory_budget": budget}
+    options = {"compiler": "aot_eager", "memory_budget": budget}
     step = torch.compile(model, backend="autoremat", options=options, dynamic=True)
     assert peak_at(model, step, 640) <= budget
     assert peak_at(model, step, 600) <= budget
@@ -95,7 +95,7 @@ def test_the_limit_is_the_size_at_hand_where_no_more_fits(possible):
 def test_a_declared_maximum_is_the_limit(possible):
     model, before = Mlp(), len(autoremat.reports())
     budget = (possible.minimum_peak_bytes + possible.baseline_peak_bytes) // 2
-    step = torch.compile(model, backend="autoremat", options={"inner": "aot_eager", "memory_budget": budget})
+    step = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager", "memory_budget": budget})
     first = torch.randn(520, WIDTH)
     torch._dynamo.mark_dynamic(first, 0, min=2, max=1000)
     step(first).backward()
@@ -109,7 +109,7 @@ def test_gradients_are_those_without_recomputation(possible):
     found = []
     for arguments in (
         {"backend": "aot_eager"},
-        {"backend": "autoremat", "options": {"inner": "aot_eager", "memory_budget": budget}},
+        {"backend": "autoremat", "options": {"compiler": "aot_eager", "memory_budget": budget}},
     ):
         torch.compiler.reset()
         step = torch.compile(model, dynamic=True, **arguments)
@@ -137,7 +137,7 @@ def test_the_budget_holds_where_tensors_shrink_as_the_input_grows():
     torch.compiler.reset()
     cache, weight = torch.randn(LENGTH, WIDTH), torch.randn(WIDTH, WIDTH, requires_grad=True)
     budget, before = 8 * LENGTH * WIDTH * 4, len(autoremat.reports())
-    options = {"inner": "aot_eager", "memory_budget": budget}
+    options = {"compiler": "aot_eager", "memory_budget": budget}
     step = torch.compile(behind, backend="autoremat", options=options, dynamic=True)
 
     def peak(length: int) -> int:
@@ -169,7 +169,7 @@ def test_sizes_are_counted_where_they_are_largest():
 @pytest.mark.slow
 def test_the_budget_holds_for_every_length_under_inductor(possible):
     budget = (possible.minimum_peak_bytes + possible.baseline_peak_bytes) // 2
-    peaks, reports = sweep({"memory_budget": budget, "inner": "inductor"}, (300, 512, 700), dynamic=True)
+    peaks, reports = sweep({"memory_budget": budget, "compiler": "inductor"}, (300, 512, 700), dynamic=True)
     assert max(peaks) <= budget
     assert len(reports) <= 3  # Inductor has guards of its own
     assert max(peaks) > budget // 4
@@ -183,7 +183,7 @@ def test_nested_tensors_are_refused_a_budget_in_bytes():
 
     rows = torch.nested.nested_tensor([torch.randn(3, 8), torch.randn(5, 8)], layout=torch.jagged)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="Give a share"):
-        torch.compile(loss, backend="autoremat", options={"memory_budget": "1MiB", "inner": "aot_eager"})(rows)
+        torch.compile(loss, backend="autoremat", options={"memory_budget": "1MiB", "compiler": "aot_eager"})(rows)
     torch._dynamo.reset()
-    torch.compile(loss, backend="autoremat", options={"memory_budget": 0.9, "inner": "aot_eager"})(rows).backward()
+    torch.compile(loss, backend="autoremat", options={"memory_budget": 0.9, "compiler": "aot_eager"})(rows).backward()
     assert weight.grad is not None

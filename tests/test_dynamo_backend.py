@@ -19,8 +19,8 @@ from autoremat.compiler import partitioner
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
 ATEN = torch.ops.aten
-LEAST = {"memory_budget": 1, "inner": "aot_eager", "on_infeasible": "best_effort"}
-UNBOUNDED = {"memory_budget": None, "inner": "aot_eager"}
+LEAST = {"memory_budget": 1, "compiler": "aot_eager", "on_infeasible": "best_effort"}
+UNBOUNDED = {"memory_budget": None, "compiler": "aot_eager"}
 
 
 class Mlp(nn.Module):
@@ -48,13 +48,13 @@ def new_reports() -> Callable[[], list[Report]]:
 def modules(monkeypatch: pytest.MonkeyPatch) -> list:
     """(forward, backward) FX modules of every graph that is planned from here on."""
     found: list = []
-    original = partitioner.realise
+    original = partitioner.apply_plan
 
-    def realise(*arguments: object):
+    def apply_plan(*arguments: object):
         found.append(original(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(partitioner, "realise", realise)
+    monkeypatch.setattr(partitioner, "apply_plan", apply_plan)
     return found
 
 

@@ -62,7 +62,7 @@ def planned(share: float | None) -> tuple[Gpt2, torch.Tensor, Plan]:
     torch.manual_seed(0)
     model, tokens = Gpt2(), torch.randint(WORDS, (BATCH, LENGTH))
     torch._dynamo.reset()
-    options = {"memory_budget": share, "inner": "aot_eager"}
+    options = {"memory_budget": share, "compiler": "aot_eager"}
     torch.compile(model, backend="autoremat", options=options)(tokens).backward()
     return model, tokens, autoremat.reports()[-1].plan
 

@@ -13,13 +13,13 @@ from autoremat.basics.errors import (
     BudgetInfeasible,
     BudgetWarning,
     CaptureError,
-    NotByRows,
+    ChunkingUnsupported,
     Occupant,
     OptionsError,
     PlanFileError,
     PlanInvalid,
-    SurveyError,
-    UnplannedError,
+    PlanningError,
+    StepProfileError,
     UnsupportedTorchError,
 )
 
@@ -50,7 +50,7 @@ no plan was found that keeps the step's peak memory on cuda:0 within the budget
   smallest feasible peak found:  150.00 MiB  157286401 bytes
   proven lower bound:            120.00 MiB  125829120 bytes
 
-Alive at the smallest peak (3 tensors, 72.00 MiB):
+LiveTensor at the smallest peak (3 tensors, 72.00 MiB):
       bytes  tensor       module        source
   64.00 MiB  log_softmax  loss          train.py:31 in step
    4.00 MiB  add_2        -             -
@@ -84,7 +84,7 @@ def test_one_occupant_is_singular():
 def test_message_without_occupants_and_device():
     message = str(infeasible(occupants=(), device=None))
     assert message.startswith("no plan was found that keeps the step's peak memory within the budget\n")
-    assert "Alive" not in message
+    assert "LiveTensor" not in message
     assert "None" not in message
 
 
@@ -119,9 +119,9 @@ ALL_ERRORS = [
     UnsupportedTorchError("1.13"),
     CaptureError("capture"),
     PlanInvalid("plan"),
-    NotByRows("loss"),
-    SurveyError("survey"),
-    UnplannedError("unplanned"),
+    ChunkingUnsupported("loss"),
+    StepProfileError("step profile"),
+    PlanningError("unplanned"),
     PlanFileError("file"),
     infeasible(),
     infeasible(plan_file="plan.json"),

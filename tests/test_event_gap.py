@@ -15,10 +15,10 @@ from strategies import dags, graphs
 
 from autoremat import plan
 from autoremat.planner.exact import large_neighborhood
-from autoremat.planner.exact.interval_model import EventGap, recomputations, recompute_sites
+from autoremat.planner.exact.interval_model import IntervalModel, recomputations, recompute_sites
 from autoremat.planner.exact.large_neighborhood import Improvement, Incumbent, program_around
 from autoremat.planner.exact.mip import solve
-from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.plans.plan import Plan, Status
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.single_phase import without_recomputation
@@ -36,7 +36,7 @@ any_graph = st.one_of(dags(), graphs(max_ops=20, max_outputs=1).map(materialisin
 @given(any_graph)
 @settings(max_examples=60)
 def test_holding_everything_is_the_plan_without_recomputation(graph):
-    model = EventGap(graph, DEEP)
+    model = IntervalModel(graph, DEEP)
     chosen = np.maximum(model.nothing_recomputed(), model.lower)
     found = Incumbent.of(model, chosen)
     assert found.plan.added_seconds == 0.0
@@ -49,12 +49,12 @@ def test_holding_everything_is_the_plan_without_recomputation(graph):
 @given(any_graph, st.sampled_from([0.2, 0.5, 0.8]))
 @settings(max_examples=60)
 def test_a_plan_said_in_columns_is_the_same_plan_and_counts_no_fewer_bytes(graph, share):
-    planner = Planner(graph) if not graph.one_phase else None
+    planner = Planner(graph) if not graph.single_phase else None
     found = planner.find(int(share * planner.baseline.peak_bytes)).smallest if planner else plan(graph, share, "chain")
     # A forward output that is ordered to be recomputed exists twice; the model reads the copy that the caller holds.
     recomputed = {value for index in found.recomputed for value in graph.ops[index].outputs}
-    assume(graph.one_phase or recomputed.isdisjoint(graph.forward_outputs))
-    model = EventGap(graph, 1, recomputations(graph, found.schedule))
+    assume(graph.single_phase or recomputed.isdisjoint(graph.forward_outputs))
+    model = IntervalModel(graph, 1, recomputations(graph, found.schedule))
     chosen = model.choice(found.schedule)
     logic, low, high = model.logic
     assert (logic @ chosen >= low - 1e-9).all()
@@ -87,16 +87,16 @@ def test_sites_come_after_the_op_and_grow_with_depth(graph):
         for index, (few, many) in enumerate(zip(before, after, strict=True)):
             assert few <= many
             assert all(site > index + 1 for site in many)
-            if not graph.one_phase:
+            if not graph.single_phase:
                 assert not many or (graph.ops[index].forward and min(many) >= graph.num_forward)
         before = after
 
 
 def test_what_is_ordered_to_be_recomputed_does_not_cross_into_the_backward():
     graph = Graph.from_dag([1.0] * 5, [8] * 5, [(0, 1), (0, 2), (1, 4), (2, 3), (3, 4)], num_forward=3)
-    ordered = dataclasses.replace(graph.ops[1], order=Order.RECOMPUTE)
+    ordered = dataclasses.replace(graph.ops[1], constraint=Constraint.RECOMPUTE)
     graph = dataclasses.replace(graph, ops=(graph.ops[0], ordered, *graph.ops[2:]))
-    model = EventGap(graph, 2)
+    model = IntervalModel(graph, 2)
     crossing = model.hold[1][4]
     assert model.upper[crossing] == 0.0
     free = np.arange(model.columns)
@@ -109,7 +109,7 @@ def test_what_is_ordered_to_be_recomputed_does_not_cross_into_the_backward():
 def test_a_graph_that_fuses_is_refused():
     graph = dataclasses.replace(Graph.from_dag([1.0] * 3, [1] * 3, [(0, 1), (1, 2)]), fuses=True)
     with pytest.raises(ValueError, match="fuses"):
-        EventGap(graph, 1)
+        IntervalModel(graph, 1)
 
 
 def test_skips_across_a_wide_middle_are_recomputed_at_their_readers():
@@ -136,7 +136,7 @@ def test_the_search_is_repeatable_and_never_loses_a_plan_that_fits(seed, monkeyp
     start = plan(graph, budget, "chain")
     schedules = []
     for _ in range(2):
-        model = EventGap(graph, 3, recomputations(graph, start.schedule))
+        model = IntervalModel(graph, 3, recomputations(graph, start.schedule))
         search = Improvement(model, budget, peak, seed, time.monotonic() + 600.0)
         search.relax(model.nothing_recomputed())
         plans = search.run(model.choice(start.schedule), 6, lambda plan: False)

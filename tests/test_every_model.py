@@ -11,7 +11,7 @@ from oracles import same_bits
 import autoremat
 from autoremat.capture import capture
 
-LEAST = {"memory_budget": 1, "inner": "aot_eager", "on_infeasible": "best_effort"}
+LEAST = {"memory_budget": 1, "compiler": "aot_eager", "on_infeasible": "best_effort"}
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
@@ -69,12 +69,12 @@ def product(x: torch.Tensor) -> torch.Tensor:
     return x.sin() @ x.cos()
 
 
-WARNED = LEAST | {"on_unplannable": "warn"}
+WARNED = LEAST | {"on_planning_error": "warn"}
 
 STAGES = (
-    "compiler.partitioner.read_operands_directly", "compiler.partitioner.capture", "compiler.partitioner.priced",
+    "compiler.partitioner.forward_region_operands", "compiler.partitioner.capture", "compiler.partitioner.priced",
     "compiler.partitioner.Planner", "planner.search.planner.Planner.find", "planner.search.min_cut.MinCut.solve",
-    "compiler.partitioner.Report.of", "compiler.partitioner.realise", "compiler.partitioner.circumstances",
+    "compiler.partitioner.Report.of", "compiler.partitioner.apply_plan", "compiler.partitioner.replay_context",
 )  # fmt: skip
 FAILURES = (RuntimeError("as if"), MemoryError("as if"), RecursionError("as if"), KeyError("as if"), ArithmeticError("as if"))
 
@@ -91,9 +91,9 @@ def test_no_failure_of_any_stage_reaches_the_user(monkeypatch: pytest.MonkeyPatc
     expected = gradient(product, backend="aot_eager")
     failure = FAILURES[STAGES.index(stage) % len(FAILURES)]
     failing(monkeypatch, stage, failure)
-    with pytest.warns(autoremat.UnplannedWarning) as caught:
+    with pytest.warns(autoremat.FallbackWarning) as caught:
         found = gradient(product, backend="autoremat", options=WARNED)
-    (warning,) = [w for w in caught if issubclass(w.category, autoremat.UnplannedWarning)]
+    (warning,) = [w for w in caught if issubclass(w.category, autoremat.FallbackWarning)]
     for part in (f"{type(failure).__name__}: ", "as if", "test_every_model.py:", "issue tracker"):
         assert part in str(warning.message)
     assert same_bits(found, expected)
@@ -105,15 +105,15 @@ def test_no_budget_is_lost_to_a_failure(monkeypatch: pytest.MonkeyPatch, stage: 
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
         gradient(product, backend="autoremat", options=LEAST)
     error = caught.value.inner_exception
-    assert isinstance(error, autoremat.UnplannedError)
-    for part in ("memory budget cannot be kept", "RuntimeError: as if", "test_every_model.py:", 'on_unplannable="warn"'):
+    assert isinstance(error, autoremat.PlanningError)
+    for part in ("memory budget cannot be kept", "RuntimeError: as if", "test_every_model.py:", 'on_planning_error="warn"'):
         assert part in str(error)
 
 
 def test_without_a_budget_a_failure_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, "compiler.partitioner.realise", RuntimeError("as if"))
-    with pytest.warns(autoremat.UnplannedWarning, match="as if"):
-        gradient(product, backend="autoremat", options={"inner": "aot_eager"})
+    failing(monkeypatch, "compiler.partitioner.apply_plan", RuntimeError("as if"))
+    with pytest.warns(autoremat.FallbackWarning, match="as if"):
+        gradient(product, backend="autoremat", options={"compiler": "aot_eager"})
 
 
 @pytest.mark.slow
@@ -129,13 +129,13 @@ def test_without_a_budget_a_failure_warns(monkeypatch: pytest.MonkeyPatch) -> No
 def test_no_failure_around_inductor_reaches_the_user(monkeypatch: pytest.MonkeyPatch, stage: str) -> None:
     expected = gradient(product, backend="inductor")
     failing(monkeypatch, stage, RuntimeError("as if"))
-    options = WARNED | {"inner": "inductor"}
-    with pytest.warns(autoremat.UnplannedWarning, match=r"test_every_model\.py:.*RuntimeError: as if.*issue tracker"):
+    options = WARNED | {"compiler": "inductor"}
+    with pytest.warns(autoremat.FallbackWarning, match=r"test_every_model\.py:.*RuntimeError: as if.*issue tracker"):
         found = gradient(product, backend="autoremat", options=options)
     torch.testing.assert_close(found, expected)
     torch._dynamo.reset()
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="as if"):
-        gradient(product, backend="autoremat", options=LEAST | {"inner": "inductor"})
+        gradient(product, backend="autoremat", options=LEAST | {"compiler": "inductor"})
 
 
 def test_a_planner_without_time_still_finds_a_plan() -> None:
@@ -149,15 +149,15 @@ def test_a_planner_without_time_still_finds_a_plan() -> None:
 def test_what_cannot_be_planned_trains_and_warns_once(inner: str) -> None:
     expected = gradient(product, backend="aot_eager")
     before = len(autoremat.reports())
-    with pytest.warns(autoremat.UnplannedWarning) as caught:
-        found = gradient(product, backend="autoremat", options=WARNED | {"inner": inner})
-    (warning,) = [w for w in caught if issubclass(w.category, autoremat.UnplannedWarning)]
+    with pytest.warns(autoremat.FallbackWarning) as caught:
+        found = gradient(product, backend="autoremat", options=WARNED | {"compiler": inner})
+    (warning,) = [w for w in caught if issubclass(w.category, autoremat.FallbackWarning)]
     for part in (
         "aten.mm.default",
         "test_every_model.py:",
         "IndexError: no such dimension",
         "issue tracker",
-        'on_unplannable="raise"',
+        'on_planning_error="raise"',
     ):
         assert part in str(warning.message)
     torch.testing.assert_close(found, expected)
@@ -180,6 +180,6 @@ def test_a_failure_half_way_through_the_rewrite_leaves_the_graph_as_it_was(monke
         raise autoremat.PlanInvalid("as if")
 
     monkeypatch.setattr("autoremat.passes._check_split", fail)
-    with pytest.warns(autoremat.UnplannedWarning, match="PlanInvalid: as if"):
+    with pytest.warns(autoremat.FallbackWarning, match="PlanInvalid: as if"):
         found = gradient(product, backend="autoremat", options=WARNED)
     assert same_bits(found, expected)

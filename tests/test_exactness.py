@@ -51,7 +51,7 @@ def two_steps(model: torch.nn.Module, compiled) -> list[Outcome]:
 
 def planned(program: Program, budget: float | int | None):
     """(outcomes, report, model, compiled) of the program under a budget, as close to it as can be."""
-    options = {"memory_budget": budget, "inner": "aot_eager", "on_infeasible": "best_effort"}
+    options = {"memory_budget": budget, "compiler": "aot_eager", "on_infeasible": "best_effort"}
     model, compiled = compiled_module(program, "autoremat", options=options)
     return two_steps(model, compiled), autoremat.reports()[-1], model, compiled
 

@@ -9,16 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import GraphBuilder, chain, graphs
 
-from autoremat.planner.graph.graph import Graph, Kind, Order, Role, Trait
+from autoremat.planner.graph.graph import Constraint, Graph, Kind, Role, Trait
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
-from autoremat.report.decisions import WHY, Fate, Reason, explain_values, module_class, op_name
+from autoremat.report.decisions import WHY, Decision, Reason, explain_values, module_class, op_name
 
 
-def explained(graph: Graph, saved: set[int], budget: int | None = None) -> dict[str, tuple[Fate, Reason]]:
+def explained(graph: Graph, saved: set[int], budget: int | None = None) -> dict[str, tuple[Decision, Reason]]:
     plan = Plan.of(graph, build_schedule(graph, saved))
-    return {value.name: (value.fate, value.reason) for value in explain_values(plan, budget)}
+    return {value.name: (value.decision, value.reason) for value in explain_values(plan, budget)}
 
 
 def three_ops(**second: object) -> Graph:
@@ -36,16 +36,16 @@ def three_ops(**second: object) -> Graph:
 def test_what_is_saved_has_a_reason():
     found = explained(three_ops(), {1, 2, 3})
     assert found == {
-        "v1": (Fate.SAVED, Reason.DEAR),
-        "v2": (Fate.SAVED, Reason.DEAR),
-        "v3": (Fate.SAVED, Reason.FORWARD_OUTPUT),
+        "v1": (Decision.SAVED, Reason.DEAR),
+        "v2": (Decision.SAVED, Reason.DEAR),
+        "v3": (Decision.SAVED, Reason.FORWARD_OUTPUT),
     }
 
 
 def test_recomputation_starts_from_what_is_saved_for_it():
     found = explained(three_ops(), {1, 3}, budget=10**6)
-    assert found["v1"] == (Fate.SAVED, Reason.START)
-    assert found["v2"] == (Fate.RECOMPUTED, Reason.NO_GAIN)  # with so much room it should be saved
+    assert found["v1"] == (Decision.SAVED, Reason.START)
+    assert found["v2"] == (Decision.RECOMPUTED, Reason.NO_GAIN)  # with so much room it should be saved
 
 
 def test_a_binding_moment_is_named():
@@ -67,7 +67,7 @@ def test_what_is_cheap_is_called_cheap():
     graph = three_ops(seconds=0.05, kind=Kind.POINTWISE)  # where nothing is fused, saving takes no time
     ops = tuple(op if op.kind is Kind.POINTWISE else dataclasses.replace(op, kind=Kind.REDUCTION) for op in graph.ops)
     found = explained(dataclasses.replace(graph, ops=ops, fuses=True), {1, 3}, budget=1)
-    assert found["v2"] == (Fate.RECOMPUTED, Reason.CHEAP)
+    assert found["v2"] == (Decision.RECOMPUTED, Reason.CHEAP)
 
 
 @pytest.mark.parametrize(
@@ -77,19 +77,19 @@ def test_what_is_cheap_is_called_cheap():
         (Trait.MUTATING, Reason.MUTATING),
         (Trait.COLLECTIVE, Reason.COLLECTIVE),
         (Trait.EFFECTFUL, Reason.EFFECT),
-        (Trait.UNDECLARED, Reason.UNDECLARED),
+        (Trait.OPAQUE, Reason.OPAQUE),
         (Trait.READS_MUTATED_INPUT, Reason.READS_MUTATED_INPUT),
-        (Trait.CHOOSES, Reason.CHOICE),
+        (Trait.DISCONTINUOUS, Reason.CHOICE),
         (Trait.DATA_DEPENDENT, Reason.DATA_DEPENDENT),
     ],
 )
 def test_what_may_not_run_twice_says_so(trait, reason):
-    assert explained(three_ops(traits=trait), {1, 2, 3})["v2"] == (Fate.SAVED, reason)
+    assert explained(three_ops(traits=trait), {1, 2, 3})["v2"] == (Decision.SAVED, reason)
 
 
 def test_orders_are_reasons():
-    assert explained(three_ops(order=Order.SAVE), {1, 2, 3})["v2"] == (Fate.SAVED, Reason.ORDERED)
-    assert explained(three_ops(order=Order.RECOMPUTE), {1, 3})["v2"] == (Fate.RECOMPUTED, Reason.ORDERED)
+    assert explained(three_ops(constraint=Constraint.SAVE), {1, 2, 3})["v2"] == (Decision.SAVED, Reason.ORDERED)
+    assert explained(three_ops(constraint=Constraint.RECOMPUTE), {1, 3})["v2"] == (Decision.RECOMPUTED, Reason.ORDERED)
 
 
 def test_what_only_feeds_recomputation_is_needed_for_it():
@@ -99,12 +99,12 @@ def test_what_only_feeds_recomputation_is_needed_for_it():
     third = build.op([second], 10)
     tangent = build.source(0, Role.TANGENT)
     gradient = build.op([third, tangent], 10, forward=False)
-    graph = build.graph(pinned=(0, 1, 2), backward_outputs=(gradient,))
-    assert explained(graph, {first})["v2"] == (Fate.RECOMPUTED, Reason.NEEDED)
+    graph = build.graph(must_run=(0, 1, 2), backward_outputs=(gradient,))
+    assert explained(graph, {first})["v2"] == (Decision.RECOMPUTED, Reason.NEEDED)
     assert explained(graph, {third}) == {
-        "v1": (Fate.FORWARD_ONLY, Reason.NOT_READ),
-        "v2": (Fate.FORWARD_ONLY, Reason.NOT_READ),
-        "v3": (Fate.SAVED, Reason.DEAR),
+        "v1": (Decision.FORWARD_ONLY, Reason.NOT_READ),
+        "v2": (Decision.FORWARD_ONLY, Reason.NOT_READ),
+        "v3": (Decision.SAVED, Reason.DEAR),
     }
 
 
@@ -116,7 +116,7 @@ def test_what_only_the_backward_reads_is_made_there():
     graph = build.graph(forward_outputs=(needed,), backward_outputs=(gradient,))
     plan = Plan.of(graph, Schedule((0,), (1, 2)))
     postponed = explain_values(plan, None)[1]
-    assert (postponed.fate, postponed.reason, postponed.added_seconds) == (Fate.POSTPONED, Reason.ONLY_BACKWARD, 0.0)
+    assert (postponed.decision, postponed.reason, postponed.added_seconds) == (Decision.POSTPONED, Reason.ONLY_BACKWARD, 0.0)
 
 
 def test_what_fuses_is_never_materialised():
@@ -126,8 +126,8 @@ def test_what_fuses_is_never_materialised():
     third = build.op([second], 10, kind=Kind.POINTWISE)
     gradient = build.op([third], 10, forward=False)
     graph = build.graph(backward_outputs=(gradient,), fuses=True, forward_outputs=(third,))
-    assert explained(graph, {third})["v2"] == (Fate.FUSED, Reason.INSIDE_READERS)
-    assert explained(dataclasses.replace(graph, fuses=False), {third})["v2"] == (Fate.FORWARD_ONLY, Reason.NOT_READ)
+    assert explained(graph, {third})["v2"] == (Decision.FUSED, Reason.INSIDE_READERS)
+    assert explained(dataclasses.replace(graph, fuses=False), {third})["v2"] == (Decision.FORWARD_ONLY, Reason.NOT_READ)
 
 
 def test_an_output_that_the_backward_does_not_read_stays_with_the_caller():
@@ -136,7 +136,7 @@ def test_an_output_that_the_backward_does_not_read_stays_with_the_caller():
     output = build.op([first], 10)
     gradient = build.op([first], 10, forward=False)
     graph = build.graph(forward_outputs=(output,), backward_outputs=(gradient,))
-    assert explained(graph, {first})["v2"] == (Fate.FORWARD_ONLY, Reason.FORWARD_OUTPUT)
+    assert explained(graph, {first})["v2"] == (Decision.FORWARD_ONLY, Reason.FORWARD_OUTPUT)
 
 
 @settings(max_examples=40)
@@ -147,13 +147,13 @@ def test_values_add_up_to_the_plan(graph, share):
     plan = planning.plan or planning.smallest
     values = explain_values(plan, planner.baseline.peak_bytes)
     assert [value.name for value in values] == [graph.values[v].name for v in graph.forward_values]
-    assert sum(v.bytes for v in values if v.fate is Fate.SAVED) == plan.saved_bytes
+    assert sum(v.bytes for v in values if v.decision is Decision.SAVED) == plan.saved_bytes
     assert sum(v.added_seconds for v in values) == pytest.approx(
         plan.added_seconds - sum(graph.ops[op].seconds for op in plan.recomputed if not graph.ops[op].outputs)
     )
     assert all(value.why.startswith(WHY[value.reason]) for value in values)
     for value in values:
-        assert (value.fate is Fate.RECOMPUTED) <= (
+        assert (value.decision is Decision.RECOMPUTED) <= (
             value.reason in (Reason.ORDERED, Reason.CHEAP, Reason.BUDGET, Reason.NEEDED, Reason.NO_GAIN)
         )
 
@@ -165,8 +165,8 @@ def test_every_reason_has_a_sentence():
 def test_a_chain_under_a_budget_names_the_budget():
     graph = chain(24, size=1 << 20, seconds=1e-3, forward_outputs=(24,), saving_seconds_per_byte=1e-12)
     values = explain_values(Planner(graph).find(16 << 20).plan, 16 << 20)
-    assert {value.fate for value in values} == {Fate.SAVED, Fate.RECOMPUTED}
-    assert Reason.BUDGET in {value.reason for value in values if value.fate is Fate.RECOMPUTED}
+    assert {value.decision for value in values} == {Decision.SAVED, Decision.RECOMPUTED}
+    assert Reason.BUDGET in {value.reason for value in values if value.decision is Decision.RECOMPUTED}
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,14 @@ DIAMOND = {"seconds": [1.0, 2.0, 3.0, 4.0], "sizes": [10, 20, 30, 40], "edges": 
 
 
 def test_a_graph_of_one_phase():
-    graph = Graph.from_dag(**DIAMOND, outputs=[3, 1, 3], repeatable=[True, True, False, True])
-    assert graph.one_phase
+    graph = Graph.from_dag(**DIAMOND, outputs=[3, 1, 3], rematerializable=[True, True, False, True])
+    assert graph.single_phase
     assert [op.inputs for op in graph.ops] == [(), (0,), (0,), (1, 2)]
     assert [op.outputs for op in graph.ops] == [(0,), (1,), (2,), (3,)]
     assert [op.seconds for op in graph.ops] == DIAMOND["seconds"]
     assert [value.bytes for value in graph.values] == DIAMOND["sizes"]
-    assert [op.repeatable for op in graph.ops] == [True, True, False, True]
-    assert (graph.forward_outputs, graph.backward_outputs, graph.pinned) == ((3, 1), (), (0, 1, 2, 3))
+    assert [op.rematerializable for op in graph.ops] == [True, True, False, True]
+    assert (graph.forward_outputs, graph.backward_outputs, graph.must_run) == ((3, 1), (), (0, 1, 2, 3))
     assert {op.kind for op in graph.ops} == {Kind.EXTERN}
     assert {value.role for value in graph.values} == {Role.COMPUTED}
     assert not graph.fuses
@@ -32,15 +32,15 @@ def test_a_graph_of_one_phase():
 
 def test_a_training_step():
     graph = Graph.from_dag(**DIAMOND, outputs=(3, 1), num_forward=2)
-    assert not graph.one_phase
+    assert not graph.single_phase
     assert [op.forward for op in graph.ops] == [True, True, False, False]
-    assert (graph.forward_outputs, graph.backward_outputs, graph.pinned) == ((1,), (3,), (0, 1))
+    assert (graph.forward_outputs, graph.backward_outputs, graph.must_run) == ((1,), (3,), (0, 1))
     assert graph.step_seconds == 10.0
 
 
 def test_a_forward_of_all_ops_is_one_phase():
     assert Graph.from_dag(**DIAMOND, num_forward=4) == Graph.from_dag(**DIAMOND)
-    assert Graph.from_dag([], [], []).one_phase
+    assert Graph.from_dag([], [], []).single_phase
 
 
 def test_edges_are_merged_and_may_come_from_arrays():
@@ -54,7 +54,7 @@ def test_edges_are_merged_and_may_come_from_arrays():
     ("change", "message"),
     [
         ({"sizes": [1, 2, 3]}, "sizes has 3 entries, seconds has 4"),
-        ({"repeatable": [True]}, "repeatable has 1 entries, seconds has 4"),
+        ({"rematerializable": [True]}, "rematerializable has 1 entries, seconds has 4"),
         ({"seconds": [1.0, -2.0, 3.0, 4.0]}, r"seconds\[1\] is -2.0"),
         ({"seconds": [1.0, 2.0, math.nan, 4.0]}, r"seconds\[2\] is nan"),
         ({"seconds": [1.0, 2.0, 3.0, math.inf]}, r"seconds\[3\] is inf"),

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from strategies import GraphBuilder, chain, graphs
 
-from autoremat.planner.graph.graph import NOT_REPEATABLE, Graph, Kind, Op, Role, Trait, Value
+from autoremat.planner.graph.graph import NOT_REMATERIALIZABLE, Graph, Kind, Op, Role, Trait, Value
 
 
 def small() -> Graph:
@@ -49,7 +49,7 @@ def test_a_pinned_op_and_its_inputs_are_required():
     first = build.op([build.source(1)], 4)
     build.op([first])
     build.op([first], 4)
-    assert build.graph(pinned=(1,)).required_forward == {0, 1}
+    assert build.graph(must_run=(1,)).required_forward == {0, 1}
 
 
 def test_a_forward_op_behind_a_backward_op_is_refused():
@@ -73,15 +73,15 @@ def test_a_value_that_names_another_producer_is_refused():
         Graph((Op("p", "t", (), (0,), True),), (Value("v", 1, None),))
 
 
-@pytest.mark.parametrize("trait", [t for t in Trait if t in NOT_REPEATABLE])
+@pytest.mark.parametrize("trait", [t for t in Trait if t in NOT_REMATERIALIZABLE])
 def test_an_op_with_any_trait_may_run_only_once(trait):
-    assert not Op("p", "t", (), (), True, traits=trait).repeatable
-    assert not Op("p", "t", (), (), True, traits=trait | Trait.RANDOM).repeatable
+    assert not Op("p", "t", (), (), True, traits=trait).rematerializable
+    assert not Op("p", "t", (), (), True, traits=trait | Trait.RANDOM).rematerializable
 
 
 def test_every_trait_forbids_repetition():
-    assert {t for t in Trait} == {t for t in NOT_REPEATABLE}
-    assert Op("p", "t", (), (), True).repeatable
+    assert {t for t in Trait} == {t for t in NOT_REMATERIALIZABLE}
+    assert Op("p", "t", (), (), True).rematerializable
 
 
 def test_graphs_cannot_be_changed():

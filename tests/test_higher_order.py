@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import autoremat
 from autoremat.compiler import partitioner
 
-LEAST = {"memory_budget": 1, "inner": "aot_eager", "on_infeasible": "best_effort"}
+LEAST = {"memory_budget": 1, "compiler": "aot_eager", "on_infeasible": "best_effort"}
 NO_RECOMPUTATION = "aot_eager_default_partitioner"
 ROWS, SIZE = 64, 16
 
@@ -144,14 +144,14 @@ def step(function: Function, **arguments: object) -> tuple[list[Tensor], int]:
 def backwards(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """The backward modules of what is planned from here on."""
     found: list[torch.fx.GraphModule] = []
-    original = partitioner.realise
+    original = partitioner.apply_plan
 
-    def realise(*arguments: object):
+    def apply_plan(*arguments: object):
         modules = original(*arguments)
         found.append(modules[1])
         return modules
 
-    monkeypatch.setattr(partitioner, "realise", realise)
+    monkeypatch.setattr(partitioner, "apply_plan", apply_plan)
     return found
 
 
@@ -159,7 +159,7 @@ def backwards(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
 def test_every_higher_order_op_is_exact(function: Function, backwards):
     expected, _ = step(function, backend=NO_RECOMPUTATION)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", autoremat.UnplannedWarning)
+        warnings.simplefilter("error", autoremat.FallbackWarning)
         warnings.simplefilter("ignore", autoremat.BudgetWarning)
         found, peak = step(function, backend="autoremat", options=LEAST)
     assert len(found) == len(expected)

@@ -18,7 +18,7 @@ from autoremat.capture.capture import Capture
 from autoremat.compiler import compile_loop
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.planner.search.candidates import Search
-from autoremat.planner.search.planner import Planner, Planning
+from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.torch_private import lowering
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")]
@@ -221,8 +221,8 @@ def test_no_planner_outlives_its_compilation():
         gc.collect()
         return sum(type(thing) in kinds for thing in gc.get_objects())  # torch has objects that warn of `isinstance`
 
-    before, partitioners = alive(Planner, Planning, Search, Capture), alive(Partitioner)
+    before, partitioners = alive(Planner, PlanningResult, Search, Capture), alive(Partitioner)
     compiled(torch.ones(64, 24)).sum().backward()
     assert alive(Partitioner) == partitioners + 1
-    assert alive(Planner, Planning, Search, Capture) == before
+    assert alive(Planner, PlanningResult, Search, Capture) == before
     assert autoremat.reports()[-1].plan is not None

@@ -26,12 +26,12 @@ def run(name: str, monkeypatch: pytest.MonkeyPatch) -> list[autoremat.Report]:
     for package in ("transformers", *NEEDS[name]):
         pytest.importorskip(package, reason=f"needs {package}, of the extra `integrations`")
     monkeypatch.syspath_prepend(FOLDER)
-    autoremat.configure(inner="aot_eager", time_limit=60)
+    autoremat.configure(compiler="aot_eager", time_limit=60)
     count = len(autoremat.reports())
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # those libraries' own
         warnings.simplefilter("error", autoremat.BudgetWarning)
-        warnings.simplefilter("error", autoremat.UnplannedWarning)
+        warnings.simplefilter("error", autoremat.FallbackWarning)
         runpy.run_path(str(FOLDER / f"{name}.py"))
     return autoremat.reports()[count:]
 

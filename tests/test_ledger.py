@@ -24,7 +24,7 @@ from autoremat.planner.multigraph.ledger import (
     shares,
     step_peak,
 )
-from autoremat.planner.multigraph.step_profile import Step, StepGraph, Survey
+from autoremat.planner.multigraph.step_profile import Step, StepGraph, StepProfile
 from autoremat.planner.search.planner import Planner
 
 SIZES = st.integers(0, 60)
@@ -66,7 +66,7 @@ def test_a_graph_called_three_times_holds_three_times():
     (share,) = shares(moments, [point], 60, borders=True)
     assert share == Share(10, 60 - 24, 60 - 24, True)
     assert share.holds(point)
-    assert not share.holds(point, margin_bytes=12)
+    assert not share.holds(point, extra_headroom_bytes=12)
     assert not Share(9, 60, 60).holds(point)
 
 
@@ -149,7 +149,7 @@ def test_a_plan_is_found_again_by_its_share(graph, data):
     assert again.cost_seconds <= wanted.seconds
 
 
-def survey_of(budget: int | None) -> Survey:
+def survey_of(budget: int | None) -> StepProfile:
     """Twelve calls of one graph."""
     fast, lean = PlanPoint(0.25, 4096, 6144, 8192), PlanPoint(0.5, 1024, 2048, 4096)
     graph = StepGraph("key", "model.py:3", 12, (fast, lean), fast)
@@ -158,31 +158,31 @@ def survey_of(budget: int | None) -> Survey:
 
 
 def test_a_survey_reads_well_and_is_a_budget():
-    survey = survey_of(2**15)
-    assert survey.plans[0].saved_bytes == 1024
-    assert survey.shares == (Share(1024, 2048, 2**15 - 100 - 11 * 1024, True),)
-    text = str(survey)
+    profile = survey_of(2**15)
+    assert profile.plans[0].saved_bytes == 1024
+    assert profile.shares == (Share(1024, 2048, 2**15 - 100 - 11 * 1024, True),)
+    text = str(profile)
     for part in ("32.00 KiB", "15.10 KiB", "52.10 KiB", "3.00 s", "250.00 ms", "12", "1.00 KiB", "model.py:3", "..."):
         assert part in text, (part, text)
-    assert (survey.number_of("key"), survey.number_of("other")) == (0, None)
-    options = Options(memory_budget=survey)
-    assert options.memory_budget is survey
+    assert (profile.number_of("key"), profile.number_of("other")) == (0, None)
+    options = Options(memory_budget=profile)
+    assert options.memory_budget is profile
     assert options.resolve_budget(7, None) == 2**15
-    assert Options(memory_budget=survey.shares[0]).resolve_budget(7, None) == survey.shares[0].backward_peak_bytes
-    assert Options.parse({"memory_budget": survey}).cache_key() != Options(memory_budget=2**15).cache_key()
+    assert Options(memory_budget=profile.shares[0]).resolve_budget(7, None) == profile.shares[0].backward_peak_bytes
+    assert Options.parse({"memory_budget": profile}).cache_key() != Options(memory_budget=2**15).cache_key()
     assert options == Options(memory_budget=survey_of(2**15))
-    with pytest.raises(OptionsError, match=r"autoremat\.survey"):
+    with pytest.raises(OptionsError, match=r"autoremat\.step profile"):
         Options(memory_budget=object())
 
 
 def test_a_surveyed_step_can_be_planned_for_other_budgets():
-    survey = survey_of(2**15)
-    assert survey.within(None).plans == survey.within(1.0).plans == survey_of(None).plans
-    assert survey.within("32KiB") == survey
-    assert survey.within(None).shares == (None,)
+    profile = survey_of(2**15)
+    assert profile.within(None).plans == profile.within(1.0).plans == survey_of(None).plans
+    assert profile.within("32KiB") == profile
+    assert profile.within(None).shares == (None,)
     with pytest.raises(BudgetInfeasible) as caught:
-        survey.within(1000)
-    assert caught.value.minimum_bytes == survey.minimum_peak_bytes == 100 + 11 * 1024 + 4096
+        profile.within(1000)
+    assert caught.value.minimum_bytes == profile.minimum_peak_bytes == 100 + 11 * 1024 + 4096
     assert caught.value.lower_bound_bytes == 100
     names = [occupant.name for occupant in caught.value.occupants]
     assert names == ["saved by graph 0 for 11 calls", "backward of graph 0", "what no plan decides"]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 SCRIPT = """
 import torch
 model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
-options = {"memory_budget": 0.9, "inner": "aot_eager", "on_infeasible": "best_effort"}
+options = {"memory_budget": 0.9, "compiler": "aot_eager", "on_infeasible": "best_effort"}
 torch.compile(model, backend="autoremat", options=options)(torch.randn(64, 8)).sum().backward()
 """
 
@@ -28,7 +28,7 @@ torch.compile(model, backend="autoremat", options=options)(torch.randn(64, 8)).s
 def test_one_line_per_graph_at_info(caplog):
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     with caplog.at_level(logging.INFO, logger="autoremat"):
-        compiled = torch.compile(model, backend="autoremat", options={"inner": "aot_eager"})
+        compiled = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager"})
         compiled(torch.randn(64, 8)).sum().backward()
     (line,) = [record.getMessage() for record in caplog.records if record.name == "autoremat"]
     assert line == autoremat.reports()[-1].summary()

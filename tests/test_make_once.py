@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from autoremat.passes.inductor_workarounds.materialize_shared import MARK, make_once
+from autoremat.passes.inductor_workarounds.materialize_shared import MARK, materialize_shared
 
 LENGTH, WIDTH = 64, 32
 MASK = "empty_strided_cpu((2, 1, 64, 64)"
@@ -28,7 +28,7 @@ def test_what_several_attentions_read_is_marked(layers, marked):
 
     with torch.no_grad():
         module = make_fx(function)(torch.randn(2, 2, LENGTH, 16), torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool))
-    make_once(module)
+    materialize_shared(module)
     assert [node.name for node in module.graph.nodes if node.meta.get(MARK)] == marked
 
 
@@ -39,7 +39,7 @@ def test_what_a_product_reads_through_a_view_is_marked_if_others_read_it():
         return (*products, direct.exp(), shared.exp())
 
     module = make_fx(lambda x, weight: function(x, weight))(torch.randn(2, 4, 4), torch.randn(4, 4))
-    make_once(module)
+    materialize_shared(module)
     assert [node.name for node in module.graph.nodes if node.meta.get(MARK)] == ["cos", "tanh"]
 
 

@@ -145,7 +145,7 @@ def test_one_call_holds_what_it_reads_and_makes_from_beginning_to_end():
     e = build.op([d], 1000, kind=Kind.POINTWISE, in_place=(d,))
     build.op([build.source(0)], 5, kind=Kind.REDUCTION)
     build.op([e], 0)
-    apart, together = (build.graph(fuses=True, whole_runs=whole) for whole in (False, True))
+    apart, together = (build.graph(fuses=True, fusion_groups_hold_buffers=whole) for whole in (False, True))
     assert run_all(apart).bytes_at.tolist() == [1, 11, 110, 1100, 1000, 1000, 1005, 1000]
     # A storage that is taken over passes on where it did.
     assert run_all(together).bytes_at.tolist() == [1, 1111, 1111, 1111, 1000, 1005, 1005, 1000]

@@ -1,4 +1,4 @@
-"""Real model families under Inductor: the measured peak stays within the budget and the numbers stay the same."""
+"""Real model strategies under Inductor: the measured peak stays within the budget and the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models import MODELS, build
 import autoremat
 
 COMPILED = ("llama", "gpt2", "bert", "resnet", "unet", "lstm")
-"""Each takes six compilations; the other families run uncompiled below."""
+"""Each takes six compilations; the other strategies run uncompiled below."""
 
 SHARES = (0.0, 0.25, 0.5, 0.75)
 """Budgets: the smallest peak plus these shares of the way to the peak without a budget, and 2 %."""
@@ -90,11 +90,11 @@ def test_measured_peak_is_within_the_budget(name: str) -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_measured_peak_is_within_the_budget_uncompiled(name: str) -> None:
-    free = run(name, {"inner": "aot_eager"})
+    free = run(name, {"compiler": "aot_eager"})
     least, most = free.report.minimum_peak_bytes, free.report.predicted_peak_bytes
     for share in SHARES:
         budget = int((least + share * (most - least)) * 1.02)
-        limited = run(name, {"inner": "aot_eager", "memory_budget": budget})
+        limited = run(name, {"compiler": "aot_eager", "memory_budget": budget})
         assert limited.peak_bytes <= budget
         assert torch.equal(limited.loss, free.loss)
         assert all(map(torch.equal, limited.gradients, free.gradients))

@@ -10,7 +10,7 @@ from autoremat.planner.graph.graph import Role
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
-from autoremat.report.peak_snapshot import LISTED, SAMPLES, Sort, module_group, peak_of, profile_of
+from autoremat.report.peak_snapshot import LISTED, SAMPLES, TensorCategory, module_group, peak_of, profile_of
 
 
 def plan_of(graph, share=1.0):
@@ -60,8 +60,8 @@ def test_each_sort_is_recognised():
     moment = peak_of(Plan.of(graph, build_schedule(graph, {saved})))
     assert moment.half == "backward"
     assert dict(moment.by_sort) == {
-        Sort.RECOMPUTED: 200, Sort.SAVED: 100, Sort.GRADIENT: 50, Sort.TEMPORARY: 40, Sort.TANGENT: 30, Sort.OUTPUT: 10,
-        Sort.WORKSPACE: 7,
+        TensorCategory.RECOMPUTED: 200, TensorCategory.SAVED: 100, TensorCategory.GRADIENT: 50, TensorCategory.TEMPORARY: 40,
+        TensorCategory.TANGENT: 30, TensorCategory.OUTPUT: 10, TensorCategory.WORKSPACE: 7,
     }  # fmt: skip
 
 

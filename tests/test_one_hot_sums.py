@@ -12,7 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.passes import rewrite_for_inductor, sum_one_hot_rows
+from autoremat.passes import rewrite_for_inductor, simplify_one_hot_sum
 from autoremat.passes.inductor_workarounds.one_hot_sum import OPERATIONS
 from autoremat.torch_private.compat import largest_expression
 
@@ -109,7 +109,7 @@ GRADIENTS = torch.tensor([0.3, -0.0, 0.0, torch.inf, torch.nan, -2.5]).view(ROWS
 
 def rewritten(function: Callable[..., Tensor], target: Tensor) -> tuple[int, Tensor, Tensor]:
     graph: fx.GraphModule = make_fx(function, tracing_mode="fake")(target, GRADIENTS)
-    number = sum_one_hot_rows(graph)
+    number = simplify_one_hot_sum(graph)
     assert number == sum(node.target is aten.logical_and.default for node in graph.graph.nodes)
     return number, graph(target, GRADIENTS), function(target, GRADIENTS)
 
@@ -146,7 +146,7 @@ def test_products_with_sizes_that_are_not_known_are_looked_at():
 
     def backend(graph: fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
         traced = make_fx(graph, tracing_mode="symbolic")(*inputs)
-        seen.append(sum_one_hot_rows(traced))
+        seen.append(simplify_one_hot_sum(traced))
         return graph
 
     torch.compile(lambda x: (x.sin() * x.shape[0]).sum(1), backend=backend, dynamic=True)(torch.ones(4, 3))

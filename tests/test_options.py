@@ -15,7 +15,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoremat.basics.errors import OptionsError
-from autoremat.options.options import COST_MODEL_VARIABLE, DEFAULT_RESERVE, ENVIRONMENT_VARIABLE, OWN_KEYS, Options, configure
+from autoremat.options.options import (
+    COST_MODEL_VARIABLE,
+    DEFAULT_AUTO_HEADROOM,
+    ENVIRONMENT_VARIABLE,
+    OWN_KEYS,
+    Options,
+    configure,
+)
 
 INDUCTOR_KEYS = ("max_autotune", "max_autotune_gemm", "triton.cudagraphs", "fallback_random")
 
@@ -84,15 +91,17 @@ def test_float_above_one_says_which_form_was_meant(value):
 
 @pytest.mark.parametrize(("given", "expected"), [(0, 0), (5, 5), ("1GiB", 2**30), ("5 kb", 5000), (numpy.int32(9), 9)])
 def test_reserve_is_normalised(given, expected):
-    reserve = Options(reserve=given).reserve
+    reserve = Options(auto_headroom=given).auto_headroom
     assert reserve == expected
     assert type(reserve) is int
 
 
 @pytest.mark.parametrize("value", [-1, True, None, 0.5, 2.0, "auto", "6", "0B", [1]])
 def test_reserve_refuses(value):
-    with pytest.raises(OptionsError, match=re.escape(f"reserve={value!r} is not accepted. Accepted: an int >= 0 (bytes)")):
-        Options(reserve=value)
+    with pytest.raises(
+        OptionsError, match=re.escape(f"auto_headroom={value!r} is not accepted. Accepted: an int >= 0 (bytes)")
+    ):
+        Options(auto_headroom=value)
 
 
 @pytest.mark.parametrize("value", [1, 0.1, numpy.float32(2), numpy.int64(3)])
@@ -114,7 +123,7 @@ def test_time_limit_refuses(value):
     [
         ("inner", '"inductor" or "aot_eager"'),
         ("on_infeasible", '"raise" or "best_effort"'),
-        ("on_unplannable", '"warn" or "raise"'),
+        ("on_planning_error", '"warn" or "raise"'),
     ],
 )
 def test_choices_refuse(name, forms, value):
@@ -214,8 +223,8 @@ def test_precedence_of_the_budget(monkeypatch, options, configured, environment,
 
 
 def test_precedence_is_per_key():
-    configure(memory_budget="1GiB", time_limit=2, inner="aot_eager", on_infeasible="best_effort", reserve="1MB")
-    options = parse({"time_limit": 3, "inner": "inductor"})
+    configure(memory_budget="1GiB", time_limit=2, compiler="aot_eager", on_infeasible="best_effort", auto_headroom="1MB")
+    options = parse({"time_limit": 3, "compiler": "inductor"})
     assert options == Options(2**30, 10**6, 3.0, "inductor", "best_effort")
 
 
@@ -295,7 +304,7 @@ def test_a_larger_share_is_never_a_smaller_budget(baseline, shares):
         (123, 10, None, 123),
         (123, 10, 1, 123),
         (None, 10, 1, None),
-        ("auto", 10, DEFAULT_RESERVE + 9, 9),
+        ("auto", 10, DEFAULT_AUTO_HEADROOM + 9, 9),
     ],
 )
 def test_resolve_budget(budget, baseline, free, expected):
@@ -305,15 +314,15 @@ def test_resolve_budget(budget, baseline, free, expected):
 def test_auto_needs_a_cuda_device():
     with pytest.raises(OptionsError, match=r'memory_budget="auto" needs a CUDA device.*Accepted elsewhere: an int') as caught:
         Options(memory_budget="auto").resolve_budget(10, None)
-    assert "less `reserve`" not in str(caught.value)
+    assert "less `auto_headroom`" not in str(caught.value)
 
 
 @pytest.mark.parametrize("free", [0, 2**20, 2 * 2**20])
 def test_auto_shows_both_numbers_when_nothing_is_left(free):
     with pytest.raises(OptionsError) as caught:
-        Options(memory_budget="auto", reserve="2MiB").resolve_budget(10, free)
+        Options(memory_budget="auto", auto_headroom="2MiB").resolve_budget(10, free)
     assert f"({free} bytes) are free" in str(caught.value)
-    assert "reserve=2097152 (2.00 MiB)" in str(caught.value)
+    assert "auto_headroom=2097152 (2.00 MiB)" in str(caught.value)
 
 
 # The cache key
@@ -322,11 +331,11 @@ budgets = st.one_of(st.none(), st.just("auto"), st.integers(1, 2**50), st.floats
 all_options = st.builds(
     Options,
     memory_budget=budgets,
-    reserve=st.integers(0, 2**40),
+    auto_headroom=st.integers(0, 2**40),
     time_limit=st.floats(0.001, 1000),
     inner=st.sampled_from(["inductor", "aot_eager"]),
     on_infeasible=st.sampled_from(["raise", "best_effort"]),
-    on_unplannable=st.sampled_from(["warn", "raise"]),
+    on_planning_error=st.sampled_from(["warn", "raise"]),
     inductor=st.dictionaries(st.sampled_from(INDUCTOR_KEYS), st.one_of(st.booleans(), st.integers(0, 1), st.text())).map(
         lambda config: tuple(config.items())
     ),

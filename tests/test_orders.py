@@ -1,4 +1,4 @@
-"""Orders by pattern and policy on graphs without torch: what they point at, that plans obey them, what is refused."""
+"""Constraints by pattern and policy on graphs without torch: what they point at, that plans obey them, what is refused."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import GraphBuilder, chain, graphs
 
-from autoremat.basics.errors import OrderWarning
-from autoremat.planner.constraints.constraints import Orders
+from autoremat.basics.errors import ConstraintWarning
+from autoremat.planner.constraints.constraints import Constraints
 from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.patterns import matches_op, matches_path
 from autoremat.planner.constraints.policies import Region
-from autoremat.planner.graph.graph import Graph, Order, Role, Scope, Trait
+from autoremat.planner.graph.graph import Constraint, Graph, Role, Scope, Trait
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 
@@ -25,9 +25,9 @@ def named(graph: Graph) -> Graph:
     return replace(graph, ops=tuple(replace(op, tensor_names=(op.name,)) for op in graph.ops))
 
 
-def quietly(orders: Orders, graph: Graph):
+def quietly(orders: Constraints, graph: Graph):
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OrderWarning)
+        warnings.simplefilter("ignore", ConstraintWarning)
         return orders.apply(graph)
 
 
@@ -48,7 +48,7 @@ def disobeyed(plan: Plan, save: set[int], recompute: set[int]) -> list[str]:
 
 def possible(graph: Graph, index: int) -> bool:
     op = graph.ops[index]
-    return op.repeatable and not (op.outputs and set(op.outputs) <= set(graph.forward_outputs))
+    return op.rematerializable and not (op.outputs and set(op.outputs) <= set(graph.forward_outputs))
 
 
 class Drawn:
@@ -75,15 +75,15 @@ def ordered_graphs(draw: st.DrawFn):
 @given(ordered_graphs(), st.sampled_from([None, 1.0, 0.8, 0.5, 0.2]))
 def test_every_plan_obeys_every_order(drawn, share):
     graph, save, recompute, regions = drawn
-    orders = Orders(
+    orders = Constraints(
         tuple(f"op{i}" for i in save), tuple(f"op{i}" for i in recompute), Drawn(regions) if regions else None, share is None
     )
     ordered = quietly(orders, graph)
-    tagged = {i for i, op in enumerate(graph.ops[: graph.num_forward]) if op.order is Order.SAVE}
+    tagged = {i for i, op in enumerate(graph.ops[: graph.num_forward]) if op.constraint is Constraint.SAVE}
     to_save = save | tagged
     to_recompute = {i for i in recompute - to_save if possible(graph, i)}
-    assert all(ordered.graph.ops[i].order is Order.SAVE for i in to_save)
-    assert all(ordered.graph.ops[i].order is Order.RECOMPUTE for i in to_recompute)
+    assert all(ordered.graph.ops[i].constraint is Constraint.SAVE for i in to_save)
+    assert all(ordered.graph.ops[i].constraint is Constraint.RECOMPUTE for i in to_recompute)
     planner = Planner(ordered.graph, given=() if ordered.candidate is None else (ordered.candidate,))
     baseline = planner.baseline.peak_bytes
     plans = [planner.find(None if share is None else int(share * baseline)).plan, planner.search.smallest]
@@ -101,8 +101,8 @@ def test_every_plan_obeys_every_order(drawn, share):
 def test_a_policy_without_a_budget_is_the_plan(drawn):
     """What it recomputes is not saved, and nothing else runs twice."""
     graph, _, _, regions = drawn
-    graph = replace(graph, ops=tuple(replace(op, order=Order.NONE) for op in graph.ops))
-    plan = quietly(Orders(policy=Drawn(regions), exact=True), graph).candidate.plan
+    graph = replace(graph, ops=tuple(replace(op, constraint=Constraint.NONE) for op in graph.ops))
+    plan = quietly(Constraints(policy=Drawn(regions), exact=True), graph).candidate.plan
     inside = {i for region in regions for i in region.ops}
     assert {op for op in plan.recomputed} <= inside
     assert not disobeyed(plan, set(range(graph.num_forward)) - inside, set())
@@ -117,7 +117,7 @@ def regions_of_chain() -> tuple[Graph, list[Region]]:
 
 def test_a_region_is_recomputed_when_the_backward_enters_it_and_kept_until_it_leaves():
     graph, regions = regions_of_chain()
-    plan = Orders(policy=Drawn(regions), exact=True).apply(graph).candidate.plan
+    plan = Constraints(policy=Drawn(regions), exact=True).apply(graph).candidate.plan
     # Backward op 8 + i differentiates op 7 - i. The results of the regions, values 3 and 6, are saved; 7 and 8 are kept.
     assert plan.schedule.backward == (8, 9, 3, 4, 10, 11, 12, 0, 1, 13, 14, 15)
     assert set(plan.saved) == {3, 6, 7, 8}
@@ -125,7 +125,7 @@ def test_a_region_is_recomputed_when_the_backward_enters_it_and_kept_until_it_le
 
 def test_a_region_whose_results_are_discarded_too():
     graph = chain(6)
-    plan = Orders(policy=Drawn([Region((2, 3), results_too=True)]), exact=True).apply(graph).candidate.plan
+    plan = Constraints(policy=Drawn([Region((2, 3), results_too=True)]), exact=True).apply(graph).candidate.plan
     # Backward op 7 differentiates op 4, which reads value 4: it is made again for it, though it is no part of the region.
     assert set(plan.saved) == {1, 2, 5, 6}
     assert plan.schedule.backward == (6, 2, 3, 7, 8, 9, 10, 11)
@@ -133,9 +133,10 @@ def test_a_region_whose_results_are_discarded_too():
 
 def test_under_a_budget_a_policy_says_what_is_recomputed_and_the_planner_the_rest():
     graph, regions = regions_of_chain()
-    ordered = Orders(policy=Drawn(regions)).apply(graph)
-    assert [op.order for op in ordered.graph.ops[:8]] == [
-        Order.RECOMPUTE, Order.RECOMPUTE, Order.NONE, Order.RECOMPUTE, Order.RECOMPUTE, Order.NONE, Order.NONE, Order.NONE
+    ordered = Constraints(policy=Drawn(regions)).apply(graph)
+    assert [op.constraint for op in ordered.graph.ops[:8]] == [
+        Constraint.RECOMPUTE, Constraint.RECOMPUTE, Constraint.NONE, Constraint.RECOMPUTE, Constraint.RECOMPUTE,
+        Constraint.NONE, Constraint.NONE, Constraint.NONE,
     ]  # fmt: skip
     planner = Planner(ordered.graph, given=(ordered.candidate,))
     assert planner.find(ordered.candidate.plan.peak_bytes).plan.cost_seconds <= ordered.candidate.plan.cost_seconds
@@ -144,10 +145,10 @@ def test_under_a_budget_a_policy_says_what_is_recomputed_and_the_planner_the_res
 
 def test_to_save_beats_to_recompute_and_patterns_beat_the_policy():
     graph = named(chain(6))
-    with pytest.warns(OrderWarning, match="1 of 2 ops cannot be recomputed .* to be saved by another order"):
-        ordered = Orders(("op1",), ("op1", "op4"), Drawn([Region((0, 1, 2, 3))]), exact=True).apply(graph)
-    orders = [op.order for op in ordered.graph.ops[:6]]
-    save, again = Order.SAVE, Order.RECOMPUTE
+    with pytest.warns(ConstraintWarning, match="1 of 2 ops cannot be recomputed .* to be saved by another order"):
+        ordered = Constraints(("op1",), ("op1", "op4"), Drawn([Region((0, 1, 2, 3))]), exact=True).apply(graph)
+    orders = [op.constraint for op in ordered.graph.ops[:6]]
+    save, again = Constraint.SAVE, Constraint.RECOMPUTE
     assert orders == [again, save, again, save, again, save]
     assert ordered.candidate.plan.recomputed.count(4) == 1
 
@@ -175,9 +176,9 @@ def small() -> Graph:
     ],
 )
 def test_an_order_to_recompute_what_cannot_be_is_refused_with_the_reason(pattern, reason):
-    with pytest.warns(OrderWarning, match=reason):
-        ordered = Orders(recompute=(pattern,)).apply(small())
-    assert all(op.order is Order.NONE for op in ordered.graph.ops)
+    with pytest.warns(ConstraintWarning, match=reason):
+        ordered = Constraints(recompute=(pattern,)).apply(small())
+    assert all(op.constraint is Constraint.NONE for op in ordered.graph.ops)
 
 
 @pytest.mark.parametrize(
@@ -191,16 +192,16 @@ def test_an_order_to_recompute_what_cannot_be_is_refused_with_the_reason(pattern
 )
 @pytest.mark.parametrize("option", ["save", "recompute"])
 def test_a_pattern_that_matches_nothing_warns_with_near_matches(pattern, near, option):
-    with pytest.warns(OrderWarning) as caught:
-        Orders(**{option: (pattern,)}).apply(small())
+    with pytest.warns(ConstraintWarning) as caught:
+        Constraints(**{option: (pattern,)}).apply(small())
     message = str(caught[0].message)
     assert message.startswith(f"{option}: {pattern!r} matches nothing in a graph of 3 forward ops; ")
     assert near in message
 
 
 def test_a_policy_without_effect_warns():
-    with pytest.warns(OrderWarning, match="recomputes nothing: its regions consist of ops whose results others read"):
-        Orders(policy=Drawn([Region((2,))]), exact=True).apply(chain(6))
+    with pytest.warns(ConstraintWarning, match="recomputes nothing: its regions consist of ops whose results others read"):
+        Constraints(policy=Drawn([Region((2,))]), exact=True).apply(chain(6))
 
 
 # -- patterns ----------------------------------------------------------------------------------------------------------

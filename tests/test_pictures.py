@@ -13,7 +13,7 @@ from test_report import LENGTH, SIZE, report_for
 
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point
 from autoremat.report import html_report, plots
-from autoremat.report.decisions import Fate
+from autoremat.report.decisions import Decision
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 VOID = frozenset({"meta", "input", "br", "link", "img", "wbr"})
@@ -107,8 +107,8 @@ class Page(HTMLParser):
     def handle_starttag(self, tag, attrs):
         given = dict(attrs)
         self.loads += [v for k, v in attrs if k in ("src", "href", "xlink:href") and not v.startswith("#")]
-        if tag == "tr" and "data-fate" in given:
-            self.rows.append(given["data-fate"])
+        if tag == "tr" and "data-decision" in given:
+            self.rows.append(given["data-decision"])
         if tag not in VOID:
             self.open.append(tag)
 
@@ -127,7 +127,7 @@ def test_the_html_report_is_whole_and_alone(report, tmp_path):
     page.close()
     assert page.open == []
     assert page.loads == []
-    assert sorted(page.rows) == sorted(value.fate.value for value in report.values)
+    assert sorted(page.rows) == sorted(value.decision.value for value in report.values)
     assert text.count("<svg") == 2
     for expected in ("16.00 MiB", "Where memory is fullest", "By module", "layers.*", "budget"):
         assert expected in text
@@ -160,7 +160,7 @@ def test_a_browser_shows_it(report, tmp_path):
     page = (tmp_path / "report.html").as_uri()
     shown = subprocess.run([*command, "--dump-dom", page], capture_output=True, text=True, timeout=120, check=True).stdout
     assert f"<output>{LENGTH} of {LENGTH} values</output>" in shown  # the script ran
-    assert {fate.value for fate in (Fate.SAVED, Fate.RECOMPUTED)} <= set(shown.split('"'))
+    assert {decision.value for decision in (Decision.SAVED, Decision.RECOMPUTED)} <= set(shown.split('"'))
     picture = tmp_path / "page.png"
     subprocess.run(
         [*command, f"--screenshot={picture}", "--window-size=1200,3000", page], capture_output=True, timeout=120, check=True

@@ -17,7 +17,7 @@ import autoremat
 from autoremat.basics.errors import BudgetInfeasible, OptionsError, PlanFileError
 from autoremat.compiler import records
 from autoremat.options.options import Options, configure
-from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.plan import Plan
@@ -160,7 +160,7 @@ def test_the_error_knows_shorter_graphs_and_equal_ops(plan):
 def test_a_plan_that_breaks_an_order_is_refused(plan):
     ops = list(plan.graph.ops)
     again = plan.recomputed[0]
-    ops[again] = dataclasses.replace(ops[again], order=Order.SAVE)
+    ops[again] = dataclasses.replace(ops[again], constraint=Constraint.SAVE)
     with pytest.raises(PlanFileError, match="breaks a rule of this graph: .* ordered to be saved but runs twice"):
         plan_file.fitted([file_of(plan)], dataclasses.replace(plan.graph, ops=tuple(ops)))
 
@@ -201,7 +201,7 @@ def train(width: int = 32, inner: str = "aot_eager", **options: object) -> tuple
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, x = Net(width), torch.randn(256, width)
-    torch.compile(model, backend="autoremat", options={"inner": inner, **options})(x).backward()
+    torch.compile(model, backend="autoremat", options={"compiler": inner, **options})(x).backward()
     return autoremat.reports()[-1], next(model.parameters()).grad
 
 
@@ -245,24 +245,24 @@ def test_a_plan_of_another_model_is_an_error_and_not_left_to_torch(tmp_path):
 
 @pytest.mark.slow
 def test_under_inductor_the_plan_is_applied_and_a_warm_start_has_it_too(tmp_path: Path):
-    report, gradient = train(inner="inductor", memory_budget=0.6)
+    report, gradient = train(compiler="inductor", memory_budget=0.6)
     report.plan.save(path := tmp_path / "plan.json")
-    stored, same = train(inner="inductor", plan=path)
+    stored, same = train(compiler="inductor", plan=path)
     assert stored.plan.schedule == report.plan.schedule
     assert (stored.compiled_peak_bytes, stored.replans) == (report.compiled_peak_bytes, 0)
     assert torch.equal(gradient, same)
-    warm, _ = train(inner="inductor", memory_budget=0.6)
+    warm, _ = train(compiler="inductor", memory_budget=0.6)
     assert warm == report
     assert warm.plan.schedule == report.plan.schedule
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="the stored plan"):
-        train(inner="inductor", plan=path, memory_budget=report.compiled_peak_bytes // 2)
+        train(compiler="inductor", plan=path, memory_budget=report.compiled_peak_bytes // 2)
 
 
 def test_a_report_whose_plan_is_gone_comes_without(tmp_path, monkeypatch, plan):
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
     planning = Planner(plan.graph).find(plan.budget_bytes)
     report = autoremat.Report.of(
-        planning, plan, budget_bytes=plan.budget_bytes, planning_seconds=0.0, inner="aot_eager", device="cpu"
+        planning, plan, budget_bytes=plan.budget_bytes, planning_seconds=0.0, compiler="aot_eager", device="cpu"
     )
     records.save("key", records.Record(report))
     assert records.load("key").report.plan.schedule == plan.schedule

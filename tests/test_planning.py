@@ -53,8 +53,8 @@ def few_moves():
 
 
 @functools.cache  # few distinct chains are drawn, however many examples are
-def planned_chain(length: int, one_phase: bool, solver: str) -> Plan:
-    return plan(training_chain(length, one_phase), 0.6, solver)
+def planned_chain(length: int, single_phase: bool, solver: str) -> Plan:
+    return plan(training_chain(length, single_phase), 0.6, solver)
 
 
 # -- properties --------------------------------------------------------------------------------------------------------
@@ -117,19 +117,19 @@ def test_equal_questions_have_equal_answers(solver, graph):
 def test_json_is_strict_and_enough_to_run_the_plan(solver, graph):
     found = plan(graph, 1, solver)
     record = json.loads(found.to_json(), parse_constant=pytest.fail)
-    again = Schedule(tuple(record["sequence"]), ()) if graph.one_phase else found.schedule
+    again = Schedule(tuple(record["sequence"]), ()) if graph.single_phase else found.schedule
     assert Plan.of(graph, again).peak_bytes == record["peak_bytes"]
     assert record["sequence"] == list(found.sequence)
     assert [tuple(copy) for copy in record["copies"]] == [(c.value, c.start, c.end) for c in found.timeline.copies]
     assert (record["gap"] is None) == math.isinf(found.gap)
 
 
-@pytest.mark.parametrize("one_phase", [True, False])
+@pytest.mark.parametrize("single_phase", [True, False])
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_no_bound_is_over_the_optimum_and_no_plan_under_it(one_phase, data):
-    graph = data.draw(dags(max_ops=6, one_phase=one_phase))
-    if not one_phase:
+def test_no_bound_is_over_the_optimum_and_no_plan_under_it(single_phase, data):
+    graph = data.draw(dags(max_ops=6, single_phase=single_phase))
+    if not single_phase:
         graph = dataclasses.replace(graph, forward_outputs=())
     bounds = bounds_of(graph)
     for budget in shares(graph):
@@ -145,7 +145,7 @@ def test_no_bound_is_over_the_optimum_and_no_plan_under_it(one_phase, data):
 
 
 @settings(max_examples=40)
-@given(dags(one_phase=True), st.data())
+@given(dags(single_phase=True), st.data())
 def test_a_plan_of_a_split_is_a_plan_of_the_whole(graph, data):
     if len(graph.ops) < 2:
         return
@@ -185,11 +185,11 @@ def test_tampered_plans_are_refused(solver, data):
 # -- known optima ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("one_phase", [True, False])
+@pytest.mark.parametrize("single_phase", [True, False])
 @pytest.mark.parametrize(("root", "peak"), [(3, 6), (4, 8), (8, 16), (10, 20)])
-def test_chens_chain_needs_two_roots(root, peak, one_phase):
+def test_chens_chain_needs_two_roots(root, peak, single_phase):
     """A root of the activations less one is saved, on the cuts; each of the others is made again once."""
-    found = plan(training_chain(root * root, one_phase), solver="sqrt")
+    found = plan(training_chain(root * root, single_phase), solver="sqrt")
     assert found.peak_bytes == peak
     assert found.added_seconds == root * root - (root - 1)
 
@@ -197,25 +197,25 @@ def test_chens_chain_needs_two_roots(root, peak, one_phase):
 @pytest.mark.parametrize(("length", "budget", "optimum"), [(3, 3, 1), (4, 3, 3), (5, 3, 6), (4, 4, 1), (5, 4, 2), (6, 4, 3)])
 def test_chains_with_few_places_cost_what_griewank_says(length, budget, optimum):
     """Reversing a chain of so many steps with so many checkpoints, by brute force; no solver and no bound contradicts it."""
-    for one_phase in (True, False):
-        graph = training_chain(length, one_phase)
+    for single_phase in (True, False):
+        graph = training_chain(length, single_phase)
         assert least_added_seconds(graph, budget) == optimum
         assert bounds_of(graph).seconds(budget) <= optimum
         found = plan(graph, budget)
         assert found.status is Status.INFEASIBLE or found.added_seconds >= optimum
 
 
-@pytest.mark.parametrize("one_phase", [True, False])
+@pytest.mark.parametrize("single_phase", [True, False])
 @pytest.mark.parametrize("length", [4, 5, 6, 8])
-def test_a_chain_that_lacks_one_place_is_planned_optimally(length, one_phase):
-    graph = training_chain(length, one_phase)
+def test_a_chain_that_lacks_one_place_is_planned_optimally(length, single_phase):
+    graph = training_chain(length, single_phase)
     found = plan(graph, without_recomputation(graph).peak_bytes - 1)
     assert (found.added_seconds, found.status) == (1.0, Status.OPTIMAL)
 
 
-@pytest.mark.parametrize("one_phase", [True, False])
-def test_a_long_chain_is_planned_close_to_its_bound(one_phase):
-    graph = training_chain(100, one_phase)
+@pytest.mark.parametrize("single_phase", [True, False])
+def test_a_long_chain_is_planned_close_to_its_bound(single_phase):
+    graph = training_chain(100, single_phase)
     for share in (0.8, 0.6, 0.4, 0.3):
         assert plan(graph, share).gap <= 0.01
 
@@ -225,8 +225,8 @@ def test_a_long_chain_is_planned_close_to_its_bound(one_phase):
 
 def test_policies_do_not_look_at_the_budget():
     for solver in POLICIES:
-        for one_phase in (True, False):
-            graph = training_chain(16, one_phase)
+        for single_phase in (True, False):
+            graph = training_chain(16, single_phase)
             assert len({plan(graph, budget, solver).schedule for budget in (0.2, 0.5, 1.0, None)}) == 1
     assert plan(training_chain(16), solver="none").recomputed == ()
     assert plan(training_chain(16), solver="all").saved == ()
@@ -236,7 +236,7 @@ def test_recomputing_all_saves_what_may_run_once():
     count = 10
     edges = [(i, i + 1) for i in range(count - 1)] + [(4 - i, 5 + i) for i in range(5)]
     once = [index != 2 for index in range(count)]
-    graph = Graph.from_dag([1.0] * count, [1] * count, edges, outputs=(9,), repeatable=once, num_forward=5)
+    graph = Graph.from_dag([1.0] * count, [1] * count, edges, outputs=(9,), rematerializable=once, num_forward=5)
     assert plan(graph, solver="all").saved == (2,)
 
 
@@ -288,9 +288,9 @@ def test_a_split_has_two_halves(place):
         split_at(Graph.from_dag([1.0] * 3, [1] * 3, []), place)
 
 
-@pytest.mark.parametrize("one_phase", [True, False])
-def test_a_search_out_of_time_says_so_and_still_answers(one_phase):
-    found = plan(training_chain(100, one_phase), 0.5, time_limit=1e-9)
+@pytest.mark.parametrize("single_phase", [True, False])
+def test_a_search_out_of_time_says_so_and_still_answers(single_phase):
+    found = plan(training_chain(100, single_phase), 0.5, time_limit=1e-9)
     found.check()
     assert found.interrupted
     assert found.status in (Status.TIME_LIMIT, Status.INFEASIBLE)

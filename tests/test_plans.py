@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from strategies import GraphBuilder, chain, graphs, saved_sets
 
 from autoremat.basics.errors import PlanInvalid
-from autoremat.planner.graph.graph import Graph, Kind, Order, Trait
+from autoremat.planner.graph.graph import Constraint, Graph, Kind, Trait
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.memory.simulator import Timeline
 from autoremat.planner.plans.check import replayed_peak
@@ -67,7 +67,7 @@ def test_running_twice_what_may_run_once_is_refused(trait):
 
 def test_recomputing_what_is_ordered_to_be_saved_is_refused():
     graph = network()
-    graph = dataclasses.replace(graph, ops=(dataclasses.replace(graph.ops[0], order=Order.SAVE), *graph.ops[1:]))
+    graph = dataclasses.replace(graph, ops=(dataclasses.replace(graph.ops[0], constraint=Constraint.SAVE), *graph.ops[1:]))
     with pytest.raises(PlanInvalid, match="op0"):
         Plan.of(graph, build_schedule(graph, ())).check()
 
@@ -185,6 +185,6 @@ def test_a_plan_is_checked_against_the_graph_that_is_given():
     once = [False, True, True, True]
     edges = [(0, 1), (1, 2), (2, 3), (0, 3)]
     with pytest.raises(PlanInvalid, match="op0 may not run twice"):
-        plan.check(Graph.from_dag([1.0] * 4, [8, 1, 4, 1], edges, outputs=(1,), repeatable=once))
+        plan.check(Graph.from_dag([1.0] * 4, [8, 1, 4, 1], edges, outputs=(1,), rematerializable=once))
     with pytest.raises(PlanInvalid, match="not 14 as the plan says"):
         plan.check(Graph.from_dag([1.0] * 4, [8, 1, 4, 9], edges, outputs=(1,)))

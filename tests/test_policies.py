@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
-from autoremat.basics.errors import BudgetInfeasible, OrderWarning
+from autoremat.basics.errors import BudgetInfeasible, ConstraintWarning
 from autoremat.planner.constraints.policies import Forward, Region
 
 LAYERS, WIDTH, TOKENS, VOCABULARY = 3, 32, 24, 64
@@ -160,7 +160,7 @@ def reference(model: nn.Module, batch: torch.Tensor) -> Outcome:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*cannot be recomputed.*random.*:autoremat.basics.errors.OrderWarning")
+@pytest.mark.filterwarnings("ignore:.*cannot be recomputed.*random.*:autoremat.basics.errors.ConstraintWarning")
 def test_gradients_have_the_same_bits_with_dropout():
     model, batch = Transformer(dropout=0.3), tokens()
     expected = reference(model, batch)
@@ -172,7 +172,9 @@ def test_gradients_have_the_same_bits_with_dropout():
 
 
 def test_a_policy_that_meets_a_random_op_says_so():
-    with pytest.warns(OrderWarning, match=r"aten.native_dropout.default in layers.0.attn at .*: may not run twice \(random\)"):
+    with pytest.warns(
+        ConstraintWarning, match=r"aten.native_dropout.default in layers.0.attn at .*: may not run twice \(random\)"
+    ):
         planned(Transformer(dropout=0.3), tokens(), policy="full")
 
 
@@ -196,8 +198,8 @@ def test_orders_that_no_budget_allows_say_what_they_cost(transformer):
         planned(model, batch, save=["layers.*"], memory_budget=1)
     error = caught.value.inner_exception
     assert isinstance(error, BudgetInfeasible)
-    assert error.without_orders_bytes < 0.8 * error.minimum_bytes
-    assert f"without them the smallest peak found is {error.without_orders_bytes} bytes" in str(error)
+    assert error.unconstrained_bytes < 0.8 * error.minimum_bytes
+    assert f"without them the smallest peak found is {error.unconstrained_bytes} bytes" in str(error)
 
 
 def test_without_a_budget_orders_by_module_and_op_are_obeyed(transformer):
@@ -237,7 +239,7 @@ def test_a_model_of_functions_has_layers_where_ops_repeat():
 
 
 def test_a_model_without_layers_says_so():
-    with pytest.warns(OrderWarning, match=r"Full\(\) has no effect on a graph of . forward ops: it has no layers"):
+    with pytest.warns(ConstraintWarning, match=r"Full\(\) has no effect on a graph of . forward ops: it has no layers"):
         planned(nn.Linear(4, 4), torch.randn(3, 4), policy="full")
 
 
@@ -284,7 +286,7 @@ def test_a_name_changes_nothing_elsewhere(backend):
 def test_train_may_come_after_compile():
     model, batch = Transformer(dropout=0.3), tokens()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", OrderWarning)
+        warnings.simplefilter("ignore", ConstraintWarning)
         seen, compiled = planned(model.eval(), batch, policy="selective:mlp")
         expected = reference(model.train(), batch)
         torch._dynamo.reset()
@@ -316,7 +318,7 @@ def test_autocast_and_accumulation_compose(transformer):
     torch._dynamo.reset()
     expected = gradients(torch.compile(model, backend=REFERENCE))
     torch._dynamo.reset()
-    found = gradients(torch.compile(model, backend="autoremat", options={"inner": "aot_eager", "policy": "full"}))
+    found = gradients(torch.compile(model, backend="autoremat", options={"compiler": "aot_eager", "policy": "full"}))
     assert autoremat.reports()[-1].recomputed_ops
     assert all(map(torch.equal, found, expected))
 
@@ -344,7 +346,7 @@ def test_routing_is_never_chosen_again():
         layer.mlp = Experts()
     expected = reference(model, batch)
     for policy in ("full", "selective:moe"):
-        with pytest.warns(OrderWarning, match=r"aten.topk.default in layers.0.mlp at .*: may not run twice \(chooses\)"):
+        with pytest.warns(ConstraintWarning, match=r"aten.topk.default in layers.0.mlp at .*: may not run twice \(chooses\)"):
             seen, compiled = planned(model, batch, policy=policy)
         assert any("experts.3.up" in module for module, _ in seen.recomputed())
         assert not any("topk" in target for _, target in seen.recomputed())
@@ -367,10 +369,12 @@ def test_the_models_own_checkpoints_and_options_add_up(transformer):
 
 
 def test_explain_knows_names_and_policies(transformer):
-    named = autoremat.explain(lambda x: Named()(x), torch.randn(4, 8), options={"inner": "aot_eager", "recompute": ["hidden"]})
+    named = autoremat.explain(
+        lambda x: Named()(x), torch.randn(4, 8), options={"compiler": "aot_eager", "recompute": ["hidden"]}
+    )
     assert named.recomputed_ops == 1
     model, batch = transformer
-    report = autoremat.explain(model, batch, options={"inner": "aot_eager", "policy": "full"})
+    report = autoremat.explain(model, batch, options={"compiler": "aot_eager", "policy": "full"})
     planned(model, batch, policy="full")
     assert report.saved_bytes == autoremat.reports()[-1].saved_bytes
 

@@ -38,7 +38,7 @@ def loss_of(model: nn.Module):
 
 
 def compiled(model: nn.Module, x: torch.Tensor, **options: object) -> tuple[Seen, autoremat.Report]:
-    seen, function = planned(loss_of(model), x, inner="inductor", **options)
+    seen, function = planned(loss_of(model), x, compiler="inductor", **options)
     function(x).backward()
     return seen, autoremat.reports()[-1]
 
@@ -59,7 +59,7 @@ def test_a_name_is_part_of_the_key():
     x = torch.randn(32, 16)
     first, _ = compiled(stack(), x, recompute=["hidden"], memory_budget="1GiB")
     assert first.recomputed()
-    with pytest.warns(autoremat.OrderWarning, match="'hidden' matches nothing"):
+    with pytest.warns(autoremat.ConstraintWarning, match="'hidden' matches nothing"):
         second, _ = compiled(stack("other"), x, recompute=["hidden"], memory_budget="1GiB")
     assert second.plans  # planned anew
 
@@ -69,7 +69,7 @@ def test_recomputed_dropout_is_the_same_under_inductor():
     gradients = {}
     for policy in (None, "full"):
         model = stack()
-        seen, function = planned(loss_of(model), x, inner="inductor", policy=policy)
+        seen, function = planned(loss_of(model), x, compiler="inductor", policy=policy)
         torch.manual_seed(1)
         function(x).backward()
         gradients[policy] = [p.grad for p in model.parameters()]

@@ -14,11 +14,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
-from autoremat.basics.errors import OrderWarning
+from autoremat.basics.errors import ConstraintWarning
 from autoremat.compiler import compile_loop
 from autoremat.compiler.partitioner import free_device_bytes
 from autoremat.options.options import ENVIRONMENT_VARIABLE
-from autoremat.report.decisions import Fate
+from autoremat.report.decisions import Decision
 
 MIB = 1 << 20
 
@@ -49,7 +49,7 @@ def test_auto_recomputes_no_more_than_a_full_device_asks_for(device_with, monkey
     added = []
     for free in (least + 4 * MIB, 1 << 34):
         device_with(free)
-        _, compiled = planned(step, *inputs, memory_budget="auto", reserve="1MiB")
+        _, compiled = planned(step, *inputs, memory_budget="auto", auto_headroom="1MiB")
         report = autoremat.reports()[-1]
         assert report.budget_bytes == free - MIB
         assert measured_step(compiled, model, inputs) <= report.predicted_peak_bytes <= report.budget_bytes
@@ -57,19 +57,19 @@ def test_auto_recomputes_no_more_than_a_full_device_asks_for(device_with, monkey
     assert added[0] > added[1] == fastest.recompute_seconds
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "auto")  # for who can only name a backend
     planned(step, *inputs)
-    assert autoremat.reports()[-1].budget_bytes == (1 << 34) - autoremat.Options().reserve
+    assert autoremat.reports()[-1].budget_bytes == (1 << 34) - autoremat.Options().auto_headroom
 
 
 def test_a_device_without_room_says_what_is_missing(device_with):
     device_with(MIB)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="leaves nothing: 1.00 MiB .* are free on the device"):
-        planned(nn.Linear(4, 4), torch.randn(2, 4), memory_budget="auto", reserve="2MiB")
+        planned(nn.Linear(4, 4), torch.randn(2, 4), memory_budget="auto", auto_headroom="2MiB")
 
 
 @pytest.mark.gpu
 def test_auto_is_what_the_device_has_free():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(4))).cuda()
-    planned(lambda x: model(x).square().mean(), torch.randn(1024, 256, device="cuda"), memory_budget="auto", reserve=0)
+    planned(lambda x: model(x).square().mean(), torch.randn(1024, 256, device="cuda"), memory_budget="auto", auto_headroom=0)
     free = free_device_bytes(torch.device("cuda"))
     assert free is not None
     assert abs(autoremat.reports()[-1].budget_bytes - free) <= 256 * MIB  # other processes allocate too
@@ -99,7 +99,7 @@ def test_of_flash_attention_the_output_and_the_log_sum_exp_are_saved(share):
 
 def test_to_checkpoint_flash_attention_is_refused_as_useless():
     model, (tokens,) = build("llama")
-    with pytest.warns(OrderWarning, match="recomputes nothing: .* fused attention, which needs no checkpoint"):
+    with pytest.warns(ConstraintWarning, match="recomputes nothing: .* fused attention, which needs no checkpoint"):
         seen, _ = planned(model, tokens, policy="selective")
     assert not seen.plan.recomputed
 
@@ -128,9 +128,9 @@ def test_megatrons_names_on_a_mixture_of_experts_with_latent_attention():
     ).train()
 
     def recomputed(name: str) -> set[tuple[str, str]]:
-        options = {"inner": "aot_eager", "policy": "selective", "recompute_modules": [name]}
+        options = {"compiler": "aot_eager", "policy": "selective", "recompute_modules": [name]}
         report = autoremat.explain(lambda x: model(input_ids=x).logits.square().mean(), tokens, options=options)
-        again = (value for value in report.values if value.fate is Fate.RECOMPUTED)
+        again = (value for value in report.values if value.decision is Decision.RECOMPUTED)
         return {(value.module.rpartition("layers.")[2], value.op.split(".")[1]) for value in again}
 
     tokens = torch.randint(64, (2, 24))
@@ -152,7 +152,7 @@ def test_megatrons_names_on_a_mixture_of_experts_with_latent_attention():
 
 def test_the_report_breaks_memory_down_by_module_op_and_line():
     model, (tokens,) = build("gpt2")
-    report = autoremat.explain(model, tokens, options={"inner": "aot_eager", "save": ["*"]})
+    report = autoremat.explain(model, tokens, options={"compiler": "aot_eager", "save": ["*"]})
     saved = {total.name.rpartition("h.*.")[2]: total.saved_bytes for total in report.totals("module")}
     scores = 4 * 4 * 128 * 128 * 4  # of each layer
     assert saved["attn"] >= 2 * 4 * scores  # of every layer the weights and the mask of their dropout, at least
@@ -200,7 +200,9 @@ def test_generation_with_a_cache_of_keys_and_values_is_left_alone():
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=True)).eval()
     tokens, before = torch.randint(32, (1, 6)), len(autoremat.reports())
-    compiled = torch.compile(model, backend="autoremat", options={"inner": "aot_eager", "policy": "full", "memory_budget": 1})
+    compiled = torch.compile(
+        model, backend="autoremat", options={"compiler": "aot_eager", "policy": "full", "memory_budget": 1}
+    )
 
     def logits(function: Callable[..., object]) -> list[torch.Tensor]:
         with torch.no_grad():

@@ -15,13 +15,13 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
-from autoremat.basics.errors import BudgetInfeasible, CaptureError, OptionsError, OrderWarning
-from autoremat.report.decisions import Fate, Reason
+from autoremat.basics.errors import BudgetInfeasible, CaptureError, ConstraintWarning, OptionsError
+from autoremat.report.decisions import Decision, Reason
 from autoremat.report.report import Report
 from autoremat.tools.cuda_attention import attention_on_cuda
 
 MIB = 1 << 20
-EAGER = {"inner": "aot_eager"}
+EAGER = {"compiler": "aot_eager"}
 
 
 class Mlp(nn.Module):
@@ -189,9 +189,9 @@ def test_checkpoint_regions_and_random_numbers_are_reasons():
         return F.dropout(torch.sin(second(hidden)), 0.5).square().mean()
 
     values = autoremat.explain(step, torch.randn(256, 64), options=EAGER).values
-    reasons = {(v.fate, v.reason) for v in values}
-    assert (Fate.RECOMPUTED, Reason.ORDERED) in reasons
-    assert (Fate.SAVED, Reason.RANDOM) in reasons
+    reasons = {(v.decision, v.reason) for v in values}
+    assert (Decision.RECOMPUTED, Reason.ORDERED) in reasons
+    assert (Decision.SAVED, Reason.RANDOM) in reasons
     assert all("test_preview.py" in v.source for v in values)
 
 
@@ -251,7 +251,7 @@ def test_auto_is_what_a_named_card_has_left():
     with torch.device("meta"):
         model = Mlp(1024)
     x = torch.empty(64, 1024, device="meta")
-    options = EAGER | {"memory_budget": "auto", "reserve": 0}
+    options = EAGER | {"memory_budget": "auto", "auto_headroom": 0}
     resident = sum(p.numel() * 4 for p in model.parameters()) + x.numel() * 4
     assert autoremat.explain(model, x, device="V100-16GB", options=options).budget_bytes == 16 * 10**9 - resident
     with pytest.raises(OptionsError, match="needs a CUDA device"):
@@ -266,10 +266,10 @@ def test_what_cannot_be_is_said():
         autoremat.explain(model, x, device="H100", options=EAGER | {"cost_model": "profile"})
     by_default = autoremat.explain(model, x, device="H100", options=EAGER | {"cost_model": "calibrated"})
     assert (by_default.cost_model, by_default.assumed_share) == ("roofline", 1.0)
-    survey = autoremat.survey(model, x, memory_budget=0.9, options=EAGER)
+    profile = autoremat.profile_step(model, x, memory_budget=0.9, options=EAGER)
     for lower in (False, True):
         with pytest.raises(OptionsError, match="each graph is planned by itself"):
-            autoremat.explain(model, x, options=EAGER | {"memory_budget": survey}, lower=lower)
+            autoremat.explain(model, x, options=EAGER | {"memory_budget": profile}, lower=lower)
     with pytest.raises(OptionsError, match="generates no code"):
         autoremat.explain(model, x, options=EAGER, lower=True)
     if not torch.cuda.is_available():
@@ -305,10 +305,10 @@ def test_the_environment_is_asked_for_a_budget_as_by_the_backend(monkeypatch):
 def test_orders_and_policies_are_obeyed_and_named():
     model, x = Mlp(), torch.randn(512, 64)
     ordered = autoremat.explain(model, x, options=EAGER | {"recompute": ["aten.tanh"]})
-    again = [v for v in ordered.values if v.fate is Fate.RECOMPUTED]
+    again = [v for v in ordered.values if v.decision is Decision.RECOMPUTED]
     assert {(v.op, v.reason) for v in again} == {("aten.tanh.default", Reason.ORDERED)}
     assert again
-    with pytest.warns(OrderWarning, match="matches nothing"):
+    with pytest.warns(ConstraintWarning, match="matches nothing"):
         autoremat.explain(model, x, options=EAGER | {"save": ["aten.cos"]})
     segments = EAGER | {"policy": "segments:3"}
     explained = autoremat.explain(model, x, options=segments)
@@ -363,7 +363,7 @@ def test_explaining_leaves_containers_and_buffers_as_they_were():
         outer.append(model(x))
         return outer[-1]
 
-    autoremat.explain(step, torch.ones(4, 8), options={"inner": "aot_eager"})
+    autoremat.explain(step, torch.ones(4, 8), options={"compiler": "aot_eager"})
     assert model.total is total
     assert log == []
     assert outer == [3.0]

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import autoremat
 
 ROOT = Path(__file__).parent.parent
-UNCOMPILED = {"inner": "aot_eager"}
+UNCOMPILED = {"compiler": "aot_eager"}
 
 
 def model() -> nn.Module:

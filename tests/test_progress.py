@@ -26,7 +26,7 @@ from autoremat.basics.progress import (
     carried,
     now,
     quiet,
-    said_if_slow,
+    status_if_slow,
 )
 from autoremat.options.options import PROGRESS_VARIABLE
 
@@ -56,7 +56,7 @@ def until_said(file: io.StringIO, text: str) -> None:
 def test_a_terminal_has_a_line_that_goes_away(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     console = Console(file=io.StringIO(), force_terminal=True, width=80)
-    with said_if_slow("planning 7 ops", console, 0.0):
+    with status_if_slow("planning 7 ops", console, 0.0):
         until_said(console.file, "planning 7 ops for 0 s")
     assert console.file.getvalue().endswith("\x1b[2K"), "the last thing that is done is to erase the line"
 
@@ -64,13 +64,13 @@ def test_a_terminal_has_a_line_that_goes_away(monkeypatch):
 @pytest.mark.parametrize("is_terminal", [True, False])
 def test_what_is_soon_over_says_nothing(is_terminal):
     console = Console(file=io.StringIO(), force_terminal=is_terminal, width=80)
-    with said_if_slow("planning 7 ops", console, 60.0):
+    with status_if_slow("planning 7 ops", console, 60.0):
         pass
     assert not console.file.getvalue()
 
 
 def test_a_log_has_lines_that_say_what_is_done_and_how_much(told):
-    with said_if_slow("compiling"):
+    with status_if_slow("compiling"):
         until_said(told, "autoremat: compiling for 0 s\n")
         tally = Tally(40)
         now("compiling kernels", tally.count)
@@ -85,22 +85,22 @@ def test_a_log_has_lines_that_say_what_is_done_and_how_much(told):
 
 def test_what_was_waited_before_counts(told, monkeypatch):
     monkeypatch.setattr(Log, "patience", 60.0)
-    with said_if_slow("compiling", waited=70.0):
+    with status_if_slow("compiling", waited=70.0):
         until_said(told, "autoremat: compiling for 70 s\n")
 
 
 def test_how_long_the_rest_takes_follows_from_how_long_the_first_took(told, monkeypatch):
     clock = types.SimpleNamespace(monotonic=lambda: 100.0)
     monkeypatch.setattr(progress, "time", clock)
-    with said_if_slow("compiling"):
+    with status_if_slow("compiling"):
         now("kernels", lambda: (10, 40))
         clock.monotonic = lambda: 110.0
         until_said(told, "for 10 s: kernels, 10 of 40, about 30 s left\n")
 
 
 def test_what_is_inside_is_added_and_forgotten(told):
-    with said_if_slow("looking"):
-        with said_if_slow("trying 58"):
+    with status_if_slow("looking"):
+        with status_if_slow("trying 58"):
             now("planning 7 ops")
             until_said(told, "autoremat: looking for 0 s; trying 58 for 0 s: planning 7 ops\n")
         now("comparing")
@@ -108,20 +108,20 @@ def test_what_is_inside_is_added_and_forgotten(told):
 
 
 def test_quiet_inside_and_around(told):
-    with said_if_slow("around"):
+    with status_if_slow("around"):
         until_said(told, "around")
-        with quiet(), said_if_slow("inside"):
+        with quiet(), status_if_slow("inside"):
             now("hushed")
             already = told.getvalue().count("\n")
             wait_for(lambda: told.getvalue().count("\n") > already + 1)
-    with said_if_slow("never", shown=False), said_if_slow("never either", patience=0.0):
+    with status_if_slow("never", shown=False), status_if_slow("never either", patience=0.0):
         time.sleep(0.02)
     now("outside")
     assert not re.search("inside|hushed|never|outside", told.getvalue())
 
 
 def test_a_thread_that_works_for_another_speaks_for_it(told):
-    with said_if_slow("calibrating"):
+    with status_if_slow("calibrating"):
         worker = threading.Thread(target=carried(lambda: now("measuring")))
         worker.start()
         worker.join()
@@ -132,10 +132,10 @@ def test_one_thread_speaks_at_a_time(told):
     over = threading.Event()
 
     def other() -> None:
-        with said_if_slow("second"):
+        with status_if_slow("second"):
             over.wait(10.0)
 
-    with said_if_slow("first"):
+    with status_if_slow("first"):
         until_said(told, "first")
         thread = threading.Thread(target=other)
         thread.start()
@@ -151,7 +151,7 @@ def test_one_thread_speaks_at_a_time(told):
 
 def test_only_the_first_rank_of_a_job_speaks(told, monkeypatch):
     monkeypatch.setenv("RANK", "3")
-    with said_if_slow("compiling"):
+    with status_if_slow("compiling"):
         time.sleep(0.02)
     assert not told.getvalue()
 
@@ -161,7 +161,7 @@ def test_a_notebook_has_one_line_that_is_written_over(monkeypatch, told):
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
     monkeypatch.setattr(Notebook, "patience", 0.0)
     monkeypatch.setattr(Notebook, "interval", 0.001)
-    with said_if_slow("compiling"):
+    with status_if_slow("compiling"):
         until_said(told, "\rautoremat: compiling for 0 s")
         assert "\n" not in told.getvalue()
     assert told.getvalue().endswith("s\n")
@@ -170,13 +170,13 @@ def test_a_notebook_has_one_line_that_is_written_over(monkeypatch, told):
 
 
 def test_an_error_ends_it_and_passes_through(told):
-    with pytest.raises(KeyError), said_if_slow("planning"):
+    with pytest.raises(KeyError), status_if_slow("planning"):
         raise KeyError
     assert progress._here.levels is None
 
 
 def test_an_output_that_is_closed_ends_it(told):
-    with said_if_slow("planning"):
+    with status_if_slow("planning"):
         until_said(told, "planning")
         told.close()
 
@@ -199,7 +199,7 @@ def said_of(monkeypatch, inner: str) -> list[str]:
     monkeypatch.setenv(PROGRESS_VARIABLE, "1")
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     step = torch.compile(
-        lambda x: model(x).square().mean(), backend="autoremat", options={"inner": inner, "memory_budget": "1MiB"}
+        lambda x: model(x).square().mean(), backend="autoremat", options={"compiler": inner, "memory_budget": "1MiB"}
     )
     step(torch.randn(64, 8)).backward()
     return noted
@@ -222,10 +222,10 @@ def test_silence_is_an_option_that_no_plan_depends_on(monkeypatch, told):
     assert not autoremat.Options.parse({"progress": False}).progress
     assert autoremat.Options(progress=False).cache_key() == autoremat.Options().cache_key()
     model = nn.Linear(8, 1)
-    autoremat.explain(model, torch.randn(4, 8), options={"inner": "aot_eager"})
+    autoremat.explain(model, torch.randn(4, 8), options={"compiler": "aot_eager"})
     assert "explaining" in told.getvalue()
     told.truncate(0)
-    autoremat.explain(model, torch.randn(4, 8), options={"inner": "aot_eager", "progress": False})
+    autoremat.explain(model, torch.randn(4, 8), options={"compiler": "aot_eager", "progress": False})
     assert not told.getvalue()
     monkeypatch.setenv(PROGRESS_VARIABLE, "loud")
     with pytest.raises(autoremat.OptionsError, match="AUTOREMAT_PROGRESS='loud' is not accepted.*1 or 0"):

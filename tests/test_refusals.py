@@ -19,7 +19,8 @@ HUGE = 10**400
     [
         ("memory_budget", 2**63), ("memory_budget", 10**40), ("memory_budget", HUGE), ("memory_budget", 10**5000),
         ("memory_budget", "9" * 40 + "GiB"), ("memory_budget", "9" * 5000 + "GiB"), ("memory_budget", Fraction(HUGE, 3)),
-        ("reserve", 10**40), ("reserve", "9" * 40 + "B"), ("time_limit", HUGE), ("progress", "yes"), ("progress", 1),
+        ("auto_headroom", 10**40), ("auto_headroom", "9" * 40 + "B"),
+        ("time_limit", HUGE), ("progress", "yes"), ("progress", 1),
     ],
     ids=lambda value: str(value)[:9] if isinstance(value, str) else "number",
 )  # fmt: skip

@@ -13,7 +13,7 @@ from strategies import chain
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.search.planner import Planner
 from autoremat.report import data, registry, text_tables
-from autoremat.report.decisions import Fate
+from autoremat.report.decisions import Decision
 from autoremat.report.registry import add_report, reports
 from autoremat.report.report import Report
 
@@ -33,7 +33,7 @@ def network() -> Graph:
 
 def report_for(budget: int | None, **fields: object) -> Report:
     planning = Planner(network()).find(budget)
-    given = {"budget_bytes": budget, "planning_seconds": 0.25, "inner": "aot_eager", "device": "cpu", **fields}
+    given = {"budget_bytes": budget, "planning_seconds": 0.25, "compiler": "aot_eager", "device": "cpu", **fields}
     return Report.of(planning, planning.plan or planning.smallest, **given)
 
 
@@ -207,7 +207,7 @@ def test_totals_add_up():
 
 def test_tables_show_values_and_what_is_alive():
     report = report_for(16 * SIZE)
-    text = text_tables.as_text(report.table(Fate.RECOMPUTED, limit=3))
+    text = text_tables.as_text(report.table(Decision.RECOMPUTED, limit=3))
     assert "3 of " in text
     assert text.count("recomputed ") >= 3
     assert "layers." in text
@@ -216,7 +216,7 @@ def test_tables_show_values_and_what_is_alive():
     before, after = (text_tables.as_text(report.peak_table(before=before)) for before in (True, False))
     assert "26.00 MiB alive in the backward" in before
     assert "saved" in after
-    with pytest.raises(ValueError, match="not a valid Fate"):
+    with pytest.raises(ValueError, match="not a valid Decision"):
         report.table("kept")
     assert dataclasses.replace(report, peak_after=None).peak_table() is None
 
@@ -252,15 +252,15 @@ def test_a_plan_is_no_part_of_the_json():
 def test_diff_says_what_changed():
     loose, tight = report_for(None), report_for(16 * SIZE)
     diff = loose.diff(tight)
-    assert {change.after.fate for change in diff.changes} == {Fate.RECOMPUTED}
+    assert {change.after.decision for change in diff.changes} == {Decision.RECOMPUTED}
     assert len(diff.changes) == tight.recomputed_ops
     text = str(diff)
     assert "predicted peak" in text
-    assert f"{len(diff.changes)} values with another fate" in text
+    assert f"{len(diff.changes)} values with another decision" in text
     figures = {what: change for what, _, _, change in diff.figures}
     assert figures["budget"] == ""
     assert figures["without recomputation"] == "="
     assert figures["predicted peak"].startswith("-")
     assert figures["recomputation"].startswith("+")
-    assert "same fate" in str(loose.diff(loose))
+    assert "same decision" in str(loose.diff(loose))
     assert "-" in str(loose.diff(dataclasses.replace(loose, values=())))

@@ -15,7 +15,7 @@ from autoremat.basics.display import PlainTable
 from autoremat.planner.search.pareto_front import Pareto, Point
 from autoremat.report import plots
 
-OPTIONS = {"inner": "aot_eager"}
+OPTIONS = {"compiler": "aot_eager"}
 ODD = "[red]<b>&\x1b[31m"
 
 
@@ -34,13 +34,13 @@ def shown() -> dict[str, object]:
         "Report": report,
         "Plan": report.plan,
         "ReportDiff": report.diff(autoremat.explain(loss, x, options=OPTIONS)),
-        "Survey": autoremat.survey(loss, x, memory_budget=0.8, options=OPTIONS),
+        "StepProfile": autoremat.profile_step(loss, x, memory_budget=0.8, options=OPTIONS),
         "Pareto": autoremat.pareto(loss, x, points=3, torch_budgets=(), options=OPTIONS),
         "Fit": autoremat.max_batch(lambda size: torch.randn(size, 32), loss, "300KiB", options=OPTIONS),
     }
 
 
-KINDS = ("Report", "Plan", "ReportDiff", "Survey", "Pareto", "Fit")
+KINDS = ("Report", "Plan", "ReportDiff", "StepProfile", "Pareto", "Fit")
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -16,7 +16,7 @@ from oracles import cheapest_cut, cut_cost, replay_bytes, subsets
 from strategies import GraphBuilder, chain, close_under_need, graphs
 
 from autoremat.planner.cost.fused_traffic import traffic_of
-from autoremat.planner.graph.graph import Graph, Kind, Order, Role, Trait
+from autoremat.planner.graph.graph import Constraint, Graph, Kind, Role, Trait
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.graph.segments import Chain, segment_counts
 from autoremat.planner.plans.plan import Plan
@@ -30,7 +30,7 @@ SMALL_GRAPHS = graphs(max_ops=10, max_outputs=2).filter(lambda graph: len(graph.
 def total(graph: Graph, price: float) -> float:
     """All costs and prices of a graph together, in seconds: what capacities are scaled by."""
     traffic = traffic_of(graph)
-    return sum(v.bytes for v in graph.values) * price + sum(traffic.again_seconds) + float(traffic.saving_seconds.sum())
+    return sum(v.bytes for v in graph.values) * price + sum(traffic.recompute_seconds) + float(traffic.saving_seconds.sum())
 
 
 def rounding(graph: Graph, price: float) -> float:
@@ -52,7 +52,7 @@ def test_cuts_are_optimal(graph, price, traffic):
 
 
 def test_an_output_is_never_recomputed_for_an_order():
-    graph = with_orders(chain(3, forward_outputs=(3,)), op2=Order.RECOMPUTE)
+    graph = with_orders(chain(3, forward_outputs=(3,)), op2=Constraint.RECOMPUTE)
     assert 3 in MinCut(graph).solve(1e-9)
 
 
@@ -63,7 +63,7 @@ def test_a_higher_price_never_saves_more_bytes(graph):
 
     def saved_bytes(price: float) -> int:
         saved = cut.solve(price)
-        free = [v for v in priced if v in saved and graph.ops[graph.values[v].producer].order is not Order.RECOMPUTE]
+        free = [v for v in priced if v in saved and graph.ops[graph.values[v].producer].order is not Constraint.RECOMPUTE]
         return sum(graph.values[v].bytes for v in free)
 
     prices = [1e-9, 1e-7, 1e-5, 1e-3]
@@ -88,13 +88,13 @@ def test_free_values_are_saved_whatever_the_price():
     assert 3 in MinCut(graph).solve(1.0, free=frozenset({3}))
 
 
-def with_orders(graph: Graph, **orders: Order) -> Graph:
-    ops = tuple(dataclasses.replace(op, order=orders.get(op.name, op.order)) for op in graph.ops)
+def with_orders(graph: Graph, **orders: Constraint) -> Graph:
+    ops = tuple(dataclasses.replace(op, order=orders.get(op.name, op.constraint)) for op in graph.ops)
     return dataclasses.replace(graph, ops=ops)
 
 
 def test_orders_are_obeyed_at_every_price():
-    graph = with_orders(chain(6, size=1000, seconds=1e-3, forward_outputs=(6,)), op1=Order.SAVE, op3=Order.RECOMPUTE)
+    graph = with_orders(chain(6, size=1000, seconds=1e-3, forward_outputs=(6,)), op1=Constraint.SAVE, op3=Constraint.RECOMPUTE)
     for price in (0.0, 1e-9, 1e-6, 1.0):
         saved = MinCut(graph).solve(price)
         assert 2 in saved
@@ -102,7 +102,7 @@ def test_orders_are_obeyed_at_every_price():
 
 
 def test_a_random_op_that_is_ordered_to_be_recomputed_is_saved_all_the_same():
-    graph = with_orders(chain(3, forward_outputs=(3,)), op1=Order.RECOMPUTE)
+    graph = with_orders(chain(3, forward_outputs=(3,)), op1=Constraint.RECOMPUTE)
     ops = tuple(dataclasses.replace(op, traits=Trait.RANDOM) if op.name == "op1" else op for op in graph.ops)
     assert 2 in MinCut(dataclasses.replace(graph, ops=ops)).solve(1.0)
 
@@ -112,7 +112,7 @@ def test_many_values_that_cannot_be_recomputed_are_no_contradiction():
     build = GraphBuilder()
     made = [build.source(1)]
     for _ in range(300):
-        made.append(build.op([made[-1]], 1, traits=Trait.RANDOM, order=Order.RECOMPUTE))
+        made.append(build.op([made[-1]], 1, traits=Trait.RANDOM, constraint=Constraint.RECOMPUTE))
     build.op(made, 1, forward=False)
     graph = build.graph(forward_outputs=(made[-1],))
     assert MinCut(graph).solve(1e-9) >= frozenset(made[1:-1])
@@ -175,7 +175,7 @@ def test_a_value_that_lives_through_the_whole_forward_is_ambient():
     for _ in range(40):
         stream = build.op([stream, table], 10)
     chain_ = Chain.of(build.graph())
-    assert chain_.ambient == {table}
+    assert chain_.long_range == {table}
     assert all(table not in values for values in chain_.segments(4)[1])
 
 
@@ -216,12 +216,14 @@ def test_what_is_ordered_to_be_saved_is_never_recomputed(graph):
     planner = Planner(graph)
     for budget in budgets_of(planner):
         for plan in filter(None, (planner.find(budget).plan, planner.find(budget).smallest)):
-            assert not [op for op in plan.recomputed if graph.ops[op].order is Order.SAVE]
+            assert not [op for op in plan.recomputed if graph.ops[op].constraint is Constraint.SAVE]
 
 
 @pytest.mark.parametrize("budget", [300, 1000, 10**6, None])
 def test_what_is_ordered_to_be_recomputed_is_never_saved(budget):
-    graph = with_orders(chain(12, size=10, seconds=1e-3, forward_outputs=(12,)), op3=Order.RECOMPUTE, op4=Order.RECOMPUTE)
+    graph = with_orders(
+        chain(12, size=10, seconds=1e-3, forward_outputs=(12,)), op3=Constraint.RECOMPUTE, op4=Constraint.RECOMPUTE
+    )
     plan = Planner(graph).find(budget).plan
     assert not {4, 5} & set(plan.saved)
     assert {3, 4} <= set(plan.recomputed)
@@ -256,7 +258,7 @@ def test_a_larger_budget_never_costs_more(graph):
 @given(graphs())
 def test_a_ceiling_without_a_budget_is_kept_where_that_takes_little_time(graph):
     for ceiling in budgets_of(Planner(graph)):
-        planner = Planner(graph, time_limit=600.0, ceiling_bytes=ceiling)
+        planner = Planner(graph, time_limit=600.0, soft_budget_bytes=ceiling)
         chosen, fastest, below = planner.find(None).plan, planner.fastest(), Planner(graph, time_limit=600.0).find(ceiling).plan
         worth = below is not None and below.cost_seconds - fastest.cost_seconds <= WORTH * graph.step_seconds
         assert chosen.cost_seconds == (below if worth else fastest).cost_seconds
@@ -343,7 +345,7 @@ def test_a_search_out_of_time_still_answers():
 @settings(max_examples=60)
 @given(graphs())
 def test_a_budget_that_saving_everything_fits_is_feasible(graph):
-    assume(all(op.order is not Order.RECOMPUTE for op in graph.ops))  # such orders may need more
+    assume(all(op.constraint is not Constraint.RECOMPUTE for op in graph.ops))  # such orders may need more
     planner = Planner(graph)
     found = planner.find(max(1, planner.baseline.peak_bytes))
     assert found.plan is not None
@@ -356,7 +358,7 @@ def test_a_budget_of_the_whole_baseline_is_feasible_where_cheap_recomputation_ne
     outer = build.op([inner], 100, seconds=1e-6)
     out = build.op([outer], 1)
     first = build.op([build.source(0, Role.TANGENT)], 100, forward=False)
-    gradient = build.op([outer, first], 1, forward=False)  # recomputing `outer` here needs `inner` too
+    gradient = build.op([outer, first], 1, forward=False)  # recomputing `outer` here needs `compiler` too
     planner = Planner(build.graph(forward_outputs=(out,), backward_outputs=(gradient,), saving_seconds_per_byte=1e-6))
     assert planner.baseline.peak_bytes == 202
     assert planner.find(202).plan is not None

@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_record_comes_back_as_it_was(folder):
-    record = Record(report_for(16 << 20, compiled_peak_bytes=5, replans=1), margin_bytes=77)
+    record = Record(report_for(16 << 20, compiled_peak_bytes=5, replans=1), extra_headroom_bytes=77)
     records.save("key", record)
     assert records.load("key") == record
     assert [path.name for path in folder.iterdir()] == ["key.json"]
@@ -64,11 +64,11 @@ def test_saving_again_replaces(folder):
         "7",
         "{}",
         '{"report": null}',
-        '{"report": {}, "margin_bytes": 0}',
-        '{"report": [1], "margin_bytes": 0}',
-        '{"report": null, "margin_bytes": "many"}',
-        '{"report": null, "margin_bytes": null}',
-        '{"report": null, "margin_bytes": 1e400}',
+        '{"report": {}, "extra_headroom_bytes": 0}',
+        '{"report": [1], "extra_headroom_bytes": 0}',
+        '{"report": null, "extra_headroom_bytes": "many"}',
+        '{"report": null, "extra_headroom_bytes": null}',
+        '{"report": null, "extra_headroom_bytes": 1e400}',
         "[" * 200_000,
         '{"report":' * 200_000,
     ],

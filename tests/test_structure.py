@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from strategies import GraphBuilder, chain
 
-from autoremat.basics.errors import OrderWarning
+from autoremat.basics.errors import ConstraintWarning
 from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.policies import Block, Full, Region, Segments, Selective, Sqrt, Uniform, grouped
 from autoremat.planner.graph.graph import Graph, Role, Scope
@@ -157,7 +157,7 @@ def test_megatrons_names():
     }  # fmt: skip
     for name, regions in expected.items():
         assert Selective((name,))(forward) == regions, name
-    with pytest.warns(OrderWarning, match=r"'layers\.\*\.mpl' matches no module .* nearest: 'layers\.\*\.mlp'"):
+    with pytest.warns(ConstraintWarning, match=r"'layers\.\*\.mpl' matches no module .* nearest: 'layers\.\*\.mlp'"):
         assert Selective(("layers.*.mpl",))(forward) == []
 
 

@@ -1,4 +1,4 @@
-"""One budget for a step of several compiled graphs: measured peaks, the same bits, and what a survey leaves behind."""
+"""One budget for a step of several compiled graphs: measured peaks, the same bits, and what a step profile leaves behind."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, SurveyError
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
 
 # Dynamo looks at `.grad` of what it is handed after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 WIDTH, ROWS = 32, 96
-EAGER = {"inner": "aot_eager"}
+EAGER = {"compiler": "aot_eager"}
 
 
 class Block(nn.Module):
@@ -104,15 +104,15 @@ def plain_gradients(model: nn.Module, step, inputs: torch.Tensor) -> list[torch.
     return found
 
 
-def check_steps(model: nn.Module, build, inputs: torch.Tensor, *surveys: autoremat.Survey) -> None:
-    """Compile under each survey: the step fits, is as predicted, and has the bits of the plain one."""
+def check_steps(model: nn.Module, build, inputs: torch.Tensor, *surveys: autoremat.StepProfile) -> None:
+    """Compile under each step profile: the step fits, is as predicted, and has the bits of the plain one."""
     expected = plain_gradients(model, build("aot_eager", {}), inputs)
-    for survey in surveys:
+    for profile in surveys:
         torch.compiler.reset()
-        step = build("autoremat", {**EAGER, "memory_budget": survey})
+        step = build("autoremat", {**EAGER, "memory_budget": profile})
         peak = measured(model, step, inputs)
-        assert peak <= survey.budget_bytes
-        assert 0.9 * survey.peak_bytes <= peak <= survey.peak_bytes
+        assert peak <= profile.budget_bytes
+        assert 0.9 * profile.peak_bytes <= peak <= profile.peak_bytes
         found = gradients(model, step, inputs)
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
@@ -121,7 +121,7 @@ def check_steps(model: nn.Module, build, inputs: torch.Tensor, *surveys: autorem
 def test_the_step_fits_its_budget_over_graph_breaks(breaks):
     model, inputs = Broken(breaks), torch.randn(ROWS, WIDTH)
     model.norm.track_running_stats = False
-    found = autoremat.survey(model, inputs, memory_budget=1.0, options=EAGER)
+    found = autoremat.profile_step(model, inputs, memory_budget=1.0, options=EAGER)
     # Middle blocks without a neighbour in their graph are one graph, compiled several times.
     assert sum(graph.calls for graph in found.step.graphs) == breaks + 1
     assert len(found.step.graphs) == min(breaks + 1, 3)
@@ -130,9 +130,9 @@ def test_the_step_fits_its_budget_over_graph_breaks(breaks):
         return torch.compile(model, backend=backend, options=options) if options else torch.compile(model, backend=backend)
 
     surveys = [found.within(found.minimum_peak_bytes), found.within(0.7)]
-    for survey in surveys:
-        assert survey.peak_bytes <= survey.budget_bytes < survey.baseline_peak_bytes
-        assert survey.added_seconds >= 0.0
+    for profile in surveys:
+        assert profile.peak_bytes <= profile.budget_bytes < profile.baseline_peak_bytes
+        assert profile.added_seconds >= 0.0
     check_steps(model, build, inputs, *surveys)
 
 
@@ -143,7 +143,7 @@ def test_the_step_fits_its_budget_where_one_block_is_compiled_and_called_twelve_
         return model.compile_layers(backend=backend, options=options or None)
 
     build("autoremat", EAGER)
-    found = autoremat.survey(model, inputs, memory_budget=1.0, options=EAGER)
+    found = autoremat.profile_step(model, inputs, memory_budget=1.0, options=EAGER)
     assert [graph.calls for graph in found.step.graphs] == [12]
     assert found.step.order == ("forward 0",) * 12 + ("backward 0",) * 12
     check_steps(model, build, inputs, found.within(found.minimum_peak_bytes), found.within(0.6))
@@ -161,7 +161,7 @@ def test_a_survey_leaves_the_model_and_the_random_state_as_they_were():
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     random = torch.get_rng_state()
     reports = len(autoremat.reports())
-    autoremat.survey(model, inputs, memory_budget="1MiB", options=EAGER)
+    autoremat.profile_step(model, inputs, memory_budget="1MiB", options=EAGER)
     assert torch.equal(torch.get_rng_state(), random)
     assert model.a.up.weight.grad is kept
     assert torch.equal(kept, torch.ones_like(kept))
@@ -185,24 +185,24 @@ def test_what_runs_between_the_graphs_counts():
     def function(x):
         return model[1](between(model[0](x))).square().mean()
 
-    survey = autoremat.survey(function, inputs, memory_budget=1.0, options=EAGER)
+    profile = autoremat.profile_step(function, inputs, memory_budget=1.0, options=EAGER)
     eager_bytes = 20 * ROWS * WIDTH * 4
-    assert survey.minimum_peak_bytes > eager_bytes
+    assert profile.minimum_peak_bytes > eager_bytes
 
     def build(backend, options):
         return torch.compile(function, backend=backend, options=options or None)
 
-    check_steps(model, build, inputs, survey)
+    check_steps(model, build, inputs, profile)
 
 
 def test_the_shares_of_a_survey_work_through_configure_and_do_not_mix(monkeypatch):
     model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
-    wide = autoremat.survey(model, inputs, memory_budget=1.0, options=EAGER)
+    wide = autoremat.profile_step(model, inputs, memory_budget=1.0, options=EAGER)
     tight = wide.within(wide.minimum_peak_bytes)
     peaks = []
-    for survey in (wide, tight, wide):
+    for profile in (wide, tight, wide):
         torch.compiler.reset()
-        autoremat.configure(memory_budget=survey, inner="aot_eager")
+        autoremat.configure(memory_budget=profile, compiler="aot_eager")
         peaks.append(measured(model, torch.compile(model, backend="autoremat"), inputs))
     assert peaks[0] == peaks[2] > peaks[1]
     assert autoremat.reports()[-1].budget_bytes == wide.shares[2].peak_bytes
@@ -211,7 +211,7 @@ def test_the_shares_of_a_survey_work_through_configure_and_do_not_mix(monkeypatc
 def test_an_impossible_budget_says_what_is_possible():
     model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
     with pytest.raises(BudgetInfeasible) as caught:
-        autoremat.survey(model, inputs, memory_budget=1000, options=EAGER)
+        autoremat.profile_step(model, inputs, memory_budget=1000, options=EAGER)
     error = caught.value
     assert error.budget_bytes == 1000 < error.minimum_bytes
     assert error.lower_bound_bytes <= error.minimum_bytes
@@ -220,27 +220,27 @@ def test_an_impossible_budget_says_what_is_possible():
 
 def test_a_graph_that_was_not_surveyed_is_compiled_with_a_warning():
     model = Broken(1, dropout=0.0)
-    survey = autoremat.survey(model, torch.randn(ROWS, WIDTH), memory_budget=1.0, options=EAGER)
-    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": survey}, dynamic=False)
-    with pytest.warns(BudgetWarning, match="surveyed step did not have"):
+    profile = autoremat.profile_step(model, torch.randn(ROWS, WIDTH), memory_budget=1.0, options=EAGER)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": profile}, dynamic=False)
+    with pytest.warns(BudgetWarning, match="profiled step did not have"):
         compiled(torch.randn(ROWS // 2, WIDTH)).backward()
 
 
 def test_what_cannot_be_surveyed_is_an_error():
     model, inputs = Broken(1, dropout=0.0), torch.randn(ROWS, WIDTH)
-    survey = functools.partial(autoremat.survey, memory_budget=1.0)
-    with pytest.raises(SurveyError, match="loss="):
-        survey(model.a, inputs, options=EAGER)
-    with pytest.raises(SurveyError, match="regional"):
-        survey(model, inputs, options=EAGER, regional=True)
-    with pytest.raises(SurveyError, match="require a gradient"):
-        survey(lambda x: x.sum(), inputs, options=EAGER)
+    profile = functools.partial(autoremat.profile_step, memory_budget=1.0)
+    with pytest.raises(StepProfileError, match="loss="):
+        profile(model.a, inputs, options=EAGER)
+    with pytest.raises(StepProfileError, match="regional"):
+        profile(model, inputs, options=EAGER, regional=True)
+    with pytest.raises(StepProfileError, match="require a gradient"):
+        profile(lambda x: x.sum(), inputs, options=EAGER)
     with pytest.raises(OptionsError, match="memory_budget"):
-        survey(model, inputs, options={"memory_budget": 1})
-    found = survey(model.a, inputs, options=EAGER, loss=torch.Tensor.sum)
+        profile(model, inputs, options={"memory_budget": 1})
+    found = profile(model.a, inputs, options=EAGER, loss=torch.Tensor.sum)
     assert len(found.step.graphs) == 1
     with pytest.raises(OptionsError, match="of another"):
-        autoremat.survey(model, inputs, memory_budget=found)
+        autoremat.profile_step(model, inputs, memory_budget=found)
 
 
 def test_graphs_without_a_backward_belong_to_the_surveyed_step():
@@ -253,7 +253,7 @@ def test_graphs_without_a_backward_belong_to_the_surveyed_step():
         torch._dynamo.graph_break()
         return hidden.gather(-1, best).square().mean()
 
-    found = autoremat.survey(loss, x, memory_budget=1.0, options=EAGER)
+    found = autoremat.profile_step(loss, x, memory_budget=1.0, options=EAGER)
     assert len(found.step.graphs) == 2
     assert len(found.step.others) == 1
     torch.compile(loss, backend="autoremat", options={**EAGER, "memory_budget": found})(x).backward()
@@ -268,12 +268,12 @@ def test_the_step_fits_its_budget_under_inductor(regional):
     else:
         model, inputs = Broken(1, dropout=0.0), torch.randn(10 * ROWS, WIDTH)
         step = torch.compile(model, backend="autoremat")
-    peaks, found = [], autoremat.survey(model, inputs, memory_budget=1.0)
+    peaks, found = [], autoremat.profile_step(model, inputs, memory_budget=1.0)
     for budget in (1.0, 0.8) if regional else (0.8,):
-        survey = found.within(budget)
-        autoremat.configure(memory_budget=survey)
+        profile = found.within(budget)
+        autoremat.configure(memory_budget=profile)
         peaks.append(measured(model, step, inputs))
-        assert peaks[-1] <= survey.budget_bytes
+        assert peaks[-1] <= profile.budget_bytes
         torch.compiler.reset()
     assert peaks[-1] < peaks[0] or not regional
 
@@ -287,13 +287,15 @@ def test_an_optimizer_in_the_backward_is_refused():
         optimizers[parameter].step()
 
     handles = [p.register_post_accumulate_grad_hook(step_at_once) for p in model.parameters()]
-    with pytest.raises(SurveyError, match=r"4 hooks run as soon as a gradient is made .*step_at_once.*remove them meanwhile"):
-        autoremat.survey(lambda x: model(x).sum(), torch.ones(4, 8), options={"inner": "aot_eager"})
+    with pytest.raises(
+        StepProfileError, match=r"4 hooks run as soon as a gradient is made .*step_at_once.*remove them meanwhile"
+    ):
+        autoremat.profile_step(lambda x: model(x).sum(), torch.ones(4, 8), options={"compiler": "aot_eager"})
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
     for handle in handles:
         handle.remove()
-    autoremat.survey(lambda x: model(x).sum(), torch.ones(4, 8), options={"inner": "aot_eager"})
+    autoremat.profile_step(lambda x: model(x).sum(), torch.ones(4, 8), options={"compiler": "aot_eager"})
 
 
 def test_buffers_that_are_replaced_are_put_back():
@@ -311,7 +313,7 @@ def test_buffers_that_are_replaced_are_put_back():
 
     model = Counting()
     calls = model.calls
-    autoremat.survey(model, torch.ones(4, 8), options={"inner": "aot_eager"})
+    autoremat.profile_step(model, torch.ones(4, 8), options={"compiler": "aot_eager"})
     assert model.calls is calls
     assert calls.item() == 0
     assert model.newest is None

@@ -117,7 +117,7 @@ def test_what_is_measured_meanwhile_has_the_planned_sizes_and_no_hooks():
 
 
 def test_a_survey_leaves_the_compilations_of_other_threads_alone():
-    """A model that another thread compiles meanwhile is planned as ever, and is no part of the survey."""
+    """A model that another thread compiles meanwhile is planned as ever, and is no part of the step profile."""
     inside, compiled = threading.Event(), threading.Event()
     model, other = (nn.Sequential(nn.Linear(16, width), nn.Tanh(), nn.Linear(width, 1)) for width in (32, 48))
     x = torch.ones(64, 16)
@@ -135,16 +135,16 @@ def test_a_survey_leaves_the_compilations_of_other_threads_alone():
         assert inside.wait(LIMIT)
         before = len(autoremat.reports())
         try:
-            torch.compile(other, backend="autoremat", options={"inner": "aot_eager"})(x).sum().backward()
+            torch.compile(other, backend="autoremat", options={"compiler": "aot_eager"})(x).sum().backward()
         finally:
             compiled.set()
         return len(autoremat.reports()) - before
 
     with ThreadPoolExecutor(1) as pool:
         reports = pool.submit(train_other)
-        survey = autoremat.survey(step, x, options={"inner": "aot_eager"})
+        profile = autoremat.profile_step(step, x, options={"compiler": "aot_eager"})
         assert reports.result(LIMIT) == 1
-    assert len(survey.step.graphs) == 1
+    assert len(profile.step.graphs) == 1
 
 
 def test_a_checkpointed_region_ignores_modules_of_other_threads():

@@ -22,10 +22,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat.basics.errors import BudgetWarning, CaptureError, OrderWarning
+from autoremat.basics.errors import BudgetWarning, CaptureError, ConstraintWarning
 
 COLLECTIVES = torch.ops._c10d_functional
-UNCOMPILED = {"inner": "aot_eager", "on_unplannable": "raise"}
+UNCOMPILED = {"compiler": "aot_eager", "on_planning_error": "raise"}
 LEAST = {**UNCOMPILED, "memory_budget": 1, "on_infeasible": "best_effort"}
 ROWS, SIZE = 64, 32
 
@@ -107,7 +107,7 @@ def test_an_effect_that_is_ordered_to_run_again_runs_once_and_says_so():
     expected = gradients(compile_(region, "aot_eager"), x, weight)
     contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_RECOMPUTE)
     checkpointed = compile_(lambda *inputs: checkpoint(region, *inputs, use_reentrant=False, context_fn=contexts), **LEAST)
-    with pytest.warns(OrderWarning, match=r"versions.spoken.* runs once"):
+    with pytest.warns(ConstraintWarning, match=r"versions.spoken.* runs once"):
         found = gradients(checkpointed, x, weight)
     assert ran == ["spoken"]
     assert all(map(same_bits, found, expected))

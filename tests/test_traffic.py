@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
-from oracles import again_seconds, saving_seconds
+from oracles import recompute_seconds, saving_seconds
 from strategies import GraphBuilder, graphs
 
 from autoremat.planner.cost.fused_traffic import traffic_of
@@ -20,7 +20,9 @@ MOVED = SIZE * PER_BYTE / 2
 @given(graphs())
 def test_seconds_are_those_of_an_independent_count(graph):
     forward = range(graph.num_forward)
-    assert traffic_of(graph).again_seconds[: graph.num_forward] == pytest.approx([again_seconds(graph, op) for op in forward])
+    assert traffic_of(graph).recompute_seconds[: graph.num_forward] == pytest.approx(
+        [recompute_seconds(graph, op) for op in forward]
+    )
     assert traffic_of(graph).saving_seconds == pytest.approx([saving_seconds(graph, v) for v in range(len(graph.values))])
 
 
@@ -28,7 +30,10 @@ def test_seconds_are_those_of_an_independent_count(graph):
 def test_a_plan_costs_what_it_runs_again_and_saves(graph):
     plan = Planner(graph).find(None).plan
     assert plan is not None
-    recomputed, saved = (again_seconds(graph, op) for op in plan.recomputed), (saving_seconds(graph, v) for v in plan.saved)
+    recomputed, saved = (
+        (recompute_seconds(graph, op) for op in plan.recomputed),
+        (saving_seconds(graph, v) for v in plan.saved),
+    )
     assert plan.cost_seconds == pytest.approx(sum(recomputed) + sum(saved))
 
 
@@ -37,7 +42,7 @@ def normalised() -> tuple[Graph, int, int, int]:
     scaled one in a kernel of its own. Returns product, scaled value and the op that makes that, too."""
     build = GraphBuilder()
     product = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
-    scaled = build.op([product], SIZE, kind=Kind.POINTWISE, seconds=1e-3, traffic_seconds=9e-4)
+    scaled = build.op([product], SIZE, kind=Kind.POINTWISE, seconds=1e-3, memory_bound_seconds=9e-4)
     loss = build.op([scaled], SIZE, kind=Kind.EXTERN)
     gradient = build.op([build.source(SIZE, Role.TANGENT), scaled], SIZE, kind=Kind.EXTERN, forward=False)
     result = build.op([gradient, product], SIZE, kind=Kind.POINTWISE, forward=False)
@@ -53,14 +58,14 @@ def test_what_kernels_of_their_own_read_in_both_halves_is_saved_for_nothing():
     graph, product, scaled, maker = normalised()
     assert traffic_of(graph).saving_seconds[scaled] == 0.0
     assert traffic_of(graph).saving_seconds[product] == pytest.approx(MOVED)
-    assert traffic_of(graph).again_seconds[maker] == 1e-3
+    assert traffic_of(graph).recompute_seconds[maker] == 1e-3
     assert scaled in Planner(graph).find(None).plan.saved
 
 
 def test_what_is_only_fused_costs_its_arithmetic_again():
     build = GraphBuilder()
     product = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
-    fused = {"kind": Kind.POINTWISE, "seconds": 1e-3, "traffic_seconds": 9e-4}
+    fused = {"kind": Kind.POINTWISE, "seconds": 1e-3, "memory_bound_seconds": 9e-4}
     first = build.op([product], SIZE, **fused)
     second = build.op([first], SIZE, **fused)
     loss = build.op([build.op([second], SIZE, **fused)], SIZE, kind=Kind.EXTERN)
@@ -68,7 +73,7 @@ def test_what_is_only_fused_costs_its_arithmetic_again():
     result = build.op([tangent, first, second, product], SIZE, kind=Kind.POINTWISE, forward=False)
     ends = {"forward_outputs": (loss,), "backward_outputs": (result,)}
     graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=1e-3)
-    assert traffic_of(graph).again_seconds[1:3] == pytest.approx([1e-4, 1e-4])
+    assert traffic_of(graph).recompute_seconds[1:3] == pytest.approx([1e-4, 1e-4])
     assert set(Planner(graph).find(None).plan.saved) == {product}
 
 
@@ -79,14 +84,14 @@ def test_a_result_that_several_runs_need_is_computed_in_each():
     sums = []
     for _ in range(3):
         product = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
-        stream = build.op([stream, product], SIZE, kind=Kind.POINTWISE, seconds=1e-3, traffic_seconds=9e-4)
+        stream = build.op([stream, product], SIZE, kind=Kind.POINTWISE, seconds=1e-3, memory_bound_seconds=9e-4)
         sums.append(stream)
     gradient = build.source(SIZE, Role.TANGENT)
     for value in reversed(sums):
         gradient = build.op([gradient, value], SIZE, kind=Kind.POINTWISE, forward=False)
         gradient = build.op([gradient], SIZE, kind=Kind.EXTERN, forward=False)
     graph = build.graph(backward_outputs=(gradient,), fuses=True, saving_seconds_per_byte=PER_BYTE)
-    again = [traffic_of(graph).again_seconds[graph.values[value].producer] for value in sums]
+    again = [traffic_of(graph).recompute_seconds[graph.values[value].producer] for value in sums]
     assert again == pytest.approx([runs * (1e-4 + MOVED) for runs in (3, 2, 1)])
 
 
@@ -94,7 +99,7 @@ def test_what_only_repeats_would_read_is_read_if_it_is_saved():
     """As of a log-softmax, which is made again from the logits and not from the difference to their maximum."""
     build = GraphBuilder()
     logits = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
-    fused = {"kind": Kind.POINTWISE, "seconds": 1e-5, "traffic_seconds": 9e-6}
+    fused = {"kind": Kind.POINTWISE, "seconds": 1e-5, "memory_bound_seconds": 9e-6}
     difference = build.op([logits], SIZE, **fused)
     result = build.op([difference], SIZE, **fused)
     loss = build.op([result], 0, kind=Kind.REDUCTION)
@@ -110,24 +115,24 @@ def test_what_is_spread_over_columns_is_saved_and_not_computed_for_each():
     build, columns = GraphBuilder(), 1000
     logits = build.op([build.source(SIZE)], SIZE * columns, kind=Kind.EXTERN)
     total = build.op([logits], SIZE, kind=Kind.REDUCTION)
-    log = build.op([total], SIZE, kind=Kind.POINTWISE, seconds=2e-5, traffic_seconds=1e-5)
-    result = build.op([logits, log], SIZE * columns, kind=Kind.POINTWISE, seconds=2e-2, traffic_seconds=1e-2)
+    log = build.op([total], SIZE, kind=Kind.POINTWISE, seconds=2e-5, memory_bound_seconds=1e-5)
+    result = build.op([logits, log], SIZE * columns, kind=Kind.POINTWISE, seconds=2e-2, memory_bound_seconds=1e-2)
     loss = build.op([result], 0, kind=Kind.REDUCTION)
     tangent = build.source(0, Role.TANGENT)
     gradient = build.op([tangent, result], SIZE * columns, kind=Kind.POINTWISE, forward=False)
     ends = {"forward_outputs": (loss,), "backward_outputs": (gradient,)}
     graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=PER_BYTE)
     maker = graph.values[log].producer
-    assert traffic_of(graph).again_seconds[maker] == pytest.approx(columns * 1e-5 + MOVED)
+    assert traffic_of(graph).recompute_seconds[maker] == pytest.approx(columns * 1e-5 + MOVED)
     assert set(Planner(graph).find(None).plan.saved) == {logits, log}
 
 
 def test_what_only_the_forward_spreads_is_not_charged_for_it():
     build, columns = GraphBuilder(), 1000
     total = build.op([build.source(SIZE)], SIZE, kind=Kind.REDUCTION)
-    log = build.op([total], SIZE, kind=Kind.POINTWISE, seconds=2e-5, traffic_seconds=1e-5)
-    spread = build.op([log], SIZE * columns, kind=Kind.POINTWISE, seconds=2e-2, traffic_seconds=1e-2)
+    log = build.op([total], SIZE, kind=Kind.POINTWISE, seconds=2e-5, memory_bound_seconds=1e-5)
+    spread = build.op([log], SIZE * columns, kind=Kind.POINTWISE, seconds=2e-2, memory_bound_seconds=1e-2)
     loss = build.op([spread], 0, kind=Kind.REDUCTION)
     gradient = build.op([build.source(0, Role.TANGENT), log], SIZE, kind=Kind.POINTWISE, forward=False)
     graph = build.graph(forward_outputs=(loss,), backward_outputs=(gradient,), fuses=True, saving_seconds_per_byte=PER_BYTE)
-    assert traffic_of(graph).again_seconds[graph.values[log].producer] == pytest.approx(1e-5 + MOVED)
+    assert traffic_of(graph).recompute_seconds[graph.values[log].producer] == pytest.approx(1e-5 + MOVED)

@@ -14,7 +14,7 @@ from training_steps import layers, rows
 
 import autoremat
 
-LEAST = {"memory_budget": 1, "inner": "aot_eager", "on_infeasible": "best_effort"}
+LEAST = {"memory_budget": 1, "compiler": "aot_eager", "on_infeasible": "best_effort"}
 NO_RECOMPUTATION = "aot_eager_default_partitioner"
 
 AT_LEAST_ALREADY = {"nothing_in_the_batch", "batch_norm", "writing_in_place", "experts_broken"}
@@ -24,7 +24,7 @@ LARGE = {"whisper", "language_model_with_cache", "experts_whole", "two_towers", 
 
 # What torch says of these steps under any backend.
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::autoremat.basics.errors.OrderWarning"),
+    pytest.mark.filterwarnings("ignore::autoremat.basics.errors.ConstraintWarning"),
     pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning"),
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"),
     pytest.mark.filterwarnings("ignore:Dynamo detected a call to a `functools.lru_cache`:UserWarning"),
@@ -126,7 +126,7 @@ def test_random_numbers_under_inductor(fallback: bool) -> None:
     options = {"memory_budget": 1, "on_infeasible": "best_effort", "fallback_random": fallback}
     compiled = torch.compile(model, backend="autoremat", options=options)
     with warnings.catch_warnings():
-        warnings.simplefilter("error", autoremat.UnplannedWarning)
+        warnings.simplefilter("error", autoremat.FallbackWarning)
         found, again = gradients(compiled), gradients(compiled)
     assert autoremat.reports()[-1].recomputed_ops > 0
     for mine, second, reference in zip(found, again, expected, strict=True):

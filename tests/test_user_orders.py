@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from autoremat.basics.errors import OrderWarning
+from autoremat.basics.errors import ConstraintWarning
 
 REFERENCE = "aot_eager_default_partitioner"
 
@@ -146,12 +146,12 @@ def checkpointed_step(kind: str, demanded: bool):
     [
         ("dropout", True, r"aten.native_dropout.default at .*test_user_orders.py:\d+.*: may not run twice \(random\)"),
         ("choice", True, r"aten.sort.default at .*test_user_orders.py:\d+.*: may not run twice \(chooses\)"),
-        ("custom", True, r"autoremat_tests.shifted.default at .*:\d+.* \(undeclared; autoremat.declare_pure says that it"),
-        ("custom", False, r"autoremat_tests.shifted.default at .*:\d+.* \(undeclared; autoremat.declare_pure says that it"),
+        ("custom", True, r"autoremat_tests.shifted.default at .*:\d+.* \(opaque; autoremat.declare_pure says that it"),
+        ("custom", False, r"autoremat_tests.shifted.default at .*:\d+.* \(opaque; autoremat.declare_pure says that it"),
     ],
 )
 def test_what_a_checkpoint_region_orders_in_vain_is_named(kind, demanded, reason):
-    with pytest.warns(OrderWarning, match=reason):
+    with pytest.warns(ConstraintWarning, match=reason):
         seen, compiled = planned(checkpointed_step(kind, demanded), torch.randn(64, 32, requires_grad=True))
     assert "aten.cos.default" in [target for _, target in seen.recomputed()]  # the rest is obeyed
 

@@ -75,7 +75,9 @@ def test_sdist_holds_passes_and_licence(built):
 
 
 def test_installed_package_comes_from_the_wheel(python, tmp_path):
-    code = "import autoremat, autoremat.passes as p; print(autoremat.__file__); print(p.__file__); print(p.realise.__module__)"
+    code = (
+        "import autoremat, autoremat.passes as p; print(autoremat.__file__); print(p.__file__); print(p.apply_plan.__module__)"
+    )
     package, passes, owner = run(python, "-c", code, cwd=tmp_path).splitlines()
     home = python.parent.parent
     assert Path(package).is_relative_to(home)
@@ -96,7 +98,7 @@ def test_backend_is_found_by_name(python, tmp_path):
         "import torch, sys\n"
         "assert 'autoremat' in torch._dynamo.list_backends()\n"
         "m = torch.nn.Linear(4, 4)\n"
-        "c = torch.compile(m, backend='autoremat', options={'inner': 'aot_eager', 'memory_budget': '1MiB'})\n"
+        "c = torch.compile(m, backend='autoremat', options={'compiler': 'aot_eager', 'memory_budget': '1MiB'})\n"
         "c(torch.ones(2, 4)).sum().backward()\n"
         "import autoremat\n"
         "print(len(autoremat.reports()), m.weight.grad is not None)"

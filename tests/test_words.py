@@ -32,11 +32,11 @@ def broken(x: torch.Tensor) -> torch.Tensor:
 
 
 def by_explain(inner: str) -> None:
-    autoremat.explain(loss, X, options={"memory_budget": 1000, "inner": inner})
+    autoremat.explain(loss, X, options={"memory_budget": 1000, "compiler": inner})
 
 
 def by_survey(inner: str) -> None:
-    autoremat.survey(broken, X, memory_budget=1000, options={"inner": inner})
+    autoremat.profile_step(broken, X, memory_budget=1000, options={"compiler": inner})
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # Dynamo's, after a graph break
@@ -60,7 +60,7 @@ def test_what_a_step_lists_sums_to_its_peak_also_where_plans_count_what_was_not_
 
 def test_the_bound_on_the_peak_is_not_below_an_optimal_plan():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
-    report = autoremat.explain(lambda x: model(x).square().mean(), torch.randn(64, 8), options={"inner": "aot_eager"})
+    report = autoremat.explain(lambda x: model(x).square().mean(), torch.randn(64, 8), options={"compiler": "aot_eager"})
     assert report.lower_bound_bytes == report.minimum_peak_bytes
 
 
@@ -74,12 +74,12 @@ def test_whole_percents_sum_to_a_hundred(sizes):
 
 def test_the_smallest_found_says_what_is_kept_in_reserve_beside_it():
     report = autoremat.explain(loss, X)
-    assert report.reserved_bytes
+    assert report.code_headroom_bytes
     (line,) = [line for line in str(report).splitlines() if line.startswith("smallest found")]
     assert "and 64.00 KiB in reserve" in line
     with pytest.raises(BudgetInfeasible) as raised:
         by_explain("inductor")
-    assert raised.value.minimum_bytes == report.minimum_peak_bytes + report.reserved_bytes
+    assert raised.value.minimum_bytes == report.minimum_peak_bytes + report.code_headroom_bytes
 
 
 def test_what_costs_nothing_to_save_is_said_so():
@@ -88,7 +88,7 @@ def test_what_costs_nothing_to_save_is_said_so():
 
 
 def test_text_and_html_have_the_same_words():
-    report = autoremat.explain(loss, X, options={"inner": "aot_eager"})
+    report = autoremat.explain(loss, X, options={"compiler": "aot_eager"})
     heads = report.totals_table().heads
     html = to_html(report)
     for head in heads:

@@ -38,7 +38,7 @@ def layers(count: int = 3) -> nn.Sequential:
 
 
 def numbers(*things: object) -> list[Tensor]:
-    """Copies of tensors, of the gradients of leaves among them, and of all that modules hold."""
+    """Buffers of tensors, of the gradients of leaves among them, and of all that modules hold."""
     found: list[Tensor] = []
     for thing in things:
         if isinstance(thing, nn.Module):

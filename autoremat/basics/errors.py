@@ -49,19 +49,19 @@ class CaptureError(AutorematError):
     """The joint graph could not be turned into a `Graph`; the message names the op and where it comes from."""
 
 
-class UnplannedError(AutorematError, RuntimeError):
+class PlanningError(AutorematError, RuntimeError):
     """A graph with a memory budget could not be planned; the error that was met is the ``__cause__``."""
 
 
-class SurveyError(AutorematError, RuntimeError):
-    """A step could not be surveyed: nothing was compiled in it, or it has no loss to differentiate."""
+class StepProfileError(AutorematError, RuntimeError):
+    """A step could not be profiled: nothing was compiled in it, or it has no loss to differentiate."""
 
 
 class PlanInvalid(AutorematError):
     """A plan does not hold what it promises: it failed the check that every plan must pass before it is used."""
 
 
-class NotByRows(AutorematError):
+class ChunkingUnsupported(AutorematError):
     """The projection and the loss of a graph cannot be computed in parts; the message says why."""
 
     def __init__(self, message: str, remedy: str = "") -> None:
@@ -92,12 +92,12 @@ class BudgetInfeasible(AutorematError):
         occupants: Iterable[Occupant] = (),
         device: str | None = None,
         plan_file: str | None = None,
-        without_orders_bytes: int | None = None,
+        unconstrained_bytes: int | None = None,
         remedy: str = "",
     ) -> None:
         """`minimum_bytes`: smallest feasible peak found; `lower_bound_bytes`: proven for every plan;
         `occupants`: what is alive at the peak of the smallest plan, kept largest first; `plan_file`: the stored plan that
-        was to be applied, beside which none was looked for; `without_orders_bytes`: the smallest peak found without the
+        was to be applied, beside which none was looked for; `unconstrained_bytes`: the smallest peak found without the
         user's orders, if there are any; `remedy`: further advice."""
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
@@ -105,7 +105,7 @@ class BudgetInfeasible(AutorematError):
         self.occupants = tuple(sorted(occupants, key=lambda occupant: -occupant.bytes))
         self.device = device
         self.plan_file = plan_file
-        self.without_orders_bytes = without_orders_bytes
+        self.unconstrained_bytes = unconstrained_bytes
         self.remedies = (remedy,) if remedy else ()
         super().__init__(self._message())
 
@@ -138,7 +138,7 @@ class BudgetInfeasible(AutorematError):
         count = len(self.occupants)
         total = format_bytes(sum(occupant.bytes for occupant in self.occupants))
         shown = f", the {OCCUPANTS_SHOWN} largest" if count > OCCUPANTS_SHOWN else ""
-        return f"Alive at the smallest peak ({count} tensor{'s' if count > 1 else ''}, {total}){shown}:"
+        return f"LiveTensor at the smallest peak ({count} tensor{'s' if count > 1 else ''}, {total}){shown}:"
 
     def _advice(self) -> list[str]:
         advice = [
@@ -150,8 +150,8 @@ class BudgetInfeasible(AutorematError):
             advice.insert(1, "leave out the option `plan`: another plan may fit")
         elif self.lower_bound_bytes <= self.budget_bytes:
             advice.insert(1, "raise time_limit: the bound does not rule out that a plan within the budget exists")
-        if self.without_orders_bytes is not None and self.without_orders_bytes < self.minimum_bytes:
-            relaxed = f"{self.without_orders_bytes} bytes ({format_bytes(self.without_orders_bytes)})"
+        if self.unconstrained_bytes is not None and self.unconstrained_bytes < self.minimum_bytes:
+            relaxed = f"{self.unconstrained_bytes} bytes ({format_bytes(self.unconstrained_bytes)})"
             advice.insert(1, f"relax policy, save or recompute: without them the smallest peak found is {relaxed}")
         return [*advice[:1], *self.remedies, *advice[1:]]
 
@@ -160,29 +160,29 @@ class BudgetWarning(UserWarning):
     """A request has no effect, or a best-effort plan runs over its budget."""
 
 
-class OrderWarning(UserWarning):
+class ConstraintWarning(UserWarning):
     """An order or a policy matches nothing, has no effect, or cannot be obeyed."""
 
 
-class UnplannedWarning(UserWarning):
+class FallbackWarning(UserWarning):
     """A graph could not be planned: torch partitions it, and no budget holds for it."""
 
 
-def unplanned_message(error: BaseException, place: str) -> str:
-    """The text of an ``UnplannedWarning``: the error, the graph (``place``), and the way out."""
+def fallback_message(error: BaseException, place: str) -> str:
+    """The text of an ``FallbackWarning``: the error, the graph (``place``), and the way out."""
     return (
         f"a graph ({place}) could not be planned and is left to torch, so no memory budget holds for it: "
         f"{type(error).__name__}: {error}. It trains all the same. Please report this text to autoremat's issue tracker; "
-        'on_unplannable="raise" makes it an error.'
+        'on_planning_error="raise" makes it an error.'
     )
 
 
-def unplanned_error(error: BaseException, place: str) -> UnplannedError:
+def planning_error(error: BaseException, place: str) -> PlanningError:
     """The error for a graph (``place``) whose memory budget cannot be kept because of ``error``."""
-    return UnplannedError(
+    return PlanningError(
         f"a graph ({place}) could not be planned, so its memory budget cannot be kept: {type(error).__name__}: {error}. "
         'If backend="inductor" compiles it, please report this text to autoremat\'s issue tracker; '
-        'on_unplannable="warn" leaves such a graph to torch, without a budget.'
+        'on_planning_error="warn" leaves such a graph to torch, without a budget.'
     )
 
 

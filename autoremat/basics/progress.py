@@ -1,7 +1,7 @@
 """Tells whoever waits what is going on: at a terminal, in a notebook, in a log.
 
-:func:`said_if_slow` is put around what may take long, :func:`now` says what is being done at the moment. A thread of its own
-speaks, so that nobody who works has to. Outside of ``said_if_slow`` nothing is said, whoever calls ``now``.
+:func:`status_if_slow` is put around what may take long, :func:`now` says what is being done at the moment. A thread of its own
+speaks, so that nobody who works has to. Outside of ``status_if_slow`` nothing is said, whoever calls ``now``.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Tally:
 
 @dataclass
 class _Level:
-    """What one ``said_if_slow`` has to say."""
+    """What one ``status_if_slow`` has to say."""
 
     title: str
     began: float = field(default_factory=lambda: time.monotonic())
@@ -126,18 +126,18 @@ def carried(work: Callable[[], Result]) -> Callable[[], Result]:
 
 def quiet() -> contextlib.AbstractContextManager[None]:
     """While active, the present thread says nothing, whatever is called."""
-    return said_if_slow("", shown=False)
+    return status_if_slow("", shown=False)
 
 
 @contextlib.contextmanager
-def said_if_slow(
+def status_if_slow(
     message: str, console: Console | None = None, patience: float | None = None, shown: bool = True, waited: float = 0.0
 ) -> Iterator[None]:
     """While the body runs, tell on standard error what it does, as soon as it has run for ``patience`` seconds.
 
     Where a person sits, one line changes; elsewhere there is a line every few seconds. Of the ranks of a job the first speaks.
-    ``waited``: for so long the caller has been waiting already. Inside of another ``said_if_slow`` the message is added to that
-    one's; not ``shown``, all that is inside is quiet.
+    ``waited``: for so long the caller has been waiting already. Inside of another ``status_if_slow`` the message is added to
+    that one's; not ``shown``, all that is inside is quiet.
     """
     outer, level = _here.levels, _Level(message, time.monotonic() - waited)
     if outer and shown:

@@ -39,13 +39,13 @@ class Cost:
 def traits_of(node: fx.Node) -> Trait:
     """What ``node`` may not do."""
     traits = op_traits.traits_of(node)
-    if Trait.UNDECLARED not in traits:
+    if Trait.OPAQUE not in traits:
         return traits
     if declarations.find(node) is not None:
-        return traits & ~Trait.UNDECLARED
+        return traits & ~Trait.OPAQUE
     if higher_order.name_of(node) not in higher_order.RUNS_BODIES:
         return traits
-    found = traits & ~Trait.UNDECLARED
+    found = traits & ~Trait.OPAQUE
     for body in higher_order.bodies(node):
         for inner in body.graph.nodes:
             found |= traits_of(inner) if inner.op == "call_function" else Trait.NONE
@@ -94,7 +94,7 @@ def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], r
     traits = op_traits.traits_of(node)
     if traits & NO_KERNEL or higher_order.written_op(node) is not None:
         return 0  # a Triton kernel writes to what it is handed
-    if Trait.UNDECLARED in traits:
+    if Trait.OPAQUE in traits:
         return None
     result = node.meta.get("val")
     if not fuses:

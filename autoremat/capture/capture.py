@@ -233,7 +233,7 @@ def _is_backward(builder: _Builder, required: set[fx.Node]) -> dict[fx.Node, boo
             begun = True
         begun = begun or (compat.is_traced_in_backward(node) and node not in required)
         # A function with a backward of its own may call a custom op there before it looks at a gradient.
-        begun = begun or (index > last_of_forward and Trait.UNDECLARED in call_cost.traits_of(node))
+        begun = begun or (index > last_of_forward and Trait.OPAQUE in call_cost.traits_of(node))
         found[node] = depends or (begun and node not in required)
     return found
 
@@ -306,7 +306,7 @@ def _op(
         source,
         () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
         op_traits.inlining_of(node, runs_on), (1 - call_cost.ARITHMETIC_SHARE) * seconds if streams else 0.0,
-        op_traits.insists(node),
+        op_traits.demanded(node),
     )  # fmt: skip
 
 
@@ -367,10 +367,10 @@ def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name:
         values=values,
         forward_outputs=computed(forward_outputs),
         backward_outputs=computed(backward_outputs),
-        pinned=tuple(number[n] for n in ordered if not backward[n] and _pins(n)),
+        must_run=tuple(number[n] for n in ordered if not backward[n] and _pins(n)),
         fuses=fuses,
         saving_seconds_per_byte=saving_seconds_per_byte(rates),
-        whole_runs=fuses and runs_on == "cpu",
+        fusion_groups_hold_buffers=fuses and runs_on == "cpu",
         most_reads=compat.most_reads_inlined(),
     )
     nodes, unknown = tuple(builder.value_nodes), tuple(sorted(builder.unknown_workspaces))

@@ -16,7 +16,7 @@ from autoremat.measure.calibration import rates_of
 from autoremat.measure.op_times import Times, profile, signature, worth_timing
 from autoremat.ops.op_traits import stays_in_kernel
 from autoremat.ops.work import arithmetic_of, work_of
-from autoremat.planner.cost import Basis, Pricing, Rates
+from autoremat.planner.cost import CostSources, Pricing, Rates
 from autoremat.torch_private import compat
 
 ROOFLINE, CALIBRATED, PROFILE = "roofline", "calibrated", "profile"
@@ -27,7 +27,7 @@ def priced(captured: Capture, cost_model: str) -> tuple[Capture, Pricing]:
     device = compat.device_of(captured.joint)
     rates = rates_of(device) if cost_model != ROOFLINE else None
     if rates is None:
-        return captured, Pricing.of(cost_model, ((op.seconds, Basis.ASSUMED) for op in captured.graph.ops))
+        return captured, Pricing.of(cost_model, ((op.seconds, CostSources.ASSUMED) for op in captured.graph.ops))
     captured, bases = by_rates(captured, rates)
     untimed = 0
     if cost_model == PROFILE:
@@ -39,7 +39,7 @@ def priced(captured: Capture, cost_model: str) -> tuple[Capture, Pricing]:
     return captured, Pricing.of(cost_model, zip(seconds, bases, strict=True), untimed)
 
 
-def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[Basis]]:
+def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSources]]:
     """``captured`` with calibrated seconds, and for each op what they rest on."""
     graph = captured.graph
     works = [work_of(node, op) for node, op in zip(captured.op_nodes, graph.ops, strict=True)]
@@ -49,15 +49,15 @@ def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[Basis]]:
         for node, all_of_it in zip(captured.op_nodes, seconds, strict=True)
     ]
     ops = tuple(
-        replace(op, seconds=all_of_it, traffic_seconds=traffic)
+        replace(op, seconds=all_of_it, memory_bound_seconds=traffic)
         for op, all_of_it, traffic in zip(graph.ops, seconds, streamed, strict=True)
     )
     graph = replace(graph, ops=ops, saving_seconds_per_byte=rates.saving_seconds_per_byte)
-    bases = [Basis.CALIBRATED if work.known else Basis.ASSUMED for work in works]
+    bases = [CostSources.CALIBRATED if work.known else CostSources.ASSUMED for work in works]
     return replace(captured, graph=graph), bases
 
 
-def by_times(captured: Capture, bases: list[Basis], times: Times) -> tuple[Capture, list[Basis], int]:
+def by_times(captured: Capture, bases: list[CostSources], times: Times) -> tuple[Capture, list[CostSources], int]:
     """``captured`` with the measured seconds of the ops that have some, what all rest on then, and how many should have
     some and do not."""
     ops, found, untimed = list(captured.graph.ops), list(bases), 0
@@ -68,7 +68,7 @@ def by_times(captured: Capture, bases: list[Basis], times: Times) -> tuple[Captu
         if seconds is None:
             untimed += 1
         else:
-            ops[number], found[number] = replace(ops[number], seconds=seconds), Basis.MEASURED
+            ops[number], found[number] = replace(ops[number], seconds=seconds), CostSources.MEASURED
     return replace(captured, graph=replace(captured.graph, ops=tuple(ops))), found, untimed
 
 

@@ -42,7 +42,7 @@ def one_of_several(gm: fx.GraphModule) -> Iterator[None]:
             why = f" ({dynamo.in_few_words(reason).partition('. ')[0]})" if reason else ""
             infeasible.advise(
                 f"this is one graph of several, for Dynamo broke the function{why}: share one budget among them, by "
-                "autoremat.survey(function, *inputs, memory_budget=...)"
+                "autoremat.profile_step(function, *inputs, memory_budget=...)"
             )
         raise
 

@@ -38,7 +38,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
         pricing.identity(options.cost_model, device_of_inputs(gm, inputs)),
         declarations.identity(),
         gm.print_readable(print_output=False),
-        source_info.identity(gm) if options.has_orders else "",
+        source_info.identity(gm) if options.has_constraints else "",
         *map(_describe, inputs),
         symbolic_sizes.planned_identity(),
         f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')} {torch.get_num_threads()}",

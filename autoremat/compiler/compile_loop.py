@@ -96,7 +96,7 @@ def before_lowering(graph: fx.Graph) -> None:
 
 
 @dataclasses.dataclass
-class InductorCompilation:
+class CompileLoop:
     """One graph through Inductor, planned again while its code turns out over budget, and once if it leaves room."""
 
     gm: fx.GraphModule
@@ -154,7 +154,7 @@ class InductorCompilation:
             lowering.memory_first(lambda: partitioner.memory_first),
             lowering.rewriting_before_lowering(before_lowering),
             lowering.draws_by_place(patches),
-            lowering.observe_lowering(lambda: partitioner.circumstances, observe),
+            lowering.observe_lowering(lambda: partitioner.replay_context, observe),
         ):
             compiled = compat.compile_with_inductor(module, self.inputs, patches, EAGER_BACKWARD)
         self.check_peaks(partitioner)  # the second half may come from a cache, unseen
@@ -175,7 +175,7 @@ class InductorCompilation:
     def run(self) -> Compiled:
         """Compile, plan again where the code asks for it, and publish the report."""
         record = records.load(self.key)
-        self.margin = record.margin_bytes if record is not None else 0
+        self.margin = record.extra_headroom_bytes if record is not None else 0
         caches: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
         for replans in range(MAX_REPLANS + 2):  # the last is made only for what an error has to name
             self.last = self.last or replans >= MAX_REPLANS
@@ -188,14 +188,14 @@ class InductorCompilation:
                 with caches():
                     compiled = self.attempt(partitioner)
             except Exception as error:
-                reason = cause_of(error, _PlanAgain)
+                reason = find_cause(error, _PlanAgain)
                 if reason is None or partitioner.report is None:
                     raise
                 self.change_margin(partitioner, reason, replans)
                 change = f"{format_bytes(abs(self.margin))} {'more' if self.margin < 0 else 'less'} than the budget"
                 log.debug("%s: planning again for %s", reason, change)
                 continue
-            if partitioner.unplanned and partitioner.report is None:
+            if partitioner.fell_back and partitioner.report is None:
                 return compiled
             if partitioner.report is None and record is None:
                 if caches is compat.without_caches:  # no backward after all, whatever requires a gradient
@@ -236,7 +236,7 @@ class InductorCompilation:
             self.margin += reason.peak_bytes - reason.limit_bytes
             return
         # For the budget less what the simulator underestimated this plan by.
-        excess = reason.peak_bytes - report.predicted_peak_bytes - partitioner.slack_bytes
+        excess = reason.peak_bytes - report.predicted_peak_bytes - partitioner.code_headroom_bytes
         self.margin = max(excess, self.margin + 1)
         if replans >= MAX_REPLANS - 1:  # the plan of least memory, before an error says that nothing fits
             self.margin = max(report.budget_bytes or 0, self.margin)
@@ -263,7 +263,7 @@ class InductorCompilation:
         planning, report = partitioner.planning, partitioner.report
         if self.naming or planning is None or report is None or len(self.peaks) < 2:
             return None
-        other = int(LOOSER * planning.smallest.peak_bytes) + partitioner.slack_bytes
+        other = int(LOOSER * planning.smallest.peak_bytes) + partitioner.code_headroom_bytes
         return (report.budget_bytes or 0) - other if max(self.peaks.values()) > LOOSER * other else None
 
     def looser_margin(self, budget: int, peak: int) -> int:
@@ -281,8 +281,8 @@ class InductorCompilation:
     def finish(self, compiled: Compiled, partitioner: Partitioner, record: Record | None, replans: int) -> Compiled:
         """Remember the report of a compilation that stands, and publish it."""
         report = self.completed(partitioner, record, replans)
-        if partitioner.report is not None and not partitioner.unplanned:  # else the next process is to warn as well
-            records.save(self.key, Record(report, partitioner.margin_bytes))
+        if partitioner.report is not None and not partitioner.fell_back:  # else the next process is to warn as well
+            records.save(self.key, Record(report, partitioner.extra_headroom_bytes))
         return compiled if report is None else published(compiled, report, self.options)
 
     def completed(self, partitioner: Partitioner, record: Record | None, replans: int) -> Report | None:
@@ -327,7 +327,7 @@ class InductorCompilation:
         return infeasible(planning, report.budget_bytes or 0, report.device, least, partitioner.plan_file)
 
 
-def cause_of(error: BaseException, kind: type[Kind]) -> Kind | None:
+def find_cause(error: BaseException, kind: type[Kind]) -> Kind | None:
     """The exception of that kind that ``error`` is or was raised from, if any."""
     return next((cause for cause in causes(error) if isinstance(cause, kind)), None)
 

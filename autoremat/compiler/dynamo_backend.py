@@ -14,23 +14,23 @@ from autoremat.basics.errors import (
     AutorematError,
     BudgetInfeasible,
     BudgetWarning,
+    FallbackWarning,
     OptionsError,
-    UnplannedWarning,
-    unplanned_error,
-    unplanned_message,
+    fallback_message,
+    planning_error,
 )
-from autoremat.basics.progress import now, said_if_slow
+from autoremat.basics.progress import now, status_if_slow
 from autoremat.capture import source_info
 from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.compiler.breaks import listen, one_of_several, seconds_in_dynamo, until_reset, what_dynamo_said
 from autoremat.compiler.cache_key import graph_key
-from autoremat.compiler.compile_loop import Compiled, InductorCompilation, cause_of, published, with_bytes
+from autoremat.compiler.compile_loop import Compiled, CompileLoop, find_cause, published, with_bytes
 from autoremat.compiler.dynamic_shapes import with_limits
 from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.options.defaults import note_compiled
 from autoremat.options.options import PLANNING_KEYS, Options
-from autoremat.planner.multigraph.step_profile import Survey
+from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.registry import explain_absence_by, note_graph
 from autoremat.torch_private import compat
 
@@ -56,7 +56,7 @@ def backend(
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
     title, waited = f"compiling {source_info.begin_of(gm.graph)}", seconds_in_dynamo()
-    with said_if_slow(title, shown=parsed.progress, waited=waited), one_of_several(gm):
+    with status_if_slow(title, shown=parsed.progress, waited=waited), one_of_several(gm):
         return _compile(gm, example_inputs, parsed)
 
 
@@ -78,47 +78,47 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options)
     def compile_with(options: Options) -> Compiled:
         return _compile_planned(gm, example_inputs, options, patches)
 
-    return with_limits(compile_with, example_inputs, parsed, lambda error: cause_of(error, BudgetInfeasible) is not None)
+    return with_limits(compile_with, example_inputs, parsed, lambda error: find_cause(error, BudgetInfeasible) is not None)
 
 
 def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options, patches: dict[str, Any]) -> Compiled:
-    if parsed.inner == "aot_eager":
+    if parsed.compiler == "aot_eager":
         return _compile_uncompiled(gm, example_inputs, parsed)
     if not may_train(gm, example_inputs):
         return compat.compile_with_inductor(gm, example_inputs, patches, {})
     try:
-        return InductorCompilation(gm, example_inputs, parsed, patches).run()
+        return CompileLoop(gm, example_inputs, parsed, patches).run()
     except Exception as error:  # what is wrong with the graph itself, plain Inductor says below
-        if _is_meant(error):
+        if is_user_error(error):
             raise
-        if not parsed.leaves_unplannable:
-            raise unplanned_error(error, source_info.place_of(gm.graph)) from error
+        if not parsed.falls_back:
+            raise planning_error(error, source_info.place_of(gm.graph)) from error
         log.info("compiling a plan failed", exc_info=error)
         compiled = compat.compile_with_inductor(gm, example_inputs, patches, {})
-        warnings.warn(unplanned_message(error, source_info.place_of(gm.graph)), UnplannedWarning, stacklevel=2)
+        warnings.warn(fallback_message(error, source_info.place_of(gm.graph)), FallbackWarning, stacklevel=2)
         return compiled
 
 
-def _is_meant(error: Exception) -> bool:
+def is_user_error(error: Exception) -> bool:
     """Whether the user is to see ``error``: one of ours, or a warning that is treated as an error."""
-    return cause_of(error, AutorematError) is not None or cause_of(error, Warning) is not None
+    return find_cause(error, AutorematError) is not None or find_cause(error, Warning) is not None
 
 
 def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Options:
-    """``options`` with the graph's share in the place of a survey."""
-    survey = options.memory_budget
-    if not isinstance(survey, Survey) or not may_train(gm, inputs):
+    """``options`` with the graph's share in the place of a step profile."""
+    profile = options.memory_budget
+    if not isinstance(profile, StepProfile) or not may_train(gm, inputs):
         return options
     key = graph_key(gm, inputs)
-    known = survey.number_of(key)
-    if known is None and key not in survey.step.others:
+    known = profile.number_of(key)
+    if known is None and key not in profile.step.others:
         warnings.warn(
-            "a graph is compiled that the surveyed step did not have, under the whole budget of the step: the peaks of this "
-            "graph and of others can add up. Survey the function that is compiled, with inputs of these shapes",
+            "a graph is compiled that the profiled step did not have, under the whole budget of the step: the peaks of this "
+            "graph and of others can add up. StepProfile the function that is compiled, with inputs of these shapes",
             BudgetWarning,
             stacklevel=2,
         )
-    return dataclasses.replace(options, memory_budget=survey.budget_bytes if known is None else survey.shares[known])
+    return dataclasses.replace(options, memory_budget=profile.budget_bytes if known is None else profile.shares[known])
 
 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:

@@ -11,28 +11,28 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autoremat.basics.errors import BudgetWarning, NotByRows
+from autoremat.basics.errors import BudgetWarning, ChunkingUnsupported
 from autoremat.capture.capture import Capture
 from autoremat.options.options import Options
 from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
-from autoremat.planner.constraints.constraints import Ordered
+from autoremat.planner.constraints.constraints import ConstrainedGraph
 from autoremat.planner.cost import Pricing
-from autoremat.planner.search.planner import Planner, Planning
+from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.torch_private import fake_tensors
 
-NUMBERS_OF_PARTS = (8, 16)
+NUMBERS_OF_CHUNKS = (8, 16)
 """Tried in this order where the user gives none. A part costs another read of the projection's weight and some twenty ops."""
 
 
 @dataclass(frozen=True)
-class Contender:
+class ChunkingCandidate:
     """One form of the graph and what was planned for it."""
 
     captured: Capture
     pricing: Pricing
     planner: Planner
-    ordered: Ordered
-    planning: Planning
+    ordered: ConstrainedGraph
+    planning: PlanningResult
     parts: int = 1
 
     @property
@@ -47,8 +47,8 @@ class Choice:
     """The contender to take; the graph as it is, if it was planned for; what its user can do to have parts, if that is what
     is missing."""
 
-    taken: Contender
-    whole: Contender | None
+    taken: ChunkingCandidate
+    whole: ChunkingCandidate | None
     remedy: str = ""
 
 
@@ -58,14 +58,14 @@ class Parts:
 
     options: Options
     recapture: Callable[[fx.GraphModule], tuple[Capture, Pricing]]
-    contend: Callable[[Capture, Pricing, int], Contender]
+    contend: Callable[[Capture, Pricing, int], ChunkingCandidate]
 
     def best(self, captured: Capture, pricing: Pricing, applicable: bool) -> Choice:
         """Warns if parts were asked for and cannot be had; ``applicable``: whether there is a choice at all."""
         wanted = self.options.chunk_loss
         asked = wanted is True or type(wanted) is int
         if not applicable and asked:
-            _warn("the budget of a surveyed step is shared out among its graphs as they are")
+            _warn("the budget of a profiled step is shared out among its graphs as they are")
         always = type(wanted) is int and applicable
         whole = None if always else self.contend(captured, pricing, 1)
         if wanted is False or not applicable or (self.options.plan and not always):
@@ -76,7 +76,7 @@ class Parts:
         try:
             for contender in self.in_parts(captured, found):
                 found.append(contender)
-        except NotByRows as reason:
+        except ChunkingUnsupported as reason:
             remedy = reason.remedy
             if asked:
                 _warn(str(reason))
@@ -86,10 +86,10 @@ class Parts:
             return Choice(min(fitting, key=lambda contender: contender.step_seconds), whole)
         return Choice(min(found, key=lambda contender: contender.planning.smallest.peak_bytes), whole, remedy)
 
-    def in_parts(self, captured: Capture, found: list[Contender]) -> Iterator[Contender]:
-        """Further contenders, as long as ``found`` leaves something to wish for. Raises ``NotByRows``."""
+    def in_parts(self, captured: Capture, found: list[ChunkingCandidate]) -> Iterator[ChunkingCandidate]:
+        """Further contenders, as long as ``found`` leaves something to wish for. Raises ``ChunkingUnsupported``."""
         wanted = self.options.chunk_loss
-        numbers = (wanted,) if type(wanted) is int else NUMBERS_OF_PARTS
+        numbers = (wanted,) if type(wanted) is int else NUMBERS_OF_CHUNKS
         for number in numbers:
             if wanted == "auto" and any(contender.planning.plan is not None for contender in found):
                 return

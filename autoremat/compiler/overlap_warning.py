@@ -99,7 +99,7 @@ class Watch:
             f"several {'calls of one compiled graph' if alone else 'compiled graphs'} are alive in one step: {calls} "
             f"{format_bytes(held)} for the backward while this one needs {format_bytes(peak)}, so far "
             f"{format_bytes(held + peak)} together, over the budget of {format_bytes(budget)} that each call keeps by itself. "
-            "Later calls add to that. autoremat.survey(...) measures the whole step and shares one budget among all calls"
+            "Later calls add to that. autoremat.profile_step(...) measures the whole step and shares one budget among all calls"
         )
 
     def judge_kept(self, graph: Watched) -> None:

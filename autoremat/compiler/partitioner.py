@@ -19,34 +19,34 @@ from autoremat.basics.errors import (
     AutorematError,
     BudgetInfeasible,
     BudgetWarning,
+    ConstraintWarning,
+    FallbackWarning,
     Occupant,
     OptionsError,
-    OrderWarning,
-    UnplannedWarning,
-    unplanned_error,
-    unplanned_message,
+    fallback_message,
+    planning_error,
 )
 from autoremat.basics.progress import now
 from autoremat.capture import source_info
 from autoremat.capture.capture import Capture, capture, runs_on_type
 from autoremat.capture.pricing import priced
 from autoremat.compiler.cache_key import source_hash
-from autoremat.compiler.loss_chunking import Choice, Contender, Parts
-from autoremat.compiler.replay_context import circumstances, slack_bytes
-from autoremat.compiler.torch_partition import peak_of_torch
+from autoremat.compiler.loss_chunking import Choice, ChunkingCandidate, Parts
+from autoremat.compiler.replay_context import code_headroom_bytes, replay_context
+from autoremat.compiler.torch_partition import torch_partition_peak
 from autoremat.options.options import Options
-from autoremat.passes import keep_strides, make_once, read_operands_directly, realise, rewrite_for_inductor
+from autoremat.passes import apply_plan, forward_region_operands, materialize_shared, preserve_strides, rewrite_for_inductor
 from autoremat.planner.constraints import policies
-from autoremat.planner.constraints.constraints import Ordered, Orders
+from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
 from autoremat.planner.cost import Pricing
 from autoremat.planner.graph.graph import Kind, Role
-from autoremat.planner.memory.wrapper_replay import Circumstances
+from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.planner.multigraph.fronts import point_of
 from autoremat.planner.multigraph.ledger import PlanPoint, Share
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner, Planning
-from autoremat.report.peak_snapshot import Sort, peak_of
+from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.report.peak_snapshot import TensorCategory, peak_of
 from autoremat.report.report import Report
 from autoremat.torch_private import compat
 from autoremat.workspaces.formulas import layout_copies_bytes
@@ -71,7 +71,7 @@ def free_device_bytes(device: torch.device) -> int | None:
 
 @dataclass(repr=False, eq=False)
 class Partitioner(compat.CustomPartitionerFn):
-    """One compilation's partitioner. ``margin_bytes`` is how far below the budget to plan, because the code generator's
+    """One compilation's partitioner. ``extra_headroom_bytes`` is how far below the budget to plan, because the code generator's
     schedule of an earlier plan turned out so much larger than simulated.
 
     After the call, ``report`` holds what was planned; while it is None the graph was answered from a cache or has no
@@ -80,7 +80,7 @@ class Partitioner(compat.CustomPartitionerFn):
 
     options: Options
     fingerprint: str
-    margin_bytes: int = 0
+    extra_headroom_bytes: int = 0
     fuses: bool = True
     must_fit: bool = True
     """Whether to raise if nothing fits; else the plan of least memory is taken."""
@@ -90,9 +90,9 @@ class Partitioner(compat.CustomPartitionerFn):
     """The CUDA device that is planned for, if the one at hand only stands for it: then no code decides what fits."""
     report: Report | None = field(default=None, init=False)
     plan: Plan | None = field(default=None, init=False)
-    planning: Planning | None = field(default=None, init=False)
+    planning: PlanningResult | None = field(default=None, init=False)
     planner: Planner | None = field(default=None, init=False)
-    circumstances: Circumstances = field(default_factory=Circumstances, init=False)
+    replay_context: ReplayContext = field(default_factory=ReplayContext, init=False)
     exhausted: bool = field(default=False, init=False)
     """Whether there is no other plan to try: it is stored, or the one of least memory, because none fits by the simulator's
     count."""
@@ -104,21 +104,21 @@ class Partitioner(compat.CustomPartitionerFn):
     it may recompute it whole, so alone it only has to fit the budget if it can, and a share of its own peak means nothing."""
     inputs_kept: frozenset[int] = field(default=frozenset(), init=False)
     """The values of the graph that are inputs, but not parameters."""
-    slack_bytes: int = field(default=0, init=False)
+    code_headroom_bytes: int = field(default=0, init=False)
     """What generated code may need beside what is simulated."""
-    unplanned: bool = field(default=False, init=False)
+    fell_back: bool = field(default=False, init=False)
     """Whether planning failed and the graph was left to torch's partitioner."""
     plan_file: str | None = field(default=None, init=False)
     """The stored plan that is applied instead of planning."""
-    peak_of_torch: Callable[[], int | None] | None = field(default=None, init=False)
+    torch_partition_peak: Callable[[], int | None] | None = field(default=None, init=False)
     """What tells the peak of torch's own partition of the graph at hand, until planning begins."""
-    ceiling_bytes: int | None = field(default=None, init=False)
+    soft_budget_bytes: int | None = field(default=None, init=False)
     """That peak, if it stands for a budget: a plan without one is not to exceed it."""
     captured: Capture | None = field(default=None, init=False)
     """The graph that was chosen, until it is rewritten: the one at hand, or the same with its loss in parts."""
 
     def __post_init__(self) -> None:
-        self.identity = ("autoremat", source_hash(), self.fingerprint, self.margin_bytes, self.must_fit)
+        self.identity = ("autoremat", source_hash(), self.fingerprint, self.extra_headroom_bytes, self.must_fit)
 
     def uuid(self) -> Any:
         """All that a compiled artifact depends on beside what torch hashes itself."""
@@ -141,21 +141,21 @@ class Partitioner(compat.CustomPartitionerFn):
         joint = compat.prepare_joint(gm, kwargs["num_fwd_outputs"])
         untouched = copy.deepcopy(joint.graph)
         try:
-            read_operands_directly(joint)
+            forward_region_operands(joint)
             if self.fuses:
                 rewrite_for_inductor(joint, runs_on_type(joint, self.cuda_name))
             captured = capture(joint, kwargs["num_fwd_outputs"], self.fuses, self.cuda_name)
             if captured.graph.num_forward < len(captured.graph.ops):
-                self.peak_of_torch = partial(peak_of_torch, captured, joint_inputs, kwargs)
+                self.torch_partition_peak = partial(torch_partition_peak, captured, joint_inputs, kwargs)
                 self.is_region = not joint_inputs
                 return self.plan_and_split(captured, kwargs.get("static_lifetime_input_indices") or ())
-        except (BudgetInfeasible, OptionsError, OrderWarning, BudgetWarning):
+        except (BudgetInfeasible, OptionsError, ConstraintWarning, BudgetWarning):
             raise
         except Exception as error:  # models and torch's ops are open-ended: what we fail on must train all the same
-            if isinstance(error, AutorematError) and not self.options.leaves_unplannable:
+            if isinstance(error, AutorematError) and not self.options.falls_back:
                 raise
-            if not self.options.leaves_unplannable:
-                raise unplanned_error(error, source_info.place_of(untouched)) from error
+            if not self.options.falls_back:
+                raise planning_error(error, source_info.place_of(untouched)) from error
             joint.graph = untouched
             self.leave_to_torch(error, source_info.place_of(untouched))
         return compat.partition_as_torch_does(joint, joint_inputs, **kwargs)
@@ -167,12 +167,12 @@ class Partitioner(compat.CustomPartitionerFn):
         plan = self.choose(captured, pricing)
         now("writing forward and backward")
         captured, self.captured = self.captured or captured, None
-        modules = realise(captured, plan.schedule, static_inputs)
+        modules = apply_plan(captured, plan.schedule, static_inputs)
         if self.fuses:
             for half in modules:
-                make_once(half)
-            keep_strides(modules[1])
-        self.circumstances = circumstances(captured)
+                materialize_shared(half)
+            preserve_strides(modules[1])
+        self.replay_context = replay_context(captured)
         fastest = self.plan_for(None)
         binding = fastest is not None and plan.cost_seconds > fastest.cost_seconds
         self.memory_first = binding or any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
@@ -182,9 +182,9 @@ class Partitioner(compat.CustomPartitionerFn):
 
     def leave_to_torch(self, error: Exception, place: str) -> None:
         """Say that no budget holds for this graph, and why."""
-        self.unplanned, self.report, self.planning, self.exhausted = True, None, None, False
+        self.fell_back, self.report, self.planning, self.exhausted = True, None, None, False
         log.info("planning failed", exc_info=error)
-        warnings.warn(unplanned_message(error, place), UnplannedWarning, stacklevel=2)
+        warnings.warn(fallback_message(error, place), FallbackWarning, stacklevel=2)
 
     def worth_trying(self, plan: Plan, budget: int) -> bool:
         """Whether the code generator may make ``plan`` fit though the simulator or an earlier try says that it does not."""
@@ -197,14 +197,14 @@ class Partitioner(compat.CustomPartitionerFn):
             return None
         if simulated_bytes is None:
             return self.planner.fastest(self.accepts())
-        return self.planner.choose(simulated_bytes - self.slack_bytes, accepts=self.accepts())
+        return self.planner.choose(simulated_bytes - self.code_headroom_bytes, accepts=self.accepts())
 
     def accepts(self) -> Callable[[Plan], bool] | None:
         """What a plan must hold to beside the peak; None for nothing."""
         share = self.share
         if share is None:
             return None
-        return lambda plan: share.holds(self.point_of(plan), self.margin_bytes)
+        return lambda plan: share.holds(self.point_of(plan), self.extra_headroom_bytes)
 
     @property
     def share(self) -> Share | None:
@@ -230,15 +230,15 @@ class Partitioner(compat.CustomPartitionerFn):
     def choose(self, captured: Capture, pricing: Pricing) -> Plan:
         """Plan under the budget and write the report. Raises ``BudgetInfeasible`` if nothing fits and that is asked for."""
         start = time.perf_counter()
-        self.find_ceiling()  # before the planner's time begins: torch's partitioner has no limit
+        self.find_soft_budget()  # before the planner's time begins: torch's partitioner has no limit
         now(f"planning {len(captured.graph.ops):,} ops, at most {self.options.time_limit:g} s")
         first = self.planner_of(captured)
         baseline = first[0].baseline
         device = compat.device_of(captured.joint)
         copies = layout_copies_bytes(captured.op_nodes, captured.runs_on)
-        self.slack_bytes = slack_bytes(captured.graph) + copies if self.fuses else 0
+        self.code_headroom_bytes = code_headroom_bytes(captured.graph) + copies if self.fuses else 0
         # Code without recomputation needs the reserve too: so it is part of what a share is of.
-        budget = self.options.resolve_budget(baseline.peak_bytes + self.slack_bytes, self.free_bytes(device))
+        budget = self.options.resolve_budget(baseline.peak_bytes + self.code_headroom_bytes, self.free_bytes(device))
         if self.is_region and isinstance(self.options.memory_budget, float):
             budget = None
         self.exhausted = False
@@ -253,37 +253,37 @@ class Partitioner(compat.CustomPartitionerFn):
             accepts = self.accepts()
             worth_trying = (accepts is None or accepts(plan)) and self.worth_trying(plan, budget)
             if self.must_fit and not self.is_region and not worth_trying:
-                relaxed = self.smallest_without_orders(captured, ordered)
-                least = planning.smallest.peak_bytes + self.slack_bytes  # what generated code is taken to need
+                relaxed = self.smallest_unconstrained(captured, ordered)
+                least = planning.smallest.peak_bytes + self.code_headroom_bytes  # what generated code is taken to need
                 raise infeasible(planning, budget, captured.device.name, least, self.plan_file, relaxed, choice.remedy)
         self.report = Report.of(
             dataclasses.replace(planning, baseline=baseline),
             plan,
-            self.slack_bytes + self.margin_bytes,
+            self.code_headroom_bytes + self.extra_headroom_bytes,
             budget_bytes=budget,
-            ceiling_bytes=self.ceiling_bytes,
+            soft_budget_bytes=self.soft_budget_bytes,
             planning_seconds=time.perf_counter() - start,
-            inner=self.options.inner,
+            inner=self.options.compiler,
             device=captured.device.name,
-            loss_parts=chosen.parts,
-            reserved_bytes=self.slack_bytes,
-            minimum_in_one_part_bytes=None if whole is None else whole.planning.smallest.peak_bytes,
+            loss_chunks=chosen.parts,
+            code_headroom_bytes=self.code_headroom_bytes,
+            minimum_unchunked_bytes=None if whole is None else whole.planning.smallest.peak_bytes,
             unknown_workspaces=captured.unknown_workspaces,
             **dataclasses.asdict(chosen.pricing),
         )
         return plan
 
-    def find_ceiling(self) -> None:
+    def find_soft_budget(self) -> None:
         """Where nothing else says what to do, ask for the peak of torch's partition; forget the graph that it was had of."""
-        options, look = self.options, self.peak_of_torch
+        options, look = self.options, self.torch_partition_peak
         told = options.memory_budget is not None or options.plan or options.policy
         if look is not None and self.fuses and not (told or self.is_region):
             now("asking for torch's own partition")
-            self.ceiling_bytes = look()
-        self.peak_of_torch = None
+            self.soft_budget_bytes = look()
+        self.torch_partition_peak = None
 
     def whole_or_in_parts(
-        self, captured: Capture, pricing: Pricing, budget: int | None, planner_at_hand: tuple[Planner, Ordered]
+        self, captured: Capture, pricing: Pricing, budget: int | None, planner_at_hand: tuple[Planner, ConstrainedGraph]
     ) -> Choice:
         """The graph to take, at hand or with its loss in parts, with what was planned for it, and for the one at hand."""
 
@@ -291,10 +291,10 @@ class Partitioner(compat.CustomPartitionerFn):
             again = capture(joint, captured.num_fwd_outputs, self.fuses, self.cuda_name)
             return priced(again, self.options.cost_model)
 
-        def contend(form: Capture, its_pricing: Pricing, parts: int) -> Contender:
+        def contend(form: Capture, its_pricing: Pricing, parts: int) -> ChunkingCandidate:
             planner, ordered = planner_at_hand if form is captured else self.planner_of(form)
             planning = self.search_or_apply(planner, budget, ordered)
-            return Contender(form, its_pricing, planner, ordered, planning, parts)
+            return ChunkingCandidate(form, its_pricing, planner, ordered, planning, parts)
 
         options = dataclasses.replace(self.options, chunk_loss=False) if self.is_region else self.options
         choice = Parts(options, recapture, contend).best(captured, pricing, self.share is None)
@@ -302,13 +302,13 @@ class Partitioner(compat.CustomPartitionerFn):
             self.planner = choice.taken.planner
         return choice
 
-    def planner_of(self, captured: Capture) -> tuple[Planner, Ordered]:
+    def planner_of(self, captured: Capture) -> tuple[Planner, ConstrainedGraph]:
         """A planner of the graph with what the options order."""
-        ordered = orders_of(self.options).apply(captured.graph)
+        ordered = constraints_of(self.options).apply(captured.graph)
         given = () if ordered.candidate is None else (ordered.candidate,)
-        return Planner(ordered.graph, self.options.time_limit, given=given, ceiling_bytes=self.ceiling_bytes), ordered
+        return Planner(ordered.graph, self.options.time_limit, given=given, soft_budget_bytes=self.soft_budget_bytes), ordered
 
-    def search_or_apply(self, planner: Planner, budget: int | None, ordered: Ordered) -> Planning:
+    def search_or_apply(self, planner: Planner, budget: int | None, ordered: ConstrainedGraph) -> PlanningResult:
         """Look for the best plan, or take the stored one or the policy's, which nothing then replaces. Raises
         ``PlanFileError``."""
         if self.options.plan and not self.is_region:
@@ -319,18 +319,20 @@ class Partitioner(compat.CustomPartitionerFn):
         if self.options.memory_budget is None and ordered.candidate is not None:
             ordered.candidate.plan.check()
             return planner.judge(ordered.candidate.plan, None)
-        return planner.find(None if budget is None else budget - self.slack_bytes - self.margin_bytes, self.accepts())
+        return planner.find(
+            None if budget is None else budget - self.code_headroom_bytes - self.extra_headroom_bytes, self.accepts()
+        )
 
-    def smallest_without_orders(self, captured: Capture, ordered: Ordered) -> int | None:
+    def smallest_unconstrained(self, captured: Capture, ordered: ConstrainedGraph) -> int | None:
         """The smallest peak found if the options order nothing; None if they do not."""
         if ordered.graph is captured.graph:
             return None
         return Planner(captured.graph, self.options.time_limit).search.smallest.peak_bytes
 
 
-def orders_of(options: Options) -> Orders:
+def constraints_of(options: Options) -> Constraints:
     """What the options order. With a budget, a policy only says what is recomputed."""
-    return Orders(options.save, options.recompute, policies.parse(options.policy), exact=options.memory_budget is None)
+    return Constraints(options.save, options.recompute, policies.parse(options.policy), exact=options.memory_budget is None)
 
 
 def kept_inputs(captured: Capture, static_inputs: Collection[int]) -> frozenset[int]:
@@ -349,7 +351,7 @@ def occupants_of(plan: Plan, minimum: int | None) -> list[Occupant]:
     """What is alive at the peak of ``plan``, and what the step needs besides, if that is ``minimum`` bytes."""
     moment = peak_of(plan, None)
     found = [] if moment is None else [
-        Occupant(t.name if t.sort is not Sort.WORKSPACE else f"workspace of {t.name}", t.bytes, t.module, t.source)
+        Occupant(t.name if t.sort is not TensorCategory.WORKSPACE else f"workspace of {t.name}", t.bytes, t.module, t.source)
         for t in moment.alive
     ]  # fmt: skip
     rest = (minimum or 0) - plan.peak_bytes
@@ -357,7 +359,7 @@ def occupants_of(plan: Plan, minimum: int | None) -> list[Occupant]:
 
 
 def infeasible(
-    planning: Planning,
+    planning: PlanningResult,
     budget: int,
     device: str,
     minimum: int | None = None,
@@ -374,6 +376,6 @@ def infeasible(
         occupants=occupants_of(smallest, minimum),
         device=device,
         plan_file=plan_file,
-        without_orders_bytes=without_orders,
+        unconstrained_bytes=without_orders,
         remedy=remedy,
     )

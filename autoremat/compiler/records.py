@@ -19,7 +19,7 @@ class Record:
     was set below the user's before the code generator's schedule fitted."""
 
     report: Report | None
-    margin_bytes: int = 0
+    extra_headroom_bytes: int = 0
 
 
 def load(key: str) -> Record | None:
@@ -27,9 +27,9 @@ def load(key: str) -> Record | None:
     try:
         fields: dict[str, Any] = json.loads(read_text("reports", key) or "")
         if fields["report"] is None:
-            return Record(None, int(fields["margin_bytes"]))
+            return Record(None, int(fields["extra_headroom_bytes"]))
         report = Report.from_json(json.dumps(fields["report"]))
-        return Record(dataclasses.replace(report, plan=_plan(key)), int(fields["margin_bytes"]))
+        return Record(dataclasses.replace(report, plan=_plan(key)), int(fields["extra_headroom_bytes"]))
     except UNUSABLE:
         return None
 
@@ -48,4 +48,4 @@ def save(key: str, record: Record) -> None:
     if record.report is not None and record.report.plan is not None:
         write_text("plans", key, record.report.plan.dumps())
     report = None if record.report is None else json.loads(record.report.to_json())
-    write_text("reports", key, json.dumps({"report": report, "margin_bytes": record.margin_bytes}))
+    write_text("reports", key, json.dumps({"report": report, "extra_headroom_bytes": record.extra_headroom_bytes}))

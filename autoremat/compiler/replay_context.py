@@ -6,11 +6,11 @@ import torch
 
 from autoremat.capture.capture import Capture
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.memory.wrapper_replay import Circumstances
+from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.workspaces.formulas import SMALL
 
 
-def slack_bytes(graph: Graph) -> int:
+def code_headroom_bytes(graph: Graph) -> int:
     """What generated code may allocate at any time beside its buffers."""
     return SMALL + (SMALL if any(op.target.startswith("aten.convolution") and op.workspace_bytes for op in graph.ops) else 0)
 
@@ -23,7 +23,7 @@ def _fixed_strides(tensor: object) -> tuple[int, ...] | None:
     return tuple(step for size, step in pairs if size != 1) if all(type(n) is int for pair in pairs for n in pair) else None
 
 
-def circumstances(captured: Capture) -> Circumstances:
+def replay_context(captured: Capture) -> ReplayContext:
     """What the generated code alone does not say: forward outputs stay with the caller."""
     graph = captured.graph
     held = {}
@@ -37,10 +37,10 @@ def circumstances(captured: Capture) -> Circumstances:
             known = workspaces.setdefault(parts[1], {})
             known.update({made: max(size, known.get(made, 0)) for made, size in sizes.items()})
     inputs = captured.joint.graph.find_nodes(op="placeholder")
-    return Circumstances(
+    return ReplayContext(
         held,
         captured.device.allocation_bytes,
         workspaces,
-        slack_bytes(graph),
+        code_headroom_bytes(graph),
         {n.name: strides for n in inputs if (strides := _fixed_strides(n.meta.get("val"))) is not None},
     )

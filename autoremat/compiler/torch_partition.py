@@ -55,7 +55,7 @@ def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.G
     return plan
 
 
-def peak_of_torch(captured: Capture, joint_inputs: Sequence[object], keywords: Mapping[str, Any]) -> int | None:
+def torch_partition_peak(captured: Capture, joint_inputs: Sequence[object], keywords: Mapping[str, Any]) -> int | None:
     """The simulated peak of torch's partition without a budget, in bytes; None where it cannot be told."""
     try:
         halves = fake_tensors.partition_for(1.0, captured.joint, joint_inputs, keywords)

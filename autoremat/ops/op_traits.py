@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
-from autoremat.planner.graph.graph import Inlining, Kind, Order, Trait
+from autoremat.planner.graph.graph import Constraint, Inlining, Kind, Trait
 from autoremat.torch_private.compat import CheckpointPolicy, is_with_effects, size_hint
 
 aten = torch.ops.aten
@@ -144,7 +144,7 @@ def traits_of_op(op: torch._ops.OpOverload) -> Trait:
     elif op._schema.name in EFFECTS:
         traits |= Trait.EFFECTFUL
     elif op.namespace not in PURE_NAMESPACES:
-        traits |= Trait.UNDECLARED
+        traits |= Trait.OPAQUE
     return traits
 
 
@@ -163,10 +163,10 @@ def traits_of(node: fx.Node) -> Trait:
         return Trait.EFFECTFUL
     traits = Trait.DATA_DEPENDENT if node.meta.get(BINDS_SIZES) else Trait.NONE
     if isinstance(target, torch._ops.HigherOrderOperator):
-        return traits | Trait.UNDECLARED
+        return traits | Trait.OPAQUE
     if not isinstance(target, torch._ops.OpOverload):
         return traits
-    traits |= traits_of_op(target) | (Trait.CHOOSES if chooses(node) else Trait.NONE)
+    traits |= traits_of_op(target) | (Trait.DISCONTINUOUS if chooses(node) else Trait.NONE)
     return traits if is_random(node) else traits & ~Trait.RANDOM
 
 
@@ -238,17 +238,17 @@ def _laid_out_alike(operand: Any, result: torch.Tensor) -> bool:
     return mine == wanted
 
 
-def order_of(node: fx.Node) -> Order:
+def order_of(node: fx.Node) -> Constraint:
     """What a checkpoint region or a selective-checkpoint policy has ordered for the node."""
     policy = node.meta.get("recompute")
     if policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
-        return Order.RECOMPUTE
+        return Constraint.RECOMPUTE
     if policy in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
-        return Order.SAVE
-    return Order.NONE
+        return Constraint.SAVE
+    return Constraint.NONE
 
 
-def insists(node: fx.Node) -> bool:
+def demanded(node: fx.Node) -> bool:
     """Whether a selective-checkpoint policy demands that the node runs again; a checkpoint region alone prefers it."""
     return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
 

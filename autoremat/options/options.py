@@ -10,8 +10,7 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from autoremat.basics import environment
 from autoremat.basics.budget import FORMS_ANYWHERE, budget_bytes, parse_budget
@@ -35,35 +34,34 @@ from autoremat.basics.progress import progress_in_environment, set_default
 from autoremat.basics.stable import stable
 from autoremat.basics.units import BYTE_FORMS, format_bytes
 from autoremat.options import defaults
+from autoremat.options.renamed import renamed
 from autoremat.planner.constraints import policies
-from autoremat.planner.constraints.policies import Policy, Selective
+from autoremat.planner.constraints.policies import Policy
 from autoremat.planner.multigraph.ledger import Share
-from autoremat.planner.multigraph.step_profile import Budget, Survey
+from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
 
-DEFAULT_RESERVE = 512 * 2**20  # the CUDA context, cuBLAS workspaces and fragmentation live outside the budget
-INNER_COMPILERS = ("inductor", "aot_eager")
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+DEFAULT_AUTO_HEADROOM = 512 * 2**20  # the CUDA context, cuBLAS workspaces and fragmentation live outside the budget
+COMPILERS = ("inductor", "aot_eager")
 INFEASIBLE_ACTIONS = ("raise", "best_effort")
 COST_MODELS = ("roofline", "calibrated", "profile")
-UNPLANNABLE_ACTIONS = ("warn", "raise")
+PLANNING_ERROR_ACTIONS = ("fallback", "raise")
 OWN_KEYS = (
-    "memory_budget", "reserve", "time_limit", "inner", "on_infeasible", "on_unplannable", "cost_model", "plan", "policy",
-    "recompute_modules", "save", "recompute", "chunk_loss", "progress",
+    "memory_budget", "auto_headroom", "time_limit", "compiler", "on_infeasible", "on_planning_error", "cost_model", "plan",
+    "policy", "save", "recompute", "chunk_loss", "progress",
 )  # fmt: skip
 PLANNING_KEYS = tuple(key for key in OWN_KEYS if key != "progress")
 
-_BUDGET_FORMS = f'{FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `reserve`); an `autoremat.survey`'
+_BUDGET_FORMS = f'{FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `auto_headroom`); an `autoremat.profile_step`'
 _PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
 _CHUNK_FORMS = '"auto", True, False or a number of parts, an int >= 2'
-_RESERVE_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
+_HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
 
-class _Unset(Enum):
-    UNSET = "not given"
-
-
-_UNSET = _Unset.UNSET
 _configured: dict[str, object] = {}
 
 
@@ -72,19 +70,18 @@ class Options:
     """Everything that influences a plan. Fields hold normalised values: bytes are ints, also if given as "6GiB".
 
     - memory_budget: peak bytes of forward and backward above the step's start (int), a share of the peak without
-        recomputation (float in (0, 1]), "auto", None for no bound, or the `Survey` of a step of several graphs.
-    - reserve: bytes that "auto" leaves free.
+        recomputation (float in (0, 1]), "auto", None for no bound, or the `StepProfile` of a step of several graphs.
+    - auto_headroom: bytes that "auto" leaves free.
     - time_limit: seconds that planning may take.
-    - inner: what compiles the planned graphs, "inductor" or "aot_eager" (runs them uncompiled).
+    - compiler: what compiles the planned graphs, "inductor" or "aot_eager" (runs them uncompiled).
     - on_infeasible: "raise", or "best_effort" to run at the smallest peak found.
     - cost_model: where the seconds of ops come from: "calibrated" (rates of the device, measured once), "profile" (each
         distinct library kernel is timed, the rest as calibrated), "roofline" (data sheets, nothing is measured).
-    - on_unplannable: "raise" makes it an error if a graph cannot be planned; "warn" leaves the graph to torch's partitioner,
-        without a budget. None: "raise" with a memory budget, "warn" without one.
+    - on_planning_error: "raise" makes it an error if a graph cannot be planned; "fallback" leaves the graph to torch's
+        partitioner, without a budget and with a warning. None: "raise" with a memory budget, "fallback" without one.
     - plan: stored plans to apply instead of planning: paths that `Plan.save` wrote, or plans, one or a sequence. Each graph
         takes the one that was made for it.
     - policy: what runs again in the backward; see `autoremat.policies`. Without a budget it is the whole plan.
-    - recompute_modules: the modules of the policy "selective"; kept in the policy, empty here.
     - save, recompute: orders to the planner: globs of module paths, ops, or names of tensors.
     - chunk_loss: whether the projection onto a vocabulary, the loss and their gradients are computed in parts: "auto" (if no
         plan fits otherwise), True (also if that is faster by prediction), in how many parts in any case, or False (never).
@@ -96,17 +93,16 @@ class Options:
     """
 
     memory_budget: Budget = None
-    reserve: int = DEFAULT_RESERVE
+    auto_headroom: int = DEFAULT_AUTO_HEADROOM
     time_limit: float = 10.0
-    inner: str = "inductor"
+    compiler: str = "inductor"
     on_infeasible: str = "raise"
-    on_unplannable: str | None = None
+    on_planning_error: str | None = None
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
     cost_model: str = "calibrated"
     plan: tuple[PlanFile, ...] = ()
     policy: Policy | str | None = None
-    recompute_modules: tuple[str, ...] = ()
     save: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     chunk_loss: bool | int | str = "auto"
@@ -115,17 +111,16 @@ class Options:
     def __post_init__(self) -> None:
         normalised = {
             "memory_budget": _normalise_budget(self.memory_budget, "memory_budget"),
-            "reserve": _normalise_reserve(self.reserve),
+            "auto_headroom": _normalise_headroom(self.auto_headroom),
             "time_limit": positive_seconds(self.time_limit, "time_limit"),
-            "inner": one_of(INNER_COMPILERS, self.inner, "inner"),
+            "compiler": one_of(COMPILERS, self.compiler, "compiler"),
             "on_infeasible": one_of(INFEASIBLE_ACTIONS, self.on_infeasible, "on_infeasible"),
             "cost_model": one_of(COST_MODELS, self.cost_model, "cost_model"),
-            "on_unplannable": None
-            if self.on_unplannable is None
-            else one_of(UNPLANNABLE_ACTIONS, self.on_unplannable, "on_unplannable"),
+            "on_planning_error": None
+            if self.on_planning_error is None
+            else one_of(PLANNING_ERROR_ACTIONS, self.on_planning_error, "on_planning_error"),
             "plan": _normalise_plans(self.plan),
-            "policy": _normalise_policy(self.policy, self.recompute_modules),
-            "recompute_modules": (),
+            "policy": policies.parse(self.policy),
             "save": _normalise_patterns(self.save, "save"),
             "recompute": _normalise_patterns(self.recompute, "recompute"),
             "chunk_loss": _normalise_chunks(self.chunk_loss),
@@ -153,7 +148,7 @@ class Options:
 
         Raises OptionsError for a value that is not accepted and for a key that neither side knows.
         """
-        given = underscored(options_of(options))
+        given = renamed(underscored(options_of(options)), _configured.get("policy"))
         own = {key: value for key, value in given.items() if key in OWN_KEYS}
         foreign = {key: value for key, value in given.items() if key not in OWN_KEYS}
         if foreign:
@@ -165,9 +160,9 @@ class Options:
         return cls(**merged, inductor=tuple(foreign.items()), mode=mode)
 
     @property
-    def leaves_unplannable(self) -> bool:
+    def falls_back(self) -> bool:
         """Whether torch partitions a graph that cannot be planned, with a warning; else that is an error."""
-        return self.memory_budget is None if self.on_unplannable is None else self.on_unplannable == "warn"
+        return self.memory_budget is None if self.on_planning_error is None else self.on_planning_error == "fallback"
 
     @property
     def wants_whole_baseline(self) -> bool:
@@ -175,7 +170,7 @@ class Options:
         return isinstance(self.memory_budget, float) and self.memory_budget == 1
 
     @property
-    def has_orders(self) -> bool:
+    def has_constraints(self) -> bool:
         """Whether a policy or orders point at parts of the model."""
         return bool(self.policy or self.save or self.recompute)
 
@@ -198,7 +193,9 @@ class Options:
         match self.memory_budget:
             case str():
                 return self._resolve_auto(free_bytes)
-            case Share(peak_bytes=budget) | Survey(budget_bytes=budget):  # whole for a graph that the survey does not know
+            case (
+                Share(peak_bytes=budget) | StepProfile(budget_bytes=budget)
+            ):  # whole for a graph that the step profile does not know
                 return budget
             case budget:
                 return budget_bytes(budget, baseline_peak_bytes)
@@ -208,56 +205,44 @@ class Options:
             raise OptionsError(
                 f'memory_budget="auto" needs a CUDA device, and the model is on none. Accepted elsewhere: {FORMS_ANYWHERE}'
             )
-        if free_bytes <= self.reserve:
+        if free_bytes <= self.auto_headroom:
             raise OptionsError(
                 f'memory_budget="auto" leaves nothing: {format_bytes(free_bytes)} ({free_bytes} bytes) are free on the '
-                f"device, and reserve={self.reserve} ({format_bytes(self.reserve)}) is to stay free. "
-                "Free device memory, lower `reserve`, or give the budget in bytes."
+                f"device, and auto_headroom={self.auto_headroom} ({format_bytes(self.auto_headroom)}) is to stay free. "
+                "Free device memory, lower `auto_headroom`, or give the budget in bytes."
             )
-        return free_bytes - self.reserve
+        return free_bytes - self.auto_headroom
 
 
-def configure(
-    *,
-    memory_budget: Budget | _Unset = _UNSET,
-    reserve: int | str | _Unset = _UNSET,
-    time_limit: float | _Unset = _UNSET,
-    inner: str | _Unset = _UNSET,
-    on_infeasible: str | _Unset = _UNSET,
-    cost_model: str | _Unset = _UNSET,
-    on_unplannable: str | None | _Unset = _UNSET,
-    plan: str | os.PathLike[str] | Plan | Sequence[str | os.PathLike[str] | Plan] | None | _Unset = _UNSET,
-    policy: Policy | str | None | _Unset = _UNSET,
-    recompute_modules: Collection[str] | _Unset = _UNSET,
-    save: Collection[str] | _Unset = _UNSET,
-    recompute: Collection[str] | _Unset = _UNSET,
-    chunk_loss: bool | int | str | _Unset = _UNSET,
-    progress: bool | _Unset = _UNSET,
-) -> None:
-    """Set defaults for this process, for callers that can pass only the backend's name.
+class OptionValues(TypedDict, total=False):
+    """The options that :func:`configure` takes, as users write them."""
 
-    Later calls add to earlier ones; `configure()` forgets them all. What is compiled already stays as it is, with a
-    `BudgetWarning` where it has taken another default. Raises OptionsError, and changes nothing, for a value that is not
-    accepted.
+    memory_budget: Budget
+    auto_headroom: int | str
+    time_limit: float
+    compiler: str
+    on_infeasible: str
+    cost_model: str
+    on_planning_error: str | None
+    plan: str | os.PathLike[str] | Plan | Sequence[str | os.PathLike[str] | Plan] | None
+    policy: Policy | str | None
+    save: Collection[str]
+    recompute: Collection[str]
+    chunk_loss: bool | int | str
+    progress: bool
+
+
+def configure(**options: "Unpack[OptionValues]") -> None:
+    """Sets defaults for this process, for callers that can pass only the backend's name.
+
+    Later calls add to earlier ones; `configure()` forgets them all. Graphs that are compiled already stay as they are, with a
+    `BudgetWarning` where they have taken another default. Raises OptionsError, and changes nothing, for an option or a value
+    that is not accepted.
     """
     global _configured
-    arguments: dict[str, Any] = {
-        "memory_budget": memory_budget,
-        "reserve": reserve,
-        "time_limit": time_limit,
-        "inner": inner,
-        "on_infeasible": on_infeasible,
-        "cost_model": cost_model,
-        "on_unplannable": on_unplannable,
-        "plan": plan,
-        "policy": policy,
-        "recompute_modules": recompute_modules,
-        "save": save,
-        "recompute": recompute,
-        "chunk_loss": chunk_loss,
-        "progress": progress,
-    }
-    given = {key: value for key, value in arguments.items() if value is not _UNSET}
+    given = renamed(options, _configured.get("policy"))
+    if unknown := [key for key in given if key not in OWN_KEYS]:
+        raise _unknown_key(unknown[0], ())
     checked = Options(**given)
     _configured = _configured | {key: getattr(checked, key) for key in given} if given else {}
     shown = _configured.get("progress")
@@ -297,18 +282,18 @@ def _budget_from_text(text: str) -> Budget:
 
 
 def _normalise_budget(value: object, name: str) -> Budget:
-    """Returns ``value`` as an int (bytes), a float in (0, 1], "auto", a survey, a share or None; ``name`` is for errors."""
-    if isinstance(value, Survey | Share):
+    """Returns ``value`` as bytes (an int), a float in (0, 1], "auto", a step profile, a share or None."""
+    if isinstance(value, StepProfile | Share):
         return value
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
     return parse_budget(value, name, _BUDGET_FORMS)
 
 
-def _normalise_reserve(value: object) -> int:
-    count = text_to_bytes(value, "reserve", _RESERVE_FORMS) if isinstance(value, str) else as_int(value)
+def _normalise_headroom(value: object) -> int:
+    count = text_to_bytes(value, "auto_headroom", _HEADROOM_FORMS) if isinstance(value, str) else as_int(value)
     if count is None or not 0 <= count <= MOST_BYTES:
-        raise refused("reserve", value, _RESERVE_FORMS)
+        raise refused("auto_headroom", value, _HEADROOM_FORMS)
     return count
 
 
@@ -322,15 +307,6 @@ def _normalise_plans(value: object) -> tuple[PlanFile, ...]:
             raise refused("plan", one, "the path of a plan that Plan.save wrote, a Plan, or a sequence of these")
         found.append(one if isinstance(one, PlanFile) else PlanFile.of(one))
     return tuple(found)
-
-
-def _normalise_policy(value: object, modules: object) -> Policy | None:
-    policy = policies.parse(value)
-    if not modules:
-        return policy
-    if not isinstance(policy, Selective):
-        raise OptionsError(f'recompute_modules={modules!r} belongs to policy="selective", and the policy is {value!r}')
-    return Selective(_normalise_patterns(modules, "recompute_modules"))
 
 
 def _normalise_patterns(value: object, name: str) -> tuple[str, ...]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planning
-from autoremat.report.decisions import Fate, ForwardValue, Reason, explain_values, module_class, op_name
-from autoremat.report.peak_snapshot import Alive, Moment, Profile, Sort, peak_of, profile_of
+from autoremat.planner.search.planner import PlanningResult
+from autoremat.report.decisions import Decision, ForwardValue, Reason, explain_values, module_class, op_name
+from autoremat.report.peak_snapshot import LiveTensor, PeakSnapshot, Profile, TensorCategory, peak_of, profile_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -49,11 +50,11 @@ class Total:
     def of(cls, name: str, values: Sequence[ForwardValue]) -> Total:
         """Sum up ``values``."""
 
-        def size(fate: Fate) -> int:
-            return sum(value.bytes for value in values if value.fate is fate)
+        def size(decision: Decision) -> int:
+            return sum(value.bytes for value in values if value.decision is decision)
 
         seconds, added = sum(v.seconds for v in values), sum(v.added_seconds for v in values)
-        return cls(name, len(values), size(Fate.SAVED), size(Fate.RECOMPUTED), size(Fate.FUSED), seconds, added)
+        return cls(name, len(values), size(Decision.SAVED), size(Decision.RECOMPUTED), size(Decision.FUSED), seconds, added)
 
 
 @dataclass(frozen=True, repr=False)
@@ -82,7 +83,7 @@ class ReportData:
     saved: tuple[SavedTensor, ...]
     """What is saved, largest first."""
     compiled_peak_bytes: int | None = None
-    """By the code generator's own schedule, after fusion; None where it was not seen (``inner="aot_eager"``)."""
+    """By the code generator's own schedule, after fusion; None where it was not seen (``compiler="aot_eager"``)."""
     replans: int = 0
     """How often the plan was tightened because the code generator's schedule was over the budget."""
     time_limited: bool = False
@@ -99,13 +100,13 @@ class ReportData:
     """The share that comes from data sheets, or from ops of other classes."""
     untimed_ops: int = 0
     """Ops that ``cost_model="profile"`` was to time and could not."""
-    ceiling_bytes: int | None = None
+    soft_budget_bytes: int | None = None
     """What stood for a budget where none was given: the simulated peak of torch's own partition."""
     values: tuple[ForwardValue, ...] = ()
     """What becomes of every value of the forward, and why; empty in reports of versions that did not look."""
-    peak_before: Moment | None = None
+    peak_before: PeakSnapshot | None = None
     """Where memory is fullest without recomputation, and what is alive there."""
-    peak_after: Moment | None = None
+    peak_after: PeakSnapshot | None = None
     """The same with the plan."""
     profile_before: Profile | None = None
     """Memory over the step without recomputation."""
@@ -119,19 +120,28 @@ class ReportData:
     """The plan itself, no part of the JSON: :meth:`Plan.save` writes it. None if the report was read from JSON, or is one of
     :func:`reports` with a hundred after it."""
 
-    reserved_bytes: int = 0
+    code_headroom_bytes: int = 0
     """Beside the predicted peak: copies of images and weights in other layouts, and what code may allocate at any time. Of the
     budget so much is kept back from the plan."""
     gradient_bytes: int = 0
     """All gradients that the backward returns together: of the peak, a floor that no recomputation lowers."""
-    loss_parts: int = 1
+    loss_chunks: int = 1
     """In how many parts the projection and the loss are computed (see the option ``chunk_loss``)."""
-    minimum_in_one_part_bytes: int | None = None
+    minimum_unchunked_bytes: int | None = None
     """The smallest peak that any plan found reaches with the loss in one part; None if none was looked for."""
     room_left_because: str = ""
     """Why the compiled code uses so much less than the budget; empty if it does not, or was not seen."""
     unknown_workspaces: tuple[str, ...] = ()
     """Kernels that may need more memory than is counted, because their workspace is not known and cannot be measured."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in RENAMED:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        new = RENAMED[name]
+        warnings.warn(
+            f"Report.{name} is deprecated and goes with the next release; use {new}", DeprecationWarning, stacklevel=2
+        )
+        return getattr(self, new)
 
     @property
     def gap(self) -> float | None:
@@ -158,11 +168,13 @@ class ReportData:
         return self.budget_bytes is None or (self.within_budget and not self.unknown_workspaces)
 
     @classmethod
-    def of(cls, planning: Planning, plan: Plan, margin_bytes: int = 0, **fields: Any) -> Self:
-        """Sum up ``plan``, made for ``margin_bytes`` less than its budget; ``fields`` are what a plan does not know of itself
-        (budget, times, device ...)."""
+    def of(cls, planning: PlanningResult, plan: Plan, extra_headroom_bytes: int = 0, **fields: Any) -> Self:
+        """Returns the report of ``plan``, which was made for ``extra_headroom_bytes`` less than its budget.
+
+        ``fields`` are the figures that a plan lacks: budget, times, device.
+        """
         graph, budget = plan.graph, fields.get("budget_bytes")
-        ceiling = fields.get("ceiling_bytes")
+        ceiling = fields.get("soft_budget_bytes")
         held_to = ceiling if ceiling is not None and plan.peak_bytes <= ceiling else None
         plan = dataclasses.replace(
             plan,
@@ -188,7 +200,7 @@ class ReportData:
             step_seconds=graph.step_seconds,
             gradient_bytes=sum(graph.values[v].bytes for v in graph.backward_outputs),
             lower_bound_seconds=planning.lower_bound_seconds if planning.lower_bound_seconds < math.inf else None,
-            values=explain_values(plan, held_to if budget is None else budget - margin_bytes),
+            values=explain_values(plan, held_to if budget is None else budget - extra_headroom_bytes),
             peak_before=peak_of(planning.baseline),
             peak_after=peak_of(plan),
             profile_before=profile_of(planning.baseline),
@@ -244,6 +256,16 @@ def _saved_tensors(graph: Graph, plan: Plan) -> tuple[SavedTensor, ...]:
     return tuple(found)
 
 
+RENAMED = {
+    "inner": "compiler",
+    "loss_parts": "loss_chunks",
+    "minimum_in_one_part_bytes": "minimum_unchunked_bytes",
+    "ceiling_bytes": "soft_budget_bytes",
+    "reserved_bytes": "code_headroom_bytes",
+}
+"""Fields by the names that earlier versions gave them."""
+
+
 def _plain(report: ReportData) -> dict[str, Any]:
     """The fields as JSON data."""
     own = dataclasses.replace(report, plan=None, others=())
@@ -260,11 +282,9 @@ def _parsed(fields: dict[str, Any], kind: type[ReportData]) -> dict[str, Any]:
     plan = fields.pop("plan", None)
     if plan is not None:
         raise TypeError("a plan is no part of a report's JSON")
+    fields = {RENAMED.get(name, name): value for name, value in fields.items()}
     fields["saved"] = tuple(SavedTensor(**tensor) for tensor in fields["saved"])
-    fields["values"] = tuple(
-        ForwardValue(**value | {"fate": Fate(value["fate"]), "reason": Reason(value["reason"])})
-        for value in fields.get("values", ())
-    )
+    fields["values"] = tuple(_forward_value(value) for value in fields.get("values", ()))
     for name in ("peak_before", "peak_after"):
         fields[name] = _moment(fields.get(name))
     for name in ("profile_before", "profile_after"):
@@ -275,12 +295,17 @@ def _parsed(fields: dict[str, Any], kind: type[ReportData]) -> dict[str, Any]:
     return fields
 
 
-def _moment(fields: Mapping[str, Any] | None) -> Moment | None:
+def _forward_value(fields: dict[str, Any]) -> ForwardValue:
+    decision = fields.pop("fate", None) or fields["decision"]  # an earlier version called it so
+    return ForwardValue(**fields | {"decision": Decision(decision), "reason": Reason(fields["reason"])})
+
+
+def _moment(fields: Mapping[str, Any] | None) -> PeakSnapshot | None:
     if fields is None:
         return None
-    alive = tuple(Alive(**tensor | {"sort": Sort(tensor["sort"])}) for tensor in fields["alive"])
-    by_sort = tuple((Sort(sort), int(size)) for sort, size in fields["by_sort"])
-    return Moment(**{**fields, "alive": alive, "by_sort": by_sort})
+    alive = tuple(LiveTensor(**tensor | {"sort": TensorCategory(tensor["sort"])}) for tensor in fields["alive"])
+    by_sort = tuple((TensorCategory(sort), int(size)) for sort, size in fields["by_sort"])
+    return PeakSnapshot(**{**fields, "alive": alive, "by_sort": by_sort})
 
 
 def _profile(fields: Mapping[str, Any] | None) -> Profile | None:

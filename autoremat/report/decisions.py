@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.fused_traffic import traffic_of
-from autoremat.planner.graph.graph import Order, Trait
+from autoremat.planner.graph.graph import Constraint, Trait
 from autoremat.planner.plans.plan import Plan
 
 
-class Fate(str, enum.Enum):
+class Decision(str, enum.Enum):
     """What a plan does with a value of the forward."""
 
     SAVED = "saved"
@@ -36,7 +36,7 @@ class Reason(str, enum.Enum):
     MUTATING = "mutating"
     COLLECTIVE = "collective"
     EFFECT = "effect"
-    UNDECLARED = "undeclared"
+    OPAQUE = "opaque"
     READS_MUTATED_INPUT = "reads mutated input"
     CHOICE = "choice"
     DATA_DEPENDENT = "data dependent"
@@ -58,7 +58,7 @@ WHY: dict[Reason, str] = {
     Reason.MUTATING: "its op writes to its inputs",
     Reason.COLLECTIVE: "its op communicates",
     Reason.EFFECT: "its op has an effect",
-    Reason.UNDECLARED: "custom or higher-order op of which nobody says that it is pure",
+    Reason.OPAQUE: "custom or higher-order op of which nobody says that it is pure",
     Reason.READS_MUTATED_INPUT: "its op reads an input that is overwritten later",
     Reason.CHOICE: "other code, which rounds otherwise, might choose otherwise",
     Reason.DATA_DEPENDENT: "the data decide how large its result is; made anew by other code, it might be of another size",
@@ -79,9 +79,9 @@ _BY_TRAIT = (
     (Trait.MUTATING, Reason.MUTATING),
     (Trait.COLLECTIVE, Reason.COLLECTIVE),
     (Trait.EFFECTFUL, Reason.EFFECT),
-    (Trait.UNDECLARED, Reason.UNDECLARED),
+    (Trait.OPAQUE, Reason.OPAQUE),
     (Trait.READS_MUTATED_INPUT, Reason.READS_MUTATED_INPUT),
-    (Trait.CHOOSES, Reason.CHOICE),
+    (Trait.DISCONTINUOUS, Reason.CHOICE),
     (Trait.DATA_DEPENDENT, Reason.DATA_DEPENDENT),
 )
 
@@ -95,7 +95,7 @@ class ForwardValue:
     op: str
     module: str
     source: str
-    fate: Fate
+    decision: Decision
     reason: Reason
     detail: str
     """What the reason rests on: seconds of recomputing and of saving, or the moment at which memory is full. May be empty."""
@@ -163,35 +163,35 @@ class _Explainer:
         for index in range(graph.num_forward):
             op = graph.ops[index]
             for number, value in enumerate(op.outputs):
-                seconds, again = (0.0, 0.0) if number else (op.seconds, traffic_of(graph).again_seconds[index])
-                fate = self.fate(index, value)
-                reason, detail = self.reason(index, value, fate)
+                seconds, again = (0.0, 0.0) if number else (op.seconds, traffic_of(graph).recompute_seconds[index])
+                decision = self.decision(index, value)
+                reason, detail = self.reason(index, value, decision)
                 found = graph.values[value]
                 yield ForwardValue(
                     found.name, found.bytes, op.target, found.module, found.source,
-                    fate, reason, detail, seconds, again * self.repeats.get(index, 0),
+                    decision, reason, detail, seconds, again * self.repeats.get(index, 0),
                 )  # fmt: skip
 
-    def fate(self, index: int, value: int) -> Fate:
+    def decision(self, index: int, value: int) -> Decision:
         if value in self.saved:
-            return Fate.SAVED
+            return Decision.SAVED
         if index in self.again and (value in self.read_by_backward or value in self.feeds):
-            return Fate.RECOMPUTED if index in self.in_forward else Fate.POSTPONED
+            return Decision.RECOMPUTED if index in self.in_forward else Decision.POSTPONED
         if self.graph.fuses and value not in self.materialised and self.graph.readers[value]:
-            return Fate.FUSED
-        return Fate.FORWARD_ONLY
+            return Decision.FUSED
+        return Decision.FORWARD_ONLY
 
-    def reason(self, index: int, value: int, fate: Fate) -> tuple[Reason, str]:
-        match fate:
-            case Fate.SAVED:
+    def reason(self, index: int, value: int, decision: Decision) -> tuple[Reason, str]:
+        match decision:
+            case Decision.SAVED:
                 return self.why_saved(index, value)
-            case Fate.RECOMPUTED:
+            case Decision.RECOMPUTED:
                 return self.why_recomputed(index, value)
-            case Fate.POSTPONED:
+            case Decision.POSTPONED:
                 return Reason.ONLY_BACKWARD, ""
-            case Fate.FUSED:
+            case Decision.FUSED:
                 return Reason.INSIDE_READERS, ""
-            case Fate.FORWARD_ONLY:
+            case Decision.FORWARD_ONLY:
                 return (Reason.FORWARD_OUTPUT if value in self.outputs else Reason.NOT_READ), ""
 
     def why_saved(self, index: int, value: int) -> tuple[Reason, str]:
@@ -201,7 +201,7 @@ class _Explainer:
         for trait, reason in _BY_TRAIT:
             if op.traits & trait:
                 return reason, ""
-        if op.order is Order.SAVE:
+        if op.constraint is Constraint.SAVE:
             return Reason.ORDERED, ""
         seconds, saving = self.seconds_without(value), self.saving_seconds(value)
         cost = against(seconds, saving)
@@ -211,8 +211,8 @@ class _Explainer:
 
     def why_recomputed(self, index: int, value: int) -> tuple[Reason, str]:
         op, size, saving = self.graph.ops[index], self.graph.values[value].bytes, self.saving_seconds(value)
-        seconds = traffic_of(self.graph).again_seconds[index]
-        if op.order is Order.RECOMPUTE:
+        seconds = traffic_of(self.graph).recompute_seconds[index]
+        if op.constraint is Constraint.RECOMPUTE:
             return Reason.ORDERED, ""
         if seconds <= saving:
             return Reason.CHEAP, against(seconds, saving)
@@ -233,7 +233,7 @@ class _Explainer:
         """To make the saved ``value`` again from the others that are saved."""
         graph = self.graph
         return sum(
-            traffic_of(graph).again_seconds[op] for op in graph.ancestors(graph.producers([value]), self.saved - {value})
+            traffic_of(graph).recompute_seconds[op] for op in graph.ancestors(graph.producers([value]), self.saved - {value})
         )
 
     def moment(self, position: int, more: int) -> str:

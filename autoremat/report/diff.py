@@ -15,7 +15,7 @@ CHANGES_SHOWN = 20
 
 @dataclass(frozen=True)
 class Change:
-    """A value of the forward with another fate or another size; None where a report does not know it."""
+    """A value of the forward with another decision or another size; None where a report does not know it."""
 
     name: str
     before: ForwardValue | None
@@ -55,7 +55,7 @@ class ReportDiff(Shown):
     def line(self) -> str:
         """All that a prompt shows."""
         _, before, after, change = next(row for row in self.figures if row[0] == "predicted peak")
-        return f"{len(self.changes)} values with another fate, predicted peak {before} -> {after} ({change})"
+        return f"{len(self.changes)} values with another decision, predicted peak {before} -> {after} ({change})"
 
     def tables(self) -> Sequence[PlainTable]:
         """All that ``print`` shows."""
@@ -64,10 +64,12 @@ class ReportDiff(Shown):
             figures.add_row(*row)
         if not self.changes:
             same = PlainTable("", ("",), numbers=0, show_header=False)
-            same.add_row("every value of the forward has the same fate")
+            same.add_row("every value of the forward has the same decision")
             return [figures, same]
         shown = self.changes[:CHANGES_SHOWN]
-        title = f"{len(self.changes)} values with another fate" + (", the largest" if len(shown) < len(self.changes) else "")
+        title = f"{len(self.changes)} values with another decision" + (
+            ", the largest" if len(shown) < len(self.changes) else ""
+        )
         table = plain_table(title, ("bytes", "value", "before", "after", "why", "module"), numbers=1)
         for change in shown:
             known = change.after or change.before
@@ -95,7 +97,7 @@ def compare(before: ReportData, after: ReportData) -> ReportDiff:
     changes = []
     for name in dict.fromkeys([*first, *second]):
         old, new = first.get(name), second.get(name)
-        if old is None or new is None or (old.fate, old.bytes) != (new.fate, new.bytes):
+        if old is None or new is None or (old.decision, old.bytes) != (new.decision, new.bytes):
             changes.append(Change(name, old, new))
     return ReportDiff(before, after, tuple(sorted(changes, key=lambda change: -change.bytes)))
 
@@ -105,7 +107,7 @@ def _by_name(report: ReportData) -> Mapping[str, ForwardValue]:
 
 
 def _fate(value: ForwardValue | None) -> str:
-    return "-" if value is None else value.fate.value
+    return "-" if value is None else value.decision.value
 
 
 def _or_dash(count: int | None) -> str:

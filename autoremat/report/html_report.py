@@ -10,8 +10,8 @@ from typing import Any
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.report import plots, text_tables
 from autoremat.report.data import ReportData
-from autoremat.report.decisions import Fate, op_name
-from autoremat.report.peak_snapshot import Moment
+from autoremat.report.decisions import Decision, op_name
+from autoremat.report.peak_snapshot import PeakSnapshot
 
 
 def to_html(report: ReportData) -> str:
@@ -28,7 +28,7 @@ def to_html(report: ReportData) -> str:
                "line": text_tables.short_source, "breakable": _breakable}  # fmt: skip
     environment.filters.update(filters)
     graphs: list[ReportData] = [report, *report.others]
-    return environment.get_template("report.html").render(graphs=[_graph(one) for one in graphs], fates=list(Fate))
+    return environment.get_template("report.html").render(graphs=[_graph(one) for one in graphs], decisions=list(Decision))
 
 
 def _breakable(path: str) -> Any:
@@ -50,7 +50,7 @@ def _graph(report: ReportData) -> dict[str, Any]:
         drawn["Memory over the step"] = plots.as_svg(plots.memory(report))
     if report.values:
         drawn["What becomes of the forward's values, by layer"] = plots.as_svg(plots.saved_by_layer(report))
-    moments: dict[str, Moment] = {}
+    moments: dict[str, PeakSnapshot] = {}
     if report.peak_after is not None:
         moments["Where memory is fullest"] = report.peak_after
     if report.peak_before is not None:

@@ -29,7 +29,7 @@ BANDS = 9
 GRADIENTS, TANGENTS, WORKSPACE, OUTSIDE, SMALLER = "gradients", "tangents", "workspace", "no module", "other modules"
 
 
-class Sort(str, enum.Enum):
+class TensorCategory(str, enum.Enum):
     """What a tensor is to the step."""
 
     SAVED = "saved"
@@ -42,18 +42,18 @@ class Sort(str, enum.Enum):
 
 
 @dataclass(frozen=True)
-class Alive:
+class LiveTensor:
     """A tensor that is alive at a moment."""
 
     name: str
     bytes: int
-    sort: Sort
+    sort: TensorCategory
     module: str
     source: str
 
 
 @dataclass(frozen=True)
-class Moment:
+class PeakSnapshot:
     """The execution of one op, and what is alive meanwhile."""
 
     bytes: int
@@ -66,11 +66,11 @@ class Moment:
     target: str
     module: str
     source: str
-    alive: tuple[Alive, ...]
+    alive: tuple[LiveTensor, ...]
     """The largest first; what is not listed is in ``others_bytes``."""
     others: int
     others_bytes: int
-    by_sort: tuple[tuple[Sort, int], ...]
+    by_sort: tuple[tuple[TensorCategory, int], ...]
     """Bytes of all that is alive by what it is, the largest sum first; together they are ``bytes``."""
 
 
@@ -90,7 +90,7 @@ class Profile:
         return tuple(sum(column) for column in zip(*self.bytes, strict=True))
 
 
-def peak_of(plan: Plan, listed: int | None = LISTED) -> Moment | None:
+def peak_of(plan: Plan, listed: int | None = LISTED) -> PeakSnapshot | None:
     """The first moment at which the plan's peak is reached, with the ``listed`` largest tensors (None: all); None of an empty
     graph."""
     graph, timeline, sequence = plan.graph, plan.timeline, plan.schedule.sequence
@@ -100,17 +100,17 @@ def peak_of(plan: Plan, listed: int | None = LISTED) -> Moment | None:
     op = graph.ops[sequence[position]]
     alive = _alive(plan, position, border)
     largest, rest = alive[:listed], alive[len(alive[:listed]) :]
-    sums: dict[Sort, int] = {}
+    sums: dict[TensorCategory, int] = {}
     for tensor in alive:
         sums[tensor.sort] = sums.get(tensor.sort, 0) + tensor.bytes
-    return Moment(
+    return PeakSnapshot(
         timeline.peak_bytes, "forward" if position < border else "backward", position, len(sequence),
         op.name, op.target, op.module, op.source, tuple(largest), len(rest), sum(tensor.bytes for tensor in rest),
         tuple(sorted(sums.items(), key=lambda pair: -pair[1])),
     )  # fmt: skip
 
 
-def _alive(plan: Plan, position: int, border: int) -> list[Alive]:
+def _alive(plan: Plan, position: int, border: int) -> list[LiveTensor]:
     """All that is alive during one execution, the largest first."""
     graph = plan.graph
     lifetimes = plan.timeline.lifetimes
@@ -121,19 +121,19 @@ def _alive(plan: Plan, position: int, border: int) -> list[Alive]:
         number, start = int(values[copy]), int(starts[copy])
         value = graph.values[number]
         if number in outputs and start < border:
-            sort = Sort.OUTPUT
+            sort = TensorCategory.OUTPUT
         elif number in gradients:
-            sort = Sort.GRADIENT
+            sort = TensorCategory.GRADIENT
         elif start >= border and value.producer is not None and value.producer < graph.num_forward:
-            sort = Sort.RECOMPUTED
+            sort = TensorCategory.RECOMPUTED
         else:
-            sort = Sort.SAVED if start < border and number in saved else Sort.TEMPORARY
-        found.append(Alive(value.name, value.bytes, sort, value.module, value.source))
+            sort = TensorCategory.SAVED if start < border and number in saved else TensorCategory.TEMPORARY
+        found.append(LiveTensor(value.name, value.bytes, sort, value.module, value.source))
     if position >= border:
         tangents = (v for v in graph.values if v.role is Role.TANGENT)
-        found += [Alive(v.name, v.bytes, Sort.TANGENT, v.module, v.source) for v in tangents]
+        found += [LiveTensor(v.name, v.bytes, TensorCategory.TANGENT, v.module, v.source) for v in tangents]
     op = graph.ops[plan.schedule.sequence[position]]
-    found.append(Alive(op.name, op.workspace_bytes, Sort.WORKSPACE, op.module, op.source))
+    found.append(LiveTensor(op.name, op.workspace_bytes, TensorCategory.WORKSPACE, op.module, op.source))
     return sorted((tensor for tensor in found if tensor.bytes), key=lambda tensor: (-tensor.bytes, tensor.name))
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH, Point, undominated
 from autoremat.report.data import ReportData
-from autoremat.report.decisions import Fate, ForwardValue
+from autoremat.report.decisions import Decision, ForwardValue
 from autoremat.report.peak_snapshot import GRADIENTS, Profile, module_group
 
 if TYPE_CHECKING:
@@ -27,11 +27,11 @@ COLOURS = ("#4269d0", "#efb118", "#6cc5b0", "#ff8ab7", "#a463f2", "#97bbf5", "#9
 GRADIENT_COLOUR, BUDGET_COLOUR, BEFORE_COLOUR = "#505050", "#d62728", "#808080"
 
 FATE_COLOURS = {
-    Fate.SAVED: "#4269d0",
-    Fate.RECOMPUTED: "#efb118",
-    Fate.POSTPONED: "#ff8ab7",
-    Fate.FUSED: "#d9d9d9",
-    Fate.FORWARD_ONLY: "#f2f2f2",
+    Decision.SAVED: "#4269d0",
+    Decision.RECOMPUTED: "#efb118",
+    Decision.POSTPONED: "#ff8ab7",
+    Decision.FUSED: "#d9d9d9",
+    Decision.FORWARD_ONLY: "#f2f2f2",
 }
 
 WIDTH, HEIGHT = 9.0, 4.5
@@ -108,10 +108,10 @@ def saved_by_layer(report: ReportData) -> Figure:
     figure, axes = _empty(WIDTH, max(1.5, 0.9 + 0.18 * len(layers)))
     unit, scale = _byte_unit([sum(sizes.values()) for sizes in layers.values()])
     names, left = list(layers), [0.0] * len(layers)
-    for fate, colour in FATE_COLOURS.items():
-        sizes = [layers[name].get(fate, 0) / scale for name in names]
+    for decision, colour in FATE_COLOURS.items():
+        sizes = [layers[name].get(decision, 0) / scale for name in names]
         if any(sizes):
-            axes.barh(names, sizes, left=left, color=colour, label=fate.value, height=0.85)
+            axes.barh(names, sizes, left=left, color=colour, label=decision.value, height=0.85)
             left = [start + size for start, size in zip(left, sizes, strict=True)]
     axes.invert_yaxis()
     axes.tick_params(axis="y", labelsize=7)
@@ -121,16 +121,16 @@ def saved_by_layer(report: ReportData) -> Figure:
     return figure
 
 
-def bytes_by_layer(values: Iterable[ForwardValue]) -> dict[str, dict[Fate, int]]:
-    """Bytes of each fate by layer (module paths up to the first number; else as in the memory picture), in the forward's
+def bytes_by_layer(values: Iterable[ForwardValue]) -> dict[str, dict[Decision, int]]:
+    """Bytes of each decision by layer (module paths up to the first number; else as in the memory picture), in the forward's
     order."""
-    found: dict[str, dict[Fate, int]] = {}
+    found: dict[str, dict[Decision, int]] = {}
     for value in values:
         parts = value.module.split(".")
         number = next((i for i, part in enumerate(parts) if part.isdigit()), None)
         layer = module_group(value.module) if number is None else ".".join(parts[: number + 1])
         sizes = found.setdefault(layer, {})
-        sizes[value.fate] = sizes.get(value.fate, 0) + value.bytes
+        sizes[value.decision] = sizes.get(value.decision, 0) + value.bytes
     return {layer: sizes for layer, sizes in found.items() if any(sizes.values())}
 
 

@@ -10,7 +10,7 @@ from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.report import html_report, text_tables
 from autoremat.report.data import ReportData
-from autoremat.report.decisions import Fate
+from autoremat.report.decisions import Decision
 from autoremat.report.diff import ReportDiff, compare
 
 
@@ -18,10 +18,13 @@ from autoremat.report.diff import ReportDiff, compare
 class Report(ReportData, Shown):
     """The plan of one graph in figures: :class:`ReportData`, and the ways to show it."""
 
-    def table(self, fate: Fate | str | None = None, limit: int | None = 40) -> PlainTable:
-        """The forward's values, the largest first, as a table of ``rich``; ``fate`` shows only those, ``limit=None`` all."""
-        wanted = None if fate is None else Fate(fate)
-        values = [value for value in self.values if wanted in (None, value.fate)]
+    def table(self, decision: Decision | str | None = None, limit: int | None = 40) -> PlainTable:
+        """Returns the forward's values, the largest first, as a table of ``rich``.
+
+        ``decision`` shows only those that were saved, recomputed, ...; ``limit=None`` shows all.
+        """
+        wanted = None if decision is None else Decision(decision)
+        values = [value for value in self.values if wanted in (None, value.decision)]
         return text_tables.value_table(sorted(values, key=lambda value: -value.bytes), limit)
 
     def totals_table(self, by: str = "module") -> PlainTable:

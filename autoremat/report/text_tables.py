@@ -8,8 +8,8 @@ from autoremat.basics.display import PlainTable, named_figures, plain_table
 from autoremat.basics.display import as_text as as_text
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.report.data import ReportData, Total
-from autoremat.report.decisions import Fate, ForwardValue
-from autoremat.report.peak_snapshot import Alive, Moment
+from autoremat.report.decisions import Decision, ForwardValue
+from autoremat.report.peak_snapshot import LiveTensor, PeakSnapshot
 
 SAVED_TENSORS_SHOWN, SORTS_SHOWN = 10, 4
 
@@ -32,10 +32,12 @@ def short_source(source: str) -> str:
 
 def figures(report: ReportData) -> list[tuple[str, str]]:
     """The report's figures, each with its name."""
-    ceiling = "" if report.ceiling_bytes is None else f" (torch's own partition needs {format_bytes(report.ceiling_bytes)})"
+    ceiling = (
+        "" if report.soft_budget_bytes is None else f" (torch's own partition needs {format_bytes(report.soft_budget_bytes)})"
+    )
     budget = f"none{ceiling}" if report.budget_bytes is None else format_bytes(report.budget_bytes)
     share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
-    reserved = f", and {format_bytes(report.reserved_bytes)} in reserve" if report.reserved_bytes else ""
+    reserved = f", and {format_bytes(report.code_headroom_bytes)} in reserve" if report.code_headroom_bytes else ""
     least_reserve = reserved if report.compiled_peak_bytes is None else ""  # else it is in the figure, which is of code
     rows = [
         ("budget", budget),
@@ -52,18 +54,18 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         ("gradients", f"{format_bytes(report.gradient_bytes)} at the end of the step, whatever is recomputed"),
     ]  # fmt: skip
     if report.values:
-        counts = {fate: sum(value.fate is fate for value in report.values) for fate in Fate}
-        texts = (f"{count} {fate.value}" for fate, count in counts.items() if count)
+        counts = {decision: sum(value.decision is decision for value in report.values) for decision in Decision}
+        texts = (f"{count} {decision.value}" for decision, count in counts.items() if count)
         rows.insert(6, ("values of the forward", ", ".join(texts)))
     if report.peak_after is not None:
         rows.insert(3, ("fullest", place(report.peak_after)))
     if report.compiled_peak_bytes is not None:
         because = f"; no more, because {report.room_left_because}" if report.room_left_because else ""
         rows.insert(2, ("peak of the compiled code", format_bytes(report.compiled_peak_bytes) + because))
-    if report.loss_parts > 1:
-        least = report.minimum_in_one_part_bytes
+    if report.loss_chunks > 1:
+        least = report.minimum_unchunked_bytes
         whole = "" if least is None else f"; in one part the smallest peak found is {format_bytes(least)}"
-        rows.append(("loss", f"in {report.loss_parts} parts, so sums over tokens are rounded otherwise{whole}"))
+        rows.append(("loss", f"in {report.loss_chunks} parts, so sums over tokens are rounded otherwise{whole}"))
     if not report.within_budget:
         rows.insert(1, ("over the budget", f"by {format_bytes(report.peak_bytes - (report.budget_bytes or 0))}"))
     if report.unknown_workspaces:
@@ -74,7 +76,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     return rows
 
 
-def place(moment: Moment) -> str:
+def place(moment: PeakSnapshot) -> str:
     """Where in the step a moment is, and what fills it."""
     percents = whole_percents([size for _, size in moment.by_sort])
     parts = list(zip(moment.by_sort, percents, strict=True))[:SORTS_SHOWN]
@@ -103,18 +105,18 @@ def _basis(report: ReportData) -> str:
 
 
 def value_table(values: Sequence[ForwardValue], limit: int | None) -> PlainTable:
-    """The first ``limit`` of ``values`` with their fates and reasons."""
+    """The first ``limit`` of ``values`` with their decisions and reasons."""
     shown = values if limit is None else values[:limit]
     title = f"{len(shown)} of {len(values)} values" if len(shown) < len(values) else f"{len(values)} values"
-    table = plain_table(title, ("bytes", "added", "value", "fate", "where, and why"), numbers=2)
+    table = plain_table(title, ("bytes", "added", "value", "decision", "where, and why"), numbers=2)
     for value in shown:
         added = format_seconds(value.added_seconds) if value.added_seconds else ""
         lines = "\n".join(filter(None, (where(value), value.why)))  # beside one another neither is readable at 80 columns
-        table.add_row(format_bytes(value.bytes), added, value.name, value.fate.value, lines)
+        table.add_row(format_bytes(value.bytes), added, value.name, value.decision.value, lines)
     return table
 
 
-def where(thing: ForwardValue | Alive) -> str:
+def where(thing: ForwardValue | LiveTensor) -> str:
     """Module and line of a tensor, as far as they are known."""
     return ", ".join(filter(None, (thing.module, short_source(thing.source))))
 
@@ -130,7 +132,7 @@ def totals_table(totals: Sequence[Total], by: str) -> PlainTable:
     return table
 
 
-def moment_table(moment: Moment, limit: int | None) -> PlainTable:
+def moment_table(moment: PeakSnapshot, limit: int | None) -> PlainTable:
     """What is alive at a moment, the largest first."""
     table = plain_table(
         f"{format_bytes(moment.bytes)} alive in the {place(moment)}", ("bytes", "tensor", "is", "where"), numbers=1

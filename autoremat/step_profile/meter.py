@@ -9,7 +9,7 @@ from types import TracebackType
 
 import torch
 
-from autoremat.basics.errors import SurveyError
+from autoremat.basics.errors import StepProfileError
 from autoremat.measure.peak import CpuTracker, Timeline
 
 
@@ -41,12 +41,12 @@ class Meter(ABC):
 
 
 def meter_of(device: torch.device) -> Meter:
-    """A meter for ``device``. Raises ``SurveyError`` where nothing can be measured."""
+    """A meter for ``device``. Raises ``StepProfileError`` where nothing can be measured."""
     if device.type == "cpu":
         return _CpuMeter()
     if device.type == "cuda":
         return _CudaMeter(device)
-    raise SurveyError(f"a survey measures the CPU and CUDA devices, not {device.type!r}")
+    raise StepProfileError(f"a step profile measures the CPU and CUDA devices, not {device.type!r}")
 
 
 class _CpuMeter(Meter):

@@ -1,4 +1,4 @@
-"""``autoremat.survey``: one budget for the compiled graphs of a step, from one look at the step."""
+"""``autoremat.profile_step``: one budget for the compiled graphs of a step, from one look at the step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from autoremat.basics.checks import options_of
-from autoremat.basics.errors import OptionsError, SurveyError
-from autoremat.basics.progress import now, said_if_slow
+from autoremat.basics.errors import OptionsError, StepProfileError
+from autoremat.basics.progress import now, status_if_slow
 from autoremat.compiler.breaks import listen, what_dynamo_said
 from autoremat.compiler.interception import intercepted_by
 from autoremat.compiler.partitioner import free_device_bytes
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Moment, Share
-from autoremat.planner.multigraph.step_profile import Step, Survey
+from autoremat.planner.multigraph.step_profile import Step, StepProfile
 from autoremat.step_profile.meter import meter_of
 from autoremat.step_profile.recording import Recording
 from autoremat.torch_private import autograd, compat
@@ -29,7 +29,7 @@ HEADROOM = 0.05
 """Of a step's budget, for generated code whose peak differs from the simulated one."""
 
 
-def survey(
+def profile_step(
     function: Callable[..., Any],
     *args: Any,
     memory_budget: int | float | str | None = None,
@@ -37,7 +37,7 @@ def survey(
     regional: bool | None = None,
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
-) -> Survey:
+) -> StepProfile:
     """Share one budget among the compiled graphs of a training step, which are several after graph breaks, or where parts of a
     model are compiled.
 
@@ -55,22 +55,22 @@ def survey(
     All that ``torch.compile`` has made in this process is compiled again at its next call, as after
     ``torch.compiler.reset()``. Pass the result as ``memory_budget``, in ``options`` or to ``configure``.
 
-    Raises ``BudgetInfeasible`` if no choice of plans fits, ``SurveyError`` if there is nothing to share, or if hooks act on
-    each gradient as soon as it is made, as an optimizer in the backward does. Hooks that torch runs in C++ are not seen:
-    ``DistributedDataParallel`` averages gradients across ranks in a survey too, so all ranks have to survey.
+    Raises ``BudgetInfeasible`` if no choice of plans fits, ``StepProfileError`` if there is nothing to share, or if
+    hooks act on each gradient as soon as it is made, as an optimizer in the backward does. Hooks that torch runs in C++ are
+    not seen: ``DistributedDataParallel`` averages gradients across ranks in a step profile too, so all ranks have to profile.
     """
     if "memory_budget" in options_of(options):
-        raise OptionsError("a survey takes `memory_budget` as an argument of its own, not in `options`")
+        raise OptionsError("a step profile takes `memory_budget` as an argument of its own, not in `options`")
     parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, compat.inductor_config_names)
-    if isinstance(parsed.memory_budget, Survey | Share):
-        raise OptionsError("a survey takes a budget of its own, not the result of another one")
+    if isinstance(parsed.memory_budget, StepProfile | Share):
+        raise OptionsError("a step profile takes a budget of its own, not the result of another one")
     holds_compiled = _holds_compiled(function) if regional is None else regional
     step = function
     torch.compiler.reset()
     if not holds_compiled:
         step = torch.compile(function, backend="autoremat", options=dict(options or {}) or None)
     taken = Recording(parsed)
-    with said_if_slow("surveying the step", shown=parsed.progress):
+    with status_if_slow("profiling the step", shown=parsed.progress):
         try:
             with intercepted_by(taken), _undone(function):
                 moments = _measured(taken, functools.partial(step, *args, **kwargs), loss or _loss_of)
@@ -100,7 +100,7 @@ def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], t
                 _backward(loss(step()))
     if not any(graph.planned for graph in taken.graphs):
         said = what_dynamo_said(breaks)
-        raise SurveyError(
+        raise StepProfileError(
             "nothing in this step was compiled that could be planned. If `function` only calls parts that are compiled with "
             "backend='autoremat', pass regional=True; gradients must be enabled, and something must require one"
             + (f"\n{said}" if said else "")
@@ -116,7 +116,7 @@ def _loss_of(output: Any) -> torch.Tensor:
     """The scalar to differentiate."""
     found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
-        raise SurveyError(
+        raise StepProfileError(
             "the function returns neither a scalar tensor nor something with a `loss`: "
             "pass loss=..., which makes a scalar of what the function returns"
         )
@@ -126,7 +126,7 @@ def _loss_of(output: Any) -> torch.Tensor:
 def _backward(loss: torch.Tensor) -> None:
     """Differentiate, and leave the gradients of all leaves as they were."""
     if not loss.requires_grad:
-        raise SurveyError("the loss does not require a gradient: there is no backward to survey")
+        raise StepProfileError("the loss does not require a gradient: there is no backward to profile")
     leaves = autograd.leaves_of(loss)
     _refuse_hooks(leaves)
     before = [leaf.grad for leaf in leaves]
@@ -140,13 +140,13 @@ def _backward(loss: torch.Tensor) -> None:
 
 
 def _refuse_hooks(leaves: list[torch.Tensor]) -> None:
-    """Raises ``SurveyError`` if the backward would do more than compute gradients, such as step an optimizer."""
+    """Raises ``StepProfileError`` if the backward would do more than compute gradients, such as step an optimizer."""
     if hooks := [hook for leaf in leaves for hook in autograd.hooks_after_gradients(leaf)]:
         name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
-        raise SurveyError(
+        raise StepProfileError(
             f"{len(hooks)} hooks run as soon as a gradient is made (register_post_accumulate_grad_hook; the first is {name}). "
-            "They act on gradients of a survey as on those of a step: an optimizer in the backward would step. "
-            "Survey before the hooks are registered, or remove them meanwhile"
+            "They act on gradients of a step profile as on those of a step: an optimizer in the backward would step. "
+            "StepProfile before the hooks are registered, or remove them meanwhile"
         )
 
 
@@ -197,7 +197,7 @@ def _step(taken: Recording, moments: list[Moment], device: torch.device) -> Step
     number_of = {number: place for place, number in enumerate(planned)}
     begun = ((event.backward, taken.calls[event.call]) for event in taken.events if event.begins)
     return Step(
-        graphs=tuple(taken.graphs[number].surveyed(taken.calls.count(number)) for number in planned),
+        graphs=tuple(taken.graphs[number].profiled(taken.calls.count(number)) for number in planned),
         moments=tuple(
             replace(
                 moment,
@@ -209,5 +209,5 @@ def _step(taken: Recording, moments: list[Moment], device: torch.device) -> Step
         order=tuple(f"{'backward' if back else 'forward'} {number_of[g]}" for back, g in begun if g in number_of),
         device=str(device),
         others=tuple(graph.key for graph in taken.graphs if not graph.planned),
-        headroom=HEADROOM if taken.options.inner == "inductor" else 0.0,
+        headroom=HEADROOM if taken.options.compiler == "inductor" else 0.0,
     )

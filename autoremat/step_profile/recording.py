@@ -62,7 +62,7 @@ class RecordedGraph:
         """``plan`` in the ledger."""
         return point_of(plan, self.partitioner.inputs_kept)
 
-    def surveyed(self, calls: int) -> StepGraph:
+    def profiled(self, calls: int) -> StepGraph:
         """All that a step's ledger has to know of the graph."""
         planner = self.partitioner.planner
         assert planner is not None
@@ -100,7 +100,7 @@ class Recording:
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
         """``gm``, planned for least memory, as a function that notes its calls."""
         key = graph_key(gm, inputs)
-        fuses = self.options.inner == "inductor"
+        fuses = self.options.compiler == "inductor"
         partitioner = _Explorer(self.options, key, fuses=fuses, must_fit=False)
         if fuses:
             module = fx.GraphModule(gm, gm.graph)

@@ -11,17 +11,17 @@ from torch import fx
 
 from autoremat.basics.errors import OptionsError
 from autoremat.capture.capture import device_of_inputs
-from autoremat.compiler.compile_loop import Compiled, InductorCompilation, with_bytes
+from autoremat.compiler.compile_loop import Compiled, CompileLoop, with_bytes
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.records import Record
 from autoremat.options.options import Options
-from autoremat.planner.multigraph.step_profile import Survey
+from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.report import Report
 from autoremat.tools.trace import Target, Visitor, trace
 from autoremat.torch_private import compat, fake_tensors, lowering
 
 
-class _Rehearsal(InductorCompilation):
+class _Rehearsal(CompileLoop):
     """One graph through all that the backend does with it up to its kernels. Nothing is remembered or published."""
 
     report: Report | None = None
@@ -31,12 +31,12 @@ class _Rehearsal(InductorCompilation):
         return compiled
 
 
-def refuse_surveys(options: Options) -> None:
-    """Raises ``OptionsError`` if the budget is that of a surveyed step."""
-    if isinstance(options.memory_budget, Survey):
+def refuse_step_profiles(options: Options) -> None:
+    """Raises ``OptionsError`` if the budget is that of a profiled step."""
+    if isinstance(options.memory_budget, StepProfile):
         raise OptionsError(
-            "memory_budget: a survey shares its budget out among the graphs that are compiled; here each graph is planned by "
-            "itself. Accepted here: bytes, a share or None; print(survey) shows the whole step"
+            "memory_budget: a step profile shares its budget out among the graphs that are compiled; here each graph is "
+            "planned by itself. Accepted here: bytes, a share or None; printing the profile shows the whole step"
         )
 
 
@@ -48,10 +48,12 @@ def rehearsals(
     device: str | torch.device | None,
 ) -> tuple[list[Report], tuple[str, ...]]:
     """The report of each graph of the step that trains, in order (at least one), and notes on how they were had."""
-    refuse_surveys(options)
-    if options.inner != "inductor":
-        raise OptionsError(f'lower=True: inner={options.inner!r} generates no code. Accepted with it: inner="inductor"')
-    options = dataclasses.replace(options, on_unplannable="raise")
+    refuse_step_profiles(options)
+    if options.compiler != "inductor":
+        raise OptionsError(
+            f'lower=True: compiler={options.compiler!r} generates no code. Accepted with it: compiler="inductor"'
+        )
+    options = dataclasses.replace(options, on_planning_error="raise")
     asked = {**compat.mode_config(options.mode), **dict(options.inductor)}
     patches = {**asked, **fake_tensors.RUNS_NOTHING}
     left_out = [key for key in fake_tensors.RUNS_NOTHING if asked.get(key)]

@@ -12,16 +12,16 @@ import torch
 from torch import fx
 
 from autoremat.basics.errors import OptionsError
-from autoremat.basics.progress import now, said_if_slow
+from autoremat.basics.progress import now, status_if_slow
 from autoremat.capture.capture import Capture, capture, runs_on_type
 from autoremat.capture.pricing import CALIBRATED, PROFILE, ROOFLINE, priced
 from autoremat.compiler.partitioner import Partitioner, free_device_bytes
-from autoremat.compiler.torch_partition import peak_of_torch
+from autoremat.compiler.torch_partition import torch_partition_peak
 from autoremat.options.options import Options
-from autoremat.passes import read_operands_directly, rewrite_for_inductor
+from autoremat.passes import forward_region_operands, rewrite_for_inductor
 from autoremat.planner.cost import Pricing
 from autoremat.report.report import Report
-from autoremat.tools.dry_run import refuse_surveys, rehearsals
+from autoremat.tools.dry_run import refuse_step_profiles, rehearsals
 from autoremat.tools.trace import Target, Visitor, trace
 from autoremat.torch_private import compat
 
@@ -51,7 +51,7 @@ class Preview:
     def report_and_doubt(self) -> tuple[Report, bool]:
         """Plan; and whether only generated code can tell if the budget is kept. Raises ``BudgetInfeasible``."""
         report, options = self.report(), self.partitioner.options
-        budget, least = report.budget_bytes, report.minimum_peak_bytes + report.reserved_bytes
+        budget, least = report.budget_bytes, report.minimum_peak_bytes + report.code_headroom_bytes
         tight = budget is not None and budget < (1 + NEAR) * least and not options.wants_whole_baseline
         lowers = self.partitioner.fuses and self.partitioner.cuda_name is None
         return report, tight and lowers and options.on_infeasible == "raise"
@@ -83,7 +83,7 @@ def explain(
     Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
     """
     parsed = Options.parse(options, None, compat.inductor_config_names)
-    with said_if_slow("explaining the step", shown=parsed.progress):
+    with status_if_slow("explaining the step", shown=parsed.progress):
         return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
 
 
@@ -119,7 +119,7 @@ def previews(
     look: Callable[[Preview], T],
 ) -> tuple[list[T], tuple[str, ...]]:
     """What ``look`` makes of each graph of the step that trains, in order (at least one), and notes on how they were had."""
-    refuse_surveys(options)
+    refuse_step_profiles(options)
 
     def visiting(target: Target, resident: int) -> Visitor[T | None]:
         planned_by = options
@@ -137,22 +137,22 @@ def previews(
             return None if target.memory_bytes is None else max(0, target.memory_bytes - resident)
 
         def visit(joint: fx.GraphModule, inputs: Sequence[object], keywords: Mapping[str, Any]) -> T | None:
-            fuses = options.inner == "inductor"
+            fuses = options.compiler == "inductor"
             now("reading the joint graph")
             compat.warn_of_torchs_budgets(joint)
             prepared = compat.prepare_joint(joint, keywords["num_fwd_outputs"])
-            read_operands_directly(prepared)
+            forward_region_operands(prepared)
             if fuses:
                 rewrite_for_inductor(prepared, runs_on_type(prepared, target.cuda_name))
             captured = capture(prepared, keywords["num_fwd_outputs"], fuses, target.cuda_name)
-            if captured.graph.one_phase:
+            if captured.graph.single_phase:
                 return None
             captured, pricing = priced(captured, planned_by.cost_model)
             must_fit = options.on_infeasible == "raise"
             partitioner = Partitioner(
                 planned_by, "", fuses=fuses, must_fit=must_fit, free_bytes=free, cuda_name=target.cuda_name
             )  # fmt: skip
-            partitioner.peak_of_torch = partial(peak_of_torch, captured, inputs, keywords)
+            partitioner.torch_partition_peak = partial(torch_partition_peak, captured, inputs, keywords)
             return look(Preview(captured, pricing, partitioner, inputs, keywords))
 
         return visit

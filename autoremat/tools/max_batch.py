@@ -11,7 +11,7 @@ import torch
 from autoremat.basics.checks import options_of
 from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.errors import BudgetInfeasible, OptionsError
-from autoremat.basics.progress import said_if_slow
+from autoremat.basics.progress import status_if_slow
 from autoremat.basics.units import format_bytes
 from autoremat.options.options import Options
 from autoremat.report.report import Report
@@ -95,12 +95,12 @@ def max_batch(
             given = make_inputs(count * step)
         args, kwargs = _call(given)
         try:
-            with said_if_slow(f"trying {count * step} (size number {len(search.outcomes) + 1})"):
+            with status_if_slow(f"trying {count * step} (size number {len(search.outcomes) + 1})"):
                 return explain_by(model_or_fn, args, kwargs, parsed, device)
         except BudgetInfeasible as error:  # as the backend would refuse it
             return error
 
-    with said_if_slow("looking for the largest size that fits", shown=parsed.progress):
+    with status_if_slow("looking for the largest size that fits", shown=parsed.progress):
         search = _Search(outcome_of, limit // step)
         search.run()
     fitting = search.outcomes.get(search.fits)

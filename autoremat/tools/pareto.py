@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from autoremat.basics.checks import options_of
-from autoremat.basics.errors import OptionsError, PlanInvalid, UnplannedWarning
-from autoremat.basics.progress import Tally, now, said_if_slow
+from autoremat.basics.errors import FallbackWarning, OptionsError, PlanInvalid
+from autoremat.basics.progress import Tally, now, status_if_slow
 from autoremat.compiler.torch_partition import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.plans.plan import Plan
@@ -66,7 +66,7 @@ def pareto(
         now("following fixed policies")
         return Pareto([*ours, *policy_points(graph), *theirs])
 
-    with said_if_slow(f"comparing plans for {points} budgets", shown=parsed.progress):
+    with status_if_slow(f"comparing plans for {points} budgets", shown=parsed.progress):
         found, _ = previews(model_or_fn, args, kwargs, parsed, device, look)
     return max(found, key=lambda graph: max(point.peak_bytes for point in graph))
 
@@ -79,7 +79,7 @@ def by_recomputation_alone(preview: Preview) -> Preview:
 
 def plans_of_torch(preview: Preview, shares: Sequence[float]) -> Iterator[tuple[float, Plan]]:
     """Torch's partitions of the joint graph at these of its budgets, order included. One that the simulator cannot follow, such
-    as with random states that torch replays, is left out with an ``UnplannedWarning``."""
+    as with random states that torch replays, is left out with an ``FallbackWarning``."""
     captured = preview.captured
     for share in shares:
         halves = fake_tensors.partition_for(share, captured.joint, preview.joint_inputs, preview.keywords)
@@ -87,4 +87,4 @@ def plans_of_torch(preview: Preview, shares: Sequence[float]) -> Iterator[tuple[
             yield share, plan_of_partition(captured, *halves)
         except PlanInvalid as error:
             message = f"torch's partition at activation_memory_budget={share:g} is left out: {error}"
-            warnings.warn(message, UnplannedWarning, stacklevel=2)
+            warnings.warn(message, FallbackWarning, stacklevel=2)

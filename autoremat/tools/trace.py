@@ -122,7 +122,7 @@ class _Recorder(Generic[T]):
                 module = with_attention_of_cuda(module, sheet.capability)
             config = {**compat.mode_config(self.options.mode), **dict(self.options.inductor)}
             with contextlib.suppress(_Seen):
-                fake_tensors.trace_joint(module, inputs, _Handover(self), self.options.inner == "inductor", config)
+                fake_tensors.trace_joint(module, inputs, _Handover(self), self.options.compiler == "inductor", config)
 
 
 class _Seen(Exception):
@@ -145,7 +145,7 @@ class _Handover(compat.CustomPartitionerFn):
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> compat.PartitionedModules:
         if not joint_inputs:  # a nested compile region, which the graph around it calls
             options = self.recorder.options
-            return Partitioner(options, "", fuses=options.inner == "inductor")(gm, joint_inputs, **kwargs)
+            return Partitioner(options, "", fuses=options.compiler == "inductor")(gm, joint_inputs, **kwargs)
         self.recorder.found.append(self.recorder.visit(gm, joint_inputs, kwargs))
         raise _Seen
 

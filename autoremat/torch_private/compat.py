@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autoremat.basics.errors import BudgetWarning, OrderWarning, UnsupportedTorchError
+from autoremat.basics.errors import BudgetWarning, ConstraintWarning, UnsupportedTorchError
 from autoremat.torch_private.compile_progress import inductor_is_told
 from autoremat.torch_private.symbolic_sizes import most as most
 from autoremat.torch_private.symbolic_sizes import size_hint as size_hint
@@ -134,7 +134,7 @@ def _run_effects_once(joint: fx.GraphModule) -> None:
             warnings.warn(
                 f"a checkpoint policy orders {node.args[1]} to be recomputed, but it has an effect and runs once: its results "
                 "are saved. Return MUST_SAVE for it in the policy",
-                OrderWarning,
+                ConstraintWarning,
                 stacklevel=2,
             )
 

@@ -18,7 +18,7 @@ import torch._inductor.config as inductor_config
 from torch import fx
 
 from autoremat.basics.errors import BudgetWarning
-from autoremat.planner.memory.wrapper_replay import Circumstances, replay_peak
+from autoremat.planner.memory.wrapper_replay import ReplayContext, replay_peak
 from autoremat.torch_private.hooks import Method, hooked
 from autoremat.torch_private.symbolic_sizes import most_of_expression
 
@@ -71,7 +71,7 @@ def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
     return int(peak) + sum(_layout_bytes(lowering.graph_inputs[name]) for name in kept)
 
 
-def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPeak:
+def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPeak:
     from torch._inductor.virtualized import V
 
     with V.set_graph_handler(lowering):
@@ -91,7 +91,7 @@ def _lowered_peak(lowering: Any, source: str, known: Circumstances) -> LoweredPe
         peak = _scheduled_peak(lowering, held) if replayed is None else replayed
         if lowering.is_backward:  # forward outputs that the backward does not read are alive all the same
             peak += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
-        return LoweredPeak(bool(lowering.is_backward), peak + known.slack_bytes, replayed is None)
+        return LoweredPeak(bool(lowering.is_backward), peak + known.code_headroom_bytes, replayed is None)
 
 
 def _pin_order(scheduler: Any) -> None:
@@ -103,8 +103,8 @@ def _pin_order(scheduler: Any) -> None:
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
     def after(node: Any, earlier: Any) -> None:
-        # Orders the two and keeps no buffer alive. The graph's own `additional_buffer_deps` would besides make the node a user
-        # of the buffer. A buffer that has such a user, or that is read in two ways, is not written in place.
+        # Orders the two and keeps no buffer alive. The graph's own `additional_buffer_deps` would also make the node a
+        # user of the buffer. A buffer that has such a user, or that is read in two ways, is not written in place.
         read = {dependency.name for dependency in node.read_writes.reads}
         for name in earlier.get_buffer_names() - read:
             node.add_fake_dep(WeakDep(name, node.get_name(), is_fake=True))
@@ -196,7 +196,7 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def observe_lowering(known: Callable[[], Circumstances], observer: Callable[[LoweredPeak], None]) -> Iterator[None]:
+def observe_lowering(known: Callable[[], ReplayContext], observer: Callable[[LoweredPeak], None]) -> Iterator[None]:
     """Call ``observer`` with every whole training graph that Inductor generates code for in this thread, before any of its
     kernels is compiled. What ``observer`` raises ends the compilation."""
     from torch._inductor.graph import GraphLowering, SubgraphLowering

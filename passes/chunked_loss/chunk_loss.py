@@ -26,7 +26,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autoremat.basics.errors import NotByRows
+from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.ops import op_traits
 from autoremat.passes.building import Builder
 from autoremat.passes.chunked_loss.hoist_selection import select_before_projecting
@@ -60,16 +60,16 @@ class Chunked:
 
 def chunk_loss(joint: fx.GraphModule, parts: int) -> Chunked:
     """Rewrite ``joint`` in place so that its largest projection and the loss are computed in ``parts``, fewer if it has fewer
-    rows. Raises ``NotByRows`` if that cannot be; then ``joint`` is not to be used."""
+    rows. Raises ``ChunkingUnsupported`` if that cannot be; then ``joint`` is not to be used."""
     projection = _projection(joint.graph)
     while (narrower := select_before_projecting(projection)) is not projection:
         projection = narrower
     rows, width = shape_of(projection)
     if rows < 2:
-        raise NotByRows("it has a single row")
+        raise ChunkingUnsupported("it has a single row")
     region = _Finder(joint.graph, projection, width).region()
     if not any(op_traits.packet(node) in EXPONENTIALS for node in region.steps):
-        raise NotByRows(f"what {described(projection)} makes goes into no softmax")
+        raise ChunkingUnsupported(f"what {described(projection)} makes goes into no softmax")
     length = math.ceil(rows / min(parts, rows))
     bounds = [(start, min(start + length, rows)) for start in range(0, rows, length)]
     result = Chunked(len(bounds), rows, projection.meta["val"].numel() * projection.meta["val"].element_size())
@@ -92,7 +92,7 @@ def _projection(graph: fx.Graph) -> fx.Node:
         found.append((rows * width if width >= WIDENS * inner else 0, node))
     size, largest = max(found, key=lambda pair: pair[0], default=(0, None))
     if largest is None or not size:
-        raise NotByRows(f"it has no matrix product whose result is {WIDENS} times as wide as what it reads")
+        raise ChunkingUnsupported(f"it has no matrix product whose result is {WIDENS} times as wide as what it reads")
     return largest
 
 
@@ -126,11 +126,11 @@ class _Finder:
                     if wide:
                         what = f"the caller is handed {described(wide[0])} whole"
                         remedy = f"return the loss alone: {what}, so the loss cannot be had in parts (chunk_loss)"
-                        raise NotByRows(f"{what}; return the loss alone", remedy)
+                        raise ChunkingUnsupported(f"{what}; return the loss alone", remedy)
                     continue
                 try:
                     region.steps[node] = step_of(node, region)
-                except NotByRows:
+                except ChunkingUnsupported:
                     if wide:
                         raise
                     continue

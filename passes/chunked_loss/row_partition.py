@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat.basics.errors import NotByRows
+from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.capture.source_info import origin
 
 Arguments = tuple[fx.node.Target, tuple[Any, ...], dict[str, Any]]
@@ -74,13 +74,13 @@ class Region:
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
-    """The sizes of a node's tensor. Raises ``NotByRows`` if they are not fixed."""
+    """The sizes of a node's tensor. Raises ``ChunkingUnsupported`` if they are not fixed."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor):
-        raise NotByRows(f"{described(node)} is no tensor")
+        raise ChunkingUnsupported(f"{described(node)} is no tensor")
     if not all(type(size) is int for size in value.shape):
         what = "its sizes are dynamic"
-        raise NotByRows(
+        raise ChunkingUnsupported(
             f"{what}: compile with dynamic=False", f"compile with dynamic=False: {what}, so the loss cannot be had in parts"
         )
     return tuple(value.shape)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat.basics.errors import NotByRows
+from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.capture import call_cost
 from autoremat.ops import op_traits
 from autoremat.passes.chunked_loss.row_partition import Arguments, Make, Region, Rows, Step, described, shape_of
@@ -50,9 +50,9 @@ MEAN, SUM = 1, 2
 
 def step_of(node: fx.Node, region: Region, lead: int | None = None) -> Step:
     """How ``node`` runs part by part, given what is in the region; ``lead``: of its dimensions, how many are rows, for a node
-    that reads nothing of the region. Raises ``NotByRows``."""
-    if node.op != "call_function" or node.target is not operator.getitem and call_cost.traits_of(node) & ~Trait.CHOOSES:
-        raise NotByRows(f"{described(node)} may not be run in parts")
+    that reads nothing of the region. Raises ``ChunkingUnsupported``."""
+    if node.op != "call_function" or node.target is not operator.getitem and call_cost.traits_of(node) & ~Trait.DISCONTINUOUS:
+        raise ChunkingUnsupported(f"{described(node)} may not be run in parts")
     name = op_traits.packet(node)
     target = node.target
     if node.target is operator.getitem:
@@ -76,7 +76,7 @@ def step_of(node: fx.Node, region: Region, lead: int | None = None) -> Step:
     tagged = isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
     if name in POINTWISE or tagged:
         return _pointwise(node, region, lead)
-    raise NotByRows(f"{described(node)} reads it and is not known to compute row by row")
+    raise ChunkingUnsupported(f"{described(node)} reads it and is not known to compute row by row")
 
 
 def _as_it_is(node: fx.Node) -> Callable[[Sequence[Any], Mapping[str, Any], int], Arguments]:
@@ -91,16 +91,16 @@ def _lead(node: fx.Node, region: Region, given: int | None) -> int:
     """Of how many dimensions the rows of all operands in the region are."""
     held = {rows for operand in node.all_input_nodes if (rows := region.rows(operand)) is not None}
     if len(held) > 1 or any(rows.transposed for rows in held):
-        raise NotByRows(f"{described(node)} reads rows that are arranged in several ways")
+        raise ChunkingUnsupported(f"{described(node)} reads rows that are arranged in several ways")
     if not held and given is None:
-        raise NotByRows(f"{described(node)} reads nothing by rows")
+        raise ChunkingUnsupported(f"{described(node)} reads nothing by rows")
     return held.pop().lead if held else given or 1
 
 
 def _by_rows(node: fx.Node, region: Region, operand: Any, lead: int, row_shape: tuple[int, ...]) -> dict[fx.Node, Rows]:
     """``operand``, which has to have rows of that shape."""
     if region.rows(operand) is None and shape_of(operand)[:lead] != row_shape:
-        raise NotByRows(f"{described(node)} reads {described(operand)}, whose rows are others")
+        raise ChunkingUnsupported(f"{described(node)} reads {described(operand)}, whose rows are others")
     return {operand: Rows(lead)}
 
 
@@ -109,18 +109,18 @@ def _pointwise(node: fx.Node, region: Region, given: int | None) -> Step:
     reads: dict[fx.Node, Rows | int | None] = {}
     for operand in node.all_input_nodes:
         if not isinstance(operand.meta.get("val"), torch.Tensor):
-            raise NotByRows(f"{described(node)} depends on a number that is not fixed")
+            raise ChunkingUnsupported(f"{described(node)} depends on a number that is not fixed")
         shape = shape_of(operand)
         missing = len(made) - len(shape)
         in_rows = shape[: max(0, lead - missing)]
         if region.rows(operand) is not None or (missing == 0 and in_rows == made[:lead] and math.prod(in_rows) > 1):
             if missing or in_rows != made[:lead]:
-                raise NotByRows(f"{described(node)} spreads rows over more dimensions")
+                raise ChunkingUnsupported(f"{described(node)} spreads rows over more dimensions")
             reads[operand] = Rows(lead)
         elif all(size == 1 for size in in_rows):
             reads[operand] = len(in_rows) - 1 if lead > 1 and in_rows else None
         else:
-            raise NotByRows(f"{described(node)} reads {described(operand)}, which differs between some rows only")
+            raise ChunkingUnsupported(f"{described(node)} reads {described(operand)}, which differs between some rows only")
     return Step(reads, _as_it_is(node), Rows(lead))
 
 
@@ -133,7 +133,7 @@ def _creation_like(node: fx.Node, region: Region, given: int | None) -> Step:
     lead, made, operand = _lead(node, region, given), shape_of(node), node.args[0]
     held = region.holds(operand)
     if held and made[:lead] != shape_of(operand)[:lead]:
-        raise NotByRows(f"{described(node)} has other rows than what it is like")
+        raise ChunkingUnsupported(f"{described(node)} has other rows than what it is like")
     reads: dict[Any, Rows | int | None] = {operand: Rows(lead) if held else None}
     rest = made[lead:]
     return Step(
@@ -154,7 +154,7 @@ def _slice_backward(node: fx.Node, region: Region) -> Step:
 def _padding(node: fx.Node, region: Region) -> Step:
     lead, widths = _lead(node, region, None), _numbers(node.args[1:2])
     if len(widths) > 2 * (len(shape_of(node)) - lead):
-        raise NotByRows(f"{described(node)} adds rows")
+        raise ChunkingUnsupported(f"{described(node)} adds rows")
     return Step({node.args[0]: Rows(lead)}, _as_it_is(node), Rows(lead))  # type: ignore[dict-item]
 
 
@@ -162,11 +162,11 @@ def _view(node: fx.Node, region: Region) -> Step:
     operand = node.args[0]
     held = region.rows(operand)
     if held is None or held.transposed:
-        raise NotByRows(f"{described(node)} rearranges rows")
+        raise ChunkingUnsupported(f"{described(node)} rearranges rows")
     made, before = shape_of(node), shape_of(operand)
     lead = next((k for k in range(1, len(made) + 1) if math.prod(made[:k]) == region.count), None)
     if lead is None:
-        raise NotByRows(f"{described(node)} merges rows with what is in them")
+        raise ChunkingUnsupported(f"{described(node)} merges rows with what is in them")
     rest = made[lead:]
 
     def call(args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Arguments | None:
@@ -181,7 +181,7 @@ def _swap(node: fx.Node, region: Region) -> Step:
     swaps = op_traits.packet(node) is aten.t or sorted(d % 2 for d in _numbers(node.args[1:])) == [0, 1]
     identity = op_traits.packet(node) is aten.permute and _numbers(node.args[1:]) == [0, 1]
     if held is None or held.lead != 1 or len(shape_of(node)) != 2 or not swaps or identity:
-        raise NotByRows(f"{described(node)} rearranges rows")
+        raise ChunkingUnsupported(f"{described(node)} rearranges rows")
     return Step({operand: held}, _as_it_is(node), Rows(1, not held.transposed))  # type: ignore[dict-item]
 
 
@@ -191,10 +191,10 @@ def _numbers(arguments: Sequence[Any]) -> list[int]:
 
 
 def _inner(node: fx.Node, dimension: int, rank: int, lead: int) -> int:
-    """The number of a dimension in a part. Raises ``NotByRows`` if it is one of the rows'."""
+    """The number of a dimension in a part. Raises ``ChunkingUnsupported`` if it is one of the rows'."""
     found = dimension % rank
     if found < lead:
-        raise NotByRows(f"{described(node)} mixes rows")
+        raise ChunkingUnsupported(f"{described(node)} mixes rows")
     return found - lead + 1
 
 
@@ -221,7 +221,7 @@ def _reduction(node: fx.Node, region: Region, given: int | None) -> Step:
         return Step(reads, _with_argument(node, 1, number), Rows(lead))
     keeps = len(rest) > 1 and bool(rest[1])
     if op_traits.packet(node) not in (aten.sum, aten.mean) or not set(listed) >= set(range(lead)) or (keeps and lead > 1):
-        raise NotByRows(f"{described(node)} mixes rows")
+        raise ChunkingUnsupported(f"{described(node)} mixes rows")
     inner = [0, *(d - lead + 1 for d in listed if d >= lead)]
     summed = math.prod(shape_of(operand)[d] for d in listed)
 
@@ -244,7 +244,7 @@ def _unsqueeze(node: fx.Node, region: Region) -> Step:
 def _squeeze(node: fx.Node, region: Region) -> Step:
     lead, rank = _lead(node, region, None), len(shape_of(node.args[0]))
     if len(node.args) < 2:
-        raise NotByRows(f"{described(node)} may drop rows")
+        raise ChunkingUnsupported(f"{described(node)} may drop rows")
     inner = [_inner(node, d, rank, lead) for d in _numbers(node.args[1:])]
     places = inner if isinstance(node.args[1], (list, tuple)) else inner[0]
     return Step({node.args[0]: Rows(lead)}, _with_argument(node, 1, places), Rows(lead))  # type: ignore[dict-item]
@@ -259,7 +259,7 @@ def _expand(node: fx.Node, region: Region, given: int | None) -> Step:
     elif not region.holds(operand) and all(size == 1 for size in in_rows):
         read = len(in_rows) - 1 if in_rows else None
     else:
-        raise NotByRows(f"{described(node)} spreads rows over more dimensions")
+        raise ChunkingUnsupported(f"{described(node)} spreads rows over more dimensions")
     reads = {operand: read}
     return Step(reads, lambda args, kwargs, count: (node.target, (args[0], [count, *rest]), {}), Rows(lead))  # type: ignore[arg-type]
 
@@ -268,7 +268,7 @@ def _product(node: fx.Node, region: Region) -> Step:
     """Rows times something whole: by rows. Something over rows times rows, as for the gradient of a weight: a sum over rows."""
     *bias, left, right = node.args
     if node.kwargs or len(node.args) > 3 or any(not isinstance(n, fx.Node) for n in node.args):
-        raise NotByRows(f"{described(node)} has factors of its own")
+        raise ChunkingUnsupported(f"{described(node)} has factors of its own")
     assert isinstance(left, fx.Node)
     assert isinstance(right, fx.Node)
     reads: dict[fx.Node, Rows | int | None] = {}
@@ -280,7 +280,7 @@ def _product(node: fx.Node, region: Region) -> Step:
         return Step(reads, _as_it_is(node), Rows(1))
     sums = region.rows(left) in (None, Rows(1, True)) and region.rows(right) in (None, Rows(1))
     if not sums or shape_of(left)[1] != region.count or any(region.holds(added) for added in bias):
-        raise NotByRows(f"{described(node)} mixes rows")
+        raise ChunkingUnsupported(f"{described(node)} mixes rows")
     reads = {left: Rows(1, True), right: Rows(1), **{added: None for added in bias if isinstance(added, fx.Node)}}
     return Step(reads, _as_it_is(node))
 
@@ -297,7 +297,7 @@ def _loss(node: fx.Node, region: Region) -> Step:
     """``nll_loss_forward``: for each part the sum of its losses and of its weights."""
     scores, labels, weight, reduction, _ = node.args
     if region.rows(scores) != Rows(1) or len(shape_of(scores)) != 2:
-        raise NotByRows(f"{described(node)} mixes rows")
+        raise ChunkingUnsupported(f"{described(node)} mixes rows")
     reads: dict[fx.Node, Rows | int | None] = dict(_by_rows(node, region, labels, 1, (region.count,)))
     reads[scores] = Rows(1)  # type: ignore[index]
     if isinstance(weight, fx.Node):
@@ -309,7 +309,7 @@ def _unpacking(node: fx.Node, region: Region) -> Step:
     """The losses or the weights of ``nll_loss_forward``."""
     call, number = node.args
     if not isinstance(call, fx.Node) or call.target is not aten.nll_loss_forward.default or not region.holds(call):
-        raise NotByRows(f"{described(node)} reads it and is not known to compute row by row")
+        raise ChunkingUnsupported(f"{described(node)} reads it and is not known to compute row by row")
     reads: dict[fx.Node, Rows | int | None] = {call: Rows(1)}
     if call.args[3] not in (MEAN, SUM) and number == 0:
         return Step(reads, _as_it_is(node), Rows(1))
@@ -327,7 +327,7 @@ def _mean(make: Make, total: fx.Node, parts: list[fx.Node]) -> fx.Node:
 def _loss_backward(node: fx.Node, region: Region) -> Step:
     gradient, scores, labels, weight, reduction, _, total = node.args
     if region.rows(scores) != Rows(1) or len(shape_of(scores)) != 2:
-        raise NotByRows(f"{described(node)} mixes rows")
+        raise ChunkingUnsupported(f"{described(node)} mixes rows")
     reads: dict[fx.Node, Rows | int | None] = dict(_by_rows(node, region, labels, 1, (region.count,)))
     reads |= {scores: Rows(1), total: None, gradient: None if reduction in (MEAN, SUM) else Rows(1)}  # type: ignore[dict-item]
     if isinstance(weight, fx.Node):

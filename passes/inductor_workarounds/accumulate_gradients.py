@@ -36,7 +36,7 @@ SCATTERS = (
 """Ops that add values to places of their first argument; the ``index_put`` ones only if told to accumulate."""
 
 
-def accumulate_in_order(joint: fx.GraphModule) -> int:
+def accumulate_into_first(joint: fx.GraphModule) -> int:
     """Rewrite additions in ``joint``, a joint graph that is to be compiled by Inductor, in place; how many were rewritten."""
     position = {node: index for index, node in enumerate(joint.graph.nodes)}
     rewritten = 0

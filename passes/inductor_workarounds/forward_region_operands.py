@@ -15,7 +15,7 @@ from torch import fx
 from autoremat.torch_private import higher_order
 
 
-def read_operands_directly(joint: fx.GraphModule) -> None:
+def forward_region_operands(joint: fx.GraphModule) -> None:
     """Replace results of calls that are their operands by these, in place."""
     for node in list(joint.graph.nodes):
         operands = higher_order.returned_operands(node) if node.op == "call_function" else {}

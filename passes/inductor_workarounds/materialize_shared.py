@@ -21,7 +21,7 @@ MARK = "inductor_realize_to_strides"
 """The key of a node's metadata by which Inductor makes its result, with the strides that it was traced with."""
 
 
-def make_once(module: fx.GraphModule) -> None:
+def materialize_shared(module: fx.GraphModule) -> None:
     """Mark what two attentions or more read, and what a kernel of its own reads through a view beside other readers."""
     for node in module.graph.nodes:
         if node.op == "call_function" and kind_of(node) is Kind.POINTWISE:

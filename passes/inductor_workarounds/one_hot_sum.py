@@ -53,7 +53,7 @@ class OneHot:
     zero: fx.Node
 
 
-def sum_one_hot_rows(joint: fx.GraphModule) -> int:
+def simplify_one_hot_sum(joint: fx.GraphModule) -> int:
     """Rewrite such sums in ``joint``, a joint graph that is to be compiled by Inductor, in place; how many were rewritten."""
     sums = [node for node in joint.graph.nodes if node.op == "call_function" and node.target is aten.sum.dim_IntList]
     rewritten = sum(_rewrite(node) for node in sums)

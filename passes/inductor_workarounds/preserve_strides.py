@@ -19,7 +19,7 @@ from autoremat.torch_private import compat
 aten = torch.ops.aten
 
 
-def keep_strides(backward: fx.GraphModule) -> None:
+def preserve_strides(backward: fx.GraphModule) -> None:
     """Lay out what ``op_rules.BY_STRIDES`` read first, in place."""
     for node in [n for n in backward.graph.nodes if packet(n) in BY_STRIDES]:
         read = node.args[0]

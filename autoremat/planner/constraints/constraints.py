@@ -1,4 +1,4 @@
-"""Orders to the planner: what to save and what to recompute, from patterns, from a policy, and from the model itself.
+"""Constraints to the planner: what to save and what to recompute, from patterns, from a policy, and from the model itself.
 
 An op that is ordered to be *saved* never runs twice. The results of one that is ordered to be *recomputed* never cross from
 the forward to the backward. To save beats to recompute; patterns, and the checkpoint regions of the model, beat the policy.
@@ -16,11 +16,11 @@ from functools import cached_property
 
 import numpy as np
 
-from autoremat.basics.errors import OrderWarning
+from autoremat.basics.errors import ConstraintWarning
 from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.patterns import matches_op, nearest
 from autoremat.planner.constraints.policies import Policy, Region
-from autoremat.planner.graph.graph import NOT_REPEATABLE, Graph, Op, Order, Trait
+from autoremat.planner.graph.graph import NOT_REMATERIALIZABLE, Constraint, Graph, Op, Trait
 from autoremat.planner.graph.schedule import Segments, build_schedule
 from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
@@ -30,7 +30,7 @@ SHOWN = 3
 
 
 @dataclass(frozen=True)
-class Ordered:
+class ConstrainedGraph:
     """A graph whose ops carry all orders, and the plan of the policy, if there is one."""
 
     graph: Graph
@@ -38,7 +38,7 @@ class Ordered:
 
 
 @dataclass(frozen=True)
-class Orders:
+class Constraints:
     """What options say, for any graph. ``exact``: whether the policy is the plan."""
 
     save: tuple[str, ...] = ()
@@ -46,17 +46,17 @@ class Orders:
     policy: Policy | None = None
     exact: bool = False
 
-    def apply(self, graph: Graph) -> Ordered:
+    def apply(self, graph: Graph) -> ConstrainedGraph:
         """``graph`` with these orders beside those it has. Warns of what matches nothing or cannot be obeyed."""
         _warn_of_the_model(graph)
         if self.policy is None and not self.save and not self.recompute:
-            return Ordered(graph)
+            return ConstrainedGraph(graph)
         return _Application(self, graph).result
 
 
 @dataclass(frozen=True)
 class _Application:
-    orders: Orders
+    orders: Constraints
     graph: Graph
 
     @cached_property
@@ -69,14 +69,14 @@ class _Application:
 
     @cached_property
     def to_save(self) -> frozenset[int]:
-        by_model = {i for i, op in enumerate(self.forward.ops) if op.order is Order.SAVE}
+        by_model = {i for i, op in enumerate(self.forward.ops) if op.constraint is Constraint.SAVE}
         return self._matches(self.orders.save, "save") | by_model
 
     @cached_property
     def to_recompute(self) -> frozenset[int]:
         """By patterns and by the model."""
         ops = self._matches(self.orders.recompute, "recompute")
-        by_model = {i for i, op in enumerate(self.forward.ops) if op.order is Order.RECOMPUTE and op.repeatable}
+        by_model = {i for i, op in enumerate(self.forward.ops) if op.constraint is Constraint.RECOMPUTE and op.rematerializable}
         return self._possible(ops, f"recompute={list(self.orders.recompute)}") | by_model - self.to_save
 
     @cached_property
@@ -104,7 +104,7 @@ class _Application:
         refused: dict[int, str] = {}
         for index in sorted(ops):
             op = self.forward.ops[index]
-            if not op.repeatable:
+            if not op.rematerializable:
                 refused[index] = _why_once(op)
             elif index in self.to_save:
                 refused[index] = "to be saved by another order"
@@ -116,17 +116,17 @@ class _Application:
         return ops - refused.keys()
 
     @property
-    def result(self) -> Ordered:
+    def result(self) -> ConstrainedGraph:
         recomputed = self.to_recompute | self.by_policy
-        rest = Order.SAVE if self.orders.exact and self.orders.policy is not None else Order.NONE
+        rest = Constraint.SAVE if self.orders.exact and self.orders.policy is not None else Constraint.NONE
         ops = tuple(
             op if index >= self.graph.num_forward
-            else replace(op, order=Order.SAVE if index in self.to_save
-                         else Order.RECOMPUTE if index in recomputed else rest)
+            else replace(op, constraint=Constraint.SAVE if index in self.to_save
+                         else Constraint.RECOMPUTE if index in recomputed else rest)
             for index, op in enumerate(self.graph.ops)
         )  # fmt: skip
         graph = replace(self.graph, ops=ops)
-        return Ordered(graph, None if self.orders.policy is None else self._candidate(graph, recomputed))
+        return ConstrainedGraph(graph, None if self.orders.policy is None else self._candidate(graph, recomputed))
 
     def _candidate(self, graph: Graph, recomputed: frozenset[int]) -> Candidate:
         """The policy's own plan."""
@@ -143,16 +143,16 @@ class _Application:
         """A segment for each region, with what stands behind it: so what is recomputed stays until the backward leaves the
         region. Regions that share what they recompute are one segment."""
         starts = sorted({region.ops[0] for region in self.regions if region.ops})
-        ambient = self.forward.chain.ambient
+        long_range = self.forward.chain.long_range
         spans = [
             (index, max((r for r in self.graph.readers[v] if r < self.graph.num_forward), default=index))
             for index in self.by_policy
             for v in self.forward.ops[index].outputs
-            if v not in ambient
+            if v not in long_range
         ]
         cuts = [start for start in starts if not any(made < start <= read for made, read in spans)]
         of_op = np.searchsorted(cuts, np.arange(self.graph.num_forward), side="right")
-        return Segments(tuple(of_op.tolist()), frozenset(), ambient)
+        return Segments(tuple(of_op.tolist()), frozenset(), long_range)
 
 
 def _inside(graph: Graph, region: Region) -> set[int]:
@@ -173,11 +173,11 @@ def _warn_of_the_model(graph: Graph) -> None:
 
     Of what a checkpoint region merely holds, the rest is as usual: each dropout in a checkpointed model would be a warning.
     """
-    ordered = [op for op in graph.ops[: graph.num_forward] if op.order is Order.RECOMPUTE]
+    ordered = [op for op in graph.ops[: graph.num_forward] if op.constraint is Constraint.RECOMPUTE]
     held = set(graph.forward_outputs)
     refused = {
         op: _why_once(op) for op in ordered
-        if not op.repeatable and (op.insists or Trait.UNDECLARED in op.traits)
+        if not op.rematerializable and (op.demanded or Trait.OPAQUE in op.traits)
         and any(graph.readers[v] for v in op.outputs) and not held.issuperset(op.outputs)
     }  # fmt: skip
     if refused:
@@ -186,7 +186,7 @@ def _warn_of_the_model(graph: Graph) -> None:
 
 
 def _why_once(op: Op) -> str:
-    declare = "; autoremat.declare_pure says that it may" if op.traits & NOT_REPEATABLE is Trait.UNDECLARED else ""
+    declare = "; autoremat.declare_pure says that it may" if op.traits & NOT_REMATERIALIZABLE is Trait.OPAQUE else ""
     return f"may not run twice ({(op.traits.name or '').lower()}{declare})"
 
 
@@ -201,4 +201,4 @@ def _called(op: Op) -> str:
 
 
 def _warn(message: str) -> None:
-    warnings.warn(message, OrderWarning, stacklevel=2)
+    warnings.warn(message, ConstraintWarning, stacklevel=2)

@@ -24,7 +24,7 @@ from dataclasses import dataclass, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from autoremat.basics.errors import OptionsError, OrderWarning
+from autoremat.basics.errors import ConstraintWarning, OptionsError
 from autoremat.planner.constraints.model_structure import Forward as Forward
 from autoremat.planner.constraints.model_structure import Ops
 from autoremat.planner.constraints.patterns import matches_path, nearest
@@ -41,7 +41,7 @@ class Region:
 
 
 Policy = Callable[[Forward], Sequence[Region]]
-"""Hashable, and equal to what makes the same choices. What a policy has to say to the user it says by ``OrderWarning``."""
+"""Hashable, and equal to what makes the same choices. What a policy has to say to the user it says by ``ConstraintWarning``."""
 
 
 def grouped(layers: Sequence[Ops], size: int) -> list[Region]:
@@ -55,7 +55,7 @@ def _layers(forward: Forward, policy: Policy) -> tuple[Ops, ...]:
         warnings.warn(
             f"{policy} has no effect on a graph of {len(forward.ops)} forward ops: it has no layers, neither numbered modules "
             "nor ops that repeat",
-            OrderWarning,
+            ConstraintWarning,
             stacklevel=2,
         )
     return forward.layers
@@ -171,7 +171,7 @@ class Selective:
                 warnings.warn(
                     f"recompute_modules: {name!r} matches no module in a graph of {len(forward.ops)} forward ops; "
                     f"{nearest(name, forward.ops, MODULES)}",
-                    OrderWarning,
+                    ConstraintWarning,
                     stacklevel=2,
                 )
             found += regions

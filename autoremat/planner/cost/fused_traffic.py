@@ -44,10 +44,10 @@ class FusedTraffic:
         return seconds
 
     @cached_property
-    def again_seconds(self) -> tuple[float, ...]:
+    def recompute_seconds(self) -> tuple[float, ...]:
         """For each op, what running it again takes."""
         ops = self.graph.ops
-        return tuple(self._again(index) if op.traffic_seconds else op.seconds for index, op in enumerate(ops))
+        return tuple(self._again(index) if op.memory_bound_seconds else op.seconds for index, op in enumerate(ops))
 
     def _written(self, value: int) -> bool:
         """Whether the forward writes the value only if it is saved."""
@@ -74,7 +74,7 @@ class FusedTraffic:
         if any(self.kinds[reader] == EXTERN for value in op.outputs for reader in graph.readers[value]):
             return op.seconds
         read = sum(graph.values[v].bytes for v in graph.computed_inputs[index] if self._only_read_by_repeats(v))
-        arithmetic = (op.seconds - op.traffic_seconds) * self._times_spread(index)
+        arithmetic = (op.seconds - op.memory_bound_seconds) * self._times_spread(index)
         return max(self._runs_in_need[index].bit_count(), 1) * (arithmetic + read * self.seconds_per_byte)
 
     def _only_read_by_repeats(self, value: int) -> bool:

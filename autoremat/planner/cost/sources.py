@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 
-class Basis(enum.Enum):
+class CostSources(enum.Enum):
     """Where the seconds of one op come from."""
 
     MEASURED = "measured"
@@ -30,11 +30,13 @@ class Pricing:
     """Ops that were to be timed and were not: time ran out, or they could not be run by themselves."""
 
     @classmethod
-    def of(cls, cost_model: str, priced: Iterable[tuple[float, Basis]], untimed_ops: int = 0) -> Pricing:
+    def of(cls, cost_model: str, priced: Iterable[tuple[float, CostSources]], untimed_ops: int = 0) -> Pricing:
         """Sum up (seconds, basis) of all ops of a step."""
-        sums = dict.fromkeys(Basis, 0.0)
+        sums = dict.fromkeys(CostSources, 0.0)
         for seconds, basis in priced:
             sums[basis] += seconds
         total = sum(sums.values())
-        shares = {basis: part / total if total else float(basis is Basis.ASSUMED) for basis, part in sums.items()}
-        return cls(cost_model, shares[Basis.MEASURED], shares[Basis.CALIBRATED], shares[Basis.ASSUMED], untimed_ops)
+        shares = {basis: part / total if total else float(basis is CostSources.ASSUMED) for basis, part in sums.items()}
+        return cls(
+            cost_model, shares[CostSources.MEASURED], shares[CostSources.CALIBRATED], shares[CostSources.ASSUMED], untimed_ops
+        )

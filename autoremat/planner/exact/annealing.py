@@ -19,10 +19,10 @@ import numpy as np
 from autoremat.planner.exact.local_search import Moves
 from autoremat.planner.exact.polish import polished
 from autoremat.planner.exact.rematerialization_state import Sites
-from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planning
+from autoremat.planner.search.planner import PlanningResult
 
 COLDEST = 0.03
 """The last temperature, in mean seconds of an op."""
@@ -64,15 +64,15 @@ class Annealing(Moves):
 
     def _propose(self, over: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
         """Make a move from a state that is ``over`` the budget by so many bytes at each site."""
-        crowded = np.flatnonzero(over > 0.0)
+        over_budget = np.flatnonzero(over > 0.0)
         chance = self.random.random()
-        if self.chosen and chance < (LEAVING if len(crowded) else LEAVING_WHEN_FITTING):
+        if self.chosen and chance < (LEAVING if len(over_budget) else LEAVING_WHEN_FITTING):
             self._withdraw(*self.chosen[int(self.random.random() * len(self.chosen))])
             worst = int(self.sites.together.argmax())
             if chance >= ALONE and self.sites.together[worst] > self.budget:
                 self._relieve(worst)
-        elif len(crowded):
-            self._relieve(int(crowded[int(self.random.random() * len(crowded))]))
+        elif len(over_budget):
+            self._relieve(int(over_budget[int(self.random.random() * len(over_budget))]))
         else:
             self._relieve(int(self.random.random() * self.sites.end))
 
@@ -115,22 +115,22 @@ class Annealing(Moves):
 
 
 def improve(
-    graph: Graph, budget: int | None, time_limit: float, seed: int, found: Planning, good_gap: float, deadline: float
-) -> Planning:
+    graph: Graph, budget: int | None, time_limit: float, seed: int, found: PlanningResult, good_gap: float, deadline: float
+) -> PlanningResult:
     """The outcome ``found``, or a better one; nothing is tried if its gap, as a share of the step, is ``good_gap`` or less.
 
     How long is annealed follows from ``time_limit``, in seconds; at ``deadline`` it ends. Graphs that fuse and those with
     orders to recompute are left alone.
     """
-    ordered = any(op.order is Order.RECOMPUTE for op in graph.ops)
+    ordered = any(op.constraint is Constraint.RECOMPUTE for op in graph.ops)
     if budget is None or graph.fuses or ordered:
         return found
     # The search's plans of a training step are seldom far off; of a graph of one phase they are.
-    from_nothing = graph.one_phase or found.plan is None
-    if found.plan is None and (schedule := afresh(graph)) is not None:
+    from_nothing = graph.single_phase or found.plan is None
+    if found.plan is None and (schedule := recompute_per_use(graph)) is not None:
         found = found.with_plans([Plan.of(graph, schedule, "afresh")], budget, interrupted=False)
         found = found.with_plans(polished(graph, budget, seed, schedule, "afresh", deadline), budget, interrupted=False)
-    if found.settled(good_gap):
+    if found.is_converged(good_gap):
         return found
     moves = int(MOVES_PER_SECOND * time_limit)
     lengths = lengths_of(int((1 - WARM_SHARE) * moves), len(graph.ops)) if from_nothing else []
@@ -144,18 +144,18 @@ def improve(
         if reached.best is not None:
             plans += polished(graph, budget, seed, reached.best, "annealed", deadline)
         found = found.with_plans(plans, budget, reached.interrupted)
-        if reached.interrupted or found.settled(good_gap):
+        if reached.interrupted or found.is_converged(good_gap):
             break
     return found
 
 
-def afresh(graph: Graph) -> Schedule | None:
+def recompute_per_use(graph: Graph) -> Schedule | None:
     """Every op of the part in which ops run again makes anew, from what the graph is given, all that it reads.
 
     Takes little memory and much time. None if that is more than ``MOST_AFRESH`` recomputations.
     """
     sites, recomputations = Sites(graph), 0
-    for site in range(0 if graph.one_phase else graph.num_forward, sites.end + 1):
+    for site in range(0 if graph.single_phase else graph.num_forward, sites.end + 1):
         wanted: set[int] = set()
         unseen = [*(sites.kept if site == sites.end else sites.inputs[site])]
         while unseen:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoremat.planner.exact.interval_model import EventGap, Vector, recomputations
+from autoremat.planner.exact.interval_model import IntervalModel, Vector, recomputations
 from autoremat.planner.exact.large_neighborhood import WHOLE_COLUMNS, Improvement, Incumbent
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planning
+from autoremat.planner.search.planner import PlanningResult
 
 COLUMNS_PER_SECOND = 1500
 """How large a model is tried, per second of the time limit, so that its relaxation leaves time for neighbourhoods."""
@@ -33,14 +33,14 @@ the time limit."""
 @dataclass
 class Descent:
     """The search on one graph for one budget in bytes; ``plans`` are all that were found, ``peak`` is without
-    recomputation. ``good_enough`` says of a plan that fits whether it ends the search."""
+    recomputation. ``within_gap`` says of a plan that fits whether it ends the search."""
 
     graph: Graph
     budget: int
     peak: int
     time_limit: float
     seed: int
-    good_enough: Callable[[Plan], bool]
+    within_gap: Callable[[Plan], bool]
     deadline: float
     """A time of the monotonic clock, in seconds. How much is tried follows from ``time_limit`` alone."""
 
@@ -48,11 +48,11 @@ class Descent:
         self.plans: list[Plan] = []
         self.interrupted = False
 
-    def models(self) -> list[EventGap]:
+    def models(self) -> list[IntervalModel]:
         """Models of growing depth, as far as they grow and are not too large."""
-        found: list[EventGap] = []
+        found: list[IntervalModel] = []
         for depth in DEPTHS:
-            model = EventGap(self.graph, depth)
+            model = IntervalModel(self.graph, depth)
             if model.columns > COLUMNS_PER_SECOND * self.time_limit or (found and model.columns == found[-1].columns):
                 break
             found.append(model)
@@ -68,18 +68,18 @@ class Descent:
         if models[-1].columns > WHOLE_COLUMNS:
             relaxed = self._relax(models)
         start = min(self.plans, key=self._score)
-        model = EventGap(self.graph, models[-1].depth, recomputations(self.graph, start.schedule))
+        model = IntervalModel(self.graph, models[-1].depth, recomputations(self.graph, start.schedule))
         improvement = self._improvement(model)
         if relaxed is not None:
             improvement.relaxed = model.carried_over(models[-1], relaxed)
         neighbourhoods = int(NEIGHBOURHOODS_PER_SECOND * self.time_limit)
-        self.plans += improvement.run(model.choice(start.schedule), neighbourhoods, self.good_enough)
+        self.plans += improvement.run(model.choice(start.schedule), neighbourhoods, self.within_gap)
         self.interrupted = self.interrupted or improvement.interrupted
 
-    def _improvement(self, model: EventGap) -> Improvement:
+    def _improvement(self, model: IntervalModel) -> Improvement:
         return Improvement(model, self.budget, self.peak, self.seed, self.deadline)
 
-    def _relax(self, models: list[EventGap]) -> Vector | None:
+    def _relax(self, models: list[IntervalModel]) -> Vector | None:
         """The relaxation of the last of ``models``, None if out of time; first plans come from the first ones' on the way."""
         relaxed: Vector | None = None
         support, before = np.zeros(0), models[0]
@@ -112,15 +112,15 @@ class Descent:
 
 
 def improve(
-    graph: Graph, budget: int | None, time_limit: float, seed: int, found: Planning, good_gap: float, deadline: float
-) -> Planning:
+    graph: Graph, budget: int | None, time_limit: float, seed: int, found: PlanningResult, good_gap: float, deadline: float
+) -> PlanningResult:
     """The outcome ``found``, or a better one: stops at a plan whose gap, as a share of the step, is ``good_gap`` or less."""
-    if budget is None or graph.fuses or found.settled(good_gap):
+    if budget is None or graph.fuses or found.is_converged(good_gap):
         return found
 
-    def good_enough(plan: Plan) -> bool:
-        return found.good_enough(plan, good_gap)
+    def within_gap(plan: Plan) -> bool:
+        return found.within_gap(plan, good_gap)
 
-    descent = Descent(graph, budget, found.baseline.peak_bytes, time_limit, seed, good_enough, deadline)
+    descent = Descent(graph, budget, found.baseline.peak_bytes, time_limit, seed, within_gap, deadline)
     descent.run([found.plan or found.smallest])
     return found.with_plans(descent.plans, budget, descent.interrupted)

@@ -33,7 +33,7 @@ from scipy.sparse import csc_matrix
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.exact.mip import Rows
 from autoremat.planner.graph.arrays import arrays_of
-from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.graph.schedule import Schedule
 
 Vector = NDArray[np.float64]
@@ -42,7 +42,7 @@ Columns = NDArray[np.int64]
 
 def read_at_the_end(graph: Graph) -> frozenset[int]:
     """Values that must exist at the end and may have been freed and recomputed before."""
-    return frozenset(graph.forward_outputs if graph.one_phase else graph.backward_outputs)
+    return frozenset(graph.forward_outputs if graph.single_phase else graph.backward_outputs)
 
 
 def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
@@ -50,8 +50,10 @@ def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
 
     In a training step only forward ops are recomputed, and only in the backward.
     """
-    end, first = len(graph.ops), 0 if graph.one_phase else graph.num_forward
-    movable = [op.forward and op.repeatable and op.order is not Order.SAVE and bool(op.outputs) for op in graph.ops]
+    end, first = len(graph.ops), 0 if graph.single_phase else graph.num_forward
+    movable = [
+        op.forward and op.rematerializable and op.constraint is not Constraint.SAVE and bool(op.outputs) for op in graph.ops
+    ]
     at_end = read_at_the_end(graph)
     sites: list[set[int]] = [set() for _ in graph.ops]
     for index, op in enumerate(graph.ops):
@@ -73,7 +75,7 @@ def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
 
 
 @dataclass
-class EventGap:
+class IntervalModel:
     """The model of ``graph`` over the columns of ``H`` and ``R``, for any budget.
 
     ``extra_sites`` are pairs (op, site) beside those of ``depth``. Raises ``ValueError`` for a graph that fuses.
@@ -122,11 +124,11 @@ class EventGap:
         graph, lower, upper = self.graph, np.zeros(self.columns), np.ones(self.columns)
         for value, events in enumerate(self.hold):
             producer = graph.values[value].producer
-            if graph.one_phase or producer is None or producer >= graph.num_forward:
+            if graph.single_phase or producer is None or producer >= graph.num_forward:
                 continue
             if value in graph.forward_outputs:
                 lower[list(events.values())] = 1.0
-            elif graph.ops[producer].order is Order.RECOMPUTE and self.again[producer]:
+            elif graph.ops[producer].constraint is Constraint.RECOMPUTE and self.again[producer]:
                 crossing = next((column for event, column in events.items() if event >= graph.num_forward), None)
                 if crossing is not None:
                     upper[crossing] = 0.0
@@ -179,8 +181,8 @@ class EventGap:
         graph, cost = self.graph, np.zeros(self.columns)
         for index, sites in enumerate(self.again):
             # The first run of an op that only the backward needs costs nothing extra.
-            needed = graph.one_phase or index in graph.required_forward
-            cost[list(sites.values())] = traffic_of(graph).again_seconds[index] if needed else 0.0
+            needed = graph.single_phase or index in graph.required_forward
+            cost[list(sites.values())] = traffic_of(graph).recompute_seconds[index] if needed else 0.0
         return cost
 
     @cached_property
@@ -232,7 +234,7 @@ class EventGap:
                 stack.append((other, event))
         return np.array(sorted(free), dtype=np.int64)
 
-    def carried_over(self, other: EventGap, values: Vector) -> Vector:
+    def carried_over(self, other: IntervalModel, values: Vector) -> Vector:
         """``values`` of the columns of a model with fewer sites, as values of the columns of this one."""
         found = np.zeros(self.columns)
         for mine, theirs in zip(self.hold, other.hold, strict=True):
@@ -298,7 +300,7 @@ def in_order(graph: Graph, sites: list[list[int]]) -> Schedule:
     """
     first, end = graph.num_forward, len(graph.ops)
     executions = [[*sites[index], index] for index in range(end)]
-    if graph.one_phase:
+    if graph.single_phase:
         return Schedule((*(op for at in executions for op in at), *sites[end]), ())
     backward = [op for at in executions[first:] for op in at] + sites[end]
     crossing = Schedule((), tuple(backward)).saved(graph)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.sparse import bmat, csr_matrix, eye
 
-from autoremat.planner.exact.interval_model import Columns, EventGap, Vector, sites_of
+from autoremat.planner.exact.interval_model import Columns, IntervalModel, Vector, sites_of
 from autoremat.planner.exact.mip import Program, Solution, solve
 from autoremat.planner.plans.plan import Plan
 
@@ -67,7 +67,7 @@ class Incumbent:
     """How many bytes less that is, at each op, than the model's count."""
 
     @classmethod
-    def of(cls, model: EventGap, chosen: Vector) -> Incumbent:
+    def of(cls, model: IntervalModel, chosen: Vector) -> Incumbent:
         """Replay a choice."""
         plan = Plan.of(model.graph, model.schedule(chosen), "event gaps")
         bytes_at = np.zeros(len(model.graph.ops) + 1)
@@ -84,7 +84,7 @@ class Incumbent:
         return self.plan.cost_seconds + penalty * float(self.excess(budget).sum())
 
 
-def program_around(model: EventGap, chosen: Vector, free: Columns, budget: Vector, penalty: float) -> Program:
+def program_around(model: IntervalModel, chosen: Vector, free: Columns, budget: Vector, penalty: float) -> Program:
     """The program of the ``free`` columns, the others as in ``chosen``, with ``budget`` bytes at each op.
 
     Its variables are the free columns and, in units of the largest budget (a byte, if that is 0), the bytes over it at each op
@@ -113,7 +113,7 @@ def program_around(model: EventGap, chosen: Vector, free: Columns, budget: Vecto
 class Improvement:
     """The search on one model for one budget in bytes. ``deadline`` is a time of the monotonic clock, in seconds."""
 
-    def __init__(self, model: EventGap, budget: int, peak: int, seed: int, deadline: float) -> None:
+    def __init__(self, model: IntervalModel, budget: int, peak: int, seed: int, deadline: float) -> None:
         self.model, self.budget, self.deadline = model, budget, deadline
         self.random = np.random.default_rng(seed)
         self.unit = max(model.graph.step_seconds, 1e-30) / max(peak, 1)
@@ -202,7 +202,7 @@ class Improvement:
 
     # -- the search ----------------------------------------------------------------------------------------------------
 
-    def run(self, start: Vector, neighbourhoods: int, good_enough: Callable[[Plan], bool]) -> list[Plan]:
+    def run(self, start: Vector, neighbourhoods: int, within_gap: Callable[[Plan], bool]) -> list[Plan]:
         """Improve ``start``; the plans found on the way, each better than the one before at the penalty of its time."""
         incumbent = Incumbent.of(self.model, start)
         if self.model.columns <= WHOLE_COLUMNS:
@@ -221,7 +221,7 @@ class Improvement:
                 incumbent = better
                 found.append(incumbent.plan)
             fits = incumbent.plan.peak_bytes <= self.budget
-            if fits and good_enough(incumbent.plan):
+            if fits and within_gap(incumbent.plan):
                 break
             if self.exhausted or idle >= (PATIENCE if fits else IMPATIENCE):
                 if fits or self.penalty >= MOST_PENALTY * self.unit:

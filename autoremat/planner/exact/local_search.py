@@ -1,7 +1,7 @@
 """Small changes to where ops run again: what annealing and polishing are made of.
 
-One op runs again where its result is read next after a crowded site, with those of its inputs that are gone; or something no
-longer runs again. Whatever is then read by nobody goes as well. All can be taken back.
+One op runs again where its result is read next after a site that is over the budget, with those of its inputs that are gone.
+Or a recomputation is taken back, with all that nobody reads then. Every change can be undone.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Moves:
         graph = self.graph
         self.random = random.Random(self.seed)
         self.sites = Sites(graph)
-        self.first_site = 0 if graph.one_phase else graph.num_forward
+        self.first_site = 0 if graph.single_phase else graph.num_forward
         self.movable = [index for index, movable in enumerate(self.sites.movable) if movable]
         sizes = [sum(self.sites.size[v] for v in graph.ops[index].outputs) for index in self.movable]
         self.cumulative = np.cumsum(sizes).tolist()

@@ -20,7 +20,7 @@ MOST_EXCHANGED, LEAST_GAIN = 1_000, 1e-6
 class Polishing(Moves):
     """A plan that is made better where that takes no other plan."""
 
-    def without_the_needless(self, deadline: float, latest_first: bool = False) -> Schedule:
+    def without_redundant_recomputation(self, deadline: float, latest_first: bool = False) -> Schedule:
         """Each recomputation is withdrawn if no more bytes are over the budget without it, from the first site on or from the
         last, the last op at each site first; then each that does not run yet is tried in place of others."""
         self.steps.clear()
@@ -70,5 +70,5 @@ def polished(graph: Graph, budget: int, seed: int, schedule: Schedule, label: st
     for latest_first in (False, True):
         search = Polishing(graph, budget, seed)
         search.start_from(schedule)
-        found.append(Plan.of(graph, search.without_the_needless(deadline, latest_first), label))
+        found.append(Plan.of(graph, search.without_redundant_recomputation(deadline, latest_first), label))
     return found

@@ -17,7 +17,7 @@ import numpy as np
 
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.exact.interval_model import in_order
-from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.graph.schedule import Schedule
 
 MOST_ORDERED = 12
@@ -43,8 +43,8 @@ class Sites:
         for value in self.kept:
             self.reads[value].append(self.end)
         self.movable = self._movable()
-        needed = range(self.end) if graph.one_phase else graph.required_forward
-        self.seconds = [again if index in needed else 0.0 for index, again in enumerate(traffic_of(graph).again_seconds)]
+        needed = range(self.end) if graph.single_phase else graph.required_forward
+        self.seconds = [again if index in needed else 0.0 for index, again in enumerate(traffic_of(graph).recompute_seconds)]
         """What it costs to run an op again; the first run of what only the backward needs is not added work."""
         self.added = 0.0
         """Seconds of all that runs again."""
@@ -57,9 +57,13 @@ class Sites:
 
     def _movable(self) -> list[bool]:
         graph = self.graph
-        held = frozenset(() if graph.one_phase else graph.forward_outputs)
+        held = frozenset(() if graph.single_phase else graph.forward_outputs)
         return [
-            op.forward and op.repeatable and op.order is not Order.SAVE and bool(op.outputs) and held.isdisjoint(op.outputs)
+            op.forward
+            and op.rematerializable
+            and op.constraint is not Constraint.SAVE
+            and bool(op.outputs)
+            and held.isdisjoint(op.outputs)
             for op in graph.ops
         ]
 

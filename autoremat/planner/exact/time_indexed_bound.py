@@ -35,10 +35,10 @@ from scipy.sparse import csr_matrix, vstack
 
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.exact.mip import Program, Rows, exact_bound, lower_bound
-from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.lower_bounds import fixed_bytes
-from autoremat.planner.search.planner import Planning
+from autoremat.planner.search.planner import PlanningResult
 
 STAGES, MOST_COLUMNS = 48, 60_000
 """How many stages there are; fewer where the program would have more than about so many columns."""
@@ -83,7 +83,7 @@ class Stages:
                 self.columns += len(columns[-1])
 
     def _movable(self, index: int) -> bool:
-        return self.graph.ops[index].repeatable and self.graph.ops[index].order is not Order.SAVE
+        return self.graph.ops[index].rematerializable and self.graph.ops[index].constraint is not Constraint.SAVE
 
     def _choose(self) -> list[int]:
         first, end = self.graph.num_forward, len(self.graph.ops)
@@ -178,7 +178,7 @@ class Stages:
                     entries.append(graph.values[value].bytes / unit)
         for index, column in self.runs[0].items():
             # The first run of what only the backward needs costs nothing extra.
-            cost[column] = traffic_of(graph).again_seconds[index] / second if index in graph.required_forward else 0.0
+            cost[column] = traffic_of(graph).recompute_seconds[index] / second if index in graph.required_forward else 0.0
         rows, columns = np.array(places, dtype=np.int64).reshape(-1, 2).T
         memory = csr_matrix((entries, (rows, columns)), shape=(stages, self.columns))
         room: NDArray[np.float64] = (budget - self.fixed[self.moments]) / unit
@@ -210,13 +210,19 @@ class Stages:
         return max(bound, 0.0) * second
 
 
-def tighten(graph: Graph, budget: int | None, time_limit: float, found: Planning, good_gap: float) -> Planning:
+def tighten(graph: Graph, budget: int | None, time_limit: float, found: PlanningResult, good_gap: float) -> PlanningResult:
     """The outcome ``found`` with a better lower bound, unless its gap, as a share of the step, is ``good_gap`` or less.
 
     Graphs of one phase and those that fuse are left alone. ``time_limit``: seconds of the whole planning, of which this may
     take a share.
     """
-    if budget is None or graph.fuses or graph.one_phase or graph.num_forward == len(graph.ops) or found.settled(good_gap):
+    if (
+        budget is None
+        or graph.fuses
+        or graph.single_phase
+        or graph.num_forward == len(graph.ops)
+        or found.is_converged(good_gap)
+    ):
         return found
     begun, limit, step = time.monotonic(), TIME_SHARE * time_limit, graph.step_seconds
     enough = (found.plan.added_seconds - good_gap * step) / (1.0 + good_gap) if found.plan else math.inf

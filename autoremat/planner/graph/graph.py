@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,11 +31,11 @@ class Trait(enum.Flag):
     MUTATING = enum.auto()
     COLLECTIVE = enum.auto()
     EFFECTFUL = enum.auto()
-    UNDECLARED = enum.auto()
+    OPAQUE = enum.auto()
     """A custom or higher-order op whose purity nobody has declared."""
     READS_MUTATED_INPUT = enum.auto()
     """Reads an input that the forward later overwrites: run again, it would see the new contents."""
-    CHOOSES = enum.auto()
+    DISCONTINUOUS = enum.auto()
     """Picks some of several floating-point numbers (the experts of a token): run again by other code, whose last bits differ,
     it might pick others."""
     DATA_DEPENDENT = enum.auto()
@@ -42,14 +43,14 @@ class Trait(enum.Flag):
     the rest of the step was told."""
 
 
-NOT_REPEATABLE = (
+NOT_REMATERIALIZABLE = (
     Trait.RANDOM
     | Trait.MUTATING
     | Trait.COLLECTIVE
     | Trait.EFFECTFUL
-    | Trait.UNDECLARED
+    | Trait.OPAQUE
     | Trait.READS_MUTATED_INPUT
-    | Trait.CHOOSES
+    | Trait.DISCONTINUOUS
     | Trait.DATA_DEPENDENT
 )
 
@@ -73,8 +74,8 @@ class Inlining(enum.Enum):
     """Random numbers."""
 
 
-class Order(enum.Enum):
-    """What the user has ordered for the results of an op (checkpoint regions, selective-checkpoint tags)."""
+class Constraint(enum.Enum):
+    """The demand of a user, a policy or a model on the results of an op."""
 
     NONE = "none"
     SAVE = "save"
@@ -128,7 +129,7 @@ class Op:
     """What the op allocates beside its results and frees before it returns."""
     kind: Kind = Kind.EXTERN
     traits: Trait = Trait.NONE
-    order: Order = Order.NONE
+    constraint: Constraint = Constraint.NONE
     module: str = ""
     source: str = ""
     scopes: tuple[Scope, ...] = ()
@@ -141,19 +142,19 @@ class Op:
     """Inputs that are read only where the result is written: it may take over the storage of one that has its size and that
     nobody reads later, where the code generator fuses."""
     inlining: Inlining = Inlining.CHEAP
-    traffic_seconds: float = 0.0
+    memory_bound_seconds: float = 0.0
     """The part of ``seconds`` that is the op's share of what a fused kernel reads and writes."""
-    insists: bool = False
+    demanded: bool = False
     """Whether a selective-checkpoint policy of the model demands a second run; a checkpoint region only prefers it."""
 
     @property
-    def repeatable(self) -> bool:
+    def rematerializable(self) -> bool:
         """Whether a second execution is sure to give the same result and to change nothing else.
 
         So is that of a collective if the model orders it: on all ranks alike, as torch runs it, too.
         """
-        hindrance = self.traits & NOT_REPEATABLE
-        return not hindrance or (hindrance is Trait.COLLECTIVE and self.order is Order.RECOMPUTE)
+        hindrance = self.traits & NOT_REMATERIALIZABLE
+        return not hindrance or (hindrance is Trait.COLLECTIVE and self.constraint is Constraint.RECOMPUTE)
 
 
 @dataclass(frozen=True)
@@ -161,19 +162,19 @@ class Graph:
     """Ops in execution order, forward before backward.
 
     ``forward_outputs`` are held by the caller from their making to the end of the step; ``backward_outputs`` (gradients)
-    from their making to the end. ``pinned`` ops run in the forward whether or not anything reads their results.
+    from their making to the end. ``must_run`` ops run in the forward whether or not anything reads their results.
     """
 
     ops: tuple[Op, ...]
     values: tuple[Value, ...]
     forward_outputs: tuple[int, ...] = ()
     backward_outputs: tuple[int, ...] = ()
-    pinned: tuple[int, ...] = ()
+    must_run: tuple[int, ...] = ()
     fuses: bool = False
     """Whether the code generator inlines pointwise chains (Inductor) or materialises every result (eager)."""
     saving_seconds_per_byte: float = 0.0
     """What it takes to write a byte in the forward and to read it in the backward."""
-    whole_runs: bool = False
+    fusion_groups_hold_buffers: bool = False
     """Whether, where it fuses, the code generator makes one call of all that stands between two extern kernels (on CPUs):
     memory for its results is there before it begins, and what it reads is freed after it ends."""
     most_reads: int = 4
@@ -190,19 +191,25 @@ class Graph:
         edges: Iterable[tuple[int, int]],
         *,
         outputs: Iterable[int] = (),
-        repeatable: Sequence[bool] | None = None,
+        rematerializable: Sequence[bool] | None = None,
         num_forward: int | None = None,
+        repeatable: Sequence[bool] | None = None,
     ) -> Graph:
         """The graph in which op ``i`` takes ``seconds[i]`` and makes value ``i`` of ``sizes[i]`` bytes, in the given order.
 
         ``edges`` are pairs (producer, reader), ``outputs`` the values that must exist at the end; an op that is not
-        ``repeatable`` runs only once. The first ``num_forward`` ops are the forward of a training step and the rest its
+        ``rematerializable`` runs only once. The first ``num_forward`` ops are the forward of a training step and the rest its
         backward; without it (or with all ops) the graph has one phase, in which any op may run again anywhere later.
         Raises ``ValueError``, naming the offender, for costs or edges that describe no such graph.
         """
+        if repeatable is not None:
+            warnings.warn(
+                "repeatable= is deprecated and goes with the next release; use rematerializable=", DeprecationWarning, 2
+            )
+            rematerializable = repeatable
         count = len(seconds)
         border = count if num_forward is None else num_forward
-        again = [True] * count if repeatable is None else list(repeatable)
+        again = [True] * count if rematerializable is None else list(rematerializable)
         _check_costs(seconds, sizes, again)
         if not 0 <= border <= count:
             raise ValueError(f"num_forward={num_forward} is not between 0 and the number of ops, {count}")
@@ -210,13 +217,13 @@ class Graph:
         held = tuple(dict.fromkeys(outputs))
         if beyond := [v for v in held if not 0 <= v < count]:
             raise ValueError(f"the output {beyond[0]} is no value: there are {count}")
-        traits = [Trait.NONE if may else Trait.UNDECLARED for may in again]
+        traits = [Trait.NONE if may else Trait.OPAQUE for may in again]
         return cls(
             tuple(Op(f"op{i}", "op", inputs[i], (i,), i < border, float(seconds[i]), traits=traits[i]) for i in range(count)),
             tuple(Value(f"v{i}", int(sizes[i]), i) for i in range(count)),
             forward_outputs=tuple(v for v in held if v < border),
             backward_outputs=tuple(v for v in held if v >= border),
-            pinned=tuple(range(border)),
+            must_run=tuple(range(border)),
         )
 
     def verify(self) -> None:
@@ -239,7 +246,7 @@ class Graph:
         return sum(op.forward for op in self.ops)
 
     @property
-    def one_phase(self) -> bool:
+    def single_phase(self) -> bool:
         """Whether there is no backward: then any op may run again anywhere later, not only in a second half."""
         return self.num_forward == len(self.ops)
 
@@ -294,8 +301,8 @@ class Graph:
         """Forward ops that the forward itself must run, whatever is saved: for its outputs and effects, and because what
         cannot be repeated (a random mask) runs where it was traced."""
         needed = self.ancestors(self.producers(self.backward_needs))
-        single = [op for op in needed if op < self.num_forward and not self.ops[op].repeatable]
-        return frozenset(self.ancestors([*self.pinned, *self.producers(self.forward_outputs), *single]))
+        single = [op for op in needed if op < self.num_forward and not self.ops[op].rematerializable]
+        return frozenset(self.ancestors([*self.must_run, *self.producers(self.forward_outputs), *single]))
 
     @cached_property
     def backward_needs(self) -> frozenset[int]:
@@ -374,9 +381,9 @@ class Graph:
         return "\n".join(lines)
 
 
-def _check_costs(seconds: Sequence[float], sizes: Sequence[int], repeatable: Sequence[bool]) -> None:
+def _check_costs(seconds: Sequence[float], sizes: Sequence[int], rematerializable: Sequence[bool]) -> None:
     """Raise ``ValueError`` unless there is a sensible figure of each kind for each op."""
-    for name, given in (("sizes", sizes), ("repeatable", repeatable)):
+    for name, given in (("sizes", sizes), ("rematerializable", rematerializable)):
         if len(given) != len(seconds):
             raise ValueError(f"{name} has {len(given)} entries, seconds has {len(seconds)}")
     for index, (duration, size) in enumerate(zip(seconds, sizes, strict=True)):

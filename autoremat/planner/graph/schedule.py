@@ -66,7 +66,7 @@ class Segments:
 
     of_op: tuple[int, ...]
     kept: frozenset[int] = frozenset()
-    ambient: frozenset[int] = frozenset()
+    long_range: frozenset[int] = frozenset()
     """Values read far from where they are made (masks, rotary tables, skips): they say nothing of where the backward is."""
 
     @property
@@ -147,7 +147,7 @@ def _backward_segments(graph: Graph, segments: Segments) -> list[int]:
     latest = [0] * len(graph.values)
     for index, op in enumerate(graph.ops[: graph.num_forward]):
         for value in op.outputs:
-            latest[value] = 0 if value in segments.ambient else segments.of_op[index]
+            latest[value] = 0 if value in segments.long_range else segments.of_op[index]
     found = []
     current = 0
     for reads in reversed(graph.forward_reads[graph.num_forward :]):

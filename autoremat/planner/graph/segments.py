@@ -1,7 +1,7 @@
 """Cuts the forward into segments at its narrow places, found in the graph and not from module names.
 
 A place between two forward ops is as wide as the bytes of the values that cross it. Values that live through a large part
-of the forward (masks, rotary tables, encoder outputs, U-Net skips) are *ambient*: they cross everywhere and do not count.
+of the forward (masks, rotary tables, encoder outputs, U-Net skips) are *long_range*: they cross everywhere and do not count.
 Keeping only what crosses the cuts is the chain strategy of Chen et al., "Training Deep Nets with Sublinear Memory Cost"
 (2016); here the cuts fall where they are cheapest.
 """
@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Segments
 
-AMBIENT_SHARE = 0.35
-"""A value that lives longer than this share of the forward's ops is ambient. In a residual network of two blocks a block's
+LONG_RANGE_SHARE = 0.35
+"""A value that lives longer than this share of the forward's ops is long_range. In a residual network of two blocks a block's
 input lives for a quarter of it."""
 
-AMBIENT_OPS = 12
-"""Nothing that lives for fewer ops than this is ambient, so that short forwards have cuts too."""
+LONG_RANGE_OPS = 12
+"""Nothing that lives for fewer ops than this is long_range, so that short forwards have cuts too."""
 
 MAX_SEGMENTS = 128
 
@@ -40,7 +40,7 @@ class Chain:
 
     graph: Graph
     last_read: NDArray[np.int64]
-    ambient: frozenset[int]
+    long_range: frozenset[int]
     width: NDArray[np.int64]
     filled: NDArray[np.int64]
 
@@ -51,26 +51,26 @@ class Chain:
         last_read = np.zeros(len(graph.values), dtype=np.int64)
         change = np.zeros(count + 1, dtype=np.int64)
         made = np.zeros(count, dtype=np.int64)
-        ambient = set()
+        long_range = set()
         for value in graph.forward_values:
             start = graph.values[value].producer
             assert start is not None
             last = max((r for r in graph.readers[value] if r < count), default=start)
             last_read[value] = last
             made[start] += graph.values[value].bytes
-            if last - start > max(AMBIENT_OPS, AMBIENT_SHARE * count):
-                ambient.add(value)
+            if last - start > max(LONG_RANGE_OPS, LONG_RANGE_SHARE * count):
+                long_range.add(value)
                 continue
             change[start] += graph.values[value].bytes
             change[last] -= graph.values[value].bytes
-        return cls(graph, last_read, frozenset(ambient), np.cumsum(change)[:count], np.cumsum(made))
+        return cls(graph, last_read, frozenset(long_range), np.cumsum(change)[:count], np.cumsum(made))
 
     def crossing(self, place: int) -> list[int]:
-        """The values that cross from op ``place`` to later ops, without ambient ones."""
+        """The values that cross from op ``place`` to later ops, without long_range ones."""
         return [
             v
             for v in self.graph.forward_values
-            if v not in self.ambient and (self.graph.values[v].producer or 0) <= place < self.last_read[v]
+            if v not in self.long_range and (self.graph.values[v].producer or 0) <= place < self.last_read[v]
         ]
 
     def places(self, count: int) -> list[int]:
@@ -93,7 +93,7 @@ class Chain:
         of_op = np.searchsorted(places, np.arange(self.graph.num_forward), side="left")
         crossing = tuple(tuple(self.crossing(p)) for p in places)
         kept = frozenset(v for values in crossing for v in values)
-        return Segments(tuple(of_op.tolist()), kept, self.ambient), crossing
+        return Segments(tuple(of_op.tolist()), kept, self.long_range), crossing
 
 
 def segment_counts(num_forward: int) -> Iterator[int]:

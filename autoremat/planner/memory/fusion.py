@@ -9,7 +9,7 @@ results of extern kernels and reductions, whatever an extern kernel reads, outpu
 
 A result takes the place of an input of the same size that is read where it is written (``Op.in_place``), for the last time,
 and that nobody holds, unless it is reduced in the same run. Where one call runs all kernels between two extern ones
-(``graph.whole_runs``), what it writes is there before it begins, and what it reads until it ends.
+(``graph.fusion_groups_hold_buffers``), what it writes is there before it begins, and what it reads until it ends.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import numpy as np
 
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, REDUCTION, Flags, Numbers, arrays_of
 from autoremat.planner.graph.graph import Inlining
-from autoremat.planner.memory.live_ranges import Copies, Lifetimes
+from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 
 
-def lifetimes_with_fusion(copies: Copies) -> Lifetimes:
+def lifetimes_with_fusion(copies: Buffers) -> LiveRanges:
     """The copies that exist, and when."""
     kinds = arrays_of(copies.graph).kinds[copies.sequence]
     run = _runs(kinds, copies.num_forward)
@@ -31,10 +31,10 @@ def lifetimes_with_fusion(copies: Copies) -> Lifetimes:
     overwritten, overwriting = _taken_over(copies, absent, kinds, run)
     copies.last[overwritten] -= 1
     starts, ends = copies.start.copy(), copies.ends()
-    if copies.graph.whole_runs:
+    if copies.graph.fusion_groups_hold_buffers:
         _extend(starts, ends, run, overwritten, overwriting)
     exist = ~absent
-    return Lifetimes(copies.value[exist], copies.start[exist], starts[exist], ends[exist])
+    return LiveRanges(copies.value[exist], copies.start[exist], starts[exist], ends[exist])
 
 
 def _runs(kinds: Numbers, num_forward: int) -> Numbers:
@@ -48,7 +48,7 @@ def _runs(kinds: Numbers, num_forward: int) -> Numbers:
     return np.cumsum(begins)
 
 
-def _absent(copies: Copies, kinds: Numbers, run: Numbers) -> Flags:
+def _absent(copies: Buffers, kinds: Numbers, run: Numbers) -> Flags:
     """For each copy, whether fusion keeps it from ever existing (see the head of this file).
 
     Who reads an absent copy reads what that is computed from: ``copies.last`` becomes later.
@@ -69,7 +69,7 @@ def _absent(copies: Copies, kinds: Numbers, run: Numbers) -> Flags:
     return absent
 
 
-def _inlined(copies: Copies, candidates: Flags, readers: Numbers) -> Flags:
+def _inlined(copies: Buffers, candidates: Flags, readers: Numbers) -> Flags:
     """Of ``candidates``, those that their readers compute: all with one reader, and of the others the cheap ones."""
     found: Flags = candidates & (readers == 1)
     shared = np.flatnonzero(candidates & (readers > 1)).tolist()
@@ -82,7 +82,7 @@ def _inlined(copies: Copies, candidates: Flags, readers: Numbers) -> Flags:
 class _Executions:
     """What single executions read."""
 
-    def __init__(self, copies: Copies) -> None:
+    def __init__(self, copies: Buffers) -> None:
         self.ops, self.given = copies.graph.ops, arrays_of(copies.graph).given
         self.most_reads = copies.graph.most_reads
         self.sequence, self.start = copies.sequence.tolist(), copies.start.tolist()
@@ -115,7 +115,7 @@ class _Executions:
         return len(reads) <= self.most_reads
 
 
-def _read_through(copies: Copies, absent: Flags, reduced: Flags) -> None:
+def _read_through(copies: Buffers, absent: Flags, reduced: Flags) -> None:
     """Who reads an absent copy reads what that is computed from: ``copies.last`` becomes later, and more is ``reduced``."""
     through = copies.start[absent]
     bounds = np.searchsorted(copies.reader, np.stack([through, through + 1])).tolist()
@@ -133,8 +133,8 @@ def _read_through(copies: Copies, absent: Flags, reduced: Flags) -> None:
     reduced[:] = by_reduction
 
 
-def _taken_over(copies: Copies, absent: Flags, kinds: Numbers, run: Numbers) -> tuple[list[int], list[int]]:
-    """Copies whose storage the execution that reads them last writes its result to, and those results, at most one for each
+def _taken_over(copies: Buffers, absent: Flags, kinds: Numbers, run: Numbers) -> tuple[list[int], list[int]]:
+    """Buffers whose storage the execution that reads them last writes its result to, and those results, at most one for each
     execution.
 
     A reduction of the result in the same kernel runs over other loops, and Inductor then does not reuse the storage.
@@ -163,7 +163,7 @@ def _taken_over(copies: Copies, absent: Flags, kinds: Numbers, run: Numbers) -> 
 class _InPlace:
     """What executions read where they write."""
 
-    def __init__(self, copies: Copies, absent: Flags) -> None:
+    def __init__(self, copies: Buffers, absent: Flags) -> None:
         self.executions, self.value, self.absent = _Executions(copies), copies.value.tolist(), absent.tolist()
         self.made = (~absent | arrays_of(copies.graph).never_inlined[copies.sequence][copies.start]).tolist()
         """Whether the code generator knows the copy as a buffer, if only until it has fused its maker and its readers."""

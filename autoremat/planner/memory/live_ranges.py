@@ -13,7 +13,7 @@ from autoremat.planner.graph.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Lifetimes:
+class LiveRanges:
     """Of the copies that exist, in the order of their making: their values, the executions that make them, and the first
     and last execution during which they are alive."""
 
@@ -23,7 +23,7 @@ class Lifetimes:
     ends: Numbers
 
 
-class Copies:
+class Buffers:
     """The copies in the order of their making, and the reads in the order of executions.
 
     Raises ``PlanInvalid`` if an execution reads what was never made.

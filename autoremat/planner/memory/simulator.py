@@ -20,7 +20,7 @@ from autoremat.planner.graph.arrays import Numbers, arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.fusion import lifetimes_with_fusion
-from autoremat.planner.memory.live_ranges import Copies, Lifetimes
+from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Timeline:
     graph: Graph
     schedule: Schedule
     bytes_at: Numbers
-    lifetimes: Lifetimes
+    lifetimes: LiveRanges
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
@@ -68,11 +68,11 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
 
     Raises ``PlanInvalid`` if an execution reads what was never made.
     """
-    copies = Copies(graph, schedule)
+    copies = Buffers(graph, schedule)
     if graph.fuses:
         lifetimes = lifetimes_with_fusion(copies)
     else:
-        lifetimes = Lifetimes(copies.value, copies.start, copies.start, copies.ends())
+        lifetimes = LiveRanges(copies.value, copies.start, copies.start, copies.ends())
     sizes, length = arrays_of(graph).value_bytes[lifetimes.values], len(schedule.sequence)
     change = np.zeros(length + 2, dtype=np.int64)
     np.add.at(change, lifetimes.starts, sizes)

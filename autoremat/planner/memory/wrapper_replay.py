@@ -24,7 +24,7 @@ INPUT_PREFIXES = ("primals_", "fwd_rng_state", "bwd_rng_state")
 
 
 @dataclass(frozen=True)
-class Circumstances:
+class ReplayContext:
     """What the replay of generated code has to know of the graph: forward outputs (bytes by name), which nobody may free;
     the allocator's granularity; workspaces by ATen op name and bytes of its results; what else the code may allocate at any
     time; and the strides of the step's inputs, where known."""
@@ -32,7 +32,7 @@ class Circumstances:
     held: Mapping[str, int] = field(default_factory=dict)
     allocation_bytes: int = 1
     workspaces: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
-    slack_bytes: int = 0
+    code_headroom_bytes: int = 0
     input_strides: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     def is_input(self, name: str, strides: tuple[object, ...]) -> bool:

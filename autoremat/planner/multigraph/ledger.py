@@ -1,10 +1,9 @@
 """The memory of one step over several calls of compiled graphs, and the plans of least time that keep it within a budget.
 
-A step is a list of *moments*: the forward or the backward of a call runs, or something that no plan touches. Alive at a moment
-is what no plan decides (``base_bytes``), what every *open* call (between its forward and its backward) saves, and the peak of
-the half that runs. A graph has one plan for all its calls, chosen from its *front*: plans of which none is better than
-another in every respect. So the peak of each moment is a sum of terms of single graphs, and choosing is a small integer
-program:
+A step is a list of *moments*: the forward or the backward of a call runs, or something that no plan touches. Live at a moment
+are the bytes that no plan decides (``base_bytes``), the saved bytes of every *open* call (between its forward and its
+backward), and the peak of the half that runs. A graph has one plan for all its calls, chosen from its Pareto front. So the peak
+of each moment is a sum of terms of single graphs, and the choice is a small integer program:
 
     x[g, k] = 1: graph g gets plan k                                       sum over k of x[g, k] = 1
     minimise   sum of calls[g] * seconds[g, k] * x[g, k]
@@ -61,7 +60,7 @@ class Moment:
     """A stretch of the step during which nothing but one half runs."""
 
     base_bytes: int
-    """Alive whatever the plans, above the step's start. May be negative where a plan's peak counts what is not alive."""
+    """Live whatever the plans, above the step's start. May be negative where a plan's peak counts what is not alive."""
     open: tuple[int, ...] = ()
     """The graphs of the other open calls; a graph stands there once for each of its calls."""
     running: int | None = None
@@ -85,12 +84,12 @@ class Share:
         """The larger of the limits of the two halves."""
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
-    def holds(self, point: PlanPoint, margin_bytes: int = 0) -> bool:
+    def holds(self, point: PlanPoint, extra_headroom_bytes: int = 0) -> bool:
         """Whether ``point`` keeps to the limits, and stays below those of the peaks by a margin."""
         return (
             point.saved_bytes <= self.saved_bytes
-            and point.forward_peak_bytes + margin_bytes <= self.forward_peak_bytes
-            and point.backward_peak_bytes + margin_bytes <= self.backward_peak_bytes
+            and point.forward_peak_bytes + extra_headroom_bytes <= self.forward_peak_bytes
+            and point.backward_peak_bytes + extra_headroom_bytes <= self.backward_peak_bytes
         )
 
 

@@ -1,4 +1,4 @@
-"""A surveyed step, its budget shared out among its graphs, and what the backend and people are told of it."""
+"""A profiled step, its budget shared out among its graphs, and what the backend and people are told of it."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Step:
         """The plans of those numbers."""
         return [graph.front[number] for graph, number in zip(self.graphs, choice, strict=True)]
 
-    def shared_out(self, budget: int | None) -> Survey:
+    def shared_out(self, budget: int | None) -> StepProfile:
         """The plans of least time with which the step's peak is at most ``budget`` bytes (None: no bound).
 
         Raises ``BudgetInfeasible`` if there are none.
@@ -71,7 +71,7 @@ class Step:
         limits: Sequence[Share | None] = [None] * len(points)
         if budget is not None:
             limits = ledger.shares(self.moments, points, budget, borders=True)
-        return Survey(
+        return StepProfile(
             step=self,
             budget_bytes=budget,
             peak_bytes=chosen.peak_bytes,
@@ -104,7 +104,7 @@ class Step:
 
 
 @dataclass(frozen=True, repr=False)
-class Survey(Shown):
+class StepProfile(Shown):
     """The graphs of one step and the shares of its budget. Accepted as a ``memory_budget``: the backend then compiles each
     graph under its share. Bytes count above what was live when the step began; seconds are estimates of the cost model."""
 
@@ -126,12 +126,12 @@ class Survey(Shown):
         """The step's peak without any recomputation."""
         return self.step.baseline_peak_bytes
 
-    def within(self, memory_budget: int | float | str | None) -> Survey:
+    def within(self, memory_budget: int | float | str | None) -> StepProfile:
         """The same step under another budget, without running anything. Raises ``BudgetInfeasible`` if that is too small."""
         return self.step.shared_out(budget_bytes(parse_budget(memory_budget, "memory_budget"), self.baseline_peak_bytes))
 
     def number_of(self, key: str) -> int | None:
-        """The number of the graph with that key; None if the step that was surveyed has none."""
+        """The number of the graph with that key; None if the step that was profiled has none."""
         return next((number for number, graph in enumerate(self.step.graphs) if graph.key == key), None)
 
     def line(self) -> str:
@@ -169,5 +169,5 @@ class Survey(Shown):
 
 ORDER_SHOWN = 12
 
-Budget = int | float | str | Share | Survey | None
+Budget = int | float | str | Share | StepProfile | None
 """What is accepted as a ``memory_budget``."""

@@ -7,7 +7,7 @@ outputs; a read finds the newest copy; a copy goes after the last read before th
 from __future__ import annotations
 
 from autoremat.basics.errors import PlanInvalid
-from autoremat.planner.graph.graph import Graph, Order, Role
+from autoremat.planner.graph.graph import Constraint, Graph, Role
 from autoremat.planner.graph.schedule import Schedule
 
 
@@ -43,9 +43,9 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
 
 def _may_run_again(graph: Graph, index: int) -> None:
     op = graph.ops[index]
-    if not op.repeatable:
+    if not op.rematerializable:
         raise PlanInvalid(f"{op.name} may not run twice ({op.traits.name})")
-    if op.order is Order.SAVE:
+    if op.constraint is Constraint.SAVE:
         raise PlanInvalid(f"{op.name} is ordered to be saved but runs twice")
 
 

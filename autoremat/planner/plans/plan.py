@@ -21,7 +21,8 @@ from autoremat.planner.memory.simulator import Timeline, simulate
 from autoremat.planner.plans import plan_json
 from autoremat.planner.plans.check import check_executions, replayed_peak
 
-FORMAT, VERSION = "autoremat plan", 2
+FORMAT, VERSION = "autoremat plan", 3
+READABLE = (2, 3)
 
 OPTIMAL_SHARE = 1e-9
 """A plan this close to its lower bound, as a share of the bound or of the step, is optimal: bounds are rounded down."""
@@ -89,7 +90,7 @@ class Plan(Shown):
     @cached_property
     def added_seconds(self) -> float:
         """Seconds that the recomputation adds, by the cost model."""
-        return sum(traffic_of(self.graph).again_seconds[op] for op in self.recomputed)
+        return sum(traffic_of(self.graph).recompute_seconds[op] for op in self.recomputed)
 
     @cached_property
     def cost_seconds(self) -> float:
@@ -194,7 +195,7 @@ class Plan(Shown):
             record = json.loads(text)
             if not isinstance(record, dict) or record.get("format") != FORMAT:
                 raise PlanFileError(f"{name} is no plan of autoremat's. Plans are written by Plan.save(path)")
-            if record.get("version") != VERSION:
+            if record.get("version") not in READABLE:
                 version = record.get("version")
                 raise PlanFileError(f"{name} has version {version!r} of the format; this autoremat reads {VERSION}")
             graph, schedule = plan_json.decode(record)

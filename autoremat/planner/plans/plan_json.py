@@ -21,6 +21,18 @@ LONGEST = 10_000
 holds one value at a time."""
 
 
+OLD_NAMES = {
+    "order": "constraint",
+    "insists": "demanded",
+    "traffic_seconds": "memory_bound_seconds",
+    "pinned": "must_run",
+    "whole_runs": "fusion_groups_hold_buffers",
+    "CHOOSES": "DISCONTINUOUS",
+    "UNDECLARED": "OPAQUE",
+}
+"""Names of fields and traits in files of version 2."""
+
+
 def encode(graph: Graph, schedule: Schedule) -> dict[str, Any]:
     """Returns ``graph`` and ``schedule`` as JSON data; :func:`decode` reads them back."""
     scalars = (f.name for f in dataclasses.fields(Graph) if f.name not in ("ops", "values"))
@@ -64,13 +76,14 @@ def _printable(text: str) -> str:
 
 def _graph(record: dict[str, Any]) -> Graph:
     ops, values = _items(Op, record["ops"]), _items(Value, record["values"])
+    record = {OLD_NAMES.get(name, name): value for name, value in record.items()}
     scalars = (name for name in get_type_hints(Graph) if name not in ("ops", "values"))
     given = {name: reader_of(get_type_hints(Graph)[name])(record[name]) for name in scalars}
     for op in ops:
         _within((*op.inputs, *op.outputs), len(values), "value")
     _within([v.producer for v in values if v.producer is not None], len(ops), "op")
     _within((*given["forward_outputs"], *given["backward_outputs"]), len(values), "value")
-    _within(given["pinned"], len(ops), "op")
+    _within(given["must_run"], len(ops), "op")
     return Graph(ops=ops, values=values, **given)
 
 
@@ -85,7 +98,7 @@ def _schedule(record: dict[str, Any], graph: Graph) -> Schedule:
 
 def _items(kind: type, table: dict[str, Any]) -> tuple[Any, ...]:
     hints = get_type_hints(kind)
-    columns = table["columns"]
+    columns = [OLD_NAMES.get(name, name) for name in table["columns"]]
     if sorted(columns) != sorted(hints):
         raise ValueError(f"the columns are {columns}, expected {list(hints)}")
     readers = [reader_of(hints[name]) for name in columns]
@@ -140,5 +153,5 @@ def reader_of(kind: Any) -> Callable[[Any], Any]:
 def _flags(kind: type[enum.Flag], names: list[str]) -> enum.Flag:
     found = kind(0)
     for name in names:
-        found |= kind[name]
+        found |= kind[OLD_NAMES.get(name, name)]
     return found

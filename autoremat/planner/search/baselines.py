@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.graph.segments import Chain
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planning
+from autoremat.planner.search.planner import PlanningResult
 from autoremat.planner.search.single_phase import bounds_of, joined, outcome, steps_of, without_recomputation
 
 Policy = Callable[[Graph], Plan]
@@ -31,18 +31,18 @@ def save_cuts(graph: Graph) -> Plan:
     of forward ops; what crosses the cuts is saved, the inside of a segment is recomputed when the backward reaches it."""
     chain = Chain.of(graph)
     segments, _ = chain.segments(max(1, round(math.sqrt(graph.num_forward))))
-    saved = must_be_saved(graph) | segments.kept | chain.ambient
+    saved = must_be_saved(graph) | segments.kept | chain.long_range
     return Plan.of(graph, build_schedule(graph, saved, segments), f"{segments.count} segments")
 
 
 def must_be_saved(graph: Graph) -> frozenset[int]:
     """Forward values that cannot be had again, and those that the caller holds anyway."""
     ops = graph.ops[: graph.num_forward]
-    single = {v for op in ops if not op.repeatable or op.order is Order.SAVE for v in op.outputs}
+    single = {v for op in ops if not op.rematerializable or op.constraint is Constraint.SAVE for v in op.outputs}
     return frozenset(single.union(graph.forward_outputs))
 
 
-def solve(graph: Graph, budget: int | None, policy: Policy) -> Planning:
+def solve(graph: Graph, budget: int | None, policy: Policy) -> PlanningResult:
     """The outcome of ``policy``; of a graph of one phase, the smallest plan of those for its splits."""
     plans = [joined(graph, policy(step)) for step in steps_of(graph)] or [without_recomputation(graph)]
     smallest = min(plans, key=lambda p: (p.peak_bytes, p.cost_seconds))

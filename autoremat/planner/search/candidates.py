@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.graph.schedule import build_schedule, one_segment
 from autoremat.planner.graph.segments import Chain, segment_counts
 from autoremat.planner.plans.candidate import Candidate, Segmentation
@@ -41,7 +41,7 @@ SAVED_LEVELS, PEAK_LEVELS = 8, 3
 SAVE_ALL = "save all"
 
 
-class Family(enum.Flag):
+class Strategies(enum.Flag):
     """Which candidates a search looks at, beside saving everything."""
 
     CURVE = enum.auto()
@@ -52,7 +52,7 @@ class Family(enum.Flag):
     """Free memory is filled."""
 
 
-EVERY_FAMILY = Family.CURVE | Family.SEGMENTS | Family.FILL
+EVERY_STRATEGY = Strategies.CURVE | Strategies.SEGMENTS | Strategies.FILL
 
 
 def spread(count: int, wanted: int) -> set[int]:
@@ -71,7 +71,7 @@ class Search:
 
     graph: Graph
     deadline: float = math.inf
-    families: Family = EVERY_FAMILY
+    strategies: Strategies = EVERY_STRATEGY
     given: tuple[Candidate, ...] = ()
     """Candidates from elsewhere: a policy's."""
     simulated: int = 0
@@ -103,11 +103,11 @@ class Search:
 
     def save_what_orders_allow(self) -> Plan:
         """No recomputation but what checkpoint regions and policies in the graph order."""
-        if not any(op.order is Order.RECOMPUTE for op in self.graph.ops):
+        if not any(op.constraint is Constraint.RECOMPUTE for op in self.graph.ops):
             return self.save_everything()
         return self.plan(self.mincut.solve(0.0), self.whole, "save what orders allow")
 
-    # -- families of candidates ----------------------------------------------------------------------------------------
+    # -- strategies of candidates ----------------------------------------------------------------------------------------
 
     def segmentations(self) -> Iterator[Segmentation]:
         """All cuts saved; or every second, every ``sqrt(n)``-th, with the ones between recomputed and kept."""
@@ -148,8 +148,8 @@ class Search:
     @cached_property
     def candidates(self) -> list[Candidate]:
         """Every candidate of the graph, whatever the budget. Out of time, at least the first segmentation's."""
-        curve = self.curve() if Family.CURVE in self.families else []
-        segmentations = list(self.segmentations()) if Family.SEGMENTS in self.families else [self.whole]
+        curve = self.curve() if Strategies.CURVE in self.strategies else []
+        segmentations = list(self.segmentations()) if Strategies.SEGMENTS in self.strategies else [self.whole]
         plain = [s for s in segmentations if not s.nested]
         chosen = sorted(spread(len(plain), effort(PLAIN_WORK, PLAIN_LIMITS, self.graph.num_forward)))
         found = list(self.given)
@@ -188,7 +188,7 @@ class Search:
     @cached_property
     def least_cost(self) -> float:
         """What filling cannot beat: the first minimum cut of the curve costs the least of all plans."""
-        return min(p.cost_seconds for p in self.unfilled) if Family.CURVE in self.families else 0.0
+        return min(p.cost_seconds for p in self.unfilled) if Strategies.CURVE in self.strategies else 0.0
 
     def best(self, budget: int | None, accepts: Callable[[Plan], bool] = bool) -> Plan | None:
         """The cheapest plan found so far within ``budget`` bytes (None: no bound) that ``accepts`` holds for."""
@@ -206,7 +206,7 @@ class Search:
     def cheapest(self, budget: int) -> Plan | None:
         """The cheapest plan found within ``budget`` bytes, after filling."""
         found = self.best(budget)
-        if Family.FILL in self.families and found is not None and found.cost_seconds > self.least_cost:
+        if Strategies.FILL in self.strategies and found is not None and found.cost_seconds > self.least_cost:
             self.fill(budget)
         return self.best(budget)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoremat.planner.cost.fused_traffic import traffic_of
-from autoremat.planner.graph.graph import Order
+from autoremat.planner.graph.graph import Constraint
 from autoremat.planner.plans.plan import Plan
 
 MAX_ROUNDS = 8
@@ -62,7 +62,7 @@ class _Reads:
         gone, stack, seconds = {position}, [position], 0.0
         while stack:
             current = stack.pop()
-            seconds += traffic_of(self.graph).again_seconds[self.sequence[current]]
+            seconds += traffic_of(self.graph).recompute_seconds[self.sequence[current]]
             for source in self.sources[current]:
                 if source in recomputed and source not in gone and all(r in gone for r in self.readers[source]):
                     gone.add(source)
@@ -88,7 +88,7 @@ def _candidates(plan: Plan) -> list[_Candidate]:
         values = [v for v in graph.ops[index].outputs if any(v in graph.ops[reads.sequence[r]].inputs for r in readers)]
         size = sum(graph.values[v].bytes for v in values)
         worth = gain[index] - float(traffic_of(graph).saving_seconds[values].sum())
-        if not values or worth <= 0.0 or graph.ops[index].order is Order.RECOMPUTE:
+        if not values or worth <= 0.0 or graph.ops[index].constraint is Constraint.RECOMPUTE:
             continue
         # What the code generator inlines exists only once it is saved: from its making, to its last reader.
         start = min(reads.forward_end[v] + 1 if (v, first[index]) in materialised else first[index] for v in values)

@@ -22,7 +22,7 @@ from ortools.graph.python import max_flow
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.cost.fused_traffic import traffic_of
-from autoremat.planner.graph.graph import Graph, Order
+from autoremat.planner.graph.graph import Constraint, Graph
 
 RESOLUTION = 1 << 36
 """Capacities are integers: all finite costs and prices of a cut together are scaled to this."""
@@ -74,7 +74,7 @@ class MinCut:
         self._arcs(reads)
         self.needs = sorted(graph.backward_needs)
         self.need = self._arcs([(self.index[v] + num_ops, self.sink) for v in self.needs])
-        self.orders = np.array([graph.ops[p].order is Order.RECOMPUTE for p in producers], dtype=bool)
+        self.orders = np.array([graph.ops[p].constraint is Constraint.RECOMPUTE for p in producers], dtype=bool)
 
     def _arcs(self, pairs: list[tuple[int, int]]) -> NDArray[np.int32]:
         """Arcs that no cut goes through."""
@@ -86,10 +86,10 @@ class MinCut:
     def _recompute_costs(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
         """Seconds of running each forward op again, and which may not."""
         graph = self.graph
-        ops, seconds = graph.ops[: graph.num_forward], traffic_of(graph).again_seconds
+        ops, seconds = graph.ops[: graph.num_forward], traffic_of(graph).recompute_seconds
         # The first run of an op that only the backward needs costs nothing extra.
         costs = np.array([seconds[i] if i in graph.required_forward else 0.0 for i in range(len(ops))])
-        return costs, np.array([not op.repeatable or op.order is Order.SAVE for op in ops], dtype=bool)
+        return costs, np.array([not op.rematerializable or op.constraint is Constraint.SAVE for op in ops], dtype=bool)
 
     @property
     def top_price(self) -> float:

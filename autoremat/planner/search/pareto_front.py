@@ -8,9 +8,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autoremat.basics.display import PlainTable, Shown, plain_table
-from autoremat.basics.errors import OrderWarning
+from autoremat.basics.errors import ConstraintWarning
 from autoremat.basics.units import format_bytes, format_seconds
-from autoremat.planner.constraints.constraints import Orders
+from autoremat.planner.constraints.constraints import Constraints
 from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.policies import Block, Full, Policy, Segments, Selective, Sqrt, Uniform
 from autoremat.planner.graph.graph import Graph
@@ -114,8 +114,8 @@ def policy_points(graph: Graph) -> Iterator[Point]:
     block: list[tuple[str, Policy]] = [(f"block:{half}", Block(half))] if half else []
     for label, policy in (*POLICIES, *block):
         with warnings.catch_warnings():  # a policy without effect is left out, which is all that its warning asks for
-            warnings.simplefilter("ignore", OrderWarning)
-            ordered = Orders(policy=policy, exact=True).apply(graph)
+            warnings.simplefilter("ignore", ConstraintWarning)
+            ordered = Constraints(policy=policy, exact=True).apply(graph)
         if ordered.candidate is not None and ordered.candidate.plan.recomputed:
             yield point_of(ordered.candidate.plan, POLICY, label)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.candidates import EVERY_FAMILY, Family, Search
+from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
 from autoremat.planner.search.lower_bounds import Bounds, Moments
 
 STEPS = 100
@@ -27,7 +27,7 @@ ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
-class Planning:
+class PlanningResult:
     """The outcome of a search. ``plan`` is None if nothing found fits the budget."""
 
     plan: Plan | None
@@ -43,16 +43,16 @@ class Planning:
     interrupted: bool
     """Whether the time limit, and not the search itself, ended it."""
 
-    def good_enough(self, plan: Plan, good_gap: float) -> bool:
+    def within_gap(self, plan: Plan, good_gap: float) -> bool:
         """Whether ``plan`` costs at most a share ``good_gap`` of the step more than the lower bound."""
         step, bound = plan.graph.step_seconds, self.lower_bound_seconds
         return plan.added_seconds <= bound + good_gap * (step + bound) + ROUNDING * step
 
-    def settled(self, good_gap: float) -> bool:
-        """Whether nothing is left to look for: the plan is :meth:`good_enough`, or no plan fits."""
-        return math.isinf(self.lower_bound_seconds) or (self.plan is not None and self.good_enough(self.plan, good_gap))
+    def is_converged(self, good_gap: float) -> bool:
+        """Whether nothing is left to look for: the plan is :meth:`within_gap`, or no plan fits."""
+        return math.isinf(self.lower_bound_seconds) or (self.plan is not None and self.within_gap(self.plan, good_gap))
 
-    def with_plans(self, plans: list[Plan], budget: int, interrupted: bool) -> Planning:
+    def with_plans(self, plans: list[Plan], budget: int, interrupted: bool) -> PlanningResult:
         """With further ``plans``, of which the better ones are checked; ``budget`` in bytes."""
         known = [*filter(None, (self.plan, self.smallest)), *plans]
         fitting = [plan for plan in known if plan.peak_bytes <= budget]
@@ -82,7 +82,7 @@ class Planner:
 
     graph: Graph
     time_limit: float = 10.0
-    families: Family = EVERY_FAMILY
+    strategies: Strategies = EVERY_STRATEGY
     stepwise: bool = False
     """Whether memory is filled in steps, so that a larger budget never costs more, even planned afresh (see
     :meth:`_fill_stepwise`)."""
@@ -90,17 +90,17 @@ class Planner:
     """What filling in steps relies on: the graph's own moments, unless the graph is part of another problem."""
     given: tuple[Candidate, ...] = ()
     """Candidates from elsewhere: a policy's."""
-    ceiling_bytes: int | None = None
+    soft_budget_bytes: int | None = None
     """What a plan without a budget is not to exceed, unless that takes much time: the fastest of all may save little time at
     the price of much memory."""
 
     def __post_init__(self) -> None:
-        self.search = Search(self.graph, time.monotonic() + self.time_limit, self.families, self.given)
+        self.search = Search(self.graph, time.monotonic() + self.time_limit, self.strategies, self.given)
         self.moments = Moments(self.graph, self.search.mincut)
         self.baseline = self.search.save_everything()
         self.baseline.check()
 
-    def find(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> Planning:
+    def find(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> PlanningResult:
         """The cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the bounds.
 
         With ``accepts``, the cheapest for which that holds of those that :meth:`Search.spread_out` finds for every budget.
@@ -108,15 +108,15 @@ class Planner:
         best = self.choose(budget_bytes, accepts=accepts)
         search, seconds = self.search, 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
         bytes_, interrupted = self.moments.peak_bytes(), search.interrupted
-        return Planning(best, self.baseline, search.smallest, bytes_, seconds, search.simulated, interrupted)
+        return PlanningResult(best, self.baseline, search.smallest, bytes_, seconds, search.simulated, interrupted)
 
-    def judge(self, plan: Plan, budget_bytes: int | None) -> Planning:
+    def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
         """What :meth:`find` would say, had it found ``plan`` and nothing else. Without a budget the bound on added seconds is
         that of the plan's own peak."""
         limit = plan.peak_bytes if budget_bytes is None else budget_bytes
         fitting = plan if plan.peak_bytes <= limit else None
         bytes_, seconds = self.moments.peak_bytes(), self.moments.seconds(limit)
-        return Planning(fitting, self.baseline, plan, bytes_, seconds, 1, False)
+        return PlanningResult(fitting, self.baseline, plan, bytes_, seconds, 1, False)
 
     def choose(
         self,
@@ -148,7 +148,7 @@ class Planner:
     def _without_budget(self) -> Plan | None:
         """The cheapest plan below the ceiling if it is worth its time, else the fastest."""
         fastest = self.fastest()
-        below = None if self.ceiling_bytes is None else self.search.cheapest(self.ceiling_bytes)
+        below = None if self.soft_budget_bytes is None else self.search.cheapest(self.soft_budget_bytes)
         if fastest is None or below is None:
             return fastest
         return below if below.cost_seconds - fastest.cost_seconds <= WORTH * self.graph.step_seconds else fastest
@@ -162,7 +162,7 @@ class Planner:
         search, peak, bounds = self.search, self.baseline.peak_bytes, self.bounds or self.moments
         # The last step whose level, rounded down to a byte, is within the budget.
         top = STEPS if budget is None else min(STEPS, ((budget + 1) * STEPS - 1) // max(peak, 1))
-        for step in range(top if Family.FILL in self.families else 0, 0, -1):
+        for step in range(top if Strategies.FILL in self.strategies else 0, 0, -1):
             level, best = peak * step // STEPS, search.best(budget)
             if best is None or level < search.smallest.peak_bytes or search.interrupted:
                 break

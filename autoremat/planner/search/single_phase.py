@@ -21,10 +21,10 @@ import numpy as np
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.candidates import Family
+from autoremat.planner.search.candidates import Strategies
 from autoremat.planner.search.lower_bounds import Bounds, Moments, working_set_bytes
 from autoremat.planner.search.min_cut import MinCut
-from autoremat.planner.search.planner import Planner, Planning
+from autoremat.planner.search.planner import Planner, PlanningResult
 
 SPLITS = 4
 """Places at which a graph is split to be planned: the fullest op of all, and of each of one fewer stretches."""
@@ -45,7 +45,7 @@ def split_at(graph: Graph, place: int) -> Graph:
         ops=(*graph.ops[:place], *(replace(op, forward=False) for op in graph.ops[place:])),
         forward_outputs=(),
         backward_outputs=tuple(dict.fromkeys((*graph.forward_outputs, *graph.backward_outputs))),
-        pinned=tuple(range(place)),
+        must_run=tuple(range(place)),
         saving_seconds_per_byte=0.0,  # nothing is saved for a backward where there is none
     )
 
@@ -70,7 +70,7 @@ def full_places(graph: Graph, stretches: int) -> list[int]:
 def steps_of(graph: Graph) -> Iterator[Graph]:
     """The training steps to plan for ``graph``: itself, or its splits, at the fullest op first, if it has one phase (none for
     less than two ops)."""
-    if not graph.one_phase:
+    if not graph.single_phase:
         yield graph
         return
     for place in dict.fromkeys((*full_places(graph, 1), *full_places(graph, SPLITS - 1))):
@@ -101,7 +101,7 @@ class OnePhaseBounds:
 
 def bounds_of(graph: Graph) -> Bounds:
     """The bounds of a graph of one or two phases."""
-    return OnePhaseBounds(graph) if graph.one_phase else Moments(graph, MinCut(graph))
+    return OnePhaseBounds(graph) if graph.single_phase else Moments(graph, MinCut(graph))
 
 
 def fits(plan: Plan, budget: int | None) -> bool:
@@ -109,7 +109,7 @@ def fits(plan: Plan, budget: int | None) -> bool:
     return budget is None or plan.peak_bytes <= budget
 
 
-def outcome(plans: list[Plan], budget: int | None, bounds: Bounds, candidates: int, interrupted: bool) -> Planning:
+def outcome(plans: list[Plan], budget: int | None, bounds: Bounds, candidates: int, interrupted: bool) -> PlanningResult:
     """The cheapest and the smallest of ``plans``, of which there is at least one, with the bounds of their graph."""
     best = min((plan for plan in plans if fits(plan, budget)), key=lambda p: (p.cost_seconds, p.peak_bytes), default=None)
     smallest = min(plans, key=lambda p: (p.peak_bytes, p.cost_seconds))
@@ -117,16 +117,16 @@ def outcome(plans: list[Plan], budget: int | None, bounds: Bounds, candidates: i
         plan.check()
     seconds = 0.0 if budget is None else bounds.seconds(budget)
     baseline = without_recomputation(smallest.graph)
-    return Planning(best, baseline, smallest, bounds.peak_bytes(), seconds, candidates, interrupted)
+    return PlanningResult(best, baseline, smallest, bounds.peak_bytes(), seconds, candidates, interrupted)
 
 
-def search(graph: Graph, budget: int | None, time_limit: float, families: Family) -> Planning:
-    """The cheapest plan that these families of candidates find within ``budget`` bytes (None: no bound).
+def search(graph: Graph, budget: int | None, time_limit: float, strategies: Strategies) -> PlanningResult:
+    """The cheapest plan that these strategies of candidates find within ``budget`` bytes (None: no bound).
 
     Filling is stepwise: a larger budget never costs more. Each split may take half of the time that is left.
     """
-    if not graph.one_phase:
-        return Planner(graph, time_limit, families, stepwise=True).find(budget)
+    if not graph.single_phase:
+        return Planner(graph, time_limit, strategies, stepwise=True).find(budget)
     deadline = time.monotonic() + time_limit
     plans, bounds = [without_recomputation(graph)], OnePhaseBounds(graph)
     simulated, interrupted = 1, False
@@ -138,7 +138,7 @@ def search(graph: Graph, budget: int | None, time_limit: float, families: Family
         if left <= 0.0 and simulated > 1:
             interrupted = True
             break
-        planner = Planner(step, left / 2, families, stepwise=True, bounds=bounds)
+        planner = Planner(step, left / 2, strategies, stepwise=True, bounds=bounds)
         found = (planner.choose(budget, known), planner.search.smallest)
         plans += [joined(graph, plan) for plan in filter(None, found)]
         simulated += planner.search.simulated
