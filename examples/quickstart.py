@@ -1,4 +1,4 @@
-"""A residual network trained under half of the memory that it takes without recomputation."""
+"""Trains a residual network with half of the peak memory that it needs without recomputation."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Accelerate: compile the model as you like, then prepare it; or let Accelerate compile it by the backend's name."""
+"""Accelerate: compile the model and then prepare it, or let Accelerate compile it by the backend's name."""
 
 import torch
 from accelerate import Accelerator

@@ -1,6 +1,6 @@
-"""Hugging Face's Trainer, which passes on only the backend's name. No `gradient_checkpointing`, no `use_cache=False`.
+"""Hugging Face's Trainer, which passes only the backend's name. It needs no `gradient_checkpointing` and no `use_cache=False`.
 
-The budget comes from `autoremat.configure`; AUTOREMAT_MEMORY_BUDGET would do as well.
+The budget comes from `autoremat.configure`, or from AUTOREMAT_MEMORY_BUDGET.
 """
 
 import tempfile

@@ -1,4 +1,4 @@
-"""PyTorch Lightning: compile the network inside the module, and train as ever."""
+"""PyTorch Lightning: compile the network inside the module, and train as usual."""
 
 import lightning
 import torch

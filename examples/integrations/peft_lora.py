@@ -1,5 +1,6 @@
-"""LoRA by PEFT. The weights are frozen, so what only their gradients would need is never saved; no
-`enable_input_require_grads`, no `prepare_model_for_kbit_training` is needed for recomputation.
+"""LoRA with PEFT. Frozen weights have no gradients, so nothing is saved for them.
+
+Recomputation needs neither `enable_input_require_grads` nor `prepare_model_for_kbit_training`.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A loop by hand: bf16 autocast, gradients accumulated over micro-batches, clipping. Nothing of it changes."""
+"""A plain training loop with bf16 autocast, gradient accumulation and clipping. The loop itself stays unchanged."""
 
 import torch
 from tiny_model import Tokens, tiny_llama
