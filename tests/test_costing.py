@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 
 import pytest
@@ -18,11 +17,10 @@ from autoremat.basics import disk_cache
 from autoremat.basics.errors import OptionsError
 from autoremat.capture import pricing
 from autoremat.capture.capture import Capture, capture
-from autoremat.measure import calibration, op_times
+from autoremat.measure import calibration
 from autoremat.ops.work import work_of
 from autoremat.options.options import COST_MODEL_VARIABLE, Options
-from autoremat.planner.cost import BATCH, CostSources, Curve, Rate, Rates, curve_name
-from autoremat.planner.graph.graph import Kind
+from autoremat.planner.cost import BATCH, CostSource, Curve, Rate, Rates, curve_name
 from autoremat.torch_private import compat
 
 SPEED = 1e9
@@ -36,8 +34,6 @@ def some_rates(speed: float = SPEED) -> Rates:
 def known_rates(request, monkeypatch, tmp_path):
     """Rates and times from nowhere, except for slow tests, which measure."""
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(op_times, "_known", {})
-    monkeypatch.setattr(op_times, "_passed_over", set())
     known = {} if request.node.get_closest_marker("slow") else {calibration.device_key(torch.device("cpu")): some_rates()}
     monkeypatch.setattr(calibration, "_known", known)
 
@@ -106,7 +102,7 @@ def test_no_op_that_moves_bytes_is_free(name, model):
     module, inputs = build(name)
     result, price = pricing.priced(captured(module, *inputs), model)
     assert all(op.seconds > 0 for op in result.graph.ops if op.bytes_moved)
-    assert price.measured_share + price.calibrated_share + price.assumed_share == pytest.approx(1.0)
+    assert price.calibrated_share + price.assumed_share == pytest.approx(1.0)
     assert price.assumed_share == (1.0 if model == "roofline" else pytest.approx(price.assumed_share, abs=0.2))
 
 
@@ -119,44 +115,7 @@ def test_a_kernel_of_no_class_moves_its_bytes_by_index_and_is_assumed():
     assert work.launches
     assert not work.known
     _, bases = pricing.by_rates(result, some_rates())
-    assert bases[number] is CostSources.ASSUMED
-
-
-def test_measured_times_replace_those_of_kernels_only():
-    w = weight(8, 8)
-    result, bases = pricing.by_rates(captured(lambda x: torch.mm(x, w).relu().sum(), torch.randn(8, 8)), some_rates())
-    node, relu = (next(n for n in result.op_nodes if name in str(n.target)) for name in ("mm", "relu"))
-    times = {op_times.signature(node): 7.0, op_times.signature(relu): 7.0}
-    priced, found, untimed = pricing.by_times(result, bases, times)
-    seconds = dict(zip(result.op_nodes, (op.seconds for op in priced.graph.ops), strict=True))
-    assert seconds[node] == 7.0
-    assert seconds[relu] < 1.0
-    assert found.count(CostSources.MEASURED) >= 1
-    assert untimed == sum(op_times.worth_timing(n, o) for n, o in zip(result.op_nodes, result.graph.ops, strict=True)) - (
-        found.count(CostSources.MEASURED)
-    )
-
-
-def test_only_pure_kernels_of_torch_are_worth_timing():
-    w = weight(4, 4)
-    result = captured(lambda x: F.dropout((x * w) @ w, 0.5).sum(), torch.randn(4, 4))
-    timed = {o.target for n, o in zip(result.op_nodes, result.graph.ops, strict=True) if op_times.worth_timing(n, o)}
-    assert "aten.mm.default" in timed
-    assert all(op.kind is Kind.EXTERN for op in result.graph.ops if op.target in timed)
-    assert not any("dropout" in target or "mul" in target for target in timed)
-
-
-def test_the_roofline_measures_nothing_and_has_no_identity(monkeypatch):
-    monkeypatch.setattr(calibration, "calibrate", None)
-    calibration._known.clear()
-    assert pricing.identity("roofline", torch.device("cpu")) == ""
-
-
-def test_plans_depend_on_the_rates():
-    key = calibration.device_key(torch.device("cpu"))
-    before = pricing.identity("calibrated", torch.device("cpu"))
-    calibration._known[key] = some_rates(2 * SPEED)
-    assert before != pricing.identity("calibrated", torch.device("cpu")) != ""
+    assert bases[number] is CostSource.ASSUMED
 
 
 def test_a_device_that_is_not_there_is_priced_by_its_data_sheet():
@@ -179,8 +138,8 @@ class OnXpu(torch.Tensor):
 @pytest.mark.parametrize(
     ("options", "configured", "environment", "expected"),
     [
-        ({"cost_model": "profile"}, {"cost_model": "roofline"}, "calibrated", "profile"),
-        ({}, {"cost_model": "profile"}, "calibrated", "profile"),
+        ({"cost_model": "calibrated"}, {"cost_model": "roofline"}, "roofline", "calibrated"),
+        ({}, {"cost_model": "roofline"}, "calibrated", "roofline"),
         ({}, {"memory_budget": 2}, "calibrated", "calibrated"),
         ({"memory_budget": 2}, {}, " ", "calibrated"),
         ({}, {}, None, "calibrated"),
@@ -197,7 +156,7 @@ def test_precedence_of_the_cost_model(monkeypatch, options, configured, environm
 
 @pytest.mark.parametrize("value", ["measured", "", None, 3])
 def test_cost_models_that_nobody_knows(value):
-    accepted = 'Accepted: "roofline" or "calibrated" or "profile"'
+    accepted = 'Accepted: "roofline" or "calibrated"'
     with pytest.raises(OptionsError, match=f"cost_model={value!r} is not accepted. {accepted}"):
         Options.parse({"cost_model": value})
 
@@ -236,23 +195,19 @@ def test_the_report_names_the_cost_model(cost_model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cost_model", ["calibrated", "profile"])
-def test_measured_costs_under_inductor(cost_model):
+def test_measured_costs_under_inductor():
     """Measures while the graph is compiled, keeps what it measured, and changes no gradient."""
     expected, _ = trained("roofline", compiler="aot_eager", memory_budget=None)
-    found, report = trained(cost_model)
+    found, report = trained("calibrated")
     torch.testing.assert_close(found, expected)
     assert report.fits
-    assert report.cost_model == cost_model
-    assert (report.measured_share > 0) == (cost_model == "profile")
-    assert report.measured_share + report.calibrated_share == pytest.approx(1.0)
+    assert report.cost_model == "calibrated"
+    assert report.calibrated_share == pytest.approx(1.0)
     key = calibration.device_key(torch.device("cpu"))
     rates = Rates.from_json(disk_cache.read_text("rates", key) or "")
-    times = json.loads(disk_cache.read_text("times", key) or "{}")
-    assert bool(times) == (cost_model == "profile")
     calibration._known.clear()
     torch._dynamo.reset()
-    again, warm = trained(cost_model)
+    again, warm = trained("calibrated")
     torch.testing.assert_close(again, expected)
     assert dataclasses.replace(warm, planning_seconds=report.planning_seconds) == report
     assert calibration._known[key] == rates

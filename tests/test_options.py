@@ -340,7 +340,7 @@ all_options = st.builds(
         lambda config: tuple(config.items())
     ),
     mode=st.sampled_from([None, "default", "max-autotune"]),
-    cost_model=st.sampled_from(["roofline", "calibrated", "profile"]),
+    cost_model=st.sampled_from(["roofline", "calibrated"]),
 )
 
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoremat.planner.cost import CostSources, Curve, Pricing, Rate, Rates, Task, Work, curve_name
+from autoremat.planner.cost import CostSource, Curve, Pricing, Rate, Rates, Task, Work, curve_name
 from autoremat.planner.cost.rates import FLOP_RATES
 
 positive = st.floats(1e-9, 1e12)
@@ -136,6 +136,6 @@ def test_missing_curves_are_named():
 
 
 def test_shares_of_a_step_add_up():
-    pricing = Pricing.of("profile", [(3.0, CostSources.MEASURED), (0.5, CostSources.CALIBRATED), (0.5, CostSources.ASSUMED)], 2)
-    assert pricing == Pricing("profile", 0.75, 0.125, 0.125, 2)
-    assert Pricing.of("roofline", []) == Pricing("roofline", 0.0, 0.0, 1.0)
+    pricing = Pricing.of("calibrated", [(3.0, CostSource.CALIBRATED), (0.5, CostSource.CALIBRATED), (0.5, CostSource.ASSUMED)])
+    assert pricing == Pricing("calibrated", 0.875, 0.125)
+    assert Pricing.of("roofline", []) == Pricing("roofline", 0.0, 1.0)

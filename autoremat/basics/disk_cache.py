@@ -1,5 +1,5 @@
 """What is kept on disk: reports and plans, so that a compilation that is answered from torch's caches has them too; the
-rates of devices and the times of ops, so that they are measured once.
+rates of devices and the workspaces of kernels, so that they are measured once.
 
 JSON files under ``AUTOREMAT_CACHE_DIR`` or the user's cache folder, one for each compiled graph or device. Nothing read from
 them is executed; a file that does not parse is as good as none. What was not used for longest goes once all reports and plans
@@ -36,7 +36,7 @@ LARGEST_FILE = 2**28
 """Bytes: a larger file is not read, for none of ours is so large."""
 
 EVICTED = ("reports", "plans")
-KINDS = (*EVICTED, "rates", "times", "workspaces")
+KINDS = (*EVICTED, "rates", "workspaces")
 """The first are made again by compiling. Figures that were measured are small, and stay."""
 
 LEFT_OVER = 3600.0

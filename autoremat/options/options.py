@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 DEFAULT_AUTO_HEADROOM = 512 * 2**20  # the CUDA context, cuBLAS workspaces and fragmentation live outside the budget
 COMPILERS = ("inductor", "aot_eager")
 INFEASIBLE_ACTIONS = ("raise", "best_effort")
-COST_MODELS = ("roofline", "calibrated", "profile")
+COST_MODELS = ("roofline", "calibrated")
 PLANNING_ERROR_ACTIONS = ("fallback", "raise")
 OWN_KEYS = (
     "memory_budget", "auto_headroom", "time_limit", "compiler", "on_infeasible", "on_planning_error", "cost_model", "plan",
@@ -75,8 +75,8 @@ class Options:
     - time_limit: seconds that planning may take.
     - compiler: what compiles the planned graphs, "inductor" or "aot_eager" (runs them uncompiled).
     - on_infeasible: "raise", or "best_effort" to run at the smallest peak found.
-    - cost_model: where the seconds of ops come from: "calibrated" (rates of the device, measured once), "profile" (each
-        distinct library kernel is timed, the rest as calibrated), "roofline" (data sheets, nothing is measured).
+    - cost_model: where the seconds of ops come from: "calibrated" (rates of the device, measured once) or
+        "roofline" (data sheets, nothing is measured).
     - on_planning_error: "raise" makes it an error if a graph cannot be planned; "fallback" leaves the graph to torch's
         partitioner, without a budget and with a warning. None: "raise" with a memory budget, "fallback" without one.
     - plan: stored plans to apply instead of planning: paths that `Plan.save` wrote, or plans, one or a sequence. Each graph

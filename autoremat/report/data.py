@@ -92,14 +92,10 @@ class ReportData:
     lower_bound_seconds: float | None = 0.0
     """No plan within the budget recomputes for less time; None if the simulator says that none fits."""
     cost_model: str = "roofline"
-    measured_share: float = 0.0
-    """Of the step's estimated seconds, the share of ops that were timed themselves."""
     calibrated_share: float = 0.0
-    """The share that comes from the measured rates of the device."""
+    """The share of the step's estimated seconds that comes from the measured rates of the device."""
     assumed_share: float = 1.0
     """The share that comes from data sheets, or from ops of other classes."""
-    untimed_ops: int = 0
-    """Ops that ``cost_model="profile"`` was to time and could not."""
     soft_budget_bytes: int | None = None
     """What stood for a budget where none was given: the simulated peak of torch's own partition."""
     values: tuple[ForwardValue, ...] = ()
@@ -265,6 +261,9 @@ RENAMED = {
 }
 """Fields by the names that earlier versions gave them."""
 
+DROPPED = ("measured_share", "untimed_ops")
+"""Fields that earlier versions had: of the cost model "profile", which is gone."""
+
 
 def _plain(report: ReportData) -> dict[str, Any]:
     """The fields as JSON data."""
@@ -282,7 +281,7 @@ def _parsed(fields: dict[str, Any], kind: type[ReportData]) -> dict[str, Any]:
     plan = fields.pop("plan", None)
     if plan is not None:
         raise TypeError("a plan is no part of a report's JSON")
-    fields = {RENAMED.get(name, name): value for name, value in fields.items()}
+    fields = {RENAMED.get(name, name): value for name, value in fields.items() if name not in DROPPED}
     fields["saved"] = tuple(SavedTensor(**tensor) for tensor in fields["saved"])
     fields["values"] = tuple(_forward_value(value) for value in fields.get("values", ()))
     for name in ("peak_before", "peak_after"):

@@ -98,10 +98,9 @@ def whole_percents(sizes: Sequence[int]) -> list[int]:
 
 
 def _basis(report: ReportData) -> str:
-    """The cost model, and what its seconds rest on."""
-    shares = {"measured": report.measured_share, "calibrated": report.calibrated_share, "assumed": report.assumed_share}
-    untimed = f"; {report.untimed_ops} ops not timed" if report.untimed_ops else ""
-    return f"{report.cost_model}: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share) + untimed
+    """Returns the cost model, and the shares of its seconds by their source."""
+    shares = {"calibrated": report.calibrated_share, "assumed": report.assumed_share}
+    return f"{report.cost_model}: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share)
 
 
 def value_table(values: Sequence[ForwardValue], limit: int | None) -> PlainTable:

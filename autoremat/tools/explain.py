@@ -11,10 +11,9 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
-from autoremat.basics.errors import OptionsError
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.capture.capture import Capture, capture, runs_on_type
-from autoremat.capture.pricing import CALIBRATED, PROFILE, ROOFLINE, priced
+from autoremat.capture.pricing import ROOFLINE, priced
 from autoremat.compiler.partitioner import Partitioner, free_device_bytes
 from autoremat.compiler.torch_partition import torch_partition_peak
 from autoremat.options.options import Options
@@ -124,11 +123,6 @@ def previews(
     def visiting(target: Target, resident: int) -> Visitor[T | None]:
         planned_by = options
         if target.cuda_name is not None:
-            if options.cost_model == PROFILE:
-                raise OptionsError(
-                    f'cost_model="{PROFILE}" times kernels on the device, and {target.cuda_name} is known by name only. '
-                    f'Accepted with it: "{ROOFLINE}" (data sheets), for which "{CALIBRATED}" stands then'
-                )
             planned_by = dataclasses.replace(options, cost_model=ROOFLINE)
 
         def free(traced_on: torch.device) -> int | None:

@@ -19,7 +19,7 @@ from torch import fx
 
 from autoremat.basics import disk_cache
 from autoremat.measure.calibration import device_key
-from autoremat.measure.op_times import LONGEST_WAIT, REFUSALS, real, signature
+from autoremat.measure.signatures import LONGEST_WAIT, REFUSALS, real, signature
 from autoremat.measure.timer import measurable, undisturbed
 from autoremat.torch_private import allocator
 from autoremat.torch_private.compat import size_hint, storage_key

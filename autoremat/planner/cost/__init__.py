@@ -19,5 +19,5 @@ from autoremat.planner.cost.roofline import datasheet_seconds as datasheet_secon
 from autoremat.planner.cost.roofline import is_plausible as is_plausible
 from autoremat.planner.cost.roofline import roofline_seconds as roofline_seconds
 from autoremat.planner.cost.roofline import saving_seconds_per_byte as saving_seconds_per_byte
-from autoremat.planner.cost.sources import CostSources as CostSources
+from autoremat.planner.cost.sources import CostSource as CostSource
 from autoremat.planner.cost.sources import Pricing as Pricing
