@@ -29,7 +29,7 @@ from autoremat import Graph, plan
 
 ROOT = Path(__file__).resolve().parent.parent
 BUDGETS = 5
-SOLVERS = ("auto", "ilp", "chain", "min_cut", "sqrt", "all")
+SOLVERS = ("auto", "ilp", "segments", "min_cut", "sqrt", "recompute_all")
 Random = np.random.Generator
 
 
@@ -135,7 +135,7 @@ def least_peak(graph: Graph, peak: int) -> int:
 
 def rows_of(family: str, seed: int) -> list[Row]:
     graph = FAMILIES[family](np.random.default_rng(seed))
-    peak = plan(graph, solver="none").peak_bytes
+    peak = plan(graph, solver="save_all").peak_bytes
     rows = []
     least = least_peak(graph, peak)
     for budget in sorted({*np.linspace(least, peak - 1, BUDGETS).astype(int).tolist()} if least < peak else ()):

@@ -54,7 +54,7 @@ BUDGETS = ("85 %", "60 %", "least")
 ABOVE_LEAST = 1.03
 DEVICES = ("cpu", "A100-40GB")
 INNERS = ("inductor", "inductor", "aot_eager")
-SOLVERS = ("auto", "ilp", "min_cut", "chain", "sqrt", "all", "none")
+SOLVERS = ("auto", "ilp", "min_cut", "segments", "sqrt", "recompute_all", "save_all")
 LOWERED = ("mlp", "resnet", "gpt2")
 
 

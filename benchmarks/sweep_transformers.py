@@ -47,7 +47,7 @@ BATCH, TOKENS = 2, 16
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION")
 BASE = "BASE"
-"""The task of strategies that have none of these: what their base model returns."""
+"""The task of families that have none of these: what their base model returns."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Unbuildable(Exception):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="+", default=[], help="strategies, exactly")
+    parser.add_argument("--only", nargs="+", default=[], help="families, exactly")
     parser.add_argument("--every", type=int, default=1, help="only every n-th case, for a first look")
     parser.add_argument(
         "--resume", action="store_true", help="keep the output folder's rows; run what is chosen and not ok there"
@@ -101,22 +101,22 @@ def main() -> None:
     }
     order = {case.name: index for index, case in enumerate(everything)}
     rows.sort(key=lambda row: order[row.name])
-    title = "Model strategies of transformers under a budget, inner aot_eager"
+    title = "Model families of transformers under a budget, inner aot_eager"
     write(title, "sweep_transformers", rows, setup, arguments.output)
 
 
 def cases() -> Iterator[Case]:
-    """Each model class once, in the order of the mappings; base models of strategies that have no other."""
+    """Each model class once, in the order of the mappings; base models of families that have no other."""
     seen: set[str] = set()
-    strategies: set[str] = set()
+    families: set[str] = set()
     mappings = {task: getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS}
     for task, mapping in (mappings | {BASE: modeling_auto.MODEL_MAPPING_NAMES}).items():
         for family, names in mapping.items():
             class_name = names if isinstance(names, str) else names[0]
-            if class_name not in seen and (task != BASE or family not in strategies):
+            if class_name not in seen and (task != BASE or family not in families):
                 yield Case(family, task, class_name)
             seen.add(class_name)
-            strategies.add(family)
+            families.add(family)
 
 
 def earlier(folder: Path) -> dict[str, Row]:

@@ -78,7 +78,7 @@ def one_of_each(**fields: list[Any]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 BACKWARD_OPS = one_of_each(kind=KINDS, traits=TRAITS, workspace_bytes=WORKSPACES)
-FORWARD_OPS = one_of_each(kind=KINDS, traits=TRAITS, workspace_bytes=WORKSPACES, order=ORDERS)
+FORWARD_OPS = one_of_each(kind=KINDS, traits=TRAITS, workspace_bytes=WORKSPACES, constraint=ORDERS)
 FUSIONS = one_of_each(inlining=INLININGS, first_in_place=[False, True], rest_in_place=[False, True])
 
 

@@ -14,8 +14,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autoremat
 from autoremat.basics.errors import OptionsError
 from autoremat.capture.capture import device_of_inputs
-from autoremat.compiler import compile_loop, dynamo_backend
-from autoremat.compiler.compile_loop import fingerprint, with_bytes
+from autoremat.compiler import cache_key, dynamo_backend
+from autoremat.compiler.cache_key import fingerprint
+from autoremat.compiler.compile_loop import with_bytes
 from autoremat.options.options import Options
 from autoremat.torch_private import compat
 
@@ -97,7 +98,7 @@ def test_the_key_changes_with_the_kernels_that_attention_may_take():
 def test_the_key_changes_with_the_processor(monkeypatch):
     keys = [key()]
     with monkeypatch.context() as patch:
-        patch.setattr(compile_loop, "device_name", lambda device: "cpu of another make")
+        patch.setattr(cache_key, "device_name", lambda device: "cpu of another make")
         keys.append(key())
     with monkeypatch.context() as patch:
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "of another kind")

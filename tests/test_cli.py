@@ -165,7 +165,7 @@ def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 @pytest.mark.parametrize("function", ["net", "loss", "by_keyword"])
 def test_explain_prints_the_report_and_stores_the_plan(training, function, tmp_path):
-    done = run("explain", f"{training}:{function}", "--budget", "0.7", "-o", "inner=aot_eager", "--save-plan", "plan.json",
+    done = run("explain", f"{training}:{function}", "--budget", "0.7", "-o", "compiler=aot_eager", "--save-plan", "plan.json",
                "--values", "--totals", "op", "--peak", "--html", "report.html")  # fmt: skip
     assert done.exit_code == 0, done.output
     for text in ("predicted peak", "without recomputation", "aten.addmm"):
@@ -185,7 +185,7 @@ def test_explain_for_a_device_that_is_not_here_as_json(training):
 
 
 def test_pareto_lists_plans_and_bounds(training):
-    arguments = ("pareto", f"{training}:loss", "--points", 3, "--no-torch", "-o", "inner=aot_eager")
+    arguments = ("pareto", f"{training}:loss", "--points", 3, "--no-torch", "-o", "compiler=aot_eager")
     done = run(*arguments, "--picture", "pareto.png")
     assert done.exit_code == 0, done.output
     assert "lower bound" in done.stdout
@@ -197,7 +197,7 @@ def test_pareto_lists_plans_and_bounds(training):
 
 @pytest.mark.slow
 def test_max_batch_finds_the_largest_size(training):
-    arguments = ("max-batch", f"{training}:net", "--step", 64, "-o", "inner=aot_eager", "--budget")
+    arguments = ("max-batch", f"{training}:net", "--step", 64, "-o", "compiler=aot_eager", "--budget")
     done = run(*arguments, "256KiB", "--json")
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)

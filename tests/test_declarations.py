@@ -172,7 +172,7 @@ def test_a_function_that_fails_leaves_the_graph_to_torch():
     expected = step(squashed, backend="aot_eager")
     autoremat.declare_pure(squash, flops=lambda x, factor: -1)
     with pytest.warns(autoremat.FallbackWarning, match=r"squash.*test_declarations\.py.*gave -1"):
-        found = step(squashed, backend="autoremat", options=LEAST | {"on_planning_error": "warn"})
+        found = step(squashed, backend="autoremat", options=LEAST | {"on_planning_error": "fallback"})
     assert all(map(same_bits, found, expected))
 
 

@@ -50,7 +50,7 @@ def test_holding_everything_is_the_plan_without_recomputation(graph):
 @settings(max_examples=60)
 def test_a_plan_said_in_columns_is_the_same_plan_and_counts_no_fewer_bytes(graph, share):
     planner = Planner(graph) if not graph.single_phase else None
-    found = planner.find(int(share * planner.baseline.peak_bytes)).smallest if planner else plan(graph, share, "chain")
+    found = planner.find(int(share * planner.baseline.peak_bytes)).smallest if planner else plan(graph, share, "segments")
     # A forward output that is ordered to be recomputed exists twice; the model reads the copy that the caller holds.
     recomputed = {value for index in found.recomputed for value in graph.ops[index].outputs}
     assume(graph.single_phase or recomputed.isdisjoint(graph.forward_outputs))
@@ -133,7 +133,7 @@ def test_the_search_is_repeatable_and_never_loses_a_plan_that_fits(seed, monkeyp
     graph = Graph.from_dag(random.uniform(0, 10, count).tolist(), random.integers(1, 50, count).tolist(), edges)
     peak = without_recomputation(graph).peak_bytes
     budget = int(0.8 * peak)
-    start = plan(graph, budget, "chain")
+    start = plan(graph, budget, "segments")
     schedules = []
     for _ in range(2):
         model = IntervalModel(graph, 3, recomputations(graph, start.schedule))

@@ -69,7 +69,7 @@ def product(x: torch.Tensor) -> torch.Tensor:
     return x.sin() @ x.cos()
 
 
-WARNED = LEAST | {"on_planning_error": "warn"}
+WARNED = LEAST | {"on_planning_error": "fallback"}
 
 STAGES = (
     "compiler.partitioner.forward_region_operands", "compiler.partitioner.capture", "compiler.partitioner.priced",
@@ -106,7 +106,7 @@ def test_no_budget_is_lost_to_a_failure(monkeypatch: pytest.MonkeyPatch, stage: 
         gradient(product, backend="autoremat", options=LEAST)
     error = caught.value.inner_exception
     assert isinstance(error, autoremat.PlanningError)
-    for part in ("memory budget cannot be kept", "RuntimeError: as if", "test_every_model.py:", 'on_planning_error="warn"'):
+    for part in ("memory budget cannot be kept", "RuntimeError: as if", "test_every_model.py:", 'on_planning_error="fallback"'):
         assert part in str(error)
 
 

@@ -1,4 +1,4 @@
-"""Real model strategies under Inductor: the measured peak stays within the budget and the numbers stay the same."""
+"""Real model families under Inductor: the measured peak stays within the budget and the numbers stay the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from models import MODELS, build
 import autoremat
 
 COMPILED = ("llama", "gpt2", "bert", "resnet", "unet", "lstm")
-"""Each takes six compilations; the other strategies run uncompiled below."""
+"""Each takes six compilations; the other families run uncompiled below."""
 
 SHARES = (0.0, 0.25, 0.5, 0.75)
 """Budgets: the smallest peak plus these shares of the way to the peak without a budget, and 2 %."""

@@ -121,9 +121,9 @@ def test_time_limit_refuses(value):
 @pytest.mark.parametrize(
     ("name", "forms"),
     [
-        ("inner", '"inductor" or "aot_eager"'),
+        ("compiler", '"inductor" or "aot_eager"'),
         ("on_infeasible", '"raise" or "best_effort"'),
-        ("on_planning_error", '"warn" or "raise"'),
+        ("on_planning_error", '"fallback" or "raise"'),
     ],
 )
 def test_choices_refuse(name, forms, value):
@@ -333,9 +333,9 @@ all_options = st.builds(
     memory_budget=budgets,
     auto_headroom=st.integers(0, 2**40),
     time_limit=st.floats(0.001, 1000),
-    inner=st.sampled_from(["inductor", "aot_eager"]),
+    compiler=st.sampled_from(["inductor", "aot_eager"]),
     on_infeasible=st.sampled_from(["raise", "best_effort"]),
-    on_planning_error=st.sampled_from(["warn", "raise"]),
+    on_planning_error=st.sampled_from(["fallback", "raise"]),
     inductor=st.dictionaries(st.sampled_from(INDUCTOR_KEYS), st.one_of(st.booleans(), st.integers(0, 1), st.text())).map(
         lambda config: tuple(config.items())
     ),

@@ -27,8 +27,8 @@ from autoremat.planner.plans.plan import Plan, Status
 from autoremat.planner.search.single_phase import bounds_of, split_at, without_recomputation
 
 ROOT = Path(__file__).parent.parent
-SEARCHES = ("min_cut", "chain")
-POLICIES = ("sqrt", "all", "none")
+SEARCHES = ("min_cut", "segments")
+POLICIES = ("sqrt", "recompute_all", "save_all")
 
 every_solver = pytest.mark.parametrize("solver", SOLVERS)
 
@@ -228,8 +228,8 @@ def test_policies_do_not_look_at_the_budget():
         for single_phase in (True, False):
             graph = training_chain(16, single_phase)
             assert len({plan(graph, budget, solver).schedule for budget in (0.2, 0.5, 1.0, None)}) == 1
-    assert plan(training_chain(16), solver="none").recomputed == ()
-    assert plan(training_chain(16), solver="all").saved == ()
+    assert plan(training_chain(16), solver="save_all").recomputed == ()
+    assert plan(training_chain(16), solver="recompute_all").saved == ()
 
 
 def test_recomputing_all_saves_what_may_run_once():
@@ -237,7 +237,7 @@ def test_recomputing_all_saves_what_may_run_once():
     edges = [(i, i + 1) for i in range(count - 1)] + [(4 - i, 5 + i) for i in range(5)]
     once = [index != 2 for index in range(count)]
     graph = Graph.from_dag([1.0] * count, [1] * count, edges, outputs=(9,), rematerializable=once, num_forward=5)
-    assert plan(graph, solver="all").saved == (2,)
+    assert plan(graph, solver="recompute_all").saved == (2,)
 
 
 def test_an_infeasible_budget_gives_the_smallest_plan_with_bounds():

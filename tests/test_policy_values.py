@@ -59,22 +59,19 @@ def test_a_policy_is_told_from_every_other():
         policies.parse(lambda forward: [Region(forward.layers[number])])
 
 
-def test_options_fold_modules_into_the_policy(monkeypatch):
-    options = autoremat.Options(policy="selective", recompute_modules=["mlp", "*.norm1"])
-    assert options.policy == policies.Selective(("mlp", "*.norm1"))
-    keys = {autoremat.Options(policy=p).cache_key() for p in (None, "full", "uniform:1", "uniform:2", "selective")}
-    assert len(keys | {options.cache_key(), autoremat.Options(save=["a"]).cache_key()}) == 7
-    with pytest.raises(OptionsError, match="belongs to policy=\"selective\", and the policy is 'full'"):
-        autoremat.Options(policy="full", recompute_modules=["mlp"])
+def test_the_policy_of_the_options_comes_from_three_places(monkeypatch):
+    keys = {
+        autoremat.Options(policy=p).cache_key() for p in (None, "full", "uniform:1", "uniform:2", "selective", "selective:mlp")
+    }
+    assert len(keys | {autoremat.Options(save=["a"]).cache_key()}) == 7
     with pytest.raises(OptionsError, match="save='a' is not accepted. Accepted: a list of globs"):
         autoremat.Options(save="a")
     monkeypatch.setenv("AUTOREMAT_POLICY", "uniform:2")
     assert autoremat.Options.parse({}).policy == policies.Uniform(2)
     assert autoremat.Options.parse({"policy": None}).policy is None
-    autoremat.configure(policy="selective", recompute_modules=["moe"], save=["*.attn"])
+    autoremat.configure(policy="selective:moe", save=["*.attn"])
     found = autoremat.Options.parse({"cost_model": "calibrated"})  # the default, which the environment replaces in all tests
     assert found == autoremat.Options(policy=policies.Selective(("moe",)), save=("*.attn",))
-    assert autoremat.Options.parse({"recompute_modules": ["mlp"]}).policy == policies.Selective(("mlp",))
     monkeypatch.setenv("AUTOREMAT_POLICY", "ful")
     autoremat.configure()
     with pytest.raises(OptionsError, match="AUTOREMAT_POLICY='ful' is not accepted"):

@@ -128,7 +128,7 @@ def test_megatrons_names_on_a_mixture_of_experts_with_latent_attention():
     ).train()
 
     def recomputed(name: str) -> set[tuple[str, str]]:
-        options = {"compiler": "aot_eager", "policy": "selective", "recompute_modules": [name]}
+        options = {"compiler": "aot_eager", "policy": f"selective:{name}"}
         report = autoremat.explain(lambda x: model(input_ids=x).logits.square().mean(), tokens, options=options)
         again = (value for value in report.values if value.decision is Decision.RECOMPUTED)
         return {(value.module.rpartition("layers.")[2], value.op.split(".")[1]) for value in again}

@@ -89,7 +89,7 @@ def test_free_values_are_saved_whatever_the_price():
 
 
 def with_orders(graph: Graph, **orders: Constraint) -> Graph:
-    ops = tuple(dataclasses.replace(op, order=orders.get(op.name, op.constraint)) for op in graph.ops)
+    ops = tuple(dataclasses.replace(op, constraint=orders.get(op.name, op.constraint)) for op in graph.ops)
     return dataclasses.replace(graph, ops=ops)
 
 

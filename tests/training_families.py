@@ -1,4 +1,4 @@
-"""Training steps of model strategies of transformers, tiny and with random weights. Importing this adds them to ``STEPS``."""
+"""Training steps of model families of transformers, tiny and with random weights. Importing this adds them to ``STEPS``."""
 
 from __future__ import annotations
 

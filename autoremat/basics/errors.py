@@ -182,7 +182,7 @@ def planning_error(error: BaseException, place: str) -> PlanningError:
     return PlanningError(
         f"a graph ({place}) could not be planned, so its memory budget cannot be kept: {type(error).__name__}: {error}. "
         'If backend="inductor" compiles it, please report this text to autoremat\'s issue tracker; '
-        'on_planning_error="warn" leaves such a graph to torch, without a budget.'
+        'on_planning_error="fallback" leaves such a graph to torch, without a budget.'
     )
 
 

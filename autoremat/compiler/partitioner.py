@@ -263,7 +263,7 @@ class Partitioner(compat.CustomPartitionerFn):
             budget_bytes=budget,
             soft_budget_bytes=self.soft_budget_bytes,
             planning_seconds=time.perf_counter() - start,
-            inner=self.options.compiler,
+            compiler=self.options.compiler,
             device=captured.device.name,
             loss_chunks=chosen.parts,
             code_headroom_bytes=self.code_headroom_bytes,

@@ -77,7 +77,7 @@ class ReportData:
     forward_seconds: float
     planning_seconds: float
     ops: int
-    inner: str
+    compiler: str
     device: str
     strategy: str
     saved: tuple[SavedTensor, ...]
