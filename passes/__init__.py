@@ -1,4 +1,4 @@
-"""FX -> FX rewrites, in the order in which they run. See README.md in this folder."""
+"""The FX -> FX passes, in the order in which they run: before capture, with the plan, before lowering. See README.md here."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from torch import fx
 from autoremat.basics.errors import PlanInvalid
 from autoremat.capture.capture import Capture
 from autoremat.passes.inductor_workarounds.accumulate_gradients import accumulate_into_first as accumulate_into_first
+from autoremat.passes.inductor_workarounds.channels_last import state_channels_last
 from autoremat.passes.inductor_workarounds.forward_region_operands import forward_region_operands as forward_region_operands
 from autoremat.passes.inductor_workarounds.materialize_shared import materialize_shared as materialize_shared
 from autoremat.passes.inductor_workarounds.one_hot_sum import OPERATIONS
@@ -20,8 +21,15 @@ from autoremat.planner.graph.schedule import Schedule
 from autoremat.torch_private import compat
 
 
+def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
+    """Rewrites a joint graph in place before its capture; ``runs_on``: its device type under Inductor, else None."""
+    forward_region_operands(joint)
+    if runs_on is not None:
+        rewrite_for_inductor(joint, runs_on)
+
+
 def rewrite_for_inductor(joint: fx.GraphModule, runs_on: str) -> None:
-    """What is changed of a joint graph that Inductor compiles for a device of that type, before it is captured, in place."""
+    """Rewrites a joint graph in place that Inductor compiles for a device of the type ``runs_on``."""
     accumulate_into_first(joint)
     # A sum over a count is slow where loops are vectorised. A kernel that is cut in two is no longer written in place.
     if runs_on == "cpu" and compat.largest_expression(runs_on) >= OPERATIONS:
@@ -29,13 +37,22 @@ def rewrite_for_inductor(joint: fx.GraphModule, runs_on: str) -> None:
 
 
 def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> compat.PartitionedModules:
-    """The (forward, backward) modules that run ``schedule``; ``capture.joint`` is rewritten in place and used up."""
+    """Returns the (forward, backward) modules that run ``schedule``; ``capture.joint`` is rewritten in place and used up."""
     insert_recomputation(capture, schedule)
     forward, backward = split(capture, schedule, static_inputs)
     forward.graph.lint()
     backward.graph.lint()
     _check_split(capture, backward)
+    if capture.graph.fuses:
+        materialize_shared(forward)
+        materialize_shared(backward)
+        preserve_strides(backward)
     return forward, backward
+
+
+def before_lowering(graph: fx.Graph) -> None:
+    """Rewrites the graph of one half in place just before Inductor lowers it."""
+    state_channels_last(graph)
 
 
 def _check_split(capture: Capture, backward: fx.GraphModule) -> None:

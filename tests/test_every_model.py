@@ -72,7 +72,7 @@ def product(x: torch.Tensor) -> torch.Tensor:
 WARNED = LEAST | {"on_planning_error": "fallback"}
 
 STAGES = (
-    "compiler.partitioner.forward_region_operands", "compiler.partitioner.capture", "compiler.partitioner.priced",
+    "compiler.preparation.before_capture", "compiler.preparation.capture", "compiler.partitioner.priced",
     "compiler.partitioner.Planner", "planner.search.planner.Planner.find", "planner.search.min_cut.MinCut.solve",
     "compiler.partitioner.Report.of", "compiler.partitioner.apply_plan", "compiler.partitioner.replay_context",
 )  # fmt: skip

@@ -207,7 +207,7 @@ def test_images_that_are_made_again_are_laid_channels_last_at_once(monkeypatch):
         return report.compiled_peak_bytes
 
     at_once = peak()
-    monkeypatch.setattr(compile_loop, "state_channels_last", lambda graph: None)
+    monkeypatch.setattr(compile_loop, "before_lowering", lambda graph: None)
     # The larger part of the concatenation of the last level again; torch before 2.15 copies more.
     assert at_once + 8 * 32 * 32 * 32 * 4 <= peak()
 

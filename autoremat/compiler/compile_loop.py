@@ -28,7 +28,7 @@ from autoremat.compiler.overlap_warning import watched
 from autoremat.compiler.partitioner import Partitioner, free_device_bytes, infeasible
 from autoremat.compiler.records import Record
 from autoremat.options.options import Options
-from autoremat.passes.inductor_workarounds.channels_last import state_channels_last
+from autoremat.passes import before_lowering
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.report.registry import add_report
 from autoremat.report.report import Report
@@ -87,12 +87,6 @@ def with_bytes(options: Options, device: torch.device) -> Options:
     if options.memory_budget != "auto":
         return options
     return dataclasses.replace(options, memory_budget=options.resolve_budget(0, free_device_bytes(device)))
-
-
-def before_lowering(graph: fx.Graph) -> None:
-    """Prepares a graph, in place, just before Inductor lowers it."""
-    if lowering.chooses_layouts_of_gradients():
-        state_channels_last(graph)
 
 
 @dataclasses.dataclass

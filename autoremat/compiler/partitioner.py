@@ -28,14 +28,15 @@ from autoremat.basics.errors import (
 )
 from autoremat.basics.progress import now
 from autoremat.capture import source_info
-from autoremat.capture.capture import Capture, capture, runs_on_type
+from autoremat.capture.capture import Capture, capture
 from autoremat.capture.pricing import priced
 from autoremat.compiler.cache_key import source_hash
 from autoremat.compiler.loss_chunking import Choice, ChunkingCandidate, Parts
+from autoremat.compiler.preparation import captured
 from autoremat.compiler.replay_context import code_headroom_bytes, replay_context
 from autoremat.compiler.torch_partition import torch_partition_peak
 from autoremat.options.options import Options
-from autoremat.passes import apply_plan, forward_region_operands, materialize_shared, preserve_strides, rewrite_for_inductor
+from autoremat.passes import apply_plan
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
 from autoremat.planner.cost import Pricing
@@ -141,14 +142,11 @@ class Partitioner(compat.CustomPartitionerFn):
         joint = compat.prepare_joint(gm, kwargs["num_fwd_outputs"])
         untouched = copy.deepcopy(joint.graph)
         try:
-            forward_region_operands(joint)
-            if self.fuses:
-                rewrite_for_inductor(joint, runs_on_type(joint, self.cuda_name))
-            captured = capture(joint, kwargs["num_fwd_outputs"], self.fuses, self.cuda_name)
-            if captured.graph.num_forward < len(captured.graph.ops):
-                self.torch_partition_peak = partial(torch_partition_peak, captured, joint_inputs, kwargs)
+            found = captured(joint, kwargs["num_fwd_outputs"], self.fuses, self.cuda_name)
+            if found.graph.num_forward < len(found.graph.ops):
+                self.torch_partition_peak = partial(torch_partition_peak, found, joint_inputs, kwargs)
                 self.is_region = not joint_inputs
-                return self.plan_and_split(captured, kwargs.get("static_lifetime_input_indices") or ())
+                return self.plan_and_split(found, kwargs.get("static_lifetime_input_indices") or ())
         except (BudgetInfeasible, OptionsError, ConstraintWarning, BudgetWarning):
             raise
         except Exception as error:  # models and torch's ops are open-ended: what we fail on must train all the same
@@ -168,10 +166,6 @@ class Partitioner(compat.CustomPartitionerFn):
         now("writing forward and backward")
         captured, self.captured = self.captured or captured, None
         modules = apply_plan(captured, plan.schedule, static_inputs)
-        if self.fuses:
-            for half in modules:
-                materialize_shared(half)
-            preserve_strides(modules[1])
         self.replay_context = replay_context(captured)
         fastest = self.plan_for(None)
         binding = fastest is not None and plan.cost_seconds > fastest.cost_seconds

@@ -12,12 +12,12 @@ import torch
 from torch import fx
 
 from autoremat.basics.progress import now, status_if_slow
-from autoremat.capture.capture import Capture, capture, runs_on_type
+from autoremat.capture.capture import Capture
 from autoremat.capture.pricing import ROOFLINE, priced
 from autoremat.compiler.partitioner import Partitioner, free_device_bytes
+from autoremat.compiler.preparation import captured
 from autoremat.compiler.torch_partition import torch_partition_peak
 from autoremat.options.options import Options
-from autoremat.passes import forward_region_operands, rewrite_for_inductor
 from autoremat.planner.cost import Pricing
 from autoremat.report.report import Report
 from autoremat.tools.dry_run import refuse_step_profiles, rehearsals
@@ -135,19 +135,16 @@ def previews(
             now("reading the joint graph")
             compat.warn_of_torchs_budgets(joint)
             prepared = compat.prepare_joint(joint, keywords["num_fwd_outputs"])
-            forward_region_operands(prepared)
-            if fuses:
-                rewrite_for_inductor(prepared, runs_on_type(prepared, target.cuda_name))
-            captured = capture(prepared, keywords["num_fwd_outputs"], fuses, target.cuda_name)
-            if captured.graph.single_phase:
+            found = captured(prepared, keywords["num_fwd_outputs"], fuses, target.cuda_name)
+            if found.graph.single_phase:
                 return None
-            captured, pricing = priced(captured, planned_by.cost_model)
+            found, pricing = priced(found, planned_by.cost_model)
             must_fit = options.on_infeasible == "raise"
             partitioner = Partitioner(
                 planned_by, "", fuses=fuses, must_fit=must_fit, free_bytes=free, cuda_name=target.cuda_name
             )  # fmt: skip
-            partitioner.torch_partition_peak = partial(torch_partition_peak, captured, inputs, keywords)
-            return look(Preview(captured, pricing, partitioner, inputs, keywords))
+            partitioner.torch_partition_peak = partial(torch_partition_peak, found, inputs, keywords)
+            return look(Preview(found, pricing, partitioner, inputs, keywords))
 
         return visit
 

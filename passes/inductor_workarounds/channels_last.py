@@ -13,12 +13,18 @@ import torch
 from torch import fx
 
 from autoremat.ops.op_traits import BY_STRIDES, is_view, packet
+from autoremat.torch_private.lowering import chooses_layouts_of_gradients
 
 aten = torch.ops.aten
 
 
 def state_channels_last(graph: fx.Graph) -> None:
-    """Marks images as channels last, in place, if the gradient of their convolution is computed so."""
+    """Marks images as channels last, in place, if the gradient of their convolution is computed so.
+
+    Inductor has chosen these layouts since torch 2.13; for earlier versions nothing is marked.
+    """
+    if not chooses_layouts_of_gradients():
+        return
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         results = node.meta.get("val") or ()
         if not any(map(_is_channels_last_only, results[:2])):
