@@ -6,7 +6,8 @@
 
 Every differentiable op runs with its samples of several types, its tensors contiguous and transposed. Each ATen call of its
 forward and backward is measured on the numbers that it really gets, and held against its workspace as planned: measured
-before on made-up numbers, or bounded by a formula.
+before on made-up numbers, or bounded by a formula. It is also held against the bound that stands for kernels that are not
+measured, for those of them that have one.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from autoremat.planner.graph.graph import Trait
 from autoremat.torch_private import allocator
 from autoremat.torch_private.compat import storage_key
 from autoremat.workspaces import measurement
-from autoremat.workspaces.formulas import workspace_bytes
+from autoremat.workspaces.formulas import SCALARS, bound_bytes, workspace_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64)
@@ -57,6 +58,9 @@ class Row:
     worst: float = 0.0
     """Largest measured over planned workspace."""
     worst_call: str = ""
+    worst_bound: float = 0.0
+    """As ``worst``, of the bounds for what is not measured."""
+    worst_bound_call: str = ""
     unknown: tuple[str, ...] = ()
     reason: str = ""
 
@@ -70,8 +74,8 @@ class Meter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: dict[str, tuple[int, int]] = {}
-        """(measured, planned) bytes by signature, the largest measured."""
+        self.found: dict[str, tuple[int, int, int]] = {}
+        """(measured, planned, bound) bytes by signature, the largest measured."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -82,10 +86,11 @@ class Meter(TorchDispatchMode):
             made = {storage_key(t): t.untyped_storage().nbytes() for t in tensors(result)}
             measured = max(0, peak - sum(size for key, size in made.items() if key not in given))
             planned = workspace_bytes(node, args, kwargs, result)
+            bound = bound_bytes(node, args, kwargs, result, "cpu")
             name = measurement.signature(node)
-            known = self.found.get(name, (UNKNOWN, 0))
-            if measured > known[0]:
-                self.found[name] = measured, UNKNOWN if planned is None else planned
+            if measured > self.found.get(name, (UNKNOWN,))[0]:
+                at_most = UNKNOWN if bound is None else bound + SCALARS
+                self.found[name] = measured, UNKNOWN if planned is None else planned, at_most
         return result
 
 
@@ -120,7 +125,7 @@ def examine(op: Any, dtype: torch.dtype, layout: str) -> Row:
     meter = Meter()
     reason = ""
     try:
-        with limited(SECONDS):
+        with limited(SECONDS), measurement.one_graph():
             torch.manual_seed(SEED)
             for number, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=True)):
                 if number == SAMPLES:
@@ -130,13 +135,21 @@ def examine(op: Any, dtype: torch.dtype, layout: str) -> Row:
         reason = str(late)
     except Exception as error:  # of the op's own: its samples, or arguments that a layout makes it refuse
         reason = first_line(error)
-    measurement.remember()
-    ratios = {call: measured / max(planned, 1) for call, (measured, planned) in meter.found.items() if planned != UNKNOWN}
+    worst, worst_call = largest({call: (measured, planned) for call, (measured, planned, _) in meter.found.items()})
+    bound, bound_call = largest({call: (measured, bound) for call, (measured, _, bound) in meter.found.items()})
+    under = sum(measured > planned != UNKNOWN for measured, planned, _ in meter.found.values())
+    unknown = sorted(call.partition("(")[0] for call, (_, planned, _) in meter.found.items() if planned == UNKNOWN)
+    return Row(
+        *place, len(meter.found), under, worst, worst_call, bound, bound_call, tuple(dict.fromkeys(unknown)), reason
+    )  # fmt: skip
+
+
+def largest(found: dict[str, tuple[int, int]]) -> tuple[float, str]:
+    """The largest quotient of those that are known, and the call that has it if it is over one."""
+    ratios = {call: round(part / max(whole, 1), 4) for call, (part, whole) in found.items() if whole != UNKNOWN}
     worst = max(ratios, key=lambda call: ratios[call], default="")
-    unknown = sorted(call.partition("(")[0] for call, (_, planned) in meter.found.items() if planned == UNKNOWN)
-    under = sum(ratio > 1 for ratio in ratios.values())
-    call = worst[:200] if under else ""
-    return Row(*place, len(meter.found), under, round(ratios.get(worst, 0.0), 4), call, tuple(dict.fromkeys(unknown)), reason)
+    ratio = ratios.get(worst, 0.0)
+    return ratio, worst[:200] if ratio > 1 else ""
 
 
 def step(op: Any, sample: Any, lay_out: Callable[[torch.Tensor], torch.Tensor], meter: Meter) -> None:
@@ -169,14 +182,16 @@ def write(rows: list[Row], path: Path) -> None:
         f"Workspaces measured against planned; torch {torch.__version__}, {torch.get_num_threads()} threads, "
         f"{os.cpu_count()} cores",
         f"cases: {len(rows)}, distinct calls: {calls}, calls that need more than planned: {under}, "
-        f"largest measured over planned: {max((row.worst for row in rows), default=0.0):.4f}, kernels unknown: {len(unknown)}",
+        f"largest measured over planned: {max((row.worst for row in rows), default=0.0):.4f}, kernels unknown: {len(unknown)}, "
+        f"largest measured over the bound where nothing is measured: {max((r.worst_bound for r in rows), default=0.0):.4f}",
         f"unknown: {', '.join(unknown) or 'none'}",
         "",
-        f"{'case':<44}{'type':<10}{'layout':<12}{'calls':>6}{'under':>6}{'worst':>10}  note",
+        f"{'case':<44}{'type':<10}{'layout':<12}{'calls':>6}{'under':>6}{'worst':>10}{'bound':>10}  note",
     ]
     for r in rows:
-        note = "; ".join(filter(None, (r.worst_call, r.reason)))
-        lines.append(f"{r.name:<44}{r.dtype:<10}{r.layout:<12}{r.calls:>6}{r.under:>6}{r.worst:>10.4f}  {note}".rstrip())
+        note = "; ".join(filter(None, (r.worst_call, r.worst_bound_call, r.reason)))
+        counts = f"{r.calls:>6}{r.under:>6}{r.worst:>10.4f}{r.worst_bound:>10.4f}"
+        lines.append(f"{r.name:<44}{r.dtype:<10}{r.layout:<12}{counts}  {note}".rstrip())
     path.write_text("\n".join(lines) + "\n")
     print("\n".join(lines[1:3]))
 
@@ -201,7 +216,7 @@ def main() -> None:
         rows.append(examine(op, dtype, layout))
         with record.open("a") as file:
             file.write(json.dumps(asdict(rows[-1])) + "\n")
-        if rows[-1].under:
+        if rows[-1].under or rows[-1].worst_bound > 1:
             print(rows[-1], flush=True)
     write(rows, arguments.output / "sweep_workspaces.txt")
 

@@ -23,6 +23,8 @@ from autoremat.report.decisions import Decision, Reason
 pytestmark = [
     pytest.mark.skipif(not dist.is_available(), reason="needs torch.distributed"),
     pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),  # Dynamo's, in torch 2.11
+    pytest.mark.filterwarnings("ignore:.*Profiler clears events"),  # said once in a process, in torch 2.11
 ]
 
 Gather = Callable[[Tensor], Tensor]
@@ -97,7 +99,11 @@ def test_a_collective_that_the_model_recomputes_runs_as_often_as_under_torch(col
     assert Counter(names) == Counter(under_torch)
     assert all(same_bits(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))
     waits = [value for value in report.values if value.op.endswith("wait_tensor.default")]
-    assert {(value.decision, value.reason) for value in waits} == {(Decision.RECOMPUTED, Reason.ORDERED)}
+    # Torch 2.11 forgets the order of a region without a policy inside an autograd function.
+    forgotten = Counter(under_torch) == Counter(step(_collectives()[collective], backend="aot_eager")[1])
+    decision = (Decision.SAVED, Reason.COLLECTIVE) if forgotten else (Decision.RECOMPUTED, Reason.ORDERED)
+    assert {(value.decision, value.reason) for value in waits} == {decision}
+    assert not forgotten or (torch.__version__.startswith("2.11.") and region == "checkpoint")
     sequence = [report.plan.graph.ops[index].target for index in report.plan.schedule.sequence]
     assert names == [name.replace(".default", "").replace(".", "::") for name in sequence if name.startswith(NAMESPACE)]
 

@@ -53,7 +53,7 @@ _mark: Callable[[], None] = lambda: None  # noqa: E731
 
 
 def listen() -> None:
-    """From now on, say once if Dynamo leaves a function alone because of an RNN in it: the backend never sees such a one. And
+    """From now on, say once if Dynamo does not trace an RNN, or a function that calls one: the backend never sees these. And
     note since when a caller has been waiting."""
     dynamo.around_each_frame(_before_a_frame, _after_a_frame)
 
@@ -84,7 +84,7 @@ def _after_a_frame() -> None:
     if found is not None and dynamo.WITHOUT_RNN not in _told:
         _told.add(dynamo.WITHOUT_RNN)
         log.warning(
-            "Dynamo does not trace nn.RNN, nn.GRU and nn.LSTM, and leaves a function that calls one alone: no memory budget "
-            "holds there. torch._dynamo.config.allow_rnn = True lets it trace them; at an nn.LSTM on a CPU torch "
-            "may then fail"
+            "Dynamo does not trace nn.RNN, nn.GRU and nn.LSTM: no memory budget holds there, nor, in older versions of "
+            "torch, in the rest of a function that calls one. torch._dynamo.config.allow_rnn = True lets it trace them; at an "
+            "nn.LSTM on a CPU torch may then fail"
         )

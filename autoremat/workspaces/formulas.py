@@ -143,10 +143,6 @@ def layout_copies_bytes(nodes: Iterable[fx.Node], runs_on: str) -> int:
     return sum(copied.values())
 
 
-def _cpu_batch_norm_backward(gradient: torch.Tensor, *_: Any, **__: Any) -> int:
-    return _bytes(gradient)
-
-
 def _cpu_fold(columns: torch.Tensor, *_: Any, **__: Any) -> int:
     """A contiguous copy of the columns: those that ``im2col`` makes are not, though it states that they are."""
     return _bytes(columns)
@@ -172,7 +168,6 @@ PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
 CPU: dict[Any, Callable[..., int | None]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
-    aten.native_batch_norm_backward: _cpu_batch_norm_backward,
     aten.col2im: _cpu_fold,
     **dict.fromkeys(PRODUCTS, _cpu_product),
 }
@@ -189,22 +184,66 @@ CPU_SORTING = frozenset(
         aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_batch_norm,
     }
 )  # fmt: skip
-"""Ops that build an index or a sorted copy, of the size of their results, before they write these."""
+"""Ops that build an index or a sorted copy, of the size of their results and 32 bits at least, before they write these."""
 
 
-def _bound(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int | None:
+WITHOUT_BOUND = frozenset({aten.mvlgamma})
+"""Ops that are elementwise by torch's tag, and yet make larger results in between."""
+
+
+def _lies_in_order(tensor: torch.Tensor) -> bool:
+    """Whether the last dimension is dense, and each one before it follows without gaps."""
+    length = 1
+    for size, stride in zip(map(size_hint, reversed(tensor.shape)), map(size_hint, reversed(tensor.stride())), strict=True):
+        if size != 1 and stride != length:
+            return False
+        length *= size
+    return True
+
+
+def _large_batch_norm_backward(gradient: torch.Tensor) -> int:
+    """The image's deviations, in 32 bits at least, and for each thread and channel a few sums."""
+    width = max(4, gradient.element_size())
+    channels = size_hint(gradient.shape[1])
+    return width * (size_hint(gradient.numel()) + 2 * (torch.get_num_threads() + 1) * channels)
+
+
+def _large_reduction(operands: list[torch.Tensor], results: list[torch.Tensor]) -> int | None:
+    """A copy of each operand that does not lie in order, or is reduced in another type; 16 bits are reduced in 32. None for
+    complex numbers, of which absolute values may be made too."""
+    if any(t.is_complex() for t in operands):
+        return None
+    # Positions among numbers are no other type: an argmax converts nothing.
+    floats = any(t.is_floating_point() for t in operands)
+    tensors = [t for t in (*operands, *results) if t.is_floating_point() or not floats]
+    width = max(4, *(t.element_size() for t in tensors))
+    converted = len({t.dtype for t in tensors}) > 1 or any(t.element_size() < 4 for t in tensors)
+    copied = [t for t in operands if converted or not _lies_in_order(t)]
+    return width * sum(size_hint(t.numel()) for t in (*copied, *(results if converted else ())))
+
+
+def bound_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int | None:
     """A bound for a kernel that is not measured: too large, or for a device that is not here. None if there is none."""
     name, on_cpu = op_traits.packet(node), runs_on == "cpu"
     if on_cpu and name in (aten.convolution, aten.convolution_backward):
         return _large_convolution(node, args, _tensors(result)[0])
     if on_cpu and name in PRODUCTS:  # operands are packed, and results added up, in 32 bits at most
         return sum(size_hint(t.numel()) * max(4, t.element_size()) for t in _tensors((args, kwargs, result)))
+    if on_cpu and name is aten.native_batch_norm_backward:
+        return _large_batch_norm_backward(args[0])
+    if on_cpu and name is aten.roll:  # one dimension after the other; without dimensions, a row of all elements
+        return (len(args[2]) - 1 if len(args) > 2 and args[2] else 1) * _bytes(args[0])
+    operands, sorting = _tensors((args, kwargs)), 0
     if on_cpu and name in CPU_SORTING:
-        return sum(map(_bytes, _tensors(result)))
-    operands = _tensors((args, kwargs))
+        sorting = sum(most(t.numel()) * max(4, t.element_size()) for t in _tensors(result))
+    if on_cpu and name in op_traits.REDUCTION:
+        copies = _large_reduction(operands, _tensors(result))
+        return None if copies is None else copies + sorting
+    if sorting:
+        return sorting
     if not operands and name is not aten.randperm:
         return 0  # a kernel that reads nothing writes its result
-    if op_traits.kind_of(node, runs_on) is Kind.EXTERN:
+    if op_traits.kind_of(node, runs_on) is Kind.EXTERN or name in WITHOUT_BOUND:
         return None
     # Elements of another type than the result's are converted first, in a copy.
     widest = max(tensor.element_size() for tensor in _tensors((args, kwargs, result)))
@@ -235,7 +274,7 @@ def workspace_bytes(
     alone = measured(node, args, kwargs, result, layout) if here else None
     found = None if alone is None else alone.workspace
     if found is None:
-        found = _bound(node, args, kwargs, result, runs_on)
+        found = bound_bytes(node, args, kwargs, result, runs_on)
     return None if found is None else found + (SCALARS if runs_on == "cpu" else 0)
 
 
