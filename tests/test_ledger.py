@@ -171,7 +171,7 @@ def test_a_survey_reads_well_and_is_a_budget():
     assert Options(memory_budget=profile.shares[0]).resolve_budget(7, None) == profile.shares[0].backward_peak_bytes
     assert Options.parse({"memory_budget": profile}).cache_key() != Options(memory_budget=2**15).cache_key()
     assert options == Options(memory_budget=survey_of(2**15))
-    with pytest.raises(OptionsError, match=r"autoremat\.step profile"):
+    with pytest.raises(OptionsError, match=r"autoremat\.profile_step"):
         Options(memory_budget=object())
 
 

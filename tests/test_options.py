@@ -274,7 +274,7 @@ def test_configure_checks_at_once_and_then_changes_nothing():
     with pytest.raises(OptionsError, match="time_limit=-1"):
         configure(memory_budget=6, time_limit=-1)
     assert parse() == Options(memory_budget=5)
-    with pytest.raises(TypeError):
+    with pytest.raises(OptionsError, match="the option 'max_autotune' is known neither"):
         configure(max_autotune=True)
 
 

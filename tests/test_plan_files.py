@@ -89,7 +89,7 @@ def test_what_is_no_plan_is_refused(text):
 
 
 def test_another_version_is_refused_by_its_number(plan):
-    with pytest.raises(PlanFileError, match="version 99 .* reads 2"):
+    with pytest.raises(PlanFileError, match="version 99 .* reads 3"):
         Plan.loads(changed(plan, lambda r: r.update(version=99)))
 
 

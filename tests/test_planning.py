@@ -262,7 +262,7 @@ def test_budgets_are_given_as_in_options():
 
 
 def test_an_unknown_solver_is_refused_with_the_names():
-    with pytest.raises(ValueError, match="solver='simplex' is not accepted.*auto, ilp, min_cut, chain, sqrt, all, none"):
+    with pytest.raises(ValueError, match="solver='simplex' is not accepted.*auto, ilp, min_cut, segments, sqrt, recomp"):
         plan(training_chain(3), solver="simplex")
 
 

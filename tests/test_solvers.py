@@ -63,7 +63,7 @@ def test_a_higher_price_never_saves_more_bytes(graph):
 
     def saved_bytes(price: float) -> int:
         saved = cut.solve(price)
-        free = [v for v in priced if v in saved and graph.ops[graph.values[v].producer].order is not Constraint.RECOMPUTE]
+        free = [v for v in priced if v in saved and graph.ops[graph.values[v].producer].constraint is not Constraint.RECOMPUTE]
         return sum(graph.values[v].bytes for v in free)
 
     prices = [1e-9, 1e-7, 1e-5, 1e-3]

@@ -18,7 +18,7 @@ from autoremat.measure.timer import undisturbed
 from autoremat.options.options import Options
 from autoremat.step_profile.recording import Recording
 from autoremat.tools.eager_checkpoint import CheckpointContext, _Region
-from autoremat.torch_private import compat, compile_progress, hooks, lowering
+from autoremat.torch_private import compat, compile_progress, hooks, lowering, symbolic_sizes
 
 LIMIT = 300
 """Seconds after which a thread is taken to wait for ever."""
@@ -99,21 +99,21 @@ def test_what_is_told_of_two_compilations_leaves_nothing_behind():
 def test_a_recording_and_planned_sizes_belong_to_their_thread():
     sizes: dict[Any, int] = {Mock(symbol="s0", least=2): 64}
     made = Recording(Options())
-    with intercepted_by(made), sizes.planned_for(sizes):
+    with intercepted_by(made), symbolic_sizes.planned_for(sizes):
         assert active_interceptor() is made
         assert elsewhere(active_interceptor) is None
-        assert sizes.planned_identity() == "[('s0', 2, 64)]"
-        assert elsewhere(sizes.planned_identity) == "[]"
+        assert symbolic_sizes.planned_identity() == "[('s0', 2, 64)]"
+        assert elsewhere(symbolic_sizes.planned_identity) == "[]"
     assert active_interceptor() is None
 
 
 def test_what_is_measured_meanwhile_has_the_planned_sizes_and_no_hooks():
     sizes: dict[Any, int] = {Mock(symbol="s0", least=2): 64}
     cpu = torch.device("cpu")
-    with sizes.planned_for(sizes), hooks.hooked(Machine, "run", lambda method, self, number: 10):
-        assert undisturbed(cpu, sizes.planned_identity) == "[('s0', 2, 64)]"
+    with symbolic_sizes.planned_for(sizes), hooks.hooked(Machine, "run", lambda method, self, number: 10):
+        assert undisturbed(cpu, symbolic_sizes.planned_identity) == "[('s0', 2, 64)]"
         assert undisturbed(cpu, lambda: Machine().run(5)) == 5
-    assert undisturbed(cpu, sizes.planned_identity) == "[]"
+    assert undisturbed(cpu, symbolic_sizes.planned_identity) == "[]"
 
 
 def test_a_survey_leaves_the_compilations_of_other_threads_alone():

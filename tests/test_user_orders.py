@@ -145,7 +145,7 @@ def checkpointed_step(kind: str, demanded: bool):
     ("kind", "demanded", "reason"),
     [
         ("dropout", True, r"aten.native_dropout.default at .*test_user_orders.py:\d+.*: may not run twice \(random\)"),
-        ("choice", True, r"aten.sort.default at .*test_user_orders.py:\d+.*: may not run twice \(chooses\)"),
+        ("choice", True, r"aten.sort.default at .*test_user_orders.py:\d+.*: may not run twice \(discontinuous\)"),
         ("custom", True, r"autoremat_tests.shifted.default at .*:\d+.* \(opaque; autoremat.declare_pure says that it"),
         ("custom", False, r"autoremat_tests.shifted.default at .*:\d+.* \(opaque; autoremat.declare_pure says that it"),
     ],

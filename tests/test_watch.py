@@ -30,7 +30,7 @@ def watch(monkeypatch):
 def test_without_a_survey_graphs_that_are_over_the_budget_together_are_noticed(watch):
     model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
     compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 400_000})
-    with pytest.warns(BudgetWarning, match=r"together.*autoremat\.step profile") as caught:
+    with pytest.warns(BudgetWarning, match=r"together.*autoremat\.profile_step") as caught:
         loss = compiled(inputs)
     assert len(caught) == 1
     loss.backward()
