@@ -89,7 +89,7 @@ _PUBLIC = {
 
 _MODULE_OF = {name: module for module, names in _PUBLIC.items() for name in names}
 
-__all__ = ["__version__", "policies", *_MODULE_OF]
+__all__ = sorted(["__version__", "policies", *_MODULE_OF])
 
 
 def __getattr__(name: str) -> object:

@@ -162,7 +162,7 @@ def test_a_plan_for_inductor_maps_decomposed_ops_back():
 def test_a_torch_that_asks_again_for_the_recomputation_gets_the_same_answers():
     """As torch 2.11 does."""
     _, _, plan = planned(SHARES[0])
-    region = eager_checkpoint._Region(eager_checkpoint.checkpoint_context(plan, planned(SHARES[0])[0]))
+    region = eager_checkpoint._Region(eager_checkpoint.selective_checkpoint_context(plan, planned(SHARES[0])[0]))
     region.running.append("blocks.1.up")
     op, forward, again = torch.ops.aten.addmm.default, SimpleNamespace(is_recompute=False), SimpleNamespace(is_recompute=True)
     answers = [region.policy(forward, op) for _ in range(3)]
