@@ -226,6 +226,30 @@ class Graph:
             must_run=tuple(range(border)),
         )
 
+    @classmethod
+    def from_networkx(cls, directed: networkx.DiGraph[Any], **arguments: Any) -> Graph:
+        """Returns the graph of a directed acyclic graph, whose nodes have ``seconds`` and ``bytes``.
+
+        Nodes run in their order in ``directed`` as far as edges allow. ``arguments`` are those of :meth:`from_dag`, by position
+        in that order. Raises ``ValueError`` for a circle and for a node without seconds or bytes.
+        """
+        import networkx
+
+        place = {node: number for number, node in enumerate(directed)}
+        try:
+            nodes = list(networkx.lexicographical_topological_sort(directed, key=place.__getitem__))
+        except networkx.NetworkXUnfeasible as error:
+            raise ValueError("the graph has a circle, so its nodes cannot be run in order") from error
+        if lacking := [node for node in nodes if not {"seconds", "bytes"} <= directed.nodes[node].keys()]:
+            raise ValueError(f"the node {lacking[0]!r} has no seconds or no bytes")
+        number = {node: index for index, node in enumerate(nodes)}
+        return cls.from_dag(
+            [directed.nodes[node]["seconds"] for node in nodes],
+            [directed.nodes[node]["bytes"] for node in nodes],
+            [(number[producer], number[reader]) for producer, reader in directed.edges],
+            **arguments,
+        )
+
     def verify(self) -> None:
         """Raise ``ValueError`` unless producers come before readers and the two phases stand in order."""
         forward_flags = [op.forward for op in self.ops]
@@ -354,13 +378,17 @@ class Graph:
         return sum(self.ops[index].seconds for index in self.required_forward)
 
     def to_networkx(self) -> networkx.DiGraph[int]:
-        """The ops as a directed graph for algorithms off the hot path: an edge from each producer to its readers, which
-        carries the number of the ``value``; op and value fields are node and edge attributes."""
+        """Returns the ops as a directed graph: an edge from each producer to its readers, with the number of the ``value``.
+
+        Nodes have the op's ``name``, ``target``, ``seconds``, ``bytes`` of its results, and ``forward``.
+        """
         import networkx
 
         directed: networkx.DiGraph[int] = networkx.DiGraph()
         for index, op in enumerate(self.ops):
-            directed.add_node(index, name=op.name, target=op.target, seconds=op.seconds, forward=op.forward)
+            made = sum(self.values[v].bytes for v in op.outputs)
+            fields = {"name": op.name, "target": op.target, "seconds": op.seconds, "bytes": made, "forward": op.forward}
+            directed.add_node(index, **fields)
         for number, value in enumerate(self.values):
             if value.producer is not None:
                 edges = ((value.producer, reader) for reader in self.readers[number])
