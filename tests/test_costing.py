@@ -96,7 +96,7 @@ def test_batched_products_are_priced_by_the_size_of_one():
     assert task.amount * task.count == pytest.approx(op.flops)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama", "unet"])
+@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.slow), "unet"])
 @pytest.mark.parametrize("model", ["roofline", "calibrated"])
 def test_no_op_that_moves_bytes_is_free(name, model):
     module, inputs = build(name)

@@ -77,7 +77,7 @@ def systematic(kinds: tuple[str, ...], choice: int) -> Program:
     return Program(tuple(steps), outputs)
 
 
-@pytest.mark.parametrize("choice", range(3))
+@pytest.mark.parametrize("choice", [0, *(pytest.param(choice, marks=pytest.mark.slow) for choice in (1, 2))])
 @pytest.mark.parametrize("start", range(0, len(KINDS), GROUP))
 def test_every_kind_of_step_is_exact(start, choice):
     (least,) = assert_exact(systematic(KINDS[start : start + GROUP], choice), (LEAST,))

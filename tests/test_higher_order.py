@@ -98,8 +98,8 @@ def checkpointed(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
 
 
 FUNCTIONS = (
-    branches, loops, scans, maps, nested_regions, random_regions, flexible_attention, effects, checkpointed,
-    pytest.param(prefix_products, marks=pytest.mark.slow),
+    branches, loops, maps, nested_regions, random_regions, flexible_attention, effects, checkpointed,
+    pytest.param(scans, marks=pytest.mark.slow), pytest.param(prefix_products, marks=pytest.mark.slow),
 )  # fmt: skip
 
 RUN_AGAIN = {

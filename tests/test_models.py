@@ -15,6 +15,9 @@ import autoremat
 COMPILED = ("llama", "gpt2", "bert", "resnet", "unet", "lstm")
 """Each takes six compilations; the other families run uncompiled below."""
 
+QUICK = "unet"
+"""The family that the quick tests run; the others take minutes together."""
+
 SHARES = (0.0, 0.25, 0.5, 0.75)
 """Budgets: the smallest peak plus these shares of the way to the peak without a budget, and 2 %."""
 
@@ -88,7 +91,7 @@ def test_measured_peak_is_within_the_budget(name: str) -> None:
         assert_same_numbers(limited, free)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MODELS])
 def test_measured_peak_is_within_the_budget_uncompiled(name: str) -> None:
     free = run(name, {"compiler": "aot_eager"})
     least, most = free.report.minimum_peak_bytes, free.report.predicted_peak_bytes

@@ -40,6 +40,7 @@ def device_with(monkeypatch) -> Callable[[int], None]:
     return give
 
 
+@pytest.mark.slow
 def test_auto_recomputes_no_more_than_a_full_device_asks_for(device_with, monkeypatch):
     model, inputs = build("llama")
     step = in_a_tuple(model)

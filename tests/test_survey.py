@@ -117,7 +117,7 @@ def check_steps(model: nn.Module, build, inputs: torch.Tensor, *surveys: autorem
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("breaks", [1, 2, 5])
+@pytest.mark.parametrize("breaks", [2, *(pytest.param(breaks, marks=pytest.mark.slow) for breaks in (1, 5))])
 def test_the_step_fits_its_budget_over_graph_breaks(breaks):
     model, inputs = Broken(breaks), torch.randn(ROWS, WIDTH)
     model.norm.track_running_stats = False
@@ -195,6 +195,7 @@ def test_what_runs_between_the_graphs_counts():
     check_steps(model, build, inputs, profile)
 
 
+@pytest.mark.slow
 def test_the_shares_of_a_survey_work_through_configure_and_do_not_mix(monkeypatch):
     model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
     wide = autoremat.profile_step(model, inputs, memory_budget=1.0, options=EAGER)

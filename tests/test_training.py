@@ -20,7 +20,10 @@ NO_RECOMPUTATION = "aot_eager_default_partitioner"
 AT_LEAST_ALREADY = {"nothing_in_the_batch", "batch_norm", "writing_in_place", "experts_broken"}
 """Steps that need no less memory under any plan: gradients, or what is written to, make their peak."""
 
-LARGE = {"whisper", "language_model_with_cache", "experts_whole", "two_towers", "recurrent_layers"} | set(FAMILIES)
+LARGE = {
+    "whisper", "language_model_with_cache", "experts_whole", "two_towers", "recurrent_layers",
+    "random_numbers", "experts_broken", "with_other_parameters", "gradient_inside", *FAMILIES,
+}  # fmt: skip
 
 # What torch says of these steps under any backend.
 pytestmark = [
