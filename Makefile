@@ -1,6 +1,7 @@
 # Every target works from a fresh clone that has python3 (3.10 or later, with venv), a C++ compiler and make.
 PYTHON ?= python3
 DEMO_ARGS ?=
+EXAMPLES ?= 200
 # Another version of torch than the pinned one, in an environment of its own: make test TORCH=2.15.0
 TORCH ?=
 VENV := .venv$(if $(TORCH),-$(TORCH))
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow docs check format clean
+.PHONY: help venv demo test test-slow test-random docs check format clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
@@ -31,6 +32,9 @@ test: venv  ## the tests that take seconds
 
 test-slow: venv  ## the tests that compile with Inductor or build whole models
 	$(BIN)/python -m pytest -m slow
+
+test-random: venv  ## the properties on random graphs drawn afresh; EXAMPLES=1000 draws more of each
+	$(BIN)/python -m pytest --examples $(EXAMPLES) --max-ops 16
 
 docs: venv  ## build the documentation into site/; a warning is an error
 	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e ".[docs]"

@@ -25,7 +25,7 @@ logging.getLogger("torch.__trace").propagate = False  # else every failure shows
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--examples", type=int, help="examples of each property instead of its own number, drawn at random")
+    parser.addoption("--examples", type=int, help="run the properties alone, with so many examples drawn at random")
     parser.addoption("--max-ops", type=int, help="no random graph has more ops: many small examples instead of few large ones")
 
 
@@ -40,6 +40,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if examples and is_hypothesis_test(test):
             many = settings(settings.get_profile("default"), max_examples=examples, derandomize=False, database=None)
             test._hypothesis_internal_use_settings = many  # there is no public way past a test's own settings
+    if examples:
+        others = [item for item in items if not is_hypothesis_test(getattr(item, "obj", None))]
+        config.hook.pytest_deselected(items=others)
+        items[:] = [item for item in items if item not in others]
     gpu_items = [item for item in items if item.get_closest_marker("gpu")]
     if not gpu_items:
         return  # the pure tests do without torch
