@@ -214,7 +214,7 @@ def test_the_measured_peak_is_lower():
     assert report.loss_chunks > 1
     assert measured <= budget < whole / 2.5
     assert report.minimum_unchunked_bytes == least
-    assert f"in {report.loss_chunks} parts" in str(report)
+    assert f"{report.loss_chunks} chunks" in str(report)
 
 
 def test_by_default_only_where_nothing_else_fits():
@@ -344,7 +344,7 @@ def test_explain_says_so():
     options = {"compiler": "aot_eager", "chunk_loss": 8}
     report = autoremat.explain(model, tokens, options=options)
     assert report.loss_chunks == 8
-    assert "in 8 parts" in str(report)
+    assert "8 chunks" in str(report)
     assert autoremat.Report.from_json(report.to_json()) == report
 
 

@@ -46,11 +46,11 @@ def test_message_of_an_infeasible_budget():
     assert str(infeasible()) == (
         """\
 no plan was found that keeps the step's peak memory on cuda:0 within the budget
-  asked for (memory_budget):     100.00 MiB  104857600 bytes
-  smallest feasible peak found:  150.00 MiB  157286401 bytes
-  proven lower bound:            120.00 MiB  125829120 bytes
+  asked for (memory_budget):  100.00 MiB  104857600 bytes
+  minimum peak found:         150.00 MiB  157286401 bytes
+  proven lower bound:         120.00 MiB  125829120 bytes
 
-LiveTensor at the smallest peak (3 tensors, 72.00 MiB):
+Live at the minimum peak (3 tensors, 72.00 MiB):
       bytes  tensor       module        source
   64.00 MiB  log_softmax  loss          train.py:31 in step
    4.00 MiB  add_2        -             -
@@ -59,7 +59,7 @@ LiveTensor at the smallest peak (3 tensors, 72.00 MiB):
 What would help:
   - raise memory_budget to at least 157286401 (150.00 MiB)
   - use a smaller batch or a shorter sequence
-  - set on_infeasible="best_effort" to run at the smallest peak found anyway"""
+  - set on_infeasible="best_effort" to run at the minimum peak found anyway"""
     )
 
 
@@ -84,7 +84,7 @@ def test_one_occupant_is_singular():
 def test_message_without_occupants_and_device():
     message = str(infeasible(occupants=(), device=None))
     assert message.startswith("no plan was found that keeps the step's peak memory within the budget\n")
-    assert "LiveTensor" not in message
+    assert "Live at" not in message
     assert "None" not in message
 
 

@@ -126,10 +126,10 @@ def test_text_has_every_figure_a_person_asks_for():
     report = report_for(16 * SIZE)
     text = str(report)
     figures = "16.00 MiB", f"{report.recomputed_ops} ops", f"{report.overhead:.1%} of the forward", "250.00 ms"
-    names = "budget", "predicted peak", "without recomputation", "smallest found", "saved for the backward", "planned"
+    names = "budget", "predicted peak", "baseline", "minimum peak found", "saved for the backward", "planned"
     for expected in (*names, *figures):
         assert expected in text, f"{expected!r} is not in\n{text}"
-    assert "peak of the compiled code" not in text
+    assert "peak of the generated code" not in text
     assert all(line == line.rstrip() and len(line) <= 120 for line in text.splitlines())
     assert "\x1b" not in text
 
@@ -149,7 +149,7 @@ def test_text_of_a_report_without_saved_tensors_or_forward():
 
 
 def test_text_shows_the_compiled_peak_where_it_is_known():
-    assert "peak of the compiled code" in str(report_for(None, compiled_peak_bytes=3 * SIZE))
+    assert "peak of the generated code" in str(report_for(None, compiled_peak_bytes=3 * SIZE))
 
 
 def test_summary_is_one_line():
@@ -214,7 +214,7 @@ def test_tables_show_values_and_what_is_alive():
     assert len(text_tables.as_text(report.table(limit=None)).splitlines()) >= LENGTH
     assert "layers.*" in text_tables.as_text(report.totals_table()) == str(report.totals_table())
     before, after = (text_tables.as_text(report.peak_table(before=before)) for before in (True, False))
-    assert "26.00 MiB alive in the backward" in before
+    assert "26.00 MiB live in the backward" in before
     assert "saved" in after
     with pytest.raises(ValueError, match="not a valid Decision"):
         report.table("kept")
@@ -223,8 +223,8 @@ def test_tables_show_values_and_what_is_alive():
 
 def test_the_text_says_where_memory_is_fullest_and_what_became_of_the_values():
     text = str(report_for(16 * SIZE, notes=("a note",)))
-    assert "fullest" in text
-    assert "values of the forward" in text
+    assert "peak snapshot" in text
+    assert "forward values" in text
     assert "a note" in text
     assert len(text.splitlines()) <= 40
 
@@ -237,7 +237,7 @@ def test_a_report_of_an_earlier_version_is_read():
     old = Report.from_json(json.dumps(fields))
     assert old.saved == report.saved
     assert old.values == ()
-    assert "fullest" not in str(old)
+    assert "peak snapshot" not in str(old)
     assert report.diff(old).changes
 
 
@@ -259,7 +259,7 @@ def test_diff_says_what_changed():
     assert f"{len(diff.changes)} values with another decision" in text
     figures = {what: change for what, _, _, change in diff.figures}
     assert figures["budget"] == ""
-    assert figures["without recomputation"] == "="
+    assert figures["baseline"] == "="
     assert figures["predicted peak"].startswith("-")
     assert figures["recomputation"].startswith("+")
     assert "same decision" in str(loose.diff(loose))

@@ -46,7 +46,7 @@ def test_what_an_error_lists_sums_to_the_smallest_peak(look, inner):
         look(inner)
     error = raised.value
     assert sum(occupant.bytes for occupant in error.occupants) == error.minimum_bytes
-    assert ("in reserve" in str(error)) == (inner == "inductor")
+    assert ("code headroom" in str(error)) == (inner == "inductor")
 
 
 def test_what_a_step_lists_sums_to_its_peak_also_where_plans_count_what_was_not_alive():
@@ -75,8 +75,8 @@ def test_whole_percents_sum_to_a_hundred(sizes):
 def test_the_smallest_found_says_what_is_kept_in_reserve_beside_it():
     report = autoremat.explain(loss, X)
     assert report.code_headroom_bytes
-    (line,) = [line for line in str(report).splitlines() if line.startswith("smallest found")]
-    assert "and 64.00 KiB in reserve" in line
+    (line,) = [line for line in str(report).splitlines() if line.startswith("minimum peak found")]
+    assert "plus 64.00 KiB of code headroom" in line
     with pytest.raises(BudgetInfeasible) as raised:
         by_explain("inductor")
     assert raised.value.minimum_bytes == report.minimum_peak_bytes + report.code_headroom_bytes

@@ -122,7 +122,7 @@ class BudgetInfeasible(AutorematError):
             lines = [f"the stored plan {self.plan_file} does not keep the step's peak memory{where} within the budget"]
         figures = {
             "asked for (memory_budget)": self.budget_bytes,
-            "peak of the stored plan" if self.plan_file else "smallest feasible peak found": self.minimum_bytes,
+            "peak of the stored plan" if self.plan_file else "minimum peak found": self.minimum_bytes,
             "proven lower bound": self.lower_bound_bytes,
         }
         lines += _table([(f"{what}:", format_bytes(count), f"{count} bytes") for what, count in figures.items()], "<><")
@@ -138,13 +138,13 @@ class BudgetInfeasible(AutorematError):
         count = len(self.occupants)
         total = format_bytes(sum(occupant.bytes for occupant in self.occupants))
         shown = f", the {OCCUPANTS_SHOWN} largest" if count > OCCUPANTS_SHOWN else ""
-        return f"LiveTensor at the smallest peak ({count} tensor{'s' if count > 1 else ''}, {total}){shown}:"
+        return f"Live at the minimum peak ({count} tensor{'s' if count > 1 else ''}, {total}){shown}:"
 
     def _advice(self) -> list[str]:
         advice = [
             f"raise memory_budget to at least {self.minimum_bytes} ({format_bytes(self.minimum_bytes)})",
             "use a smaller batch or a shorter sequence",
-            'set on_infeasible="best_effort" to run at the smallest peak found anyway',
+            'set on_infeasible="best_effort" to run at the minimum peak found anyway',
         ]
         if self.plan_file:
             advice.insert(1, "leave out the option `plan`: another plan may fit")
@@ -152,7 +152,7 @@ class BudgetInfeasible(AutorematError):
             advice.insert(1, "raise time_limit: the bound does not rule out that a plan within the budget exists")
         if self.unconstrained_bytes is not None and self.unconstrained_bytes < self.minimum_bytes:
             relaxed = f"{self.unconstrained_bytes} bytes ({format_bytes(self.unconstrained_bytes)})"
-            advice.insert(1, f"relax policy, save or recompute: without them the smallest peak found is {relaxed}")
+            advice.insert(1, f"relax policy, save or recompute: without them the minimum peak found is {relaxed}")
         return [*advice[:1], *self.remedies, *advice[1:]]
 
 

@@ -349,7 +349,7 @@ def occupants_of(plan: Plan, minimum: int | None) -> list[Occupant]:
         for t in moment.alive
     ]  # fmt: skip
     rest = (minimum or 0) - plan.peak_bytes
-    return [*found, Occupant("in reserve for generated code", rest)] if rest > 0 else found
+    return [*found, Occupant("code headroom", rest)] if rest > 0 else found
 
 
 def infeasible(

@@ -83,9 +83,9 @@ class ReportDiff(Shown):
 _BYTES = {
     "budget": "budget_bytes",
     "predicted peak": "predicted_peak_bytes",
-    "peak of the compiled code": "compiled_peak_bytes",
-    "without recomputation": "baseline_peak_bytes",
-    "smallest found": "minimum_peak_bytes",
+    "peak of the generated code": "compiled_peak_bytes",
+    "baseline": "baseline_peak_bytes",
+    "minimum peak found": "minimum_peak_bytes",
     "saved for the backward": "saved_bytes",
 }
 _SECONDS = {"recomputation": "recompute_seconds", "forward": "forward_seconds", "step": "step_seconds"}

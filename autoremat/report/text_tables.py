@@ -37,35 +37,35 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     )
     budget = f"none{ceiling}" if report.budget_bytes is None else format_bytes(report.budget_bytes)
     share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
-    reserved = f", and {format_bytes(report.code_headroom_bytes)} in reserve" if report.code_headroom_bytes else ""
+    reserved = f", plus {format_bytes(report.code_headroom_bytes)} of code headroom" if report.code_headroom_bytes else ""
     least_reserve = reserved if report.compiled_peak_bytes is None else ""  # else it is in the figure, which is of code
     rows = [
         ("budget", budget),
-        ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of no recomputation){reserved}"),
-        ("without recomputation", format_bytes(report.baseline_peak_bytes)),
-        ("smallest found", f"{format_bytes(report.minimum_peak_bytes)}{least_reserve} (bound "
+        ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of the baseline){reserved}"),
+        ("baseline", format_bytes(report.baseline_peak_bytes)),
+        ("minimum peak found", f"{format_bytes(report.minimum_peak_bytes)}{least_reserve} (lower bound "
                            f"{format_bytes(report.lower_bound_bytes)})"),
         ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),
         ("recomputed", f"{report.recomputed_ops} ops, {format_seconds(report.recompute_seconds)} estimated "
                        f"({report.overhead:.1%} of the forward)"),
-        ("distance from the optimum", "unknown" if report.gap is None else f"at most {report.gap:.1%} of the step's time"),
-        ("seconds by", _basis(report)),
+        ("optimality gap", "unknown" if report.gap is None else f"at most {report.gap:.1%} of the step's time"),
+        ("cost model", _sources(report)),
         ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}; {report.strategy}"),
         ("gradients", f"{format_bytes(report.gradient_bytes)} at the end of the step, whatever is recomputed"),
     ]  # fmt: skip
     if report.values:
         counts = {decision: sum(value.decision is decision for value in report.values) for decision in Decision}
         texts = (f"{count} {decision.value}" for decision, count in counts.items() if count)
-        rows.insert(6, ("values of the forward", ", ".join(texts)))
+        rows.insert(6, ("forward values", ", ".join(texts)))
     if report.peak_after is not None:
-        rows.insert(3, ("fullest", place(report.peak_after)))
+        rows.insert(3, ("peak snapshot", place(report.peak_after)))
     if report.compiled_peak_bytes is not None:
         because = f"; no more, because {report.room_left_because}" if report.room_left_because else ""
-        rows.insert(2, ("peak of the compiled code", format_bytes(report.compiled_peak_bytes) + because))
+        rows.insert(2, ("peak of the generated code", format_bytes(report.compiled_peak_bytes) + because))
     if report.loss_chunks > 1:
         least = report.minimum_unchunked_bytes
-        whole = "" if least is None else f"; in one part the smallest peak found is {format_bytes(least)}"
-        rows.append(("loss", f"in {report.loss_chunks} parts, so sums over tokens are rounded otherwise{whole}"))
+        whole = "" if least is None else f"; without chunks the minimum peak found is {format_bytes(least)}"
+        rows.append(("chunked loss", f"{report.loss_chunks} chunks, so sums over tokens round differently{whole}"))
     if not report.within_budget:
         rows.insert(1, ("over the budget", f"by {format_bytes(report.peak_bytes - (report.budget_bytes or 0))}"))
     if report.unknown_workspaces:
@@ -97,7 +97,7 @@ def whole_percents(sizes: Sequence[int]) -> list[int]:
     return percents
 
 
-def _basis(report: ReportData) -> str:
+def _sources(report: ReportData) -> str:
     """Returns the cost model, and the shares of its seconds by their source."""
     shares = {"calibrated": report.calibrated_share, "assumed": report.assumed_share}
     return f"{report.cost_model}: " + ", ".join(f"{share:.0%} {name}" for name, share in shares.items() if share)
@@ -134,7 +134,7 @@ def totals_table(totals: Sequence[Total], by: str) -> PlainTable:
 def moment_table(moment: PeakSnapshot, limit: int | None) -> PlainTable:
     """What is alive at a moment, the largest first."""
     table = plain_table(
-        f"{format_bytes(moment.bytes)} alive in the {place(moment)}", ("bytes", "tensor", "is", "where"), numbers=1
+        f"{format_bytes(moment.bytes)} live in the {place(moment)}", ("bytes", "tensor", "is", "where"), numbers=1
     )
     shown = moment.alive if limit is None else moment.alive[:limit]
     for tensor in shown:

@@ -58,7 +58,7 @@ class Fit(Shown):
         ]
         if self.next_minimum_bytes is not None:
             least = format_bytes(self.next_minimum_bytes)
-            lines.append(f"  no plan was found for {self.next_size}: the smallest peak found for it is {least}")
+            lines.append(f"  no plan was found for {self.next_size}: the minimum peak found for it is {least}")
         else:
             lines.append("  larger ones were not allowed")
         return "\n".join(lines)

@@ -160,8 +160,8 @@ class StepProfile(Shown):
         return [
             ("budget of the step", "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)),
             ("predicted peak", format_bytes(self.peak_bytes)),
-            ("without recomputation", format_bytes(self.baseline_peak_bytes)),
-            ("smallest found", format_bytes(self.minimum_peak_bytes)),
+            ("baseline", format_bytes(self.baseline_peak_bytes)),
+            ("minimum peak found", format_bytes(self.minimum_peak_bytes)),
             ("added", f"{format_seconds(self.added_seconds)} estimated"),
             ("order", order),
         ]
