@@ -60,7 +60,7 @@ def test_a_binding_moment_is_named():
     plan = Plan.of(graph, build_schedule(graph, {output}))
     values = {v.name: v for v in explain_values(plan, 1105)}
     assert values["v1"].reason is Reason.BUDGET
-    assert values["v1"].why == "saved too, the budget would not hold: 1.08 KiB at op2 in the forward"  # 1000 + 10 + 100
+    assert values["v1"].why == "saving it would exceed the budget: 1.08 KiB at op2 in the forward"  # 1000 + 10 + 100
 
 
 def test_what_is_cheap_is_called_cheap():
