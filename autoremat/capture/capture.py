@@ -3,9 +3,9 @@
 Views, tuple unpacking and symbolic arithmetic are not ops. They are *helpers*, which cost nothing and are recomputed wherever
 they are needed. Every other call becomes an op. Every storage that it allocates becomes a value.
 
-The joint graph is traced forward first. An op belongs to the backward if it depends on a tangent or follows the first op that
-does, unless the forward's outputs or effects need it. A custom op that is not declared pure and follows the forward's last op
-also belongs to the backward.
+The joint graph is traced forward first. The backward begins with the first op that depends on a tangent or that autograd
+traced. Later ops belong to it too, except those that the forward's outputs or effects need. A custom op that is not declared
+pure also begins the backward, if it follows the forward's last op.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ class Capture:
     graph: Graph
     op_nodes: tuple[fx.Node, ...]
     value_nodes: tuple[fx.Node | None, ...]
-    """The node that holds exactly the value: its op, the unpacking of its op, or a placeholder. None if nothing reads the
-    value."""
+    """The node that holds exactly the value: its op, the unpacking of its op, or a placeholder. None for an unread value."""
     aliases: dict[fx.Node, Alias]
     num_fwd_outputs: int
     device: Device
     runs_on: str
-    """The type of the planned device. The device of the trace may differ and only stand for it."""
+    """The type of the planned device. The trace may run on another device that represents it."""
     unknown_workspaces: tuple[str, ...] = ()
     """Kernels with unknown workspaces. For these, an estimate counts, or 0."""
 
@@ -197,8 +196,10 @@ def device_of_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
 
 
 def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | None = None) -> Device:
-    """Returns the roofline of ``device``, or of the CUDA device ``cuda_name``, in the precision of the joint graph's matrix
-    products."""
+    """Returns the roofline of ``device``, or of the CUDA device ``cuda_name``.
+
+    Its precision is that of the joint graph's matrix products.
+    """
     if device.type == "cpu" and cuda_name is None:
         return cpu_device(torch.get_num_threads())
     half = any(
@@ -339,8 +340,8 @@ def runs_on_type(joint: fx.GraphModule, cuda_name: str | None) -> str:
 def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name: str | None = None) -> Capture:
     """Returns the graph of a prepared joint module whose first ``num_fwd_outputs`` outputs are the forward's.
 
-    With ``cuda_name``, the device of the trace stands for the CUDA device of that name. Raises ``CaptureError``, with the
-    node's name, if a node is not understood.
+    With ``cuda_name``, the traced device represents the CUDA device of that name. Raises ``CaptureError``, with the node's
+    name, if a node is not understood.
     """
     device = compat.device_of(joint)
     builder = _Builder(joint, num_fwd_outputs, device.type, fuses)

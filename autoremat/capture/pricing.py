@@ -53,10 +53,9 @@ def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]
 
 
 def identity(cost_model: str, device: torch.device) -> str:
-    """Returns text that identifies the cost model's rates on ``device``; empty for data sheets. It measures the rates if
-    necessary.
+    """Returns text that identifies the cost model's rates on ``device``; empty for data sheets.
 
-    Plans depend on the graph and on these rates.
+    Plans depend on the graph and on these rates. Unknown rates are measured.
     """
     rates = rates_of(device) if cost_model != ROOFLINE else None
     return rates.digest if rates is not None else ""

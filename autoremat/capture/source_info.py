@@ -14,8 +14,10 @@ from autoremat.report.text_tables import short_source
 from autoremat.torch_private import compat
 
 NAMES = "autoremat_names"
-"""The key in ``node.meta["custom"]``, which AOTAutograd preserves, of the node's call in the model and of its result's
-names."""
+"""The key in ``node.meta["custom"]`` of the model's call that a node belongs to, and of its result's names.
+
+AOTAutograd preserves this metadata.
+"""
 
 ROOT = re.compile(r"^([LG]\['(\w+)'\]|\.__closure__\[\d+\]\.cell_contents|\.__self__|\.func|\.args\[\d+\])+")
 """Matches Dynamo's reference to the model: an argument, a global or a closure variable."""
@@ -49,8 +51,10 @@ def scopes(node: fx.Node) -> tuple[Scope, ...]:
 
 
 def origin(node: fx.Node) -> tuple[str, str]:
-    """Returns (module path, "file:line") of a node, each empty if unknown. A node of autograd has its forward op's module
-    path."""
+    """Returns (module path, "file:line") of a node, each empty if unknown.
+
+    A node of autograd has the module path of its forward op.
+    """
     module = ""
     for path, _ in (node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}).values():
         module = path

@@ -16,9 +16,9 @@ _library.impl("named", lambda tensor, name: tensor, "CompositeImplicitAutograd")
 
 
 def name(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Returns ``tensor`` itself, under the name ``name`` in constraints (``save=[name]``). A view stands for its storage.
+    """Returns ``tensor`` itself, which constraints can now refer to by ``name`` (``save=[name]``).
 
-    The call has no other effect, in eager code or under other compilers.
+    The name of a view applies to its storage. The call has no other effect, in eager code or under other compilers.
     """
     named: torch.Tensor = torch.ops.autoremat.named(tensor, name)
     return named

@@ -71,15 +71,20 @@ class PeakTracker(ABC):
 
     @property
     def bytes(self) -> int:
-        """The peak in bytes above the memory live at the start; never negative. Raises ``RuntimeError`` while the block
-        runs."""
+        """The peak in bytes above the memory live at the start; never negative.
+
+        Raises ``RuntimeError`` while the block runs.
+        """
         if self._bytes is None:
             raise RuntimeError("The peak is known only after the block of `with track_peak() as peak:` has ended.")
         return self._bytes
 
     @property
     def timeline(self) -> Timeline | None:
-        """The memory over time; on CUDA, None unless requested. Raises ``RuntimeError`` while the block runs."""
+        """The memory over time; on CUDA, None unless requested.
+
+        Raises ``RuntimeError`` while the block runs.
+        """
         if self._bytes is None:
             raise RuntimeError("The timeline is known only after the block of `with track_peak() as peak:` has ended.")
         return self._timeline

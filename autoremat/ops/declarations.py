@@ -48,8 +48,8 @@ def declare_pure(op: object, *, flops: Amount = 0, workspace_bytes: Amount = 0) 
 
     A second declaration of an op replaces the first. Graphs that are already compiled do not change.
 
-    Raises ``OptionsError`` if no such op is registered, if it is known to be impure (random numbers, collectives, effects), or
-    if an amount is neither a number >= 0 nor a function.
+    Raises ``OptionsError`` in three cases: no such op is registered; the op is known to be impure (random numbers, collectives,
+    effects); an amount is neither a number >= 0 nor a function.
     """
     name = kernel_name(op) or _checked_name(op)
     _declared[name] = Declaration(_checked(flops, "flops", name), _checked(workspace_bytes, "workspace_bytes", name))
@@ -75,8 +75,10 @@ def identity() -> str:
 
 
 def amount(value: Amount, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Returns ``value`` for a call with these (fake) arguments. Raises ``OptionsError`` if a function returns no number >=
-    0."""
+    """Returns ``value`` for a call with these (fake) arguments.
+
+    Raises ``OptionsError`` if a function returns no number >= 0.
+    """
     found = value(*op_traits.without_data(args), **op_traits.without_data(kwargs)) if callable(value) else value
     if not _is_amount(found):
         raise OptionsError(f"a declared function gave {found!r}, which is no number >= 0")

@@ -204,8 +204,7 @@ def kind_of(node: fx.Node, runs_on: str = "cpu") -> Kind:
 
 
 def stays_in_kernel(node: fx.Node) -> bool:
-    """Returns True if recomputing the result inside a fused kernel adds only arithmetic: the kernel reads the same elements
-    anyway."""
+    """Returns True if recomputing the result inside a fused kernel adds only arithmetic, and no memory traffic."""
     return kind_of(node) is Kind.POINTWISE and packet(node) not in MOVING
 
 
@@ -250,8 +249,7 @@ def order_of(node: fx.Node) -> Constraint:
 
 
 def demanded(node: fx.Node) -> bool:
-    """Returns True if a selective-checkpoint policy demands the node's recomputation. A checkpoint region alone only prefers
-    it."""
+    """Returns True if a selective-checkpoint policy demands the node's recomputation. A checkpoint region only prefers it."""
     return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
 
 
@@ -285,8 +283,7 @@ CPU_ATTENTION: dict[Any, Callable[..., int]] = {
 
 
 def flops_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """Returns the FLOPs of the call with (fake) tensor arguments; 0 if no formula is known, so that bytes determine its
-    time."""
+    """Returns the FLOPs of the call with (fake) tensors; 0 without a formula: then bytes determine its time."""
     name = packet(node)
     if name in CPU_ATTENTION:
         return CPU_ATTENTION[name](*args, **kwargs)

@@ -17,8 +17,7 @@ def can_see_allocations() -> bool:
 
 
 def peak_on_cpu(run: Callable[[], object]) -> tuple[int, object]:
-    """Returns the peak of ``run()`` in this thread, in bytes of CPU memory above the bytes live before; and the result of
-    ``run()``.
+    """Returns the peak of ``run()`` in this thread, in bytes above the CPU memory live before, and its result.
 
     ``torch.profiler``, of which a process has one, may run in another thread at the same time.
     """

@@ -35,8 +35,7 @@ def trace_as_inductor_does(module: fx.GraphModule, inputs: Sequence[Any], config
 
 
 def backward_node(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> Node | None:
-    """Returns the autograd node of the compiled graph that computed ``outputs`` from ``inputs``; None if there will be no
-    backward."""
+    """Returns the autograd node of the compiled graph that computed ``outputs`` from ``inputs``; None without a backward."""
     earlier = {node for level in _levels(inputs) for node in level}  # outputs may be views of other graphs' results
     for level in _levels(outputs):
         for node in level:
@@ -84,8 +83,10 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def hooks_after_gradients(leaf: torch.Tensor) -> list[Callable[..., Any]]:
-    """Returns the Python hooks that run after the gradient of ``leaf`` is accumulated, without those of torch's data
-    parallelism."""
+    """Returns the Python hooks that run after the gradient of ``leaf`` is accumulated.
+
+    Hooks of torch's own data parallelism are not among them.
+    """
     return list((leaf._post_accumulate_grad_hooks or {}).values())
 
 

@@ -25,7 +25,7 @@ SUPPORTED_MINORS = range(11, 16)
 
 
 def check_torch_version(version: str = torch.__version__) -> None:
-    """Raises ``UnsupportedTorchError`` unless torch is a 2.11 to 2.15."""
+    """Raises ``UnsupportedTorchError`` unless the torch version is 2.11 to 2.15."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None or int(match[1]) != 2 or int(match[2]) not in SUPPORTED_MINORS:
         raise UnsupportedTorchError(version)
@@ -295,8 +295,7 @@ def largest_expression(device_type: str) -> int:
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Returns a number that identifies the storage of a (fake) tensor; None if it has none (sparse tensors, some
-    subclasses)."""
+    """Returns a number that identifies the storage of a (fake) tensor; None for sparse tensors and some subclasses."""
     with contextlib.suppress(NotImplementedError):
         return int(tensor.untyped_storage()._cdata)
     return None
@@ -370,8 +369,7 @@ def compile_uncompiled(
 
 
 def subclass_identity(tensor: torch.Tensor) -> str:
-    """Returns text that differs for tensors of one subclass that wrap other tensors in different ways; empty for a plain
-    tensor."""
+    """Returns text that identifies the way in which a tensor subclass wraps other tensors; empty for a plain tensor."""
     flatten: Callable[[], tuple[list[str], Any]] | None = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return ""
@@ -380,8 +378,7 @@ def subclass_identity(tensor: torch.Tensor) -> str:
 
 
 def machine_fingerprint() -> str:
-    """Returns text that changes with this CPU's instructions, by which kernels are chosen, and with the switches of
-    libraries."""
+    """Returns text that changes with this CPU's instructions, which kernels depend on, and with the switches of libraries."""
     cuda: Any = torch.backends.cuda
     switches = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
     tiles = [multiplies_in_tiles(dtype) for dtype in (torch.bfloat16, torch.float16)]

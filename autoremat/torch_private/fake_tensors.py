@@ -134,8 +134,10 @@ def trace_joint(
 def partition_for(
     share: float, joint: fx.GraphModule, inputs: Sequence[object], keywords: Mapping[str, Any]
 ) -> compat.PartitionedModules:
-    """Returns torch's own partition of a copy of ``joint`` at ``activation_memory_budget=share``, ignoring the model's
-    budgets."""
+    """Returns torch's own partition of a copy of ``joint`` at ``activation_memory_budget=share``.
+
+    Budgets in the model are ignored.
+    """
     copied = fx.GraphModule(joint, shallow_copy(joint.graph))
     for node in copied.graph.nodes:
         if compat.torchs_budget(node) is not None:

@@ -57,7 +57,7 @@ def _strides(buffer: Any) -> tuple[object, ...]:
 def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
     """Returns the peak of the scheduler's buffers, in bytes, for generated code that :func:`replay_peak` cannot read.
 
-    The estimate ignores buffer reuse. It counts buffers in ``held`` as live until the end.
+    The estimate ignores in-place buffer reuse. It counts buffers in ``held`` as live until the end.
     """
     from torch._inductor import memory
 
@@ -100,19 +100,19 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
 
 
 def _pin_order(scheduler: Any) -> None:
-    """Keeps the graph's sequence of extern kernels and templates. Fusion may merge nodes between two of them, but moves no node
-    past one.
+    """Keeps the graph's sequence of extern kernels and templates.
 
-    Without this, the scheduler moves a late recomputation to an early op that reads the same buffer.
+    Fusion may merge nodes between two of them, but moves no node past one. Without this, the scheduler moves a late
+    recomputation to an early op that reads the same buffer.
     """
     from torch._inductor import ir
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
     def after(node: Any, earlier: Any) -> None:
-        # A weak dependency orders the two nodes and keeps no buffer live. The graph's own `additional_buffer_deps` would also
-        # make the node a user of the buffer. Inductor writes no buffer in place that has such a user, or that is read in two
-        # ways.
+        # A weak dependency fixes the sequence of the two nodes and keeps no buffer live. The graph's own
+        # `additional_buffer_deps` would also make the node a user of the buffer. Inductor writes no buffer in place that has
+        # such a user, or that is read in two ways.
         read = {dependency.name for dependency in node.read_writes.reads}
         for name in earlier.get_buffer_names() - read:
             node.add_fake_dep(WeakDep(name, node.get_name(), is_fake=True))
@@ -135,7 +135,7 @@ def _pin_order(scheduler: Any) -> None:
 
 @contextlib.contextmanager
 def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
-    """Makes Inductor prefer memory over speed while active, for graphs for which ``wanted()`` is true.
+    """Makes Inductor prefer memory over speed while active, if ``wanted()``.
 
     Backward graphs keep their sequence (see ``_pin_order``). Buffers are freed after their last use, and are not kept for a
     later buffer of the same size.
@@ -161,8 +161,7 @@ def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
 
 
 def chooses_layouts_of_gradients() -> bool:
-    """Returns True if this version of Inductor chooses the layouts of a convolution gradient's inputs. Earlier versions keep
-    them."""
+    """Returns True if this Inductor chooses the layouts of a convolution gradient's inputs. Earlier versions keep them."""
     from torch._inductor.kernel import conv
 
     return hasattr(conv, "convolution_backward_lowering")

@@ -87,7 +87,7 @@ def _efficient_backward(_: Any, query: torch.Tensor, key: torch.Tensor, value: t
 
 
 def _scan(operand: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Returns the bytes of the states of all blocks in a scan of one long row. Inductor's own scan has a buffer for them."""
+    """Returns the bytes of the states of all blocks in a scan of one long row. Inductor's own scan has a buffer in its code."""
     return size_hint(operand.numel()) // 16 + 4096
 
 

@@ -1,6 +1,6 @@
 """Workspaces of extern kernels, in bytes: the memory that a call allocates beside its results and frees before it returns.
 
-A kernel with a formula has an upper bound, in multiples of the kernel's own blocks. ``tests/test_workspace.py`` checks the
+A kernel with a formula has an upper bound, computed from the kernel's block sizes. ``tests/test_workspace.py`` checks the
 formulas against the allocator. Any other kernel is measured if its device is present (:mod:`autoremat.workspaces.measurement`).
 If there is neither, the workspace is unknown, and the report says so.
 """
@@ -57,8 +57,7 @@ def _packed_keys_and_values(query: torch.Tensor, key: torch.Tensor) -> int:
 
 
 def _cpu_attention(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Returns the bytes of all threads' blocks: a block of the attention matrix, its row maxima and sums, and a block of the
-    output."""
+    """Returns the bytes of all threads' blocks: attention matrix, row maxima and sums, and output."""
     queries, width, keys = size_hint(query.shape[2]), size_hint(query.shape[3]), size_hint(key.shape[2])
     rows, columns = _query_block(queries), min(KEY_BLOCK, keys)
     per_thread = max(4, query.element_size()) * rows * (columns + 2 + width)
@@ -69,8 +68,7 @@ def _cpu_attention(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -
 
 
 def _cpu_attention_backward(_: Any, query: torch.Tensor, key: torch.Tensor, *__: Any, **___: Any) -> int:
-    """Returns the bytes of an attention block and its gradient per thread, and of a contiguous copy of the output's
-    gradient."""
+    """Returns the bytes of each thread's attention block with its gradient, and of a contiguous output gradient."""
     queries, width, keys = size_hint(query.shape[2]), size_hint(query.shape[3]), size_hint(key.shape[2])
     rows, columns = _query_block(queries), min(KEY_BLOCK, keys)
     per_thread = max(4, query.element_size()) * 2 * rows * columns
@@ -131,17 +129,15 @@ def channels_last(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def layouts_under_inductor(node: fx.Node, runs_on: str) -> tuple[Layout | None, ...]:
-    """Returns the layouts in which Inductor may run the call on that device type: as traced, or also with images channels
-    last."""
+    """Returns the layouts in which Inductor may run the call on that device type: as traced, and channels last."""
     convolves = op_traits.packet(node) in (aten.convolution, aten.convolution_backward)
     return (None, channels_last) if convolves and lays_channels_last(runs_on) else (None,)
 
 
 def layout_copies_bytes(nodes: Iterable[fx.Node], runs_on: str) -> int:
-    """Returns the bytes of graph inputs that Inductor copies to channels last for convolutions, on a device of type
-    ``runs_on``.
+    """Returns the bytes of graph inputs that Inductor copies to channels last on a device of type ``runs_on``.
 
-    These inputs are images and weights.
+    These inputs are images and weights of convolutions.
     """
     if not lays_channels_last(runs_on):
         return 0
@@ -156,14 +152,18 @@ def layout_copies_bytes(nodes: Iterable[fx.Node], runs_on: str) -> int:
 
 
 def _cpu_fold(columns: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Returns the bytes of a contiguous copy of the columns. The result of ``im2col`` is not contiguous, although ATen declares
-    it so."""
+    """Returns the bytes of a contiguous copy of the columns.
+
+    The result of ``im2col`` is not contiguous, although ATen declares it so.
+    """
     return _bytes(columns)
 
 
 def _is_plain_matrix(tensor: torch.Tensor) -> bool:
-    """Returns True if BLAS can read the last two dimensions in place: one has stride 1, the other a stride of at least its
-    length."""
+    """Returns True if BLAS can read the last two dimensions in place.
+
+    One of them must have stride 1, and the other a stride of at least the first one's length.
+    """
     rows, columns = (size_hint(s) for s in tensor.shape[-2:])
     row_stride, column_stride = (size_hint(s) for s in tensor.stride()[-2:])
     return (column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows)
@@ -243,8 +243,10 @@ def _large_reduction(operands: list[torch.Tensor], results: list[torch.Tensor]) 
 
 
 def bound_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int | None:
-    """Returns a bound for a kernel that is not measured, because it is too large or its device is absent; None if there is no
-    bound."""
+    """Returns a bound for a kernel that is not measured; None if there is no bound.
+
+    Such a kernel is too large, or its device is absent.
+    """
     name, on_cpu = op_traits.packet(node), runs_on == "cpu"
     if on_cpu and name in (aten.convolution, aten.convolution_backward):
         return _large_convolution(node, args, _tensors(result)[0])
@@ -266,7 +268,7 @@ def bound_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], re
         return 0  # such a kernel only writes its result
     if op_traits.kind_of(node, runs_on) is Kind.EXTERN or name in WITHOUT_BOUND:
         return None
-    # Operands of another type than the result's are first copied to it.
+    # Operands of different types are first converted, in copies.
     widest = max(tensor.element_size() for tensor in _tensors((args, kwargs, result)))
     return sum(size_hint(t.numel()) * widest for t in operands if len({o.dtype for o in operands}) > 1)
 
@@ -306,7 +308,7 @@ COPIES_OF_STORAGES = frozenset(
 
 
 def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int:
-    """Returns the bytes of the results' memory above their sizes; 0 if the call was not measured."""
+    """Returns the bytes of the results' memory above their sizes; 0 if they are unknown."""
     tensors, name = _tensors(result), op_traits.packet(node)
     if not tensors or tensors[0].device.type != runs_on or name in CPU:
         return 0
@@ -318,7 +320,6 @@ def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], r
 
 
 def estimated_bytes(node: fx.Node, args: tuple[Any, ...], runs_on: str) -> int:
-    """Returns an estimate of the call's workspace, in bytes, if :func:`workspace_bytes` does not know it; 0 without an
-    estimate."""
+    """Returns an estimate, in bytes, of a workspace that :func:`workspace_bytes` does not know; 0 without an estimate."""
     estimate = cuda.ESTIMATES.get(op_traits.packet(node)) if runs_on == "cuda" else None
     return estimate(*args) if estimate is not None else 0

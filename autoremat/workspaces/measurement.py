@@ -1,8 +1,7 @@
-"""Measured workspaces: each kernel runs alone, on synthetic tensors, once per signature. Later processes read the result from
-disk.
+"""Measured workspaces: each kernel runs alone, on synthetic tensors, once per signature.
 
-A measurement is exact for tensors of these sizes, strides and types. Only a kernel whose memory depends on the data may need
-more.
+Later processes read the result from disk. A measurement is exact for tensors of these sizes, strides and types. Only a kernel
+whose memory depends on the data may need more.
 """
 
 from __future__ import annotations
