@@ -57,7 +57,8 @@ def traits_of(node: fx.Node) -> Trait:
 def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool = False) -> Cost:
     """Returns the cost of one call, with symbolic sizes at their hints.
 
-    The call was traced on a device of ``device_type`` and will run on one of type ``runs_on``. ``fuses`` means under Inductor.
+    The call was traced on a device of ``device_type`` and will run on one of type ``runs_on``. ``fuses`` is True under
+    Inductor.
     """
     args, kwargs = _arguments(node)
     result = node.meta.get("val")

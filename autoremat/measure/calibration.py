@@ -158,8 +158,8 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
 def _measured_twice(recipes: Mapping[str, Recipe], device: torch.device, timer: Timer) -> tuple[dict[str, Points], set[str]]:
     """Returns the least seconds of each recipe, and the names of recipes without two results that agree.
 
-    The first two rounds measure all recipes, later rounds those whose results differ. A disturbance has passed by the next
-    round.
+    The first two rounds measure all recipes, later rounds those whose results differ. A disturbance has usually passed by the
+    next round.
     """
     begin = timer.now()
     found: dict[str, Points] = {}
@@ -219,8 +219,7 @@ def _points(recipe: Recipe, place: Place, timer: Timer) -> Points:
 
 
 def _expected(recipe: Recipe, points: Points, amount: float, sheet: Device) -> float:
-    """Returns an upper estimate of the seconds of ``amount``, from smaller amounts. The last of these may have been
-    disturbed."""
+    """Returns an upper estimate of the seconds of ``amount``, from smaller amounts whose last may have been disturbed."""
     last = max(points)
     if is_plausible(recipe.rate, last, points[last], sheet):
         return points[last] * amount / last
