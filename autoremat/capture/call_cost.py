@@ -1,5 +1,7 @@
-"""What a call may do and what it costs: what torch says of it (:mod:`autoremat.ops.op_traits`), what its user declares
-(:mod:`autoremat.ops.declarations`), and, for a higher-order op, what its bodies do.
+"""The traits and the cost of a call.
+
+They come from torch's description of the op (:mod:`autoremat.ops.op_traits`), from users' declarations
+(:mod:`autoremat.ops.declarations`), and, for a higher-order op, from its bodies.
 """
 
 from __future__ import annotations
@@ -25,19 +27,19 @@ from autoremat.workspaces.formulas import (
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """FLOPs of one call, bytes that it reads and writes, and those that it allocates beside its results and frees again."""
+    """The cost of one call: FLOPs, bytes read and written, and bytes of workspace."""
 
     flops: int
     moved_bytes: int
     workspace_bytes: int
     excess_bytes: int = 0
-    """Bytes by which the results take more memory than their sizes say."""
+    """Bytes of the results' memory above their sizes."""
     unknown: frozenset[str] = frozenset()
-    """Kernels whose workspace is not known, by name; what is counted of them is an estimate, or nothing."""
+    """Names of kernels with unknown workspaces. For these, the cost contains an estimate, or 0."""
 
 
 def traits_of(node: fx.Node) -> Trait:
-    """What ``node`` may not do."""
+    """Returns the traits of ``node``, including those of a higher-order op's bodies."""
     traits = op_traits.traits_of(node)
     if Trait.OPAQUE not in traits:
         return traits
@@ -53,8 +55,11 @@ def traits_of(node: fx.Node) -> Trait:
 
 
 def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool = False) -> Cost:
-    """What one call costs, with symbolic sizes at their hints; traced on a device of ``device_type``, to run on one of the type
-    ``runs_on``; ``fuses``: under Inductor."""
+    """Returns the cost of one call, with symbolic sizes at their hints.
+
+    The call was traced on a device of ``device_type`` and will run on one of type ``runs_on``. ``fuses`` is True under
+    Inductor.
+    """
     args, kwargs = _arguments(node)
     result = node.meta.get("val")
     moved = _tensor_bytes(node) + sum(_tensor_bytes(n) for n in node.all_input_nodes)
@@ -86,14 +91,14 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool = False) 
 
 
 NO_KERNEL = Trait.EFFECTFUL | Trait.COLLECTIVE
-"""Calls that take no memory of torch's allocator beside their results."""
+"""Traits of calls that take no memory from torch's allocator beside their results."""
 
 
 def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], runs_on: str, fuses: bool) -> int | None:
-    """Bytes that the call allocates beside its results and frees again; None if that is not known."""
+    """Returns the bytes of the call's workspace; None if it is unknown."""
     traits = op_traits.traits_of(node)
     if traits & NO_KERNEL or higher_order.written_op(node) is not None:
-        return 0  # a Triton kernel writes to what it is handed
+        return 0  # a mutating op writes into buffers that it is given
     if Trait.OPAQUE in traits:
         return None
     result = node.meta.get("val")
@@ -101,7 +106,7 @@ def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], r
         return workspace_bytes(node, args, kwargs, result, runs_on)
     if op_traits.kind_of(node, runs_on) is not Kind.EXTERN:
         return 0
-    if op_traits.scatters_by_aten(node, runs_on):  # index and source are copied to lie as the result does
+    if op_traits.scatters_by_aten(node, runs_on):  # index and source are copied into the result's layout
         return sum(_tensor_bytes(operand) for operand in node.all_input_nodes[1:])
     found = channels_last_workspace(node, args, runs_on)
     if found is not None:
@@ -113,16 +118,16 @@ def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], r
 
 
 ARITHMETIC_SHARE = 0.1
-"""Of the seconds that a fused pointwise op is charged by its traffic, the part that is left where it moves nothing."""
+"""The share of a fused pointwise op's seconds that remains if it moves no memory."""
 
 
 def traffic_of(node: fx.Node, moved_bytes: int) -> int:
-    """Of the bytes that ``node`` reads and writes, those to charge for: a fused pointwise op moves its share of the chain's."""
+    """Returns the bytes to charge ``node`` for: a fused pointwise op moves a third, its share of the chain's traffic."""
     return moved_bytes // 3 if op_traits.kind_of(node) is Kind.POINTWISE else moved_bytes
 
 
 def storage_bytes(tensor: torch.Tensor, device_type: str) -> int:
-    """Bytes of the tensor's storage, 0 if it lies on another device."""
+    """Returns the bytes of the tensor's storage; 0 if it is on another device type."""
     if tensor.device.type != device_type:
         return 0
     try:
@@ -149,19 +154,19 @@ def _tensor_bytes(node: fx.Node) -> int:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Bytes of the tensor's elements."""
+    """Returns the bytes of the tensor's elements."""
     return compat.most(tensor.numel()) * tensor.element_size()
 
 
 def _runs(node: fx.Node, args: tuple[Any, ...]) -> int:
-    """How often the bodies run; once where only the data decides."""
+    """Returns the number of runs of the bodies; 1 if only the data determines it."""
     position = higher_order.LOOPED_OVER.get(higher_order.name_of(node))
     over = torch.utils._pytree.tree_leaves(args[position]) if position is not None else []
     return compat.size_hint(over[0].shape[0]) if over else 1
 
 
 def _together(node: fx.Node, amounts: list[int]) -> int:
-    """The amount of all bodies: of a branch, the larger."""
+    """Returns the sum of the bodies' amounts; for a branch, their maximum."""
     return max(amounts) if higher_order.name_of(node) == "cond" else sum(amounts)
 
 
@@ -172,7 +177,7 @@ def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: b
     last_use = _last_uses(body)
     for position, node in enumerate(body.graph.nodes):
         if node.op != "call_function":
-            born.update((_key(t), 0) for t in _tensors(node))  # inputs are there anyway
+            born.update((_key(t), 0) for t in _tensors(node))  # inputs exist anyway
             continue
         cost = cost_of(node, device_type, runs_on, fuses)
         unknown |= cost.unknown
@@ -186,7 +191,7 @@ def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: b
             if last_use[key] <= position:
                 alive -= born.get(key, 0)
                 born[key] = 0
-    return Cost(flops, moved, max(0, peak - alive), 0, unknown)  # what is alive at the end are the results
+    return Cost(flops, moved, max(0, peak - alive), 0, unknown)  # the results are still live at the end
 
 
 def _key(tensor: torch.Tensor) -> int:
@@ -195,7 +200,7 @@ def _key(tensor: torch.Tensor) -> int:
 
 
 def _last_uses(body: fx.GraphModule) -> dict[int, int]:
-    """For each storage, the position of the last node that holds or reads it."""
+    """Returns the position of the last node that holds or reads each storage."""
     found: dict[int, int] = {}
     for position, node in enumerate(body.graph.nodes):
         for holder in (node, *node.all_input_nodes):

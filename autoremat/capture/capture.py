@@ -1,9 +1,11 @@
-"""Joint FX graph -> :class:`~autoremat.planner.graph.graph.Graph`, with the maps back.
+"""Builds a :class:`~autoremat.planner.graph.graph.Graph` from a joint FX graph, with maps back to FX nodes.
 
-Views, tuple unpacking and symbolic arithmetic are not ops: they are *helpers*, which cost nothing and are made anew
-wherever they are needed. Every other call becomes an op; every storage that it makes, a value. The joint graph is traced
-forward first; an op belongs to the backward if it depends on a tangent or stands behind the first op that does, unless the
-forward's outputs or effects need it. So does a custom op that nobody declares pure and that was traced in the backward.
+Views, tuple unpacking and symbolic arithmetic are not ops. They are *helpers*, which cost nothing and are recomputed wherever
+they are needed. Every other call becomes an op. Every storage that it allocates becomes a value.
+
+The joint graph is traced forward first. The backward begins with the first op that depends on a tangent or that autograd
+traced. Later ops belong to it too, except those that the forward's outputs or effects need. A custom op that is not declared
+pure also begins the backward, if it follows the forward's last op.
 """
 
 from __future__ import annotations
@@ -27,30 +29,30 @@ from autoremat.torch_private import compat, higher_order
 from autoremat.workspaces.measurement import one_graph
 
 Alias = int | None | tuple["Alias", ...] | dict[str, "Alias"]
-"""What a node holds: a value number, nothing that takes memory, or several of these by position or by name."""
+"""The memory that a node holds: a value number, None for no memory, or several of these by position or by name."""
 
 
 @dataclass(frozen=True)
 class Capture:
-    """The graph and, for each op and value, the FX node it stands for."""
+    """The planner's graph, and the FX node of each op and value."""
 
     joint: fx.GraphModule
     graph: Graph
     op_nodes: tuple[fx.Node, ...]
     value_nodes: tuple[fx.Node | None, ...]
-    """The node that holds exactly the value: its op, an unpacking of it, a placeholder. None if nothing reads the value."""
+    """The node that holds exactly the value: its op, the unpacking of its op, or a placeholder. None for an unread value."""
     aliases: dict[fx.Node, Alias]
     num_fwd_outputs: int
     device: Device
     runs_on: str
-    """The type of the device that is planned for, which another may have stood for in the tracing."""
+    """The type of the planned device. The trace may run on another device that represents it."""
     unknown_workspaces: tuple[str, ...] = ()
-    """Kernels of which nobody knows the workspace: an estimate of it counts, or nothing."""
+    """Kernels with unknown workspaces. For these, an estimate counts, or 0."""
 
 
 @dataclass
 class _Builder:
-    """Collects nodes in joint order; ops are numbered afterwards, forward first."""
+    """Collects nodes in joint order. Ops are numbered afterwards, forward first."""
 
     joint: fx.GraphModule
     num_fwd_outputs: int
@@ -67,7 +69,7 @@ class _Builder:
     unknown_workspaces: frozenset[str] = frozenset()
 
     def nbytes(self, tensor: torch.Tensor) -> int:
-        """Bytes of the tensor's storage, if it lies on the model's device."""
+        """Returns the bytes of the tensor's storage; 0 if it is not on the model's device."""
         return call_cost.storage_bytes(tensor, self.device_type)
 
     def new_value(self, node: fx.Node, name: str, tensor: torch.Tensor, role: Role) -> int:
@@ -83,7 +85,7 @@ class _Builder:
         return number
 
     def visit(self, node: fx.Node) -> None:
-        """Take in the next node of the joint graph."""
+        """Adds the next node of the joint graph."""
         if node.op == "placeholder":
             self.placeholder(node)
         elif node.op == "get_attr":
@@ -134,14 +136,14 @@ class _Builder:
     def compute(self, node: fx.Node) -> None:
         read = tuple(dict.fromkeys(v for n in node.all_input_nodes for v in _flatten(self.aliases.get(n))))
         made: list[int] = []
-        # A higher-order op returns no alias of an operand; calls of the same region may share the fake tensors of results.
-        # What a collective returns is another value than it was given: it holds something else, or is ready only then.
+        # A higher-order op returns no alias of an operand, although calls of one region may share the fake tensors of results.
+        # A collective's result is a new value: its content differs from the operand's, or is ready only later.
         may_alias = set() if higher_order.name_of(node) or call_cost.traits_of(node) == Trait.COLLECTIVE else set(read)
 
         def hold(tensor: Any, name: str) -> Alias:
             if isinstance(tensor, (tuple, list)):
                 return tuple(hold(t, f"{name}[{i}]") for i, t in enumerate(tensor))
-            if isinstance(tensor, dict):  # results of Triton kernels, by the names of arguments
+            if isinstance(tensor, dict):  # results of Triton kernels, by argument name
                 return {str(key): hold(t, f"{name}[{key!r}]") for key, t in tensor.items()}
             if not isinstance(tensor, torch.Tensor):
                 return None
@@ -154,7 +156,7 @@ class _Builder:
         alias = hold(node.meta.get("val"), node.name)
         self.aliases[node] = alias
         if not made and alias is not None and call_cost.traits_of(node) == Trait.NONE:
-            return  # shares its input's storage though its schema does not say so: `_unsafe_view`, `unsafe_split`
+            return  # `_unsafe_view`, `unsafe_split`: an alias that the schema does not declare
         if isinstance(alias, int) and alias in made:
             self.value_nodes[alias] = node
         self.calls.append(node)
@@ -174,28 +176,30 @@ def _flatten(alias: Alias) -> Iterable[int]:
 
 
 def _unpacked(node: fx.Node) -> Any:
-    """The call whose (nested) result ``node`` unpacks."""
+    """Returns the call whose (nested) result ``node`` unpacks."""
     while isinstance(node, fx.Node) and node.target is operator.getitem:
         node = node.args[0]  # type: ignore[assignment]
     return node
 
 
 def may_train(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
-    """Whether autograd can ask for a backward of a graph that Dynamo captured."""
+    """Returns True if autograd can request a backward of a graph that Dynamo captured."""
     tensors = [*inputs, *gm.parameters()]
     return torch.is_grad_enabled() and any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors)
 
 
 def device_of_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
-    """The device of a graph that Dynamo captured: the first accelerator that holds a tensor of it, else the CPU."""
+    """Returns the device of a graph that Dynamo captured: the first accelerator that holds one of its tensors, else the CPU."""
     results = (node.meta.get("example_value") for node in gm.graph.nodes)
     devices = (t.device for t in (*inputs, *gm.parameters(), *results) if isinstance(t, torch.Tensor))
     return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
 def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | None = None) -> Device:
-    """The roofline of ``device``, or of the CUDA device ``cuda_name``, for the precision in which the joint graph multiplies
-    matrices."""
+    """Returns the roofline of ``device``, or of the CUDA device ``cuda_name``.
+
+    Its precision is that of the joint graph's matrix products.
+    """
     if device.type == "cpu" and cuda_name is None:
         return cpu_device(torch.get_num_threads())
     half = any(
@@ -210,17 +214,17 @@ def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | N
 
 @contextlib.contextmanager
 def _naming(node: fx.Node) -> Iterator[None]:
-    """Turn whatever goes wrong with ``node`` into a ``CaptureError`` that says which op it was and where it comes from."""
+    """Turns any error about ``node`` into a ``CaptureError`` with the op's name and its source."""
     try:
         yield
-    except Exception as error:  # formulas and metadata of ops that nobody foresaw fail in any way
+    except Exception as error:  # formulas and metadata of unforeseen ops can raise any error
         module, source = origin(node)
         where = f" of {module or 'the model'} at {source or 'an unknown line'}"
         raise CaptureError(f"{node.op} {node.target} ({node.name}){where}: {type(error).__name__}: {error}") from error
 
 
 def _is_backward(builder: _Builder, required: set[fx.Node]) -> dict[fx.Node, bool]:
-    """Which calls belong to the backward (see the head of this file)."""
+    """Returns, for each call, True if it belongs to the backward. The module's docstring has the rule."""
     tangent_values = {v for v, value in enumerate(builder.values) if value.role is Role.TANGENT}
     found: dict[fx.Node, bool] = {}
     begun = False
@@ -232,14 +236,14 @@ def _is_backward(builder: _Builder, required: set[fx.Node]) -> dict[fx.Node, boo
             tangent_values.update(builder.makes[node])
             begun = True
         begun = begun or (compat.is_traced_in_backward(node) and node not in required)
-        # A function with a backward of its own may call a custom op there before it looks at a gradient.
+        # A function with its own backward may call a custom op there before it reads a gradient.
         begun = begun or (index > last_of_forward and Trait.OPAQUE in call_cost.traits_of(node))
         found[node] = depends or (begun and node not in required)
     return found
 
 
 def _required_in_forward(builder: _Builder) -> set[fx.Node]:
-    """Calls that the forward's outputs and mutations depend on."""
+    """Returns the nodes that the forward's outputs and effects depend on."""
     outputs, _ = compat.joint_outputs(builder.joint, builder.num_fwd_outputs)
     stack = [n for n in outputs if isinstance(n, fx.Node) and not compat.must_be_in_backward(n)]
     stack += [n for n in builder.calls if _pins(n)]
@@ -253,7 +257,7 @@ def _required_in_forward(builder: _Builder) -> set[fx.Node]:
 
 
 def _pins(node: fx.Node) -> bool:
-    """Whether the forward must run the node for its effect."""
+    """Returns True if the forward must run the node for its effect."""
     if compat.is_traced_in_backward(node) or compat.must_be_in_backward(node):
         return False
     effects = Trait.MUTATING | Trait.EFFECTFUL | Trait.COLLECTIVE
@@ -261,7 +265,7 @@ def _pins(node: fx.Node) -> bool:
 
 
 def _overwritten_inputs(builder: _Builder) -> set[int]:
-    """Inputs that are written to in the forward or after it: the backward finds something else in them."""
+    """Returns the inputs that are written in the forward or after it, so that the backward would read changed data."""
     written = compat.inputs_written_afterwards(builder.joint)
     found = {value for node in written for value in _flatten(builder.aliases.get(node))}
     for node in builder.calls:
@@ -275,7 +279,10 @@ def _overwritten_inputs(builder: _Builder) -> set[int]:
 
 
 def _named(calls: Iterable[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
-    """What the model calls the results of ops: of those that one call of the model became, the last makes its result."""
+    """Returns the names that the model gives to results, by op.
+
+    A named call of the model may become several ops. The last of them computes the named result.
+    """
     last = {names(node)[0]: node for node in calls}
     return {node: names(node)[1] for call, node in last.items() if call}
 
@@ -311,7 +318,10 @@ def _op(
 
 
 def _in_place(builder: _Builder, node: fx.Node) -> tuple[int, ...]:
-    """The values that are read where the node's only result is written: whole ones, not views of larger ones."""
+    """Returns the values that are read at the positions that the node writes, if it has a single result.
+
+    Only whole values count, not views of larger ones.
+    """
     if len(builder.makes[node]) != 1:
         return ()
     found: dict[int, None] = {}
@@ -323,15 +333,15 @@ def _in_place(builder: _Builder, node: fx.Node) -> tuple[int, ...]:
 
 
 def runs_on_type(joint: fx.GraphModule, cuda_name: str | None) -> str:
-    """The type of the device that is planned for: CUDA if a card is named, else that on which the graph was traced."""
+    """Returns the type of the planned device: CUDA if a card is named, else the type of the device of the trace."""
     return compat.device_of(joint).type if cuda_name is None else "cuda"
 
 
 def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name: str | None = None) -> Capture:
-    """Build the graph of a prepared joint module whose first ``num_fwd_outputs`` outputs are the forward's. With ``cuda_name``
-    the device on which it was traced stands for the CUDA device of that name.
+    """Returns the graph of a prepared joint module whose first ``num_fwd_outputs`` outputs are the forward's.
 
-    Raises ``CaptureError``, which names the node, if one is not understood.
+    With ``cuda_name``, the traced device represents the CUDA device of that name. Raises ``CaptureError``, with the node's
+    name, if a node is not understood.
     """
     device = compat.device_of(joint)
     builder = _Builder(joint, num_fwd_outputs, device.type, fuses)

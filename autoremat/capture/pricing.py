@@ -1,4 +1,4 @@
-"""A captured graph priced by one of the cost models.
+"""Prices a captured graph by one of the cost models.
 
 - ``calibrated`` (the default): by the measured rates of the device (:mod:`autoremat.measure.calibration`).
 - ``roofline``: FLOPs and bytes by the rates of data sheets, as captured.
@@ -21,7 +21,10 @@ ROOFLINE, CALIBRATED = "roofline", "calibrated"
 
 
 def priced(captured: Capture, cost_model: str) -> tuple[Capture, Pricing]:
-    """``captured`` with the seconds of ``cost_model``, and what they rest on. May measure for some seconds, once."""
+    """Returns ``captured`` with the seconds of ``cost_model``, and a summary of their cost sources.
+
+    The first call for a device may measure for about 30 seconds.
+    """
     device = compat.device_of(captured.joint)
     rates = rates_of(device) if cost_model != ROOFLINE else None
     if rates is None:
@@ -32,7 +35,7 @@ def priced(captured: Capture, cost_model: str) -> tuple[Capture, Pricing]:
 
 
 def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]]:
-    """``captured`` with calibrated seconds, and for each op what they rest on."""
+    """Returns ``captured`` with calibrated seconds, and the cost source of each op."""
     graph = captured.graph
     works = [work_of(node, op) for node, op in zip(captured.op_nodes, graph.ops, strict=True)]
     seconds = [rates.seconds(work) for work in works]
@@ -50,6 +53,9 @@ def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]
 
 
 def identity(cost_model: str, device: torch.device) -> str:
-    """What plans by ``cost_model`` depend on beside the graph: the rates of ``device``, measured if they are not known."""
+    """Returns text that identifies the cost model's rates on ``device``; empty for data sheets.
+
+    Plans depend on the graph and on these rates. Unknown rates are measured.
+    """
     rates = rates_of(device) if cost_model != ROOFLINE else None
     return rates.digest if rates is not None else ""

@@ -1,4 +1,4 @@
-"""Where a node comes from: the modules that were running, the line of source, the op of the model, the name of its result."""
+"""The origin of a node: the running modules, the source line, the model's op, and the names of its result."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ from autoremat.report.text_tables import short_source
 from autoremat.torch_private import compat
 
 NAMES = "autoremat_names"
-"""Key in ``node.meta["custom"]``, which AOTAutograd hands on: the call of the model that a node belongs to, and the names that
-the model gives its result."""
+"""The key in ``node.meta["custom"]`` of the model's call that a node belongs to, and of its result's names.
+
+AOTAutograd preserves this metadata.
+"""
 
 ROOT = re.compile(r"^([LG]\['(\w+)'\]|\.__closure__\[\d+\]\.cell_contents|\.__self__|\.func|\.args\[\d+\])+")
-"""How Dynamo says where it found the model: an argument, a global or what a function closes over."""
+"""Matches Dynamo's reference to the model: an argument, a global or a closure variable."""
 
 UNNAMED = ("self", "model", "fn")
-"""Variables that say nothing of which model a path belongs to."""
+"""Variable names that do not identify a model."""
 
 
 @cache
 def _path(name: str) -> str:
-    """Dynamo's name of a module, such as ``L['self'].model.layers[0]``, as its owner would write it. Begins with the variable
-    that holds the model, where that has a name of its own."""
+    """Returns Dynamo's name of a module, such as ``L['self'].model.layers[0]``, as its owner would write it.
+
+    The path begins with the variable that holds the model, if its name identifies the model.
+    """
     root = ROOT.match(name)
     rest = name[root.end() :] if root is not None else name
     rest = re.sub(r"\[(['\"]?)([^'\"\]]+)\1\]", r".\2", rest.replace("._modules", "")).lstrip(".")
@@ -35,10 +39,10 @@ def _path(name: str) -> str:
 
 
 def scopes(node: fx.Node) -> tuple[Scope, ...]:
-    """The modules that were running when the node was traced, outermost first; without those of an empty path."""
+    """Returns the modules that were running when the node was traced, outermost first, without those of an empty path."""
     found = []
     for key, (name, kind) in node.meta.get("nn_module_stack", {}).items():
-        _, again, call = str(key).rpartition("@")  # an address, which differs between processes, and "@2" at the third call
+        _, again, call = str(key).rpartition("@")  # an address, which differs between processes; then "@2" at the third call
         kind = kind if isinstance(kind, str) else kind.__qualname__
         path = _path(name)
         if path:
@@ -47,7 +51,10 @@ def scopes(node: fx.Node) -> tuple[Scope, ...]:
 
 
 def origin(node: fx.Node) -> tuple[str, str]:
-    """(module path, "file:line") of a node, empty where unknown; what autograd made has its forward's."""
+    """Returns (module path, "file:line") of a node, each empty if unknown.
+
+    A node of autograd has the module path of its forward op.
+    """
     module = ""
     for path, _ in (node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack") or {}).values():
         module = path
@@ -61,20 +68,22 @@ def origin(node: fx.Node) -> tuple[str, str]:
 
 
 def decomposed_from(node: fx.Node) -> str:
-    """The target of the op that the node is part of, empty if it is that op."""
+    """Returns the target of the op that was decomposed into the node; empty if the node is that op."""
     original: Any = node.meta.get("original_aten")
     return "" if original is None or original is node.target else str(original)
 
 
 def names(node: fx.Node) -> tuple[str, tuple[str, ...]]:
-    """The call of the model that the node belongs to, and what its result is named there; empty if it has no name."""
+    """Returns the model's call that the node belongs to, and the names of that call's result; empty if it has no name."""
     found: tuple[str, tuple[str, ...]] = node.meta.get("custom", {}).get(NAMES, ("", ()))
     return found
 
 
 def take_names(gm: fx.GraphModule) -> None:
-    """Remove ``torch.ops.autoremat.named`` from Dynamo's graph and from the graphs in it; the node that makes the storage of a
-    named tensor gets a note instead."""
+    """Removes ``torch.ops.autoremat.named`` from Dynamo's graph and its nested graphs.
+
+    The names move to the metadata of the node that allocates the named tensor's storage.
+    """
     for module in gm.modules():
         if isinstance(module, fx.GraphModule) and any(_gives_name(node) for node in module.graph.nodes):
             _take_from(module)
@@ -101,25 +110,25 @@ def _take_from(module: fx.GraphModule) -> None:
 
 
 def _storage(node: fx.Node) -> int | None:
-    """What identifies the storage of a node's tensor; None if it has no tensor."""
+    """Returns a number that identifies the storage of a node's tensor; None if it has no tensor."""
     tensor = node.meta.get("example_value")
     return compat.storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
 
 
 def identity(gm: fx.GraphModule) -> str:
-    """Text that changes with anything that orders may point at and the graph's own text does not show."""
+    """Returns text that changes with scopes and names, which constraints refer to and the graph's own text does not show."""
     graphs = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
     return repr([(scopes(node), names(node)) for graph in graphs for node in graph.nodes])
 
 
 def begin_of(graph: fx.Graph) -> str:
-    """Where the code of a graph begins, in few words."""
+    """Returns a short description of the place where a graph's code begins."""
     sources = (origin(node)[1] for node in graph.nodes if node.op != "placeholder")
     source = next(filter(None, sources), "")
     return f"the graph at {short_source(source)}" if source else "a graph"
 
 
 def place_of(graph: fx.Graph) -> str:
-    """Where the code of a graph begins and ends, for people."""
+    """Returns a description of the places where a graph's code begins and ends."""
     sources = [source for node in graph.nodes if node.op != "placeholder" and (source := origin(node)[1])]
     return f"from {sources[0]} to {sources[-1]}" if sources else "of unknown origin"

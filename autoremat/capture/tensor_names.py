@@ -1,9 +1,9 @@
-"""Names for tensors, given in the model, by which orders can point at them.
+"""Names for tensors, given in the model. Constraints refer to tensors by these names.
 
     q = autoremat.name(self.q_proj(x), "q_proj")      # options={"save": ["q_proj"]}
 
-``name`` calls the op ``torch.ops.autoremat.named``, which returns its argument. It consists of nothing, so every compiler
-traces straight through it. Our backend takes it out of Dynamo's graph (``origins.take_names``).
+``name`` calls the op ``torch.ops.autoremat.named``, which returns its argument. The op has no kernel of its own, so every
+compiler traces through it. Our backend removes it from Dynamo's graph (``source_info.take_names``).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ _library.impl("named", lambda tensor, name: tensor, "CompositeImplicitAutograd")
 
 
 def name(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """``tensor`` itself, called ``name`` in orders (``save=[name]``). A view stands for the storage that it looks at.
+    """Returns ``tensor`` itself, which constraints can now refer to by ``name`` (``save=[name]``).
 
-    Does nothing by itself, in eager code and under other compilers alike.
+    The name of a view applies to its storage. The call has no other effect, in eager code or under other compilers.
     """
     named: torch.Tensor = torch.ops.autoremat.named(tensor, name)
     return named

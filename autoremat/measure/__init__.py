@@ -1,1 +1,1 @@
-"""Measurements on the device: its rates, the times of ops, and peaks of memory."""
+"""Measurements on the device: its rates, the times of ops, and memory peaks."""

@@ -1,7 +1,7 @@
-"""The rates of the device at hand: measured once, then read from disk.
+"""The rates of the present device: measured once, then read from disk.
 
-What was measured is kept by device, torch version, number of threads and precision of matrix products. What another program
-disturbs is measured again, as far as it shows; delete the folder ``rates`` of the cache to measure all of it again.
+Stored rates are specific to device, torch version, number of threads and precision of matrix products. A measurement that shows
+a disturbance by another program is repeated. To measure all rates again, delete the folder ``rates`` of the cache.
 """
 
 from __future__ import annotations
@@ -35,38 +35,38 @@ from autoremat.torch_private import compat
 log = logging.getLogger("autoremat")
 
 LONGEST_RUN = 0.05
-"""Seconds: a size that is expected to take longer is left out, once there is a smaller one."""
+"""Seconds. A size with a longer expected time is skipped if a smaller size was measured."""
 
 LEAST_SHARE = 0.1
-"""At least this share of a measured time is the op's own, whatever the launch was measured to take."""
+"""The least share of a measured time that counts as the op's own, after the launch is subtracted."""
 
 MOST_TURNS, AGREEMENT = 6, 1.5
-"""How often a rate is measured at most; the largest factor between two measurements that are taken to be undisturbed."""
+"""The most measurements of one rate; the largest ratio of two measurements that count as undisturbed."""
 
 WORRYING_SHARE = 0.25
-"""Of the rates: of how many an undisturbed measurement may be missing before the user is warned. A few always are."""
+"""The share of rates without an undisturbed measurement above which the user is warned. A few such rates are normal."""
 
 LONGEST_WAIT = 180.0
-"""Seconds to wait for another process that calibrates the same device, before this one does so too."""
+"""Seconds to wait for another process that calibrates the same device. After that, this process calibrates too."""
 
 LONGEST_CALIBRATION = 45.0
-"""Seconds after which nothing is measured a third time."""
+"""Seconds after which no rate is measured a third time."""
 
 Points = dict[float, float]
-"""Seconds by amounts of work."""
+"""Seconds by amount of work."""
 
 TINY = 8
-"""The side of a matrix whose product costs little but the launch."""
+"""The side of a matrix whose product costs little more than the launch."""
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
+    """Returns the device's own name."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"cpu {platform.machine()} {_cpu_model()}"
 
 
 @cache
 def _cpu_model() -> str:
-    """The processor's name, where the system tells it in the manner of Linux."""
+    """Returns the processor's name: from ``/proc/cpuinfo`` on Linux, else from ``platform``."""
     try:
         with open("/proc/cpuinfo") as file:
             return next((line.partition(":")[2].strip() for line in file if line.startswith("model name")), "")
@@ -75,7 +75,7 @@ def _cpu_model() -> str:
 
 
 def device_key(device: torch.device) -> str:
-    """A name for files: equal where the same figures would be measured."""
+    """Returns a name for files. It is equal for devices and settings that give the same measurements."""
     parts = (device_name(device), torch.__version__, str(torch.get_num_threads()), compat.float32_precision())
     return f"{device.type}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}"
 
@@ -84,7 +84,10 @@ _known: dict[str, Rates] = {}
 
 
 def rates_of(device: torch.device) -> Rates | None:
-    """The rates of ``device``, measured if they are not on disk; None, said once, if it is not there to be measured."""
+    """Returns the rates of ``device``, from disk or by measuring them; None if the device is not present.
+
+    A missing device is logged once.
+    """
     if not measurable(device):
         _say_unmeasurable(device.type)
         return None
@@ -107,26 +110,26 @@ def _stored(key: str) -> Rates | None:
 
 
 def _measured(device: torch.device, key: str) -> Rates:
-    # Ranks of a job start together: one measures, and all that share a cache folder plan by its figures.
+    # Ranks of a job start together. One rank measures, and all ranks that share a cache folder plan with its rates.
     with disk_cache.locked("rates", key, LONGEST_WAIT):
         if (others := _stored(key)) is not None:
             return others
         log.info("calibrating %s", device)
         now(f"calibrating {device}, about 30 s, only once")
         rates = undisturbed(device, lambda: calibrate(device, stopwatch_for(device), compiled))
-        if (others := _stored(key)) is not None:  # of a process that did not wait any longer
+        if (others := _stored(key)) is not None:  # from a process that stopped waiting
             return others
         disk_cache.write_text("rates", key, rates.to_json())
         return rates
 
 
 def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
-    """Run all recipes on ``device``.
+    """Returns the rates of ``device``, after running all recipes.
 
-    The least times count, as far as they are plausible; where none is, the data sheet. ``compile_`` is what compiles fused
+    A rate is the least plausible time, or the data sheet's if no measured time is plausible. ``compile_`` compiles fused
     arithmetic. Raises ``RuntimeError`` if the device cannot do 32-bit arithmetic.
     """
-    # What calling compiled code costs has nothing to do with the arithmetic in it.
+    # The cost of a call of compiled code does not depend on the arithmetic in it.
     calls = {"launch": matmul(Place(device), TINY)[1], "call": compile_(torch.neg, torch.zeros(1, device=device))}
     overheads = {name: timer.seconds(run) for name, run in calls.items()}
     todo = {curve_name(recipe.rate, _name(recipe.dtype)): recipe for recipe in recipes(device, compile_)}
@@ -153,9 +156,10 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
 
 
 def _measured_twice(recipes: Mapping[str, Recipe], device: torch.device, timer: Timer) -> tuple[dict[str, Points], set[str]]:
-    """The least seconds of each recipe, and of which no two results agree.
+    """Returns the least seconds of each recipe, and the names of recipes without two results that agree.
 
-    All are measured, then all again, then those whose results differ, for what disturbs a measurement has passed by then.
+    The first two rounds measure all recipes, later rounds those whose results differ. A disturbance has usually passed by the
+    next round.
     """
     begin = timer.now()
     found: dict[str, Points] = {}
@@ -179,7 +183,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _plausible(recipe: Recipe, points: Points, device: torch.device) -> Points:
-    """Those of ``points`` that the data sheet, where there is one, does not contradict."""
+    """Returns the ``points`` that the data sheet does not contradict; all of them for a card without a data sheet."""
     sheet = _datasheet(device, recipe.dtype)
     if device.type == "cuda" and datasheet(sheet.name) is None:
         return points
@@ -187,7 +191,7 @@ def _plausible(recipe: Recipe, points: Points, device: torch.device) -> Points:
 
 
 def _by_datasheet(recipe: Recipe, points: Points, device: torch.device) -> Points:
-    """Where no measurement is plausible."""
+    """Returns the data sheet's seconds for the amounts of ``points``. They replace measurements that are not plausible."""
     return {amount: datasheet_seconds(recipe.rate, amount, _datasheet(device, recipe.dtype)) for amount in points}
 
 
@@ -198,7 +202,7 @@ def _datasheet(device: torch.device, dtype: torch.dtype) -> Device:
 
 
 def _points(recipe: Recipe, place: Place, timer: Timer) -> Points:
-    """Seconds by amount, with the call; none if the device has no such op for the type."""
+    """Returns seconds by amount, including the call; empty if the device has no such op for the type."""
     points: Points = {}
     for size in recipe.sizes:
         try:
@@ -215,7 +219,7 @@ def _points(recipe: Recipe, place: Place, timer: Timer) -> Points:
 
 
 def _expected(recipe: Recipe, points: Points, amount: float, sheet: Device) -> float:
-    """At most how many seconds ``amount`` will take, after smaller ones, of which the last may have been disturbed."""
+    """Returns an upper estimate of the seconds of ``amount``, from smaller amounts whose last may have been disturbed."""
     last = max(points)
     if is_plausible(recipe.rate, last, points[last], sheet):
         return points[last] * amount / last
@@ -223,12 +227,12 @@ def _expected(recipe: Recipe, points: Points, amount: float, sheet: Device) -> f
 
 
 def _agree(one: Points, other: Points) -> bool:
-    """Whether two measurements got about equally far, with about the same figures: one may have left out the largest size."""
+    """Returns True if two measurements have similar times and similar ranges. One of them may lack the largest size."""
     common = one.keys() & other.keys()
     near = all(max(one[a], other[a]) <= AGREEMENT * min(one[a], other[a]) for a in common)
     return near and max(len(one), len(other)) - len(common) <= 1
 
 
 def _lesser(one: Points, other: Points) -> Points:
-    """The lesser seconds for each amount."""
+    """Returns the lesser seconds for each amount."""
     return {amount: min(p[amount] for p in (one, other) if amount in p) for amount in sorted({*one, *other})}

@@ -1,7 +1,7 @@
-"""What a calibration runs: for each rate and type a few sizes of one typical op.
+"""The recipes of a calibration: for each rate and type, one typical op at a few sizes.
 
-Dense kernels and those that Inductor calls from a library are run eagerly; arithmetic that Inductor fuses is run as it
-compiles it, since its code for tanh or random numbers is not the library's.
+Dense kernels, and kernels that Inductor calls from a library, run eagerly. Fused arithmetic runs as Inductor compiles it,
+because Inductor's code differs from the library's, for example for tanh and random numbers.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ aten = torch.ops.aten
 
 Run = Callable[[], object]
 Sized = tuple[float, Run]
-"""An amount of work, and what does it."""
+"""An amount of work, and a function that does it."""
 
 Compile = Callable[[Callable[[torch.Tensor], torch.Tensor], torch.Tensor], Run]
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where and with which elements to run."""
+    """The device and the element type of a run."""
 
     device: torch.device
     dtype: torch.dtype = torch.float32
@@ -42,7 +42,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How to measure one curve: ``prepare(place, size)`` for each of ``sizes``, smallest first."""
+    """The measurement of one curve: ``prepare(place, size)`` for each of ``sizes``, smallest first."""
 
     rate: Rate
     sizes: tuple[int, ...]
@@ -83,7 +83,7 @@ IMAGES, IMAGE_SIDE = 8, 28
 
 
 def convolution(kernel: int, depthwise: bool, backward: bool) -> Callable[[Place, int], Sized]:
-    """The recipe of a convolution that keeps the image's size and has as many channels as asked for."""
+    """Returns the recipe of a convolution that keeps the image's size. The recipe's size is the number of channels."""
 
     def prepare(place: Place, channels: int) -> Sized:
         groups, padding = channels if depthwise else 1, kernel // 2
@@ -105,7 +105,7 @@ def stream(place: Place, count: int) -> Sized:
 
 
 ROW = 128
-"""Elements in a row that an index picks."""
+"""The number of elements in a row that an index selects."""
 
 
 def gather(place: Place, rows: int) -> Sized:
@@ -114,7 +114,7 @@ def gather(place: Place, rows: int) -> Sized:
 
 
 def scatter(place: Place, rows: int) -> Sized:
-    """Reads the rows and the table, writes the table."""
+    """Returns a scatter that reads the rows and the table, and writes the table."""
     table, added, index = place.random(rows, ROW), place.random(rows, ROW), place.indices(rows, rows)
     return 12.0 * rows * ROW + 8 * rows, lambda: aten.index_put(table, [index], added, True)
 
@@ -135,7 +135,7 @@ def window(place: Place, channels: int) -> Sized:
 
 
 def fused(function: Callable[[torch.Tensor], torch.Tensor], compile_: Compile) -> Callable[[Place, int], Sized]:
-    """The recipe of arithmetic on rows, compiled."""
+    """Returns the recipe of compiled arithmetic on rows."""
 
     def prepare(place: Place, rows: int) -> Sized:
         tensor = place.random(rows, ROW)
@@ -179,7 +179,7 @@ MEMORY: dict[Rate, tuple[tuple[int, ...], Callable[[Place, int], Sized]]] = {
 
 
 def recipes(device: torch.device, compile_: Compile) -> Iterator[Recipe]:
-    """Everything that a calibration of ``device`` measures."""
+    """Yields all recipes of a calibration of ``device``."""
     halves = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.bfloat16,)
     for rate, (sizes, prepare) in DENSE.items():
         for dtype in (torch.float32, *halves):
@@ -191,7 +191,7 @@ def recipes(device: torch.device, compile_: Compile) -> Iterator[Recipe]:
 
 
 def compiled(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> Run:
-    """``function(tensor)`` as Inductor compiles it, or uncompiled where there is no compiler."""
+    """Returns a call of ``function(tensor)`` as Inductor compiles it, or uncompiled if Inductor cannot compile."""
 
     class Module(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
@@ -199,9 +199,9 @@ def compiled(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Ten
 
     module = fx.symbolic_trace(Module())
     try:
-        with quiet():  # who waits is told of the calibration
+        with quiet():  # the user sees the progress of the calibration
             call = compat.compile_with_inductor(module, [tensor], {}, {})
         call(tensor)
-    except RuntimeError:  # all of Inductor's errors are
+    except RuntimeError:  # the base class of all of Inductor's errors
         return lambda: function(tensor)
     return lambda: call(tensor)

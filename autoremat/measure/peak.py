@@ -1,13 +1,12 @@
-"""The measured peak of a piece of code: what a memory budget is checked against.
+"""Measures the peak memory of a piece of code. Memory budgets are checked against this figure.
 
     with track_peak() as peak:
         model(x).sum().backward()
     print(peak.bytes)
 
-On a CPU the figure comes from torch's allocator events, which `torch.profiler` records; on CUDA it comes from the
-allocator's own counters. These count whole blocks, as they are taken from the device: a multiple of 512 bytes, and for a tensor
-of more than 1 MiB at most 1 MiB above that. What the allocator does not hand out (scratch memory inside oneDNN, stacks of
-threads) is in neither.
+On a CPU, the figure comes from torch's allocator events, which `torch.profiler` records. On CUDA, it comes from the allocator's
+own counters. These count whole blocks of the device: a multiple of 512 bytes, and for a tensor of more than 1 MiB at most 1 MiB
+above that. Neither figure includes memory from other sources, such as oneDNN's scratch memory or thread stacks.
 """
 
 from __future__ import annotations
@@ -24,28 +23,30 @@ from torch.autograd import _profiler_enabled  # type: ignore[attr-defined]
 from torch.autograd.profiler import profile
 
 Timeline = tuple[tuple[float, int], ...]
-"""(seconds since the start, bytes above the start) after each allocation and release, in order."""
+"""(seconds since the start, bytes above the start) after each allocation and release, in order of time."""
 
 KINETO_SILENT = "6"
-"""The level of `KINETO_LOG_LEVEL` above all that kineto prints, its "profiler_start" lines included."""
+"""The value of `KINETO_LOG_LEVEL` above the level of all of kineto's messages, including its "profiler_start" lines."""
 
 MARK = "autoremat::mark"
 """The name of events that divide a CPU timeline."""
 
 CUDA_HISTORY_ENTRIES = 1_000_000
-"""How many allocator events a CUDA timeline can hold; torch drops the oldest past that."""
+"""The most allocator events in a CUDA timeline. Torch drops the oldest events beyond that."""
 
 
 def track_peak(device: torch.device | str | None = None, *, timeline: bool = False) -> PeakTracker:
-    """A context manager that measures the peak memory of its block, in bytes above what was live when it began.
+    """Returns a context manager that measures the peak memory of its block, in bytes above the memory live at its start.
 
-    `device` is "cpu" or a CUDA device; None takes the current CUDA device where CUDA is in use in this process, else
-    the CPU. `timeline` also records every allocation on CUDA; on a CPU that is always there.
+    `device` is "cpu" or a CUDA device. None selects the current CUDA device if this process uses CUDA, else the CPU. `timeline`
+    records every allocation on CUDA; on a CPU the timeline is always recorded.
 
-    On a CPU it sees the thread that enters it and the threads on which autograd runs that thread's backward passes,
-    and it cannot run inside another profiler. A tensor that was live at the start and is freed inside the block
-    lowers the CUDA figure but not the CPU one, whose allocator does not know that tensor's size: the CPU figure can
-    be too high for such a block, never too low.
+    On a CPU, the tracker sees the thread that enters it, and the threads that run this thread's backward passes. It raises
+    ``RuntimeError`` inside another profiler. A tensor that was live at the start and is freed inside the block lowers the CUDA
+    figure. It does not lower the CPU figure, because the CPU allocator does not report its size. For such a block, the CPU
+    figure can be too high, never too low.
+
+    Raises ``ValueError`` for other device types.
     """
     chosen = _default_device() if device is None else torch.device(device)
     if chosen.type == "cpu":
@@ -62,7 +63,7 @@ def _default_device() -> torch.device:
 
 
 class PeakTracker(ABC):
-    """What `track_peak` returns: `.bytes` and `.timeline` can be read once its block has ended."""
+    """The context manager that `track_peak` returns. `.bytes` and `.timeline` are available after the end of its block."""
 
     def __init__(self) -> None:
         self._bytes: int | None = None
@@ -70,14 +71,20 @@ class PeakTracker(ABC):
 
     @property
     def bytes(self) -> int:
-        """The peak in bytes above what was live at the start; never negative. RuntimeError while the block runs."""
+        """The peak in bytes above the memory live at the start; never negative.
+
+        Raises ``RuntimeError`` while the block runs.
+        """
         if self._bytes is None:
             raise RuntimeError("The peak is known only after the block of `with track_peak() as peak:` has ended.")
         return self._bytes
 
     @property
     def timeline(self) -> Timeline | None:
-        """The memory over time; None on CUDA unless asked for. RuntimeError while the block runs."""
+        """The memory over time; on CUDA, None unless requested.
+
+        Raises ``RuntimeError`` while the block runs.
+        """
         if self._bytes is None:
             raise RuntimeError("The timeline is known only after the block of `with track_peak() as peak:` has ended.")
         return self._timeline
@@ -91,7 +98,7 @@ class PeakTracker(ABC):
         try:
             self._bytes, self._timeline = self._stop()
         except Exception:
-            if error is None:  # else the error of the block itself is the one to see
+            if error is None:  # the block's own error takes precedence
                 raise
 
     @abstractmethod
@@ -102,14 +109,14 @@ class PeakTracker(ABC):
 
 
 class CpuTracker(PeakTracker):
-    """Replays the allocator events of a profile."""
+    """Measures a CPU peak by replaying the allocator events of a profile."""
 
     marks: tuple[float, ...] = ()
-    """When :meth:`mark` was called, on the timeline."""
+    """The times of the calls of :meth:`mark`, in seconds on the timeline."""
 
     @staticmethod
     def mark() -> None:
-        """Note this moment."""
+        """Marks the present time on the timeline."""
         with torch.profiler.record_function(MARK):
             pass
 
@@ -125,7 +132,7 @@ class CpuTracker(PeakTracker):
 
     def _stop(self) -> tuple[int, Timeline]:
         interrupted = not _profiler_enabled()
-        # Torch 2.11 refuses to stop a profiler that runs no more.
+        # Torch 2.11 raises an error when it stops a profiler that is no longer running.
         with contextlib.suppress(RuntimeError) if interrupted else contextlib.nullcontext():
             self._profile.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         results: Any = self._profile.kineto_results
@@ -143,7 +150,7 @@ class CpuTracker(PeakTracker):
 
 @contextlib.contextmanager
 def _kineto_silenced() -> Iterator[None]:
-    """Keeps kineto from printing a line at each start and stop; it reads the level once, when it is first used."""
+    """Suppresses kineto's messages at each start and stop. Kineto reads the level once, at its first use."""
     if "KINETO_LOG_LEVEL" in os.environ:
         yield
         return
@@ -155,7 +162,7 @@ def _kineto_silenced() -> Iterator[None]:
 
 
 def _events(roots: Iterable[Any]) -> Iterator[Any]:
-    """A profile's event tree, parents first: a thread's own order."""
+    """Yields the events of a profile's event tree, parents first. For one thread, this is the order of time."""
     pending = list(reversed(list(roots)))
     while pending:
         event = pending.pop()
@@ -164,23 +171,22 @@ def _events(roots: Iterable[Any]) -> Iterator[Any]:
 
 
 def _is_allocation(event: Any) -> bool:
-    """Whether the CPU allocator gave or took memory."""
+    """Returns True if the event is an allocation or a release by the CPU allocator."""
     return hasattr(event.extra_fields, "alloc_size") and event.extra_fields.device.type == "cpu"
 
 
 def _replay(events: Iterable[Any], start_ns: int) -> Timeline:
-    """Bytes held after each of `events`, which are in time order.
+    """Returns the live bytes after each of `events`, which are in order of time.
 
-    Blocks are told apart by address. A release whose address was not allocated here belongs to memory from before
-    the start: torch reports such a release with the size that some earlier profile saw at that address, or not at
-    all, so it is left out.
+    Blocks are identified by address. A release of an unknown address frees memory from before the start and is ignored. Torch
+    reports such a release with a size from an earlier profile, or not at all.
     """
     held: dict[int, int] = {}
     total = 0
     timeline = [(0.0, 0)]
     for event in events:
         address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
-        # An address still held here was released where no profiler looked (a thread of the user's own).
+        # The address was released where no profiler looked, such as in a thread of the user's.
         total -= held.pop(address, 0)
         if size > 0:
             held[address] = size
@@ -190,10 +196,10 @@ def _replay(events: Iterable[Any], start_ns: int) -> Timeline:
 
 
 class _CudaTracker(PeakTracker):
-    """Reads the counters of the CUDA caching allocator."""
+    """Measures a CUDA peak by the counters of the caching allocator."""
 
     _running: set[int] = set()
-    """Devices being tracked: a second tracker would reset the peak of the first."""
+    """Devices that are being tracked. A second tracker would reset the peak of the first."""
 
     def __init__(self, index: int, *, record_timeline: bool) -> None:
         super().__init__()
@@ -235,8 +241,8 @@ class _CudaTracker(PeakTracker):
 
 
 def _replay_cuda(trace: Iterable[dict[str, Any]]) -> Timeline:
-    """Bytes above the start after each event of the CUDA allocator's history; its times are in microseconds."""
-    signs = {"alloc": 1, "free_requested": -1}  # a block stops counting as allocated when its release is requested
+    """Returns the bytes above the start after each event of the CUDA allocator's history, whose times are in microseconds."""
+    signs = {"alloc": 1, "free_requested": -1}  # a block is no longer allocated once its release is requested
     total = 0
     timeline = [(0.0, 0)]
     start_us: int | None = None

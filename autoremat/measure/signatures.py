@@ -1,4 +1,7 @@
-"""Signatures of calls, and real arguments for them: each distinct kernel is measured once, by itself, on made-up tensors."""
+"""Signatures of calls, and real arguments for them.
+
+Each distinct kernel is measured once, alone, on synthetic tensors.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,13 @@ LONGEST_WAIT = 10.0
 """Seconds to wait for another process that writes its measurements."""
 
 REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)
-"""Errors that ops raise on arguments that they do not take; running out of memory is a ``RuntimeError`` too."""
+"""Errors that ops raise for arguments that they reject. An out-of-memory error is a ``RuntimeError`` too."""
 
 
 def _described(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         shape, strides = ([size_hint(x) for x in sizes] for sizes in (value.shape, value.stride()))
-        bits = f"{'~' * value.is_conj()}{'-' * value.is_neg()}"  # views whose numbers an op conjugates or negates as it reads
+        bits = f"{'~' * value.is_conj()}{'-' * value.is_neg()}"  # views that an op conjugates or negates as it reads
         return f"{bits}{str(value.dtype).removeprefix('torch.')}{shape}{strides}@{value.device.type}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_described, value))}]"
@@ -27,7 +30,7 @@ def _described(value: Any) -> str:
 
 
 def arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the node's arguments, with (fake) values for nodes."""
+    """Returns the node's arguments, with the (fake) values of argument nodes."""
     args, kwargs = torch.utils._pytree.tree_map(
         lambda x: x.meta.get("val") if isinstance(x, fx.Node) else x, (node.args, node.kwargs)
     )
@@ -42,9 +45,9 @@ def signature(node: fx.Node) -> str:
 
 
 def real(value: Any) -> Any:
-    """Returns a real value for a fake one, in the same layout: random floats, or zeros where they could be indices.
+    """Returns a real value for a fake one, in the same layout: random floats, or zeros for integers, which may be indices.
 
-    Raises ``ValueError`` for a value that has no known number.
+    Raises ``ValueError`` for a symbolic value that has no known number.
     """
     if isinstance(value, torch.SymInt):
         return size_hint(value)
@@ -53,10 +56,11 @@ def real(value: Any) -> Any:
             raise ValueError(f"{value} has no known value")
         return value
     shape, strides = ([size_hint(x) for x in sizes] for sizes in (value.shape, value.stride()))
-    # The storage is filled, not the tensor: two of its elements may lie in one place.
+    # Fill the storage, not the tensor: two of the tensor's elements may share one address.
     length = 1 + sum((side - 1) * stride for side, stride in zip(shape, strides, strict=True)) if 0 not in shape else 0
     if value.dtype.is_floating_point or value.dtype.is_complex:
-        # From 0 to 1, as probabilities are: CUDA kernels that refuse others leave the process without its device.
+        # Numbers from 0 to 1 are valid probabilities. A CUDA kernel that rejects other numbers makes the device unusable for
+        # the process.
         storage = torch.rand(length, device=value.device).to(value.dtype)
     else:
         storage = torch.zeros(length, dtype=value.dtype, device=value.device)

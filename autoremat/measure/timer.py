@@ -1,4 +1,4 @@
-"""Seconds of a piece of work on a device."""
+"""Measures the seconds of work on a device."""
 
 from __future__ import annotations
 
@@ -18,36 +18,37 @@ from autoremat.torch_private import symbolic_sizes
 Result = TypeVar("Result")
 
 MAX_RUNS = 100
-"""At most so many runs in one sample."""
+"""The most runs in one sample."""
 
 
 class Timer(Protocol):
-    """What times a run: a :class:`Stopwatch`, or a test's stand-in."""
+    """The interface of clocks that time a run: a :class:`Stopwatch`, or a test's substitute."""
 
     def now(self) -> float:
-        """Seconds since some fixed moment."""
+        """Returns the seconds since a fixed time."""
         ...
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """Seconds of one ``run()``."""
+        """Returns the seconds of one ``run()``."""
         ...
 
 
 @dataclass(frozen=True)
 class Stopwatch:
-    """The least of a few samples, each of so many runs that the clock's steps and the device's latency do not count.
+    """A timer that returns the least of a few samples.
 
-    Whatever else the machine does only ever adds to a time, and much where several threads wait for each other.
+    Each sample has enough runs to hide the clock's resolution and the device's latency. Other load on the machine only ever
+    adds to a time, most of all where several threads wait for each other.
     """
 
     wait: Callable[[], None]
-    """Returns when the device has done all it was given."""
+    """Returns when the device has finished all its work."""
     now: Callable[[], float] = time.perf_counter
     samples: int = 5
     sample_seconds: float = 2e-3
 
     def seconds(self, run: Callable[[], object]) -> float:
-        """The time of ``run()`` after two runs to warm up, in seconds."""
+        """Returns the seconds of ``run()``, after two runs to warm up."""
         run()
         once = self._sample(run, 1)
         runs = min(MAX_RUNS, max(1, math.ceil(self.sample_seconds / max(once, 1e-9))))
@@ -63,26 +64,26 @@ class Stopwatch:
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    """A stopwatch for ``device``, which must be there."""
+    """Returns a stopwatch for ``device``, which must be present."""
     return Stopwatch((lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None)
 
 
 def measurable(device: torch.device) -> bool:
-    """Whether work can be run on ``device`` here."""
+    """Returns True if work can run on ``device`` here."""
     return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
 
 
 def undisturbed(device: torch.device, measure: Callable[[], Result]) -> Result:
-    """Call ``measure`` in a thread of its own, with the random state kept, and return what it returns or raise what it raises.
+    """Calls ``measure`` in a thread of its own and returns its result, or raises its error. The random state is preserved.
 
-    While a graph is compiled, modes are active that turn every tensor into a fake one; they belong to the compiling thread.
+    During a compilation, active modes turn every tensor into a fake one. These modes belong to the compiling thread.
     """
     threads = torch.get_num_threads()
-    # A new thread begins on the first CUDA device, whatever the present one is.
+    # A new thread starts on the first CUDA device, not on the current one.
     current = (torch.cuda.current_device() if device.index is None else device.index) if device.type == "cuda" else 0
 
     def work() -> Result:
-        torch.set_num_threads(threads)  # OpenMP keeps the number for each thread that starts parallel work
+        torch.set_num_threads(threads)  # OpenMP has this setting per thread
         on_cuda = device.type == "cuda"
         there = torch.cuda.device(current) if on_cuda else contextlib.nullcontext()
         with there, torch.no_grad(), torch.random.fork_rng([device] if on_cuda else []):

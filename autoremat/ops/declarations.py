@@ -1,4 +1,4 @@
-"""What users declare about ops that are not torch's own: that a second run is harmless, and what a run costs."""
+"""Users' declarations about ops that are not torch's own: the op is pure, and its cost."""
 
 from __future__ import annotations
 
@@ -18,40 +18,45 @@ from autoremat.planner.graph.graph import Trait
 from autoremat.torch_private import higher_order
 
 Amount = int | float | Callable[..., Any]
-"""A number, or a function of the op's own arguments that gives it; tensors among these have sizes and types, no data."""
+"""A number, or a function of the op's arguments that returns one. Tensor arguments have sizes and types, but no data."""
 
 
 @dataclass(frozen=True, slots=True)
 class Declaration:
-    """What is known of an op: FLOPs of one call, and bytes that it allocates beside its results and frees again."""
+    """The declared cost of an op: FLOPs of one call, and bytes of its workspace."""
 
     flops: Amount = 0
     workspace_bytes: Amount = 0
 
 
 _declared: dict[str, Declaration] = {}
-"""By "namespace::op", "namespace::op.overload" or, for Triton kernels, "triton::module.function"."""
+"""Declarations by "namespace::op", "namespace::op.overload" or, for Triton kernels, "triton::module.function"."""
 
 
 def declare_pure(op: object, *, flops: Amount = 0, workspace_bytes: Amount = 0) -> None:
-    """Declare that running ``op`` again on the same arguments gives the same results and changes nothing else, so that the
-    planner may recompute it. What it writes to arguments, as its schema says, is no obstacle: torch makes that explicit.
+    """Declares that ``op`` is pure, so that the planner may recompute its results.
 
-    ``op``: the name of a custom op, "namespace::op" (all overloads) or "namespace::op.overload"; the op itself
-    (``torch.ops.namespace.op``, or what ``torch.library.custom_op`` returned); or a Triton kernel. ``flops`` are those of
-    one call (0: its time is that of its bytes), ``workspace_bytes`` what it allocates beside its results and frees before
-    it returns; each a number or a function of the op's arguments, whose tensors have sizes and types and no data. A second
-    declaration of an op replaces the first; what is compiled already stays as it is.
+    A pure op returns the same results for the same arguments and has no other effect. Writes to arguments that the op's schema
+    declares are allowed: torch makes them explicit.
 
-    Raises ``OptionsError`` if no such op is registered, if it is known to be impure (random numbers, collectives, effects),
-    or if an amount is neither a number >= 0 nor a function.
+    ``op`` is a custom op or a Triton kernel. A custom op is given by name, "namespace::op" (all overloads) or
+    "namespace::op.overload", or as the op itself: ``torch.ops.namespace.op``, or the result of ``torch.library.custom_op``.
+
+    ``flops`` are the FLOPs of one call; with 0, the bytes that it moves determine its time. ``workspace_bytes`` are the bytes
+    that it allocates beside its results and frees before it returns. Each is a number, or a function of the op's arguments,
+    whose tensors have sizes and types but no data.
+
+    A second declaration of an op replaces the first. Graphs that are already compiled do not change.
+
+    Raises ``OptionsError`` in three cases: no such op is registered; the op is known to be impure (random numbers, collectives,
+    effects); an amount is neither a number >= 0 nor a function.
     """
     name = kernel_name(op) or _checked_name(op)
     _declared[name] = Declaration(_checked(flops, "flops", name), _checked(workspace_bytes, "workspace_bytes", name))
 
 
 def find(node: torch.fx.Node) -> Declaration | None:
-    """What is declared of the op or the Triton kernel that ``node`` calls, also through torch's wrapper of ops that write."""
+    """Returns the declaration of the op or Triton kernel that ``node`` calls, also inside torch's wrapper of mutating ops."""
     target = higher_order.written_op(node) or node.target
     if isinstance(target, torch._ops.OpOverload):
         name = target._schema.name
@@ -61,14 +66,19 @@ def find(node: torch.fx.Node) -> Declaration | None:
 
 
 def identity() -> str:
-    """Text that changes with any declaration. Of a function it has the code, the defaults and the closure, not what the
-    function looks up elsewhere."""
+    """Returns text that changes with any declaration.
+
+    For a function, it covers the code, the defaults and the closure. It does not cover globals that the function reads.
+    """
     lines = [f"{name} {_text(d.flops)} {_text(d.workspace_bytes)}" for name, d in sorted(_declared.items())]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest() if lines else ""
 
 
 def amount(value: Amount, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """``value`` for a call with these (fake) arguments. Raises ``OptionsError`` if a function gives no number >= 0."""
+    """Returns ``value`` for a call with these (fake) arguments.
+
+    Raises ``OptionsError`` if a function returns no number >= 0.
+    """
     found = value(*op_traits.without_data(args), **op_traits.without_data(kwargs)) if callable(value) else value
     if not _is_amount(found):
         raise OptionsError(f"a declared function gave {found!r}, which is no number >= 0")
@@ -76,7 +86,10 @@ def amount(value: Amount, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def kernel_name(kernel: object) -> str | None:
-    """How a Triton kernel is called here; None for anything else. Autotuners and heuristics hold the kernel as ``fn``."""
+    """Returns the name of a Triton kernel among the declarations; None for other objects.
+
+    Autotuners and heuristics hold the kernel as ``fn``.
+    """
     function = kernel
     while (inner := getattr(function, "fn", None)) is not None and hasattr(function, "run"):
         function = inner
@@ -114,7 +127,7 @@ _REFUSED = {
 def _name_of(op: object) -> str:
     if isinstance(op, str):
         return op.removesuffix(".default")
-    op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
+    op = getattr(op, "_opoverload", op)  # the result of torch.library.custom_op
     if isinstance(op, torch._ops.OpOverload):
         return f"{op._schema.name}.{op._overloadname}".removesuffix(".default")
     if isinstance(op, torch._ops.OpOverloadPacket):
@@ -135,7 +148,7 @@ def _checked(value: Amount, argument: str, name: str) -> Amount:
 
 
 def _text(value: Any) -> str:
-    """Text for a number or a function that is the same in every process."""
+    """Returns text for a number or a function. The text is the same in every process."""
     code = getattr(value, "__code__", None)
     if code is None:
         return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))

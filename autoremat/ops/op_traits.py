@@ -1,6 +1,6 @@
-"""Facts about ops: which are views, random, mutating, effectful; which fuse; how many FLOPs they do.
+"""Facts about ops: views, randomness, mutation and effects, fusion, FLOPs.
 
-One table or predicate per fact, read from the op's schema and tags where torch declares them.
+Each fact has one table or predicate. It comes from the op's schema and tags where torch declares it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 PROBABILITY_ARGUMENTS = ("dropout_p", "p")
-"""With probability 0 in one of these, an op that is tagged as random is not."""
+"""Arguments that hold a probability. With probability 0, an op that is tagged as random is not random."""
 
 PURE_NAMESPACES = frozenset({"aten", "prims", "quantized_decomposed", "inductor_prims", "torchvision", "_quantized"})
-"""Namespaces of ops that do what their schema and tags say and no more."""
+"""Namespaces of ops whose schema and tags describe all their effects."""
 
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d"})
 
@@ -49,7 +49,7 @@ POINTWISE = frozenset(
     }
 )  # fmt: skip
 
-# Of these and of the tagged ones, those that read elsewhere than they write.
+# The pointwise ops, by this table or by tag, that read other positions than they write.
 MOVING = frozenset(
     {
         aten.embedding, aten.index, aten._unsafe_index, aten._unsafe_masked_index, aten.gather, aten.index_select, aten.cat,
@@ -62,10 +62,10 @@ SCATTER = frozenset(
         aten.scatter, aten.scatter_add, aten.index_put, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate,
     }
 )  # fmt: skip
-"""Ops that write to places of a copy of their first argument: what they write is computed in the same loop."""
+"""Ops that write into a copy of their first argument. One loop computes and writes the new elements."""
 
 ADDING_SCATTER = frozenset({aten.scatter_add, aten.scatter_reduce})
-"""For which Inductor calls ATen on CPUs, where several threads would add to the same place."""
+"""Scatters for which Inductor calls ATen on CPUs, because several threads would add to the same element."""
 
 REDUCTION = frozenset(
     {
@@ -77,7 +77,7 @@ REDUCTION = frozenset(
 )  # fmt: skip
 
 HEAVY = frozenset({aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh})
-"""What Inductor computes only once on CPUs, if several ops read it or what is computed from it."""
+"""Ops that Inductor computes only once on CPUs if several ops read their result, directly or through other ops."""
 
 CHOOSING = frozenset(
     {
@@ -85,31 +85,31 @@ CHOOSING = frozenset(
         aten.bucketize, aten.max.dim, aten.min.dim,
     }
 )  # fmt: skip
-"""Ops whose result jumps when the last bit of what they read changes."""
+"""Ops whose result jumps when the last bit of an input changes."""
 
 DATA_DEPENDENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
-"""Torch's tags of ops whose results have sizes, or are numbers, that only the data tell."""
+"""Torch's tags of ops whose result sizes or result numbers depend on the data."""
 
 BINDS_SIZES = "unbacked_bindings"
-"""``node.meta`` key: the symbols of sizes that only a run of the node tells."""
+"""The ``node.meta`` key of symbols for sizes that only a run of the node determines."""
 
 DRAWS = frozenset({"inductor_random", "inductor_randint"})
-"""Names of Inductor's own ops that draw numbers."""
+"""Names of Inductor's own ops that draw random numbers."""
 
 INDUCTOR_POINTWISE = DRAWS | {"inductor_lookup_seed"}
 
 
 BY_STRIDES = (aten.as_strided, aten.as_strided_scatter)
-"""Ops whose result depends on how their first operand lies in memory."""
+"""Ops whose result depends on the memory layout of their first operand."""
 
 
 def packet(node: fx.Node) -> Any:
-    """The overload packet that the node calls, or its target."""
+    """Returns the overload packet that the node calls, or its target."""
     return getattr(node.target, "overloadpacket", node.target)
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether the schema says that a result aliases an argument without writing to it."""
+    """Returns True if the schema says that a result aliases an argument without a write to it."""
     target = node.target
     if target is operator.getitem:
         return False
@@ -119,7 +119,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether running the node again draws other numbers (or other seeds)."""
+    """Returns True if a second execution of the node would draw other numbers or seeds."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
@@ -133,7 +133,7 @@ def is_random(node: fx.Node) -> bool:
 
 
 def traits_of_op(op: torch._ops.OpOverload) -> Trait:
-    """What calls of ``op`` may not do, whatever their arguments."""
+    """Returns the traits that all calls of ``op`` share, independent of their arguments."""
     traits = Trait.RANDOM if torch.Tag.nondeterministic_seeded in op.tags else Trait.NONE
     if not DATA_DEPENDENT.isdisjoint(op.tags):
         traits |= Trait.DATA_DEPENDENT
@@ -149,7 +149,7 @@ def traits_of_op(op: torch._ops.OpOverload) -> Trait:
 
 
 def chooses(node: fx.Node) -> bool:
-    """Whether the node picks some of several floating-point numbers."""
+    """Returns True if the node selects among several floating-point numbers."""
     read = (n.meta.get("val") for n in node.all_input_nodes)
     return bool(CHOOSING & {packet(node), node.target}) and any(
         isinstance(t, torch.Tensor) and t.is_floating_point() for t in read
@@ -157,7 +157,7 @@ def chooses(node: fx.Node) -> bool:
 
 
 def traits_of(node: fx.Node) -> Trait:
-    """What the node may not do, by its target and its arguments alone."""
+    """Returns the node's traits, from its target and its arguments alone."""
     target = node.target
     if is_with_effects(node):
         return Trait.EFFECTFUL
@@ -171,31 +171,31 @@ def traits_of(node: fx.Node) -> Trait:
 
 
 def adds_to_product(node: fx.Node) -> bool:
-    """Whether the node adds to a matrix product that nothing else reads: Inductor makes one ``addmm`` of the two."""
+    """Returns True if the node adds to a matrix product that nothing else reads: Inductor merges the two into ``addmm``."""
     if packet(node) is not aten.add:
         return False
     return any(packet(n) is aten.mm and len(n.users) == 1 for n in node.all_input_nodes)
 
 
 def scatters_by_aten(node: fx.Node, runs_on: str) -> bool:
-    """Whether the node is a scatter that is no loop of Inductor's on a device of that type."""
+    """Returns True if the node is a scatter that Inductor leaves to ATen on that device type."""
     return packet(node) in ADDING_SCATTER and runs_on == "cpu" and torch.get_num_threads() > 1
 
 
 def is_complex(node: fx.Node) -> bool:
-    """Whether the node reads or makes complex numbers, for which Inductor calls ATen."""
+    """Returns True if the node reads or returns complex numbers, for which Inductor calls ATen."""
     held = [n.meta.get("val") for n in (node, *node.all_input_nodes)]
     return any(isinstance(t, torch.Tensor) and t.is_complex() for t in torch.utils._pytree.tree_leaves(held))
 
 
 def kind_of(node: fx.Node, runs_on: str = "cpu") -> Kind:
-    """How Inductor realises the result of the node on a device of that type. It decides between two kinds of scatters alone."""
+    """Returns the way in which Inductor computes the node's result. The device type matters only for scatters."""
     target = node.target
     name = packet(node)
     if adds_to_product(node) or scatters_by_aten(node, runs_on) or is_complex(node):
         return Kind.EXTERN
     if name in REDUCTION or name in SCATTER:
-        return Kind.REDUCTION  # materialised, but what it reads need not be
+        return Kind.REDUCTION  # the result has a buffer, but its inputs need none
     if name in POINTWISE or getattr(name, "__name__", "") in INDUCTOR_POINTWISE:
         return Kind.POINTWISE
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
@@ -204,12 +204,12 @@ def kind_of(node: fx.Node, runs_on: str = "cpu") -> Kind:
 
 
 def stays_in_kernel(node: fx.Node) -> bool:
-    """Whether a fused kernel that computes the result once more reads what it reads anyway, and adds arithmetic alone."""
+    """Returns True if recomputing the result inside a fused kernel adds only arithmetic, and no memory traffic."""
     return kind_of(node) is Kind.POINTWISE and packet(node) not in MOVING
 
 
 def inlining_of(node: fx.Node, device_type: str) -> Inlining:
-    """Where Inductor computes the node's result in its readers."""
+    """Returns the rule by which Inductor inlines the node's result into its readers."""
     name = packet(node)
     if getattr(name, "__name__", "") in DRAWS:
         return Inlining.NEVER
@@ -217,7 +217,7 @@ def inlining_of(node: fx.Node, device_type: str) -> Inlining:
 
 
 def works_in_place(node: fx.Node) -> list[fx.Node]:
-    """The arguments that are read where the node's result is written, and have its shape and strides."""
+    """Returns the arguments that have the result's shape and strides and are read at the positions that the node writes."""
     result, name = node.meta.get("val"), packet(node)
     if not isinstance(result, torch.Tensor):
         return []
@@ -233,13 +233,13 @@ def works_in_place(node: fx.Node) -> list[fx.Node]:
 def _laid_out_alike(operand: Any, result: torch.Tensor) -> bool:
     if not isinstance(operand, torch.Tensor):
         return False
-    # By hints: comparing symbolic numbers would make guards.
+    # Hints are compared, because comparisons of symbolic numbers would add guards.
     mine, wanted = ([size_hint(n) for n in (*t.shape, *t.stride())] for t in (operand, result))
     return mine == wanted
 
 
 def order_of(node: fx.Node) -> Constraint:
-    """What a checkpoint region or a selective-checkpoint policy has ordered for the node."""
+    """Returns the constraint of a checkpoint region or a selective-checkpoint policy on the node."""
     policy = node.meta.get("recompute")
     if policy in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
         return Constraint.RECOMPUTE
@@ -249,12 +249,12 @@ def order_of(node: fx.Node) -> Constraint:
 
 
 def demanded(node: fx.Node) -> bool:
-    """Whether a selective-checkpoint policy demands that the node runs again; a checkpoint region alone prefers it."""
+    """Returns True if a selective-checkpoint policy demands the node's recomputation. A checkpoint region only prefers it."""
     return node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE
 
 
 def without_data(value: Any) -> Any:
-    """Replace (fake) tensors by some that have sizes and no data, and symbolic numbers, also of sizes, by their hints."""
+    """Replaces (fake) tensors by ``meta`` tensors of the same sizes, and symbolic numbers by their hints."""
 
     def sized(x: Any) -> Any:
         if isinstance(x, torch.Tensor):
@@ -266,13 +266,16 @@ def without_data(value: Any) -> Any:
 
 
 def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, matmuls: int) -> int:
-    """``matmuls`` products of the attention matrix's size: 2 in the forward, 5 in the backward (Dao et al., 2022)."""
+    """Returns the FLOPs of ``matmuls`` products of the attention matrix's size.
+
+    The forward needs 2 such products, the backward 5 (Dao et al., 2022).
+    """
     batch, heads, queries, width = (size_hint(s) for s in query.shape)
     keys, value_width = size_hint(key.shape[2]), size_hint(value.shape[3])
     return matmuls * batch * heads * queries * keys * (width + value_width)
 
 
-# Attention on CPUs, for which torch has no formula; arguments (query, key, value, ...), (grad_out, query, key, value, ...).
+# Attention on CPUs: torch has no FLOP formula for it. Arguments: (query, key, value, ...), (grad_out, query, key, value, ...).
 CPU_ATTENTION: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: _attention_flops(q, k, v, 2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, v, *__, **___: _attention_flops(q, k, v, 5),
@@ -280,7 +283,7 @@ CPU_ATTENTION: dict[Any, Callable[..., int]] = {
 
 
 def flops_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
-    """FLOPs of the call with (fake) tensor arguments; 0 where no formula is known (then bytes decide its time)."""
+    """Returns the FLOPs of the call with (fake) tensors; 0 without a formula: then bytes determine its time."""
     name = packet(node)
     if name in CPU_ATTENTION:
         return CPU_ATTENTION[name](*args, **kwargs)

@@ -1,7 +1,7 @@
-"""What an op does, in terms of the rates that a device is calibrated for: which FLOPs, which traffic, which arithmetic.
+"""The work of an op, in units of the rates that a device is calibrated for: FLOPs, memory traffic, arithmetic.
 
-One table per class of arithmetic. An op in none of them is charged for its bytes: in order where it is fused, by index,
-which is slower, where it is a kernel of its own.
+There is one table per class of arithmetic. An op in none of the tables is charged for its bytes. A fused op has the rate of
+sequential access. A kernel of its own has the rate of indexed access, which is slower.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 prims = torch.ops.prims
 
 FUSED_SHARE = 3
-"""A fused pointwise op moves its share of the chain's traffic: one part in so many of what it would move alone."""
+"""A fused pointwise op is charged 1/``FUSED_SHARE`` of the bytes that it would move alone: its share of the chain's traffic."""
 
 BATCHED = frozenset({aten.bmm, aten.baddbmm})
 
@@ -40,7 +40,7 @@ ATTENTION_BACKWARD = frozenset(
     }
 )  # fmt: skip
 
-# (image, weight, ..., groups) of each; the backward has the result's gradient in front.
+# Arguments are (image, weight, ..., groups). The backward has the result's gradient in front.
 CONVOLUTION = frozenset({aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_overrideable})
 CONVOLUTION_BACKWARD = frozenset({aten.convolution_backward})
 
@@ -98,7 +98,7 @@ SCATTER = frozenset(
 
 
 def work_of(node: fx.Node, op: Op) -> Work:
-    """What ``node`` does, which the graph knows as ``op``."""
+    """Returns the work of ``node``, which the graph knows as ``op``."""
     if op.flops:
         launches, known = True, True
         tasks = [_flops(node, op.flops), Task(Rate.STREAM, op.bytes_moved)]
@@ -111,7 +111,7 @@ def work_of(node: fx.Node, op: Op) -> Work:
 
 
 def arithmetic_of(node: fx.Node) -> Work:
-    """What a fused ``node`` does where it moves nothing."""
+    """Returns the arithmetic of a fused ``node``, without memory traffic."""
     arithmetic = _arithmetic(node, launches=False)
     return Work(() if arithmetic is None else (arithmetic,))
 
@@ -129,7 +129,7 @@ def _elements(tensors: list[torch.Tensor]) -> int:
 
 
 def _dtype(node: fx.Node) -> str:
-    """The element type that the node computes in: that of its first operand that holds no integers."""
+    """Returns the element type of the computation: that of the first operand that is not an integer tensor."""
     types = [t.dtype for t in _operands(node) if t.dtype.is_floating_point or t.dtype.is_complex]
     return str(types[0]).removeprefix("torch.") if types else "float32"
 
@@ -149,7 +149,7 @@ def _flops(node: fx.Node, flops: int) -> Task:
 
 
 def _convolution_rate(node: fx.Node) -> Rate:
-    """The class of a convolution by its kernel, (point, depthwise, other) forward or backward."""
+    """Returns the rate of a convolution by its kernel (pointwise, depthwise, other), forward or backward."""
     backward = op_traits.packet(node) in CONVOLUTION_BACKWARD
     weight = _operands(node)[2 if backward else 1]
     if size_hint(weight.shape[1]) == 1 and size_hint(weight.shape[0]) > 1:
@@ -162,7 +162,7 @@ def _convolution_rate(node: fx.Node) -> Rate:
 def _traffic(node: fx.Node, op: Op, launches: bool) -> Task:
     name = op_traits.packet(node)
     if name in GATHER:
-        # Of the table only what the indices pick is read; the indices themselves are few bytes beside it.
+        # The op reads only the selected rows of the table. The indices themselves are few bytes in comparison.
         picked = 2 * sum(size_hint(t.numel()) * t.element_size() for t in _tensors(node.meta.get("val")))
         return Task(Rate.GATHER, picked)
     if name in SCATTER:

@@ -1,1 +1,1 @@
-"""The only importer of torch's private names. Nothing here decides anything about plans."""
+"""The only importer of torch's private names. It decides nothing about plans."""

@@ -1,4 +1,7 @@
-"""Torch's private way to see what one thread does with the CPU's memory, beside whatever profiles the process."""
+"""Torch's private names for measuring the allocations of one thread.
+
+The measurement is independent of a profiler that records the process.
+"""
 
 from __future__ import annotations
 
@@ -9,19 +12,19 @@ import torch
 
 
 def can_see_allocations() -> bool:
-    """Whether this version of torch can tell what one thread allocates."""
+    """Returns True if this version of torch can record the CPU allocations of one thread."""
     return hasattr(torch._C._autograd, "_enable_profiler_legacy")
 
 
 def peak_on_cpu(run: Callable[[], object]) -> tuple[int, object]:
-    """The most bytes that ``run()`` holds at once on the CPU beyond those from before, in this thread; and its result.
+    """Returns the peak of ``run()`` in this thread, in bytes above the CPU memory live before, and its result.
 
-    ``torch.profiler``, of which a process has one, may run in another thread meanwhile.
+    ``torch.profiler``, of which a process has one, may run in another thread at the same time.
     """
     from torch._C._profiler import ProfilerConfig, ProfilerState, _ExperimentalConfig
 
     private: Any = torch._C._autograd
-    # Of the flags only that for memory is set.
+    # The third argument, for memory, is the only flag that is set.
     private._enable_profiler_legacy(ProfilerConfig(ProfilerState.CPU, False, True, False, False, False, _ExperimentalConfig()))
     try:
         result = run()
@@ -35,7 +38,10 @@ def peak_on_cpu(run: Callable[[], object]) -> tuple[int, object]:
 
 
 def peak_on_cuda(run: Callable[[], object], device: torch.device) -> tuple[int, object]:
-    """As :func:`peak_on_cpu` on a CUDA device, of all threads; the device's counter of its peak begins anew."""
+    """Returns the same as :func:`peak_on_cpu` for a CUDA device, over all threads.
+
+    Resets the device's peak counter.
+    """
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)

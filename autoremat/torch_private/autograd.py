@@ -1,4 +1,4 @@
-"""Torch's private names that a step of several graphs needs: Inductor's way to a joint graph, autograd's nodes."""
+"""Torch's private names for a step of several graphs: Inductor's path to a joint graph, and autograd's nodes."""
 
 from __future__ import annotations
 
@@ -13,13 +13,17 @@ from autoremat.torch_private import compat
 
 COMPILED_NODE = "CompiledFunctionBackward"
 VIEWS_DEEP = 4
-"""How many views may stand between an output and the node of its compiled graph: AOTAutograd makes outputs that alias another
-one outside of the graph."""
+"""The number of levels of autograd nodes, from an output on, that are searched for the node of its compiled graph.
+
+AOTAutograd applies views of outputs outside of the graph. Each view adds a level.
+"""
 
 
 def trace_as_inductor_does(module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any]) -> Callable[..., Any]:
-    """As ``compile_with_inductor`` up to the code generation: the same joint graph for ``custom_partitioner_fn``; its halves
-    run op by op. No cache is read or written."""
+    """Returns a callable for ``module`` as :func:`compat.compile_with_inductor` does, but generates no code.
+
+    ``custom_partitioner_fn`` gets the same joint graph. The forward and the backward run op by op. No cache is read or written.
+    """
     from torch._inductor.compile_fx import compile_fx
 
     def interpret(module: fx.GraphModule, _inputs: Sequence[Any], **_: Any) -> Any:
@@ -31,8 +35,8 @@ def trace_as_inductor_does(module: fx.GraphModule, inputs: Sequence[Any], config
 
 
 def backward_node(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> Node | None:
-    """The autograd node of the compiled graph that made ``outputs`` of ``inputs``; None if no backward can come."""
-    earlier = {node for level in _levels(inputs) for node in level}  # of graphs that made the inputs, which outputs may view
+    """Returns the autograd node of the compiled graph that computed ``outputs`` from ``inputs``; None without a backward."""
+    earlier = {node for level in _levels(inputs) for node in level}  # outputs may be views of other graphs' results
     for level in _levels(outputs):
         for node in level:
             if COMPILED_NODE in node.name() and node not in earlier:
@@ -41,7 +45,7 @@ def backward_node(outputs: Iterable[Any], inputs: Iterable[Any] = ()) -> Node | 
 
 
 def _levels(tensors: Iterable[Any]) -> Iterator[list[Node]]:
-    """The autograd nodes of ``tensors``, then those that these follow, a few times."""
+    """Yields the autograd nodes of ``tensors``, then their successors, ``VIEWS_DEEP`` levels in all."""
     level = [tensor.grad_fn for tensor in tensors if isinstance(tensor, torch.Tensor) and tensor.grad_fn is not None]
     for _ in range(VIEWS_DEEP):
         yield level
@@ -49,19 +53,19 @@ def _levels(tensors: Iterable[Any]) -> Iterator[list[Node]]:
 
 
 def keeps_graph() -> bool:
-    """Whether the backward that runs now keeps what was saved for it (``retain_graph=True``)."""
+    """Returns True if the running backward keeps its saved tensors (``retain_graph=True``)."""
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
 def retraces_backwards() -> bool:
-    """Whether compiled autograd traces backwards anew, also those of compiled graphs."""
+    """Returns True if compiled autograd traces backwards again, including those of compiled graphs."""
     from torch._dynamo import compiled_autograd, config
 
     return bool(config.compiled_autograd or compiled_autograd.compiled_autograd_enabled)
 
 
 def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The leaf tensors whose gradients ``tensor.backward()`` would accumulate."""
+    """Returns the leaf tensors whose gradients ``tensor.backward()`` would accumulate."""
     if tensor.grad_fn is None:
         return [tensor] if tensor.requires_grad else []
     found: dict[int, torch.Tensor] = {}
@@ -79,12 +83,15 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def hooks_after_gradients(leaf: torch.Tensor) -> list[Callable[..., Any]]:
-    """What Python runs once the gradient of ``leaf`` is there; not the hooks of torch's own data parallelism."""
+    """Returns the Python hooks that run after the gradient of ``leaf`` is accumulated.
+
+    Hooks of torch's own data parallelism are not among them.
+    """
     return list((leaf._post_accumulate_grad_hooks or {}).values())
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether ``torch.compile`` made the module, or ``module.compile`` its call."""
+    """Returns True if the module comes from ``torch.compile`` or its call was compiled by ``module.compile``."""
     from torch._dynamo import OptimizedModule
 
     return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None

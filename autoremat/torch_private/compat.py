@@ -1,7 +1,7 @@
-"""Torch's private names for joint graphs and compilers; those for other things are in the ``torch_*`` files beside this one,
-and nowhere else. Each function says what it stands for and decides nothing.
+"""Torch's private names for joint graphs and compilers. Names for other purposes are in the modules beside this one.
 
-Supported: torch 2.11 to 2.15. Where a private signature differs between versions, arguments are matched by name.
+This module decides nothing about plans. It supports torch 2.11 to 2.15. Where a private signature differs between versions,
+arguments are matched by name.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SUPPORTED_MINORS = range(11, 16)
 
 
 def check_torch_version(version: str = torch.__version__) -> None:
-    """Raise ``UnsupportedTorchError`` unless torch is a 2.11 to 2.15."""
+    """Raises ``UnsupportedTorchError`` unless the torch version is 2.11 to 2.15."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None or int(match[1]) != 2 or int(match[2]) not in SUPPORTED_MINORS:
         raise UnsupportedTorchError(version)
@@ -45,56 +45,59 @@ from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy  # noqa:
 PartitionedModules = tuple[fx.GraphModule, fx.GraphModule]
 
 BUDGET_KEY = getattr(torch.fx.traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "")
-"""What ``torch.autograd.graph.region_activation_memory_budget`` calls a budget among a node's annotations."""
+"""The key of a ``torch.autograd.graph.region_activation_memory_budget`` among a node's annotations."""
 
 
 # -- joint graphs ------------------------------------------------------------------------------------------------------
 
 
 def is_tangent(node: fx.Node) -> bool:
-    """Whether the placeholder holds a gradient that flows into the backward."""
+    """Returns True if the placeholder holds a gradient that flows into the backward."""
     return bool(aot_utils._is_tangent(node))
 
 
 def is_forward_input(node: fx.Node) -> bool:
-    """Whether the placeholder belongs to the forward (a primal or the forward's random seed and offset)."""
+    """Returns True if the placeholder belongs to the forward: a primal, or the forward's random seed or offset."""
     return bool(aot_utils._is_primal(node) or aot_utils._is_fwd_seed_offset(node))
 
 
 def must_be_in_forward(node: fx.Node) -> bool:
-    """Whether the node mutates something in the forward."""
+    """Returns True if the node mutates something in the forward."""
     return node.op == "call_function" and bool(partitioners._must_be_in_forward(node))
 
 
 def must_be_in_backward(node: fx.Node) -> bool:
-    """Whether the node is tagged to run in the backward (mutations there)."""
+    """Returns True if the node is tagged to run in the backward, as mutations there are."""
     return node.op == "call_function" and bool(partitioners._must_be_in_backward(node))
 
 
 def is_traced_in_backward(node: fx.Node) -> bool:
-    """Whether autograd made the node."""
+    """Returns True if the node was traced in autograd's backward."""
     return bool(partitioners._has_tag_is_backward(node))
 
 
 def is_traced_in_forward(node: fx.Node) -> bool:
-    """Whether the model's forward made the node."""
+    """Returns True if the node was traced in the model's forward."""
     return bool(partitioners._has_tag_is_forward(node))
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Whether the node holds something that is neither a tensor nor a symbolic number."""
+    """Returns True if the node holds an object that is neither a tensor nor a symbolic number."""
     check: Callable[[fx.Node], bool] | None = getattr(partitioners, "is_opaque_node", None)
     return bool(check(node)) if check is not None else False
 
 
 def is_with_effects(node: fx.Node) -> bool:
-    """Whether the node is an effectful op with its token."""
+    """Returns True if the node is an effectful op with its token."""
     return bool(aot_utils.is_with_effects(node))
 
 
 def prepare_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.GraphModule:
-    """What torch's partitioner does before it decides: dead code, common subexpressions, and the tags that protect
-    checkpoint-region borders, collectives, effects and mutations."""
+    """Returns ``joint`` after the preparation that precedes the decisions of torch's partitioner.
+
+    It removes dead code and merges common subexpressions. It tags the values that must be saved: borders of checkpoint regions,
+    collectives, effects and mutations.
+    """
     joint.graph.eliminate_dead_code()
     if functorch_config.cse:
         joint.graph = _without_common_subexpressions(joint, num_fwd_outputs)
@@ -110,8 +113,11 @@ def prepare_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.GraphModule
 
 
 def _without_common_subexpressions(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.Graph:
-    """The graph with equal calls made one. Since torch 2.15 a call that only the forward needs stays apart from one that the
-    backward needs: a model that computes something again in its backward does not want it saved."""
+    """Returns the graph with equal calls merged.
+
+    Since torch 2.15, a call that only the forward needs is not merged with one that the backward needs. A model that computes
+    something again in its backward does not want it saved.
+    """
     merge: Callable[..., fx.Graph] = compile_utils.fx_graph_cse
     if "extra_node_key" not in inspect.signature(merge).parameters:
         return merge(joint.graph)
@@ -127,7 +133,10 @@ def _without_common_subexpressions(joint: fx.GraphModule, num_fwd_outputs: int) 
 
 
 def _run_effects_once(joint: fx.GraphModule) -> None:
-    """Turn orders to run an effect again into orders to save its results, aloud: torch 2.15 raises, earlier ones fail later."""
+    """Turns constraints to recompute an effect into constraints to save its results, with a warning.
+
+    Torch 2.15 raises an error for such a constraint; earlier versions fail later.
+    """
     for node in joint.graph.nodes:
         if is_with_effects(node) and node.meta.get("recompute") is CheckpointPolicy.MUST_RECOMPUTE:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -140,13 +149,13 @@ def _run_effects_once(joint: fx.GraphModule) -> None:
 
 
 def torchs_budget(node: fx.Node) -> float | None:
-    """The activation budget for torch's partitioner that the model gives for the node's region."""
+    """Returns the activation budget that the model gives torch's partitioner for the node's region; None if there is none."""
     custom = node.meta.get("custom")
     return custom.get(BUDGET_KEY) if isinstance(custom, dict) else None
 
 
 def warn_of_torchs_budgets(joint: fx.GraphModule) -> None:
-    """Say which budgets of torch's own have no effect, in the model or in the configuration."""
+    """Warns of torch's own activation budgets, in the model or in the configuration: they have no effect."""
     found = {functorch_config.activation_memory_budget, *map(torchs_budget, joint.graph.nodes)}
     given = [budget for budget in found if budget is not None and budget != 1]
     if given:
@@ -159,7 +168,7 @@ def warn_of_torchs_budgets(joint: fx.GraphModule) -> None:
 
 
 def orders_streams(node: fx.Node) -> bool:
-    """Whether the node runs on a stream of its own, or orders what runs on several."""
+    """Returns True if the node runs on a stream of its own, or orders ops of several streams."""
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace == "streams" or (node.meta.get("custom") or {}).get("stream") is not None
@@ -167,7 +176,7 @@ def orders_streams(node: fx.Node) -> bool:
 
 
 def partition_as_torch_does(joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> PartitionedModules:
-    """Torch's own partition, for graphs in which there is nothing to plan."""
+    """Returns the forward and the backward of torch's own partitioner, for graphs in which there is nothing to plan."""
     accepted = inspect.signature(partitioners.min_cut_rematerialization_partition).parameters
     kwargs = {name: value for name, value in kwargs.items() if name in accepted}
     forward, backward = partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
@@ -175,7 +184,7 @@ def partition_as_torch_does(joint: fx.GraphModule, joint_inputs: Sequence[object
 
 
 def device_of(joint: fx.GraphModule) -> torch.device:
-    """The device of the step: the first accelerator that a node's value lies on, else the CPU."""
+    """Returns the device of the step: the first accelerator that holds a node's value, else the CPU."""
     for node in joint.graph.nodes:
         tensor = node.meta.get("val")
         if isinstance(tensor, torch.Tensor) and tensor.device.type not in ("cpu", "meta"):
@@ -184,17 +193,20 @@ def device_of(joint: fx.GraphModule) -> torch.device:
 
 
 def joint_outputs(joint: fx.GraphModule, num_fwd_outputs: int) -> tuple[list[Any], list[Any]]:
-    """The nodes (or constants) that the forward and the backward return."""
+    """Returns the nodes (or constants) that the forward returns, and those that the backward returns."""
     (output,) = joint.graph.find_nodes(op="output")
     outputs = torch.utils._pytree.arg_tree_leaves(*output.args)
     return outputs[:num_fwd_outputs], outputs[num_fwd_outputs:]
 
 
 def inputs_written_afterwards(joint: fx.GraphModule) -> list[fx.Node]:
-    """The inputs whose new values the forward returns: AOTAutograd copies these into them after the forward, so that a backward
-    that reads such an input reads the new value."""
+    """Returns the inputs whose new values the forward returns.
 
-    def unwrapped(description: Any) -> Any:  # components of tensor subclasses are described beside the whole
+    AOTAutograd copies the new values into these inputs after the forward. A backward that reads such an input reads the new
+    value.
+    """
+
+    def unwrapped(description: Any) -> Any:  # for tensor subclasses: from the description of a component to that of the whole
         while hasattr(description, "base"):
             description = description.base
         return description
@@ -214,7 +226,10 @@ def extract_modules(
     num_fwd_outputs: int,
     static_lifetime_inputs: Collection[fx.Node],
 ) -> PartitionedModules:
-    """Split ``joint``: what the backward reads of ``saved`` becomes outputs of the forward, in the order AOTAutograd wants."""
+    """Splits ``joint`` into forward and backward. The saved nodes that the backward reads become outputs of the forward.
+
+    The outputs are in the sequence that AOTAutograd expects.
+    """
     wanted: dict[str, Any] = {
         "saved_sym_nodes": saved_symbols,
         "saved_opaque_nodes": saved_opaque,
@@ -229,7 +244,7 @@ def extract_modules(
 
 
 def finish_module(module: fx.GraphModule, is_backward: bool) -> fx.GraphModule:
-    """Unpack results of multi-output ops at once, and thread random states of nested regions through."""
+    """Moves the unpacking of multi-output ops right behind the op, and passes random states to nested regions."""
     module = compile_utils.raise_getitems(module)
     thread = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
     if thread is not None:
@@ -241,20 +256,20 @@ def finish_module(module: fx.GraphModule, is_backward: bool) -> fx.GraphModule:
 
 
 def multiplies_in_tiles(dtype: torch.dtype) -> bool:
-    """Whether this CPU multiplies matrices of ``dtype`` in tiles (AMX), for which oneDNN packs its operands."""
+    """Returns True if this CPU multiplies matrices of ``dtype`` in tiles (AMX). For these, oneDNN packs the operands."""
     probe = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}.get(dtype, "")
     return bool(getattr(torch.cpu, probe, bool)())
 
 
 def rounds_to_tf32() -> bool:
-    """Whether CUDA may round the operands of float32 matrix products to TF32, or less: not by default."""
+    """Returns True if CUDA may round the operands of float32 matrix products to TF32 or less. Torch's default is False."""
     return _matmul_precision(torch.backends.cuda) == "tf32"
 
 
 def float32_precision() -> str:
-    """Text that changes with how products of float32 matrices may be rounded, here and on CUDA.
+    """Returns text that changes with the permitted rounding of float32 matrix products, for the CPU and for CUDA.
 
-    Torch's setting for all backends at once raises an error after a user has set that of one.
+    It reads the setting of each backend: torch's common setting raises an error once a user has set a single backend.
     """
     return f"{_matmul_precision(torch.backends.mkldnn)} {_matmul_precision(torch.backends.cuda)}"
 
@@ -264,14 +279,14 @@ def _matmul_precision(backend: Any) -> str:
 
 
 def lays_channels_last(device_type: str) -> bool:
-    """Whether Inductor convolves images there channels last whatever their layout was: on a CPU with oneDNN."""
+    """Returns True if Inductor runs all convolutions of images on that device type channels last: on a CPU with oneDNN."""
     library: Any = torch.backends.mkldnn
     return bool(device_type == "cpu" and library.enabled and inductor_config.layout_optimization)
 
 
 def largest_expression(device_type: str) -> int:
-    """So many operations Inductor computes in one expression on a device of that type; of a larger one it makes a buffer."""
-    settings = vars(inductor_config)["_config"]  # the two for devices are missing in torch 2.11 and 2.12
+    """Returns the most ops that Inductor computes in one expression on that device type. A larger expression gets a buffer."""
+    settings = vars(inductor_config)["_config"]  # torch 2.11 and 2.12 lack the two settings for device types
     for_all = inductor_config.realize_opcount_threshold
     if for_all is not None:
         return int(for_all)
@@ -280,14 +295,14 @@ def largest_expression(device_type: str) -> int:
 
 
 def storage_key(tensor: torch.Tensor) -> int | None:
-    """Identifies the storage of a (fake) tensor; None if it has none (sparse tensors, some subclasses)."""
+    """Returns a number that identifies the storage of a (fake) tensor; None for sparse tensors and some subclasses."""
     with contextlib.suppress(NotImplementedError):
         return int(tensor.untyped_storage()._cdata)
     return None
 
 
 def force_stride_order() -> Any:
-    """The op that copies a tensor into the given strides, for graphs that Inductor compiles."""
+    """Returns the op that copies a tensor into given strides, in graphs that Inductor compiles."""
     from torch._inductor import inductor_prims
 
     return inductor_prims.force_stride_order
@@ -297,12 +312,12 @@ def force_stride_order() -> Any:
 
 
 def inductor_config_names() -> frozenset[str]:
-    """The names of Inductor's options, in the spelling that ``torch.compile(options=...)`` takes."""
+    """Returns the names of Inductor's options, in the spelling of ``torch.compile(options=...)``."""
     return frozenset(vars(inductor_config)["_config"]) | frozenset(inductor_config.get_config_copy())
 
 
 def mode_config(mode: str | None) -> dict[str, Any]:
-    """The Inductor options that ``torch.compile(mode=...)`` stands for."""
+    """Returns the Inductor options of ``torch.compile(mode=...)``."""
     if mode is None:
         return {}
     from torch._inductor import list_mode_options
@@ -311,14 +326,14 @@ def mode_config(mode: str | None) -> dict[str, Any]:
 
 
 def most_reads_inlined() -> int:
-    """Of how many buffers at most Inductor computes what it inlines though several ops read it, as it is set now."""
+    """Returns the most buffers that a value may read for Inductor to inline it into several readers, by the present setting."""
     return int(inductor_config.realize_reads_threshold)
 
 
 def compile_with_inductor(
     module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], functorch: dict[str, Any]
 ) -> Callable[..., Any]:
-    """Inductor, caches and all, with ``config`` patched (also for what it compiles later)."""
+    """Returns ``module`` compiled by Inductor, with its caches. ``config`` also applies to later compilations of its code."""
     from torch._inductor.compile_fx import compile_fx
 
     with functorch_config.patch(functorch), inductor_is_told():
@@ -327,10 +342,10 @@ def compile_with_inductor(
 
 
 def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Run the graph op by op, freeing each tensor after its last use."""
+    """Returns a function that runs the graph op by op and frees each tensor after its last use."""
     from torch.fx.graph import _BoxedCodeGen
 
-    # Not by fx.Interpreter, which writes to what another thread's tracing reads.
+    # Not by fx.Interpreter: it writes to data that another thread's tracing reads.
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
     forward = module.forward
@@ -345,7 +360,7 @@ def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[
 def compile_uncompiled(
     module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., PartitionedModules]
 ) -> Callable[..., Any]:
-    """AOTAutograd with ``partition``, then plain ATen calls."""
+    """Returns ``module`` compiled by AOTAutograd with ``partition``. It runs as plain ATen calls."""
     from torch._dynamo.backends.common import aot_autograd
 
     backend = aot_autograd(fw_compiler=_run_uncompiled, partition_fn=partition, keep_inference_input_mutations=True)
@@ -354,7 +369,7 @@ def compile_uncompiled(
 
 
 def subclass_identity(tensor: torch.Tensor) -> str:
-    """Text that tells apart tensors of one subclass that wrap others in different ways; empty for a plain tensor."""
+    """Returns text that identifies the way in which a tensor subclass wraps other tensors; empty for a plain tensor."""
     flatten: Callable[[], tuple[list[str], Any]] | None = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         return ""
@@ -363,7 +378,7 @@ def subclass_identity(tensor: torch.Tensor) -> str:
 
 
 def machine_fingerprint() -> str:
-    """Text that changes with the instructions of this CPU that kernels choose by, and with the switches of libraries."""
+    """Returns text that changes with this CPU's instructions, which kernels depend on, and with the switches of libraries."""
     cuda: Any = torch.backends.cuda
     switches = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
     tiles = [multiplies_in_tiles(dtype) for dtype in (torch.bfloat16, torch.float16)]
@@ -373,7 +388,7 @@ def machine_fingerprint() -> str:
 
 
 def configuration_fingerprint() -> str:
-    """Text that changes with any setting of Inductor or AOTAutograd that could change a joint graph."""
+    """Returns text that changes with any setting of Inductor or AOTAutograd that could change a joint graph."""
     portable = inductor_config.save_config_portable()
     portable.pop("custom_partitioner_fn", None)
     return repr(sorted((k, repr(v)) for k, v in [*portable.items(), *functorch_config.save_config_portable().items()]))
@@ -381,7 +396,7 @@ def configuration_fingerprint() -> str:
 
 @contextlib.contextmanager
 def without_caches() -> Iterator[None]:
-    """Compile afresh: neither AOTAutograd's nor Inductor's cache answers, nor is written."""
+    """Disables the caches of AOTAutograd and Inductor while active, for reading and for writing."""
     with (
         functorch_config.patch({"enable_autograd_cache": False}),
         inductor_config.patch({"force_disable_caches": True}),

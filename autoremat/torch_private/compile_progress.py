@@ -1,7 +1,4 @@
-"""Torch's private names for how far Inductor has come with a graph.
-
-As in ``torch_compat``, each function says what it stands for and nothing here decides anything about plans.
-"""
+"""Torch's private names for Inductor's progress with a graph. This module decides nothing about plans."""
 
 from __future__ import annotations
 
@@ -15,18 +12,17 @@ from autoremat.basics.progress import Tally, now
 from autoremat.torch_private.hooks import Method, hooked
 
 KERNEL = re.compile(r"= async_compile\.\w+\(")
-"""A kernel in generated code that is compiled by itself."""
+"""Matches a kernel in generated code that is compiled by itself."""
 
 
 def _half_of(lowering: Any) -> str:
-    """What to call a graph that Inductor lowers."""
+    """Returns the name for messages of a graph that Inductor lowers."""
     return "graph" if lowering.is_inference else "backward" if lowering.is_backward else "forward"
 
 
 @contextlib.contextmanager
 def inductor_is_told() -> Iterator[None]:
-    """While active, whoever waits is told what Inductor does: lowering, generating code, compiling so many of so many
-    kernels."""
+    """Reports Inductor's progress while active: lowering, code generation, and compiled kernels out of all kernels."""
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CodeCacheFuture
     from torch._inductor.graph import GraphLowering, SubgraphLowering
@@ -57,7 +53,7 @@ def inductor_is_told() -> Iterator[None]:
 
     def told_load(load: Method, compiler: Any, *args: Any) -> Any:
         loaded = load(compiler, *args)
-        kernels.done += not isinstance(loaded, CodeCacheFuture)  # which is only begun
+        kernels.done += not isinstance(loaded, CodeCacheFuture)  # a future is still compiling
         return loaded
 
     def told_wait(wait: Method, compiler: Any, scope: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
-"""Torch's private names for what Dynamo did beside the graphs that it handed over: graph breaks, and frames it left alone.
+"""Torch's private names for Dynamo's work outside of the captured graphs: graph breaks and skipped frames.
 
-As in ``torch_compat``, each function says what it stands for and nothing here decides anything about plans.
+This module decides nothing about plans.
 """
 
 from __future__ import annotations
@@ -13,26 +13,29 @@ from torch import fx
 from torch._dynamo.utils import counters
 
 RESUMED = "torch_dynamo_resume_in"
-"""In the name of a function that goes on after a graph break."""
+"""The prefix in the name of a function that resumes after a graph break."""
 
 WITHOUT_RNN = "RNN, GRU, or LSTM"
-"""In the reason of a graph break at a module that Dynamo does not trace unless ``allow_rnn`` is set."""
+"""A phrase in the reason of a graph break at a module that Dynamo traces only with ``allow_rnn``."""
 
 
 def graph_breaks() -> Counter[str]:
-    """The reasons of all graph breaks in this process, each with how often it came."""
+    """Returns the reasons of all graph breaks in this process, each with its count."""
     return Counter(counters["graph_break"])
 
 
 def in_few_words(reason: str) -> str:
-    """The first line of a graph break's reason, its explanation and its first hint."""
+    """Returns the first line of a graph break's reason, its explanation and its first hint."""
     lines = [line.strip() for line in reason.strip().splitlines()]
     said = [line.partition(": ")[2] for kind in ("Explanation: ", "Hint: ") for line in lines if line.startswith(kind)][:2]
     return ". ".join(text.rstrip(".") for text in (lines[0], *said) if text)
 
 
 def graph_break_around(gm: fx.GraphModule) -> str | None:
-    """Why Dynamo broke the function that ``gm`` is a part of; None if it is the whole, empty if another part knows why."""
+    """Returns the reason of the graph break after ``gm``; None if ``gm`` is the whole function.
+
+    The result is empty if ``gm`` is the last part of a broken function: the reason is known for an earlier part.
+    """
     ended: Any = getattr(gm, "compile_subgraph_reason", None)
     if getattr(ended, "graph_break", False):
         return str(ended.reason)
@@ -41,7 +44,10 @@ def graph_break_around(gm: fx.GraphModule) -> str | None:
 
 
 def around_each_frame(begins: Callable[[], None], ended: Callable[[], None]) -> None:
-    """Call ``begins`` before Dynamo looks at a frame and ``ended`` after it, until torch is reset. Twice is as good as once."""
+    """Calls ``begins`` before Dynamo looks at a frame and ``ended`` after it, until torch is reset.
+
+    Repeated registration has no effect.
+    """
     from torch._dynamo.callback import callback_handler
 
     for callbacks, listener in ((callback_handler.start_callbacks, begins), (callback_handler.end_callbacks, ended)):
@@ -50,14 +56,14 @@ def around_each_frame(begins: Callable[[], None], ended: Callable[[], None]) -> 
 
 
 def is_called(begins: Callable[[], None]) -> bool:
-    """Whether ``begins`` is called before a frame: torch was not reset since :func:`around_each_frame`."""
+    """Returns True if ``begins`` is still registered: torch was not reset since :func:`around_each_frame`."""
     from torch._dynamo.callback import callback_handler
 
     return any(getattr(callback, "listener", None) is begins for callback in callback_handler.start_callbacks)
 
 
 class _Callback:
-    """Calls a listener without what Dynamo has to say."""
+    """A callback of Dynamo that calls a listener without Dynamo's arguments."""
 
     def __init__(self, listener: Callable[[], None]) -> None:
         self.listener = listener

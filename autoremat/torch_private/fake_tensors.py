@@ -1,6 +1,6 @@
-"""Torch's private names for fake tensors, and tracing a step without compiling or running it.
+"""Torch's private names for fake tensors, and for tracing a step without compiling or running it.
 
-As in ``torch_compat``, each function says what it stands for and nothing here decides anything about plans.
+This module decides nothing about plans.
 """
 
 from __future__ import annotations
@@ -29,24 +29,27 @@ from autoremat.torch_private import compat
 MANY = 1 << 20
 
 RUNS_NOTHING = {"shape_padding": False, "max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False}
-"""Settings of Inductor under which nothing is decided by running kernels."""
+"""Inductor settings under which no decision depends on running a kernel."""
 
 NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
-"""What is raised where the value of a tensor is asked for that has none."""
+"""Errors raised when code asks for the value of a fake tensor."""
 
 FAILED_OP = torch._dynamo.exc.TorchRuntimeError
-"""What is raised where an op refuses its arguments; the op's own error is the first of its causes."""
+"""The error raised when an op rejects its arguments. The op's own error is the first of its causes."""
 
 Partition = Callable[..., compat.PartitionedModules]
 
 
 def new_mode() -> FakeTensorMode:
-    """A world in which tensors have shapes, types and devices, and no memory. Real ones that it meets become fake."""
+    """Returns a mode in which tensors have sizes, types and devices, and no memory. It turns real tensors into fake ones."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A fake tensor, or parameter, with the sizes, strides and type of ``tensor``, on ``device``."""
+    """Returns a fake tensor, or parameter, with the sizes, strides and type of ``tensor``, on ``device``.
+
+    Raises ``NotImplementedError`` for a tensor subclass on another device.
+    """
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter, FakeTensor):
         if tensor.device != device:
             raise NotImplementedError(f"a {type(tensor).__name__} cannot be moved to another device without its data")
@@ -60,7 +63,10 @@ def fake_like(mode: FakeTensorMode, tensor: torch.Tensor, device: torch.device) 
 
 
 def compiled_by(function: Callable[..., Any], backend: Callable[..., Any]) -> Callable[..., Any]:
-    """``function``, its graphs handed to ``backend``: sizes are constants, and nothing is said of what was compiled before."""
+    """Returns ``function`` with its graphs handed to ``backend``.
+
+    All sizes are constants, whatever was compiled before. Dynamo raises errors, and no recompile limit applies.
+    """
 
     def run(*args: Any, **kwargs: Any) -> Any:
         settings = {
@@ -68,7 +74,7 @@ def compiled_by(function: Callable[..., Any], backend: Callable[..., Any]) -> Ca
             "suppress_errors": False,
         }  # fmt: skip
         with torch._dynamo.config.patch(settings), warnings.catch_warnings(), _failed_ops_unlogged():
-            # Dynamo looks at the gradients of a graph's inputs, which after a graph break are no leaves.
+            # Dynamo reads the gradients of a graph's inputs. After a graph break, these are not leaves.
             warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
             return torch.compile(function, backend=backend, dynamic=False)(*args, **kwargs)
 
@@ -77,7 +83,7 @@ def compiled_by(function: Callable[..., Any], backend: Callable[..., Any]) -> Ca
 
 @contextlib.contextmanager
 def _failed_ops_unlogged() -> Iterator[None]:
-    """Torch logs the traceback of an op that refuses its arguments, beside raising it."""
+    """Disables torch's log of an op that rejects its arguments, while active. Torch raises the same error."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     before, logger.disabled = logger.disabled, True
     try:
@@ -87,7 +93,7 @@ def _failed_ops_unlogged() -> Iterator[None]:
 
 
 class _NoBackward(Exception):
-    """AOTAutograd asked for code without having asked for a partition: the graph has no backward."""
+    """Raised if AOTAutograd asks for code before it asks for a partition: the graph has no backward."""
 
 
 def _no_code(*_: Any, **__: Any) -> Any:
@@ -95,7 +101,7 @@ def _no_code(*_: Any, **__: Any) -> Any:
 
 
 def own_inputs(inputs: Sequence[Any]) -> list[Any]:
-    """What Dynamo hands to a backend, its tensors those of the world in which Dynamo traced."""
+    """Returns the inputs that Dynamo hands to a backend, with tensors converted to the fake mode of Dynamo's tracing."""
     context = TracingContext.try_get()
     mode = context.fake_mode if context is not None else None
     assert mode is not None, "called by Dynamo"
@@ -105,9 +111,10 @@ def own_inputs(inputs: Sequence[Any]) -> list[Any]:
 def trace_joint(
     module: fx.GraphModule, inputs: Sequence[Any], partition: Partition, inductor: bool, config: dict[str, Any]
 ) -> None:
-    """Have AOTAutograd trace the joint graph of ``module`` and hand it to ``partition``, which ends the tracing by raising.
+    """Traces the joint graph of ``module`` with AOTAutograd and hands it to ``partition``, which ends the tracing by raising.
 
-    ``inductor``: with its decompositions and its passes over joint graphs, under ``config``. Returns if there is no backward.
+    ``inductor`` selects Inductor's decompositions and its passes over joint graphs, under ``config``. Returns normally if there
+    is no backward.
     """
     own = own_inputs(inputs)
     try:
@@ -127,7 +134,10 @@ def trace_joint(
 def partition_for(
     share: float, joint: fx.GraphModule, inputs: Sequence[object], keywords: Mapping[str, Any]
 ) -> compat.PartitionedModules:
-    """Torch's own partition of a copy of ``joint`` at ``activation_memory_budget=share``, whatever budget the model gives."""
+    """Returns torch's own partition of a copy of ``joint`` at ``activation_memory_budget=share``.
+
+    Budgets in the model are ignored.
+    """
     copied = fx.GraphModule(joint, shallow_copy(joint.graph))
     for node in copied.graph.nodes:
         if compat.torchs_budget(node) is not None:
@@ -137,7 +147,7 @@ def partition_for(
 
 
 def shallow_copy(graph: fx.Graph) -> fx.Graph:
-    """The graph, its nodes with the same names and metadata."""
+    """Returns a copy of the graph whose nodes have the same names and metadata."""
     copied = fx.Graph()
     result = copied.graph_copy(graph, {})
     copied.output(result)

@@ -1,6 +1,6 @@
-"""The adapter for torch's higher-order ops: which there are, which bodies they run, which op or kernel they stand for.
+"""Torch's private names for higher-order ops: their names, their bodies, and the ops or kernels that they wrap.
 
-As in ``torch_compat``, nothing here decides anything about plans.
+This module decides nothing about plans.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ RUNS_BODIES = frozenset(
         "flex_attention_backward",
     }
 )  # fmt: skip
-"""Higher-order ops that do what their bodies do and no more, by name."""
+"""Names of higher-order ops whose only work is that of their bodies."""
 
 LOOPED_OVER = {"scan": 2, "map_impl": 1}
-"""For loops: the position of the argument along whose first dimension the body runs."""
+"""Loops, with the position of the argument along whose first dimension the body runs."""
 
 HOLDS_RESULTS_TWICE = frozenset({"map_impl", "while_loop"})
-"""Those that collect the results of all runs before they join them, or hold those of one run during the next."""
+"""Loops that hold their results twice: they join the collected results, or hold one run's results during the next run."""
 
 
 def name_of(node: fx.Node) -> str:
-    """The name of the higher-order op that ``node`` calls; empty if it calls none."""
+    """Returns the name of the higher-order op that ``node`` calls; empty if it calls none."""
     target = node.target
     return str(target.name()) if isinstance(target, torch._ops.HigherOrderOperator) else ""  # type: ignore[no-untyped-call]
 
 
 def bodies(node: fx.Node) -> list[fx.GraphModule]:
-    """The graphs that the call runs."""
+    """Returns the graphs that the call runs."""
     owner = node.graph.owning_module
     held = (n for n in node.all_input_nodes if n.op == "get_attr")
     found = (operator.attrgetter(str(n.target))(owner) for n in held)
@@ -43,7 +43,7 @@ def bodies(node: fx.Node) -> list[fx.GraphModule]:
 
 
 def written_op(node: fx.Node) -> torch._ops.OpOverload | None:
-    """The op that ``node`` calls on copies of the arguments that it writes to, if it is such a call."""
+    """Returns the op that ``node`` calls on copies of its mutated arguments; None if ``node`` is no such call."""
     if node.target not in (auto_functionalized, auto_functionalized_v2):
         return None
     called = node.args[0]
@@ -51,7 +51,10 @@ def written_op(node: fx.Node) -> torch._ops.OpOverload | None:
 
 
 def written_arguments(op: torch._ops.OpOverload, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of ``op`` by its own names, from those of its wrapper; for a view that is written to, its base."""
+    """Returns the arguments of ``op`` under its own names, from those of its functionalizing wrapper.
+
+    A mutated view is represented by its base.
+    """
     bases = kwargs.get("_all_bases", [])
     found = {}
     for argument in op._schema.arguments:
@@ -61,7 +64,7 @@ def written_arguments(op: torch._ops.OpOverload, kwargs: dict[str, Any]) -> dict
 
 
 def triton_kernel(node: fx.Node) -> object | None:
-    """The Triton kernel that ``node`` calls on copies of the arguments that it writes to, if it is such a call."""
+    """Returns the Triton kernel that ``node`` calls on copies of its mutated arguments; None if ``node`` is no such call."""
     if node.target is not triton_kernel_wrap.triton_kernel_wrapper_functional:
         return None
     kernel: object = triton_kernel_wrap.kernel_side_table.get_kernel(node.kwargs["kernel_idx"])  # type: ignore[arg-type]
@@ -69,7 +72,7 @@ def triton_kernel(node: fx.Node) -> object | None:
 
 
 def returned_operands(node: fx.Node) -> dict[Any, fx.Node]:
-    """Of a nested compile region: the operands that it returns as they are, by the position of the result."""
+    """Returns the operands that a nested compile region returns unchanged, by the position of the result."""
     if name_of(node) != "invoke_subgraph":
         return {}
     (body,) = bodies(node)

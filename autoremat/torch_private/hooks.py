@@ -1,4 +1,4 @@
-"""Hooks on methods of torch's private classes, each for the thread alone that set it."""
+"""Hooks on methods of torch's private classes. A hook acts only in the thread that set it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from typing import Any
 Method = Callable[..., Any]
 
 _hooks: ContextVar[Mapping[tuple[type, str], Method]] = ContextVar("autoremat_hooks", default=types.MappingProxyType({}))
-"""What stands for which method of Inductor's, for the thread at hand alone."""
+"""The active hooks of this thread, by class and method name."""
 _installing = threading.Lock()
 
 
 @contextlib.contextmanager
 def hooked(owner: type, name: str, hook: Callable[..., Any]) -> Iterator[None]:
-    """While active, ``hook(method, self, ...)`` runs where this thread calls the method of ``owner``.
+    """Replaces a method of ``owner`` in this thread while active: its calls become ``hook(method, self, ...)``.
 
-    Other threads call the method itself meanwhile: Inductor may compile there for somebody else, around Dynamo's lock.
+    Other threads still call the method itself: Inductor may compile there for another user, outside of Dynamo's lock.
     """
     method = _hooks.get().get((owner, name), _dispatching(owner, name))
     token = _hooks.set({**_hooks.get(), (owner, name): functools.partial(hook, method)})
@@ -33,8 +33,11 @@ def hooked(owner: type, name: str, hook: Callable[..., Any]) -> Iterator[None]:
 
 
 def _dispatching(owner: type, name: str) -> Method:
-    """The method of ``owner``, in whose place stands from now on what looks for a hook first. That stays: threads that each put
-    back what they found would put back each other's."""
+    """Returns the original method of ``owner`` after installing a dispatcher in its place.
+
+    The dispatcher calls this thread's hook if there is one. It stays installed: threads that each restored the method they
+    found would undo each other's changes.
+    """
     with _installing:
         present: Method = getattr(owner, name)
         if not hasattr(present, "without_hooks"):

@@ -1,6 +1,6 @@
-"""Torch's private names for what Inductor makes of a graph: the peak of its generated code, and the order of its kernels.
+"""Torch's private names for Inductor's lowering: the peak of its generated code, and the sequence of its kernels.
 
-As in ``torch_compat``, each function says what it stands for and nothing here decides anything about plans.
+This module decides nothing about plans.
 """
 
 from __future__ import annotations
@@ -25,16 +25,19 @@ from autoremat.torch_private.symbolic_sizes import most_of_expression
 
 @dataclass(frozen=True)
 class LoweredPeak:
-    """The peak of one lowered graph, in bytes: what it allocates and, for a backward, what it was handed."""
+    """The peak of one lowered graph, in bytes.
+
+    It counts the graph's allocations. For a backward, it also counts the tensors that the backward receives.
+    """
 
     is_backward: bool
     peak_bytes: int
     is_estimate: bool = False
-    """Whether the code could not be replayed."""
+    """True if the generated code could not be replayed, so that the peak is estimated from the scheduler's buffers."""
 
 
 def _layout_bytes(buffer: Any) -> int:
-    """Bytes of a buffer of Inductor's; 0 for what holds several results or none."""
+    """Returns the bytes of an Inductor buffer; 0 for a buffer that stands for several results or for none."""
     from torch._inductor.virtualized import V
 
     try:
@@ -45,15 +48,17 @@ def _layout_bytes(buffer: Any) -> int:
 
 
 def _strides(buffer: Any) -> tuple[object, ...]:
-    """Of the dimensions that are longer than 1; nothing for what is no tensor."""
+    """Returns the strides of the dimensions that are longer than 1; an empty tuple for objects that are not tensors."""
     with contextlib.suppress(AttributeError, NotImplementedError):
         return tuple(step for size, step in zip(buffer.get_size(), buffer.get_stride(), strict=True) if size != 1)
     return ()
 
 
 def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
-    """The peak by the scheduler's buffers, for generated code that :func:`replay_peak` cannot read. It knows nothing of
-    in-place reuse, and what is held is added without ever being freed."""
+    """Returns the peak of the scheduler's buffers, in bytes, for generated code that :func:`replay_peak` cannot read.
+
+    The estimate ignores in-place buffer reuse. It counts buffers in ``held`` as live until the end.
+    """
     from torch._inductor import memory
 
     scheduler, ordered_set = lowering.scheduler, torch.utils._ordered_set.OrderedSet
@@ -89,22 +94,25 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
 
         replayed = replay_peak(source, counted, buffer_bytes, held, known.allocation_bytes, known.workspaces)
         peak = _scheduled_peak(lowering, held) if replayed is None else replayed
-        if lowering.is_backward:  # forward outputs that the backward does not read are alive all the same
+        if lowering.is_backward:  # outputs of the forward stay live although the backward does not read them
             peak += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
         return LoweredPeak(bool(lowering.is_backward), peak + known.code_headroom_bytes, replayed is None)
 
 
 def _pin_order(scheduler: Any) -> None:
-    """Keep the graph's order between extern kernels, and templates of such: fusion may merge what stands between two of them,
-    but move nothing past one. Otherwise the scheduler computes what the plan recomputes late together with what it computes
-    early, because both read the same buffer."""
+    """Keeps the graph's sequence of extern kernels and templates.
+
+    Fusion may merge nodes between two of them, but moves no node past one. Without this, the scheduler moves a late
+    recomputation to an early op that reads the same buffer.
+    """
     from torch._inductor import ir
     from torch._inductor.dependencies import WeakDep
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
 
     def after(node: Any, earlier: Any) -> None:
-        # Orders the two and keeps no buffer alive. The graph's own `additional_buffer_deps` would also make the node a
-        # user of the buffer. A buffer that has such a user, or that is read in two ways, is not written in place.
+        # A weak dependency fixes the sequence of the two nodes and keeps no buffer live. The graph's own
+        # `additional_buffer_deps` would also make the node a user of the buffer. Inductor writes no buffer in place that has
+        # such a user, or that is read in two ways.
         read = {dependency.name for dependency in node.read_writes.reads}
         for name in earlier.get_buffer_names() - read:
             node.add_fake_dep(WeakDep(name, node.get_name(), is_fake=True))
@@ -116,7 +124,7 @@ def _pin_order(scheduler: Any) -> None:
             continue
         if barrier is not None:
             after(node, barrier)
-        # Autotuning makes templates of matrix products and attention: kernels that Inductor writes itself.
+        # Autotuning chooses templates for matrix products and attention: kernels that Inductor writes itself.
         if isinstance(node, ExternKernelSchedulerNode) or node.is_template():
             for earlier in window:
                 after(node, earlier)
@@ -127,8 +135,11 @@ def _pin_order(scheduler: Any) -> None:
 
 @contextlib.contextmanager
 def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
-    """While active and if ``wanted()``, Inductor keeps the order of backward graphs (see ``_pin_order``), and frees buffers
-    after their last use rather than keep them for a later one of the same size."""
+    """Makes Inductor prefer memory over speed while active, if ``wanted()``.
+
+    Backward graphs keep their sequence (see ``_pin_order``). Buffers are freed after their last use, and are not kept for a
+    later buffer of the same size.
+    """
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
@@ -150,7 +161,7 @@ def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
 
 
 def chooses_layouts_of_gradients() -> bool:
-    """Whether this version of Inductor lays out what the gradient of a convolution reads; earlier ones leave it as it is."""
+    """Returns True if this Inductor chooses the layouts of a convolution gradient's inputs. Earlier versions keep them."""
     from torch._inductor.kernel import conv
 
     return hasattr(conv, "convolution_backward_lowering")
@@ -158,7 +169,7 @@ def chooses_layouts_of_gradients() -> bool:
 
 @contextlib.contextmanager
 def rewriting_before_lowering(rewrite: Callable[[fx.Graph], None]) -> Iterator[None]:
-    """While active, ``rewrite`` changes each FX graph in place just before Inductor lowers it."""
+    """Applies ``rewrite`` to each FX graph, in place, just before Inductor lowers it."""
     from torch._inductor.graph import GraphLowering
 
     def rewrite_and_run(run: Method, lowering: Any, *arguments: Any) -> Any:
@@ -171,11 +182,11 @@ def rewriting_before_lowering(rewrite: Callable[[fx.Graph], None]) -> Iterator[N
 
 @contextlib.contextmanager
 def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
-    """While active, a random number in this thread's kernels depends on its seed and its place alone.
+    """Makes each random number in this thread's kernels depend only on its seed and its position, while active.
 
-    Torch 2.13 and later can draw four numbers at once in CUDA kernels over one dimension. Kernels over two dimensions draw
-    others for the same seed, so a mask that the backward draws again would not be the forward's. ``patches`` are the settings
-    of Inductor that the compilation has beside the global ones.
+    Torch 2.13 and later can draw four numbers at once in one-dimensional CUDA kernels. Two-dimensional kernels then draw other
+    numbers for the same seed, so the backward would recompute a dropout mask that differs from the forward's. ``patches`` are
+    the compilation's own Inductor settings, on top of the global ones.
     """
     from torch._inductor.codegen.triton import TritonOverrides
 
@@ -197,8 +208,10 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def observe_lowering(known: Callable[[], ReplayContext], observer: Callable[[LoweredPeak], None]) -> Iterator[None]:
-    """Call ``observer`` with every whole training graph that Inductor generates code for in this thread, before any of its
-    kernels is compiled. What ``observer`` raises ends the compilation."""
+    """Calls ``observer`` with the peak of every whole training graph that Inductor generates code for in this thread.
+
+    The call comes before any kernel of the graph is compiled. An exception from ``observer`` ends the compilation.
+    """
     from torch._inductor.graph import GraphLowering, SubgraphLowering
 
     def generate_and_observe(generate: Method, lowering: Any) -> Any:
@@ -218,12 +231,15 @@ def _not_compiled(*_: Any, **__: Any) -> Any:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Inductor generates all code and compiles no kernel: what it returns cannot be called, and no cache keeps it."""
+    """Makes Inductor generate all code and compile no kernel, while active.
+
+    The compiled results cannot be called, and no cache stores them.
+    """
     from torch._inductor.graph import GraphLowering
 
     def only_generated(_: Method, lowering: Any) -> Any:
         lowering.codegen()
-        # Where CUDA graphs are asked for, Inductor wraps each partition of the code that it has loaded.
+        # With CUDA graphs, Inductor wraps each partition of the loaded code.
         runner = types.SimpleNamespace(recursively_apply_fns=lambda _: None, partitions=[])
         return types.SimpleNamespace(call=_not_compiled, runner=runner, __file__="")
 

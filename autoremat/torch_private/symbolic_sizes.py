@@ -1,4 +1,4 @@
-"""Torch's private names for symbolic sizes: what they are hinted as, how large they may become, and guards that say so."""
+"""Torch's private names for symbolic sizes: their hints, their upper limits, and guards on these limits."""
 
 from __future__ import annotations
 
@@ -16,24 +16,27 @@ from torch.fx.experimental import symbolic_shapes
 
 from autoremat.basics.errors import CaptureError
 
-UNKNOWN_SIZE = 4096  # for a data-dependent dimension, as in torch's partitioner
+UNKNOWN_SIZE = 4096  # hint of a data-dependent dimension, as in torch's partitioner
 
 _planned: ContextVar[dict[Any, tuple[int, int]]] = ContextVar("planned_sizes", default={})  # noqa: B039  # never written to
-"""The least and the most of the sizes that this thread plans for, by symbol."""
+"""The range (smallest, largest) of each size symbol that this thread plans for."""
 
 _most: ContextVar[dict[Any, int]] = ContextVar("most_of_expressions")
-"""What :func:`most` has found for expressions of these."""
+"""Cache of :func:`most` for the present ranges, by expression."""
 
 POINTS = {1: 65, 2: 9, 3: 5}
-"""By how many sizes an expression has: at how many values of each it is looked at. Of more sizes, at both ends."""
+"""The number of sample values per size symbol, by the number of symbols in an expression. With more symbols: two, the ends."""
 MOST_SIZES = 8
-"""Of expressions of more sizes the rest are looked at as large as they may be."""
+"""The number of size symbols that are sampled per expression. Further symbols take their largest value."""
 
 Result = TypeVar("Result")
 
 
 def size_hint(size: int | torch.SymInt) -> int:
-    """A concrete number for a possibly symbolic one, without a guard: at the sizes that are planned for, else at the hints."""
+    """Returns a concrete number for a possibly symbolic size, without adding a guard.
+
+    The number is the value at the largest planned sizes. Without planned sizes, it is torch's hint.
+    """
     if isinstance(size, int):
         return size
     known = _at_planned_sizes(size.node.expr)
@@ -42,8 +45,10 @@ def size_hint(size: int | torch.SymInt) -> int:
 
 
 def most(size: int | torch.SymInt) -> int:
-    """The largest that ``size`` becomes while the inputs' sizes are at most those that are planned for: what is left of a
-    buffer behind them shrinks as they grow. Without such sizes, :func:`size_hint`."""
+    """Returns the largest value of ``size`` over the planned ranges of the input sizes. Without such ranges, :func:`size_hint`.
+
+    The value need not be largest at the largest inputs: the rest of a buffer behind them shrinks as they grow.
+    """
     if isinstance(size, int):
         return size
     known = _most_of(size.node.expr)
@@ -51,7 +56,7 @@ def most(size: int | torch.SymInt) -> int:
 
 
 def most_of_expression(expression: Any, sizevars: Any) -> int:
-    """As :func:`most`, for an expression of Inductor's."""
+    """Returns the same as :func:`most` for one of Inductor's expressions."""
     known = _most_of(expression)
     return known if known is not None else int(sizevars.optimization_hint(expression, fallback=UNKNOWN_SIZE))
 
@@ -64,7 +69,7 @@ def _at_planned_sizes(expression: Any) -> int | None:
 
 
 def _most_of(expression: Any) -> int | None:
-    """The largest value at some points between the least and the most of each size, both ends among them."""
+    """Returns the largest value at sample points of the planned ranges. Both ends of each range are sample points."""
     planned = _planned.get()
     if not planned or not hasattr(expression, "xreplace"):
         return None
@@ -75,7 +80,7 @@ def _most_of(expression: Any) -> int | None:
             return None
         sizes = sorted(expression.free_symbols, key=str)[:MOST_SIZES]
         for point in itertools.product(*(_between(*planned[size], POINTS.get(len(sizes), 2)) for size in sizes)):
-            with contextlib.suppress(ArithmeticError, ValueError):  # of sizes at which nothing is defined
+            with contextlib.suppress(ArithmeticError, ValueError):  # the expression is undefined at some sizes
                 found = max(found, _at(expression, dict(zip(sizes, point, strict=True))))
         known[expression] = found
     return known[expression]
@@ -87,7 +92,7 @@ def _at(expression: Any, sizes: Mapping[Any, int]) -> int:
 
 
 def _between(least: int, limit: int, count: int) -> list[int]:
-    """At most ``count`` numbers from ``least`` to ``limit``, evenly spaced."""
+    """Returns at most ``count`` evenly spaced integers from ``least`` to ``limit``."""
     if limit <= least:
         return [limit]
     return sorted({least + (limit - least) * step // (count - 1) for step in range(count)})
@@ -95,7 +100,7 @@ def _between(least: int, limit: int, count: int) -> list[int]:
 
 @contextlib.contextmanager
 def planned_for(sizes: Mapping[DynamicSize, int]) -> Iterator[None]:
-    """Inside, symbolic sizes are hinted as if the inputs had these."""
+    """Sets the planned sizes of this thread while active: ``sizes`` gives the largest value of each dynamic size."""
     planned = _planned.set(_planned.get() | {size.symbol: (min(size.least, limit), limit) for size, limit in sizes.items()})
     most_known = _most.set({})
     try:
@@ -106,15 +111,15 @@ def planned_for(sizes: Mapping[DynamicSize, int]) -> Iterator[None]:
 
 
 def carried(work: Callable[[], Result]) -> Callable[[], Result]:
-    """``work`` for another thread, which then plans for the sizes of this one."""
-    context = Context()  # not a copy of this thread's: hooks on Inductor are to stay here
+    """Returns ``work`` for execution in another thread, with the planned sizes of this thread."""
+    context = Context()  # not a copy of this thread's context: hooks on Inductor stay in this thread
     context.run(_planned.set, _planned.get())
     context.run(_most.set, {})
     return partial(context.run, work)
 
 
 def planned_identity() -> str:
-    """Text that changes with the sizes that are planned for."""
+    """Returns text that changes with the planned sizes."""
     return repr(sorted((str(symbol), *ends) for symbol, ends in _planned.get().items()))
 
 
@@ -126,33 +131,36 @@ class DynamicSize:
 
     @property
     def symbol(self) -> Any:
-        """What it is called."""
+        """The size's sympy symbol."""
         return self.number.node.expr
 
     @property
     def hint(self) -> int:
-        """Its value in this call."""
+        """The size's value in this call."""
         return int(self.number.node.hint)
 
     @property
     def least(self) -> int:
-        """The least that it may be."""
+        """The smallest value that the size can take."""
         lower = self.number.node.shape_env.var_to_range[self.symbol].lower
         return max(int(lower), 0) if lower.is_Integer else 0
 
     @property
     def most(self) -> int | None:
-        """The most that the user has said it to be; None if that is not known."""
+        """The largest value that the user has declared for the size; None if there is none."""
         upper = self.number.node.shape_env.var_to_range[self.symbol].upper
         return int(upper) if upper.is_Integer else None
 
     def guard_at_most(self, limit: int) -> None:
-        """Have Dynamo compile again for what is larger."""
+        """Adds a guard: Dynamo compiles again for a size above ``limit``."""
         bool(self.number <= limit)  # a comparison of symbolic numbers is a guard
 
 
 def dynamic_sizes(inputs: Iterable[Any]) -> list[DynamicSize]:
-    """The open sizes of the inputs, each once, that have a value in this call. Raises ``CaptureError`` for nested tensors."""
+    """Returns the open sizes of the inputs that have a value in this call, each once.
+
+    Raises ``CaptureError`` for nested tensors.
+    """
     found: dict[Any, DynamicSize] = {}
     for value in inputs:
         sizes = value.shape if isinstance(value, torch.Tensor) else [value]

@@ -1,1 +1,1 @@
-"""Workspaces of kernels: the bytes that a kernel allocates and frees besides its results."""
+"""Workspaces of kernels: the bytes that a kernel allocates beside its results and frees before it returns."""

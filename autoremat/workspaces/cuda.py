@@ -1,7 +1,8 @@
-"""Memory that CUDA kernels allocate for the time of one call, beside their results, in bytes: one formula for each kernel.
+"""Workspaces of CUDA kernels, in bytes: one formula for each kernel.
 
-They are read off torch's sources and not held against an allocator. Matrix products need nothing: the workspace of cuBLAS
-(8 MiB, 32 MiB on Hopper) is made for a stream at its first product and stays, so only the first step of a process makes it.
+The formulas come from torch's sources and were not checked against an allocator. Matrix products need no workspace of their
+own. cuBLAS allocates its workspace (8 MiB, 32 MiB on Hopper) for a stream at its first product and keeps it. Only the first
+step of a process allocates it.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from autoremat.torch_private.compat import size_hint
 aten = torch.ops.aten
 
 MOST_MULTIPROCESSORS = 192
-"""Of any card's: so many attention keeps busy by dividing sums."""
+"""The most multiprocessors of any card. Attention splits its sums to keep all of them busy."""
 
 FLASH_ROWS = 64
-"""Queries of a block of flash attention's forward."""
+"""Queries per block in the forward of flash attention."""
 
 
 def _padded(count: int, block: int) -> int:
@@ -27,12 +28,15 @@ def _padded(count: int, block: int) -> int:
 
 
 def _columns(width: int) -> int:
-    """Columns that flash attention computes for heads of that width."""
+    """Returns the columns that flash attention computes for heads of that width."""
     return _padded(width, 32 if width <= 128 else 64)
 
 
 def _flash(query: torch.Tensor, key: torch.Tensor, _: Any, dropout_p: float = 0.0, *__: Any, **___: Any) -> int:
-    """Where few queries leave the card idle, keys are divided among blocks, each with an output in float32 and sums of rows."""
+    """Returns the bytes of partial results, where few queries would leave the card idle and keys are split among blocks.
+
+    Each part has an output in float32 and row sums.
+    """
     batch, heads, queries, width = (size_hint(s) for s in query.shape)
     idle = batch * heads * -(-queries // FLASH_ROWS) < 0.8 * 2 * MOST_MULTIPROCESSORS
     parts = min(128, -(-size_hint(key.shape[2]) // (256 if width <= 64 else 128 if width <= 128 else 64)))
@@ -40,9 +44,13 @@ def _flash(query: torch.Tensor, key: torch.Tensor, _: Any, dropout_p: float = 0.
 
 
 def _flash_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
-    """The query's gradient is accumulated in float32, with a row sum per query, rows and columns padded to blocks; several
-    times where the order of sums is to be fixed. Where heads share keys, gradients of keys and values are made for each. The
-    output's gradient is read token by token, all heads of one together, and copied if it does not lie so."""
+    """Returns the bytes of accumulated gradients and of copies in the backward of flash attention.
+
+    - The query's gradient is accumulated in float32, with a row sum per query. Rows and columns are padded to blocks.
+    - Deterministic algorithms accumulate it in several parts.
+    - If heads share keys, the gradients of keys and values are first computed for each head.
+    - The output's gradient is read token by token, with all heads of a token together. It is copied if its layout differs.
+    """
     batch, heads, queries, width = (size_hint(s) for s in query.shape)
     parts = -(-MOST_MULTIPROCESSORS // (batch * heads)) if torch.are_deterministic_algorithms_enabled() else 1
     accumulated = 4 * batch * heads * _padded(queries, 128) * (_columns(width) * parts + 1)
@@ -53,16 +61,19 @@ def _flash_backward(gradient: torch.Tensor, query: torch.Tensor, key: torch.Tens
 
 
 def _efficient(query: torch.Tensor, _: Any, value: torch.Tensor, *__: Any, **___: Any) -> int:
-    """In half precision the output of wide heads is accumulated in float32."""
+    """Returns the bytes of the output in float32: wide heads in half precision accumulate it there."""
     batch, heads, queries, _ = (size_hint(s) for s in query.shape)
     width = size_hint(value.shape[3])
     return 4 * batch * heads * queries * width if query.element_size() < 4 and width > 128 else 0
 
 
 def _efficient_backward(_: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *__: Any, **___: Any) -> int:
-    """In half precision the query's gradient is accumulated in float32, in blocks, and with wide heads those of keys and
-    values, several times where few heads leave the card idle. In float32 the product of the output and its gradient is made
-    instead."""
+    """Returns the bytes of accumulated gradients in the backward of memory-efficient attention.
+
+    - Half precision accumulates the query's gradient in float32, in blocks. Wide heads do the same for keys and values.
+    - If few heads would leave the card idle, keys and values have several such parts.
+    - Float32 needs only the product of the output and its gradient.
+    """
     batch, heads, queries, width = (size_hint(s) for s in query.shape)
     if query.element_size() == 4:
         return 4 * batch * heads * queries * (size_hint(value.shape[3]) + 2)
@@ -76,7 +87,7 @@ def _efficient_backward(_: Any, query: torch.Tensor, key: torch.Tensor, value: t
 
 
 def _scan(operand: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Each block of the scan of one long row leaves its state; Inductor's own scan does so in a buffer of the code."""
+    """Returns the bytes of the states of all blocks in a scan of one long row. Inductor's own scan has a buffer in its code."""
     return size_hint(operand.numel()) // 16 + 4096
 
 
@@ -92,7 +103,7 @@ FORMULAS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_efficient_attention: _efficient,
     aten._scaled_dot_product_efficient_attention_backward: _efficient_backward,
 }
-"""Kernels without one, such as those of cuDNN, are measured where there is a card, and else unknown."""
+"""Workspace formulas by kernel. A kernel without one, such as cuDNN's, is measured if a card is present, else unknown."""
 
 ESTIMATES: dict[Any, Callable[..., int]] = {aten._scaled_dot_product_cudnn_attention_backward: _flash_backward}
-"""For kernels that ask for what they like, by version: what the like of them needs."""
+"""Estimates for kernels whose workspace depends on the library's version: the formula of a similar kernel."""

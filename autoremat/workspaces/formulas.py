@@ -1,8 +1,8 @@
-"""Memory that extern kernels allocate for the time of one call, beside their results, in bytes.
+"""Workspaces of extern kernels, in bytes: the memory that a call allocates beside its results and frees before it returns.
 
-A kernel with a formula has an upper bound, in elements of the kernel's own blocking; ``tests/test_workspace.py`` holds it
-against the allocator. Any other kernel is measured, where its device is here (:mod:`autoremat.workspaces.measurement`). The
-workspace of a kernel with neither is unknown, and its report says so.
+A kernel with a formula has an upper bound, computed from the kernel's block sizes. ``tests/test_workspace.py`` checks the
+formulas against the allocator. Any other kernel is measured if its device is present (:mod:`autoremat.workspaces.measurement`).
+If there is neither, the workspace is unknown, and the report says so.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ KEY_BLOCK = 512
 """Keys per block of the CPU's flash attention."""
 
 CHANNEL_BLOCK = 16
-"""oneDNN pads channels to its vector width when it reorders a tensor."""
+"""Channels per block when oneDNN reorders a tensor: it pads them to its vector width."""
 
 SMALL = 64 * 1024
 
 SCALARS = 256
-"""ATen wraps numbers among the arguments into tensors for the time of the call, and keeps small counters."""
+"""Bytes for numbers among the arguments, which ATen wraps into tensors during the call, and for small counters."""
 
 
 def _query_block(queries: int) -> int:
-    """Queries per block of the CPU's flash attention."""
+    """Returns the queries per block of the CPU's flash attention."""
     return 256 if queries >= 768 else 64 if queries >= 192 else 32
 
 
@@ -44,8 +44,11 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def _packed_keys_and_values(query: torch.Tensor, key: torch.Tensor) -> int:
-    """On CPUs with matrix tiles (AMX), keys and values are copied into the tiles' order, odd sizes made even; each thread
-    holds a block of keys beside, and of queries if they are padded."""
+    """Returns the bytes of packed keys and values on CPUs with matrix tiles (AMX).
+
+    Keys and values are copied into the order of the tiles, with odd sizes made even. In addition, each thread holds a block of
+    keys, and a block of queries if these are padded.
+    """
     batch, heads, keys, width = (size_hint(s) for s in key.shape)
     even, columns = width + width % 2, min(KEY_BLOCK, keys)
     copies = batch * heads * (keys + -(-keys // columns)) * 2 * even
@@ -54,7 +57,7 @@ def _packed_keys_and_values(query: torch.Tensor, key: torch.Tensor) -> int:
 
 
 def _cpu_attention(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Each thread holds a block of the attention matrix, its row maxima and sums, and a block of the output."""
+    """Returns the bytes of all threads' blocks: attention matrix, row maxima and sums, and output."""
     queries, width, keys = size_hint(query.shape[2]), size_hint(query.shape[3]), size_hint(key.shape[2])
     rows, columns = _query_block(queries), min(KEY_BLOCK, keys)
     per_thread = max(4, query.element_size()) * rows * (columns + 2 + width)
@@ -65,7 +68,7 @@ def _cpu_attention(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -
 
 
 def _cpu_attention_backward(_: Any, query: torch.Tensor, key: torch.Tensor, *__: Any, **___: Any) -> int:
-    """The attention block and its gradient per thread, and a contiguous copy of the output's gradient."""
+    """Returns the bytes of each thread's attention block with its gradient, and of a contiguous output gradient."""
     queries, width, keys = size_hint(query.shape[2]), size_hint(query.shape[3]), size_hint(key.shape[2])
     rows, columns = _query_block(queries), min(KEY_BLOCK, keys)
     per_thread = max(4, query.element_size()) * 2 * rows * columns
@@ -75,38 +78,41 @@ def _cpu_attention_backward(_: Any, query: torch.Tensor, key: torch.Tensor, *__:
 
 
 def _blocked(tensor: torch.Tensor) -> int:
-    """Bytes of an image batch reordered into blocks of channels."""
+    """Returns the bytes of a batch of images that is reordered into blocks of channels."""
     channels = size_hint(tensor.shape[1]) if tensor.dim() > 1 else 1
     return _bytes(tensor) // max(channels, 1) * (-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK)
 
 
 def _cpu_convolution(image: torch.Tensor, weight: torch.Tensor, *_: Any, out: torch.Tensor) -> int:
-    """Image, weight and result in blocks."""
+    """Returns the bytes of image, weight and result in blocks."""
     return _blocked(image) + _blocked(out) + _bytes(weight) + SMALL
 
 
 def _cpu_convolution_backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
-    """The gradient and the image (or its gradient) in blocks."""
+    """Returns the bytes of the gradient and of the image (or its gradient) in blocks."""
     return 2 * max(_blocked(gradient), _blocked(image)) + 2 * _bytes(weight) + SMALL
 
 
 def _large_convolution(node: fx.Node, args: tuple[Any, ...], result: torch.Tensor) -> int | None:
-    """A bound for a convolution that is too large to be measured; None for types that oneDNN does not convolve."""
+    """Returns a bound for a convolution that is too large to measure; None for types that oneDNN does not convolve."""
     if args[1].dtype not in (torch.float32, torch.bfloat16):
         return None
     return _cpu_convolution(*args, out=result) if len(args) == 9 else _cpu_convolution_backward(*args)
 
 
 def _blocked_weight(weight: torch.Tensor) -> int:
-    """Bytes of a convolution's weight reordered into blocks of both channels."""
+    """Returns the bytes of a convolution's weight that is reordered into blocks of both channel dimensions."""
     outputs, inputs, *window = (size_hint(size) for size in weight.shape)
     padded = [-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK for channels in (outputs, inputs)]
     return math.prod([*padded, *window]) * weight.element_size()
 
 
 def channels_last_workspace(node: fx.Node, args: tuple[Any, ...], runs_on: str) -> int | None:
-    """As :func:`workspace_bytes`, of a convolution that Inductor runs channels last: then only weights, and what threads sum
-    up of their gradients, are reordered. None for other calls, and for kinds of convolutions that were not measured."""
+    """Returns the workspace of a convolution that Inductor runs channels last, in bytes; None for other calls.
+
+    Only the weights and the threads' sums of weight gradients are reordered. None also for kinds of convolutions that were not
+    measured.
+    """
     backward = getattr(node.target, "overloadpacket", None) is aten.convolution_backward
     if not backward and getattr(node.target, "overloadpacket", None) is not aten.convolution:
         return None
@@ -118,19 +124,21 @@ def channels_last_workspace(node: fx.Node, args: tuple[Any, ...], runs_on: str) 
 
 
 def channels_last(tensor: torch.Tensor) -> torch.Tensor:
-    """Images, and weights of their convolutions, channels last; any other tensor as it is."""
+    """Returns images, and weights of their convolutions, channels last; any other tensor unchanged."""
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
 def layouts_under_inductor(node: fx.Node, runs_on: str) -> tuple[Layout | None, ...]:
-    """The layouts in which Inductor may run the call on a device of that type: as traced, or images channels last too."""
+    """Returns the layouts in which Inductor may run the call on that device type: as traced, and channels last."""
     convolves = op_traits.packet(node) in (aten.convolution, aten.convolution_backward)
     return (None, channels_last) if convolves and lays_channels_last(runs_on) else (None,)
 
 
 def layout_copies_bytes(nodes: Iterable[fx.Node], runs_on: str) -> int:
-    """Bytes of the images and weights among a graph's inputs that Inductor copies to convolve them channels last, on a device
-    of the type ``runs_on``."""
+    """Returns the bytes of graph inputs that Inductor copies to channels last on a device of type ``runs_on``.
+
+    These inputs are images and weights of convolutions.
+    """
     if not lays_channels_last(runs_on):
         return 0
     copied: dict[fx.Node, int] = {}
@@ -144,19 +152,28 @@ def layout_copies_bytes(nodes: Iterable[fx.Node], runs_on: str) -> int:
 
 
 def _cpu_fold(columns: torch.Tensor, *_: Any, **__: Any) -> int:
-    """A contiguous copy of the columns: those that ``im2col`` makes are not, though it states that they are."""
+    """Returns the bytes of a contiguous copy of the columns.
+
+    The result of ``im2col`` is not contiguous, although ATen declares it so.
+    """
     return _bytes(columns)
 
 
 def _is_plain_matrix(tensor: torch.Tensor) -> bool:
-    """Whether BLAS can read the last two dimensions as they lie: one of them dense, the other at least as long a stride."""
+    """Returns True if BLAS can read the last two dimensions in place.
+
+    One of them must have stride 1, and the other a stride of at least the first one's length.
+    """
     rows, columns = (size_hint(s) for s in tensor.shape[-2:])
     row_stride, column_stride = (size_hint(s) for s in tensor.stride()[-2:])
     return (column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows)
 
 
 def _cpu_product(*operands: Any, **_: Any) -> int | None:
-    """ATen copies an operand that BLAS cannot read, such as an expanded gradient; None for types that others multiply."""
+    """Returns the bytes of copied operands: ATen copies an operand that BLAS cannot read, such as an expanded gradient.
+
+    None for types that BLAS does not multiply.
+    """
     matrices = [t for t in operands if isinstance(t, torch.Tensor) and t.dim() >= 2]
     if any(t.dtype not in (torch.float32, torch.float64) for t in matrices):
         return None
@@ -184,15 +201,15 @@ CPU_SORTING = frozenset(
         aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_batch_norm,
     }
 )  # fmt: skip
-"""Ops that build an index or a sorted copy, of the size of their results and 32 bits at least, before they write these."""
+"""Ops that build an index or a sorted copy first. It has the size of their results, in 32 bits at least."""
 
 
 WITHOUT_BOUND = frozenset({aten.mvlgamma})
-"""Ops that are elementwise by torch's tag, and yet make larger results in between."""
+"""Ops that are elementwise by torch's tag, but allocate intermediate results larger than their own."""
 
 
 def _lies_in_order(tensor: torch.Tensor) -> bool:
-    """Whether the last dimension is dense, and each one before it follows without gaps."""
+    """Returns True if the last dimension is dense and the others follow without gaps."""
     length = 1
     for size, stride in zip(map(size_hint, reversed(tensor.shape)), map(size_hint, reversed(tensor.stride())), strict=True):
         if size != 1 and stride != length:
@@ -202,18 +219,21 @@ def _lies_in_order(tensor: torch.Tensor) -> bool:
 
 
 def _large_batch_norm_backward(gradient: torch.Tensor) -> int:
-    """The image's deviations, in 32 bits at least, and for each thread and channel a few sums."""
+    """Returns the bytes of the image's deviations, in 32 bits at least, and of a few sums per thread and channel."""
     width = max(4, gradient.element_size())
     channels = size_hint(gradient.shape[1])
     return width * (size_hint(gradient.numel()) + 2 * (torch.get_num_threads() + 1) * channels)
 
 
 def _large_reduction(operands: list[torch.Tensor], results: list[torch.Tensor]) -> int | None:
-    """A copy of each operand that does not lie in order, or is reduced in another type; 16 bits are reduced in 32. None for
-    complex numbers, of which absolute values may be made too."""
+    """Returns the bytes of converted or reordered copies in a reduction; None for complex numbers.
+
+    An operand is copied if its elements are not in order, or if it is reduced in another type. Numbers of 16 bits are reduced
+    in 32 bits. For complex numbers, absolute values may need further memory.
+    """
     if any(t.is_complex() for t in operands):
         return None
-    # Positions among numbers are no other type: an argmax converts nothing.
+    # A result of positions is not a conversion: argmax converts nothing.
     floats = any(t.is_floating_point() for t in operands)
     tensors = [t for t in (*operands, *results) if t.is_floating_point() or not floats]
     width = max(4, *(t.element_size() for t in tensors))
@@ -223,15 +243,18 @@ def _large_reduction(operands: list[torch.Tensor], results: list[torch.Tensor]) 
 
 
 def bound_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int | None:
-    """A bound for a kernel that is not measured: too large, or for a device that is not here. None if there is none."""
+    """Returns a bound for a kernel that is not measured; None if there is no bound.
+
+    Such a kernel is too large, or its device is absent.
+    """
     name, on_cpu = op_traits.packet(node), runs_on == "cpu"
     if on_cpu and name in (aten.convolution, aten.convolution_backward):
         return _large_convolution(node, args, _tensors(result)[0])
-    if on_cpu and name in PRODUCTS:  # operands are packed, and results added up, in 32 bits at most
+    if on_cpu and name in PRODUCTS:  # packed and accumulated in 32 bits at least
         return sum(size_hint(t.numel()) * max(4, t.element_size()) for t in _tensors((args, kwargs, result)))
     if on_cpu and name is aten.native_batch_norm_backward:
         return _large_batch_norm_backward(args[0])
-    if on_cpu and name is aten.roll:  # one dimension after the other; without dimensions, a row of all elements
+    if on_cpu and name is aten.roll:  # one dimension after another; without dimensions, one row of all elements
         return (len(args[2]) - 1 if len(args) > 2 and args[2] else 1) * _bytes(args[0])
     operands, sorting = _tensors((args, kwargs)), 0
     if on_cpu and name in CPU_SORTING:
@@ -242,10 +265,10 @@ def bound_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], re
     if sorting:
         return sorting
     if not operands and name is not aten.randperm:
-        return 0  # a kernel that reads nothing writes its result
+        return 0  # such a kernel only writes its result
     if op_traits.kind_of(node, runs_on) is Kind.EXTERN or name in WITHOUT_BOUND:
         return None
-    # Elements of another type than the result's are converted first, in a copy.
+    # Operands of different types are first converted, in copies.
     widest = max(tensor.element_size() for tensor in _tensors((args, kwargs, result)))
     return sum(size_hint(t.numel()) * widest for t in operands if len({o.dtype for o in operands}) > 1)
 
@@ -258,10 +281,10 @@ def workspace_bytes(
     device_type: str | None = None,
     layout: Layout | None = None,
 ) -> int | None:
-    """Bytes that the call allocates and frees again, or an upper bound; None if that is not known.
+    """Returns the bytes of the call's workspace, or an upper bound; None if it is unknown.
 
-    ``args``, ``kwargs`` and ``result`` hold (fake) tensors. ``device_type`` is where the kernel runs, by default the device
-    of its result; ``layout`` is how images among the arguments lie then.
+    ``args``, ``kwargs`` and ``result`` hold (fake) tensors. ``device_type`` is the type of the device that runs the kernel; by
+    default that of the result's device. ``layout`` gives the layout of images among the arguments.
     """
     tensors = _tensors(result)
     if not tensors:
@@ -281,11 +304,11 @@ def workspace_bytes(
 COPIES_OF_STORAGES = frozenset(
     {aten.copy, aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter}
 )
-"""Ops that copy the whole storage of a view, of which a fake result may not tell."""
+"""Ops that copy the whole storage of a view. A fake result may not show this."""
 
 
 def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int:
-    """Bytes by which the results take more memory than their sizes say, where the call was measured; else 0."""
+    """Returns the bytes of the results' memory above their sizes; 0 if they are unknown."""
     tensors, name = _tensors(result), op_traits.packet(node)
     if not tensors or tensors[0].device.type != runs_on or name in CPU:
         return 0
@@ -297,6 +320,6 @@ def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], r
 
 
 def estimated_bytes(node: fx.Node, args: tuple[Any, ...], runs_on: str) -> int:
-    """What a call is taken to allocate and free again though :func:`workspace_bytes` does not know it."""
+    """Returns an estimate, in bytes, of a workspace that :func:`workspace_bytes` does not know; 0 without an estimate."""
     estimate = cuda.ESTIMATES.get(op_traits.packet(node)) if runs_on == "cuda" else None
     return estimate(*args) if estimate is not None else 0

@@ -1,7 +1,7 @@
-"""Workspaces of kernels, measured: each kernel runs by itself on made-up tensors, every distinct signature once, and its result
-is read from disk afterwards.
+"""Measured workspaces: each kernel runs alone, on synthetic tensors, once per signature.
 
-A measurement is exact for tensors of these sizes, strides and types; only a kernel that looks at the numbers may need more.
+Later processes read the result from disk. A measurement is exact for tensors of these sizes, strides and types. Only a kernel
+whose memory depends on the data may need more.
 """
 
 from __future__ import annotations
@@ -27,47 +27,51 @@ from autoremat.torch_private.compat import size_hint, storage_key
 log = logging.getLogger("autoremat")
 
 LARGEST = 2**30
-"""Bytes of arguments and results together: a kernel that needs more is not run for its workspace."""
+"""The most bytes of arguments and results together. A kernel with more is not measured."""
 
 TIME_LIMIT = 60.0
-"""Seconds of measuring for one graph; the kernels that come later are not measured."""
+"""The most seconds of measuring for one graph. Kernels after that are not measured."""
 
 METHOD = 5
-"""To be raised with every change of how workspaces are measured: figures of another method are not taken."""
+"""The version of the measuring method. Increase it with every change of the method: results of other versions are not used."""
 
 REMEMBERED = 20_000
-"""Signatures that the file of a device keeps; the newest stay."""
+"""The most signatures in the file of a device. The newest are kept."""
 
 REFUSE_ZEROS = frozenset({torch.ops.aten.multinomial.default})
-"""Ops that no zeros are tried on: their CUDA kernels would leave the process without its device."""
+"""Ops that are not run on zeros: their CUDA kernels would make the device unusable for the process."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """Bytes that a kernel allocates beside its results for the time of the call, and those by which its results take more
-    than their sizes say: the mean of a loss may keep the buffer of all that it is the mean of."""
+    """The memory of one call, in bytes.
+
+    ``workspace`` is the kernel's workspace. ``excess`` is the memory of its results above their sizes: the mean of a loss may
+    keep the whole buffer of the losses.
+    """
 
     workspace: int
     excess: int
 
 
 Workspaces = dict[str, Measured | None]
-"""By signature; None for a kernel that cannot be run by itself."""
+"""Measurements by signature; None for a kernel that cannot run alone."""
 
 Layout = Callable[[torch.Tensor], torch.Tensor]
-"""Lays a made-up argument out as the compiled code will."""
+"""A function that returns a synthetic argument in the layout of the compiled code."""
 
 _known: dict[str, Workspaces] = {}
 _unwritten: set[str] = set()
-"""Devices of which something was measured since the last :func:`remember`."""
+"""Keys of devices with measurements since the last :func:`remember`."""
 _spent = 0.0
-"""Seconds of measuring for the graph at hand."""
+"""Seconds of measuring for the present graph."""
 
 
 def measured(node: fx.Node, args: Any, kwargs: Any, result: Any, layout: Layout | None = None) -> Measured | None:
-    """The memory of ``node``'s ATen op; None if it cannot be measured.
+    """Returns the memory of ``node``'s ATen op; None if it cannot be measured.
 
-    ``args``, ``kwargs`` and ``result`` are the call's, with fake tensors; ``layout`` is how images among them lie when it runs.
+    ``args``, ``kwargs`` and ``result`` are the call's, with fake tensors. ``layout`` gives the layout of images when the call
+    runs.
     """
     global _spent
     tensors = _tensors((args, kwargs, result))
@@ -87,7 +91,7 @@ def measured(node: fx.Node, args: Any, kwargs: Any, result: Any, layout: Layout 
 
 @contextlib.contextmanager
 def one_graph() -> Iterator[None]:
-    """The body measures for one graph; at its end all that was measured is written to disk."""
+    """Starts the measuring time of one graph, and writes its measurements to disk at the end."""
     global _spent
     _spent = 0.0
     try:
@@ -97,12 +101,12 @@ def one_graph() -> Iterator[None]:
 
 
 def remember() -> None:
-    """Write to disk what was measured since the last time."""
+    """Writes the measurements since the last call to disk."""
     if any(key.startswith("cuda") for key in _unwritten):
         torch.cuda.empty_cache()
     for key in tuple(_unwritten):
         _unwritten.discard(key)
-        with disk_cache.locked("workspaces", key, LONGEST_WAIT):  # another process may have written since, or be about to
+        with disk_cache.locked("workspaces", key, LONGEST_WAIT):  # another process may write to the same file
             newest = list((_stored(key) | _known[key]).items())[-REMEMBERED:]
             rows = {name: None if found is None else [found.workspace, found.excess] for name, found in newest}
             disk_cache.write_text("workspaces", key, json.dumps(rows, indent=1))
@@ -121,12 +125,12 @@ def _tensors(values: Any) -> list[torch.Tensor]:
 
 
 def _can_run(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
-    """Whether the call may be run by itself: an op of torch's own, on dense tensors of this device that are not too large."""
+    """Returns True if the call may run alone: an op of torch's own, on dense tensors of a present device, and not too large."""
     device = tensors[0].device
     if not isinstance(node.target, torch._ops.OpOverload) or not measurable(device):
         return False
     if "mkldnn" in str(node.target):
-        return False  # oneDNN's own ops trust that their arguments belong together
+        return False  # oneDNN's own ops do not check that their arguments match
     if device.type == "cpu" and not allocator.can_see_allocations():
         return False
     dense = all(tensor.layout is torch.strided and not tensor.is_quantized for tensor in tensors)
@@ -136,7 +140,10 @@ def _can_run(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
 def _measure(
     node: fx.Node, args: Any, kwargs: Any, result: Any, device: torch.device, layout: Layout | None
 ) -> Measured | None:
-    """The larger of each on random numbers from 0 to 1 with full masks, and on zeros; None if the op refuses all."""
+    """Returns the largest workspace and excess of several runs; None if the op rejects all arguments.
+
+    The runs use random numbers from 0 to 1 with full masks, then zeros. Integers are ones if no run with zeros succeeds.
+    """
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
 
     def lay_out(value: Any) -> Any:
@@ -152,7 +159,7 @@ def _measure(
     told = sum(_new_storages(_tensors(result), _tensors((args, kwargs))))
     for floats, integers in ((None, 0), (0, 0), (None, 1)):
         if found and integers:
-            break  # ones are only for what takes no zeros, such as the pivots of a decomposition
+            break  # ones are only for ops that reject zeros, such as those that read the pivots of a decomposition
         if floats == 0 and node.target in REFUSE_ZEROS:
             continue
         try:
@@ -165,7 +172,7 @@ def _measure(
 
 
 def _fill(tensor: torch.Tensor, floats: int | None, integers: int) -> None:
-    """Fill the tensor's whole storage; ``floats=None`` leaves floats as they are, and has masks take all."""
+    """Fills the tensor's whole storage. ``floats=None`` leaves floats unchanged and sets masks to True."""
     if tensor.dtype is torch.bool:
         number = 1 if floats is None else floats
     elif tensor.is_floating_point() or tensor.is_complex():
@@ -179,7 +186,10 @@ def _fill(tensor: torch.Tensor, floats: int | None, integers: int) -> None:
 
 
 def _memory(run: Callable[[], object], arguments: list[torch.Tensor], told_bytes: int, device: torch.device) -> Measured:
-    """The memory of ``run()``, whose results should have ``told_bytes``, once whatever it keeps for later calls is there."""
+    """Returns the memory of a warm ``run()``, whose results have ``told_bytes`` by their sizes.
+
+    A first run allocates the memory that the kernel keeps for later calls.
+    """
     run()
     peak, result = allocator.peak_on_cpu(run) if device.type == "cpu" else allocator.peak_on_cuda(run, device)
     made = sum(_new_storages(_tensors(result), arguments))
@@ -187,7 +197,7 @@ def _memory(run: Callable[[], object], arguments: list[torch.Tensor], told_bytes
 
 
 def _new_storages(results: list[torch.Tensor], arguments: list[torch.Tensor]) -> list[int]:
-    """Bytes of the storages that ``results`` do not share with ``arguments``."""
+    """Returns the bytes of each storage of ``results`` that ``arguments`` do not share."""
     there = {storage_key(tensor) for tensor in arguments}
     found = {storage_key(tensor): size_hint(tensor.untyped_storage().nbytes()) for tensor in results}
     return [size for key, size in found.items() if key not in there]
