@@ -255,7 +255,7 @@ class Improvement:
             if found.score(self.budget, self.penalty) <= incumbent.score(self.budget, self.penalty):
                 better = found
         if whole:
-            # The whole model is solved twice: with the plain budget, then with the allowance of the solution.
+            # The whole model is solved with the plain budget first, then with the allowance until the plan no longer changes.
             self.exhausted = generous and better.plan.schedule == incumbent.plan.schedule
             self.solved_strictly = True
         return better
