@@ -28,7 +28,7 @@ def _searching(strategies: Strategies) -> Solver:
 
 
 def _following(policy: baselines.Policy) -> Solver:
-    """Returns the solver that follows ``policy``. It takes no time and draws no random numbers."""
+    """Returns the solver that follows ``policy``. It ignores the time limit and draws no random numbers."""
     return lambda graph, budget, time_limit, seed: baselines.solve(graph, budget, policy)
 
 
@@ -95,8 +95,8 @@ def plan(
 ) -> Plan:
     """Returns the cheapest plan that ``solver`` (a key of ``SOLVERS``) finds for ``graph``, after a check by replay.
 
-    ``memory_budget`` bounds the peak: bytes (an int, or text such as "6GiB"), a share of the peak without recomputation (a
-    float in (0, 1]), or None for no bound. ``time_limit`` is in seconds. Equal arguments give equal plans, unless the time
+    ``memory_budget`` bounds the peak. It is a number of bytes (an int, or text such as "6GiB"), a share of the peak without
+    recomputation (a float in (0, 1]), or None. ``time_limit`` is in seconds. Equal arguments give equal plans, unless the time
     limit interrupts the search (``Plan.interrupted``). If no plan found fits, the plan of the minimum peak found is returned,
     with the ``status`` "infeasible". Raises ``OptionsError``, a ``ValueError``, for an argument that is not accepted.
     """

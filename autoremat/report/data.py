@@ -97,7 +97,7 @@ class ReportData:
     assumed_share: float = 1.0
     """Share of the step's estimated seconds that comes from data sheets, or from the rates of other classes of ops."""
     soft_budget_bytes: int | None = None
-    """Simulated peak of torch's own partition, which replaces the budget if none is given."""
+    """Soft budget: the simulated peak of torch's own partition, used if no budget is given."""
     values: tuple[ForwardValue, ...] = ()
     """Decision and reason for every forward value. Empty in reports of earlier versions."""
     peak_before: PeakSnapshot | None = None

@@ -192,7 +192,8 @@ def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
 
 
 def _samples(plan: Plan) -> tuple[list[int], int]:
-    """Returns the execution with the most live bytes in each of equal stretches, and the number of those in the forward."""
+    """Returns the execution with the most live bytes in each of equal stretches of both halves, and the number in the
+    forward."""
     length, border = len(plan.schedule.sequence), len(plan.schedule.forward)
     bytes_at = plan.timeline.bytes_at
     chosen: list[int] = []

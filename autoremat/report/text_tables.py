@@ -38,7 +38,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     budget = f"none{ceiling}" if report.budget_bytes is None else format_bytes(report.budget_bytes)
     share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
     reserved = f", and {format_bytes(report.code_headroom_bytes)} in reserve" if report.code_headroom_bytes else ""
-    least_reserve = reserved if report.compiled_peak_bytes is None else ""  # the compiled code's figure includes it
+    least_reserve = reserved if report.compiled_peak_bytes is None else ""  # the figure of compiled code includes it
     rows = [
         ("budget", budget),
         ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of no recomputation){reserved}"),

@@ -29,7 +29,7 @@ COLDEST = 0.03
 """Last temperature, in mean seconds of an op."""
 
 FIRST_PRICE, LEAST_PRICE, MOST_PRICE = 0.05, 0.02, 50.0
-"""First, lowest and highest price of excess bytes: mean seconds of an op per mean bytes of a value at one site."""
+"""First, lowest and highest price of an excess byte at one site, in mean seconds of an op per mean bytes of a value."""
 
 DEARER, CHEAPER, EVERY = 1.02, 0.97, 64
 """Factors of the price for a state that does not fit and for one that fits; number of moves between two changes."""
@@ -48,8 +48,8 @@ HOT, WARM = 3.0, 0.3
 """First temperatures, in mean seconds of an op: for a search from nothing, and for one from a good plan."""
 
 WARM_SHARE, SHORTEST_SHARE, MOVES_PER_OP = 0.2, 0.2, 300
-"""Share of the moves that anneal the best plan once more. The first search from nothing takes at most a share of the moves, and
-at most a number of moves per op."""
+"""Share of the moves that anneal the best plan once more; maximum length of the first search from nothing, as a share of the
+moves and in moves per op."""
 
 
 @dataclass
@@ -122,7 +122,8 @@ class Annealing(Moves):
 def improve(
     graph: Graph, budget: int | None, time_limit: float, seed: int, found: PlanningResult, good_gap: float, deadline: float
 ) -> PlanningResult:
-    """Returns ``found`` or a better result. If its optimality gap is at most ``good_gap``, the result is unchanged.
+    """Returns ``found`` or a better result. If its optimality gap, as a share of the step, is at most ``good_gap``, it is
+    unchanged.
 
     The number of moves follows from ``time_limit`` in seconds, and ``deadline`` ends the search. Graphs that fuse or have
     constraints to recompute keep ``found``.

@@ -26,8 +26,8 @@ DEPTHS = (1, 2, 4, 8, 16, 32)
 """Depths of the models that are tried, as long as they are not too large."""
 
 DEEPEST_START, START_PENALTY, START_SHARE = 2, 2.0, 0.3
-"""Largest depth of models that give first plans; penalty, in steps, of an excess as large as the baseline's peak; share of the
-time limit that each first plan may take."""
+"""Depth up to which models give first plans. Penalty, in steps, of an excess as large as the baseline's peak. Share of the time
+limit for each first plan."""
 
 
 @dataclass
@@ -119,7 +119,8 @@ class Descent:
 def improve(
     graph: Graph, budget: int | None, time_limit: float, seed: int, found: PlanningResult, good_gap: float, deadline: float
 ) -> PlanningResult:
-    """Returns ``found`` or a better result. The search stops at a plan whose optimality gap is at most ``good_gap``."""
+    """Returns ``found`` or a better result. A plan whose optimality gap, as a share of the step, is at most ``good_gap`` ends
+    the search."""
     if budget is None or graph.fuses or found.is_converged(good_gap):
         return found
 

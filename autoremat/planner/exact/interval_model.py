@@ -210,7 +210,7 @@ class IntervalModel:
 
     @cached_property
     def gaps(self) -> tuple[Columns, Columns, Columns, Columns]:
-        """Retention intervals as four arrays: column of ``H``, value, event (or computation) at the begin, event at the end."""
+        """Retention intervals as four arrays: column of ``H``, value, event (or computation) at the beginning, event at the end."""
         found = [
             (column, value, previous, event)
             for value, events in enumerate(self.hold)

@@ -1,6 +1,6 @@
 """Moves of a local search over insertion points, shared by annealing and redundant-recompute elimination.
 
-One move evicts a value at a site that is over the budget. The move recomputes the value before its next read, with some of its
+One move evicts a value that is live at a site but not read there. The value is recomputed for its next read, with some of its
 freed inputs. The other move removes a recomputation, with all recomputations that it alone needed. Every move can be undone.
 """
 

@@ -115,8 +115,10 @@ class Sites:
         self._make_room(index, site, -1)
 
     def _make_room(self, index: int, site: int, sign: int) -> None:
-        """Splits the live ranges of the results of ``index`` at ``site``: the earlier part ends at its last read. -1 as
-        ``sign`` joins them."""
+        """Splits the live ranges of the results of ``index`` at ``site`` (``sign`` 1), or joins them again (-1).
+
+        The earlier part of a split live range ends at its last read.
+        """
         self.changed.add(site)
         for value in self.outputs[index]:
             before = self.read_before(value, site)
@@ -127,7 +129,7 @@ class Sites:
             self.changed.add(before)
 
     def _hold(self, value: int, site: int, sign: int) -> None:
-        """Extends the live range of ``value`` up to ``site``. -1 as ``sign`` shortens it again."""
+        """Extends the live range of ``value`` up to ``site`` (``sign`` 1), or shortens it again (-1)."""
         last = self.last_read(value, site)
         if last < site:
             self.together[last + 1 : site + 1] += sign * self.size[value]

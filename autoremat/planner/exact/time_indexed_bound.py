@@ -1,6 +1,6 @@
 """Time-indexed lower bound on the added seconds: one linear program over many program points of the backward.
 
-    alive(k, v)    value v is live at the begin of stage k
+    alive(k, v)    value v is live at the beginning of stage k
     runs(k, o)     number of recomputations of op o from stage k on, at most one per stage
     again(k, o)    1 if there is any
 
@@ -123,7 +123,7 @@ class Stages:
         return [] if plus is None else [plus], [] if minus is None else [minus]
 
     def _there(self, stage: int, value: int) -> tuple[list[int], list[int]]:
-        """Returns the columns whose difference is at least 1 if ``value`` is live at the begin of ``stage`` or recomputed in
+        """Returns the columns whose difference is at least 1 if ``value`` is live at the beginning of ``stage`` or recomputed in
         it."""
         (producer,) = self.graph.producers((value,))
         plus, minus = self._run(stage, producer)
@@ -182,7 +182,7 @@ class Stages:
             upper[list(self.runs[stage].values())] = float(stages - stage)
             for value, column in self.alive[stage].items():
                 lower[column] = float(value in here or value in held)
-                if value not in held:  # fixed bytes include what the caller holds
+                if value not in held:  # fixed bytes include values that the caller holds
                     places.append((stage, column))
                     entries.append(graph.values[value].bytes / unit)
         for index, column in self.runs[0].items():
@@ -220,7 +220,7 @@ class Stages:
 
 
 def tighten(graph: Graph, budget: int | None, time_limit: float, found: PlanningResult, good_gap: float) -> PlanningResult:
-    """Returns ``found`` with a better lower bound, unless its optimality gap is at most ``good_gap``.
+    """Returns ``found`` with a better lower bound, unless its optimality gap, as a share of the step, is at most ``good_gap``.
 
     Single-phase graphs and graphs that fuse keep ``found``. ``time_limit`` is that of the whole planning, in seconds; the bound
     takes at most a share of it.

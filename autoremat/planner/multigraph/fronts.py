@@ -31,7 +31,7 @@ def point_of(plan: Plan, kept_inputs: Collection[int] | None = None) -> PlanPoin
 
     ``kept_inputs`` are inputs of the graph that are no parameters. If they are given, values at the graph's borders that the
     plan keeps live count as saved. A ledger of measured memory needs this, because the measurement may lack these values. If
-    they are not given, the outputs of an open call belong to the bytes that no plan decides.
+    they are not given, the outputs of an open call belong to the bytes that no plan controls.
     """
     outputs = set(plan.graph.forward_outputs)
     inside = sum(plan.graph.values[v].bytes for v in plan.saved if v not in outputs)

@@ -5,8 +5,8 @@
     subject to base + sum of saved[g, k] * x[g, k] over the open calls + peak[r, k] * x[r, k] of the running one <= budget
 
 A step is a list of *moments*. At each, the forward or the backward of a call runs, or code that no plan controls. The live
-bytes of a moment have three terms: the bytes that no plan controls (``base_bytes``), the saved bytes of the open calls, and the
-peak of the running half. A call is *open* from its forward to its backward. A graph has one plan for all its calls, chosen from
+bytes are the sum of three terms: ``base_bytes``, the saved bytes of the open calls, and the peak of the running half. No plan
+controls ``base_bytes``. A call is *open* from its forward to its backward. A graph has one plan for all its calls, chosen from
 its Pareto front. Each term depends on a single graph, so the choice is the small integer program above. CP-SAT solves it in
 whole bytes and in one thread, so equal ledgers have equal solutions.
 """

@@ -91,7 +91,7 @@ class Step:
             occupants.append(Occupant(name, count * points[number].saved_bytes, "", self.graphs[number].source))
         if moment.running is not None:
             name = f"{'backward' if moment.backward else 'forward'} of graph {moment.running}"
-            # A negative base stands for values that the plan counts but that were not live in the measurement.
+            # A negative base consists of values that the plan counts but that were not live in the measurement.
             peak = points[moment.running].peak_bytes(moment.backward) + min(0, moment.base_bytes)
             occupants.append(Occupant(name, peak, "", self.graphs[moment.running].source))
         return BudgetInfeasible(

@@ -110,7 +110,7 @@ class Search:
             return self.save_everything()
         return self.plan(self.mincut.solve(0.0), self.whole, "save what orders allow")
 
-    # -- strategies of candidates ----------------------------------------------------------------------------------------
+    # -- families of candidates ------------------------------------------------------------------------------------------
 
     def segmentations(self) -> Iterator[Segmentation]:
         """Yields segmentations with every cut saved, every second cut, or every ``sqrt(n)``-th cut of ``n`` segments.
@@ -134,8 +134,8 @@ class Search:
         first.
 
         Between two known cuts, the search tries the price at which both cost the same. The minimum cut at that price is a new
-        vertex of the curve, if there is one between them (Eisner and Severance, "Mathematical Techniques for Efficient Record
-        Segmentation in Large Shared Databases", J. ACM 1976).
+        vertex of the curve, if there is one between them. The method is that of Eisner and Severance, "Mathematical Techniques
+        for Efficient Record Segmentation in Large Shared Databases", J. ACM 1976.
         """
         ends = [self.mincut.cut(price, traffic=True) for price in (0.0, self.mincut.top_price)]
         found = {point.saved: point for point in ends}
@@ -155,7 +155,8 @@ class Search:
 
     @cached_property
     def candidates(self) -> list[Candidate]:
-        """All candidates of the graph, independent of the budget. If time runs out, at least one segmentation is simulated."""
+        """All candidates of the graph, independent of the budget. If time runs out, at least one minimum cut is still
+        simulated."""
         curve = self.curve() if Strategies.CURVE in self.strategies else []
         segmentations = list(self.segmentations()) if Strategies.SEGMENTS in self.strategies else [self.whole]
         plain = [s for s in segmentations if not s.nested]
@@ -172,9 +173,9 @@ class Search:
         return found
 
     def bases(self, budget: int, saved_budget: float) -> list[Candidate]:
-        """Returns fitting candidates that no other candidate beats in both peak and cost.
+        """Returns fitting candidates that no other fitting candidate beats in both peak and cost.
 
-        The cheapest comes first. The others are spread evenly over the Pareto front.
+        The cheapest candidate is the first. The others are spread evenly over the Pareto front.
         """
         front: list[Candidate] = []
         for candidate in sorted(self.candidates, key=lambda c: (c.plan.peak_bytes, c.plan.cost_seconds)):

@@ -44,7 +44,7 @@ class PlanningResult:
     """True if the time limit ended the search."""
 
     def within_gap(self, plan: Plan, good_gap: float) -> bool:
-        """Returns True if the optimality gap of ``plan`` is at most ``good_gap``."""
+        """Returns True if the optimality gap of ``plan``, as a share of the step, is at most ``good_gap``."""
         step, bound = plan.graph.step_seconds, self.lower_bound_seconds
         return plan.added_seconds <= bound + good_gap * (step + bound) + ROUNDING * step
 
@@ -88,7 +88,7 @@ class Planner:
     """If True, memory is filled in fixed steps, so that a larger budget never costs more, even in a new search (see
     :meth:`_fill_stepwise`)."""
     bounds: Bounds | None = None
-    """Lower bounds for filling in steps. None means those of the graph itself; a split of another graph needs that graph's
+    """Lower bounds for filling in steps: None for those of the graph itself. The splits of another graph use that graph's
     bounds."""
     given: tuple[Candidate, ...] = ()
     """Candidates from outside the search, such as a policy's schedule."""
