@@ -228,10 +228,9 @@ class ReportData:
             raise ValueError(f"not a report of this version of autoremat: {error}") from error
 
     def totals(self, by: str = "module") -> tuple[Total, ...]:
-        """Returns sums over ``values`` by ``by``, the most saved bytes first.
+        """Returns sums over ``values`` by module or op, the most saved bytes first.
 
-        ``"module"`` groups them by module path, with ``*`` for numbers; ``"op"`` groups them by op. Raises ``ValueError`` for
-        any other.
+        ``by`` is ``"module"`` (module paths with ``*`` for numbers) or ``"op"``. Raises ``ValueError`` for any other ``by``.
         """
         if by not in ("module", "op"):
             raise ValueError(f'totals(by={by!r}) is not accepted. Accepted: "module", "op"')

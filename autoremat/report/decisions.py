@@ -164,6 +164,7 @@ class _Explainer:
         self.read_by_backward = graph.backward_needs
 
     def run(self) -> Iterable[ForwardValue]:
+        """Yields all forward values with decision and reason."""
         graph = self.graph
         for index in range(graph.num_forward):
             op = graph.ops[index]
@@ -178,6 +179,7 @@ class _Explainer:
                 )  # fmt: skip
 
     def decision(self, index: int, value: int) -> Decision:
+        """Returns the decision for a result of op ``index``."""
         if value in self.saved:
             return Decision.SAVED
         if index in self.again and (value in self.read_by_backward or value in self.feeds):
@@ -187,6 +189,7 @@ class _Explainer:
         return Decision.FORWARD_ONLY
 
     def reason(self, index: int, value: int, decision: Decision) -> tuple[Reason, str]:
+        """Returns the reason for a decision, with its detail."""
         match decision:
             case Decision.SAVED:
                 return self.why_saved(index, value)
@@ -200,6 +203,7 @@ class _Explainer:
                 return (Reason.FORWARD_OUTPUT if value in self.outputs else Reason.NOT_READ), ""
 
     def why_saved(self, index: int, value: int) -> tuple[Reason, str]:
+        """Returns the reason and the detail for a saved value."""
         op = self.graph.ops[index]
         if value in self.outputs:
             return Reason.FORWARD_OUTPUT, ""
@@ -215,6 +219,7 @@ class _Explainer:
         return (Reason.DEAR, cost) if seconds > saving else (Reason.NO_GAIN, cost)
 
     def why_recomputed(self, index: int, value: int) -> tuple[Reason, str]:
+        """Returns the reason and the detail for a recomputed value."""
         op, size, saving = self.graph.ops[index], self.graph.values[value].bytes, self.saving_seconds(value)
         seconds = traffic_of(self.graph).recompute_seconds[index]
         if op.constraint is Constraint.RECOMPUTE:

@@ -192,8 +192,10 @@ def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
 
 
 def _samples(plan: Plan) -> tuple[list[int], int]:
-    """Returns the execution with the most live bytes in each of equal stretches of both halves, and the number in the
-    forward."""
+    """Returns sampled executions, and the number of those in the forward.
+
+    The halves are divided into equal stretches. The sample of a stretch is the execution with the most live bytes.
+    """
     length, border = len(plan.schedule.sequence), len(plan.schedule.forward)
     bytes_at = plan.timeline.bytes_at
     chosen: list[int] = []

@@ -138,6 +138,7 @@ class IntervalModel:
         return lower, upper
 
     def _reading_and_holding(self, rows: Rows) -> None:
+        """Adds the rows of reading and retention."""
         for value, events in enumerate(self.hold):
             before: list[int] = []
             for event, column in events.items():
@@ -149,6 +150,7 @@ class IntervalModel:
                 before = there
 
     def _inputs(self, rows: Rows) -> None:
+        """Adds the rows of inputs."""
         for index, sites in enumerate(self.again):
             for site, column in sites.items():
                 for value in self.graph.computed_inputs[index]:
@@ -210,7 +212,7 @@ class IntervalModel:
 
     @cached_property
     def gaps(self) -> tuple[Columns, Columns, Columns, Columns]:
-        """Retention intervals as four arrays: column of ``H``, value, event (or computation) at the beginning, event at the end."""
+        """Retention intervals as four arrays: column of ``H``, value, event (or computation) at the start, event at the end."""
         found = [
             (column, value, previous, event)
             for value, events in enumerate(self.hold)

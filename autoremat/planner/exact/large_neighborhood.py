@@ -155,6 +155,7 @@ class Improvement:
         return nothing
 
     def _budgets(self, incumbent: Incumbent | None) -> Vector:
+        """Returns the budget at each op, with the allowance of ``incumbent`` if it is given."""
         budgets = np.full(len(self.model.graph.ops), float(self.budget))
         return budgets if incumbent is None else budgets + incumbent.allowance
 
@@ -261,6 +262,7 @@ class Improvement:
         return better
 
     def _solve(self, program: Program, integers: int, nodes: int) -> Solution | None:
+        """Returns the solution of one neighbourhood within its limits on time and nodes."""
         begun = time.monotonic()
         solution = solve(program, integers, min(self.left(), NEIGHBOURHOOD_SECONDS), nodes, gap=1e-3)
         self.interrupted = self.interrupted or time.monotonic() - begun >= NEIGHBOURHOOD_SECONDS
@@ -268,5 +270,6 @@ class Improvement:
 
     @staticmethod
     def _next_size(size: int, solution: Solution | None) -> int:
+        """Returns the number of columns for the next neighbourhood of the same kind."""
         done = solution is not None and solution.optimal
         return min(int(size * 1.2), MOST_COLUMNS) if done else max(int(size * 0.6), LEAST_COLUMNS)

@@ -59,6 +59,7 @@ class Sites:
         """Sites whose ``apart`` is out of date (see :meth:`settle`)."""
 
     def _movable(self) -> list[bool]:
+        """Returns, for each op, True if it may be recomputed."""
         graph = self.graph
         held = frozenset(() if graph.single_phase else graph.forward_outputs)
         return [
@@ -71,6 +72,7 @@ class Sites:
         ]
 
     def _together_at_first(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Returns ``together`` of the initial state."""
         bytes_at = np.zeros(self.end + 1)
         for value, made in enumerate(self.producer):
             if made >= 0:

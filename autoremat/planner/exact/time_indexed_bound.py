@@ -89,6 +89,7 @@ class Stages:
         return self.graph.ops[index].rematerializable and self.graph.ops[index].constraint is not Constraint.SAVE
 
     def _choose(self) -> list[int]:
+        """Returns the program points: the first backward op, and the fullest op of each stretch."""
         first, end = self.graph.num_forward, len(self.graph.ops)
         full = np.zeros(end)
         sequence = np.array(self.plan.sequence[len(self.plan.schedule.forward) :], dtype=np.int64)
@@ -123,13 +124,14 @@ class Stages:
         return [] if plus is None else [plus], [] if minus is None else [minus]
 
     def _there(self, stage: int, value: int) -> tuple[list[int], list[int]]:
-        """Returns the columns whose difference is at least 1 if ``value`` is live at the beginning of ``stage`` or recomputed in
+        """Returns the columns whose difference is at least 1 if ``value`` is live at the start of ``stage`` or recomputed in
         it."""
         (producer,) = self.graph.producers((value,))
         plus, minus = self._run(stage, producer)
         return [self.alive[stage][value], *plus], minus
 
     def _logic(self) -> Rows:
+        """Returns all rows except those of memory."""
         rows = Rows()
         for stage in range(len(self.moments)):
             self._rows_of_stage(rows, stage)
@@ -137,6 +139,7 @@ class Stages:
         return rows
 
     def _rows_of_stage(self, rows: Rows, stage: int) -> None:
+        """Adds the rows of reading, retention, counting and inputs."""
         for value in self.read[stage]:
             rows.add(*self._there(stage, value), 1.0, np.inf)
         if stage + 1 < len(self.moments):
@@ -151,6 +154,7 @@ class Stages:
                 rows.add([*plus, *less], [*minus, *there], -np.inf, 0.0)
 
     def _rows_from_stage_on(self, rows: Rows, stage: int) -> None:
+        """Adds the rows of later, behind and paid."""
         alive, again = self.alive[stage], self.again[stage]
 
         def there(value: int) -> list[int]:

@@ -59,6 +59,7 @@ class Moments:
                 self.read_later[index] = frozenset(later)
 
     def _choose(self) -> list[int]:
+        """Returns the program points, ascending. In graphs that fuse, all except the first are extern ops."""
         graph, first = self.graph, self.graph.num_forward
         if first == len(graph.ops):
             return []
@@ -77,10 +78,12 @@ class Moments:
         return self.graph.backward_needs.intersection(op.inputs)
 
     def _room(self, moment: int, budget: int) -> float:
+        """Returns the bytes of ``budget`` that are left at the program point for values that are free to choose."""
         held = set(self.graph.forward_outputs)
         return float(budget - self.fixed[moment] - sum(self.graph.values[v].bytes for v in self._there(moment) - held))
 
     def _cut(self, moment: int, price: float) -> Cut:
+        """Returns the minimum cut for all values that the backward reads from the program point on."""
         free = self._there(moment)
         if self.graph.fuses and moment > self.graph.num_forward:
             # Between fused ops a recomputed pointwise result may never be materialised, so it is free to hold.
@@ -96,6 +99,7 @@ class Moments:
         return max((self._seconds_at(moment, budget) for moment in self.chosen), default=0.0)
 
     def _seconds_at(self, moment: int, budget: int) -> float:
+        """Returns the lower bound of one program point, by secants over the price."""
         room = self._room(moment, budget)
         rich = self._cut(moment, 0.0)
         if rich.bytes <= room:
