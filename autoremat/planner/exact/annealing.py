@@ -48,8 +48,8 @@ HOT, WARM = 3.0, 0.3
 """First temperatures, in mean seconds of an op: for a search from nothing, and for one from a good plan."""
 
 WARM_SHARE, SHORTEST_SHARE, MOVES_PER_OP = 0.2, 0.2, 300
-"""Share of the moves that anneal the best plan once more. Maximum length of the first search from nothing: a share of the moves,
-and moves per op."""
+"""Share of the moves that anneal the best plan once more. Maximum length of the first search from nothing, as a share of
+the moves and in moves per op."""
 
 
 @dataclass
