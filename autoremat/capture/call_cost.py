@@ -97,8 +97,8 @@ NO_KERNEL = Trait.EFFECTFUL | Trait.COLLECTIVE
 def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], runs_on: str, fuses: bool) -> int | None:
     """Returns the bytes of the call's workspace; None if it is unknown."""
     traits = op_traits.traits_of(node)
-    if traits & NO_KERNEL or higher_order.written_op(node) is not None:
-        return 0  # a mutating op writes into buffers that it is given
+    if traits & NO_KERNEL or higher_order.triton_kernel(node) is not None:
+        return 0  # a Triton kernel writes into buffers that it is given
     if Trait.OPAQUE in traits:
         return None
     result = node.meta.get("val")

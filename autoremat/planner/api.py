@@ -1,4 +1,4 @@
-"""The planning interface without torch: a graph and a budget in, a checked plan out."""
+"""Planning interface without torch: returns a checked plan for a graph and a budget."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from autoremat.planner.search.candidates import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.planner import PlanningResult
 
 Solver = Callable[[Graph, int | None, float, int], PlanningResult]
-"""From a graph, a budget in bytes (None: no bound), a time limit in seconds and a seed to the outcome of a search."""
+"""Returns the result of a search, given a graph, a budget in bytes (None: no bound), a time limit in seconds, and a seed."""
 
 
 def _searching(strategies: Strategies) -> Solver:
-    """The solver that looks at these strategies of candidates. It draws no random numbers."""
+    """Returns the solver that searches these families of candidates. It draws no random numbers."""
     return lambda graph, budget, time_limit, seed: single_phase.search(graph, budget, time_limit, strategies)
 
 
 def _following(policy: baselines.Policy) -> Solver:
-    """The solver that follows ``policy``, which takes no time and draws no random numbers."""
+    """Returns the solver that follows ``policy``. It ignores the time limit and draws no random numbers."""
     return lambda graph, budget, time_limit, seed: baselines.solve(graph, budget, policy)
 
 
 def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, seed: int) -> PlanningResult:
-    """The event-gap model and its neighbourhoods, from nothing; nothing more is tried once a plan is proven optimal."""
+    """Returns the result of the interval model and LNS from nothing. A plan that is proven optimal ends the search."""
     deadline = time.monotonic() + time_limit
     found = baselines.solve(graph, budget, baselines.save_all)
     return driver.improve(graph, budget, time_limit, seed, found, 0.0, deadline)
 
 
 def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int) -> PlanningResult:
-    """The search; where it leaves a gap, a better bound, annealing and then neighbourhoods of the event-gap model."""
+    """Returns the result of the search. If an optimality gap remains, the time-indexed bound, annealing and LNS follow."""
     begun = time.monotonic()
     search_share, good_gap = (SEARCH_SHARE_OF_ONE_PHASE, GOOD_GAP_OF_ONE_PHASE) if graph.single_phase else (1.0, GOOD_GAP)
     found = single_phase.search(graph, budget, search_share * time_limit, EVERY_STRATEGY)
@@ -50,14 +50,14 @@ def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int
 
 
 SEARCH_SHARE_OF_ONE_PHASE = 0.15
-"""Of the time for a graph of one phase, in which splits seldom give the best plans."""
+"""Share of the time limit for the search on a single-phase graph, whose splits seldom give the best plans."""
 
 ANNEALED_BY = 0.75
-"""The share of the time after which annealing ends in any case, so that some is left for neighbourhoods."""
+"""Share of the time limit after which annealing ends, to leave time for LNS."""
 
 GOOD_GAP, GOOD_GAP_OF_ONE_PHASE = 0.01, 0.001
-"""A plan this close to its lower bound, as a share of the step, is not improved further. The best plans of a graph of one
-phase are often this close; a training step's is planned while somebody waits for it."""
+"""Optimality gap, as a share of the step, at which a plan is not improved further. It is smaller for single-phase graphs, whose
+best plans are often this close to the lower bound. For training steps it is larger, because a user waits for the plan."""
 
 SOLVERS: dict[str, Solver] = {
     "auto": _by_all_means,
@@ -68,12 +68,22 @@ SOLVERS: dict[str, Solver] = {
     "recompute_all": _following(baselines.recompute_all),
     "save_all": _following(baselines.save_all),
 }
-"""By name: all of them together; the exact model; minimum cuts without segments; segments without minimum cuts; Chen et
-al.'s policy of saving about a root of all values; recomputing all that may be; recomputing nothing."""
+"""Solvers by name.
+
+| name | method |
+|---|---|
+| ``auto`` | search, then time-indexed bound, annealing and LNS |
+| ``ilp`` | interval model and LNS, from nothing; not for graphs that fuse |
+| ``min_cut`` | minimum cuts without segments |
+| ``segments`` | segments and greedy fill without minimum cuts |
+| ``sqrt`` | Chen et al.'s policy: saves the values on about as many cuts as the root of the number of ops |
+| ``recompute_all`` | recomputes every op that may run again |
+| ``save_all`` | recomputes nothing |
+"""
 
 
 RENAMED = {"chain": "segments", "all": "recompute_all", "none": "save_all"}
-"""Solvers by the names that earlier versions gave them."""
+"""Solver names of earlier versions, with the current ones."""
 
 
 def plan(
@@ -83,12 +93,12 @@ def plan(
     time_limit: float = 10.0,
     seed: int = 0,
 ) -> Plan:
-    """The cheapest plan that ``solver`` (a key of ``SOLVERS``) finds for ``graph``, checked by a replay.
+    """Returns the cheapest plan that ``solver`` (a key of ``SOLVERS``) finds for ``graph``, after a check by replay.
 
-    ``memory_budget``: bytes of the peak (an int, or text such as "6GiB"), a share of the peak without recomputation (a float
-    in (0, 1]), or None for no bound. ``time_limit``: seconds. Equal arguments give equal plans, unless the time limit cuts
-    the search short (``Plan.interrupted``). If nothing found fits, the plan is that of least memory and its ``status`` says
-    "infeasible". Raises ``OptionsError``, a ``ValueError``, for an argument that is not accepted.
+    ``memory_budget`` bounds the peak. It is a number of bytes (an int, or text such as "6GiB"), a share of the peak without
+    recomputation (a float in (0, 1]), or None. ``time_limit`` is in seconds. Equal arguments give equal plans, unless the time
+    limit interrupts the search (``Plan.interrupted``). If no plan found fits, the plan of the minimum peak found is returned,
+    with the ``status`` "infeasible". Raises ``OptionsError``, a ``ValueError``, for an argument that is not accepted.
     """
     if solver in RENAMED:
         new = RENAMED[solver]

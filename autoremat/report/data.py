@@ -1,4 +1,4 @@
-"""What was planned for a graph, for people and for programs."""
+"""Data of a report: the plan of one graph in figures, readable by people and programs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """One storage that the forward keeps for the backward."""
+    """A storage that the forward saves for the backward."""
 
     name: str
     bytes: int
@@ -33,22 +33,22 @@ class SavedTensor:
 
 @dataclass(frozen=True)
 class Total:
-    """Sums over the forward's values of one class of modules or one op. Seconds are estimates of the cost model."""
+    """Sums over forward values of one class of modules or of one op. Seconds are estimates of the cost model."""
 
     name: str
     values: int
     saved_bytes: int
     recomputed_bytes: int
     fused_bytes: int
-    """Bytes of what is never materialised."""
+    """Bytes of values that are never materialised."""
     seconds: float
-    """One run of the ops."""
+    """Seconds of one execution of the ops."""
     added_seconds: float
-    """Recomputation."""
+    """Seconds of recomputation."""
 
     @classmethod
     def of(cls, name: str, values: Sequence[ForwardValue]) -> Total:
-        """Sum up ``values``."""
+        """Returns the sums over ``values``."""
 
         def size(decision: Decision) -> int:
             return sum(value.bytes for value in values if value.decision is decision)
@@ -59,18 +59,18 @@ class Total:
 
 @dataclass(frozen=True, repr=False)
 class ReportData:
-    """The plan of one graph in figures. Bytes are peaks beyond what was live when the step began; seconds are estimates
-    of the cost model, except ``planning_seconds``."""
+    """The plan of one graph in figures. Bytes are peaks above the bytes that were live at the start of the step. Seconds are
+    estimates of the cost model, except ``planning_seconds``."""
 
     budget_bytes: int | None
     predicted_peak_bytes: int
-    """By the simulator, before code generation."""
+    """Simulated peak, before code generation."""
     baseline_peak_bytes: int
-    """The same without any recomputation."""
+    """Simulated peak without recomputation."""
     minimum_peak_bytes: int
-    """The smallest peak that any plan found reaches."""
+    """Minimum peak found over all plans."""
     lower_bound_bytes: int
-    """No plan has a smaller peak than this."""
+    """Lower bound on the peak of any plan."""
     saved_bytes: int
     recomputed_ops: int
     recompute_seconds: float
@@ -81,54 +81,54 @@ class ReportData:
     device: str
     strategy: str
     saved: tuple[SavedTensor, ...]
-    """What is saved, largest first."""
+    """Saved tensors, the largest first."""
     compiled_peak_bytes: int | None = None
-    """By the code generator's own schedule, after fusion; None where it was not seen (``compiler="aot_eager"``)."""
+    """Peak of the generated code, after fusion. None if no code was generated (``compiler="aot_eager"``)."""
     replans: int = 0
-    """How often the plan was tightened because the code generator's schedule was over the budget."""
+    """Number of further attempts, with a tighter plan, because the generated code was over the budget."""
     time_limited: bool = False
     step_seconds: float = 0.0
-    """Forward and backward without recomputation."""
+    """Seconds of forward and backward without recomputation."""
     lower_bound_seconds: float | None = 0.0
-    """No plan within the budget recomputes for less time; None if the simulator says that none fits."""
+    """Lower bound on the seconds of recomputation of any plan within the budget. None if no plan fits by the simulator."""
     cost_model: str = "roofline"
     calibrated_share: float = 0.0
-    """The share of the step's estimated seconds that comes from the measured rates of the device."""
+    """Share of the step's estimated seconds that comes from the measured rates of the device."""
     assumed_share: float = 1.0
-    """The share that comes from data sheets, or from ops of other classes."""
+    """Share of the step's estimated seconds that comes from data sheets, or from the rates of other classes of ops."""
     soft_budget_bytes: int | None = None
-    """What stood for a budget where none was given: the simulated peak of torch's own partition."""
+    """Soft budget: the simulated peak of torch's own partition, used if no budget is given."""
     values: tuple[ForwardValue, ...] = ()
-    """What becomes of every value of the forward, and why; empty in reports of versions that did not look."""
+    """Decision and reason for every forward value. Empty in reports of earlier versions."""
     peak_before: PeakSnapshot | None = None
-    """Where memory is fullest without recomputation, and what is alive there."""
+    """Live tensors at the peak without recomputation."""
     peak_after: PeakSnapshot | None = None
-    """The same with the plan."""
+    """Live tensors at the peak of the plan."""
     profile_before: Profile | None = None
     """Memory over the step without recomputation."""
     profile_after: Profile | None = None
-    """The same with the plan."""
+    """Memory over the step with the plan."""
     notes: tuple[str, ...] = ()
-    """What else should be known of these figures."""
+    """Further remarks on these figures."""
     others: tuple[Self, ...] = ()
-    """After graph breaks, of :func:`autoremat.explain`: the reports of the other graphs, in their order."""
+    """Reports of the other graphs after graph breaks, in the sequence of the graphs; from :func:`autoremat.explain`."""
     plan: Plan | None = field(default=None, compare=False, repr=False)
-    """The plan itself, no part of the JSON: :meth:`Plan.save` writes it. None if the report was read from JSON, or is one of
-    :func:`reports` with a hundred after it."""
+    """The plan itself, which the JSON omits; :meth:`Plan.save` writes it. None if the report was read from JSON, or if
+    :func:`reports` has a hundred later ones."""
 
     code_headroom_bytes: int = 0
-    """Beside the predicted peak: copies of images and weights in other layouts, and what code may allocate at any time. Of the
-    budget so much is kept back from the plan."""
+    """Bytes that the plan leaves free below the budget, not part of the predicted peak. They serve copies of images and weights
+    in other layouts, and small allocations of the generated code."""
     gradient_bytes: int = 0
-    """All gradients that the backward returns together: of the peak, a floor that no recomputation lowers."""
+    """Bytes of all gradients that the backward returns. No recomputation lowers the peak below them."""
     loss_chunks: int = 1
-    """In how many parts the projection and the loss are computed (see the option ``chunk_loss``)."""
+    """Number of chunks of the projection and the loss (see the option ``chunk_loss``)."""
     minimum_unchunked_bytes: int | None = None
-    """The smallest peak that any plan found reaches with the loss in one part; None if none was looked for."""
+    """Minimum peak found without chunking the loss. None if no such plan was searched."""
     room_left_because: str = ""
-    """Why the compiled code uses so much less than the budget; empty if it does not, or was not seen."""
+    """Reason why the compiled code needs much less than the budget. Empty if it does not, or if no code was generated."""
     unknown_workspaces: tuple[str, ...] = ()
-    """Kernels that may need more memory than is counted, because their workspace is not known and cannot be measured."""
+    """Kernels that may need more memory than counted, because their workspace is unknown and cannot be measured."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in RENAMED:
@@ -141,8 +141,8 @@ class ReportData:
 
     @property
     def gap(self) -> float | None:
-        """How far from optimal the plan may be: its recomputation over the bound, as a share of the step with the least
-        recomputation possible. None if no plan fits by the simulator's count."""
+        """Optimality gap: seconds of recomputation above the lower bound, as a share of the step with the least possible
+        recomputation. None if no plan fits by the simulator."""
         if self.lower_bound_seconds is None or not self.step_seconds:
             return None
         excess = self.recompute_seconds - self.lower_bound_seconds
@@ -150,22 +150,22 @@ class ReportData:
 
     @property
     def peak_bytes(self) -> int:
-        """The best-known peak: that of the generated code, or the simulated one."""
+        """Best-known peak: that of the generated code, else the simulated one."""
         return self.predicted_peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
 
     @property
     def within_budget(self) -> bool:
-        """Whether the best-known peak is within the budget, unknown workspaces left out."""
+        """True if the best-known peak is within the budget. Unknown workspaces are ignored."""
         return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
 
     @property
     def fits(self) -> bool:
-        """Whether the step is known to stay within the budget: its peak does, and all workspaces are known."""
+        """True if the step is known to stay within the budget: the best-known peak fits, and all workspaces are known."""
         return self.budget_bytes is None or (self.within_budget and not self.unknown_workspaces)
 
     @classmethod
     def of(cls, planning: PlanningResult, plan: Plan, extra_headroom_bytes: int = 0, **fields: Any) -> Self:
-        """Returns the report of ``plan``, which was made for ``extra_headroom_bytes`` less than its budget.
+        """Returns the report of ``plan``, which was found for a budget that was ``extra_headroom_bytes`` smaller.
 
         ``fields`` are the figures that a plan lacks: budget, times, device.
         """
@@ -205,7 +205,8 @@ class ReportData:
         )
 
     def compiled(self, peak_bytes: int | None, replans: int, room_left_because: str = "") -> Self:
-        """The report with what code generation has shown: where it needs more than simulated, so will the smallest plan."""
+        """Returns the report with the results of code generation. An excess over the simulated peak is added to the minimum
+        peak, too."""
         excess = max(0, (peak_bytes or 0) - self.predicted_peak_bytes)
         minimum = min(self.minimum_peak_bytes + excess, peak_bytes or self.minimum_peak_bytes + excess)
         return dataclasses.replace(
@@ -214,19 +215,23 @@ class ReportData:
         )  # fmt: skip
 
     def to_json(self) -> str:
-        """All fields but ``plan`` as JSON; :meth:`from_json` reads it back."""
+        """Returns all fields except ``plan`` as JSON, for :meth:`from_json`."""
         return json.dumps(_plain(self))
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """The report that :meth:`to_json` wrote, this version's or an earlier one's. Raises ``ValueError`` on anything else."""
+        """Returns the report that :meth:`to_json` of this or an earlier version wrote. Raises ``ValueError`` for any other
+        text."""
         try:
             return cls(**_parsed(json.loads(text), cls))
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not a report of this version of autoremat: {error}") from error
 
     def totals(self, by: str = "module") -> tuple[Total, ...]:
-        """Sums over ``values`` by ``"module"`` (its path, numbers replaced by ``*``) or ``"op"``, most saved bytes first."""
+        """Returns sums over ``values`` by module or op, the most saved bytes first.
+
+        ``by`` is ``"module"`` (module paths with ``*`` for numbers) or ``"op"``. Raises ``ValueError`` for any other ``by``.
+        """
         if by not in ("module", "op"):
             raise ValueError(f'totals(by={by!r}) is not accepted. Accepted: "module", "op"')
         groups: dict[str, list[ForwardValue]] = {}
@@ -259,14 +264,14 @@ RENAMED = {
     "ceiling_bytes": "soft_budget_bytes",
     "reserved_bytes": "code_headroom_bytes",
 }
-"""Fields by the names that earlier versions gave them."""
+"""Field names of earlier versions, with the current ones."""
 
 DROPPED = ("measured_share", "untimed_ops")
-"""Fields that earlier versions had: of the cost model "profile", which is gone."""
+"""Fields of earlier versions that belonged to the former cost model "profile"; they are ignored."""
 
 
 def _plain(report: ReportData) -> dict[str, Any]:
-    """The fields as JSON data."""
+    """Returns the fields as JSON data."""
     own = dataclasses.replace(report, plan=None, others=())
     fields = dataclasses.asdict(own) | {"others": [_plain(other) for other in report.others]}
     del fields["plan"]
@@ -276,7 +281,7 @@ def _plain(report: ReportData) -> dict[str, Any]:
 def _parsed(fields: dict[str, Any], kind: type[ReportData]) -> dict[str, Any]:
     """Returns the fields of a report of class ``kind`` as Python values.
 
-    Raises ``TypeError``, ``KeyError`` or ``ValueError`` if they are no report's.
+    Raises ``TypeError``, ``KeyError`` or ``ValueError`` if ``fields`` are not those of a report.
     """
     plan = fields.pop("plan", None)
     if plan is not None:
@@ -295,7 +300,7 @@ def _parsed(fields: dict[str, Any], kind: type[ReportData]) -> dict[str, Any]:
 
 
 def _forward_value(fields: dict[str, Any]) -> ForwardValue:
-    decision = fields.pop("fate", None) or fields["decision"]  # an earlier version called it so
+    decision = fields.pop("fate", None) or fields["decision"]  # the name in earlier versions
     return ForwardValue(**fields | {"decision": Decision(decision), "reason": Reason(fields["reason"])})
 
 

@@ -1,8 +1,12 @@
-"""What became of every value that the forward makes, and why.
+"""The decision for every forward value, with its reason. Both are read off a finished plan; this module decides nothing.
 
-Read off a finished plan; nothing is decided here. A value is *saved*, *recomputed*, *postponed* (made only in the backward,
-which alone reads it), *fused* (never materialised: its readers compute it) or of the *forward only* (the backward does not
-read it).
+| decision | meaning |
+|---|---|
+| saved | computed by the forward, kept for the backward |
+| recomputed | its op runs again in the backward |
+| postponed | computed only in the backward, which alone reads it |
+| fused | never materialised: its readers compute it |
+| forward only | not read by the backward |
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ from autoremat.planner.plans.plan import Plan
 
 
 class Decision(str, enum.Enum):
-    """What a plan does with a value of the forward."""
+    """Decision of a plan for a forward value."""
 
     SAVED = "saved"
     RECOMPUTED = "recomputed"
@@ -29,7 +33,7 @@ class Decision(str, enum.Enum):
 
 
 class Reason(str, enum.Enum):
-    """Why. ``WHY`` has the sentences."""
+    """Reason for a decision. ``WHY`` has the sentences."""
 
     ORDERED = "ordered"
     RANDOM = "random"
@@ -88,7 +92,7 @@ _BY_TRAIT = (
 
 @dataclass(frozen=True)
 class ForwardValue:
-    """One storage that the forward's ops make, and what the plan does with it."""
+    """A storage that a forward op allocates, with the plan's decision for it."""
 
     name: str
     bytes: int
@@ -98,11 +102,12 @@ class ForwardValue:
     decision: Decision
     reason: Reason
     detail: str
-    """What the reason rests on: seconds of recomputing and of saving, or the moment at which memory is full. May be empty."""
+    """Figures behind the reason: seconds of recomputing and of saving, or the place where memory is full. May be empty."""
     seconds: float
-    """One run of its op by the cost model; of several results of one op, the first has it and the others 0."""
+    """Seconds of one execution of its op, by the cost model. If the op has several results, the first has them and the others
+    0."""
     added_seconds: float
-    """Recomputation of its op beyond the run that every plan needs, likewise."""
+    """Seconds of recomputing its op, beyond the execution that every plan needs. The first result of an op has them all."""
 
     @property
     def why(self) -> str:
@@ -111,29 +116,29 @@ class ForwardValue:
 
 
 def module_class(module: str) -> str:
-    """A module path with its numbers replaced: ``layers.3.mlp`` and ``layers.4.mlp`` are both ``layers.*.mlp``."""
+    """Returns a module path with ``*`` for its numbers: ``layers.*.mlp`` for ``layers.3.mlp`` and ``layers.4.mlp``."""
     return ".".join("*" if part.isdigit() else part for part in module.split(".")) if module else ""
 
 
 def op_name(target: str) -> str:
-    """``mm`` for ``aten.mm.default``."""
+    """Returns the short name of an op: ``mm`` for ``aten.mm.default``."""
     match = re.fullmatch(r"\w+\.(\w+)\.\w+", target)
     return match[1] if match else target
 
 
 def against(seconds: float, saving: float) -> str:
-    """The seconds of recomputing beside those of saving."""
+    """Returns a text that compares the seconds of recomputing with those of saving."""
     other = format_seconds(saving) if saving else "nothing, for it is written and read in any case"
     return f"{format_seconds(seconds)} against {other}"
 
 
 def explain_values(plan: Plan, budget: int | None) -> tuple[ForwardValue, ...]:
-    """Every value that the forward's ops make, in their order. ``budget`` is what ``plan`` was made for (None: no bound)."""
+    """Returns all values of the forward's ops, in the graph's sequence. ``budget`` is the plan's budget (None: no bound)."""
     return tuple(_Explainer(plan, budget).run())
 
 
 class _Explainer:
-    """Where and how often each op and value of a plan stands."""
+    """Executions of ops and uses of values in a plan, from which decisions and reasons follow."""
 
     def __init__(self, plan: Plan, budget: int | None) -> None:
         self.plan, self.graph, self.budget = plan, plan.graph, budget
@@ -143,7 +148,7 @@ class _Explainer:
         self.outputs = frozenset(graph.forward_outputs)
         self.in_forward = frozenset(plan.schedule.forward)
         self.again: dict[int, int] = {}
-        """Executions of a forward op in the backward: the position of the last."""
+        """Last position in the backward of each forward op that runs there."""
         for position in range(self.num_forward, len(sequence)):
             if sequence[position] < graph.num_forward:
                 self.again[sequence[position]] = position
@@ -159,6 +164,7 @@ class _Explainer:
         self.read_by_backward = graph.backward_needs
 
     def run(self) -> Iterable[ForwardValue]:
+        """Yields all forward values with decision and reason."""
         graph = self.graph
         for index in range(graph.num_forward):
             op = graph.ops[index]
@@ -173,6 +179,7 @@ class _Explainer:
                 )  # fmt: skip
 
     def decision(self, index: int, value: int) -> Decision:
+        """Returns the decision for a result of op ``index``."""
         if value in self.saved:
             return Decision.SAVED
         if index in self.again and (value in self.read_by_backward or value in self.feeds):
@@ -182,6 +189,7 @@ class _Explainer:
         return Decision.FORWARD_ONLY
 
     def reason(self, index: int, value: int, decision: Decision) -> tuple[Reason, str]:
+        """Returns the reason for a decision, with its detail."""
         match decision:
             case Decision.SAVED:
                 return self.why_saved(index, value)
@@ -195,6 +203,7 @@ class _Explainer:
                 return (Reason.FORWARD_OUTPUT if value in self.outputs else Reason.NOT_READ), ""
 
     def why_saved(self, index: int, value: int) -> tuple[Reason, str]:
+        """Returns the reason and the detail for a saved value."""
         op = self.graph.ops[index]
         if value in self.outputs:
             return Reason.FORWARD_OUTPUT, ""
@@ -210,6 +219,7 @@ class _Explainer:
         return (Reason.DEAR, cost) if seconds > saving else (Reason.NO_GAIN, cost)
 
     def why_recomputed(self, index: int, value: int) -> tuple[Reason, str]:
+        """Returns the reason and the detail for a recomputed value."""
         op, size, saving = self.graph.ops[index], self.graph.values[value].bytes, self.saving_seconds(value)
         seconds = traffic_of(self.graph).recompute_seconds[index]
         if op.constraint is Constraint.RECOMPUTE:
@@ -226,18 +236,18 @@ class _Explainer:
         return Reason.NO_GAIN, ""
 
     def saving_seconds(self, value: int) -> float:
-        """To write the value and to read it again, as far as only saving it does."""
+        """Returns the seconds of writing and reading the value that only saving it causes."""
         return float(traffic_of(self.graph).saving_seconds[value])
 
     def seconds_without(self, value: int) -> float:
-        """To make the saved ``value`` again from the others that are saved."""
+        """Returns the seconds of recomputing the saved ``value`` from the other saved values."""
         graph = self.graph
         return sum(
             traffic_of(graph).recompute_seconds[op] for op in graph.ancestors(graph.producers([value]), self.saved - {value})
         )
 
     def moment(self, position: int, more: int) -> str:
-        """The place in the step at which ``more`` bytes would be too many."""
+        """Returns a text with the place in the step at which ``more`` bytes would exceed the budget."""
         op = self.graph.ops[self.plan.schedule.sequence[position]]
         half = "forward" if position < self.num_forward else "backward"
         reached = int(self.plan.timeline.bytes_at[position]) + more

@@ -1,4 +1,4 @@
-"""Two reports side by side: of the same model under other options, or before and after a change."""
+"""Comparison of two reports: of the same model under other options, or before and after a change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CHANGES_SHOWN = 20
 
 @dataclass(frozen=True)
 class Change:
-    """A value of the forward with another decision or another size; None where a report does not know it."""
+    """A forward value whose decision or size differs. A side is None if its report lacks the value."""
 
     name: str
     before: ForwardValue | None
@@ -29,16 +29,16 @@ class Change:
 
 @dataclass(frozen=True, repr=False)
 class ReportDiff(Shown):
-    """What the second of two reports has otherwise. Printed: a screen of text."""
+    """Differences of a second report from a first. They print as a screen of text."""
 
     before: ReportData
     after: ReportData
     changes: tuple[Change, ...]
-    """The largest first."""
+    """Changed values, the largest first."""
 
     @property
     def figures(self) -> tuple[tuple[str, str, str, str], ...]:
-        """(what, before, after, difference) of the figures that both reports have."""
+        """Rows of (name, before, after, difference), one for each figure of a report."""
         rows = []
         for what, attribute in _BYTES.items():
             first, second = getattr(self.before, attribute), getattr(self.after, attribute)
@@ -53,12 +53,12 @@ class ReportDiff(Shown):
         return tuple(rows)
 
     def line(self) -> str:
-        """All that a prompt shows."""
+        """Returns the one-line representation."""
         _, before, after, change = next(row for row in self.figures if row[0] == "predicted peak")
         return f"{len(self.changes)} values with another decision, predicted peak {before} -> {after} ({change})"
 
     def tables(self) -> Sequence[PlainTable]:
-        """All that ``print`` shows."""
+        """Returns the printed tables."""
         figures = plain_table("", ("", "before", "after", "change"), numbers=0)
         for row in self.figures:
             figures.add_row(*row)
@@ -92,7 +92,7 @@ _SECONDS = {"recomputation": "recompute_seconds", "forward": "forward_seconds", 
 
 
 def compare(before: ReportData, after: ReportData) -> ReportDiff:
-    """The difference of two reports."""
+    """Returns the differences between two reports."""
     first, second = _by_name(before), _by_name(after)
     changes = []
     for name in dict.fromkeys([*first, *second]):

@@ -1,4 +1,4 @@
-"""A report as one HTML file that needs nothing else: no network, no other files."""
+"""A report as one self-contained HTML file: it needs no network and no other files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from autoremat.report.peak_snapshot import PeakSnapshot
 
 
 def to_html(report: ReportData) -> str:
-    """The text of the file. Raises ``ImportError`` without matplotlib and Jinja, of the extra ``plot``."""
+    """Returns the text of the file. Raises ``ImportError`` without matplotlib and Jinja, of the extra ``plot``."""
     try:
         import jinja2
     except ImportError as error:
@@ -32,19 +32,19 @@ def to_html(report: ReportData) -> str:
 
 
 def _breakable(path: str) -> Any:
-    """A path of a module or a file that may go on in the next line behind a dot or a slash."""
+    """Returns a module or file path as markup in which a line may break after each dot and slash."""
     import markupsafe
 
     return markupsafe.Markup(re.sub("([./])", r"\1<wbr>", str(markupsafe.escape(path))))
 
 
 def write(report: ReportData, path: str | PathLike[str]) -> None:
-    """Write the file."""
+    """Writes the file."""
     Path(path).write_text(to_html(report), encoding="utf-8")
 
 
 def _graph(report: ReportData) -> dict[str, Any]:
-    """What the template shows of one graph."""
+    """Returns the template's data for one graph."""
     drawn = {}
     if report.profile_after is not None:
         drawn["Memory over the step"] = plots.as_svg(plots.memory(report))

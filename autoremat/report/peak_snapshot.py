@@ -1,7 +1,7 @@
-"""When memory is fullest, what is alive then, and how it rises and falls over the step.
+"""Peak snapshots and memory profiles of plans: the live tensors at the peak, and the live bytes over the step.
 
-Read off the timelines of finished plans; nothing is simulated here. Both are kept small enough to be stored with a report:
-a moment lists its largest tensors, a profile has a few hundred samples, the peak among them.
+Both are read off the timelines of finished plans, without another simulation. Both are small enough to be stored with a report.
+A snapshot lists only its largest tensors. A profile has a few hundred samples, including the peak.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.report.decisions import module_class
 
 LISTED = 40
-"""So many of the tensors that are alive at a moment are listed, the largest."""
+"""Maximum number of live tensors that a snapshot lists."""
 
 SAMPLES = 240
-"""So many moments of a step at most make up a profile."""
+"""Maximum number of samples of a profile."""
 
 BANDS = 9
-"""So many groups of modules at most are told apart in a profile; what is smaller is one group."""
+"""Maximum number of groups of modules in a profile. All smaller groups are merged into one."""
 
 GRADIENTS, TANGENTS, WORKSPACE, OUTSIDE, SMALLER = "gradients", "tangents", "workspace", "no module", "other modules"
 
 
 class TensorCategory(str, enum.Enum):
-    """What a tensor is to the step."""
+    """Category of a live tensor."""
 
     SAVED = "saved"
     RECOMPUTED = "recomputed"
@@ -43,7 +43,7 @@ class TensorCategory(str, enum.Enum):
 
 @dataclass(frozen=True)
 class LiveTensor:
-    """A tensor that is alive at a moment."""
+    """A tensor that is live at the peak."""
 
     name: str
     bytes: int
@@ -54,30 +54,33 @@ class LiveTensor:
 
 @dataclass(frozen=True)
 class PeakSnapshot:
-    """The execution of one op, and what is alive meanwhile."""
+    """The execution of one op and the tensors that are live during it."""
 
     bytes: int
     half: str
     """``"forward"`` or ``"backward"``."""
     position: int
-    """The number of the execution among the step's ``executions``."""
+    """Index of the execution among the step's ``executions``."""
     executions: int
     op: str
     target: str
     module: str
     source: str
     alive: tuple[LiveTensor, ...]
-    """The largest first; what is not listed is in ``others_bytes``."""
+    """Listed tensors, the largest first. All others count in ``others_bytes``."""
     others: int
     others_bytes: int
     by_sort: tuple[tuple[TensorCategory, int], ...]
-    """Bytes of all that is alive by what it is, the largest sum first; together they are ``bytes``."""
+    """Bytes of all live tensors by category, the largest sum first. Their total is ``bytes``."""
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Bytes alive over one step: ``bytes[g][i]`` are those of ``groups[g]`` at sample ``i``, ``seconds[i]`` after the start by
-    the cost model. The first sample of the backward is number ``border``. The step's peak is one of the samples."""
+    """Live bytes over one step: ``bytes[g][i]`` belong to ``groups[g]`` at sample ``i``.
+
+    Sample ``i`` lies ``seconds[i]`` after the start, by the cost model. ``border`` is the index of the first sample of the
+    backward. The step's peak is one of the samples.
+    """
 
     groups: tuple[str, ...]
     seconds: tuple[float, ...]
@@ -86,13 +89,15 @@ class Profile:
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Bytes alive at each sample."""
+        """Live bytes at each sample."""
         return tuple(sum(column) for column in zip(*self.bytes, strict=True))
 
 
 def peak_of(plan: Plan, listed: int | None = LISTED) -> PeakSnapshot | None:
-    """The first moment at which the plan's peak is reached, with the ``listed`` largest tensors (None: all); None of an empty
-    graph."""
+    """Returns the snapshot of the first execution that reaches the plan's peak; None for an empty graph.
+
+    It lists the ``listed`` largest tensors (None: all).
+    """
     graph, timeline, sequence = plan.graph, plan.timeline, plan.schedule.sequence
     if not sequence:
         return None
@@ -111,7 +116,7 @@ def peak_of(plan: Plan, listed: int | None = LISTED) -> PeakSnapshot | None:
 
 
 def _alive(plan: Plan, position: int, border: int) -> list[LiveTensor]:
-    """All that is alive during one execution, the largest first."""
+    """Returns all tensors that are live during one execution, the largest first."""
     graph = plan.graph
     lifetimes = plan.timeline.lifetimes
     values, starts, ends = lifetimes.values, lifetimes.starts, lifetimes.ends
@@ -138,14 +143,14 @@ def _alive(plan: Plan, position: int, border: int) -> list[LiveTensor]:
 
 
 def module_group(module: str) -> str:
-    """The group of a module in a picture: its class of modules, no deeper than one name below the first number."""
+    """Returns the group of a module in a profile: its module class, at most one name below the first number."""
     parts = module_class(module).split(".")
     depth = parts.index("*") + 2 if "*" in parts else len(parts)
     return ".".join(parts[:depth]) or OUTSIDE
 
 
 def profile_of(plan: Plan) -> Profile | None:
-    """Bytes over the step, by groups of modules; None of an empty graph."""
+    """Returns the live bytes over the step by groups of modules; None for an empty graph."""
     graph, sequence = plan.graph, plan.schedule.sequence
     if not sequence:
         return None
@@ -167,7 +172,7 @@ def profile_of(plan: Plan) -> Profile | None:
 
 
 def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
-    """For each group, its bytes at each execution; together they are the timeline."""
+    """Returns the bytes of each group at each execution. Their sum is the timeline."""
     graph, length, border = plan.graph, len(plan.schedule.sequence), len(plan.schedule.forward)
     gradients = frozenset(graph.backward_outputs)
     group_of = [GRADIENTS if v in gradients else module_group(value.module) for v, value in enumerate(graph.values)]
@@ -187,7 +192,10 @@ def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
 
 
 def _samples(plan: Plan) -> tuple[list[int], int]:
-    """The fullest execution of each of equal stretches of forward and backward, and how many of them are forward."""
+    """Returns sampled executions, and the number of those in the forward.
+
+    The halves are divided into equal stretches. The sample of a stretch is the execution with the most live bytes.
+    """
     length, border = len(plan.schedule.sequence), len(plan.schedule.forward)
     bytes_at = plan.timeline.bytes_at
     chosen: list[int] = []

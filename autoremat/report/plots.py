@@ -1,7 +1,7 @@
-"""Pictures of reports and of time against memory, by matplotlib (of the extra ``plot``).
+"""Plots of reports and of Pareto fronts, by matplotlib (of the extra ``plot``).
 
-Each function returns a ``matplotlib.figure.Figure``; ``figure.savefig("memory.png")`` or ``.svg`` writes it. Nothing is shown,
-and no global state is touched.
+Each function returns a ``matplotlib.figure.Figure``, which ``figure.savefig("memory.png")`` or ``.svg`` writes. The functions
+display nothing and change no global state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 COLOURS = ("#4269d0", "#efb118", "#6cc5b0", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#3ca951", "#b3b3b3", "#d9d9d9")
-"""Of the bands of a stack, told apart also by people who see few colours."""
+"""Colours of the bands of a stack, distinguishable for most people with colour blindness."""
 
 GRADIENT_COLOUR, BUDGET_COLOUR, BEFORE_COLOUR = "#505050", "#d62728", "#808080"
 
@@ -38,8 +38,11 @@ WIDTH, HEIGHT = 9.0, 4.5
 
 
 def memory(report: ReportData) -> Figure:
-    """Bytes alive over one step with the plan, stacked by groups of modules; the budget, and the step without recomputation,
-    as lines. The time is that of the cost model. Raises ``ValueError`` for a report that has no profile."""
+    """Returns a plot of the live bytes over one step with the plan, stacked by groups of modules.
+
+    Lines show the budget and the step without recomputation. The time is that of the cost model. Raises ``ValueError`` for a
+    report without a profile.
+    """
     after, before = report.profile_after, report.profile_before
     if after is None:
         raise ValueError("the report has no memory profile: it is of a version that did not keep one, or of an empty graph")
@@ -71,7 +74,10 @@ def memory(report: ReportData) -> Figure:
 
 
 def pareto(points: Sequence[Point]) -> Figure:
-    """Recomputation against peak memory: what ``autoremat.pareto`` found, ours and the lower bound as lines."""
+    """Returns a plot of recomputation against the peak for the points of ``autoremat.pareto``.
+
+    Our plans and the lower bound are lines; the other families are single points.
+    """
     figure, axes = _empty(WIDTH, HEIGHT)
     unit, scale = _byte_unit([point.peak_bytes for point in points])
     styles: dict[str, dict[str, Any]] = {
@@ -100,8 +106,10 @@ def pareto(points: Sequence[Point]) -> Figure:
 
 
 def saved_by_layer(report: ReportData) -> Figure:
-    """What becomes of the bytes that each layer's forward makes, layers from first to last. Raises ``ValueError`` for a report
-    without values."""
+    """Returns a plot of the forward's bytes by layer and decision, from the first layer to the last.
+
+    Raises ``ValueError`` for a report without values.
+    """
     if not report.values:
         raise ValueError("the report does not say what becomes of the forward's values: it is of an earlier version")
     layers = bytes_by_layer(report.values)
@@ -122,8 +130,10 @@ def saved_by_layer(report: ReportData) -> Figure:
 
 
 def bytes_by_layer(values: Iterable[ForwardValue]) -> dict[str, dict[Decision, int]]:
-    """Bytes of each decision by layer (module paths up to the first number; else as in the memory picture), in the forward's
-    order."""
+    """Returns the bytes of each decision by layer, in the forward's sequence.
+
+    A layer is the module path up to the first number. A path without a number is grouped as in the memory plot.
+    """
     found: dict[str, dict[Decision, int]] = {}
     for value in values:
         parts = value.module.split(".")
@@ -135,7 +145,7 @@ def bytes_by_layer(values: Iterable[ForwardValue]) -> dict[str, dict[Decision, i
 
 
 def as_svg(figure: Figure) -> str:
-    """The figure as an ``<svg>`` element, text as text."""
+    """Returns the figure as an ``<svg>`` element in which text stays text."""
     import matplotlib
 
     out = io.StringIO()
@@ -146,7 +156,7 @@ def as_svg(figure: Figure) -> str:
 
 
 def _empty(width: float, height: float) -> tuple[Figure, Axes]:
-    """A figure with one pair of axes."""
+    """Returns a figure with one pair of axes."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -158,13 +168,13 @@ def _empty(width: float, height: float) -> tuple[Figure, Axes]:
 
 
 def _band_colours(profile: Profile) -> list[str]:
-    """A colour for each group; gradients, which no plan can do without, are dark."""
+    """Returns a colour for each group. Gradients, which are live under every plan, are dark."""
     colours = iter(COLOURS)
     return [GRADIENT_COLOUR if group == GRADIENTS else next(colours) for group in profile.groups]
 
 
 def _byte_unit(sizes: Iterable[int]) -> tuple[str, float]:
-    """The unit in which the largest of ``sizes`` is written, and its bytes."""
+    """Returns the unit in which the largest of ``sizes`` is written, and the bytes of that unit."""
     most = max(sizes, default=0)
     unit = format_bytes(most).split()[1]
     return unit, float({"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}[unit])

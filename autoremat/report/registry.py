@@ -1,4 +1,4 @@
-"""The reports of this process, and why there are none."""
+"""The reports of this process, and the reasons for an empty list of reports."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from typing import Any
 from autoremat.report.report import Report
 
 KEPT, KEPT_WITH_PLAN = 1000, 100
-"""So many reports of a process are kept, and so many of them with their plans, which are larger: a job that compiles again and
-again does not grow."""
+"""Maximum number of reports that a process keeps, and of those that keep their plans. Plans are larger. The limits bound the
+memory of a job that compiles again and again."""
 
 _reports: deque[Report] = deque(maxlen=KEPT)
 _lock = threading.Lock()
 _graphs_seen = 0
-"""Graphs that the backend was handed, with a backward or not."""
+"""Number of graphs that the backend received, with or without a backward."""
 
 
 _explanations: list[Callable[[], str]] = []
-"""Functions that say why graphs did not come to the backend."""
+"""Functions that explain why graphs did not reach the backend."""
 
 
 def explain_absence_by(explanation: Callable[[], str]) -> None:
-    """Has ``explanation()``, a text or nothing, added to the reasons for an empty list of reports."""
+    """Adds the text of ``explanation()``, which may be empty, to the reasons for an empty list of reports."""
     if explanation not in _explanations:
         _explanations.append(explanation)
 
 
 def add_report(report: Report) -> None:
-    """Append to this process's reports."""
+    """Appends a report to those of this process."""
     with _lock:
         _reports.append(report)
         if len(_reports) > KEPT_WITH_PLAN:
@@ -39,13 +39,13 @@ def add_report(report: Report) -> None:
 
 
 def note_graph() -> None:
-    """Note that the backend was handed a graph."""
+    """Counts a graph that the backend received."""
     global _graphs_seen
     _graphs_seen += 1
 
 
 class Reports(list[Report]):
-    """Reports, oldest first: a list that says why it is empty."""
+    """Reports, oldest first: a list that explains why it is empty."""
 
     def __getitem__(self, index: Any) -> Any:
         try:
@@ -58,14 +58,16 @@ class Reports(list[Report]):
 
 
 def reports() -> Reports:
-    """A report for each graph with a backward that was compiled in this process, oldest first: the latest 1,000, of which the
-    latest 100 have their ``plan``."""
+    """Returns a report for each graph with a backward that was compiled in this process, oldest first.
+
+    The list has the latest 1,000 reports, of which the latest 100 have their ``plan``.
+    """
     with _lock:
         return Reports(_reports)
 
 
 def why_no_reports() -> str:
-    """Why nothing was reported, as far as it is known."""
+    """Returns the known reasons for an empty list of reports."""
     lines = ["no graph with a backward was compiled by autoremat in this process."]
     if _graphs_seen:
         lines.append(

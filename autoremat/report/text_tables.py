@@ -15,7 +15,7 @@ SAVED_TENSORS_SHOWN, SORTS_SHOWN = 10, 4
 
 
 def tables(report: ReportData) -> list[PlainTable]:
-    """The figures, and the largest saved tensors: a screen of text."""
+    """Returns tables of the figures and of the largest saved tensors, a screen of text."""
     found = [named_figures(figures(report))]
     if report.saved:
         tensors = plain_table("largest saved tensors", ("bytes", "op", "module", "source"), numbers=1)
@@ -26,12 +26,12 @@ def tables(report: ReportData) -> list[PlainTable]:
 
 
 def short_source(source: str) -> str:
-    """The last three parts of a path."""
+    """Returns the last three parts of a path."""
     return "/".join(source.replace("\\", "/").split("/")[-3:])
 
 
 def figures(report: ReportData) -> list[tuple[str, str]]:
-    """The report's figures, each with its name."""
+    """Returns the report's figures, each with its name."""
     ceiling = (
         "" if report.soft_budget_bytes is None else f" (torch's own partition needs {format_bytes(report.soft_budget_bytes)})"
     )
@@ -77,7 +77,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
 
 
 def place(moment: PeakSnapshot) -> str:
-    """Where in the step a moment is, and what fills it."""
+    """Returns a text with the place of a peak in the step and the shares of its categories."""
     percents = whole_percents([size for _, size in moment.by_sort])
     parts = list(zip(moment.by_sort, percents, strict=True))[:SORTS_SHOWN]
     shares = ", ".join(f"{percent}% {sort.value}" for (sort, _), percent in parts)
@@ -86,7 +86,7 @@ def place(moment: PeakSnapshot) -> str:
 
 
 def whole_percents(sizes: Sequence[int]) -> list[int]:
-    """The shares of ``sizes`` in their sum, in whole percents that sum to 100: the largest remainders are rounded up."""
+    """Returns the shares of ``sizes`` in whole percents that sum to 100. The largest remainders are rounded up."""
     total = sum(sizes)
     if not total:
         return [0 for _ in sizes]
@@ -104,24 +104,24 @@ def _sources(report: ReportData) -> str:
 
 
 def value_table(values: Sequence[ForwardValue], limit: int | None) -> PlainTable:
-    """The first ``limit`` of ``values`` with their decisions and reasons."""
+    """Returns a table of the first ``limit`` of ``values``, with their decisions and reasons."""
     shown = values if limit is None else values[:limit]
     title = f"{len(shown)} of {len(values)} values" if len(shown) < len(values) else f"{len(values)} values"
     table = plain_table(title, ("bytes", "added", "value", "decision", "where, and why"), numbers=2)
     for value in shown:
         added = format_seconds(value.added_seconds) if value.added_seconds else ""
-        lines = "\n".join(filter(None, (where(value), value.why)))  # beside one another neither is readable at 80 columns
+        lines = "\n".join(filter(None, (where(value), value.why)))  # side by side, neither is readable at 80 columns
         table.add_row(format_bytes(value.bytes), added, value.name, value.decision.value, lines)
     return table
 
 
 def where(thing: ForwardValue | LiveTensor) -> str:
-    """Module and line of a tensor, as far as they are known."""
+    """Returns the module and line of a tensor, as far as they are known."""
     return ", ".join(filter(None, (thing.module, short_source(thing.source))))
 
 
 def totals_table(totals: Sequence[Total], by: str) -> PlainTable:
-    """Sums by module or op."""
+    """Returns a table of sums by module or op."""
     table = plain_table(f"by {by}", ("saved", "recomputed", "fused", "run", "run again", "values", by), numbers=6)
     for total in totals:
         table.add_row(
@@ -132,7 +132,7 @@ def totals_table(totals: Sequence[Total], by: str) -> PlainTable:
 
 
 def moment_table(moment: PeakSnapshot, limit: int | None) -> PlainTable:
-    """What is alive at a moment, the largest first."""
+    """Returns a table of the live tensors at a peak, the largest first."""
     table = plain_table(
         f"{format_bytes(moment.bytes)} live in the {place(moment)}", ("bytes", "tensor", "is", "where"), numbers=1
     )

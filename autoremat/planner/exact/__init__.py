@@ -1,1 +1,1 @@
-"""The improvement of plans for autoremat.plan: the exact model, large-neighborhood search and annealing."""
+"""Improvement of plans for ``autoremat.plan``: interval model, large-neighbourhood search, annealing, time-indexed bound."""

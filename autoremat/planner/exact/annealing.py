@@ -1,11 +1,12 @@
-"""Simulated annealing over where ops run again (Kirkpatrick et al., "Optimization by simulated annealing", 1983).
+"""Simulated annealing over insertion points (Kirkpatrick et al., "Optimization by simulated annealing", Science 1983).
 
-Random layered graphs have thousands of overlapping live ranges, so linear relaxations say little about the place of a plan
-that fits. Here moves are small and cheap (:mod:`autoremat.planner.exact.local_search`). The energy is the added seconds plus
-a price for the bytes over the budget at each site. The price rises while the state does not fit and falls while it does, so
-the search stays near the border.
+    energy  =  added seconds  +  price * sum over sites of the bytes over the budget
 
-Moves are counted; only the deadline can cut the search short.
+Random layered graphs have thousands of overlapping live ranges. Linear relaxations therefore say little about where a fitting
+plan recomputes. Here moves are small and cheap (:mod:`autoremat.planner.exact.local_search`). The price rises while the state
+does not fit and falls while it does. The search therefore stays near the border between the two.
+
+The search counts moves, so only the deadline can interrupt it.
 """
 
 from __future__ import annotations
@@ -25,34 +26,35 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import PlanningResult
 
 COLDEST = 0.03
-"""The last temperature, in mean seconds of an op."""
+"""Last temperature, in mean seconds of an op."""
 
 FIRST_PRICE, LEAST_PRICE, MOST_PRICE = 0.05, 0.02, 50.0
-"""Of the mean bytes of a value over the budget at one site, in mean seconds of an op."""
+"""First, lowest and highest price of an excess byte at one site, in mean seconds of an op per mean bytes of a value."""
 
 DEARER, CHEAPER, EVERY = 1.02, 0.97, 64
-"""How the price changes with a state that does not fit, and with one that fits; after how many moves."""
+"""Factors of the price for a state that does not fit and for one that fits; number of moves between two changes."""
 
 LEAVING, LEAVING_WHEN_FITTING, ALONE = 0.35, 0.6, 0.15
-"""How likely a move takes away a recomputation: if the state does not fit, if it fits; and does nothing else."""
+"""Probability that a move removes a recomputation, for states that do not fit and for states that fit; probability that a move
+does only that."""
 
 MOVES_PER_SECOND = 4000
-"""Of the time limit: few enough that neighbourhoods have time too."""
+"""Moves per second of the time limit. The number is low enough to leave time for large-neighbourhood search."""
 
 MOST_AFRESH = 5_000
-"""Recomputations of a plan that makes everything anew for every reader: enough for a chain of a hundred ops."""
+"""Maximum number of recomputations of a plan that recomputes every value for each use. It is enough for a chain of 100 ops."""
 
 HOT, WARM = 3.0, 0.3
-"""First temperatures, in mean seconds of an op: from nothing, and from a plan that is good already."""
+"""First temperatures, in mean seconds of an op: for a search from nothing, and for one from a good plan."""
 
 WARM_SHARE, SHORTEST_SHARE, MOVES_PER_OP = 0.2, 0.2, 300
-"""Of the moves: how many go to annealing the best plan once more; how many the first search from nothing takes at most, and
-how many that is for each op."""
+"""Share of the moves that anneal the best plan once more. Maximum length of the first search from nothing, as a share of
+the moves and in moves per op."""
 
 
 @dataclass
 class Found:
-    """What a search comes to: the cheapest schedule that fits, if any; the one of least excess."""
+    """Result of a search: the cheapest schedule that fits, if any, and the schedule of the least excess."""
 
     best: Schedule | None
     closest: Schedule
@@ -60,10 +62,10 @@ class Found:
 
 
 class Annealing(Moves):
-    """A search on ``graph`` for ``budget`` bytes."""
+    """Annealing on ``graph`` for a budget of ``budget`` bytes."""
 
     def _propose(self, over: np.ndarray[tuple[int], np.dtype[np.float64]]) -> None:
-        """Make a move from a state that is ``over`` the budget by so many bytes at each site."""
+        """Makes one move. ``over`` holds the bytes over the budget at each site of the current state."""
         over_budget = np.flatnonzero(over > 0.0)
         chance = self.random.random()
         if self.chosen and chance < (LEAVING if len(over_budget) else LEAVING_WHEN_FITTING):
@@ -77,7 +79,10 @@ class Annealing(Moves):
             self._relieve(int(self.random.random() * self.sites.end))
 
     def run(self, moves: int, hottest: float, deadline: float) -> Found:
-        """Anneal from the present state; ``deadline`` is a time of the monotonic clock, in seconds."""
+        """Anneals from the current state with at most ``moves`` moves, and returns the result.
+
+        ``hottest`` is the first temperature in mean seconds of an op. ``deadline`` is a time of the monotonic clock in seconds.
+        """
         sites = self.sites
         factor, temperature, price = FIRST_PRICE, 0.0, 0.0
         over, excess = self._over()
@@ -117,15 +122,16 @@ class Annealing(Moves):
 def improve(
     graph: Graph, budget: int | None, time_limit: float, seed: int, found: PlanningResult, good_gap: float, deadline: float
 ) -> PlanningResult:
-    """The outcome ``found``, or a better one; nothing is tried if its gap, as a share of the step, is ``good_gap`` or less.
+    """Returns ``found`` or a better result. If its optimality gap, as a share of the step, is at most ``good_gap``, it is
+    unchanged.
 
-    How long is annealed follows from ``time_limit``, in seconds; at ``deadline`` it ends. Graphs that fuse and those with
-    orders to recompute are left alone.
+    The number of moves follows from ``time_limit`` in seconds, and ``deadline`` ends the search. Graphs that fuse or have
+    constraints to recompute keep ``found``.
     """
     ordered = any(op.constraint is Constraint.RECOMPUTE for op in graph.ops)
     if budget is None or graph.fuses or ordered:
         return found
-    # The search's plans of a training step are seldom far off; of a graph of one phase they are.
+    # For training steps, the plans of the search are close to the optimum; for single-phase graphs, they seldom are.
     from_nothing = graph.single_phase or found.plan is None
     if found.plan is None and (schedule := recompute_per_use(graph)) is not None:
         found = found.with_plans([Plan.of(graph, schedule, "afresh")], budget, interrupted=False)
@@ -150,9 +156,9 @@ def improve(
 
 
 def recompute_per_use(graph: Graph) -> Schedule | None:
-    """Every op of the part in which ops run again makes anew, from what the graph is given, all that it reads.
+    """Returns the schedule that recomputes all inputs of each op anew for each use, starting from the inputs of the graph.
 
-    Takes little memory and much time. None if that is more than ``MOST_AFRESH`` recomputations.
+    The schedule needs little memory and much time. None if it has more than ``MOST_AFRESH`` recomputations.
     """
     sites, recomputations = Sites(graph), 0
     for site in range(0 if graph.single_phase else graph.num_forward, sites.end + 1):
@@ -160,7 +166,7 @@ def recompute_per_use(graph: Graph) -> Schedule | None:
         unseen = [*(sites.kept if site == sites.end else sites.inputs[site])]
         while unseen:
             producer = sites.producer[unseen.pop()]
-            # What the op just before has made is there.
+            # The result of the op just before is still live.
             if sites.movable[producer] and producer + 1 < site and producer not in wanted:
                 wanted.add(producer)
                 unseen += sites.inputs[producer]
@@ -173,10 +179,11 @@ def recompute_per_use(graph: Graph) -> Schedule | None:
 
 
 def lengths_of(moves: int, ops: int) -> list[int]:
-    """Of searches from nothing on a graph of so many ops, which take ``moves`` together, each longer than the one before.
+    """Returns the lengths of successive searches from nothing, which sum to ``moves``. Each search is longer than the one
+    before.
 
-    Small graphs are searched more than once; the first search of a large one is short, so that there is a plan if the time is
-    cut short.
+    Small graphs are searched several times. On a large graph the first search is short, so that a plan exists if the time runs
+    out.
     """
     lengths: list[int] = []
     following = max(min(int(SHORTEST_SHARE * moves), MOVES_PER_OP * ops), 1)

@@ -1,6 +1,6 @@
-"""The event-gap model put to work: relaxations of growing depth give first plans, neighbourhoods improve the best of them.
+"""Search with the interval model: relaxations of growing depth give first plans, and neighbourhoods improve the best one.
 
-How much is tried follows from the time limit that was asked for, not from the clock: the clock only cuts short.
+The amount of work follows from the requested time limit, not from the clock. The clock can only interrupt it.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import PlanningResult
 
 COLUMNS_PER_SECOND = 1500
-"""How large a model is tried, per second of the time limit, so that its relaxation leaves time for neighbourhoods."""
+"""Columns of the largest model that is tried, per second of the time limit. Its relaxation leaves time for neighbourhoods."""
 
 NEIGHBOURHOODS_PER_SECOND = 2
 
 DEPTHS = (1, 2, 4, 8, 16, 32)
-"""Of the models that are tried, as far as they are not too large."""
+"""Depths of the models that are tried, as long as they are not too large."""
 
 DEEPEST_START, START_PENALTY, START_SHARE = 2, 2.0, 0.3
-"""First plans come from models up to this depth; the whole peak in excess costs so many steps; each may take this share of
-the time limit."""
+"""Depth up to which models give first plans. Penalty, in steps, of an excess as large as the baseline's peak. Share of the time
+limit for each first plan."""
 
 
 @dataclass
 class Descent:
-    """The search on one graph for one budget in bytes; ``plans`` are all that were found, ``peak`` is without
-    recomputation. ``within_gap`` says of a plan that fits whether it ends the search."""
+    """Search on one graph for one budget in bytes.
+
+    ``peak`` is the peak without recomputation. ``within_gap`` returns True for a fitting plan that ends the search. ``plans``
+    collects all plans that were found.
+    """
 
     graph: Graph
     budget: int
@@ -42,14 +45,14 @@ class Descent:
     seed: int
     within_gap: Callable[[Plan], bool]
     deadline: float
-    """A time of the monotonic clock, in seconds. How much is tried follows from ``time_limit`` alone."""
+    """Time of the monotonic clock, in seconds. The amount of work follows from ``time_limit`` alone."""
 
     def __post_init__(self) -> None:
         self.plans: list[Plan] = []
         self.interrupted = False
 
     def models(self) -> list[IntervalModel]:
-        """Models of growing depth, as far as they grow and are not too large."""
+        """Returns models of growing depth, as long as they grow and are not too large."""
         found: list[IntervalModel] = []
         for depth in DEPTHS:
             model = IntervalModel(self.graph, depth)
@@ -59,7 +62,7 @@ class Descent:
         return found
 
     def run(self, starts: list[Plan]) -> None:
-        """Find plans; ``starts`` (at least one) are plans to begin from, if they are better than those of the relaxations."""
+        """Searches for plans, starting from the best of ``starts`` (at least one plan) and of the plans of the relaxations."""
         self.plans += starts
         models = self.models()
         if not models:
@@ -80,7 +83,8 @@ class Descent:
         return Improvement(model, self.budget, self.peak, self.seed, self.deadline)
 
     def _relax(self, models: list[IntervalModel]) -> Vector | None:
-        """The relaxation of the last of ``models``, None if out of time; first plans come from the first ones' on the way."""
+        """Returns the relaxation of the last of ``models``, or None if time runs out. The shallow models also give first
+        plans."""
         relaxed: Vector | None = None
         support, before = np.zeros(0), models[0]
         for model in models:
@@ -90,7 +94,8 @@ class Descent:
             if relaxed is None:
                 self.interrupted = True
                 break
-            # A deeper relaxation spreads over more places than any plan can; with the shallower ones' it has plans.
+            # A deeper relaxation spreads over more sites than any plan can use. Merged with the shallower ones, it contains
+            # plans.
             support = np.maximum(model.carried_over(before, support), relaxed) if len(support) else relaxed
             before = model
             if model.depth <= DEEPEST_START:
@@ -98,7 +103,7 @@ class Descent:
         return relaxed
 
     def _begin(self, current: Improvement, support: Vector) -> None:
-        """A first plan, among what the relaxations use."""
+        """Adds a first plan that uses only the columns of ``support``."""
         begun = time.monotonic()
         chosen = current.among(np.flatnonzero(support > 1e-6), START_PENALTY, self.time_limit * START_SHARE)
         if chosen is not None:
@@ -106,7 +111,7 @@ class Descent:
         self.interrupted = self.interrupted or time.monotonic() - begun > self.time_limit * START_SHARE
 
     def _score(self, plan: Plan) -> float:
-        """Seconds, with what the bytes over the budget cost at :data:`START_PENALTY`."""
+        """Returns the seconds of ``plan``, plus the penalty of its bytes over the budget at :data:`START_PENALTY`."""
         over = plan.timeline.bytes_at - self.budget
         return plan.cost_seconds + START_PENALTY * self.graph.step_seconds / self.peak * float(over[over > 0].sum())
 
@@ -114,7 +119,8 @@ class Descent:
 def improve(
     graph: Graph, budget: int | None, time_limit: float, seed: int, found: PlanningResult, good_gap: float, deadline: float
 ) -> PlanningResult:
-    """The outcome ``found``, or a better one: stops at a plan whose gap, as a share of the step, is ``good_gap`` or less."""
+    """Returns ``found`` or a better result. A plan whose optimality gap, as a share of the step, is at most ``good_gap`` ends
+    the search."""
     if budget is None or graph.fuses or found.is_converged(good_gap):
         return found
 

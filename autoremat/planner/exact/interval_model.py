@@ -1,22 +1,22 @@
-"""The exact model: for each value, over which stretches it is held, and before which ops it is recomputed.
+"""Interval model: an integer program over retention intervals and recomputations.
 
-Ops run in the given order; what is recomputed runs just before an op of that order, its *site*. The *events* of a value are
-the ops that read it, the sites at which a reader of it may be recomputed, and the end if it has to exist then.
+    H[v, e] = 1   value v is retained from its previous event (or its computation) to event e
+    R[o, t] = 1   op o is recomputed at site t
+    available(v, e) = H[v, e] + R[op of v, e]
 
-    H[v, e] = 1  value v is held from its previous event (or its making) to event e
-    R[o, t] = 1  op o is recomputed at site t
-    available(v, e) = H[v, e] + R[producer of v, e]
+    minimise    sum of seconds_o * R[o, t]
+    reading     available(v, e) >= 1                      if op e itself reads v, or e is the end and v an output
+    retention   H[v, e] <= available(v, previous event of v)
+    inputs      R[o, t] <= available(u, t)                for every input u of o
+    memory      bytes retained over t, made available at t, and computed by t itself  <=  budget      at every op t
 
-    minimise   sum of seconds_o R[o, t]
-    reading    available(v, e) >= 1                      where op e itself reads v, or e is the end and v an output
-    holding    H[v, e] <= available(v, previous event)
-    inputs     R[o, t] <= available(u, t)                for every input u of o
-    memory     bytes held over t, made available at t, and made by t itself  <=  budget      at every op t
+Ops run in the given sequence. A recomputation runs just before an op of that sequence, its *site*. The *events* of a value are
+the ops that read it, the sites where a reader of it may be recomputed, and the end if the value must exist then. *Depth* bounds
+the sites of an op. At depth 1 they are its own readers; each further level allows the inputs of ops recomputed there as well.
 
-The number of columns grows with edges times depth, not with the square of the ops (Jain et al., "Checkmate", MLSys 2020).
-*Depth* bounds where ops may be recomputed: at depth 1 at their own readers; each further level lets their inputs be
-recomputed there too. Simplification: all that is recomputed at an op, its inputs and the op's own results count as alive
-together. Graphs must not fuse: what is never materialised has no place in the rows of memory.
+The number of columns grows with edges times depth, not with the square of the ops (Jain et al., "Checkmate", MLSys 2020). The
+model simplifies: all ops recomputed at a site, their inputs and the results of the site's own op count as live together. Graphs
+must not fuse, because values that are never materialised have no place in the memory rows.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ Columns = NDArray[np.int64]
 
 
 def read_at_the_end(graph: Graph) -> frozenset[int]:
-    """Values that must exist at the end and may have been freed and recomputed before."""
+    """Returns the values that must exist at the end and may be freed and recomputed before."""
     return frozenset(graph.forward_outputs if graph.single_phase else graph.backward_outputs)
 
 
 def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
-    """For each op, the ops before which it may be recomputed; the number of ops stands for the end.
+    """Returns, for each op, the sites where it may be recomputed. The number of ops stands for the end.
 
     In a training step only forward ops are recomputed, and only in the backward.
     """
@@ -76,9 +76,9 @@ def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
 
 @dataclass
 class IntervalModel:
-    """The model of ``graph`` over the columns of ``H`` and ``R``, for any budget.
+    """Interval model of ``graph`` over the columns of ``H`` and ``R``, for any budget.
 
-    ``extra_sites`` are pairs (op, site) beside those of ``depth``. Raises ``ValueError`` for a graph that fuses.
+    ``extra_sites`` are pairs (op, site) in addition to those of ``depth``. Raises ``ValueError`` for a graph that fuses.
     """
 
     graph: Graph
@@ -113,14 +113,17 @@ class IntervalModel:
         self.lower, self.upper = self._column_bounds()
 
     def available(self, value: int, event: int) -> list[int]:
-        """The columns whose sum says that ``value`` is there at ``event``."""
+        """Returns the columns whose sum is at least 1 if ``value`` is available at ``event``."""
         producer = self.graph.values[value].producer
         assert producer is not None
         again = self.again[producer].get(event)
         return [self.hold[value][event]] if again is None else [self.hold[value][event], again]
 
     def _column_bounds(self) -> tuple[Vector, Vector]:
-        """What the caller holds is never given up; what is ordered to be recomputed does not cross into the backward."""
+        """Returns lower and upper bounds of the columns.
+
+        Values that the caller holds are always retained. Values that must be recomputed do not cross into the backward.
+        """
         graph, lower, upper = self.graph, np.zeros(self.columns), np.ones(self.columns)
         for value, events in enumerate(self.hold):
             producer = graph.values[value].producer
@@ -135,6 +138,7 @@ class IntervalModel:
         return lower, upper
 
     def _reading_and_holding(self, rows: Rows) -> None:
+        """Adds the rows of reading and retention."""
         for value, events in enumerate(self.hold):
             before: list[int] = []
             for event, column in events.items():
@@ -146,6 +150,7 @@ class IntervalModel:
                 before = there
 
     def _inputs(self, rows: Rows) -> None:
+        """Adds the rows of inputs."""
         for index, sites in enumerate(self.again):
             for site, column in sites.items():
                 for value in self.graph.computed_inputs[index]:
@@ -153,7 +158,7 @@ class IntervalModel:
 
     @cached_property
     def memory(self) -> csc_matrix:
-        """Bytes at each op of each column."""
+        """Bytes of each column (columns) at each op (rows)."""
         graph, end = self.graph, len(self.graph.ops)
         rows, columns, entries = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0)]
 
@@ -180,14 +185,14 @@ class IntervalModel:
         """Seconds of each column."""
         graph, cost = self.graph, np.zeros(self.columns)
         for index, sites in enumerate(self.again):
-            # The first run of an op that only the backward needs costs nothing extra.
+            # The first execution of an op that only the backward needs is not a recomputation, so it costs nothing.
             needed = graph.single_phase or index in graph.required_forward
             cost[list(sites.values())] = traffic_of(graph).recompute_seconds[index] if needed else 0.0
         return cost
 
     @cached_property
     def logic(self) -> tuple[csc_matrix, Vector, Vector]:
-        """The rows of reading, holding and inputs, and their bounds."""
+        """Rows of reading, retention and inputs, with their lower and upper bounds."""
         rows = Rows()
         self._reading_and_holding(rows)
         self._inputs(rows)
@@ -195,19 +200,19 @@ class IntervalModel:
 
     @cached_property
     def fixed_bytes(self) -> Vector:
-        """Bytes at each op whatever is chosen: what it makes, its workspace, tangents."""
+        """Bytes at each op under every choice: its results, its workspace, and tangents."""
         made = [sum(self.graph.values[v].bytes for v in op.outputs) for op in self.graph.ops]
         fixed = np.array(made, dtype=np.float64) + arrays_of(self.graph).workspace_bytes
         fixed[self.graph.num_forward :] += self.graph.tangent_bytes
         return fixed
 
     def bytes_at(self, chosen: Vector) -> Vector:
-        """Bytes at each op by the model."""
+        """Returns the bytes at each op, as counted by the model."""
         return np.asarray(self.memory @ chosen + self.fixed_bytes, dtype=np.float64)
 
     @cached_property
     def gaps(self) -> tuple[Columns, Columns, Columns, Columns]:
-        """Of the columns of ``H``: the column, its value, the event (or making) before its gap and the event at its end."""
+        """Retention intervals as four arrays: column of ``H``, value, event (or computation) at the start, event at the end."""
         found = [
             (column, value, previous, event)
             for value, events in enumerate(self.hold)
@@ -217,7 +222,8 @@ class IntervalModel:
         return columns[0], columns[1], columns[2], columns[3]
 
     def around(self, start: int, stop: int) -> Columns:
-        """The columns that say something of ops ``start`` to ``stop``: gaps over them, and what can replace those gaps."""
+        """Returns the columns of retention intervals over ops ``start`` to ``stop``, and of recomputations that can replace
+        them."""
         columns, values, previous, events = self.gaps
         over = (previous < stop) & (events >= start)
         free = set(columns[over].tolist())
@@ -235,12 +241,12 @@ class IntervalModel:
         return np.array(sorted(free), dtype=np.int64)
 
     def carried_over(self, other: IntervalModel, values: Vector) -> Vector:
-        """``values`` of the columns of a model with fewer sites, as values of the columns of this one."""
+        """Returns ``values``, given for the columns of a model with fewer sites, for the columns of this model."""
         found = np.zeros(self.columns)
         for mine, theirs in zip(self.hold, other.hold, strict=True):
             events = list(theirs)
             for event, column in mine.items():
-                at = bisect_left(events, event)  # a gap that a new event splits is held in both parts
+                at = bisect_left(events, event)  # an interval that a new event splits is retained in both parts
                 found[column] = values[theirs[events[at]]] if at < len(events) else 0.0
         for mine, theirs in zip(self.again, other.again, strict=True):
             for site in mine.keys() & theirs.keys():
@@ -250,7 +256,7 @@ class IntervalModel:
     # -- schedules ---------------------------------------------------------------------------------------------------
 
     def nothing_recomputed(self) -> Vector:
-        """Every value is held to its last read."""
+        """Returns the choice that retains every value up to its last read."""
         chosen = np.zeros(self.columns)
         for value, events in enumerate(self.hold):
             last = max(self.must[value], default=-1)
@@ -258,7 +264,7 @@ class IntervalModel:
         return chosen
 
     def sites_chosen(self, chosen: Vector) -> list[list[int]]:
-        """For each site, the ops recomputed there, in the graph's order; the end comes last."""
+        """Returns, for each site, the ops that are recomputed there, in the graph's sequence. The last site is the end."""
         found: list[list[int]] = [[] for _ in range(len(self.graph.ops) + 1)]
         for index, sites in enumerate(self.again):
             for site, column in sites.items():
@@ -267,11 +273,12 @@ class IntervalModel:
         return found
 
     def schedule(self, chosen: Vector) -> Schedule:
-        """The executions in order, without first runs in the forward that nothing needs."""
+        """Returns the schedule of a choice, without forward executions that nothing needs."""
         return in_order(self.graph, self.sites_chosen(chosen))
 
     def choice(self, schedule: Schedule) -> Vector:
-        """The columns of a schedule whose recomputations all stand at sites of this model: the inverse of :meth:`schedule`."""
+        """Returns the choice of a schedule, the inverse of :meth:`schedule`. All its recomputations must be at sites of this
+        model."""
         graph, chosen = self.graph, self.lower.copy()
         made: list[list[int]] = [[] for _ in graph.ops]
         read = [set(must) for must in self.must]
@@ -287,16 +294,16 @@ class IntervalModel:
             ordered = sorted(read[value])
             for event, column in events.items():
                 at = bisect_left(ordered, event)
-                # Held over this gap if the next read at or after its end comes before the next making.
+                # The value is retained over this interval if its next read at or after the end precedes its next recomputation.
                 if at < len(ordered) and not any(event <= again <= ordered[at] for again in made[producer]):
                     chosen[column] = 1.0
         return chosen
 
 
 def in_order(graph: Graph, sites: list[list[int]]) -> Schedule:
-    """The schedule in which the ops of ``sites[i]`` run again just before op ``i`` of ``graph``, those of the last at the end.
+    """Returns the schedule that recomputes the ops of ``sites[i]`` just before op ``i``, and those of the last site at the end.
 
-    First runs in the forward that nothing needs are left out.
+    Forward executions that nothing needs are left out.
     """
     first, end = graph.num_forward, len(graph.ops)
     executions = [[*sites[index], index] for index in range(end)]
@@ -309,9 +316,10 @@ def in_order(graph: Graph, sites: list[list[int]]) -> Schedule:
 
 
 def sites_of(graph: Graph, schedule: Schedule) -> list[int]:
-    """Where each execution stands: the op of the given order that it is the first run of, or else the next such op.
+    """Returns the site of each execution.
 
-    The number of ops stands for the end.
+    The site of a first execution is its own op; that of any other is the op of the next first execution. The number of ops
+    stands for the end.
     """
     first_runs: dict[int, int] = {}
     for position, index in enumerate(schedule.sequence):
@@ -326,6 +334,6 @@ def sites_of(graph: Graph, schedule: Schedule) -> list[int]:
 
 
 def recomputations(graph: Graph, schedule: Schedule) -> list[tuple[int, int]]:
-    """The recomputed ops with their sites, in order."""
+    """Returns the recomputed ops with their sites, in the sequence of the schedule."""
     pairs = zip(schedule.sequence, sites_of(graph, schedule), strict=True)
     return [(index, site) for index, site in pairs if index != site]

@@ -1,12 +1,14 @@
-"""Improves a plan by exact solutions of small parts of the event-gap model (large-neighbourhood search).
+"""Large-neighbourhood search (LNS): improves a plan by exact solutions of small parts of the interval model.
 
-A neighbourhood frees some columns of the model and leaves the others as they are: those of a stretch of ops, or of ops that
-are related by reads, with those on which the plan and the linear relaxation disagree (Danna, Rothberg and Le Pape,
-"Exploring relaxation induced neighborhoods", 2005). Bytes over the budget cost a penalty instead of being forbidden, so that
-the search may begin with a plan that does not fit. Where the replay of the plan needs fewer bytes at an op than the model
-counts, the model is allowed the difference; what it then finds is judged by its own replay.
+A neighbourhood frees some columns of the model and fixes the others. The free columns belong to a stretch of ops, to ops that
+are related by reads, or to random ops. Columns on which plan and relaxation disagree often join them (Danna, Rothberg and Le
+Pape, "Exploring relaxation induced neighborhoods", Math. Programming 2005).
 
-The search counts neighbourhoods and branch-and-bound nodes; only the deadline can cut it short.
+Bytes over the budget are not forbidden but cost a penalty. The search may therefore start from a plan that does not fit. At
+some ops the simulator counts fewer bytes than the model. The model may be granted this difference as an *allowance*; the
+simulator judges its solutions.
+
+The search counts neighbourhoods and branch-and-bound nodes, so only the deadline can interrupt it.
 """
 
 from __future__ import annotations
@@ -26,49 +28,50 @@ NODES = 30
 """Branch-and-bound nodes of one neighbourhood."""
 
 SUPPORT_NODES = 200
-"""Branch-and-bound nodes of a first plan, which uses only what relaxations use."""
+"""Branch-and-bound nodes of a first plan, which uses only columns of the relaxations."""
 
 PENALTY = 4.0
-"""What the whole peak in excess costs at first, in steps."""
+"""Initial penalty, in steps, of an excess as large as the baseline's peak."""
 
 PENALTY_WHEN_FITTING = 8.0
-"""The same, if the first plan fits: what it has is not given up lightly."""
+"""Initial penalty if the first plan fits. It is higher, to keep the search near plans that fit."""
 
 IMPATIENCE = 6
-"""After so many neighbourhoods in a row without improvement, a plan that does not fit makes the penalty double."""
+"""Neighbourhoods in a row without improvement after which the penalty doubles, if the plan does not fit."""
 
 PATIENCE = 30
-"""So many neighbourhoods in a row without improvement end the search."""
+"""Neighbourhoods in a row without improvement that end the search, if the plan fits."""
 
 MOST_PENALTY = 64.0
 
 LEAST_GAIN = 1e-5
-"""A smaller improvement, as a share of the step, does not count as one."""
+"""Least improvement that counts, as a share of the step."""
 
 WHOLE_COLUMNS, WHOLE_NODES = 1500, 2000
-"""Up to so many columns the whole model is one neighbourhood; the branch-and-bound nodes that it may take."""
+"""Columns up to which the whole model is one neighbourhood, and branch-and-bound nodes for such a model."""
 
 NEIGHBOURHOOD_SECONDS = 5.0
-"""A neighbourhood that takes longer is given up. On a machine of ordinary speed its nodes end it sooner."""
+"""Time limit of a neighbourhood. On a machine of ordinary speed, the limit on nodes ends it earlier."""
 
 FIRST_COLUMNS, LEAST_COLUMNS, MOST_COLUMNS = 1500, 100, 3000
-"""How many columns a neighbourhood frees: fewer after one that was not solved, more after one that was."""
+"""Columns that a neighbourhood frees: at first, at least and at most. The number falls after an unsolved neighbourhood and
+rises after a solved one."""
 
 
 @dataclass(frozen=True)
 class Incumbent:
-    """A choice of columns with its replay."""
+    """A choice of columns with its simulated plan."""
 
     chosen: Vector
     plan: Plan
     bytes_at: Vector
-    """Bytes at each op of the given order and at the end, with all that is recomputed there: the largest, by the replay."""
+    """Simulated bytes at each op of the given sequence and at the end: the maximum over all executions at that site."""
     allowance: Vector
-    """How many bytes less that is, at each op, than the model's count."""
+    """Bytes by which the model's count exceeds the simulated bytes, at each op."""
 
     @classmethod
     def of(cls, model: IntervalModel, chosen: Vector) -> Incumbent:
-        """Replay a choice."""
+        """Returns the incumbent of a choice after simulating it."""
         plan = Plan.of(model.graph, model.schedule(chosen), "event gaps")
         bytes_at = np.zeros(len(model.graph.ops) + 1)
         sites = np.array(sites_of(model.graph, plan.schedule), dtype=np.int64)
@@ -76,19 +79,19 @@ class Incumbent:
         return cls(chosen, plan, bytes_at, np.maximum(model.bytes_at(chosen) - bytes_at[:-1], 0.0))
 
     def excess(self, budget: int) -> Vector:
-        """Bytes over the budget at each op."""
+        """Returns the bytes over the budget at each op."""
         return np.maximum(self.bytes_at - budget, 0.0)
 
     def score(self, budget: int, penalty: float) -> float:
-        """Seconds, with ``penalty`` seconds per byte over the budget."""
+        """Returns the seconds of the plan, plus ``penalty`` seconds per byte over the budget."""
         return self.plan.cost_seconds + penalty * float(self.excess(budget).sum())
 
 
 def program_around(model: IntervalModel, chosen: Vector, free: Columns, budget: Vector, penalty: float) -> Program:
-    """The program of the ``free`` columns, the others as in ``chosen``, with ``budget`` bytes at each op.
+    """Returns the program of the ``free`` columns, with all others as in ``chosen`` and ``budget`` bytes at each op.
 
-    Its variables are the free columns and, in units of the largest budget (a byte, if that is 0), the bytes over it at each op
-    that can be over.
+    The first variables are the free columns. Further variables are the bytes over the budget at each op that can exceed it.
+    Their unit is the largest budget, or a byte if that is 0.
     """
     fixed = chosen.copy()
     fixed[free] = 0.0
@@ -111,7 +114,7 @@ def program_around(model: IntervalModel, chosen: Vector, free: Columns, budget: 
 
 
 class Improvement:
-    """The search on one model for one budget in bytes. ``deadline`` is a time of the monotonic clock, in seconds."""
+    """LNS on one model for one budget in bytes. ``deadline`` is a time of the monotonic clock in seconds."""
 
     def __init__(self, model: IntervalModel, budget: int, peak: int, seed: int, deadline: float) -> None:
         self.model, self.budget, self.deadline = model, budget, deadline
@@ -131,18 +134,18 @@ class Improvement:
         self.size = [FIRST_COLUMNS] * len(self.kinds)
 
     def left(self) -> float:
-        """Seconds to the deadline."""
+        """Returns the seconds to the deadline."""
         return self.deadline - time.monotonic()
 
     def relax(self, chosen: Vector) -> None:
-        """Solve the linear relaxation of the whole model."""
+        """Solves the linear relaxation of the whole model and stores it."""
         free = np.arange(self.model.columns)
         program = program_around(self.model, chosen, free, self._budgets(None), MOST_PENALTY * self.unit)
         solution = solve(program, integers=0, seconds=self.left())
         self.relaxed = None if solution is None else solution.values[: len(free)]
 
     def among(self, columns: Columns, penalty: float, seconds: float) -> Vector | None:
-        """The best choice that uses no other columns than ``columns``; None if none is found."""
+        """Returns the best choice found that uses only ``columns``; None if none is found."""
         nothing = np.zeros(self.model.columns)
         program = program_around(self.model, nothing, columns, self._budgets(None), penalty * self.unit)
         solution = solve(program, len(columns), min(seconds, self.left()), SUPPORT_NODES, gap=1e-2)
@@ -152,13 +155,15 @@ class Improvement:
         return nothing
 
     def _budgets(self, incumbent: Incumbent | None) -> Vector:
+        """Returns the budget at each op, with the allowance of ``incumbent`` if it is given."""
         budgets = np.full(len(self.model.graph.ops), float(self.budget))
         return budgets if incumbent is None else budgets + incumbent.allowance
 
     # -- neighbourhoods ------------------------------------------------------------------------------------------------
 
     def _window(self, incumbent: Incumbent, wanted: int) -> Columns:
-        """The gaps over a stretch of ops, and what can replace them; where bytes are over the budget first."""
+        """Returns the retention intervals over a stretch of ops, with their replacements. Stretches over the budget are
+        preferred."""
         excess, ops = incumbent.excess(self.budget)[:-1], len(self.model.graph.ops)
         total = excess.sum()
         weights = excess / total if total > 0.0 and self.random.random() < 0.7 else None
@@ -172,7 +177,7 @@ class Improvement:
         return free
 
     def _related(self, incumbent: Incumbent, wanted: int) -> Columns:
-        """All columns of ops that are near each other by reads."""
+        """Returns all columns of a set of ops that are connected by reads."""
         graph = self.model.graph
         start = int(self.random.integers(len(graph.ops)))
         seen, frontier, columns = {start}, [start], int(self.columns_of_op[start])
@@ -187,13 +192,13 @@ class Improvement:
         return np.flatnonzero(np.isin(self.op_of_column, list(seen)))
 
     def _anywhere(self, incumbent: Incumbent, wanted: int) -> Columns:
-        """All columns of ops drawn from the whole graph."""
+        """Returns all columns of ops drawn from the whole graph."""
         order = self.random.permutation(len(self.model.graph.ops))
         count = int(np.searchsorted(np.cumsum(self.columns_of_op[order]), wanted)) + 1
         return np.flatnonzero(np.isin(self.op_of_column, order[:count]))
 
     def _disagreement(self, incumbent: Incumbent) -> Columns:
-        """The columns on which the incumbent and the relaxation differ."""
+        """Returns columns on which the incumbent and the relaxation differ."""
         if self.relaxed is None:
             return np.zeros(0, dtype=np.int64)
         apart = np.flatnonzero(np.abs(incumbent.chosen - self.relaxed) > 0.05)
@@ -203,7 +208,8 @@ class Improvement:
     # -- the search ----------------------------------------------------------------------------------------------------
 
     def run(self, start: Vector, neighbourhoods: int, within_gap: Callable[[Plan], bool]) -> list[Plan]:
-        """Improve ``start``; the plans found on the way, each better than the one before at the penalty of its time."""
+        """Improves ``start`` and returns the plans found on the way. Each is at least as good as the previous one at the
+        penalty of its time."""
         incumbent = Incumbent.of(self.model, start)
         if self.model.columns <= WHOLE_COLUMNS:
             self.penalty = MOST_PENALTY * self.unit
@@ -231,7 +237,7 @@ class Improvement:
         return found
 
     def step(self, incumbent: Incumbent) -> Incumbent:
-        """The incumbent after one neighbourhood: a better one, or the same."""
+        """Returns a better incumbent after one neighbourhood, or the same."""
         whole = self.model.columns <= WHOLE_COLUMNS
         kind = int(self.random.integers(len(self.kinds)))
         free = np.arange(self.model.columns) if whole else self.kinds[kind](incumbent, self.size[kind])
@@ -250,12 +256,13 @@ class Improvement:
             if found.score(self.budget, self.penalty) <= incumbent.score(self.budget, self.penalty):
                 better = found
         if whole:
-            # The model is done with once its optimum is known, and again with what the replay of it leaves free.
+            # The whole model is solved with the plain budget first, then with the allowance until the plan no longer changes.
             self.exhausted = generous and better.plan.schedule == incumbent.plan.schedule
             self.solved_strictly = True
         return better
 
     def _solve(self, program: Program, integers: int, nodes: int) -> Solution | None:
+        """Returns the solution of one neighbourhood within its limits on time and nodes."""
         begun = time.monotonic()
         solution = solve(program, integers, min(self.left(), NEIGHBOURHOOD_SECONDS), nodes, gap=1e-3)
         self.interrupted = self.interrupted or time.monotonic() - begun >= NEIGHBOURHOOD_SECONDS
@@ -263,5 +270,6 @@ class Improvement:
 
     @staticmethod
     def _next_size(size: int, solution: Solution | None) -> int:
+        """Returns the number of columns for the next neighbourhood of the same kind."""
         done = solution is not None and solution.optimal
         return min(int(size * 1.2), MOST_COLUMNS) if done else max(int(size * 0.6), LEAST_COLUMNS)

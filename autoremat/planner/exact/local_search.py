@@ -1,7 +1,7 @@
-"""Small changes to where ops run again: what annealing and polishing are made of.
+"""Moves of a local search over insertion points, shared by annealing and redundant-recompute elimination.
 
-One op runs again where its result is read next after a site that is over the budget, with those of its inputs that are gone.
-Or a recomputation is taken back, with all that nobody reads then. Every change can be undone.
+One move evicts a value that is live at a site but not read there. The value is recomputed for its next read, with some of its
+freed inputs. The other move removes a recomputation, with all recomputations that it alone needed. Every move can be undone.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
 
 MOST_BOLD, LONGEST_CHAIN = 0.6, 10
-"""The highest probability with which an input that is gone runs again too, rather than be held; how many do at most."""
+"""Highest probability that a freed input is recomputed, too, and not retained; maximum number of recomputations of one move."""
 
 EARLY = 0.2
-"""How likely an op runs again before its result is read, while its inputs are there still."""
+"""Probability that an evicted value is recomputed before its next read, while its inputs may still be live."""
 
 TRIES = 60
-"""Values that are drawn before a site is found to hold nothing that could go."""
+"""Number of values that are drawn before a site counts as having no value to evict."""
 
 Bytes = tuple[np.ndarray[tuple[int], np.dtype[np.float64]], np.ndarray[tuple[int], np.dtype[np.float64]], float]
-"""At each site together and apart, and the seconds added (see ``Sites``)."""
+"""State of :class:`Sites`: ``together``, ``apart`` and the added seconds."""
 
 
 @dataclass
 class Moves:
-    """What runs again of ``graph``, changed step by step, for a budget of ``budget`` bytes."""
+    """A set of recomputations of ``graph`` that moves change, for a budget of ``budget`` bytes."""
 
     graph: Graph
     budget: int
     seed: int
     sites: Sites = field(init=False)
     chosen: list[tuple[int, int]] = field(init=False)
-    """What runs again: ops with their sites."""
+    """Recomputed ops with their sites."""
 
     def __post_init__(self) -> None:
         graph = self.graph
@@ -52,9 +52,9 @@ class Moves:
         self.cumulative = np.cumsum(sizes).tolist()
         self.chosen = []
         self.place: dict[tuple[int, int], int] = {}
-        """Where each pair stands in ``chosen``."""
+        """Index of each pair in ``chosen``."""
         self.steps: list[tuple[bool, int, int]] = []
-        """What the present move has added (True) and removed."""
+        """Recomputations that the current move added (True) or removed (False)."""
         self.chain = 0
         self.op_seconds = graph.step_seconds / max(len(graph.ops), 1)
         self.value_bytes = max(float(np.mean([size for size in self.sites.size if size] or [1])), 1.0)
@@ -80,7 +80,7 @@ class Moves:
             self._set(not adding, index, site)
 
     def _withdraw(self, index: int, site: int) -> None:
-        """Do not run ``index`` at ``site``, nor what ran again only for that."""
+        """Removes the recomputation of ``index`` at ``site``, and all recomputations that only it needed."""
         self._step(False, index, site)
         sites = self.sites
         for value in sites.inputs[index]:
@@ -91,7 +91,8 @@ class Moves:
                 self._withdraw(producer, made)
 
     def _request(self, index: int, site: int, boldness: float) -> None:
-        """Run ``index`` at ``site``, and maybe there, with probability ``boldness`` each, those of its inputs that are gone."""
+        """Adds a recomputation of ``index`` at ``site``. Each of its freed inputs is recomputed there, too, with probability
+        ``boldness``."""
         sites = self.sites
         gone = [sites.producer[v] for v in sites.inputs[index] if sites.last_read(v, site) < site]
         self._step(True, index, site)
@@ -110,7 +111,7 @@ class Moves:
                 self._request(producer, site, boldness)
 
     def _relieve(self, moment: int) -> None:
-        """Give up a value that is alive over ``moment`` but not read there, until its next read."""
+        """Evicts a value that is live at site ``moment`` but not read there, and recomputes it for its next read."""
         total = self.cumulative[-1]
         for _ in range(TRIES):
             index = self.movable[bisect_left(self.cumulative, self.random.random() * total)]
@@ -124,7 +125,10 @@ class Moves:
                 return
 
     def _gap_over(self, moment: int, index: int) -> int | None:
-        """Where a result of op ``index`` is read next, if it is alive over ``moment`` and could be run again by then."""
+        """Returns the next read of a result of op ``index``, if the result is live but not read at ``moment``.
+
+        None if it cannot be recomputed at that read.
+        """
         sites = self.sites
         for value in sites.outputs[index]:
             reads = sites.reads[value]
@@ -137,18 +141,18 @@ class Moves:
         return None
 
     def start_from(self, schedule: Schedule) -> None:
-        """Run again what ``schedule`` recomputes, where it does."""
+        """Adds the recomputations of ``schedule`` at their sites."""
         for index, site in recomputations(self.graph, schedule):
             if self.sites.movable[index] and site not in self.sites.runs[index]:
                 self._set(True, index, site)
         self.sites.settle()
 
     def _bytes(self) -> Bytes:
-        """What a step changes in place, for :meth:`_back_to`."""
+        """Returns the state that moves change in place, for :meth:`_back_to`."""
         return self.sites.together.copy(), self.sites.apart.copy(), self.sites.added
 
     def _back_to(self, mark: int, before: Bytes) -> None:
-        """Undo all steps but the first ``mark``; ``before`` is the state of the sites then."""
+        """Undoes all steps after the first ``mark``. ``before`` is the state of the sites at that time."""
         for adding, index, site in reversed(self.steps[mark:]):
             self._set(not adding, index, site)
         del self.steps[mark:]
@@ -156,7 +160,7 @@ class Moves:
         self.sites.together, self.sites.apart, self.sites.added = before
 
     def _over(self) -> tuple[np.ndarray[tuple[int], np.dtype[np.float64]], float]:
-        """The bytes over the budget at each site (negative: left), and the sum of the positive ones."""
+        """Returns the bytes over the budget at each site (negative: free bytes), and the sum of the positive ones."""
         over = self.sites.together - self.sites.apart - self.budget
         return over, float(over[over > 0.0].sum())
 

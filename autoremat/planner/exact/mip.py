@@ -1,6 +1,6 @@
-"""Sparse linear and integer programs, solved by HiGHS through OR-Tools.
+"""Sparse linear and integer programs, solved by HiGHS and PDLP through OR-Tools and SciPy.
 
-A model is handed over as one sparse matrix; building it variable by variable would take longer than solving it.
+Each program is passed as one sparse matrix, because building it variable by variable would take longer than solving it.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from scipy.sparse import csr_matrix
 QUIET_AND_REPEATABLE = ("output_flag=false", "log_to_console=false", "threads=1", "random_seed=0")
 
 LINEAR = ("solver=simplex", "simplex_dual_edge_weight_strategy=1")
-"""Devex pricing: less work per iteration than steepest edge, which tells on relaxations of many columns."""
+"""Devex pricing. It needs less work per iteration than steepest edge, which matters for relaxations of many columns."""
 
 PRECISION = 1e-5
-"""To which bounds are worked out, relative to the objective."""
+"""Relative precision of bounds."""
 
 INFEASIBLE = 2
-"""SciPy's code for it."""
+"""SciPy's status code of an infeasible program."""
 
 TOLERANCE = 1e-6
-"""By which a solution in whole numbers may miss a row."""
+"""Amount by which an integer solution may violate a row."""
 
 Vector = NDArray[np.float64]
 
 
 @dataclass
 class Rows:
-    """Rows of a sparse matrix with their bounds, written one by one."""
+    """Rows of a sparse matrix with their bounds, added one by one."""
 
     columns: list[list[int]] = field(default_factory=list)
     entries: list[list[float]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Rows:
     high: list[float] = field(default_factory=list)
 
     def add(self, positive: list[int], negative: list[int], low: float, high: float) -> None:
-        """low <= sum of ``positive`` - sum of ``negative`` <= high."""
+        """Adds the row ``low <= sum of positive - sum of negative <= high``."""
         self.columns.append(positive + negative)
         self.entries.append([1.0] * len(positive) + [-1.0] * len(negative))
         self.low.append(low)
@@ -56,7 +56,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Program:
-    """minimise ``cost`` x  subject to  ``low`` <= ``matrix`` x <= ``high``  and  ``lower`` <= x <= ``upper``."""
+    """The program: minimise ``cost`` x subject to ``low`` <= ``matrix`` x <= ``high`` and ``lower`` <= x <= ``upper``."""
 
     matrix: csr_matrix
     cost: Vector
@@ -68,7 +68,7 @@ class Program:
 
 @dataclass(frozen=True)
 class Solution:
-    """What the solver found; ``optimal`` says whether it was done or out of time or work."""
+    """Solution of a program. ``optimal`` is False if the limit on time or work ended the search."""
 
     values: Vector
     objective: float
@@ -78,18 +78,18 @@ class Solution:
 
 def _loaded(program: Program) -> model_builder_helper.ModelBuilderHelper:
     builder = model_builder_helper.ModelBuilderHelper()
-    # Its type stub swaps the two parameters of ndarray.
+    # The type stub of this method swaps the two parameters of ndarray.
     load: Callable[..., None] = builder.fill_model_from_sparse_data
     load(program.lower, program.upper, program.cost, program.low, program.high, program.matrix)
     return builder
 
 
 def lower_bound(program: Program, seconds: float, iterations: int) -> float:
-    """No solution of ``program``, whose variables are bounded, costs less; minus infinity if nothing is found out.
+    """Returns a lower bound on the cost of ``program``, whose variables must be bounded; minus infinity if none is found.
 
-    By PDLP, a first-order method (Applegate et al., "Practical large-scale linear programming using primal-dual hybrid
-    gradient", NeurIPS 2021), of so many ``iterations`` at most. The bound does not rest on its exactness: whatever prices of
-    rows it ends with, they give a valid bound (weak duality).
+    PDLP, a first-order method, runs for at most ``iterations`` (Applegate et al., "Practical large-scale linear programming
+    using primal-dual hybrid gradient", NeurIPS 2021). The bound does not depend on the accuracy of PDLP: by weak duality, any
+    prices of the rows give a valid bound.
     """
     solver = model_builder_helper.ModelSolverHelper("pdlp")
     solver.set_time_limit_in_seconds(max(seconds, 0.01))
@@ -103,14 +103,13 @@ def lower_bound(program: Program, seconds: float, iterations: int) -> float:
 
 
 def exact_bound(program: Program, whole_numbers: bool, seconds: float, nodes: int = 0) -> float:
-    """No solution of ``program`` costs less; with ``whole_numbers``, none in whole numbers.
+    """Returns a lower bound on the cost of ``program``, over integer solutions only if ``whole_numbers`` is set.
 
-    Infinite if there is no solution at all; minus infinity if out of time.
-
-    By the simplex method and, for whole numbers, by branch and bound of so many ``nodes`` at most (0: no bound). What that has
-    proven when it ends counts: SciPy's interface to HiGHS tells it even where no solution was found.
+    The bound is infinite if the program is infeasible, and minus infinity if time runs out. The simplex method computes it. For
+    integers, branch and bound follows, with at most ``nodes`` nodes (0: no limit). The bound proven by then counts: SciPy's
+    interface to HiGHS returns it even if no solution was found.
     """
-    # Rows are widened by the solver's tolerance: what it takes for infeasible is.
+    # The rows are widened by the solver's tolerance. A program that it finds infeasible is then infeasible in exact arithmetic.
     rows = LinearConstraint(program.matrix, program.low - TOLERANCE, program.high + TOLERANCE)
     options = {"time_limit": max(seconds, 0.01), "mip_rel_gap": 10 * PRECISION} | ({"node_limit": nodes} if nodes else {})
     integrality = np.full(len(program.cost), int(whole_numbers))
@@ -123,7 +122,7 @@ def exact_bound(program: Program, whole_numbers: bool, seconds: float, nodes: in
 
 
 def dual_bound(program: Program, prices: Vector) -> float:
-    """What weak duality says of ``program`` at these prices of its rows: no solution costs less, whatever they are."""
+    """Returns the lower bound that weak duality gives for ``program`` at any ``prices`` of its rows."""
     prices = np.where(((prices > 0.0) & np.isinf(program.low)) | ((prices < 0.0) & np.isinf(program.high)), 0.0, prices)
     ends = np.where(prices > 0.0, program.low, program.high)
     reduced = program.cost - program.matrix.T @ prices
@@ -132,10 +131,10 @@ def dual_bound(program: Program, prices: Vector) -> float:
 
 
 def solve(program: Program, integers: int, seconds: float, nodes: int = 0, gap: float = 0.0) -> Solution | None:
-    """Solve ``program``, whose first ``integers`` variables are whole numbers; None if nothing was found.
+    """Returns a solution of ``program``, whose first ``integers`` variables are integers; None if none is found.
 
-    ``nodes`` bounds the work (0: no bound): the same program under the same bound gives the same solution, unless
-    ``seconds`` cut it short. ``gap`` is the relative gap at which an answer counts as optimal.
+    ``nodes`` bounds the work (0: no limit). The same program with the same limit gives the same solution, unless ``seconds``
+    interrupts the solver. ``gap`` is the relative gap at which a solution counts as optimal.
     """
     builder = _loaded(program)
     for column in range(integers):

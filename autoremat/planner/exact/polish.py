@@ -1,7 +1,7 @@
-"""A plan without what need not run.
+"""Redundant-recompute elimination.
 
-Each recomputation is withdrawn if no more bytes are over the budget without it; then, on small graphs, each that does not run
-yet is tried in place of others.
+Each recomputation is removed unless the excess over the budget grows without it. On small graphs, each possible recomputation
+is then tried in exchange for others.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
 
 MOST_EXCHANGED, LEAST_GAIN = 1_000, 1e-6
-"""Up to how many places for recomputations each is tried in place of others; a gain, in mean seconds of an op."""
+"""Number of possible recomputations up to which exchanges are tried; least gain, in mean seconds of an op."""
 
 
 class Polishing(Moves):
-    """A plan that is made better where that takes no other plan."""
+    """Removal and exchange of recomputations, starting from one plan."""
 
     def without_redundant_recomputation(self, deadline: float, latest_first: bool = False) -> Schedule:
-        """Each recomputation is withdrawn if no more bytes are over the budget without it, from the first site on or from the
-        last, the last op at each site first; then each that does not run yet is tried in place of others."""
+        """Returns the schedule after removing redundant recomputations and, on small graphs, after exchanges.
+
+        Sites are visited from the first to the last, or backwards with ``latest_first``. The last op at each site comes first.
+        """
         self.steps.clear()
         self._withdraw_needless(deadline, latest_first)
         candidates = [(i, s) for i in self.movable for s in range(max(self.first_site, i + 2), self.sites.end + 1)]
@@ -32,7 +34,8 @@ class Polishing(Moves):
         return self._schedule(self.chosen)
 
     def _exchange(self, index: int, site: int, deadline: float) -> bool:
-        """Run op ``index`` at ``site`` too and withdraw what is then needless, if that gains time."""
+        """Adds op ``index`` at ``site`` and removes recomputations that are then redundant. The exchange is undone unless it
+        gains time."""
         if (index, site) in self.place or time.monotonic() > deadline:
             return False
         before, seconds, (_, excess) = self._bytes(), self.sites.added, self._over()
@@ -46,7 +49,7 @@ class Polishing(Moves):
         return False
 
     def _withdraw_needless(self, deadline: float, latest_first: bool = False, but: tuple[int, int] | None = None) -> None:
-        """Withdraw all ``but`` one while that leaves no more bytes over the budget than there are."""
+        """Removes all recomputations except ``but`` as long as the excess over the budget does not grow."""
         direction = -1 if latest_first else 1
         gone, (_, excess) = True, self._over()
         while gone:
@@ -65,7 +68,7 @@ class Polishing(Moves):
 
 
 def polished(graph: Graph, budget: int, seed: int, schedule: Schedule, label: str, deadline: float) -> list[Plan]:
-    """``schedule`` without what need not run, taken away in two orders."""
+    """Returns the plans of ``schedule`` without redundant recomputations, which are removed in two different sequences."""
     found = []
     for latest_first in (False, True):
         search = Polishing(graph, budget, seed)

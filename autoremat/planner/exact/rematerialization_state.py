@@ -1,11 +1,14 @@
-"""Which ops run again where, changed one by one, with the bytes that follow: what a local search moves in.
+"""State of a local search: a set of recomputations, changed one by one, with the bytes that follow from it.
 
-A *site* is an op of the given order, before which a recomputation runs, or the end; several at one site run in the graph's
-order, or in another if that takes less memory. A read finds the newest copy of a value, and a copy lives from its making to
-its last read. So any set of recomputations is a plan, and only its bytes can be too many. Graphs must not fuse.
+    bytes(site)  =  together(site) - apart(site)
 
-Bytes at a site are exact. First all that is alive there is counted together; from that goes what is never alive at the same
-moment within the site (`apart`).
+A *site* is an op of the given sequence, before which recomputations run, or the end. Several recomputations at one site run in
+the graph's sequence, or in another one that takes less memory. A read finds the newest live range of a value. A live range
+lasts from its computation to its last read. Any set of recomputations is therefore a valid plan; only its peak can exceed the
+budget. Graphs must not fuse.
+
+Bytes at a site are exact. ``together`` counts everything that is live at any time within the site. ``apart`` corrects for the
+values that are never live at the same time.
 """
 
 from __future__ import annotations
@@ -21,20 +24,20 @@ from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.graph.schedule import Schedule
 
 MOST_ORDERED = 12
-"""At most so many recomputations at one site are put into another order than the graph's."""
+"""Maximum number of recomputations at one site for which another sequence than the graph's is tried."""
 
 
 class Sites:
-    """The state of a search on ``graph``: at first, nothing runs again."""
+    """State of a search on ``graph``. The initial state has no recomputation."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.end = graph, len(graph.ops)
         self.runs: list[list[int]] = [[index] for index in range(self.end)]
-        """For each op, where it runs, in order: its own place, then sites."""
+        """For each op, the places where it runs, ascending: its own place, then its sites."""
         self.at: list[list[int]] = [[] for _ in range(self.end + 1)]
-        """For each site, the ops that run again there, in order."""
+        """For each site, the ops that are recomputed there, ascending."""
         self.reads: list[list[int]] = [sorted(readers) for readers in graph.readers]
-        """For each value, where it is read, in order, each read once."""
+        """For each value, the sites and ops where it is read, ascending and without duplicates."""
         self.inputs, self.outputs = graph.computed_inputs, graph.made
         self.producer = [-1 if value.producer is None else value.producer for value in graph.values]
         self.size = [0 if value.producer is None else value.bytes for value in graph.values]
@@ -45,17 +48,18 @@ class Sites:
         self.movable = self._movable()
         needed = range(self.end) if graph.single_phase else graph.required_forward
         self.seconds = [again if index in needed else 0.0 for index, again in enumerate(traffic_of(graph).recompute_seconds)]
-        """What it costs to run an op again; the first run of what only the backward needs is not added work."""
+        """Seconds of recomputing each op. The first execution of an op that only the backward needs is not added work."""
         self.added = 0.0
-        """Seconds of all that runs again."""
+        """Seconds of all recomputations."""
         self.together = self._together_at_first()
-        """At each site, the bytes of all that is alive there at any moment."""
+        """Bytes of everything that is live at any time within each site, without workspaces."""
         self.apart = np.array([*(-float(bytes_) for bytes_ in self.workspace), 0.0])
-        """At each site, by how much that exceeds the most bytes at one moment, workspaces included."""
+        """At each site, ``together`` minus the maximum bytes live at one time, workspaces included."""
         self.changed: set[int] = set()
-        """Sites at which ``apart`` has to be found again: see :meth:`settle`."""
+        """Sites whose ``apart`` is out of date (see :meth:`settle`)."""
 
     def _movable(self) -> list[bool]:
+        """Returns, for each op, True if it may be recomputed."""
         graph = self.graph
         held = frozenset(() if graph.single_phase else graph.forward_outputs)
         return [
@@ -68,6 +72,7 @@ class Sites:
         ]
 
     def _together_at_first(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Returns ``together`` of the initial state."""
         bytes_at = np.zeros(self.end + 1)
         for value, made in enumerate(self.producer):
             if made >= 0:
@@ -76,7 +81,7 @@ class Sites:
         return bytes_at
 
     def last_read(self, value: int, moment: int) -> int:
-        """Of the newest copy of ``value`` at ``moment``: its last read, or its making if there is none."""
+        """Returns the last read of the live range of ``value`` at ``moment``, or its computation if nothing reads it."""
         runs, reads = self.runs[self.producer[value]], self.reads[value]
         following = bisect_left(runs, moment + 1)
         made = runs[following - 1]
@@ -84,14 +89,14 @@ class Sites:
         return max(reads[stop - 1], made) if stop else made
 
     def read_before(self, value: int, moment: int) -> int:
-        """The last read of ``value`` before ``moment``, or a making after that."""
+        """Returns the last read of ``value`` before ``moment``, or its last computation before if that is later."""
         runs, reads = self.runs[self.producer[value]], self.reads[value]
         made = runs[bisect_left(runs, moment) - 1]
         at = bisect_left(reads, moment)
         return max(reads[at - 1], made) if at else made
 
     def add(self, index: int, site: int) -> None:
-        """Run op ``index`` at ``site``, where it does not run yet."""
+        """Adds a recomputation of op ``index`` at ``site``, where it must not run yet."""
         self._make_room(index, site, 1)
         insort(self.runs[index], site)
         insort(self.at[site], index)
@@ -101,7 +106,7 @@ class Sites:
             insort(self.reads[value], site)
 
     def remove(self, index: int, site: int) -> None:
-        """The inverse of :meth:`add`."""
+        """Removes a recomputation; the inverse of :meth:`add`."""
         for value in self.inputs[index]:
             reads = self.reads[value]
             del reads[bisect_left(reads, site)]
@@ -112,7 +117,10 @@ class Sites:
         self._make_room(index, site, -1)
 
     def _make_room(self, index: int, site: int, sign: int) -> None:
-        """A new copy at ``site``: the one before it goes after its last read before. Or, with -1, the other way round."""
+        """Splits the live ranges of the results of ``index`` at ``site`` (``sign`` 1), or joins them again (-1).
+
+        The earlier part of a split live range ends at its last read.
+        """
         self.changed.add(site)
         for value in self.outputs[index]:
             before = self.read_before(value, site)
@@ -123,14 +131,14 @@ class Sites:
             self.changed.add(before)
 
     def _hold(self, value: int, site: int, sign: int) -> None:
-        """The copy of ``value`` is alive up to ``site``, or no longer."""
+        """Extends the live range of ``value`` up to ``site`` (``sign`` 1), or shortens it again (-1)."""
         last = self.last_read(value, site)
         if last < site:
             self.together[last + 1 : site + 1] += sign * self.size[value]
             self.changed.add(last)
 
     def is_read(self, index: int, place: int) -> bool:
-        """Whether anything reads what the run of op ``index`` at ``place`` makes."""
+        """Returns True if any op reads a result of the execution of ``index`` at ``place``."""
         runs = self.runs[index]
         following = bisect_left(runs, place + 1)
         until = runs[following] if following < len(runs) else self.end + 1
@@ -142,7 +150,7 @@ class Sites:
         return False
 
     def settle(self) -> None:
-        """Bring ``apart`` up to date."""
+        """Updates ``apart`` at all changed sites."""
         for site in self.changed:
             if self.at[site]:
                 self.apart[site] = self._apart(site)
@@ -151,11 +159,14 @@ class Sites:
         self.changed.clear()
 
     def _apart(self, site: int) -> float:
-        """The bytes that are never alive at the same moment as the rest of the site, in its better order."""
+        """Returns ``apart`` of the site, for the better of the two sequences."""
         return self._better_order(site)[1]
 
     def _better_order(self, site: int) -> tuple[list[int], float]:
-        """What runs again at ``site``, in the graph's order or in that of least growth, and what is then apart."""
+        """Returns the recomputations at ``site`` in the better of two sequences, with the ``apart`` that follows.
+
+        The two are the graph's sequence and the one of the least growth.
+        """
         again = self.at[site]
         given = self._least_absent(site, again)
         if not 1 < len(again) <= MOST_ORDERED:
@@ -167,14 +178,16 @@ class Sites:
         return (other, least) if least > given else (again, given)
 
     def _last_steps(self, site: int, steps: Sequence[int]) -> dict[int, int]:
-        """For each value that is made or read at ``site`` and gone after it: the number of the step that reads it last."""
+        """Returns the step of the last read at ``site``, for each value that is computed or read there and freed after it."""
         last = {v: step for step, index in enumerate(steps) for v in (*self.outputs[index], *self.inputs[index])}
         kept = self.kept if site == self.end else ()
         return {v: step for v, step in last.items() if v not in kept and self.last_read(v, site) == site}
 
     def _least_absent(self, site: int, again: Sequence[int]) -> float:
-        """Steps through what runs at ``site``: before a step its results do not exist, after the last read at the site what
-        nothing reads later is gone."""
+        """Returns the bytes of ``together`` that are absent at the fullest step of ``site``, less that step's workspace.
+
+        The results of a step are absent before it. A value that nothing reads later is absent after its last read.
+        """
         steps = again if site == self.end else [*again, site]
         gone = [0] * (len(steps) + 1)
         for value, step in self._last_steps(site, steps).items():
@@ -187,10 +200,10 @@ class Sites:
         return least
 
     def _by_growth(self, site: int, again: Sequence[int]) -> list[int]:
-        """``again`` in an order in which each step leaves as little behind as the steps that are possible then allow."""
+        """Returns ``again`` in a greedy sequence: each next step is the ready one that adds the fewest live bytes."""
         steps = again if site == self.end else [*again, site]
         reads: dict[int, set[int]] = {v: set() for v in self._last_steps(site, steps)}
-        """Of the values that go at this site: who still has to read them."""
+        """For each value that is freed at this site, the steps that still read it."""
         for index in steps:
             for value in self.inputs[index]:
                 if value in reads:
@@ -209,10 +222,10 @@ class Sites:
         return found
 
     def _growth(self, index: int, reads: dict[int, set[int]]) -> int:
-        """By how many bytes running ``index`` next changes what is alive."""
+        """Returns the change in live bytes if ``index`` runs next."""
         freed = sum(self.size[v] for v in self.inputs[index] if reads.get(v) == {index})
         return sum(self.size[v] for v in self.outputs[index]) - freed
 
     def schedule(self) -> Schedule:
-        """The executions in order."""
+        """Returns the schedule of the state."""
         return in_order(self.graph, [self._better_order(site)[0] if self.at[site] else [] for site in range(self.end + 1)])

@@ -1,26 +1,26 @@
-"""A lower bound on the added seconds from many moments of the backward at once: a linear program over *stages*.
+"""Time-indexed lower bound on the added seconds: one linear program over many program points of the backward.
 
-A stage reaches from one chosen moment (a backward op) to the next. Memory is counted at the moments alone, so every plan is a
-solution, whatever it does in between:
+    alive(k, v)    value v is live at the beginning of stage k
+    runs(k, o)     number of recomputations of op o from stage k on, at most one per stage
+    again(k, o)    1 if there is any
 
-    alive(k, v)    value v is alive at the moment that begins stage k
-    runs(k, o)     how often op o runs again from stage k on, each stage counting once at most
-    again(k, o)    whether it does so at all
+    minimise    sum of seconds_o * runs(0, o)
+    counting    runs(k + 1, o) <= runs(k, o) <= runs(k + 1, o) + 1
+    retention   alive(k + 1, v) <= alive(k, v) + run(k, op of v)          with run(k, o) = runs(k, o) - runs(k + 1, o)
+    reading     alive(k, v) + run(k, op of v) >= 1                        for every v that an op of stage k reads
+    inputs      run(k, o) <= alive(k, u) + run(k, op of u)                for every input u of o
+    memory      bytes of the live values  <=  budget - bytes that are live at the program point under every plan
+    later       alive(k, v) + again(k, op of v) >= 1                      for every v that is read from stage k on
+    behind      again(k, o) <= alive(k, u) + again(k, op of u)            for every input u of o
+    paid        again(k, o) <= runs(k, o)
 
-    minimise   sum of seconds_o runs(0, o)
-    counting   runs(k, o) >= runs(k + 1, o), and by 1 more at most
-    holding    alive(k + 1, v) <= alive(k, v) + run(k, producer of v)     with run(k, o) = runs(k, o) - runs(k + 1, o)
-    reading    alive(k, v) + run(k, producer of v) >= 1                   for every v that an op of stage k reads
-    inputs     run(k, o) <= alive(k, u) + run(k, producer of u)           for every input u of o
-    memory     bytes of what is alive  <=  budget - bytes that are alive at the moment whatever is planned
-    later      alive(k, v) + again(k, producer of v) >= 1                 for every v that is read from stage k on
-    behind     again(k, o) <= alive(k, u) + again(k, producer of u)       for every input u of o
-    paid       again(k, o) <= runs(k, o)
+A *stage* reaches from one chosen program point (a backward op) to the next. Memory is counted at these points alone. Every plan
+is therefore a solution, and the optimum is a lower bound.
 
-The last three rows follow from the others for whole numbers. In the relaxation they do not: without them half a run in each of
-two stages would need but half of its inputs in each. With one moment and its last three rows this is the minimum cut of
-``bounds.py``; with all of them it is far closer to what plans reach. Any prices of the rows give a valid bound (weak duality),
-so the solver may stop early and need not be exact.
+The last three rows follow from the others for integers, but not in the relaxation. Without them, half an execution in each of
+two stages would need only half of its inputs in each. With a single point and these rows, the program is the minimum cut of
+``lower_bounds.py``. With all points and rows, the bound is far closer to the best plans. By weak duality, any prices of the
+rows give a valid bound, so the solver may stop early and need not be exact.
 """
 
 from __future__ import annotations
@@ -41,31 +41,34 @@ from autoremat.planner.search.lower_bounds import fixed_bytes
 from autoremat.planner.search.planner import PlanningResult
 
 STAGES, MOST_COLUMNS = 48, 60_000
-"""How many stages there are; fewer where the program would have more than about so many columns."""
+"""Maximum number of stages; approximate number of columns above which there are fewer stages."""
 
 MOST_ITERATIONS = 20_000
-"""Of the solver of relaxations."""
+"""Maximum number of iterations of the approximate solver of relaxations."""
 
 MOST_EXACT_COLUMNS, MOST_NODES = 16_000, 200
-"""Up to how many columns a program is solved exactly; nodes of branch and bound."""
+"""Number of columns up to which a program is solved exactly; nodes of branch and bound."""
 
 TIME_SHARE = 0.3
-"""Of the time limit that a bound may take."""
+"""Share of the time limit that the bound may take."""
 
 
 @dataclass
 class Stages:
-    """The program of a graph of two phases that does not fuse, for any budget. Its moments are those at which ``plan`` is
-    fullest, one in each of equal stretches of the backward: where memory binds, a bound is won."""
+    """Program of a two-phase graph that does not fuse, for any budget.
+
+    The backward is divided into equal stretches. In each, the program point is the op with the most live bytes under ``plan``,
+    because the bound gains most where memory is full.
+    """
 
     graph: Graph
     plan: Plan
     moments: list[int] = field(init=False)
-    """The backward ops that begin a stage, in order."""
+    """Backward ops that begin a stage, ascending."""
     alive: list[dict[int, int]] = field(init=False)
     """For each stage, the columns of values that matter from it on."""
     runs: list[dict[int, int]] = field(init=False)
-    """The columns of the ops that may run again."""
+    """For each stage, the columns of ops that may run again."""
     again: list[dict[int, int]] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -86,18 +89,21 @@ class Stages:
         return self.graph.ops[index].rematerializable and self.graph.ops[index].constraint is not Constraint.SAVE
 
     def _choose(self) -> list[int]:
+        """Returns the program points: the first backward op, and the fullest op of each stretch."""
         first, end = self.graph.num_forward, len(self.graph.ops)
         full = np.zeros(end)
         sequence = np.array(self.plan.sequence[len(self.plan.schedule.forward) :], dtype=np.int64)
         np.maximum.at(full, sequence, self.plan.timeline.bytes_at[len(self.plan.schedule.forward) :])
-        # Later stages have fewer columns, about half in the mean.
+        # Later stages have fewer columns, on average about half.
         stages = min(STAGES, end - first, max(2 * MOST_COLUMNS // (3 * max(first, 1)), 1))
         stretches = np.array_split(np.arange(first, end), stages)
         return sorted({first, *(int(part[np.argmax(full[part])]) for part in stretches)})
 
     def _reads(self) -> tuple[list[set[int]], list[set[int]]]:
-        """For each stage, the values of the forward that are read in it, its moment excluded and the next one included; and
-        those that are read from its moment on."""
+        """Returns, for each stage, the forward values that it reads, and those that are read from its program point on.
+
+        A stage's reads exclude its own program point and include the next one.
+        """
         graph, made = self.graph, frozenset(self.graph.forward_values)
         ends = [*self.moments[1:], len(graph.ops) - 1]
         read: list[set[int]] = []
@@ -112,18 +118,20 @@ class Stages:
         return read, later[::-1]
 
     def _run(self, stage: int, index: int) -> tuple[list[int], list[int]]:
-        """The columns whose difference says that op ``index`` runs again in ``stage``."""
+        """Returns the columns whose difference is the number of recomputations of op ``index`` in ``stage``."""
         plus = self.runs[stage].get(index)
         minus = self.runs[stage + 1].get(index) if stage + 1 < len(self.runs) else None
         return [] if plus is None else [plus], [] if minus is None else [minus]
 
     def _there(self, stage: int, value: int) -> tuple[list[int], list[int]]:
-        """The columns that say that ``value`` is alive at the beginning of ``stage`` or made in it."""
+        """Returns the columns whose difference is at least 1 if ``value`` is live at the start of ``stage`` or recomputed in
+        it."""
         (producer,) = self.graph.producers((value,))
         plus, minus = self._run(stage, producer)
         return [self.alive[stage][value], *plus], minus
 
     def _logic(self) -> Rows:
+        """Returns all rows except those of memory."""
         rows = Rows()
         for stage in range(len(self.moments)):
             self._rows_of_stage(rows, stage)
@@ -131,6 +139,7 @@ class Stages:
         return rows
 
     def _rows_of_stage(self, rows: Rows, stage: int) -> None:
+        """Adds the rows of reading, retention, counting and inputs."""
         for value in self.read[stage]:
             rows.add(*self._there(stage, value), 1.0, np.inf)
         if stage + 1 < len(self.moments):
@@ -145,6 +154,7 @@ class Stages:
                 rows.add([*plus, *less], [*minus, *there], -np.inf, 0.0)
 
     def _rows_from_stage_on(self, rows: Rows, stage: int) -> None:
+        """Adds the rows of later, behind and paid."""
         alive, again = self.alive[stage], self.again[stage]
 
         def there(value: int) -> list[int]:
@@ -162,7 +172,10 @@ class Stages:
         return max(self.graph.step_seconds, 1e-30) / len(self.graph.ops)
 
     def program(self, budget: int) -> Program:
-        """The relaxation for ``budget`` bytes. Bytes are counted in budgets and seconds in ops, for the solver's tolerances."""
+        """Returns the relaxation for ``budget`` bytes.
+
+        For the solver's tolerances, the unit of bytes is the budget and the unit of seconds is the mean op.
+        """
         graph, stages, unit, second = self.graph, len(self.moments), float(max(budget, 1)), self._mean_seconds()
         lower, upper, cost = np.zeros(self.columns), np.ones(self.columns), np.zeros(self.columns)
         held = frozenset(graph.forward_outputs)
@@ -173,11 +186,11 @@ class Stages:
             upper[list(self.runs[stage].values())] = float(stages - stage)
             for value, column in self.alive[stage].items():
                 lower[column] = float(value in here or value in held)
-                if value not in held:  # what the caller holds is among the fixed bytes
+                if value not in held:  # fixed bytes include values that the caller holds
                     places.append((stage, column))
                     entries.append(graph.values[value].bytes / unit)
         for index, column in self.runs[0].items():
-            # The first run of what only the backward needs costs nothing extra.
+            # The first execution of an op that only the backward needs is not a recomputation, so it costs nothing.
             cost[column] = traffic_of(graph).recompute_seconds[index] / second if index in graph.required_forward else 0.0
         rows, columns = np.array(places, dtype=np.int64).reshape(-1, 2).T
         memory = csr_matrix((entries, (rows, columns)), shape=(stages, self.columns))
@@ -193,9 +206,9 @@ class Stages:
         )
 
     def seconds(self, budget: int, time_limit: float, enough: float = math.inf) -> float:
-        """Every plan within ``budget`` bytes adds at least so many seconds; infinite if there is none.
+        """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits.
 
-        A bound of ``enough`` is not made better.
+        A bound of at least ``enough`` is not improved further.
         """
         if not self.columns:
             return 0.0
@@ -211,10 +224,10 @@ class Stages:
 
 
 def tighten(graph: Graph, budget: int | None, time_limit: float, found: PlanningResult, good_gap: float) -> PlanningResult:
-    """The outcome ``found`` with a better lower bound, unless its gap, as a share of the step, is ``good_gap`` or less.
+    """Returns ``found`` with a better lower bound, unless its optimality gap, as a share of the step, is at most ``good_gap``.
 
-    Graphs of one phase and those that fuse are left alone. ``time_limit``: seconds of the whole planning, of which this may
-    take a share.
+    Single-phase graphs and graphs that fuse keep ``found``. ``time_limit`` is that of the whole planning, in seconds; the bound
+    takes at most a share of it.
     """
     if (
         budget is None

@@ -1,1 +1,1 @@
-"""One budget for the several graphs of a step."""
+"""Several graphs in one step: assignment of plans to graphs under one budget, and the step profile's result."""

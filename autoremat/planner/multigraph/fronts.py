@@ -1,4 +1,4 @@
-"""The front of one graph: its plans, from the fastest to the leanest, as points of a step's ledger."""
+"""The Pareto front of one graph: its plans, fastest first, as points in the ledger of a step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from autoremat.planner.search.planner import Planner
 
 
 def border_bytes(plan: Plan, kept_inputs: Collection[int]) -> int:
-    """Bytes that ``plan`` keeps alive until the backward of what lies on the graph's borders: inputs among ``kept_inputs``
-    that the backward reads, and outputs that it reads."""
+    """Returns the bytes at the borders of the graph that ``plan`` keeps live until its backward.
+
+    They are the inputs among ``kept_inputs`` and the forward outputs that the backward reads.
+    """
     graph = plan.graph
     read = {v for op in plan.schedule.backward for v in graph.ops[op].inputs}
     inputs = sum(graph.values[v].bytes for v in read.intersection(kept_inputs))
@@ -20,16 +22,16 @@ def border_bytes(plan: Plan, kept_inputs: Collection[int]) -> int:
 
 
 def output_bytes(graph: Graph) -> int:
-    """Bytes of what the forward makes and returns to its caller."""
+    """Returns the bytes of the values that the forward allocates and returns to its caller."""
     return sum(graph.values[v].bytes for v in graph.forward_outputs)
 
 
 def point_of(plan: Plan, kept_inputs: Collection[int] | None = None) -> PlanPoint:
-    """``plan`` in the ledger of a step.
+    """Returns ``plan`` as a point in the ledger of a step.
 
-    With ``kept_inputs`` (values that are inputs of the graph, but not parameters), what the plan keeps alive on the graph's
-    borders counts as saved by it: so it is in a ledger of what was measured, from which it may have been absent. Without them
-    the outputs of an open call are among what no plan decides.
+    ``kept_inputs`` are inputs of the graph that are no parameters. If they are given, values at the graph's borders that the
+    plan keeps live count as saved. A ledger of measured memory needs this, because the measurement may lack these values. If
+    they are not given, the outputs of an open call belong to the bytes that no plan controls.
     """
     outputs = set(plan.graph.forward_outputs)
     inside = sum(plan.graph.values[v].bytes for v in plan.saved if v not in outputs)
@@ -40,5 +42,5 @@ def point_of(plan: Plan, kept_inputs: Collection[int] | None = None) -> PlanPoin
 
 
 def front_of(planner: Planner, kept_inputs: Collection[int] | None = None) -> tuple[PlanPoint, ...]:
-    """The plans that ``planner`` finds for a graph that shares its budget with others, fastest first."""
+    """Returns the Pareto front of the plans that ``planner`` finds for a graph that shares its budget, fastest first."""
     return pareto(point_of(plan, kept_inputs) for plan in planner.search.spread_out())

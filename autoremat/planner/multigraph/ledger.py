@@ -1,15 +1,14 @@
-"""The memory of one step over several calls of compiled graphs, and the plans of least time that keep it within a budget.
-
-A step is a list of *moments*: the forward or the backward of a call runs, or something that no plan touches. Live at a moment
-are the bytes that no plan decides (``base_bytes``), the saved bytes of every *open* call (between its forward and its
-backward), and the peak of the half that runs. A graph has one plan for all its calls, chosen from its Pareto front. So the peak
-of each moment is a sum of terms of single graphs, and the choice is a small integer program:
+"""Ledger of a step: the memory of all calls of compiled graphs, and the plans of least time within a budget.
 
     x[g, k] = 1: graph g gets plan k                                       sum over k of x[g, k] = 1
     minimise   sum of calls[g] * seconds[g, k] * x[g, k]
     subject to base + sum of saved[g, k] * x[g, k] over the open calls + peak[r, k] * x[r, k] of the running one <= budget
 
-CP-SAT solves it exactly, in whole bytes, by one thread, so that equal ledgers have equal answers.
+A step is a list of *moments*. At each, the forward or the backward of a call runs, or code that no plan controls. The live
+bytes are the sum of three terms: ``base_bytes``, the saved bytes of the open calls, and the peak of the running half. No plan
+controls ``base_bytes``. A call is *open* from its forward to its backward. A graph has one plan for all its calls, chosen from
+its Pareto front. Each term depends on a single graph, so the choice is the small integer program above. CP-SAT solves it in
+whole bytes and in one thread, so equal ledgers have equal solutions.
 """
 
 from __future__ import annotations
@@ -24,29 +23,29 @@ Front = Sequence["PlanPoint"]
 BYTES = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
 
 EFFORT = 30.0
-"""CP-SAT's deterministic time, about seconds; past it the best choice found counts."""
+"""Limit on CP-SAT's deterministic time, which is about seconds. Beyond it the best choice found counts."""
 
 COST_UNITS = 2**40
-"""Into so many units the largest possible cost of a step is divided, because CP-SAT counts in whole numbers."""
+"""Number of units in the largest possible cost of a step, because CP-SAT needs integers."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class PlanPoint:
-    """What one plan of a graph means for the step, per call. Peaks count from the start of the call's forward."""
+    """Seconds and bytes of one plan of a graph, per call. Peaks count from the start of the call's forward."""
 
     seconds: float
-    """Recomputation and the traffic of what is saved, by the cost model."""
+    """Seconds of recomputation and of the traffic of saved tensors, by the cost model."""
     saved_bytes: int
-    """Held between the forward and the backward, beside the outputs."""
+    """Bytes held from the forward to the backward, without the outputs."""
     forward_peak_bytes: int
     backward_peak_bytes: int
 
     def peak_bytes(self, backward: bool) -> int:
-        """The peak of one half."""
+        """Returns the peak of the forward or the backward."""
         return self.backward_peak_bytes if backward else self.forward_peak_bytes
 
     def dominates(self, other: PlanPoint) -> bool:
-        """Whether this plan is at least as good in every respect."""
+        """Returns True if this plan is at least as good in every cost."""
         return (
             self.seconds <= other.seconds
             and self.saved_bytes <= other.saved_bytes
@@ -57,35 +56,36 @@ class PlanPoint:
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """A stretch of the step during which nothing but one half runs."""
+    """A stretch of the step during which a single half runs, or none."""
 
     base_bytes: int
-    """Live whatever the plans, above the step's start. May be negative where a plan's peak counts what is not alive."""
+    """Bytes above the step's start that are live under every plan. Negative if a plan's peak counts values that are not
+    live."""
     open: tuple[int, ...] = ()
-    """The graphs of the other open calls; a graph stands there once for each of its calls."""
+    """Graphs of the other open calls, one entry for each call."""
     running: int | None = None
-    """The graph whose half runs; None: no half does, and ``base_bytes`` is the peak of what runs instead."""
+    """Graph whose half runs. None if no half runs; ``base_bytes`` is then the peak of the code that runs instead."""
     backward: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one graph may use of the step's budget: limits for the :class:`PlanPoint` of its plan. Accepted as a
+    """Share of one graph in the step's budget: limits for the :class:`PlanPoint` of its plan. Accepted as a
     ``memory_budget``."""
 
     saved_bytes: int
     forward_peak_bytes: int
     backward_peak_bytes: int
     borders: bool = False
-    """Whether what is kept alive on the graph's borders counts as saved (see ``fronts.point_of``)."""
+    """True if values at the graph's borders that a plan keeps live count as saved (see ``fronts.point_of``)."""
 
     @property
     def peak_bytes(self) -> int:
-        """The larger of the limits of the two halves."""
+        """The larger of the two limits on peaks."""
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
     def holds(self, point: PlanPoint, extra_headroom_bytes: int = 0) -> bool:
-        """Whether ``point`` keeps to the limits, and stays below those of the peaks by a margin."""
+        """Returns True if ``point`` keeps to all limits, with ``extra_headroom_bytes`` to spare below those of the peaks."""
         return (
             point.saved_bytes <= self.saved_bytes
             and point.forward_peak_bytes + extra_headroom_bytes <= self.forward_peak_bytes
@@ -95,16 +95,16 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """For each graph the number of its plan in its front, and what follows."""
+    """Plans assigned to the graphs, as indices into their Pareto fronts, with the step's peak and seconds."""
 
     choice: tuple[int, ...]
     peak_bytes: int
     seconds: float
-    """Of all calls."""
+    """Seconds of all calls."""
 
 
 def pareto(points: Iterable[PlanPoint]) -> tuple[PlanPoint, ...]:
-    """The points that no other dominates, fastest first."""
+    """Returns the points that no other point dominates, fastest first."""
     found: list[PlanPoint] = []
     for point in sorted(set(points)):
         if not any(other.dominates(point) for other in found):
@@ -118,17 +118,17 @@ def _moment_bytes(moment: Moment, points: Sequence[PlanPoint]) -> int:
 
 
 def fullest(moments: Sequence[Moment], points: Sequence[PlanPoint]) -> Moment:
-    """The first moment at which the step's peak is reached if graph ``g`` follows ``points[g]``."""
+    """Returns the first moment at which the step reaches its peak, if each graph ``g`` follows ``points[g]``."""
     return max(moments, key=lambda moment: _moment_bytes(moment, points))
 
 
 def step_peak(moments: Sequence[Moment], points: Sequence[PlanPoint]) -> int:
-    """The peak of the step if graph ``g`` follows ``points[g]``."""
+    """Returns the peak of the step, if each graph ``g`` follows ``points[g]``."""
     return max((_moment_bytes(moment, points) for moment in moments), default=0)
 
 
 def shares(moments: Sequence[Moment], points: Sequence[PlanPoint], budget: int, borders: bool) -> tuple[Share, ...]:
-    """What is left to each graph of ``budget`` bytes while all others keep to their ``points``."""
+    """Returns, for each graph, its share of ``budget`` bytes while all other graphs follow their ``points``."""
     room: dict[tuple[int, bool], int] = {}
     for moment in moments:
         if moment.running is not None:
@@ -147,7 +147,8 @@ def shares(moments: Sequence[Moment], points: Sequence[PlanPoint], budget: int, 
 
 
 def distinct(moments: Iterable[Moment]) -> list[Moment]:
-    """The moments without those that others cover: same calls open, same half running, no more alive beside them."""
+    """Returns the moments without those that another one covers: same open calls, same running half, at least as many base
+    bytes."""
     fullest_of: dict[tuple[Any, ...], Moment] = {}
     for moment in moments:
         key = (tuple(sorted(moment.open)), moment.running, moment.backward)
@@ -158,7 +159,7 @@ def distinct(moments: Iterable[Moment]) -> list[Moment]:
 
 
 class _Model:
-    """The integer program at the head of this file."""
+    """The integer program of the module's docstring."""
 
     def __init__(self, fronts: Sequence[Front], moments: Sequence[Moment]) -> None:
         from ortools.sat.python import cp_model
@@ -171,7 +172,7 @@ class _Model:
             self.model.add_exactly_one(choices)
 
     def bytes_at(self, moment: Moment) -> Any:
-        """What is alive at ``moment``, as an expression."""
+        """Returns the live bytes at ``moment`` as an expression."""
         terms: list[Any] = [moment.base_bytes]
         for graph, count in sorted(Counter(moment.open).items()):
             terms += [count * p.saved_bytes * x for p, x in zip(self.fronts[graph], self.chosen[graph], strict=True)]
@@ -181,7 +182,7 @@ class _Model:
         return sum(terms)
 
     def solve(self, hint: Sequence[int] | None = None) -> tuple[int, ...] | None:
-        """The best choice, None if there is none."""
+        """Returns the best choice found; None if there is none."""
         for graph, choices in enumerate(self.chosen if hint is not None else []):
             for number, x in enumerate(choices):
                 self.model.add_hint(x, number == (hint or ())[graph])
@@ -201,7 +202,7 @@ def _outcome(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Mo
 
 
 def least_memory(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment]) -> Allocation:
-    """The plans with which the step's peak is least."""
+    """Returns the assignment with the smallest peak of the step."""
     model = _Model(fronts, moments)
     most = [PlanPoint(0.0, *(max(getattr(p, name) for p in front) for name in BYTES)) for front in fronts]
     peak = model.model.new_int_var(0, max(0, step_peak(moments, most)), "peak")
@@ -209,15 +210,15 @@ def least_memory(fronts: Sequence[Front], calls: Sequence[int], moments: Sequenc
         model.model.add(model.bytes_at(moment) <= peak)
     model.model.minimize(peak)
     choice = model.solve()
-    if choice is None:  # out of effort before any choice was tried
+    if choice is None:  # CP-SAT reached its limit before it found any choice
         choice = tuple(min(range(len(f)), key=lambda k: (f[k].saved_bytes, f[k].backward_peak_bytes)) for f in fronts)
     return _outcome(fronts, calls, moments, choice)
 
 
 def allocate(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment], budget: int | None) -> Allocation | None:
-    """The plan of each graph with which the step's peak is at most ``budget`` bytes (None: no bound) at the least seconds.
+    """Returns the assignment of least seconds whose peak is at most ``budget`` bytes (None: no bound).
 
-    ``fronts[g]`` are the plans of graph ``g``, which is called ``calls[g]`` times. None if no choice fits.
+    ``fronts[g]`` are the plans of graph ``g``, which is called ``calls[g]`` times. Returns None if no choice fits.
     """
     fastest = tuple(min(range(len(front)), key=lambda k: front[k]) for front in fronts)
     freely = _outcome(fronts, calls, moments, fastest)

@@ -1,4 +1,4 @@
-"""A profiled step, its budget shared out among its graphs, and what the backend and people are told of it."""
+"""The step profile: a profiled step, its budget divided among its graphs, and how it is shown."""
 
 from __future__ import annotations
 
@@ -16,47 +16,47 @@ from autoremat.planner.multigraph.ledger import Moment, PlanPoint, Share
 
 @dataclass(frozen=True)
 class StepGraph:
-    """One compiled graph of a step, with all its plans."""
+    """One compiled graph of a step with the plans of its Pareto front."""
 
     key: str
-    """What it computes, on what: the backend knows it again by this, whatever function it was compiled from."""
+    """Hash of the graph's ops and inputs. The backend recognises the graph by it, whichever function it was compiled from."""
     source: str
-    """Where it begins in the user's code."""
+    """Line of the user's code where the graph begins."""
     calls: int
-    """In one step."""
+    """Number of calls in one step."""
     front: tuple[PlanPoint, ...]
-    """Its plans, fastest first."""
+    """Plans of the graph, fastest first."""
     baseline: PlanPoint
-    """Its plan without recomputation."""
+    """Plan of the graph without recomputation."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The graphs of one step and its moments, whose graph numbers are positions in ``graphs``."""
+    """The graphs and moments of one step. The moments refer to graphs by their index in ``graphs``."""
 
     graphs: tuple[StepGraph, ...]
     moments: tuple[Moment, ...]
     order: tuple[str, ...]
-    """The halves of the calls as they ran, such as ``"forward 0"``."""
+    """Halves of the calls in the sequence in which they ran, such as ``"forward 0"``."""
     device: str
     headroom: float = 0.0
-    """Of the budget, what the plans leave to the code generator, if they can."""
+    """Share of the budget that the plans leave free as code headroom, if any choice fits that."""
     others: tuple[str, ...] = ()
-    """The keys of graphs that no plan changes: they save nothing for a backward."""
+    """Keys of graphs without a plan, because they save nothing for a backward."""
 
     @cached_property
     def baseline_peak_bytes(self) -> int:
-        """The peak without any recomputation."""
+        """Peak of the step without recomputation."""
         return ledger.step_peak(self.moments, [graph.baseline for graph in self.graphs])
 
     def points(self, choice: Sequence[int]) -> list[PlanPoint]:
-        """The plans of those numbers."""
+        """Returns the plans with these indices."""
         return [graph.front[number] for graph, number in zip(self.graphs, choice, strict=True)]
 
     def shared_out(self, budget: int | None) -> StepProfile:
-        """The plans of least time with which the step's peak is at most ``budget`` bytes (None: no bound).
+        """Returns the step profile whose plans take the least time with a peak of at most ``budget`` bytes (None: no bound).
 
-        Raises ``BudgetInfeasible`` if there are none.
+        Raises ``BudgetInfeasible`` if no choice of plans fits.
         """
         fronts, calls = [graph.front for graph in self.graphs], [graph.calls for graph in self.graphs]
         smallest = ledger.least_memory(fronts, calls, self.moments)
@@ -82,7 +82,7 @@ class Step:
         )
 
     def _infeasible(self, points: Sequence[PlanPoint], budget: int) -> BudgetInfeasible:
-        """The error that says what fills the step at its least peak."""
+        """Returns the error that lists the memory at the step's peak, for the plans of the smallest peak."""
         moment = ledger.fullest(self.moments, points)
         occupants = [Occupant("what no plan decides", moment.base_bytes)]
         for number in sorted(set(moment.open)):
@@ -91,7 +91,7 @@ class Step:
             occupants.append(Occupant(name, count * points[number].saved_bytes, "", self.graphs[number].source))
         if moment.running is not None:
             name = f"{'backward' if moment.backward else 'forward'} of graph {moment.running}"
-            # What a plan counts and was not alive when the step was measured is a base below zero.
+            # A negative base consists of values that the plan counts but that were not live in the measurement.
             peak = points[moment.running].peak_bytes(moment.backward) + min(0, moment.base_bytes)
             occupants.append(Occupant(name, peak, "", self.graphs[moment.running].source))
         return BudgetInfeasible(
@@ -105,37 +105,43 @@ class Step:
 
 @dataclass(frozen=True, repr=False)
 class StepProfile(Shown):
-    """The graphs of one step and the shares of its budget. Accepted as a ``memory_budget``: the backend then compiles each
-    graph under its share. Bytes count above what was live when the step began; seconds are estimates of the cost model."""
+    """Profile of a step of one or more graphs, with their shares of the budget. Accepted as a ``memory_budget``.
+
+    The backend compiles each graph under its share. Bytes count above those live at the start of the step. Seconds are
+    estimates of the cost model.
+    """
 
     step: Step
     budget_bytes: int | None
     peak_bytes: int
-    """Of the whole step, with the plans allotted."""
+    """Peak of the whole step under the assigned plans."""
     minimum_peak_bytes: int
-    """The smallest that any choice among the plans found reaches."""
+    """Smallest peak of the step over all choices among the plans found."""
     added_seconds: float
-    """Of the whole step, over each graph's fastest plan."""
+    """Seconds of the whole step above those of each graph's fastest plan."""
     plans: tuple[PlanPoint, ...]
-    """For each graph of the step, the plan that the budget allots to it."""
+    """For each graph of the step, the plan that is assigned to it."""
     shares: tuple[Share | None, ...]
-    """The limits that these plans are found again by; None without a budget."""
+    """For each graph, the limits within which the backend finds its plan again. None without a budget."""
 
     @property
     def baseline_peak_bytes(self) -> int:
-        """The step's peak without any recomputation."""
+        """Peak of the step without recomputation."""
         return self.step.baseline_peak_bytes
 
     def within(self, memory_budget: int | float | str | None) -> StepProfile:
-        """The same step under another budget, without running anything. Raises ``BudgetInfeasible`` if that is too small."""
+        """Returns the profile of the same step under another budget, without running the step.
+
+        Raises ``BudgetInfeasible`` if no choice of plans fits.
+        """
         return self.step.shared_out(budget_bytes(parse_budget(memory_budget, "memory_budget"), self.baseline_peak_bytes))
 
     def number_of(self, key: str) -> int | None:
-        """The number of the graph with that key; None if the step that was profiled has none."""
+        """Returns the index of the graph with this key; None if the profiled step has no such graph."""
         return next((number for number, graph in enumerate(self.step.graphs) if graph.key == key), None)
 
     def line(self) -> str:
-        """All that a prompt shows."""
+        """Returns the one-line representation."""
         budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
         return (
             f"{budget}, peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.peak_bytes)}, smallest "
@@ -143,7 +149,7 @@ class StepProfile(Shown):
         )
 
     def tables(self) -> Sequence[PlainTable]:
-        """All that ``print`` shows."""
+        """Returns the printed tables."""
         columns = ("graph", "calls", "saves per call", "of", "peak of a call", "added per call", "begins at")
         table = plain_table("", columns, numbers=6)
         for number, (graph, plan) in enumerate(zip(self.step.graphs, self.plans, strict=True)):
@@ -170,4 +176,4 @@ class StepProfile(Shown):
 ORDER_SHOWN = 12
 
 Budget = int | float | str | Share | StepProfile | None
-"""What is accepted as a ``memory_budget``."""
+"""Types that are accepted as a ``memory_budget``."""

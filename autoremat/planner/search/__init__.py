@@ -1,1 +1,1 @@
-"""The search for a plan: minimum cuts, segments, greedy fill, lower bounds, and fixed policies to compare with."""
+"""Search for a plan: minimum cuts, segments, greedy fill, lower bounds, the Pareto front and baselines."""

@@ -1,4 +1,4 @@
-"""Fixed policies, to compare plans with: what they save does not depend on the budget."""
+"""Fixed policies to compare plans with. Their saved tensors do not depend on the budget."""
 
 from __future__ import annotations
 
@@ -13,22 +13,25 @@ from autoremat.planner.search.planner import PlanningResult
 from autoremat.planner.search.single_phase import bounds_of, joined, outcome, steps_of, without_recomputation
 
 Policy = Callable[[Graph], Plan]
-"""A plan for a training step."""
+"""Returns a plan for a training step."""
 
 
 def save_all(graph: Graph) -> Plan:
-    """No recomputation."""
+    """Returns the plan without recomputation."""
     return without_recomputation(graph)
 
 
 def recompute_all(graph: Graph) -> Plan:
-    """Everything runs again in the backward that may, once, when it is first needed."""
+    """Returns the plan that recomputes every op that may run again, once, just before its first use in the backward."""
     return Plan.of(graph, build_schedule(graph, must_be_saved(graph)), "recompute all")
 
 
 def save_cuts(graph: Graph) -> Plan:
-    """Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016): about as many segments as the root of the number
-    of forward ops; what crosses the cuts is saved, the inside of a segment is recomputed when the backward reaches it."""
+    """Returns the plan of Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
+
+    The number of segments is about the square root of the number of forward ops. Values that cross a cut and long-range values
+    are saved. The inside of a segment is recomputed when the backward reaches the segment.
+    """
     chain = Chain.of(graph)
     segments, _ = chain.segments(max(1, round(math.sqrt(graph.num_forward))))
     saved = must_be_saved(graph) | segments.kept | chain.long_range
@@ -36,14 +39,14 @@ def save_cuts(graph: Graph) -> Plan:
 
 
 def must_be_saved(graph: Graph) -> frozenset[int]:
-    """Forward values that cannot be had again, and those that the caller holds anyway."""
+    """Returns the forward values that cannot be recomputed, and those that the caller holds in any plan."""
     ops = graph.ops[: graph.num_forward]
     single = {v for op in ops if not op.rematerializable or op.constraint is Constraint.SAVE for v in op.outputs}
     return frozenset(single.union(graph.forward_outputs))
 
 
 def solve(graph: Graph, budget: int | None, policy: Policy) -> PlanningResult:
-    """The outcome of ``policy``; of a graph of one phase, the smallest plan of those for its splits."""
+    """Returns the result of ``policy`` for ``graph``. For a single-phase graph, this is the smallest plan over its splits."""
     plans = [joined(graph, policy(step)) for step in steps_of(graph)] or [without_recomputation(graph)]
     smallest = min(plans, key=lambda p: (p.peak_bytes, p.cost_seconds))
     return outcome([smallest], budget, bounds_of(graph), len(plans), interrupted=False)

@@ -1,11 +1,13 @@
-"""Peak-aware search: many candidate plans, each simulated, the cheapest that fits.
+"""Peak-aware search: simulates many candidate plans and returns the cheapest one that fits.
 
-A candidate is a saved set and a segmentation. Saved sets are the minimum cuts at all prices per saved byte: the vertices of
-the convex curve of saved bytes against recomputation. A segmentation cuts the forward at narrow places; with it,
-just-in-time recomputation turns a saved set into a schedule, and the simulator says what that needs. These candidates do
-not depend on the budget. From those that fit, one per step of the curve, memory that is still free is then filled.
+    candidate  =  saved set  x  segmentation
 
-The search is deterministic: it counts candidates. Only the time limit can cut it short.
+The saved sets are minimum cuts at all prices per saved byte. They are the vertices of the convex curve of saved bytes against
+recomputation. A segmentation cuts the forward at narrow places. Just-in-time recomputation turns a saved set and a segmentation
+into a schedule, and the simulator gives its peak. These candidates do not depend on the budget. Greedy fill then uses the
+memory that is still free, starting from fitting candidates on the Pareto front of peak and cost.
+
+The search counts candidates, so it is deterministic unless the time limit interrupts it.
 """
 
 from __future__ import annotations
@@ -26,67 +28,68 @@ from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.min_cut import MinCut
 
 CURVE_POINTS = 12
-"""At most so many minimum cuts."""
+"""Maximum number of minimum cuts."""
 
 PLAIN_WORK, PLAIN_LIMITS = 2000, (2, 8)
-"""So many segmentations, spread over all, are tried with every minimum cut, the others with the leanest only: this number
-divided by that of forward ops, within limits."""
+"""Work and limits that give the number of segmentations to combine with every minimum cut (see :func:`effort`). They are spread
+over the segmentations without recomputed cuts. All segmentations are also tried with their smallest saved set."""
 
 BASE_WORK, BASE_LIMITS = 4000, (4, 12)
-"""So many candidates, spread over the peaks that they reach, are filled: likewise."""
+"""Work and limits that give the number of candidates to fill (see :func:`effort`), spread over the peaks of the Pareto
+front."""
 
 SAVED_LEVELS, PEAK_LEVELS = 8, 3
-"""To how many levels of saved bytes and of the peak memory is filled where a graph shares its budget with others."""
+"""Number of levels of saved bytes, and of the peak, to which memory is filled if a graph shares its budget with others."""
 
 SAVE_ALL = "save all"
 
 
 class Strategies(enum.Flag):
-    """Which candidates a search looks at, beside saving everything."""
+    """Families of candidates of a search. The plan that saves everything is always a candidate."""
 
     CURVE = enum.auto()
-    """The minimum cuts at all prices."""
+    """Minimum cuts at all prices."""
     SEGMENTS = enum.auto()
-    """Segmentations of the forward; without them it is one segment."""
+    """Segmentations of the forward. Without this flag the forward is one segment."""
     FILL = enum.auto()
-    """Free memory is filled."""
+    """Greedy fill of free memory."""
 
 
 EVERY_STRATEGY = Strategies.CURVE | Strategies.SEGMENTS | Strategies.FILL
 
 
 def spread(count: int, wanted: int) -> set[int]:
-    """At most ``wanted`` numbers below ``count``, evenly spread, the first and the last among them."""
+    """Returns at most ``wanted`` numbers below ``count``, evenly spread, including the first and the last."""
     return {round(i * (count - 1) / max(wanted - 1, 1)) for i in range(wanted)} if count else set()
 
 
 def effort(work: int, limits: tuple[int, int], num_forward: int) -> int:
-    """How many of something to try on a graph, so that the time grows with its size and no faster."""
+    """Returns ``work`` per forward op, clipped to ``limits``, so that the search time grows at most linearly with the graph."""
     return min(max(work // max(num_forward, 1), limits[0]), limits[1])
 
 
 @dataclass
 class Search:
-    """The candidates of one graph; :meth:`cheapest` picks for a budget."""
+    """Candidates of one graph. :meth:`cheapest` picks one for a budget."""
 
     graph: Graph
     deadline: float = math.inf
     strategies: Strategies = EVERY_STRATEGY
     given: tuple[Candidate, ...] = ()
-    """Candidates from elsewhere: a policy's."""
+    """Candidates from outside the search, such as a policy's schedule."""
     simulated: int = 0
     interrupted: bool = False
 
     def __post_init__(self) -> None:
         self.explored = False
-        self.filled: list[Plan] = []  # a later, larger budget never does worse than an earlier, smaller one
+        self.filled: list[Plan] = []  # kept, so that a later, larger budget never costs more than an earlier one
         self.mincut = MinCut(self.graph)
         self.chain = Chain.of(self.graph)
 
     # -- single candidates ---------------------------------------------------------------------------------------------
 
     def plan(self, saved: frozenset[int], segmentation: Segmentation, label: str) -> Plan:
-        """Schedule and simulate."""
+        """Returns the simulated plan of a saved set under a segmentation."""
         self.simulated += 1
         self.interrupted = self.interrupted or time.monotonic() > self.deadline
         schedule = build_schedule(self.graph, saved, segmentation.segments)
@@ -94,23 +97,26 @@ class Search:
 
     @cached_property
     def whole(self) -> Segmentation:
-        """No cuts: every recomputed value is recomputed once and kept until its last reader."""
+        """One segment without cuts: every recomputed value is recomputed once and kept until its last reader."""
         return Segmentation(one_segment(self.graph), frozenset(), "1 segment,")
 
     def save_everything(self) -> Plan:
-        """No recomputation: all that the backward reads is saved."""
+        """Returns the plan without recomputation. All values that the backward reads are saved."""
         return self.plan(self.graph.backward_needs, self.whole, SAVE_ALL)
 
     def save_what_orders_allow(self) -> Plan:
-        """No recomputation but what checkpoint regions and policies in the graph order."""
+        """Returns the plan that recomputes only what constraints demand."""
         if not any(op.constraint is Constraint.RECOMPUTE for op in self.graph.ops):
             return self.save_everything()
         return self.plan(self.mincut.solve(0.0), self.whole, "save what orders allow")
 
-    # -- strategies of candidates ----------------------------------------------------------------------------------------
+    # -- families of candidates ------------------------------------------------------------------------------------------
 
     def segmentations(self) -> Iterator[Segmentation]:
-        """All cuts saved; or every second, every ``sqrt(n)``-th, with the ones between recomputed and kept."""
+        """Yields segmentations with every cut saved, every second cut, or every ``sqrt(n)``-th cut of ``n`` segments.
+
+        Values on the other cuts are recomputed once and kept.
+        """
         seen = set()
         for count in segment_counts(self.graph.num_forward):
             segments, crossing = self.chain.segments(count)
@@ -124,10 +130,12 @@ class Search:
                     yield Segmentation(segments, saved, label, nested=bool(saved) and stride > 1)
 
     def curve(self) -> list[frozenset[int]]:
-        """The minimum cuts at all prices per saved byte beside the memory traffic, those that save much first.
+        """Returns the minimum cuts at all prices per saved byte, with the memory traffic of saving; the most saved bytes come
+        first.
 
-        Between two cuts, the price at which both are equally good shows whether there is a better one (Eisner and
-        Severance, "Mathematical methods for segmenting computer networks", 1976).
+        Between two known cuts, the search tries the price at which both cost the same. The minimum cut at that price is a new
+        vertex of the curve, if there is one between them. The method is that of Eisner and Severance, "Mathematical Techniques
+        for Efficient Record Segmentation in Large Shared Databases", J. ACM 1976.
         """
         ends = [self.mincut.cut(price, traffic=True) for price in (0.0, self.mincut.top_price)]
         found = {point.saved: point for point in ends}
@@ -147,7 +155,8 @@ class Search:
 
     @cached_property
     def candidates(self) -> list[Candidate]:
-        """Every candidate of the graph, whatever the budget. Out of time, at least the first segmentation's."""
+        """All candidates of the graph, independent of the budget. If time runs out, at least one minimum cut is still
+        simulated."""
         curve = self.curve() if Strategies.CURVE in self.strategies else []
         segmentations = list(self.segmentations()) if Strategies.SEGMENTS in self.strategies else [self.whole]
         plain = [s for s in segmentations if not s.nested]
@@ -164,7 +173,10 @@ class Search:
         return found
 
     def bases(self, budget: int, saved_budget: float) -> list[Candidate]:
-        """Candidates that fit, of those that no other beats in both peak and cost: the cheapest, and some leaner ones."""
+        """Returns fitting candidates that no other fitting candidate beats in both peak and cost.
+
+        The cheapest candidate is the first. The others are spread evenly over the Pareto front.
+        """
         front: list[Candidate] = []
         for candidate in sorted(self.candidates, key=lambda c: (c.plan.peak_bytes, c.plan.cost_seconds)):
             fits = candidate.plan.peak_bytes <= budget and candidate.plan.saved_bytes <= saved_budget
@@ -176,27 +188,27 @@ class Search:
 
     @cached_property
     def unfilled(self) -> list[Plan]:
-        """The plans that do not depend on the budget: every candidate, and saving all that orders allow."""
+        """Plans that do not depend on the budget: all candidates, and the plan that saves all that constraints allow."""
         return [self.save_what_orders_allow(), *(c.plan for c in self.candidates)]
 
     @cached_property
     def smallest(self) -> Plan:
-        """The plan of least memory found: the same for every budget, so that what was compiled once as the smallest plan can
-        be had again."""
+        """The plan of the minimum peak found. It is the same for every budget, so a later search can reproduce it."""
         return min(self.unfilled, key=lambda p: (p.peak_bytes, p.cost_seconds))
 
     @cached_property
     def least_cost(self) -> float:
-        """What filling cannot beat: the first minimum cut of the curve costs the least of all plans."""
+        """Least cost of any plan in seconds, or 0 without minimum cuts. Greedy fill cannot beat it, because the first minimum
+        cut of the curve costs the least of all plans."""
         return min(p.cost_seconds for p in self.unfilled) if Strategies.CURVE in self.strategies else 0.0
 
     def best(self, budget: int | None, accepts: Callable[[Plan], bool] = bool) -> Plan | None:
-        """The cheapest plan found so far within ``budget`` bytes (None: no bound) that ``accepts`` holds for."""
+        """Returns the cheapest plan found so far within ``budget`` bytes (None: no bound) that ``accepts`` admits."""
         fitting = (p for p in (*self.unfilled, *self.filled) if (budget is None or p.peak_bytes <= budget) and accepts(p))
         return min(fitting, key=lambda p: p.cost_seconds, default=None)
 
     def fill(self, budget: int, saved_budget: float = math.inf) -> None:
-        """Fill candidates up to ``budget`` bytes, of which ``saved_budget`` may be saved."""
+        """Fills candidates up to a peak of ``budget`` bytes with at most ``saved_budget`` saved bytes."""
         for base in self.bases(budget, saved_budget):
             if self.interrupted:
                 break
@@ -204,14 +216,14 @@ class Search:
             self.filled.append(fill(base.plan, rebuild, budget, saved_budget))
 
     def cheapest(self, budget: int) -> Plan | None:
-        """The cheapest plan found within ``budget`` bytes, after filling."""
+        """Returns the cheapest plan found within ``budget`` bytes, after greedy fill. None if no plan fits."""
         found = self.best(budget)
         if Strategies.FILL in self.strategies and found is not None and found.cost_seconds > self.least_cost:
             self.fill(budget)
         return self.best(budget)
 
     def spread_out(self) -> list[Plan]:
-        """Plans for all needs of a graph that shares its budget with others: some of little peak, some of few saved bytes."""
+        """Returns plans of many peaks and many amounts of saved bytes, for a graph that shares its budget with others."""
         if not self.explored:
             self.explored = True
             whole, saved = self.save_what_orders_allow(), [plan.saved_bytes for plan in self.unfilled]

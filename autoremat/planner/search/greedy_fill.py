@@ -1,8 +1,10 @@
-"""Fills a budget: from a plan that recomputes much, save more where and while memory is free.
+"""Greedy fill: saves more values of a plan that recomputes much, wherever and as long as memory is free.
 
-A recomputed result that is saved instead costs its bytes from the end of its life in the forward to the place where it was
-recomputed, and nothing where it is alive anyway; it gains the seconds of its op and of all that ran for it alone. Results
-are taken greedily by gain per byte, in rounds, because what is saved changes what the rest would gain.
+    gain of saving  =  seconds of the op, and of all recomputations that only it needs  -  seconds of saving
+
+A saved value occupies its bytes from its last use in the forward to its recomputation. Where it is live in any case, it needs
+no further memory. Values are saved greedily by gain per byte. This happens in rounds, because each saved value changes the gain
+of the others.
 """
 
 from __future__ import annotations
@@ -20,10 +22,11 @@ MAX_ROUNDS = 8
 
 @dataclass(frozen=True)
 class _Candidate:
-    """An op that could be saved instead of recomputed; from execution ``start`` to ``end`` that takes memory."""
+    """A recomputed op whose results could be saved instead. Saving takes memory from execution ``start`` up to, not including,
+    ``end``."""
 
     gain_per_byte: float
-    """Seconds."""
+    """Seconds per byte."""
     bytes: int
     start: int
     end: int
@@ -31,7 +34,7 @@ class _Candidate:
 
 
 class _Reads:
-    """Who reads whose result in a schedule."""
+    """Data flow between the executions of a plan: which execution reads the results of which."""
 
     def __init__(self, plan: Plan) -> None:
         self.graph, self.sequence, self.num_forward = plan.graph, plan.schedule.sequence, len(plan.schedule.forward)
@@ -40,7 +43,7 @@ class _Reads:
         """For each execution, the executions whose results it reads."""
         self.readers: list[list[int]] = [[] for _ in self.sequence]
         self.forward_end: dict[int, int] = {}
-        """For each value, the last execution of the forward that makes or reads it."""
+        """For each value, the last execution of the forward that computes or reads it."""
         for position, index in enumerate(self.sequence):
             sources = [newest[v] for v in self.graph.computed_inputs[index]]
             for source in sources:
@@ -52,13 +55,13 @@ class _Reads:
             newest.update(dict.fromkeys(op.outputs, position))
 
     def recomputations(self) -> dict[int, int]:
-        """Executions that repeat an op of the forward, with the op."""
+        """Returns the positions of executions that repeat a forward op, with the op."""
         ran = set(self.sequence[: self.num_forward])
         backward = range(self.num_forward, len(self.sequence))
         return {p: self.sequence[p] for p in backward if self.sequence[p] in ran}
 
     def alone_for(self, position: int, recomputed: dict[int, int]) -> float:
-        """Seconds of a recomputation and of all recomputations whose results only it needs."""
+        """Returns the seconds of a recomputation and of all recomputations whose results only it needs."""
         gone, stack, seconds = {position}, [position], 0.0
         while stack:
             current = stack.pop()
@@ -71,7 +74,7 @@ class _Reads:
 
 
 def _candidates(plan: Plan) -> list[_Candidate]:
-    """What ``plan`` recomputes, the best gain per byte first."""
+    """Returns the recomputed ops of ``plan`` that could be saved, the best gain per byte first."""
     graph, reads = plan.graph, _Reads(plan)
     recomputed = reads.recomputations()
     last: dict[int, int] = {}
@@ -90,7 +93,8 @@ def _candidates(plan: Plan) -> list[_Candidate]:
         worth = gain[index] - float(traffic_of(graph).saving_seconds[values].sum())
         if not values or worth <= 0.0 or graph.ops[index].constraint is Constraint.RECOMPUTE:
             continue
-        # What the code generator inlines exists only once it is saved: from its making, to its last reader.
+        # A value that the code generator inlines would exist only because it is saved. It then lives from its op to its last
+        # reader.
         start = min(reads.forward_end[v] + 1 if (v, first[index]) in materialised else first[index] for v in values)
         end = position if all((v, position) in materialised for v in values) else max(readers) + 1
         found.append(_Candidate(worth / max(size, 1), size, start, end, tuple(values)))
@@ -98,9 +102,9 @@ def _candidates(plan: Plan) -> list[_Candidate]:
 
 
 def fill(base: Plan, rebuild: Callable[[frozenset[int]], Plan], budget: int, saved_budget: float = math.inf) -> Plan:
-    """The cheapest plan on the way from ``base``, which fits, to one that saves all that fits ``budget`` bytes.
+    """Returns the cheapest plan in a sequence of ever fuller plans from ``base``, which must fit, within ``budget`` bytes.
 
-    ``rebuild`` schedules and simulates a saved set. No more than ``saved_budget`` bytes are saved.
+    ``rebuild`` schedules and simulates a saved set. At most ``saved_budget`` bytes are saved.
     """
     plan = base
     for _ in range(MAX_ROUNDS):

@@ -1,14 +1,14 @@
-"""What no plan can do better: lower bounds on the peak and on the added seconds.
+"""Lower bounds on the peak and on the added seconds of any plan.
 
-Take one *moment* of the backward. Whatever the plan, some bytes are alive then (what the caller holds, gradients made so far,
-what the op at the moment reads and makes). The rest of the budget has to hold values from which everything that the backward
-reads from then on can be recomputed. With a price per byte the cheapest such choice is a minimum cut, and
+    added seconds of any plan  >=  max over t, price >= 0 of   cost of cut(t, price)  -  price * (budget - fixed bytes(t))
 
-    cost of the cut at a price  -  price x bytes left for it
+Take one *program point* ``t`` of the backward. Some bytes are live there under every plan: held values, gradients so far,
+inputs and results of the op. The rest of the budget must hold values from which everything that the backward reads later can be
+recomputed. With a price per byte, the cheapest such choice is a minimum cut. Each price gives a lower bound (Lagrangian
+duality). The bound is concave in the price, so secants find its maximum.
 
-is a lower bound on the seconds of recomputation at every price (Lagrangian duality); the best price is found by secants,
-because the bound is concave in the price. Bounds hold for every plan that runs the forward once, in order, and recomputes in
-the backward as often as it likes.
+The bounds hold for every plan that runs the forward once, in the given sequence, and recomputes in the backward as often as it
+likes.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from autoremat.planner.graph.graph import Graph, Kind, Role
 from autoremat.planner.search.min_cut import Cut, MinCut
 
 STRETCHES = 8
-"""Moments that are looked at: the start of the backward, and the fullest op in each of so many stretches of it."""
+"""Number of stretches of the backward. The program points are the start of the backward and, in each stretch, the op with the
+most fixed bytes."""
 
 MAX_SECANTS = 32
 
 
 ROUNDING = 1e-9
-"""What may be lost, as a share, in sums of floating-point numbers."""
+"""Relative rounding error allowed in sums of floating-point numbers."""
 
 
 class Bounds(Protocol):
-    """What no plan of a graph can do better."""
+    """Lower bounds on all plans of a graph."""
 
     def seconds(self, budget: int) -> float:
-        """Every plan within ``budget`` bytes adds at least so many seconds; infinite if there is none."""
+        """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits."""
 
     def peak_bytes(self) -> int:
-        """Every plan has at least this peak."""
+        """Returns a lower bound on the peak of any plan."""
 
 
 class Moments:
-    """The bounds of one graph, for any budget. With ``only_first``, from the start of the backward alone."""
+    """Lower bounds of one graph for any budget. With ``only_first``, the start of the backward is the only program point."""
 
     def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False) -> None:
         self.graph, self.mincut = graph, mincut
@@ -58,6 +59,7 @@ class Moments:
                 self.read_later[index] = frozenset(later)
 
     def _choose(self) -> list[int]:
+        """Returns the program points, ascending. In graphs that fuse, all except the first are extern ops."""
         graph, first = self.graph, self.graph.num_forward
         if first == len(graph.ops):
             return []
@@ -69,20 +71,22 @@ class Moments:
         return sorted(chosen)
 
     def _there(self, moment: int) -> frozenset[int]:
-        """Forward-made values that exist at the moment whatever is planned, because its op reads them."""
+        """Returns the forward values that are live at the program point under every plan, because its op reads them."""
         op = self.graph.ops[moment]
         if self.graph.fuses and op.kind is not Kind.EXTERN:
             return frozenset()
         return self.graph.backward_needs.intersection(op.inputs)
 
     def _room(self, moment: int, budget: int) -> float:
+        """Returns the bytes of ``budget`` that are left at the program point for values that are free to choose."""
         held = set(self.graph.forward_outputs)
         return float(budget - self.fixed[moment] - sum(self.graph.values[v].bytes for v in self._there(moment) - held))
 
     def _cut(self, moment: int, price: float) -> Cut:
+        """Returns the minimum cut for all values that the backward reads from the program point on."""
         free = self._there(moment)
         if self.graph.fuses and moment > self.graph.num_forward:
-            # Between fused ops a recomputed pointwise result may never exist.
+            # Between fused ops a recomputed pointwise result may never be materialised, so it is free to hold.
             free |= {v for v in self.mincut.values if self._pointwise(v)}
         return self.mincut.cut(price, free=free, needs=self.read_later[moment])
 
@@ -91,10 +95,11 @@ class Moments:
         return producer is not None and self.graph.ops[producer].kind is Kind.POINTWISE
 
     def seconds(self, budget: int) -> float:
-        """Every plan within ``budget`` bytes adds at least so many seconds; infinite if there is none."""
+        """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits."""
         return max((self._seconds_at(moment, budget) for moment in self.chosen), default=0.0)
 
     def _seconds_at(self, moment: int, budget: int) -> float:
+        """Returns the lower bound of one program point, by secants over the price."""
         room = self._room(moment, budget)
         rich = self._cut(moment, 0.0)
         if rich.bytes <= room:
@@ -116,23 +121,26 @@ class Moments:
         return best
 
     def peak_bytes(self) -> int:
-        """Every plan has at least this peak."""
+        """Returns a lower bound on the peak of any plan."""
         return max(working_set_bytes(self.graph), self.moment_bytes())
 
     def moment_bytes(self) -> int:
-        """Every plan has at least so many bytes alive at one of the moments."""
+        """Returns a lower bound on the bytes that are live at the program points: their maximum over all points."""
         return int(max((self._least_bytes(m) - self._room(m, 0) for m in self.chosen), default=0.0))
 
     def _least_bytes(self, moment: int) -> float:
-        """No choice saves fewer bytes, whatever it recomputes. A whole number, as bytes are."""
+        """Returns a lower bound on the bytes of any cut at a program point, as a whole number. Recomputation is not limited."""
         price = self.mincut.top_price
         least = (self._cut(moment, price).bound - float(self.mincut.costs.sum())) / price  # recomputing all costs no more
         return float(math.ceil(least - ROUNDING * max(1.0, abs(least))))
 
 
 def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
-    """For each op, bytes alive while it runs whatever is recomputed: what backward ops made and still need, what the caller
-    holds. Of the forward's values, only its outputs count."""
+    """Returns, for each op, the bytes that are live while it runs under every plan.
+
+    They consist of values that backward ops computed and still need, values that the caller holds, and workspaces. Of the
+    forward's values, only its outputs count.
+    """
     change = np.zeros(len(graph.ops) + 1, dtype=np.int64)
     outputs, gradients = set(graph.forward_outputs), set(graph.backward_outputs)
     for number, value in enumerate(graph.values):
@@ -146,16 +154,16 @@ def fixed_bytes(graph: Graph) -> NDArray[np.int64]:
                 continue
             last = max(graph.readers[number], default=start)
         if graph.fuses and value.producer is not None and graph.ops[value.producer].in_place:
-            start += 1  # while its op runs, it may be what it is written over
+            start += 1  # while its op runs, the value may reuse the buffer that the op overwrites
         change[start] += value.bytes
         change[last + 1] -= value.bytes
     return np.cumsum(change)[: len(graph.ops)] + arrays_of(graph).workspace_bytes
 
 
 def working_set_bytes(graph: Graph) -> int:
-    """Each extern op needs its inputs and outputs at once.
+    """Returns a lower bound on the peak from the inputs, outputs and workspace of each extern op.
 
-    In the backward, what the caller holds (forward outputs, tangents, gradients made so far) is alive besides.
+    For backward ops, values that the caller holds count as well: forward outputs, tangents and the gradients so far.
     """
     values = graph.values
     bound = 0

@@ -1,15 +1,20 @@
-"""What to save and what to recompute, as a minimum cut.
+"""Minimum cut that decides which values to save and which to recompute.
 
-Let ``y_v = 1`` if value ``v`` is available to the backward, ``x_o = 1`` if op ``o`` runs again in it. The backward's needs
-are available; an available value is saved unless its op runs again; an op that runs again has its inputs available. With a
-price per saved value this
+Let ``y_v = 1`` if value ``v`` is available to the backward, and ``x_o = 1`` if op ``o`` runs again in it.
 
-    minimise  sum cost_o x_o + sum price_v (y_v - x_o(v))
+    minimise    sum of cost_o * x_o  +  sum of price_v * (y_v - x_o(v))      o(v): the op of v
+    subject to  y_v = 1 for every v that the backward reads;    x_o <= y_u for every input u of o
 
-is a minimum cut: source -> op (capacity: cost of running it again), op -> value (price of saving it), value -> reading op
-and value -> sink for the backward's needs (infinite). Values on the sink side are available; ops on the sink side run
-again; a value on the sink side whose op is on the source side is saved. The same network serves every price: only the
-capacities change. Solved by OR-Tools' push-relabel ``SimpleMaxFlow``.
+An available value is saved unless its op runs again. This problem is a minimum cut in the following network:
+
+    source -> op            capacity: cost of running the op again
+    op -> value             capacity: price of saving the value
+    value -> reading op     infinite
+    value -> sink           infinite, for every value that the backward reads
+
+Values on the sink side are available, and ops on the sink side run again. A value on the sink side is saved if its op is on the
+source side. The same network serves every price, because only the capacities change. OR-Tools' push-relabel ``SimpleMaxFlow``
+solves it.
 """
 
 from __future__ import annotations
@@ -25,11 +30,11 @@ from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.graph import Constraint, Graph
 
 RESOLUTION = 1 << 36
-"""Capacities are integers: all finite costs and prices of a cut together are scaled to this."""
+"""Integer to which the sum of all finite costs and prices of a cut is scaled, because capacities are integers."""
 
 FORBIDDEN = RESOLUTION << 1
-"""The capacity of what is done only if nothing else is possible: such as saving what is ordered to be recomputed but
-cannot be, because its op is random."""
+"""Capacity of a last resort, used only if no other cut exists. An example is a value that must be recomputed by a constraint
+but whose op is random."""
 
 INFINITE = FORBIDDEN << 16
 
@@ -40,15 +45,16 @@ class Cut:
 
     saved: frozenset[int]
     bytes: float
-    """What it saves, without what costs nothing to save."""
+    """Bytes of the saved values, without values that cost nothing to save."""
     seconds: float
-    """What it recomputes, and the traffic of what it saves if that counts."""
+    """Seconds of the recomputation, plus the traffic of saved values if ``traffic`` is set."""
     bound: float
-    """No choice costs less, in seconds and priced bytes together (its own cost, less what rounding may hide)."""
+    """Lower bound on the cost of any choice, in seconds plus priced bytes. It is the cost of this cut minus possible rounding
+    errors."""
 
 
 class MinCut:
-    """The network of one graph; :meth:`solve` gives the saved set for a vector of prices."""
+    """Flow network of one graph. :meth:`solve` returns the saved set at a price."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
@@ -70,34 +76,34 @@ class MinCut:
         self.costs, self.fixed = self._recompute_costs()
         self.save = self.flow.add_arcs_with_capacity(producers, ends, np.zeros(len(self.values), dtype=np.int64))
         reads = [(self.index[v] + num_ops, o) for o in range(num_ops) for v in graph.ops[o].inputs if v in self.index]
-        # A recomputed op costs its inputs even where one of its results is saved: no arc leads back to its values.
+        # A recomputed op needs all its inputs even if one of its results is saved, because no arc leads back to its values.
         self._arcs(reads)
         self.needs = sorted(graph.backward_needs)
         self.need = self._arcs([(self.index[v] + num_ops, self.sink) for v in self.needs])
         self.orders = np.array([graph.ops[p].constraint is Constraint.RECOMPUTE for p in producers], dtype=bool)
 
     def _arcs(self, pairs: list[tuple[int, int]]) -> NDArray[np.int32]:
-        """Arcs that no cut goes through."""
+        """Adds arcs of infinite capacity, which no cut contains."""
         ends = np.array(pairs, dtype=np.int32).reshape(-1, 2)
         capacities = np.full(len(ends), INFINITE, dtype=np.int64)
         arcs: NDArray[np.int32] = self.flow.add_arcs_with_capacity(ends[:, 0].copy(), ends[:, 1].copy(), capacities)
         return arcs
 
     def _recompute_costs(self) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-        """Seconds of running each forward op again, and which may not."""
+        """Returns the seconds of running each forward op again, and a mask of the ops that must not run again."""
         graph = self.graph
         ops, seconds = graph.ops[: graph.num_forward], traffic_of(graph).recompute_seconds
-        # The first run of an op that only the backward needs costs nothing extra.
+        # The first execution of an op that only the backward needs is not a recomputation, so it costs nothing.
         costs = np.array([seconds[i] if i in graph.required_forward else 0.0 for i in range(len(ops))])
         return costs, np.array([not op.rematerializable or op.constraint is Constraint.SAVE for op in ops], dtype=bool)
 
     @property
     def top_price(self) -> float:
-        """Seconds per saved byte at which one byte is dearer than the whole forward."""
+        """Price in seconds per saved byte at which a single byte costs more than the whole forward."""
         return 1.0 + self.graph.forward_seconds
 
     def solve(self, seconds_per_byte: float, free: frozenset[int] = frozenset()) -> frozenset[int]:
-        """The values to save at a price in seconds per saved byte; ``free`` values cost nothing to save.
+        """Returns the values to save at a price in seconds per saved byte. The ``free`` values cost nothing to save.
 
         Raises ``PlanInvalid`` if no cut of finite capacity exists.
         """
@@ -110,9 +116,10 @@ class MinCut:
         needs: frozenset[int] | None = None,
         traffic: bool = False,
     ) -> Cut:
-        """As :meth:`solve`, with its figures; ``traffic``: also for the seconds that saving takes.
+        """Returns the minimum cut at a price in seconds per saved byte. The ``free`` values cost nothing to save.
 
-        With ``needs`` only these values must be available, and orders to recompute are left out: for bounds.
+        With ``traffic``, the seconds of saving count as well. With ``needs``, only these values must be available, and
+        constraints to recompute are ignored; lower bounds use this. Raises ``PlanInvalid`` if no cut of finite capacity exists.
         """
         num_forward = self.graph.num_forward
         held = [self.index[v] for v in (*self.graph.forward_outputs, *free) if v in self.index]

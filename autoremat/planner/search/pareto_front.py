@@ -1,4 +1,4 @@
-"""Time against memory: what plans of one graph cost at many peaks, ours, fixed policies' and the least that any could."""
+"""Pareto front of time and memory: plans of one graph at many peaks, fixed policies, and the lower bound."""
 
 from __future__ import annotations
 
@@ -23,34 +23,33 @@ OURS, BOUND, POLICY, TORCH = "autoremat", "lower bound", "policy", "torch"
 
 @dataclass(frozen=True)
 class Point:
-    """One plan, or for the family "lower bound" what no plan of that peak can do better. Seconds are estimates of the cost
-    model, bytes are simulated."""
+    """One plan, or a lower bound on all plans of that peak. Seconds are estimates of the cost model; bytes are simulated."""
 
     family: str
-    """"autoremat", "torch", "policy" or "lower bound"."""
+    """One of "autoremat", "torch", "policy" and "lower bound"."""
     label: str
-    """Which of its family: the budget that was asked for, the policy."""
+    """Name within the family: the requested budget, or the policy."""
     peak_bytes: int
     added_seconds: float
     step_seconds: float
-    """The step without recomputation."""
+    """Seconds of the step without recomputation."""
 
     @property
     def overhead(self) -> float:
-        """Recomputation as a share of the step without it."""
+        """Seconds of recomputation as a share of the step without it."""
         return self.added_seconds / self.step_seconds if self.step_seconds else 0.0
 
     def beats(self, other: Point) -> bool:
-        """Whether this point needs no more of both and less of one."""
+        """Returns True if this point has no larger peak and no more added seconds, and less of at least one of them."""
         mine, theirs = (self.peak_bytes, self.added_seconds), (other.peak_bytes, other.added_seconds)
         return mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]
 
 
 class Pareto(Shown, list[Point]):
-    """The points of one graph: a list, which shows itself as a table."""
+    """Points of one graph: a list that prints as a table."""
 
     def line(self) -> str:
-        """All that a prompt shows."""
+        """Returns the one-line representation."""
         ours = sorted((point for point in self if point.family == OURS), key=lambda point: point.peak_bytes)
         if not ours:
             return f"{len(self)} points"
@@ -58,7 +57,7 @@ class Pareto(Shown, list[Point]):
         return f"{len(self)} points, {len(ours)} of them ours, from {' to '.join(ends)}"
 
     def tables(self) -> Sequence[PlainTable]:
-        """All that ``print`` shows, by peak."""
+        """Returns the printed table, sorted by peak."""
         table = plain_table("time against memory", ("peak", "added", "of the step", "family", "which"), numbers=3)
         for point in self.by_peak():
             added = format_seconds(point.added_seconds)
@@ -66,23 +65,25 @@ class Pareto(Shown, list[Point]):
         return [table]
 
     def by_peak(self) -> list[Point]:
-        """The points, the leanest first."""
+        """Returns the points by increasing peak."""
         return sorted(self, key=lambda point: (point.peak_bytes, point.added_seconds))
 
 
 def point_of(plan: Plan, family: str, label: str) -> Point:
-    """``plan`` as a point."""
+    """Returns the point of ``plan``."""
     return Point(family, label, plan.peak_bytes, plan.added_seconds, plan.graph.step_seconds)
 
 
 def levels(least: int, most: int, count: int) -> list[int]:
-    """``count`` budgets evenly spread from ``least`` to ``most`` bytes, both among them."""
+    """Returns ``count`` budgets, evenly spread from ``least`` to ``most`` bytes, including both."""
     return sorted({least + (most - least) * i // max(count - 1, 1) for i in range(count)} | {least, most})
 
 
 def our_points(graph: Graph, points: int, time_limit: float) -> Iterator[Point]:
-    """Our plans at ``points`` budgets between the smallest peak found and that without recomputation, and the lower bound at
-    each. ``time_limit``: seconds for each budget."""
+    """Yields our plans at ``points`` budgets, from the minimum peak found to the baseline's peak, and the lower bound at each.
+
+    ``time_limit`` is the number of seconds for each budget.
+    """
     planner = Planner(graph, time_limit * points)
     smallest = planner.find(None).smallest
     for budget in levels(smallest.peak_bytes, planner.baseline.peak_bytes, points):
@@ -103,17 +104,17 @@ POLICIES: tuple[tuple[str, Policy], ...] = (
     ("selective:mlp", Selective(("mlp",))),
     ("selective:layernorm", Selective(("layernorm",))),
 )
-"""Those of practice, as they are written in options; "block:" is added with half of the layers."""
+"""Policies of common practice, spelled as in the options. ``block:`` with half of the layers is added per graph."""
 
 
 def policy_points(graph: Graph) -> Iterator[Point]:
-    """Nothing recomputed, everything, and the policies of practice that recompute something in this graph."""
+    """Yields the plans without and with full recomputation, and the common policies that recompute something in this graph."""
     yield point_of(baselines.save_all(graph), POLICY, "save everything")
     yield point_of(baselines.recompute_all(graph), POLICY, "recompute everything")
     half = len(Forward(graph).layers) // 2
     block: list[tuple[str, Policy]] = [(f"block:{half}", Block(half))] if half else []
     for label, policy in (*POLICIES, *block):
-        with warnings.catch_warnings():  # a policy without effect is left out, which is all that its warning asks for
+        with warnings.catch_warnings():  # a policy without effect is left out below, so its warning is redundant
             warnings.simplefilter("ignore", ConstraintWarning)
             ordered = Constraints(policy=policy, exact=True).apply(graph)
         if ordered.candidate is not None and ordered.candidate.plan.recomputed:
@@ -121,7 +122,7 @@ def policy_points(graph: Graph) -> Iterator[Point]:
 
 
 def undominated(points: Iterable[Point]) -> list[Point]:
-    """Of each family the points that no other of it beats, by peak."""
+    """Returns the points that no other point of their family beats, by family and increasing peak."""
     every = list(points)
     kept = [p for p in every if not any(q.family == p.family and q.beats(p) for q in every)]
     return sorted(kept, key=lambda p: (p.family, p.peak_bytes, p.added_seconds))

@@ -1,4 +1,4 @@
-"""From a graph and a budget to a plan."""
+"""The planner of one training step: from a graph and a budget to a checked plan with lower bounds."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategi
 from autoremat.planner.search.lower_bounds import Bounds, Moments
 
 STEPS = 100
-"""In how many equal steps of the baseline's peak memory is filled, where a larger budget must never cost more."""
+"""Number of equal steps of the baseline's peak to which memory is filled when a larger budget must never cost more."""
 
 
 WORTH = 0.05
-"""The share of the step that staying below a ceiling may take, by the cost model."""
+"""Share of the step that a plan within the soft budget may cost over the fastest plan, by the cost model."""
 
 ROUNDING = 1e-9
-"""Seconds that differ by a smaller share of the step are equal."""
+"""Share of the step below which a difference in seconds counts as zero."""
 
 
 @dataclass(frozen=True)
 class PlanningResult:
-    """The outcome of a search. ``plan`` is None if nothing found fits the budget."""
+    """Result of a search. ``plan`` is None if no plan found fits the budget."""
 
     plan: Plan | None
     baseline: Plan
-    """No recomputation: everything that the backward reads is saved."""
+    """Plan without recomputation: everything that the backward reads is saved."""
     smallest: Plan
-    """The plan of least memory found."""
+    """Plan of the minimum peak found."""
     lower_bound_bytes: int
-    """No plan has a lower peak."""
+    """Lower bound on the peak of any plan."""
     lower_bound_seconds: float
-    """No plan within the budget adds less recomputation; infinite if none fits."""
+    """Lower bound on the added seconds of any plan within the budget; infinite if no plan fits."""
     candidates: int
     interrupted: bool
-    """Whether the time limit, and not the search itself, ended it."""
+    """True if the time limit ended the search."""
 
     def within_gap(self, plan: Plan, good_gap: float) -> bool:
-        """Whether ``plan`` costs at most a share ``good_gap`` of the step more than the lower bound."""
+        """Returns True if the optimality gap of ``plan``, as a share of the step, is at most ``good_gap``."""
         step, bound = plan.graph.step_seconds, self.lower_bound_seconds
         return plan.added_seconds <= bound + good_gap * (step + bound) + ROUNDING * step
 
     def is_converged(self, good_gap: float) -> bool:
-        """Whether nothing is left to look for: the plan is :meth:`within_gap`, or no plan fits."""
+        """Returns True if the optimality gap of the plan is at most ``good_gap``, or if the bound shows that no plan fits."""
         return math.isinf(self.lower_bound_seconds) or (self.plan is not None and self.within_gap(self.plan, good_gap))
 
     def with_plans(self, plans: list[Plan], budget: int, interrupted: bool) -> PlanningResult:
-        """With further ``plans``, of which the better ones are checked; ``budget`` in bytes."""
+        """Returns the result after adding ``plans``, for a budget in bytes. The best and the smallest plan are checked."""
         known = [*filter(None, (self.plan, self.smallest)), *plans]
         fitting = [plan for plan in known if plan.peak_bytes <= budget]
         best = min(fitting, key=lambda p: (p.cost_seconds, p.peak_bytes), default=None)
@@ -66,7 +66,8 @@ class PlanningResult:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """The search makes no cycles but many lists; each collection would walk all of torch's graphs."""
+    """Turns garbage collection off. The search creates many lists but no cycles, and each collection would walk all of torch's
+    graphs."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -78,21 +79,22 @@ def _without_garbage_collection() -> Iterator[None]:
 
 @dataclass
 class Planner:
-    """Plans one training step. ``baseline`` is known at once, so that a budget can be a share of its peak."""
+    """Plans one training step. ``baseline`` is available at once, because a budget can be a share of its peak."""
 
     graph: Graph
     time_limit: float = 10.0
     strategies: Strategies = EVERY_STRATEGY
     stepwise: bool = False
-    """Whether memory is filled in steps, so that a larger budget never costs more, even planned afresh (see
+    """If True, memory is filled in fixed steps, so that a larger budget never costs more, even in a new search (see
     :meth:`_fill_stepwise`)."""
     bounds: Bounds | None = None
-    """What filling in steps relies on: the graph's own moments, unless the graph is part of another problem."""
+    """Lower bounds for filling in steps: None for those of the graph itself. The splits of another graph use that graph's
+    bounds."""
     given: tuple[Candidate, ...] = ()
-    """Candidates from elsewhere: a policy's."""
+    """Candidates from outside the search, such as a policy's schedule."""
     soft_budget_bytes: int | None = None
-    """What a plan without a budget is not to exceed, unless that takes much time: the fastest of all may save little time at
-    the price of much memory."""
+    """Peak that a plan without a budget stays below, unless that costs much time. The fastest plan may save little time for
+    much more memory."""
 
     def __post_init__(self) -> None:
         self.search = Search(self.graph, time.monotonic() + self.time_limit, self.strategies, self.given)
@@ -101,9 +103,9 @@ class Planner:
         self.baseline.check()
 
     def find(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> PlanningResult:
-        """The cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the bounds.
+        """Returns the cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the lower bounds.
 
-        With ``accepts``, the cheapest for which that holds of those that :meth:`Search.spread_out` finds for every budget.
+        With ``accepts``, only plans that it admits count, out of those that :meth:`Search.spread_out` finds for all budgets.
         """
         best = self.choose(budget_bytes, accepts=accepts)
         search, seconds = self.search, 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
@@ -111,8 +113,10 @@ class Planner:
         return PlanningResult(best, self.baseline, search.smallest, bytes_, seconds, search.simulated, interrupted)
 
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
-        """What :meth:`find` would say, had it found ``plan`` and nothing else. Without a budget the bound on added seconds is
-        that of the plan's own peak."""
+        """Returns the result of :meth:`find` as if ``plan`` were the only plan found.
+
+        Without a budget, the lower bound on the added seconds is that for the plan's own peak.
+        """
         limit = plan.peak_bytes if budget_bytes is None else budget_bytes
         fitting = plan if plan.peak_bytes <= limit else None
         bytes_, seconds = self.moments.peak_bytes(), self.moments.seconds(limit)
@@ -124,8 +128,10 @@ class Planner:
         known_seconds: float = math.inf,
         accepts: Callable[[Plan], bool] | None = None,
     ) -> Plan | None:
-        """As :meth:`find`, without the bounds. A plan that costs ``known_seconds`` is had elsewhere: only a cheaper one is
-        worth filling for."""
+        """Returns the plan of :meth:`find`, without the lower bounds.
+
+        A plan that costs ``known_seconds`` is already known elsewhere. Memory is only filled to find a cheaper one.
+        """
         with _without_garbage_collection():
             search = self.search
             if accepts is not None:
@@ -142,11 +148,11 @@ class Planner:
         return best
 
     def fastest(self, accepts: Callable[[Plan], bool] | None = None) -> Plan | None:
-        """The plan of least time, whatever memory it needs."""
+        """Returns the plan of least time, without a bound on memory."""
         return self.search.best(None) if accepts is None else self.choose(None, accepts=accepts)
 
     def _without_budget(self) -> Plan | None:
-        """The cheapest plan below the ceiling if it is worth its time, else the fastest."""
+        """Returns the cheapest plan within the soft budget if that costs little time; else the fastest plan."""
         fastest = self.fastest()
         below = None if self.soft_budget_bytes is None else self.search.cheapest(self.soft_budget_bytes)
         if fastest is None or below is None:
@@ -154,10 +160,10 @@ class Planner:
         return below if below.cost_seconds - fastest.cost_seconds <= WORTH * self.graph.step_seconds else fastest
 
     def _fill_stepwise(self, budget: int | None, known_seconds: float) -> Plan | None:
-        """The cheapest plan within ``budget`` of all that come from filling to a whole percent of the baseline's peak.
+        """Returns the cheapest plan within ``budget`` of all plans filled to a whole percent of the baseline's peak.
 
-        What is filled for a budget is filled for every larger one too. Percents are taken from the budget down; once the
-        bound says that no plan of so little memory is cheaper than what is found, the rest need not be looked at.
+        All levels that are filled for a budget are also filled for every larger one. Levels are visited downwards from the
+        budget. The loop ends once the lower bound shows that no plan at this level is cheaper than the best one found.
         """
         search, peak, bounds = self.search, self.baseline.peak_bytes, self.bounds or self.moments
         # The last step whose level, rounded down to a byte, is within the budget.

@@ -1,12 +1,12 @@
-"""Graphs of one phase, in which any op may run again anywhere later.
+"""Planning of single-phase graphs, in which any op may run again anywhere later.
 
-Split at a place, such a graph is a training step: what comes before is its forward, the rest its backward. Op and value
-numbers stay, so a plan of the split graph, its two halves joined, is a plan of the whole. It recomputes only ops before the
-place, and only after it: several places are tried, and the best plan is taken.
+A split at an op turns such a graph into a training step: the ops before it become the forward, the rest the backward. Op and
+value numbers stay. The joined halves of a plan of the split are therefore a plan of the whole graph. Such a plan recomputes
+only ops before the split, and only after it. The search tries several splits and takes the best plan.
 
-For the bounds only the start of the backward counts. At that op every plan whose first executions are in the given order
-needs values from which all the rest that reads earlier values can run; later moments say nothing, because what is made
-after the place may be recomputed too.
+The lower bound of a split uses only the start of its backward. At that op, every plan whose first executions follow the given
+sequence needs values from which the rest can be computed. Later program points give no bound, because values computed after the
+split may be recomputed, too.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner, PlanningResult
 
 SPLITS = 4
-"""Places at which a graph is split to be planned: the fullest op of all, and of each of one fewer stretches."""
+"""Number of splits that are planned: at the op with the most live bytes, and at that of each of one fewer stretches."""
 
 BOUND_STRETCHES = 16
-"""Stretches of a graph of which the fullest op gives a bound."""
+"""Number of stretches of a graph. The op with the most live bytes in each stretch gives a lower bound."""
 
 
 def split_at(graph: Graph, place: int) -> Graph:
-    """The training step whose forward is the first ``place`` ops of ``graph``, all of which run in it.
+    """Returns the training step whose forward is the first ``place`` ops of ``graph``, all of which must run in the forward.
 
     Raises ``ValueError`` unless both halves have ops.
     """
@@ -46,30 +46,33 @@ def split_at(graph: Graph, place: int) -> Graph:
         forward_outputs=(),
         backward_outputs=tuple(dict.fromkeys((*graph.forward_outputs, *graph.backward_outputs))),
         must_run=tuple(range(place)),
-        saving_seconds_per_byte=0.0,  # nothing is saved for a backward where there is none
+        saving_seconds_per_byte=0.0,  # a single-phase graph saves nothing for a backward
     )
 
 
 def joined(graph: Graph, plan: Plan) -> Plan:
-    """A plan of a split of ``graph`` as a plan of ``graph``; a plan of ``graph`` itself stays as it is."""
+    """Returns ``plan``, a plan of a split of ``graph``, as a plan of ``graph``. A plan of ``graph`` itself is returned
+    unchanged."""
     return plan if plan.graph is graph else Plan.of(graph, Schedule(plan.sequence, ()), plan.label)
 
 
 def without_recomputation(graph: Graph) -> Plan:
-    """All ops in the given order, everything kept for its last reader."""
+    """Returns the plan that runs all ops once in the given sequence and keeps every value until its last reader."""
     return Plan.of(graph, build_schedule(graph, graph.backward_needs), "save all")
 
 
 def full_places(graph: Graph, stretches: int) -> list[int]:
-    """Of each of so many stretches of a graph of one phase, the op during which most is alive without recomputation."""
+    """Returns the op with the most live bytes without recomputation, for each of ``stretches`` equal stretches of the graph."""
     bytes_at = without_recomputation(graph).timeline.bytes_at
     parts = np.array_split(np.arange(1, len(graph.ops)), stretches)
     return [int(part[bytes_at[part].argmax()]) for part in parts if len(part)]
 
 
 def steps_of(graph: Graph) -> Iterator[Graph]:
-    """The training steps to plan for ``graph``: itself, or its splits, at the fullest op first, if it has one phase (none for
-    less than two ops)."""
+    """Yields the training steps to plan for ``graph``: the graph itself, or its splits if it is single-phase.
+
+    The split at the op with the most live bytes comes first. A single-phase graph of less than two ops has no splits.
+    """
     if not graph.single_phase:
         yield graph
         return
@@ -78,16 +81,16 @@ def steps_of(graph: Graph) -> Iterator[Graph]:
 
 
 class OnePhaseBounds:
-    """The bounds of a graph of one phase: the best over splits at its full places."""
+    """Lower bounds of a single-phase graph: the best over its splits at ops with many live bytes."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         splits = [split_at(graph, place) for place in full_places(graph, BOUND_STRETCHES)]
         self.starts = [Moments(split, MinCut(split), only_first=True) for split in splits]
-        self._seconds: dict[int, float] = {}  # every split asks for the same budgets
+        self._seconds: dict[int, float] = {}  # cached, because the planning of every split asks for the same budgets
 
     def seconds(self, budget: int) -> float:
-        """Every plan within ``budget`` bytes adds at least so many seconds; infinite if there is none."""
+        """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits."""
         if budget not in self._seconds:
             enough = working_set_bytes(self.graph) <= budget
             most = max((start.seconds(budget) for start in self.starts), default=0.0)
@@ -95,22 +98,22 @@ class OnePhaseBounds:
         return self._seconds[budget]
 
     def peak_bytes(self) -> int:
-        """Every plan has at least this peak."""
+        """Returns a lower bound on the peak of any plan."""
         return max([working_set_bytes(self.graph), *(start.moment_bytes() for start in self.starts)])
 
 
 def bounds_of(graph: Graph) -> Bounds:
-    """The bounds of a graph of one or two phases."""
+    """Returns the lower bounds of a graph of one or two phases."""
     return OnePhaseBounds(graph) if graph.single_phase else Moments(graph, MinCut(graph))
 
 
 def fits(plan: Plan, budget: int | None) -> bool:
-    """Whether the peak of ``plan`` is at most ``budget`` bytes (None: no bound)."""
+    """Returns True if the peak of ``plan`` is at most ``budget`` bytes (None: no bound)."""
     return budget is None or plan.peak_bytes <= budget
 
 
 def outcome(plans: list[Plan], budget: int | None, bounds: Bounds, candidates: int, interrupted: bool) -> PlanningResult:
-    """The cheapest and the smallest of ``plans``, of which there is at least one, with the bounds of their graph."""
+    """Returns the cheapest fitting plan and the smallest of ``plans`` (at least one), with the lower bounds of their graph."""
     best = min((plan for plan in plans if fits(plan, budget)), key=lambda p: (p.cost_seconds, p.peak_bytes), default=None)
     smallest = min(plans, key=lambda p: (p.peak_bytes, p.cost_seconds))
     for plan in filter(None, (best, smallest)):
@@ -121,9 +124,10 @@ def outcome(plans: list[Plan], budget: int | None, bounds: Bounds, candidates: i
 
 
 def search(graph: Graph, budget: int | None, time_limit: float, strategies: Strategies) -> PlanningResult:
-    """The cheapest plan that these strategies of candidates find within ``budget`` bytes (None: no bound).
+    """Returns the cheapest plan that ``strategies`` find within ``budget`` bytes (None: no bound).
 
-    Filling is stepwise: a larger budget never costs more. Each split may take half of the time that is left.
+    Memory is filled in fixed steps, so that a larger budget never costs more. Each split may take half of the time that is
+    left.
     """
     if not graph.single_phase:
         return Planner(graph, time_limit, strategies, stepwise=True).find(budget)
