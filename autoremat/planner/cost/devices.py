@@ -98,7 +98,10 @@ CPU_MEMORY_IN_NAME = ("GH200", "GB200", "GB300")
 
 
 def _has(word: str, name: str) -> bool:
-    """Returns True if ``name`` contains ``word`` as a whole. "T400" does not contain "T4", and "GH200" does not contain "H200"."""
+    """Returns True if ``name`` contains ``word`` as a whole.
+
+    "T400" does not contain "T4", and "GH200" does not contain "H200".
+    """
     before = r"(?<![A-Za-z\d])" if word[0].isalpha() else r"(?<!\d)"
     after = r"(?![A-Za-z\d])" if word[-1].isalpha() else r"(?!\d)"
     return re.search(before + re.escape(word) + after, name, re.IGNORECASE) is not None
