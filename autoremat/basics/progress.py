@@ -141,9 +141,9 @@ def status_if_slow(
 ) -> Iterator[None]:
     """Shows ``message`` and the current step on standard error once the body has run for ``patience`` seconds.
 
-    A terminal or notebook shows one changing line, a log one line every few seconds. Of several ranks, only rank 0 writes.
-    ``waited`` is the seconds that the caller has waited already. A nested ``status_if_slow`` adds its message to the outer one.
-    ``shown=False`` silences the body.
+    A terminal or notebook shows one changing line, a log one line every few seconds. In a job of several ranks, only rank 0
+    writes. ``waited`` is the seconds that the caller has waited already. A nested ``status_if_slow`` adds its message to the
+    outer one. ``shown=False`` silences the body.
     """
     outer, level = _here.levels, _Level(message, time.monotonic() - waited)
     if outer and shown:

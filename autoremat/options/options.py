@@ -175,7 +175,7 @@ class Options:
 
     @property
     def has_constraints(self) -> bool:
-        """True if a policy or constraints refer to parts of the model."""
+        """True if there is a policy or a constraint."""
         return bool(self.policy or self.save or self.recompute)
 
     def cache_key(self) -> str:

@@ -1,9 +1,10 @@
 """Finds the parts of a forward: layers, modules, attention cores, and segments between narrow places.
 
 *Layers* are calls of numbered modules in one container, such as "model.layers.0". Numbered modules count if they share their
-class with another one in the container; if none does, all count. Of nested ones, the outermost counts. If there are no such
-modules, or if they are a small part of the model, layers are the longest sequence of ops that repeats itself. This serves
-models that are written as functions.
+class with another one in the container; if none does, all count. If layers are nested, the outermost count.
+
+Models that are written as functions have no such modules, or only for a small part of their bytes. Their layers are the longest
+sequence of ops that repeats itself.
 
 An *attention core* reaches from the product of queries and keys to the product with the values, including the softmax. A fused
 attention kernel is a core of its own (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
@@ -71,7 +72,10 @@ class Forward:
         return by_module if by_module and self._bytes(by_module) >= LEAST_COVERED * self._bytes(repeated) else repeated
 
     def calls_of(self, wanted: Callable[[Scope], bool]) -> tuple[Ops, ...]:
-        """Returns the ops of each call of a module that is ``wanted``, in sequence. Of nested modules, the outermost counts."""
+        """Returns the ops of each call of a module that is ``wanted``, in sequence.
+
+        If such modules are nested, the outermost counts.
+        """
         calls: dict[Scope, list[int]] = defaultdict(list)
         for index, scopes in enumerate(self.scopes):
             if (outermost := next(filter(wanted, scopes), None)) is not None:

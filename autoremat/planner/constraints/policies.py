@@ -1,7 +1,7 @@
-"""Defines policies: common choices of the parts of the forward that the backward recomputes.
+"""Defines policies: common choices of the ops that the backward recomputes.
 
 A policy is a function of the forward that returns *regions*: sets of ops that run again when the backward reaches them. Results
-of a region that ops outside read are saved. So are all values that no region recomputes and the backward reads. A policy of
+of a region that ops outside read are saved. Values that the backward reads and no region recomputes are saved, too. A policy of
 your own is a frozen dataclass with a ``__call__``:
 
     @dataclass(frozen=True)

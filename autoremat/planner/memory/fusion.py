@@ -199,7 +199,7 @@ class _InPlace:
 
 
 def _extend(starts: Numbers, ends: Numbers, run: Numbers, overwritten: list[int], overwriting: list[int]) -> None:
-    """Extends live ranges from the begin of the producer's fusion group to the end of the last reader's group.
+    """Extends live ranges from the beginning of the producer's fusion group to the end of the last reader's group.
 
     A buffer that is reused within a group still passes from one live range to the other at the same execution.
     """
