@@ -71,25 +71,25 @@ class Options:
 
     Fields hold normalised values: bytes are ints, even if given as "6GiB".
 
-    - memory_budget: bound on the peak of forward and backward, above the live bytes at the start of the step. Bytes (int), a
-        share of the baseline's peak (float in (0, 1]), "auto", None for no bound, or the `StepProfile` of a step of several
-        graphs.
+    - memory_budget: bound on the peak of forward and backward, above the live bytes at the start of the step. It is in bytes
+        (int), a share of the baseline's peak (float in (0, 1]), "auto", or None for no bound. A `StepProfile` divides the
+        budget of a step of several graphs.
     - auto_headroom: bytes that "auto" keeps free on the CUDA device.
-    - time_limit: seconds that planning may take.
-    - compiler: the compiler of the planned graphs. "inductor", or "aot_eager", which runs them uncompiled.
-    - on_infeasible: action if no plan fits. "raise", or "best_effort" to run at the minimum peak found.
-    - cost_model: source of the ops' seconds. "calibrated" (rates of the device, measured once) or "roofline" (data sheets;
+    - time_limit: seconds that planning one graph may take.
+    - compiler: the compiler of the planned graphs: "inductor", or "aot_eager", which runs them uncompiled.
+    - on_infeasible: the action if no plan fits: "raise", or "best_effort" to run at the minimum peak found.
+    - cost_model: the source of the ops' seconds: "calibrated" (rates of the device, measured once) or "roofline" (data sheets;
         nothing is measured).
-    - on_planning_error: action if a graph cannot be planned. "raise", or "fallback" to torch's partitioner, with a warning and
-        without a budget. None stands for "raise" with a memory budget and "fallback" without one.
-    - plan: stored plans that replace the search. Paths that `Plan.save` wrote, or plans, one or a sequence. Each graph takes
-        the plan whose graph matches.
+    - on_planning_error: the action if a graph cannot be planned: "raise", or "fallback" to torch's partitioner, with a warning
+        and without a budget. None stands for "raise" with a memory budget and "fallback" without one.
+    - plan: stored plans that replace the search, as paths that `Plan.save` wrote or as plans; one or a sequence. Each graph
+        takes the plan whose graph has the same structure.
     - policy: the parts of the forward that are recomputed; see `autoremat.policies`. Without a budget the policy is the whole
         plan.
-    - save, recompute: constraints. Patterns of module paths, ops or tensor names whose results are saved or recomputed.
-    - chunk_loss: chunking of the vocabulary projection, the loss and their gradients. "auto" (only if no other plan fits), True
+    - save, recompute: constraints on the results to save or to recompute, as patterns of module paths, ops or tensor names.
+    - chunk_loss: chunking of the vocabulary projection, the loss and their gradients: "auto" (only if no other plan fits), True
         (also if predicted faster), an int >= 2 (always that many chunks), or False (never).
-    - progress: True to show progress of slow compilations. No plan depends on it.
+    - progress: True to show the progress of slow compilations. No plan depends on it.
     - inductor: pairs for Inductor's config, sorted by key.
     - mode: the mode of `torch.compile`.
 

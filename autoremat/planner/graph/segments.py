@@ -47,7 +47,7 @@ class Chain:
 
     @classmethod
     def of(cls, graph: Graph) -> Chain:
-        """Analyses the forward of ``graph``."""
+        """Returns the analysis of the forward of ``graph``."""
         count = graph.num_forward
         last_read = np.zeros(len(graph.values), dtype=np.int64)
         change = np.zeros(count + 1, dtype=np.int64)
@@ -98,11 +98,9 @@ class Chain:
 
 
 def segment_counts(num_forward: int) -> Iterator[int]:
-    """Yields the numbers of segments to try:
+    """Yields the numbers of segments to try, in the sequence 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
 
-    1, 2, 3, 4, 6, 8, 12, 16, 24, ...
-
-    The largest number leaves four ops per segment, or two if it is at most ``FEW_SEGMENTS``.
+    The largest number leaves four ops per segment, or two if it is at most ``FEW_SEGMENTS``. It never exceeds ``MAX_SEGMENTS``.
     """
     most = max(1, min(MAX_SEGMENTS, max(num_forward // 4, min(num_forward // 2, FEW_SEGMENTS))))
     count = 1

@@ -41,8 +41,9 @@ class ReplayContext:
     input_strides: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     def is_input(self, name: str, strides: tuple[object, ...]) -> bool:
-        """Returns True if the backward's input ``name`` is an input of the step, not a copy of one that the forward made in
-        another layout.
+        """Returns True if the backward's input ``name`` is an input of the step.
+
+        It is not one if the forward saved a copy of the input in another layout.
         """
         return name.startswith(INPUT_PREFIXES) and self.input_strides.get(name, strides) == strides
 

@@ -83,7 +83,7 @@ def replayed_peak(graph: Graph, schedule: Schedule) -> int:
 
 
 def _frees(graph: Graph, schedule: Schedule) -> list[list[int]]:
-    """Returns, for each execution, the values that no later execution reads before they are computed again."""
+    """Returns, for each execution, the values that are not read afterwards before they are computed again."""
     wanted = set(graph.backward_outputs)
     frees: list[list[int]] = []
     for index in reversed(schedule.sequence):

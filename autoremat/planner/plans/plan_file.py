@@ -1,6 +1,6 @@
-"""Reads plan files:
+"""Reads plan files, and matches their plans with graphs.
 
-JSON that also holds the graph, so that a plan can be inspected alone and checked against another graph.
+A plan file is JSON. It holds the graph as well, so a plan can be inspected alone and checked against another graph.
 
 Nothing in a file is executed or trusted. Types and numbers are checked, the peak is simulated again and the schedule is
 replayed. This happens when the file is read, and again on the graph to which the plan is applied.
