@@ -1,1 +1,1 @@
-"""Errors, units, checks of single values, the environment, progress and the cache folder. Imports no torch."""
+"""Errors, units, checks of single values, environment variables, progress messages and the cache folder. Imports no torch."""

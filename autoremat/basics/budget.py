@@ -1,4 +1,4 @@
-"""Memory budgets as users write them, and the bytes that they stand for."""
+"""Parses memory budgets as users write them, and converts them to bytes."""
 
 import math
 from fractions import Fraction
@@ -12,13 +12,13 @@ FORMS_ANYWHERE = (
     f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak without "
     "recomputation); None (no bound)"
 )
-"""The budgets that need neither a device nor a profile of the step."""
+"""Error text: the forms of a budget that need neither a device nor a step profile."""
 
 
 def parse_budget(value: object, name: str, forms: str = FORMS_ANYWHERE) -> int | float | None:
-    """Returns ``value`` as bytes (an int), a share of the peak without recomputation (a float in (0, 1]) or None.
+    """Returns the budget as bytes (an int), a share of the baseline's peak (a float in (0, 1]) or None for no bound.
 
-    ``name`` and ``forms`` are for the error. Raises ``OptionsError`` for a value that is not accepted.
+    ``name`` and ``forms`` appear in the error. Raises ``OptionsError`` for a value that is not accepted.
     """
     if value is None:
         return None
@@ -44,8 +44,8 @@ def parse_budget(value: object, name: str, forms: str = FORMS_ANYWHERE) -> int |
 
 
 def budget_bytes(budget: int | float | None, baseline_peak_bytes: int) -> int | None:
-    """Returns the bytes that a parsed budget allows; None for no bound. A share is one of ``baseline_peak_bytes``."""
+    """Returns the budget in bytes, or None for no bound. A float is a share of ``baseline_peak_bytes``."""
     if isinstance(budget, float):
-        # The decimal that was written, not its binary neighbour: 0.7 of 10 bytes is 7, not 6.
+        # Exact arithmetic on the decimal as written: 0.7 of 10 bytes is 7, but 0.7 as a binary fraction would give 6.
         return math.floor(Fraction(repr(budget)) * baseline_peak_bytes)
     return budget

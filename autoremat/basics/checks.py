@@ -1,4 +1,4 @@
-"""Checks of single values that users give: each returns the value as the package takes it, or raises ``OptionsError``."""
+"""Checks single values that users give. Each check returns the value in its normal form, or raises ``OptionsError``."""
 
 import math
 import operator
@@ -10,19 +10,21 @@ from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import parse_bytes
 
 MOST_BYTES = 2**63 - 1
-"""More than any memory has, and still a number of 64 bits."""
+"""Upper limit for byte counts: the largest signed 64-bit integer."""
 
 LONGEST_SHOWN = 200
-"""So many characters of a refused value are shown at most."""
+"""Characters of a refused value that an error message shows."""
 
 
 def one_of(accepted: tuple[str, ...], value: object, name: str) -> str:
+    """Returns ``value`` if it is one of the ``accepted`` strings."""
     if not isinstance(value, str) or value not in accepted:
         raise refused(name, value, " or ".join(f'"{one}"' for one in accepted))
     return value
 
 
 def text_to_bytes(text: str, name: str, forms: str) -> int:
+    """Returns the bytes that ``text`` denotes, such as "6GiB"."""
     try:
         count = parse_bytes(text)
     except ValueError:
@@ -33,7 +35,7 @@ def text_to_bytes(text: str, name: str, forms: str) -> int:
 
 
 def as_int(value: Any) -> int | None:
-    """The int behind an int or an int-like (NumPy's), None for anything else; a bool is no number here."""
+    """Returns the value of an int or of an int-like object (NumPy's), or None for anything else, including a bool."""
     if isinstance(value, bool):
         return None
     try:
@@ -43,7 +45,7 @@ def as_int(value: Any) -> int | None:
 
 
 def as_float(value: Real) -> float:
-    """The nearest float; not a number for what is beyond all of them."""
+    """Returns the nearest float, or NaN if the value is beyond the range of floats."""
     try:
         return float(value)
     except OverflowError:
@@ -51,20 +53,24 @@ def as_float(value: Real) -> float:
 
 
 def refused(name: str, value: object, forms: str) -> OptionsError:
+    """Returns the error for a value that is not accepted. ``forms`` lists the accepted ones."""
     shown = f"an int of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 1 << 256 else repr(value)
     shown = shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."
     return OptionsError(f"{name}={shown} is not accepted. Accepted: {forms}")
 
 
 def options_of(options: Mapping[str, object] | None) -> Mapping[str, object]:
-    """`options` as a mapping. Raises OptionsError for anything else."""
+    """Returns ``options`` as a mapping, empty for None. Raises ``OptionsError`` for anything else."""
     if not isinstance(options, Mapping | None):
         raise refused("options", options, 'a dict such as {"memory_budget": "6GiB"}, or None')
     return options or {}
 
 
 def underscored(options: Mapping[str, object]) -> dict[str, object]:
-    """`options` with dashes in keys replaced; raises OptionsError for keys that are no strings or then coincide."""
+    """Returns ``options`` with underscores in place of the dashes in keys.
+
+    Raises ``OptionsError`` for a key that is not a string, and for two keys that become equal.
+    """
     result: dict[str, object] = {}
     for key, value in options.items():
         if not isinstance(key, str):
@@ -77,12 +83,14 @@ def underscored(options: Mapping[str, object]) -> dict[str, object]:
 
 
 def flag(value: object, name: str) -> bool:
+    """Returns ``value`` if it is a bool."""
     if not isinstance(value, bool):
         raise refused(name, value, "True or False (in the environment: 1 or 0)")
     return value
 
 
 def positive_seconds(value: object, name: str) -> float:
+    """Returns ``value`` as a float if it is a finite number above 0."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < as_float(value) < math.inf:
         raise refused(name, value, "a finite number of seconds > 0")
     return as_float(value)

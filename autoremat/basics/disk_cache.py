@@ -1,9 +1,11 @@
-"""What is kept on disk: reports and plans, so that a compilation that is answered from torch's caches has them too; the
-rates of devices and the workspaces of kernels, so that they are measured once.
+"""Reads and writes the files of the cache folder.
 
-JSON files under ``AUTOREMAT_CACHE_DIR`` or the user's cache folder, one for each compiled graph or device. Nothing read from
-them is executed; a file that does not parse is as good as none. What was not used for longest goes once all reports and plans
-together take more than ``AUTOREMAT_CACHE_SIZE`` (such as ``"2GiB"``; 1 GiB by default).
+The folder holds four kinds of JSON files. Reports and plans serve compilations that torch answers from its own caches. Rates of
+devices and workspaces of kernels are stored so that each is measured only once.
+
+The folder is ``AUTOREMAT_CACHE_DIR``, or else the user's cache folder. It has one file per compiled graph or device. Nothing
+read from a file is executed, and a file that does not parse counts as absent. Reports and plans may take
+``AUTOREMAT_CACHE_SIZE`` together (such as ``"2GiB"``; default 1 GiB). Above that, the least recently used files are deleted.
 """
 
 from __future__ import annotations
@@ -33,21 +35,22 @@ log = logging.getLogger("autoremat")
 
 DEFAULT_SIZE = 2**30
 LARGEST_FILE = 2**28
-"""Bytes: a larger file is not read, for none of ours is so large."""
+"""Bytes above which a file is not read. No file that this package writes is that large."""
 
 EVICTED = ("reports", "plans")
 KINDS = (*EVICTED, "rates", "workspaces")
-"""The first are made again by compiling. Figures that were measured are small, and stay."""
+"""All kinds of files. Only the ``EVICTED`` kinds are deleted for space: a compilation restores them. Measured figures are small
+and stay."""
 
 LEFT_OVER = 3600.0
-"""Seconds after which a temporary file is taken to be that of a process that was killed."""
+"""Age in seconds at which a temporary file counts as abandoned by a process that was killed."""
 
 UNUSABLE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
-"""What reading a file raises that was damaged or made by somebody else."""
+"""Exceptions that a damaged or foreign file can cause while it is read."""
 
 
 def folder(kind: str = "reports") -> Path:
-    """Where the files of one kind lie."""
+    """Returns the folder of the files of one kind."""
     chosen = os.environ.get("AUTOREMAT_CACHE_DIR")
     return (Path(chosen) if chosen else platformdirs.user_cache_path("autoremat")) / kind
 
@@ -56,10 +59,10 @@ def folder(kind: str = "reports") -> Path:
 
 
 def read_text(kind: str, key: str) -> str | None:
-    """What was written of ``kind`` under ``key``, or None."""
+    """Returns the text stored as ``kind`` under ``key``, or None. Marks the file as used now."""
     path = folder(kind) / f"{key}.json"
     try:
-        # Without waiting: a pipe in the place of a file would else hold the process up for ever.
+        # Opened without blocking: if a pipe had the file's name, the process would wait for ever.
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
         try:
             about = os.fstat(descriptor)
@@ -70,7 +73,7 @@ def read_text(kind: str, key: str) -> str | None:
         finally:
             os.close(descriptor)
         with contextlib.suppress(OSError):
-            os.utime(path)  # used now
+            os.utime(path)  # eviction goes by this time
         return text
     except (FileNotFoundError, UnicodeDecodeError):
         return None
@@ -80,12 +83,14 @@ def read_text(kind: str, key: str) -> str | None:
 
 
 def write_text(kind: str, key: str, text: str) -> None:
-    """Write a file in one piece. A folder that cannot be written is said once and is no error: the next process does the work
-    again."""
+    """Writes a file atomically, then evicts old files if the cache is over its limit.
+
+    A folder that cannot be written causes one log message and no error: the next process repeats the work.
+    """
     temporary = folder(kind) / f"{key}.{secrets.token_hex(8)}.tmp"
     try:
         folder(kind).mkdir(parents=True, exist_ok=True)
-        # Not by `tempfile`, whose files only their owner can read: a group may share the folder.
+        # ``tempfile`` would make the file readable for its owner alone, but a group may share the folder.
         with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w", encoding="utf-8") as file:
             file.write(text)
         os.replace(temporary, folder(kind) / f"{key}.json")
@@ -98,11 +103,11 @@ def write_text(kind: str, key: str, text: str) -> None:
 
 
 _said: set[Path] = set()
-"""The folders of whose trouble was spoken."""
+"""Folders whose failure was logged already."""
 
 
 def _say_unusable(reason: str | None) -> None:
-    """Once in a process for each folder."""
+    """Logs that the cache folder is unusable, once per process and folder."""
     where = folder("").resolve()
     if where not in _said:
         _said.add(where)
@@ -115,8 +120,11 @@ def _say_unusable(reason: str | None) -> None:
 
 @contextlib.contextmanager
 def locked(kind: str, key: str, longest: float) -> Iterator[bool]:
-    """While the body runs, no other process or thread holds the same lock. Waits at most ``longest`` seconds; False if the lock
-    cannot be had. The system takes it back from a process that ends."""
+    """Holds an exclusive lock of ``kind`` and ``key`` across processes and threads while the body runs.
+
+    Waits at most ``longest`` seconds. Yields True if the lock was acquired, else False; the body runs in both cases. The
+    operating system releases the lock of a process that ends.
+    """
     descriptor = None
     with contextlib.suppress(OSError):
         folder(kind).mkdir(parents=True, exist_ok=True)
@@ -130,12 +138,12 @@ def locked(kind: str, key: str, longest: float) -> Iterator[bool]:
         yield held
     finally:
         if held and sys.platform != "win32":
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a process that was forked meanwhile has it open too
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a forked process has the file open too
         os.close(descriptor)
 
 
 def _flock(descriptor: int, end: float) -> bool:
-    """Whether the lock of the file is ours by ``end``; False at once where there are no such locks."""
+    """Returns True if the lock was acquired before ``end``. Returns False at once where the system has no such locks."""
     while sys.platform != "win32":
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -144,7 +152,7 @@ def _flock(descriptor: int, end: float) -> bool:
             if time.monotonic() >= end:
                 return False
             time.sleep(0.05)
-        except OSError:  # not on this file system
+        except OSError:  # this file system has no locks
             return False
     return False
 
@@ -159,15 +167,15 @@ class Stored:
     path: Path
     bytes: int
     used: float
-    """When it was last written or read, in seconds since 1970."""
+    """Time of the last write or read, in seconds since 1970."""
 
 
 def stored(kind: str) -> list[Stored]:
-    """The files of ``kind``, with what is left of interrupted writes."""
+    """Returns the files of ``kind``, including lock files and the remains of interrupted writes."""
     found = []
     with contextlib.suppress(OSError), os.scandir(folder(kind)) as entries:
         for entry in entries:
-            with contextlib.suppress(OSError):  # another process has removed it
+            with contextlib.suppress(OSError):  # another process may delete the file meanwhile
                 if entry.name.endswith((".json", ".tmp", ".lock")) and not entry.is_dir(follow_symlinks=False):
                     about = entry.stat(follow_symlinks=False)
                     found.append(Stored(Path(entry.path), about.st_size, about.st_mtime))
@@ -175,7 +183,10 @@ def stored(kind: str) -> list[Stored]:
 
 
 def size_limit() -> int:
-    """How many bytes reports and plans may take together."""
+    """Returns the bytes that reports and plans may take together.
+
+    Raises ``OptionsError`` if the environment variable is malformed.
+    """
     asked = os.environ.get(SIZE_VARIABLE)
     try:
         return parse_bytes(asked) if asked else DEFAULT_SIZE
@@ -184,7 +195,10 @@ def size_limit() -> int:
 
 
 def _evict() -> None:
-    """Remove what was not used for longest, if there is too much until a tenth is free, and what killed processes left."""
+    """Deletes abandoned temporary files and, if the cache is over its limit, the least recently used reports and plans.
+
+    Eviction continues until a tenth of the limit is free.
+    """
     files = [file for kind in KINDS for file in stored(kind) if kind in EVICTED or file.path.suffix == ".tmp"]
     limit, forgotten = size_limit(), time.time() - LEFT_OVER
     excess = sum(file.bytes for file in files) - limit
@@ -197,7 +211,7 @@ def _evict() -> None:
 
 
 def clear() -> int:
-    """Remove all files of the cache; how many bytes that frees."""
+    """Deletes all files of the cache. Returns the bytes that this frees."""
     files = [file for kind in KINDS for file in stored(kind)]
     for file in files:
         file.path.unlink(missing_ok=True)

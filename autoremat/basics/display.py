@@ -1,4 +1,4 @@
-"""How results show themselves: in a line at a prompt, as tables in ``print`` and ``rich.print``, as HTML in notebooks."""
+"""Displays results: one line at a prompt, tables in ``print`` and ``rich.print``, HTML in notebooks."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ WORDS = ' style="text-align: left"'
 
 
 def as_text(*parts: RenderableType) -> str:
-    """What ``rich`` would print, without colours."""
+    """Returns the text that ``rich`` would print, without colours."""
     out = io.StringIO()
     Console(file=out, width=WIDTH, force_terminal=False).print(Group(*parts))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
 
 
 def printable(text: str) -> str:
-    """``text`` with what would steer a terminal spelled out."""
+    """Returns ``text`` with control characters escaped, so that it cannot steer a terminal."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 class PlainTable(Table):
-    """A table without lines whose cells are text and no markup. ``print`` shows it too, as wide as the reports."""
+    """A table without rules, whose cells are plain text, not markup. ``print`` shows it at the width of the reports."""
 
     def __init__(self, title: str, columns: Iterable[str], numbers: int, show_header: bool = True) -> None:
-        """The first ``numbers`` columns hold figures."""
+        """Makes an empty table. The first ``numbers`` columns hold figures and are aligned right."""
         super().__init__(
             title=Text(printable(title)) if title else None, title_justify="left", box=None, pad_edge=False,
             padding=(0, 2, 0, 0), show_header=show_header,
@@ -44,7 +44,7 @@ class PlainTable(Table):
             self.add_column(column, justify="right" if figure else "left", no_wrap=figure, overflow="fold")
 
     def add_row(self, *cells: Any, **keywords: Any) -> None:
-        """A row of texts."""
+        """Adds a row. Each cell is converted to printable text."""
         self.texts.append(tuple(printable(str(cell)) for cell in cells))
         super().add_row(*map(Text, self.texts[-1]), **keywords)
 
@@ -65,12 +65,12 @@ class PlainTable(Table):
 
 
 def plain_table(title: str, columns: Iterable[str], numbers: int) -> PlainTable:
-    """A table without lines, of which the first ``numbers`` columns hold figures."""
+    """Returns an empty table without rules. The first ``numbers`` columns hold figures."""
     return PlainTable(title, columns, numbers)
 
 
 def named_figures(figures: Iterable[tuple[str, str]]) -> PlainTable:
-    """A table of names and figures."""
+    """Returns a table with one row per (name, figure)."""
     table = PlainTable("", ("", ""), numbers=0, show_header=False)
     table.columns[0].style, table.columns[0].no_wrap = "bold", True
     for name, text in figures:
@@ -79,14 +79,14 @@ def named_figures(figures: Iterable[tuple[str, str]]) -> PlainTable:
 
 
 class Shown:
-    """What shows itself, made of a line and of tables."""
+    """Base class of results that display themselves as a line and as tables."""
 
     def line(self) -> str:
-        """All that a prompt shows."""
+        """Returns the line that a prompt shows."""
         raise NotImplementedError
 
     def tables(self) -> Sequence[PlainTable]:
-        """All that ``print`` shows."""
+        """Returns the tables that ``print`` shows."""
         raise NotImplementedError
 
     def __repr__(self) -> str:

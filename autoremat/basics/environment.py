@@ -1,4 +1,4 @@
-"""What the environment says to the package, as text; a variable that is unset or empty says nothing."""
+"""Reads the package's environment variables as text. An empty variable counts as unset."""
 
 import difflib
 import os
@@ -12,16 +12,16 @@ PROGRESS, CACHE_FOLDER, CACHE_SIZE = "AUTOREMAT_PROGRESS", "AUTOREMAT_CACHE_DIR"
 KNOWN = (BUDGET, COST_MODEL, POLICY, PROGRESS, CACHE_FOLDER, CACHE_SIZE)
 
 _refused: set[str] = set()
-"""What was warned of already."""
+"""Unknown variables that a warning has named already."""
 
 
 def said(variable: str) -> str:
-    """What a variable holds, without spaces around it."""
+    """Returns the value of a variable without surrounding spaces, or "" if it is unset."""
     return os.environ.get(variable, "").strip()
 
 
 def warn_of_unknown() -> None:
-    """Warn, once for each, of variables that begin as ours do and that nothing reads."""
+    """Warns of variables that begin with ``AUTOREMAT_`` but are unknown, once per variable."""
     unknown = [name for name in os.environ if name.startswith(PREFIX) and name not in KNOWN and name not in _refused]
     for name in unknown:
         _refused.add(name)

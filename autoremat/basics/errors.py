@@ -1,7 +1,7 @@
-"""Every exception and warning of the package.
+"""Defines all exceptions and warnings of the package.
 
-All errors survive pickling with their attributes, so that they cross process boundaries (data-parallel launchers,
-compile workers).
+Errors keep their attributes when they are pickled, because they cross process boundaries: data-parallel launchers, compile
+workers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,27 +15,28 @@ OCCUPANTS_SHOWN = 10
 
 
 def _restore(kind: "type[AutorematError]", args: tuple[Any, ...]) -> "AutorematError":
+    """Makes an error from ``args`` without calling ``__init__``. Used for unpickling."""
     return kind.__new__(kind, *args)
 
 
 class AutorematError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base class of the errors that this package raises on purpose."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Exception's own way calls `__init__(*args)` with the finished message, which does not fit our signatures.
+        # ``Exception.__reduce__`` would call ``__init__`` with the finished message, which does not fit our signatures.
         return _restore, (type(self), self.args), self.__dict__
 
 
 class OptionsError(AutorematError, ValueError):
-    """An option has a value or a name that is not accepted."""
+    """Raised for an option whose name or value is not accepted."""
 
 
 class PlanFileError(OptionsError):
-    """A stored plan cannot be read, is not valid, or is for another graph; the message says what differs."""
+    """Raised for a stored plan that is unreadable, invalid or for another graph. The message states the difference."""
 
 
 class UnsupportedTorchError(AutorematError, RuntimeError):
-    """The installed torch is outside the supported range."""
+    """Raised if the installed torch is outside the supported range."""
 
     def __init__(self, found: str) -> None:
         super().__init__(
@@ -46,33 +47,33 @@ class UnsupportedTorchError(AutorematError, RuntimeError):
 
 
 class CaptureError(AutorematError):
-    """The joint graph could not be turned into a `Graph`; the message names the op and where it comes from."""
+    """Raised if the joint graph cannot be captured as a ``Graph``. The message names the op and its place in the model."""
 
 
 class PlanningError(AutorematError, RuntimeError):
-    """A graph with a memory budget could not be planned; the error that was met is the ``__cause__``."""
+    """Raised if a graph with a memory budget cannot be planned. ``__cause__`` is the original error."""
 
 
 class StepProfileError(AutorematError, RuntimeError):
-    """A step could not be profiled: nothing was compiled in it, or it has no loss to differentiate."""
+    """Raised if a step cannot be profiled: it compiles no graph, or it has no loss to differentiate."""
 
 
 class PlanInvalid(AutorematError):
-    """A plan does not hold what it promises: it failed the check that every plan must pass before it is used."""
+    """Raised for a plan that fails the check that every plan must pass before it is used."""
 
 
 class ChunkingUnsupported(AutorematError):
-    """The projection and the loss of a graph cannot be computed in parts; the message says why."""
+    """Raised if the projection and the loss of a graph cannot be chunked. The message gives the reason."""
 
     def __init__(self, message: str, remedy: str = "") -> None:
-        """``remedy``: what its user can do about it; empty if that is nothing."""
+        """Makes the error. ``remedy`` is advice for the user, or "" if there is none."""
         super().__init__(message)
         self.remedy = remedy
 
 
 @dataclass(frozen=True, slots=True)
 class Occupant:
-    """One tensor that is alive at the peak; `bytes` are those of its storage, unknown places are empty strings."""
+    """A tensor that is live at the peak. ``bytes`` is the size of its storage; unknown places are empty strings."""
 
     name: str
     bytes: int
@@ -81,7 +82,10 @@ class Occupant:
 
 
 class BudgetInfeasible(AutorematError):
-    """No plan within the budget was found. All byte counts have the budget's meaning: above the step's start."""
+    """Raised if no plan within the budget was found.
+
+    Byte counts are above the live bytes at the start of the step, as the budget is.
+    """
 
     def __init__(
         self,
@@ -95,10 +99,19 @@ class BudgetInfeasible(AutorematError):
         unconstrained_bytes: int | None = None,
         remedy: str = "",
     ) -> None:
-        """`minimum_bytes`: smallest feasible peak found; `lower_bound_bytes`: proven for every plan;
-        `occupants`: what is alive at the peak of the smallest plan, kept largest first; `plan_file`: the stored plan that
-        was to be applied, beside which none was looked for; `unconstrained_bytes`: the smallest peak found without the
-        user's orders, if there are any; `remedy`: further advice."""
+        """Makes the error and its message.
+
+        All byte counts are ints.
+
+        - ``budget_bytes``: the budget.
+        - ``minimum_bytes``: the minimum peak found.
+        - ``lower_bound_bytes``: a proven lower bound on the peak of every plan.
+        - ``occupants``: tensors that are live at the minimum peak found; stored in descending size.
+        - ``device``: the device of the budget.
+        - ``plan_file``: the stored plan that was to be applied; no other plan was tried.
+        - ``unconstrained_bytes``: the minimum peak found without the user's constraints, if there are any.
+        - ``remedy``: further advice.
+        """
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
         self.lower_bound_bytes = lower_bound_bytes
@@ -110,7 +123,7 @@ class BudgetInfeasible(AutorematError):
         super().__init__(self._message())
 
     def advise(self, remedy: str) -> None:
-        """Add advice, first of all."""
+        """Adds advice to the message, before all other added advice. Repeated advice is ignored."""
         if remedy not in self.remedies:
             self.remedies = (remedy, *self.remedies)
             self.args = (self._message(),)
@@ -157,19 +170,19 @@ class BudgetInfeasible(AutorematError):
 
 
 class BudgetWarning(UserWarning):
-    """A request has no effect, or a best-effort plan runs over its budget."""
+    """Warns of an option without effect, or of a best-effort plan over its budget."""
 
 
 class ConstraintWarning(UserWarning):
-    """An order or a policy matches nothing, has no effect, or cannot be obeyed."""
+    """Warns of a constraint or a policy that matches nothing, has no effect or cannot be met."""
 
 
 class FallbackWarning(UserWarning):
-    """A graph could not be planned: torch partitions it, and no budget holds for it."""
+    """Warns of a fallback: torch's partitioner takes a graph that could not be planned, and no budget holds for it."""
 
 
 def fallback_message(error: BaseException, place: str) -> str:
-    """The text of an ``FallbackWarning``: the error, the graph (``place``), and the way out."""
+    """Returns the text of a ``FallbackWarning``: the graph (``place``), the error and the remedies."""
     return (
         f"a graph ({place}) could not be planned and is left to torch, so no memory budget holds for it: "
         f"{type(error).__name__}: {error}. It trains all the same. Please report this text to autoremat's issue tracker; "
@@ -178,7 +191,7 @@ def fallback_message(error: BaseException, place: str) -> str:
 
 
 def planning_error(error: BaseException, place: str) -> PlanningError:
-    """The error for a graph (``place``) whose memory budget cannot be kept because of ``error``."""
+    """Returns the ``PlanningError`` for a graph (``place``) whose budget cannot be kept because of ``error``."""
     return PlanningError(
         f"a graph ({place}) could not be planned, so its memory budget cannot be kept: {type(error).__name__}: {error}. "
         'If backend="inductor" compiles it, please report this text to autoremat\'s issue tracker; '
@@ -187,7 +200,7 @@ def planning_error(error: BaseException, place: str) -> PlanningError:
 
 
 def _table(rows: Sequence[tuple[str, ...]], alignments: str) -> list[str]:
-    """Rows of cells as lines of aligned columns; `alignments` holds one of "<" and ">" per column."""
+    """Returns rows of cells as lines with aligned columns. ``alignments`` holds "<" or ">" for each column."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
@@ -197,7 +210,7 @@ def _table(rows: Sequence[tuple[str, ...]], alignments: str) -> list[str]:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """``error`` and all that it was raised from, or stands for in an exception of torch's."""
+    """Yields ``error`` and its chain of causes, including errors that torch's exceptions wrap."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen

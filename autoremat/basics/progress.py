@@ -1,7 +1,7 @@
-"""Tells whoever waits what is going on: at a terminal, in a notebook, in a log.
+"""Shows the progress of slow work at a terminal, in a notebook or in a log.
 
-:func:`status_if_slow` is put around what may take long, :func:`now` says what is being done at the moment. A thread of its own
-speaks, so that nobody who works has to. Outside of ``status_if_slow`` nothing is said, whoever calls ``now``.
+:func:`status_if_slow` surrounds work that may be slow; :func:`now` names the current step of it. A separate thread writes the
+messages, so that working threads do not. Outside of ``status_if_slow``, calls of ``now`` have no effect.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from autoremat.basics import environment
 from autoremat.basics.checks import flag
 
 PATIENCE_SECONDS = 2.0
-"""Before a person is told at a terminal or in a notebook."""
+"""Seconds before the first message at a terminal or in a notebook."""
 
 LOG_PATIENCE_SECONDS, LOG_INTERVAL_SECONDS = 5.0, 6.0
-"""Before the first line in a log, and between two lines: no silence lasts ten seconds."""
+"""Seconds before the first line in a log, and between two lines. No silence lasts ten seconds."""
 
 LEAST_SECONDS = 4.0
-"""So long something is counted before it is said how long the rest takes."""
+"""Seconds of counting before the remaining time is estimated."""
 
 Result = TypeVar("Result")
 Count = Callable[[], tuple[int, int]]
-"""How many of how many are done."""
+"""Returns the number of finished items and their total."""
 
 
 _default: bool | None = None
-"""The process's own setting; None: the environment's."""
+"""The setting of the process; None leaves it to the environment."""
 
 
 def set_default(shown: bool | None) -> None:
-    """Sets if progress is shown where nothing else is asked for; None leaves that to the environment."""
+    """Sets the process's default for showing progress. None leaves it to the environment."""
     global _default
     _default = shown
 
 
 def progress_wanted() -> bool:
-    """Returns True if the process's setting, or else the environment, wants progress to be shown."""
+    """Returns True if progress is to be shown, by the process's setting or else by the environment."""
     return progress_in_environment() if _default is None else _default
 
 
@@ -60,19 +60,19 @@ def progress_in_environment() -> bool:
 
 @dataclass
 class Tally:
-    """How many of how many are done, counted by who does them."""
+    """A count of finished items, which the worker itself increments."""
 
     total: int = 0
     done: int = 0
 
     def count(self) -> tuple[int, int]:
-        """What :func:`now` takes."""
+        """Returns the pair (done, total) that :func:`now` takes."""
         return min(self.done, self.total), self.total
 
 
 @dataclass
 class _Level:
-    """What one ``status_if_slow`` has to say."""
+    """The state of one ``status_if_slow``."""
 
     title: str
     began: float = field(default_factory=lambda: time.monotonic())
@@ -82,7 +82,7 @@ class _Level:
     attempt: int = 1
 
     def text(self) -> str:
-        """Title and seconds, and what is being done, with how many of how many and about how long the rest takes."""
+        """Returns the title, elapsed seconds and current step, with its count and the estimated remaining seconds."""
         at, doing, count = time.monotonic(), self.doing, self.count
         if count is not None:
             done, total = count()
@@ -94,18 +94,24 @@ class _Level:
 
 
 class _Here(threading.local):
-    """What the present thread does: None if nobody asked to be told, empty if it is to be quiet, else the outermost first."""
+    """The levels of the current thread, outermost first.
+
+    None if there is no ``status_if_slow``; empty if the thread is quiet.
+    """
 
     levels: list[_Level] | None = None
 
 
 _here = _Here()
 _voice = threading.Lock()
-"""Held by who speaks: what two threads say at once nobody can read."""
+"""Held by the thread that writes, so that messages of two threads do not mix."""
 
 
 def now(doing: str, count: Count | None = None, attempt: int | None = None) -> None:
-    """Note what is done from now on, and what tells how much of it is. ``attempt`` stays until it is changed."""
+    """Names the current step, and optionally a function that counts its items.
+
+    ``attempt`` keeps its value until it is changed.
+    """
     if _here.levels:
         level = _here.levels[-1]
         level.count, level.doing, level.since = None, doing, time.monotonic()
@@ -114,7 +120,7 @@ def now(doing: str, count: Count | None = None, attempt: int | None = None) -> N
 
 
 def carried(work: Callable[[], Result]) -> Callable[[], Result]:
-    """``work`` for another thread, which then speaks for this one."""
+    """Returns ``work`` for another thread, whose progress then counts as the current thread's."""
     levels = _here.levels
 
     def run() -> Result:
@@ -125,7 +131,7 @@ def carried(work: Callable[[], Result]) -> Callable[[], Result]:
 
 
 def quiet() -> contextlib.AbstractContextManager[None]:
-    """While active, the present thread says nothing, whatever is called."""
+    """Suppresses all progress messages of the current thread while active."""
     return status_if_slow("", shown=False)
 
 
@@ -133,11 +139,11 @@ def quiet() -> contextlib.AbstractContextManager[None]:
 def status_if_slow(
     message: str, console: Console | None = None, patience: float | None = None, shown: bool = True, waited: float = 0.0
 ) -> Iterator[None]:
-    """While the body runs, tell on standard error what it does, as soon as it has run for ``patience`` seconds.
+    """Shows ``message`` and the current step on standard error once the body has run for ``patience`` seconds.
 
-    Where a person sits, one line changes; elsewhere there is a line every few seconds. Of the ranks of a job the first speaks.
-    ``waited``: for so long the caller has been waiting already. Inside of another ``status_if_slow`` the message is added to
-    that one's; not ``shown``, all that is inside is quiet.
+    A terminal or notebook shows one changing line, a log one line every few seconds. In a job of several ranks, only rank 0
+    writes. ``waited`` is the seconds that the caller has waited already. A nested ``status_if_slow`` adds its message to the
+    outer one. ``shown=False`` silences the body.
     """
     outer, level = _here.levels, _Level(message, time.monotonic() - waited)
     if outer and shown:
@@ -163,7 +169,7 @@ def status_if_slow(
 
 @contextlib.contextmanager
 def _telling(outlet: Outlet, levels: list[_Level], patience: float | None) -> Iterator[None]:
-    """While the body runs, a thread says what ``levels`` hold."""
+    """Writes the text of ``levels`` from a separate thread while the body runs."""
     over = threading.Event()
 
     def text() -> str:
@@ -180,7 +186,7 @@ def _telling(outlet: Outlet, levels: list[_Level], patience: float | None) -> It
                 speaks = speaks or _voice.acquire(blocking=False)
                 if speaks:
                     outlet.say(text())
-        except (OSError, ValueError):  # nobody listens any more
+        except (OSError, ValueError):  # standard error is closed
             return
         finally:
             if speaks:
@@ -201,20 +207,20 @@ def _telling(outlet: Outlet, levels: list[_Level], patience: float | None) -> It
 
 
 class Outlet(Protocol):
-    """Where it is said, and how often."""
+    """A place for messages, with the seconds before the first message and between two."""
 
     patience: float
     interval: float
 
     def say(self, text: str) -> None:
-        """Show ``text`` in the place of what was said before."""
+        """Shows ``text`` in place of the previous message."""
 
     def end(self, text: str) -> None:
-        """Show ``text``, which is the last, or take away what was shown."""
+        """Shows ``text`` as the last message, or removes the previous one."""
 
 
 def outlet_of(console: Console | None = None) -> Outlet | None:
-    """The way to reach whoever waits; None if there is no standard error."""
+    """Returns the outlet for this process, or None if there is no standard error."""
     if in_notebook():
         return Notebook(sys.stderr)
     if console is None and sys.stderr is None:
@@ -226,37 +232,37 @@ def outlet_of(console: Console | None = None) -> Outlet | None:
 
 
 def in_notebook() -> bool:
-    """Whether a kernel of IPython's runs this process: what is written appears under a cell."""
+    """Returns True if an IPython kernel runs this process, so that output appears under a cell."""
     shell = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     return shell is not None and getattr(shell, "kernel", None) is not None
 
 
 class Terminal:
-    """A line with a spinner, gone in the end."""
+    """Outlet for terminals: a line with a spinner, removed at the end."""
 
     patience, interval = PATIENCE_SECONDS, 0.2
 
     def __init__(self, console: Console) -> None:
         self.spinner = Spinner("dots")
-        # What the program prints meanwhile goes above the line, unless it goes to a file.
+        # The program's own output appears above the line, unless it is redirected to a file.
         to_terminal = sys.stdout is not None and sys.stdout.isatty()
         self.live = Live(
             self.spinner, console=console, transient=True, auto_refresh=False, redirect_stdout=to_terminal, redirect_stderr=True
         )
 
     def say(self, text: str) -> None:
-        """Show ``text`` beside the spinner."""
+        """Shows ``text`` beside the spinner."""
         self.spinner.update(text=Text(text, overflow="ellipsis", no_wrap=True))
         self.live.start()
         self.live.refresh()
 
     def end(self, text: str) -> None:
-        """Take the line away: the prompt says that it is over."""
+        """Removes the line. The prompt that follows shows that the work is done."""
         self.live.stop()
 
 
 class Notebook:
-    """A line that is written over, and stays in the end."""
+    """Outlet for notebooks: a line that is overwritten and whose last text stays."""
 
     patience, interval = PATIENCE_SECONDS, 1.0
 
@@ -264,18 +270,18 @@ class Notebook:
         self.file, self.width = file, 0
 
     def say(self, text: str, ending: str = "") -> None:
-        """Write over the line."""
+        """Overwrites the line."""
         self.file.write(f"\r{text:<{self.width}}{ending}")
         self.file.flush()
         self.width = len(text)
 
     def end(self, text: str) -> None:
-        """Leave a last line."""
+        """Overwrites the line a last time and ends it."""
         self.say(text, "\n")
 
 
 class Log:
-    """Lines, with seconds between two."""
+    """Outlet for logs: a line per message."""
 
     patience, interval = LOG_PATIENCE_SECONDS, LOG_INTERVAL_SECONDS
 
@@ -283,7 +289,7 @@ class Log:
         self.file = file
 
     def say(self, text: str) -> None:
-        """Write a line."""
+        """Writes a line."""
         self.file.write(f"{text}\n")
         self.file.flush()
 

@@ -1,11 +1,11 @@
-"""Values as text that is the same in every process, for keys of caches."""
+"""Converts values to data that is equal in every process, for cache keys."""
 
 import json
 import re
 
 
 def stable(value: object) -> object:
-    """`value` as JSON data that is the same in every process: no addresses, no hash order."""
+    """Returns ``value`` as JSON data that is equal in every process: without addresses and hash order."""
     match value:
         case None | bool() | int() | float() | str():
             return value
@@ -16,7 +16,7 @@ def stable(value: object) -> object:
         case dict():
             return {str(key): stable(one) for key, one in value.items()}
     if callable(uuid := getattr(value, "uuid", None)) and not isinstance(value, type):
-        return [_qualified_name(type(value)), stable(uuid())]  # torch's custom passes name their version this way
+        return [_qualified_name(type(value)), stable(uuid())]  # torch's custom passes declare their version by `uuid`
     if callable(value) and hasattr(value, "__qualname__"):
         return _qualified_name(value)
     return [_qualified_name(type(value)), re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))]

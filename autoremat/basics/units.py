@@ -1,4 +1,4 @@
-"""Bytes and seconds as people write and read them: "6GiB" to an int, an int to "6.00 GiB"."""
+"""Parses and formats bytes and seconds: "6GiB" to an int, an int to "6.00 GiB"."""
 
 import re
 from fractions import Fraction
@@ -20,9 +20,12 @@ _BYTE_TEXT = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([kmgt]i?b|b)", re.AS
 
 
 def parse_bytes(text: str) -> int:
-    """Bytes that `text` names, a fraction of a byte cut off; the unit's case and a space before it do not matter.
+    """Returns the bytes that ``text`` denotes, rounded down.
 
-    Raises ValueError for anything but a positive number with a unit. A number alone is refused: "6" hardly means bytes.
+    The case of the unit and a space before it do not matter.
+
+    Raises ``ValueError`` for anything but a positive number with a unit. A number alone is refused, because "6" hardly means
+    bytes.
     """
     match = _BYTE_TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
@@ -35,20 +38,20 @@ def parse_bytes(text: str) -> int:
 
 
 def format_bytes(count: int) -> str:
-    """`count` bytes for people, in powers of 1024: "512 B", "1.50 GiB"."""
+    """Returns ``count`` bytes as text in powers of 1024: "512 B", "1.50 GiB"."""
     scaled = float(abs(count))
     if scaled < 1024:
         return f"{count} B"
     sign = "-" if count < 0 else ""
     for unit in ("KiB", "MiB", "GiB"):
         scaled /= 1024
-        if scaled < 1023.995:  # what rounds to 1024.00 is 1.00 of the next unit
+        if scaled < 1023.995:  # 1023.995 would round to 1024.00, which is 1.00 of the next unit
             return f"{sign}{scaled:.2f} {unit}"
     return f"{sign}{scaled / 1024:.2f} TiB"
 
 
 def format_seconds(seconds: float) -> str:
-    """A duration for people: "12.30 us", "1.50 ms", "2.34 s"."""
+    """Returns a duration as text: "12.30 us", "1.50 ms", "2.34 s"."""
     if abs(seconds) < 999.995e-6 and seconds != 0:
         return f"{seconds * 1e6:.2f} us"
     if abs(seconds) < 999.995e-3 and seconds != 0:

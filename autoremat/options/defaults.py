@@ -1,4 +1,4 @@
-"""Which defaults compiled graphs have taken, so that `configure` can say that it comes too late for them."""
+"""Records the defaults that compiled graphs used, so that ``configure`` can warn that it comes too late for them."""
 
 import warnings
 from collections.abc import Callable, Mapping
@@ -8,15 +8,18 @@ from autoremat.basics.checks import options_of, underscored
 from autoremat.basics.errors import BudgetWarning
 
 _taken: dict[str, object] = {}
-"""Of each option, the default that a graph has taken last."""
+"""For each option, the default that the latest compiled graph used."""
 _is_left: Callable[[], bool] = bool
-"""Tells if what was compiled is still there: a reset of torch forgets it."""
+"""Returns False once the compiled graphs are gone, because torch was reset."""
 
 
 def note_compiled(
     options: Any, given: Mapping[str, object] | None, keys: tuple[str, ...], is_left: Callable[[], bool] = lambda: True
 ) -> None:
-    """Note what a graph is compiled by of the options ``keys`` that were not ``given`` for it, until ``is_left()`` is false."""
+    """Records the values of those options ``keys`` that were not ``given`` for a graph.
+
+    The record is valid as long as ``is_left()`` returns True.
+    """
     global _is_left
     if not _is_left():
         _taken.clear()
@@ -25,7 +28,7 @@ def note_compiled(
 
 
 def warn_if_late(configured: Mapping[str, object]) -> None:
-    """Warn if graphs have taken other defaults than those that are now ``configured``."""
+    """Warns if compiled graphs used other defaults than those now ``configured``."""
     if not _is_left():
         _taken.clear()
     late = [key for key, value in configured.items() if key in _taken and _taken[key] != value]

@@ -1,7 +1,7 @@
-"""What the user asks for: one frozen `Options`, checked and normalised where it enters and never again.
+"""Defines ``Options``: the user's options, checked and normalised once, where they enter.
 
-Values come from three places; for each key the first that has it wins: the `options` of `torch.compile`, `configure`,
-and, for the budget, the cost model, the policy and progress, variables of the environment (`environment.py`).
+For each option, the first source that sets it counts: the ``options`` of ``torch.compile``, then ``configure``, then the
+environment. The environment can set the budget, the cost model, the policy and progress (``environment.py``).
 """
 
 import difflib
@@ -45,7 +45,7 @@ from autoremat.planner.plans.plan_file import PlanFile
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-DEFAULT_AUTO_HEADROOM = 512 * 2**20  # the CUDA context, cuBLAS workspaces and fragmentation live outside the budget
+DEFAULT_AUTO_HEADROOM = 512 * 2**20  # the CUDA context, cuBLAS workspaces and fragmentation are not part of the budget
 COMPILERS = ("inductor", "aot_eager")
 INFEASIBLE_ACTIONS = ("raise", "best_effort")
 COST_MODELS = ("roofline", "calibrated")
@@ -67,27 +67,31 @@ _configured: dict[str, object] = {}
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """Everything that influences a plan. Fields hold normalised values: bytes are ints, also if given as "6GiB".
+    """All options of a compilation, frozen.
 
-    - memory_budget: peak bytes of forward and backward above the step's start (int), a share of the peak without
-        recomputation (float in (0, 1]), "auto", None for no bound, or the `StepProfile` of a step of several graphs.
-    - auto_headroom: bytes that "auto" leaves free.
-    - time_limit: seconds that planning may take.
-    - compiler: what compiles the planned graphs, "inductor" or "aot_eager" (runs them uncompiled).
-    - on_infeasible: "raise", or "best_effort" to run at the smallest peak found.
-    - cost_model: where the seconds of ops come from: "calibrated" (rates of the device, measured once) or
-        "roofline" (data sheets, nothing is measured).
-    - on_planning_error: "raise" makes it an error if a graph cannot be planned; "fallback" leaves the graph to torch's
-        partitioner, without a budget and with a warning. None: "raise" with a memory budget, "fallback" without one.
-    - plan: stored plans to apply instead of planning: paths that `Plan.save` wrote, or plans, one or a sequence. Each graph
-        takes the one that was made for it.
-    - policy: what runs again in the backward; see `autoremat.policies`. Without a budget it is the whole plan.
-    - save, recompute: orders to the planner: globs of module paths, ops, or names of tensors.
-    - chunk_loss: whether the projection onto a vocabulary, the loss and their gradients are computed in parts: "auto" (if no
-        plan fits otherwise), True (also if that is faster by prediction), in how many parts in any case, or False (never).
-    - progress: whether whoever waits for a compilation is told what is going on; no plan depends on it.
+    Fields hold normalised values: bytes are ints, even if given as "6GiB".
+
+    - memory_budget: bound on the peak of forward and backward, above the live bytes at the start of the step. It is in bytes
+        (int), a share of the baseline's peak (float in (0, 1]), "auto", or None for no bound. A `StepProfile` divides the
+        budget of a step of several graphs.
+    - auto_headroom: bytes that "auto" keeps free on the CUDA device.
+    - time_limit: seconds that planning one graph may take.
+    - compiler: the compiler of the planned graphs: "inductor", or "aot_eager", which runs them uncompiled.
+    - on_infeasible: the action if no plan fits: "raise", or "best_effort" to run at the minimum peak found.
+    - cost_model: the source of the ops' seconds: "calibrated" (rates of the device, measured once) or "roofline" (data sheets;
+        nothing is measured).
+    - on_planning_error: the action if a graph cannot be planned: "raise", or "fallback" to torch's partitioner, with a warning
+        and without a budget. None stands for "raise" with a memory budget and "fallback" without one.
+    - plan: stored plans that replace the search, as paths that `Plan.save` wrote or as plans; one or a sequence. Each graph
+        takes the plan whose graph has the same structure.
+    - policy: the parts of the forward that are recomputed; see `autoremat.policies`. Without a budget the policy is the whole
+        plan.
+    - save, recompute: constraints on the results to save or to recompute, as patterns of module paths, ops or tensor names.
+    - chunk_loss: chunking of the vocabulary projection, the loss and their gradients: "auto" (only if no other plan fits), True
+        (also if predicted faster), an int >= 2 (always that many chunks), or False (never).
+    - progress: True to show the progress of slow compilations. No plan depends on it.
     - inductor: pairs for Inductor's config, sorted by key.
-    - mode: as in `torch.compile`.
+    - mode: the mode of `torch.compile`.
 
     Raises OptionsError for a value that is not accepted.
     """
@@ -132,7 +136,7 @@ class Options:
         if not isinstance(self.mode, str | None):
             raise refused("mode", self.mode, "a mode of torch.compile, a string, or None")
         for name, value in normalised.items():
-            object.__setattr__(self, name, value)  # the one place where a frozen instance is still being made
+            object.__setattr__(self, name, value)  # the only change of a frozen instance, still during its construction
 
     @classmethod
     def parse(
@@ -141,12 +145,12 @@ class Options:
         mode: str | None = None,
         inductor_keys: Callable[[], Collection[str]] = tuple,
     ) -> "Options":
-        """The options of one `torch.compile`, with what `configure` and the environment add.
+        """Returns the options of one ``torch.compile`` call, merged with those of ``configure`` and the environment.
 
-        `inductor_keys` returns the names that Inductor's config knows; it is called only if `options` has a key that
-        is not ours. Such keys go to `inductor`; in every key, dashes stand for underscores, as torch has it.
+        Keys that are not autoremat's go to ``inductor``. ``inductor_keys`` returns the names in Inductor's config; it is called
+        only if there are such keys. Dashes in keys stand for underscores, as in torch.
 
-        Raises OptionsError for a value that is not accepted and for a key that neither side knows.
+        Raises OptionsError for a value that is not accepted, and for a key that neither autoremat nor Inductor knows.
         """
         given = renamed(underscored(options_of(options)), _configured.get("policy"))
         own = {key: value for key, value in given.items() if key in OWN_KEYS}
@@ -161,23 +165,23 @@ class Options:
 
     @property
     def falls_back(self) -> bool:
-        """Whether torch partitions a graph that cannot be planned, with a warning; else that is an error."""
+        """True if torch partitions a graph that cannot be planned. If False, such a graph is an error."""
         return self.memory_budget is None if self.on_planning_error is None else self.on_planning_error == "fallback"
 
     @property
     def wants_whole_baseline(self) -> bool:
-        """Whether the budget is the whole peak without recomputation, however much code without it needs."""
+        """True if the budget is exactly the baseline's peak. Code of the baseline is then accepted at any peak."""
         return isinstance(self.memory_budget, float) and self.memory_budget == 1
 
     @property
     def has_constraints(self) -> bool:
-        """Whether a policy or orders point at parts of the model."""
+        """True if there is a policy or a constraint."""
         return bool(self.policy or self.save or self.recompute)
 
     def cache_key(self) -> str:
-        """Text that is equal, in every process, for options that lead to the same plan of the same graph.
+        """Returns text that is equal, in every process, for options that lead to the same plan of the same graph.
 
-        An "auto" budget also depends on the bytes that are free now: a key for its plan needs the resolved budget too.
+        An "auto" budget also depends on the free bytes, so a cache key for its plan needs the resolved budget as well.
         """
         values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
         values["inductor"] = dict(self.inductor)
@@ -185,17 +189,17 @@ class Options:
         return json.dumps(stable(values), sort_keys=True)
 
     def resolve_budget(self, baseline_peak_bytes: int, free_bytes: int | None) -> int | None:
-        """The budget in bytes, None for no bound.
+        """Returns the budget in bytes, or None for no bound.
 
-        `baseline_peak_bytes`: peak without recomputation. `free_bytes`: free on the CUDA device now, None without one.
-        Raises OptionsError if "auto" has no device or finds nothing free.
+        ``baseline_peak_bytes`` is the peak without recomputation. ``free_bytes`` are free on the CUDA device now; None without
+        a device. Raises OptionsError if the budget is "auto" and there is no device, or no free memory beyond the headroom.
         """
         match self.memory_budget:
             case str():
                 return self._resolve_auto(free_bytes)
             case (
                 Share(peak_bytes=budget) | StepProfile(budget_bytes=budget)
-            ):  # whole for a graph that the step profile does not know
+            ):  # a graph outside the step profile has the whole budget
                 return budget
             case budget:
                 return budget_bytes(budget, baseline_peak_bytes)
@@ -215,7 +219,7 @@ class Options:
 
 
 class OptionValues(TypedDict, total=False):
-    """The options that :func:`configure` takes, as users write them."""
+    """The options that :func:`configure` takes, in the forms that users write."""
 
     memory_budget: Budget
     auto_headroom: int | str
@@ -235,9 +239,9 @@ class OptionValues(TypedDict, total=False):
 def configure(**options: "Unpack[OptionValues]") -> None:
     """Sets defaults for this process, for callers that can pass only the backend's name.
 
-    Later calls add to earlier ones; `configure()` forgets them all. Graphs that are compiled already stay as they are, with a
-    `BudgetWarning` where they have taken another default. Raises OptionsError, and changes nothing, for an option or a value
-    that is not accepted.
+    Later calls add to earlier ones; ``configure()`` without arguments removes all defaults. Graphs that are already compiled
+    keep their options. A ``BudgetWarning`` names the defaults that come too late for them. Raises OptionsError for an option or
+    a value that is not accepted, and then changes nothing.
     """
     global _configured
     given = renamed(options, _configured.get("policy"))
@@ -251,7 +255,7 @@ def configure(**options: "Unpack[OptionValues]") -> None:
 
 
 def _environment(given: Collection[str]) -> dict[str, object]:
-    """What the environment says of the keys that are not ``given``; a variable that is unset or empty says nothing."""
+    """Returns the options that the environment sets, without those that are ``given``."""
     found: dict[str, object] = {}
     environment.warn_of_unknown()
     variables = (ENVIRONMENT_VARIABLE, COST_MODEL_VARIABLE, POLICY_VARIABLE, PROGRESS_VARIABLE)
@@ -268,7 +272,7 @@ def _environment(given: Collection[str]) -> dict[str, object]:
 
 
 def _budget_from_text(text: str) -> Budget:
-    """The budget that the environment variable spells as a Python value."""
+    """Returns the budget that the environment variable spells as a Python value."""
     if text.lower() == "none":
         return None
     value: object = text
@@ -291,6 +295,7 @@ def _normalise_budget(value: object, name: str) -> Budget:
 
 
 def _normalise_headroom(value: object) -> int:
+    """Returns the auto headroom in bytes."""
     count = text_to_bytes(value, "auto_headroom", _HEADROOM_FORMS) if isinstance(value, str) else as_int(value)
     if count is None or not 0 <= count <= MOST_BYTES:
         raise refused("auto_headroom", value, _HEADROOM_FORMS)
@@ -298,7 +303,7 @@ def _normalise_headroom(value: object) -> int:
 
 
 def _normalise_plans(value: object) -> tuple[PlanFile, ...]:
-    """The plans that ``value`` names. Raises PlanFileError for one that cannot be read."""
+    """Returns the plans that ``value`` names. Raises PlanFileError for one that cannot be read."""
     if value is None:
         return ()
     found = []
@@ -310,7 +315,7 @@ def _normalise_plans(value: object) -> tuple[PlanFile, ...]:
 
 
 def _normalise_patterns(value: object, name: str) -> tuple[str, ...]:
-    """A list of patterns without repetition."""
+    """Returns the patterns without repetition."""
     if isinstance(value, str) or not isinstance(value, Collection):
         raise refused(name, value, _PATTERN_FORMS)
     if wrong := [pattern for pattern in value if not isinstance(pattern, str) or not pattern.strip()]:
@@ -319,6 +324,7 @@ def _normalise_patterns(value: object, name: str) -> tuple[str, ...]:
 
 
 def _normalise_chunks(value: object) -> bool | int | str:
+    """Returns the option ``chunk_loss``, with int-like numbers of chunks as ints."""
     if isinstance(value, bool) or value == "auto":
         return value
     count = as_int(value)

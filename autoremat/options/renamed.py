@@ -1,4 +1,4 @@
-"""Options under the names and values of earlier versions, which one more release accepts."""
+"""Translates option names and values of earlier versions, which stay accepted for one release."""
 
 import warnings
 from collections.abc import Collection, Mapping
@@ -17,8 +17,8 @@ MODULES = "recompute_modules"
 def renamed(options: Mapping[str, Any], configured_policy: object = None) -> dict[str, Any]:
     """Returns ``options`` under their present names, with a ``DeprecationWarning`` for each old name or value.
 
-    ``configured_policy`` is the policy of the process, which ``recompute_modules`` may be for. Raises ``OptionsError`` for an
-    option that is given under both of its names.
+    ``configured_policy`` is the policy that ``configure`` set; ``recompute_modules`` may refer to it. Raises ``OptionsError``
+    for an option that is given under both of its names.
     """
     found: dict[str, Any] = {}
     for key, value in options.items():
@@ -35,7 +35,10 @@ def renamed(options: Mapping[str, Any], configured_policy: object = None) -> dic
 
 
 def _with_modules(options: dict[str, Any], configured_policy: object) -> dict[str, Any]:
-    """Returns ``options`` with ``recompute_modules`` as a part of the policy."""
+    """Returns ``options`` with ``recompute_modules`` merged into the policy.
+
+    Raises ``OptionsError`` if the policy is not selective.
+    """
     modules = options.pop(MODULES)
     policy = options.get("policy", configured_policy)
     if isinstance(modules, str) or not isinstance(modules, Collection) or not all(isinstance(one, str) for one in modules):

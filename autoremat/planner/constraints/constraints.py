@@ -1,10 +1,11 @@
-"""Constraints to the planner: what to save and what to recompute, from patterns, from a policy, and from the model itself.
+"""Applies constraints: the values to save or to recompute, from patterns, from a policy and from the model itself.
 
-An op that is ordered to be *saved* never runs twice. The results of one that is ordered to be *recomputed* never cross from
-the forward to the backward. To save beats to recompute; patterns, and the checkpoint regions of the model, beat the policy.
+A *saved* op never runs twice. The results of a *recomputed* op never cross from the forward into the backward. ``save`` takes
+precedence over ``recompute``. Patterns and checkpoint regions of the model take precedence over the policy.
 
-Without a budget a policy is the plan: what it does not recompute is saved if the backward reads it. Under a budget it says
-what is recomputed, and the planner decides the rest; the policy's own plan is then one of its candidates.
+Without a budget the policy is the whole plan: everything that it does not recompute is saved if the backward reads it. With a
+budget the policy only determines recomputed ops. The planner decides the rest, and the policy's own plan is one of its
+candidates.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
 
 SHOWN = 3
-"""So many ops are named in a warning."""
+"""Number of ops that a warning names."""
 
 
 @dataclass(frozen=True)
 class ConstrainedGraph:
-    """A graph whose ops carry all orders, and the plan of the policy, if there is one."""
+    """A graph whose ops carry all constraints, and the plan of the policy, if there is a policy."""
 
     graph: Graph
     candidate: Candidate | None = None
@@ -39,7 +40,7 @@ class ConstrainedGraph:
 
 @dataclass(frozen=True)
 class Constraints:
-    """What options say, for any graph. ``exact``: whether the policy is the plan."""
+    """The constraints of the options, for any graph. If ``exact``, the policy is the whole plan."""
 
     save: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
@@ -47,7 +48,10 @@ class Constraints:
     exact: bool = False
 
     def apply(self, graph: Graph) -> ConstrainedGraph:
-        """``graph`` with these orders beside those it has. Warns of what matches nothing or cannot be obeyed."""
+        """Returns ``graph`` with these constraints added to its own.
+
+        Emits a ``ConstraintWarning`` for patterns that match nothing and constraints that cannot be met.
+        """
         _warn_of_the_model(graph)
         if self.policy is None and not self.save and not self.recompute:
             return ConstrainedGraph(graph)
@@ -56,32 +60,37 @@ class Constraints:
 
 @dataclass(frozen=True)
 class _Application:
+    """The application of constraints to one graph."""
+
     orders: Constraints
     graph: Graph
 
     @cached_property
     def forward(self) -> Forward:
+        """The forward, divided into the parts that policies ask for."""
         return Forward(self.graph)
 
     @cached_property
     def regions(self) -> Sequence[Region]:
+        """The regions of the policy."""
         return self.orders.policy(self.forward) if self.orders.policy is not None else ()
 
     @cached_property
     def to_save(self) -> frozenset[int]:
+        """Ops that patterns or the model save."""
         by_model = {i for i, op in enumerate(self.forward.ops) if op.constraint is Constraint.SAVE}
         return self._matches(self.orders.save, "save") | by_model
 
     @cached_property
     def to_recompute(self) -> frozenset[int]:
-        """By patterns and by the model."""
+        """Ops that patterns or the model recompute."""
         ops = self._matches(self.orders.recompute, "recompute")
         by_model = {i for i, op in enumerate(self.forward.ops) if op.constraint is Constraint.RECOMPUTE and op.rematerializable}
         return self._possible(ops, f"recompute={list(self.orders.recompute)}") | by_model - self.to_save
 
     @cached_property
     def by_policy(self) -> frozenset[int]:
-        """What the policy recomputes."""
+        """Ops that the policy recomputes."""
         inside = {index for region in self.regions for index in _inside(self.graph, region)}
         if self.regions and not inside:
             _warn(f"policy={self.orders.policy} recomputes nothing: its regions consist of ops whose results others read, such "
@@ -89,6 +98,7 @@ class _Application:
         return self._possible(frozenset(inside) - self.to_recompute - self.to_save, f"policy={self.orders.policy}")
 
     def _matches(self, patterns: Iterable[str], option: str) -> frozenset[int]:
+        """Returns the forward ops that ``patterns`` match; warns of each pattern that matches nothing."""
         found: set[int] = set()
         for pattern in patterns:
             ops = {index for index, op in enumerate(self.forward.ops) if matches_op(op, pattern)}
@@ -99,7 +109,7 @@ class _Application:
         return frozenset(found)
 
     def _possible(self, ops: frozenset[int], what: str) -> frozenset[int]:
-        """Those of ``ops`` that can be recomputed; warns of the others."""
+        """Returns those of ``ops`` that can be recomputed; warns of the others."""
         held = set(self.graph.forward_outputs)
         refused: dict[int, str] = {}
         for index in sorted(ops):
@@ -117,6 +127,7 @@ class _Application:
 
     @property
     def result(self) -> ConstrainedGraph:
+        """The graph with its constraints and the policy's candidate."""
         recomputed = self.to_recompute | self.by_policy
         rest = Constraint.SAVE if self.orders.exact and self.orders.policy is not None else Constraint.NONE
         ops = tuple(
@@ -129,7 +140,7 @@ class _Application:
         return ConstrainedGraph(graph, None if self.orders.policy is None else self._candidate(graph, recomputed))
 
     def _candidate(self, graph: Graph, recomputed: frozenset[int]) -> Candidate:
-        """The policy's own plan."""
+        """Returns the policy's own plan."""
         saved = frozenset(v for i, op in enumerate(self.forward.ops) if i not in recomputed for v in op.outputs)
         label = f"policy {self.orders.policy}, {len(self.regions)} regions"
         segments = self._segments()
@@ -140,8 +151,11 @@ class _Application:
         return Candidate(plan, Segmentation(segments, frozenset(), f"{label},"))
 
     def _segments(self) -> Segments:
-        """A segment for each region, with what stands behind it: so what is recomputed stays until the backward leaves the
-        region. Regions that share what they recompute are one segment."""
+        """Returns one segment per region, each with the ops that follow it.
+
+        Recomputed values thus stay live until the backward leaves the region. Regions that share recomputed values form one
+        segment.
+        """
         starts = sorted({region.ops[0] for region in self.regions if region.ops})
         long_range = self.forward.chain.long_range
         spans = [
@@ -156,7 +170,7 @@ class _Application:
 
 
 def _inside(graph: Graph, region: Region) -> set[int]:
-    """The ops of ``region`` that run again: those whose results nobody outside reads."""
+    """Returns the ops of ``region`` that are recomputed: those whose results no op outside reads."""
     ops = set(region.ops)
     if region.results_too:
         return ops
@@ -169,9 +183,10 @@ def _inside(graph: Graph, region: Region) -> set[int]:
 
 
 def _warn_of_the_model(graph: Graph) -> None:
-    """Warn of what the model orders to run again and may not: all that a selective-checkpoint policy demands, and custom ops.
+    """Warns of ops that the model demands to recompute and that are not rematerializable.
 
-    Of what a checkpoint region merely holds, the rest is as usual: each dropout in a checkpointed model would be a warning.
+    It covers ops that a selective-checkpoint policy demands, and custom ops. Other ops in checkpoint regions cause no warning:
+    each dropout in a checkpointed model would cause one.
     """
     ordered = [op for op in graph.ops[: graph.num_forward] if op.constraint is Constraint.RECOMPUTE]
     held = set(graph.forward_outputs)
@@ -186,17 +201,19 @@ def _warn_of_the_model(graph: Graph) -> None:
 
 
 def _why_once(op: Op) -> str:
+    """Returns the reason why an op may not run twice."""
     declare = "; autoremat.declare_pure says that it may" if op.traits & NOT_REMATERIALIZABLE is Trait.OPAQUE else ""
     return f"may not run twice ({(op.traits.name or '').lower()}{declare})"
 
 
 def _named(refused: Mapping[Op, str]) -> str:
-    """The first ops with their reasons, and how many more there are."""
+    """Returns the first ops with their reasons, and the number of the others."""
     shown = "; ".join(f"{_called(op)}: {reason}" for op, reason in list(refused.items())[:SHOWN])
     return shown + (f"; and {len(refused) - SHOWN} more" if len(refused) > SHOWN else "")
 
 
 def _called(op: Op) -> str:
+    """Returns the op's target with its module and source line."""
     return op.target + (f" in {op.module}" if op.module else "") + (f" at {op.source}" if op.source else "")
 
 

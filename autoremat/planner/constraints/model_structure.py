@@ -1,12 +1,14 @@
-"""The parts of a forward that people think in: layers, modules, the cores of attention, stretches between narrow places.
+"""Finds the parts of a forward: layers, modules, attention cores, and segments between narrow places.
 
-*Layers* are the calls of modules that are numbered children of one container, such as "model.layers.0", and share their
-class with another child; the outermost such modules count. Where there are none, or where they are a small part of a model
-that is written as functions, layers are the longest stretch of ops that repeats itself.
+*Layers* are calls of numbered modules in one container, such as "model.layers.0". Numbered modules count if they share their
+class with another one in the container; if none does, all count. If layers are nested, the outermost count.
 
-The *core* of attention reaches from the product of queries and keys to the product with the values, with the softmax between
-them; a fused attention kernel is a core of its own (Korthikanti et al., "Reducing Activation Recomputation in Large
-Transformer Models", 2022).
+Models that are written as functions have no such modules, or only for a small part of their bytes. Their layers are the longest
+sequence of ops that repeats itself.
+
+An *attention core* reaches from the product of queries and keys to the product with the values, including the softmax. A fused
+attention kernel is a core of its own (Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
+2022).
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ from autoremat.planner.graph.graph import Graph, Op, Scope
 from autoremat.planner.graph.segments import Chain
 
 Ops = tuple[int, ...]
-"""Numbers of forward ops, in order."""
+"""Numbers of forward ops, in sequence."""
 
 LEAST_COVERED = 0.5
-"""Modules are the layers if they make at least this share of the bytes that the repeating ops make."""
+"""Modules count as layers if their results have at least this share of the bytes of the repeating ops' results."""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """The forward of ``graph``, divided in the ways that policies ask for."""
+    """The forward of ``graph``, divided into the parts that policies ask for."""
 
     graph: Graph
 
@@ -43,13 +45,15 @@ class Forward:
 
     @cached_property
     def chain(self) -> Chain:
-        """The forward's narrow places."""
+        """The narrow places of the forward."""
         return Chain.of(self.graph)
 
     @cached_property
     def scopes(self) -> tuple[tuple[Scope, ...], ...]:
-        """For each forward op, the modules that were running. What a compiler's pass has put in place of other ops comes
-        without: then those that were running both before and after."""
+        """For each forward op, the modules that were running.
+
+        An op that a compiler pass inserted has no modules. It gets those that were running both before and after it.
+        """
         before = [op.scopes for op in self.ops]
         after = list(before)
         for index in range(1, len(before)):
@@ -63,12 +67,15 @@ class Forward:
 
     @cached_property
     def layers(self) -> tuple[Ops, ...]:
-        """The layers in order; none if there is neither a container nor a repetition."""
+        """The layers in sequence; empty if there is neither a container nor a repetition."""
         by_module, repeated = self.calls_of(self._is_layer), self._repeated()
         return by_module if by_module and self._bytes(by_module) >= LEAST_COVERED * self._bytes(repeated) else repeated
 
     def calls_of(self, wanted: Callable[[Scope], bool]) -> tuple[Ops, ...]:
-        """The ops of each call of a module that is ``wanted``, in order of their first op; of nested ones, the outermost."""
+        """Returns the ops of each call of a module that is ``wanted``, in sequence.
+
+        If such modules are nested, the outermost counts.
+        """
         calls: dict[Scope, list[int]] = defaultdict(list)
         for index, scopes in enumerate(self.scopes):
             if (outermost := next(filter(wanted, scopes), None)) is not None:
@@ -76,8 +83,10 @@ class Forward:
         return tuple(map(tuple, calls.values()))
 
     def up_to_products(self, ops: Ops, others: Collection[int]) -> Ops:
-        """``ops``, which are the call of a module, and what the module around them makes of their results before the next
-        matrix product, without ``others``."""
+        """Returns ``ops``, the call of a module, with the ops behind them up to the next matrix product.
+
+        The added ops belong to the module around the call, depend on its results, and are not among ``others``.
+        """
         around = self.scopes[ops[0]][:-1]
         found = list(ops)
         reached = {v for index in ops for v in self.ops[index].outputs}
@@ -90,7 +99,7 @@ class Forward:
         return tuple(found)
 
     def segments(self, count: int) -> tuple[Ops, ...]:
-        """About ``count`` stretches that make about equally many bytes, cut at narrow places."""
+        """Returns about ``count`` segments with about equally many bytes of results, cut at narrow places."""
         segments, _ = self.chain.segments(count)
         found: list[list[int]] = [[] for _ in range(segments.count)]
         for index, number in enumerate(segments.of_op):
@@ -99,7 +108,7 @@ class Forward:
 
     @cached_property
     def attention_cores(self) -> tuple[Ops, ...]:
-        """The cores of attention, in order."""
+        """The attention cores in sequence."""
         found = (self._core(index) for index in range(len(self.ops)))
         return tuple(core for core in found if core)
 
@@ -107,19 +116,23 @@ class Forward:
 
     @cached_property
     def _is_layer(self) -> Callable[[Scope], bool]:
+        """A predicate that is True for the modules that are layers."""
         numbered = {s for scopes in self.scopes for s in scopes if s.path.rpartition(".")[2].isdigit()}
         children = Counter((s.path.rpartition(".")[0], s.kind) for s in numbered)
         alike = {s for s in numbered if children[s.path.rpartition(".")[0], s.kind] > 1}
         return (alike or numbered).__contains__
 
     def _bytes(self, parts: Iterable[Ops]) -> int:
-        """The bytes that ``parts`` make."""
+        """Returns the bytes of the results of ``parts``."""
         return sum(self.graph.values[v].bytes for part in parts for index in part for v in self.ops[index].outputs)
 
     # -- layers by repetition ------------------------------------------------------------------------------------------
 
     def _repeated(self) -> tuple[Ops, ...]:
-        """The longest stretch that is one sequence of ops over and over, as its repetitions; none shorter than two ops."""
+        """Returns the repetitions of the longest stretch that is one sequence of ops again and again.
+
+        The repeated sequence has at least two ops.
+        """
         kinds: dict[object, int] = {}
         signs = [(op.target, *(self.graph.values[v].bytes for v in op.outputs)) for op in self.ops]
         numbers = np.array([kinds.setdefault(sign, len(kinds)) for sign in signs], dtype=np.int64)
@@ -132,7 +145,7 @@ class Forward:
             return ()
         count = length // period
         width = self.chain.width
-        # A repetition may begin anywhere in the sequence of ops: where least crosses from one to the next.
+        # The sequence can begin at any of its ops. It begins where the fewest bytes cross from one repetition to the next.
         places = [start + shift + period * np.arange(count) for shift in range(length - count * period + 1)]
         first = min(places, key=lambda place: int(width[np.maximum(place - 1, 0)].sum()))[0]
         return tuple(tuple(range(first + i * period, first + (i + 1) * period)) for i in range(count))
@@ -140,7 +153,7 @@ class Forward:
     # -- attention -----------------------------------------------------------------------------------------------------
 
     def _core(self, last: int) -> Ops:
-        """The core that ends with op ``last``, empty if none does."""
+        """Returns the attention core that ends with op ``last``, or an empty tuple."""
         if _is_fused_attention(self.ops[last]):
             return (last,)
         if not _is_product(self.ops[last]):
@@ -154,7 +167,7 @@ class Forward:
         return tuple(sorted({*inside, *first, last})) if first else ()
 
     def _between(self, last: int) -> tuple[set[int], set[int]]:
-        """The ops that lead to ``last`` from the products before it, and these products."""
+        """Returns the ops that lead to ``last`` from the matrix products before it, and these products."""
         between: set[int] = set()
         products: set[int] = set()
         stack = [last]
@@ -170,7 +183,7 @@ class Forward:
         return between, products
 
     def _descendants(self, roots: set[int], among: set[int]) -> set[int]:
-        """Those of ``among`` that depend on ``roots``."""
+        """Returns those of ``among`` that depend on ``roots``."""
         reached = {v for root in roots for v in self.ops[root].outputs}
         found = set()
         for index in sorted(among):
@@ -181,7 +194,7 @@ class Forward:
 
 
 def _longest_run(flags: NDArray[np.bool_]) -> tuple[int, int]:
-    """Start and length of the longest run of True."""
+    """Returns the start and the length of the longest run of True."""
     edges = np.diff(np.concatenate(([0], flags.astype(np.int8), [0])))
     starts, ends = np.flatnonzero(edges == 1), np.flatnonzero(edges == -1)
     if not len(starts):

@@ -1,15 +1,16 @@
-"""Policies: which parts of the forward run again in the backward, as practice knows them.
+"""Defines policies: common choices of the ops that the backward recomputes.
 
-A policy is a function of the forward that returns *regions*: sets of ops that run again when the backward reaches them. What
-a region makes for ops outside is saved; so is all that no region recomputes and the backward reads. To write one, make a
-frozen dataclass with a ``__call__``:
+A policy is a function of the forward that returns *regions*: sets of ops that run again when the backward reaches them. Results
+of a region that ops outside read are saved. Values that the backward reads and no region recomputes are saved, too. A policy of
+your own is a frozen dataclass with a ``__call__``:
 
     @dataclass(frozen=True)
     class EverySecond:
         def __call__(self, forward: Forward) -> list[Region]:
             return [Region(layer) for layer in forward.layers[::2]]
 
-and pass an instance as ``policy``. (:mod:`autoremat.planner.search.baselines` has fixed plans of graphs that have no modules.)
+Pass an instance as the option ``policy``. For graphs without modules, :mod:`autoremat.planner.search.baselines` has fixed
+plans.
 """
 
 from __future__ import annotations
@@ -33,24 +34,28 @@ from autoremat.planner.graph.graph import Scope
 
 @dataclass(frozen=True)
 class Region:
-    """Numbers of forward ops that run again together. With ``results_too``, what they make for others is not saved either:
-    it is made again for its readers in the backward."""
+    """Forward ops that are recomputed together, by number.
+
+    With ``results_too``, results that ops outside read are not saved either. They are recomputed for their readers in the
+    backward.
+    """
 
     ops: Ops
     results_too: bool = False
 
 
 Policy = Callable[[Forward], Sequence[Region]]
-"""Hashable, and equal to what makes the same choices. What a policy has to say to the user it says by ``ConstraintWarning``."""
+"""A policy must be hashable, and equal to policies that make the same choices. It warns its user by ``ConstraintWarning``."""
 
 
 def grouped(layers: Sequence[Ops], size: int) -> list[Region]:
-    """Regions of ``size`` consecutive layers each, with the ops between them; the last may have fewer."""
+    """Returns regions of ``size`` consecutive layers each, with the ops between them. The last region may have fewer layers."""
     parts = (layers[start : start + size] for start in range(0, len(layers), size))
     return [Region(tuple(sorted({*range(part[0][-1], part[-1][0]), *(op for ops in part for op in ops)}))) for part in parts]
 
 
 def _layers(forward: Forward, policy: Policy) -> tuple[Ops, ...]:
+    """Returns the layers of ``forward``; warns if there are none."""
     if not forward.layers:
         warnings.warn(
             f"{policy} has no effect on a graph of {len(forward.ops)} forward ops: it has no layers, neither numbered modules "
@@ -63,7 +68,7 @@ def _layers(forward: Forward, policy: Policy) -> tuple[Ops, ...]:
 
 @dataclass(frozen=True)
 class Full:
-    """Every layer is recomputed: of each only its input is saved (``torch.utils.checkpoint`` around every layer)."""
+    """Recomputes every layer and saves only its input (``torch.utils.checkpoint`` around every layer)."""
 
     def __call__(self, forward: Forward) -> list[Region]:
         return grouped(_layers(forward, self), 1)
@@ -71,7 +76,10 @@ class Full:
 
 @dataclass(frozen=True)
 class Uniform:
-    """Every ``layers`` consecutive layers are one region: of each only the input is saved (Megatron's "uniform")."""
+    """Recomputes every ``layers`` consecutive layers as one region and saves only its input (Megatron's "uniform").
+
+    Raises ``OptionsError`` unless ``layers`` is an int > 0.
+    """
 
     layers: int
 
@@ -84,7 +92,10 @@ class Uniform:
 
 @dataclass(frozen=True)
 class Block:
-    """The first ``layers`` layers are recomputed, each by itself; the others are kept (Megatron's "block")."""
+    """Recomputes the first ``layers`` layers, each alone, and saves the others (Megatron's "block").
+
+    Raises ``OptionsError`` unless ``layers`` is an int > 0.
+    """
 
     layers: int
 
@@ -97,8 +108,11 @@ class Block:
 
 @dataclass(frozen=True)
 class Segments:
-    """``count`` stretches of the whole forward, cut where little crosses; all but the last, which the backward reads first,
-    are recomputed (``checkpoint_sequential``)."""
+    """Recomputes all but the last of ``count`` segments (``checkpoint_sequential``).
+
+    The segments divide the whole forward at narrow places. The backward reads the last one first. Raises ``OptionsError``
+    unless ``count`` is an int > 0.
+    """
 
     count: int
 
@@ -111,8 +125,10 @@ class Segments:
 
 @dataclass(frozen=True)
 class Sqrt:
-    """As :class:`Segments`, as many as the root of the number of layers, or of ops where there are no layers (Chen et al.,
-    "Training Deep Nets with Sublinear Memory Cost", 2016)."""
+    """Like :class:`Segments`, with the square root of the number of layers as ``count``, at least 2.
+
+    Without layers, the number of ops counts. The source is Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.
+    """
 
     def __call__(self, forward: Forward) -> list[Region]:
         return Segments(max(2, round(math.sqrt(len(forward.layers) or len(forward.ops)))))(forward)
@@ -120,15 +136,18 @@ class Sqrt:
 
 @dataclass(frozen=True)
 class Module:
-    """How modules of one purpose are called in Megatron, Hugging Face and torch: globs of class names and of the last part of
-    paths."""
+    """The names of modules of one purpose in Megatron, Hugging Face and torch.
+
+    ``classes`` are globs of class names, ``parts`` globs of the last component of module paths.
+    """
 
     classes: tuple[str, ...]
     parts: tuple[str, ...]
     results_too: bool = False
-    """Whether Megatron discards the module's results as well ("output-discarding checkpointing")."""
+    """True if Megatron discards the module's results as well ("output-discarding checkpointing")."""
 
     def __call__(self, scope: Scope) -> bool:
+        """Returns True if the module of ``scope`` has this purpose."""
         last = scope.path.rpartition(".")[2]
         return any(fnmatchcase(scope.kind, c) for c in self.classes) or any(fnmatchcase(last, part) for part in self.parts)
 
@@ -142,16 +161,22 @@ MODULES = {
     "shared_experts": Module(("*SharedExpert*",), ("shared_expert", "shared_experts")),
     "mla_up_proj": Module((), ("q_b_proj", "kv_b_proj", "linear_q_up_proj", "linear_kv_up_proj"), results_too=True),
 }
-"""Megatron's names of what may be recomputed."""
+"""Megatron's names of the parts that can be recomputed."""
 
 
 @dataclass(frozen=True)
 class Selective:
-    """Only the insides of certain modules are recomputed, for each call of a module by itself.
+    """Recomputes only the inside of certain modules, for each call of a module alone.
 
-    ``modules`` are names of ``MODULES`` or globs of module paths. Without a module of that name, "core_attn" is the core of
-    attention itself. "moe" is also any module that has ``experts``, "moe_act" counts only inside ``experts``, and "mlp"
-    leaves out what has them. "mla_up_proj" reaches up to the attention, over the rotary embedding.
+    ``modules`` are names of ``MODULES`` or globs of module paths. Some names have rules of their own:
+
+    - "core_attn": the attention core itself, if no module has such a name.
+    - "moe": also any module that has ``experts``.
+    - "moe_act": only inside ``experts``.
+    - "mlp": without modules that have ``experts``.
+    - "mla_up_proj": includes the ops up to the attention, such as the rotary embedding.
+
+    Raises ``OptionsError`` for an unknown name and for an empty ``modules``.
     """
 
     modules: tuple[str, ...] = ("core_attn",)
@@ -179,7 +204,7 @@ class Selective:
 
 
 def _regions_of(forward: Forward, name: str) -> list[Region]:
-    """A region for each call of the modules that ``name`` stands for."""
+    """Returns one region per call of the modules that ``name`` selects."""
     if name not in MODULES:
         return [Region(ops) for ops in forward.calls_of(lambda scope: matches_path(scope.path, name))]
     module = MODULES[name]
@@ -192,7 +217,7 @@ def _regions_of(forward: Forward, name: str) -> list[Region]:
     calls = forward.calls_of(wanted.get(name, module))
     if name == "core_attn" and not calls:
         calls = forward.attention_cores
-    if name == "mla_up_proj":  # with the rotary embedding: what attention reads, and so keeps, is the result of that
+    if name == "mla_up_proj":  # with the rotary embedding, because attention reads, and so saves, its result
         cores = frozenset(op for region in _regions_of(forward, "core_attn") for op in region.ops)
         calls = tuple(forward.up_to_products(ops, cores) for ops in calls)
     return [Region(ops, module.results_too) for ops in calls]
@@ -203,7 +228,7 @@ _MODULE_FORMS = f'{", ".join(MODULES)}, or globs of module paths such as "*.mlp"
 # -- from options ------------------------------------------------------------------------------------------------------
 
 COUNTED: dict[str, Callable[[int], Policy]] = {"uniform": Uniform, "block": Block, "segments": Segments}
-"""Policies written as "name:number"."""
+"""Policies that options write as "name:number"."""
 
 FORMS = (
     '"full", "sqrt", "uniform:4", "block:4", "segments:4" (any number > 0), "selective", "selective:mlp,layernorm", a frozen '
@@ -212,7 +237,7 @@ FORMS = (
 
 
 def parse(value: Any, name: str = "policy") -> Policy | None:
-    """The policy that an option stands for: itself, or written as text. Raises ``OptionsError`` for anything else."""
+    """Returns the policy for the value of an option: a policy, its name, or None. Raises ``OptionsError`` for anything else."""
     if value is None or (callable(value) and not isinstance(value, type)):
         identity(value)
         return value
@@ -230,9 +255,9 @@ def parse(value: Any, name: str = "policy") -> Policy | None:
 
 
 def identity(policy: Policy | None) -> object:
-    """What tells a policy from any other in every process: its ``uuid()``, or its class's source and its fields.
+    """Returns data that identifies a policy in every process: its ``uuid()``, or its class's source and its fields.
 
-    Raises ``OptionsError`` for a policy of which neither is to be had: torch's caches would mix it up with others.
+    Raises ``OptionsError`` for a policy that has neither, because torch's caches would confuse it with others.
     """
     if policy is None:
         return None
@@ -254,5 +279,6 @@ def identity(policy: Policy | None) -> object:
 
 
 def _check_count(policy: Policy, count: object) -> None:
+    """Raises ``OptionsError`` unless ``count`` is an int > 0."""
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise OptionsError(f"policy={policy!r} is not accepted: expected a whole number > 0. Accepted: {FORMS}")

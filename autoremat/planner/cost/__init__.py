@@ -1,4 +1,4 @@
-"""Costs: from FLOPs and bytes to seconds."""
+"""Costs: converts FLOPs and bytes to seconds."""
 
 from autoremat.planner.cost.devices import DATASHEETS as DATASHEETS
 from autoremat.planner.cost.devices import UNKNOWN_GPU as UNKNOWN_GPU

@@ -1,7 +1,7 @@
-"""Rates of devices: dense matrix FLOPs and memory bandwidth, from the vendors' data sheets.
+"""Rates of devices by the vendors' data sheets: dense matrix FLOPs and memory bandwidth.
 
-Attainable rates are lower than peaks; :data:`MATMUL_EFFICIENCY` and :data:`BANDWIDTH_EFFICIENCY` take both to what large
-kernels reach. Only the ratio of the two rates ranks plans, so an unknown device still gets usable plans.
+Attainable rates are lower than peaks. :data:`MATMUL_EFFICIENCY` and :data:`BANDWIDTH_EFFICIENCY` are the shares that large
+kernels reach. Plans are ranked by the ratio of both rates alone, so even an unknown device gets usable plans.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ MATMUL_EFFICIENCY = 0.7
 BANDWIDTH_EFFICIENCY = 0.8
 
 CPU_FLOPS_PER_CORE = 48e9
-"""float32: 8-wide fused multiply-add units, two of them, at about 3 GHz, halved for what real kernels reach."""
+"""float32 FLOP/s: two 8-wide fused multiply-add units at about 3 GHz, halved for the rate of real kernels."""
 
 CPU_BYTES_PER_SECOND_PER_CORE = 6e9
 CPU_MAX_BYTES_PER_SECOND = 100e9
@@ -21,19 +21,22 @@ CPU_MAX_BYTES_PER_SECOND = 100e9
 
 @dataclass(frozen=True)
 class Device:
-    """Attainable rates of one device."""
+    """The attainable rates of one device, per second."""
 
     name: str
     flops_per_second: float
     bytes_per_second: float
     allocation_bytes: int = 1
-    """Allocations are rounded up to a multiple of this (512 for CUDA's caching allocator)."""
+    """Granularity of the allocator in bytes (512 for CUDA's caching allocator)."""
 
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Peak dense rates in FLOP/s, of 16-bit, TF32 (as float32 where there is none) and float32 products; bytes/s; the memory in
-    bytes; the compute capability."""
+    """The data sheet of one GPU.
+
+    Peak dense rates of 16-bit, TF32 and float32 matrix products are in FLOP/s. Where there is no TF32, its rate is that of
+    float32. Bandwidth is in bytes/s, memory in bytes; ``capability`` is the CUDA compute capability.
+    """
 
     half_flops: float
     tf32_flops: float
@@ -45,9 +48,10 @@ class Datasheet:
 
 GB = 10**9
 
-# Sources: NVIDIA's data sheets of the products (the SXM form where none is said), dense rates, which are half of those "with
-# sparsity"; for GeForce and RTX cards the whitepapers of their architectures (GA102, Ada, RTX Blackwell), whose 16-bit rates
-# are those with 32-bit sums. B200, B300: the HGX data sheet, an eighth of eight; GB200: the NVL72's, a 72nd.
+# Sources: NVIDIA's data sheets of the products, of the SXM form unless the name says another. Rates are dense: half of those
+# "with sparsity". GeForce and RTX cards: the whitepapers of their architectures (GA102, Ada, RTX Blackwell); their 16-bit rates
+# are those with 32-bit sums. B200 and B300: an eighth of the HGX data sheet, which is for eight GPUs. GB200: a 72nd of the
+# NVL72's.
 DATASHEETS = {
     "GB200": Datasheet(2500e12, 1250e12, 80e12, 8.0e12, 186 * GB, (10, 0)),
     "B300": Datasheet(2250e12, 1125e12, 75e12, 8.0e12, 288 * GB, (10, 3)),
@@ -87,22 +91,24 @@ DATASHEETS = {
 UNKNOWN_GPU = Datasheet(150e12, 75e12, 25e12, 1.0e12, 0, (8, 0))
 
 OTHER_CARDS = ("Ti", "SUPER", "Laptop", "Max-Q", "D")
-"""Words after which a card's name means another one, unless a row of the table has them too."""
+"""Words that distinguish a card from one with the same name without them, unless a row of the table contains them."""
 
 CPU_MEMORY_IN_NAME = ("GH200", "GB200", "GB300")
-"""Cards on one board with a CPU, whose memory is what their names end with: "GH200 480GB"."""
+"""Cards on one board with a CPU. The size at the end of their name is the CPU's memory: "GH200 480GB"."""
 
 
 def _has(word: str, name: str) -> bool:
-    """Whether ``word`` stands in ``name``, and not as a part of a longer number or behind a letter: no "T4" in "T400" and no
-    "H200" in "GH200"."""
+    """Returns True if ``name`` contains ``word`` as a whole.
+
+    "T400" does not contain "T4", and "GH200" does not contain "H200".
+    """
     before = r"(?<![A-Za-z\d])" if word[0].isalpha() else r"(?<!\d)"
     after = r"(?![A-Za-z\d])" if word[-1].isalpha() else r"(?!\d)"
     return re.search(before + re.escape(word) + after, name, re.IGNORECASE) is not None
 
 
 def datasheet(name: str) -> Datasheet | None:
-    """The data sheet of the CUDA device that calls itself ``name``, such as "NVIDIA A100-SXM4-40GB"; None if there is none."""
+    """Returns the data sheet of the CUDA device ``name``, such as "NVIDIA A100-SXM4-40GB", or None if it is unknown."""
     others = {word for word in OTHER_CARDS if _has(word, name)}
     matches = [key for key in DATASHEETS if others <= {*key.split()} and all(_has(word, name) for word in key.split())]
     # The longest match wins: an "H100 PCIe" is not an "H100".
@@ -110,8 +116,10 @@ def datasheet(name: str) -> Datasheet | None:
 
 
 def device_memory(name: str) -> int | None:
-    """Bytes of memory of the CUDA device ``name``, by a size at the end of the name ("V100-16GB") or else by its data sheet;
-    None if there is none."""
+    """Returns the memory of the CUDA device ``name`` in bytes, or None if the device is unknown.
+
+    A size at the end of the name ("V100-16GB") takes precedence over the data sheet.
+    """
     sheet = datasheet(name)
     if sheet is None:
         return None
@@ -121,14 +129,18 @@ def device_memory(name: str) -> int | None:
 
 
 def cuda_device(name: str, half_precision: bool, tf32: bool = False) -> Device:
-    """The rates of the CUDA device that calls itself ``name``, a middling card if the table does not know it, where matrices
-    are multiplied in 16 bits, or in float32, with ``tf32`` rounded to that for it."""
+    """Returns the rates of the CUDA device ``name``.
+
+    An unknown device gets the rates of a middling card.
+
+    ``half_precision`` selects 16-bit matrix products, else float32. ``tf32`` allows TF32 in float32 products.
+    """
     sheet = datasheet(name) or UNKNOWN_GPU
     peak = sheet.half_flops if half_precision else sheet.tf32_flops if tf32 else sheet.single_flops
     return Device(name, peak * MATMUL_EFFICIENCY, sheet.bandwidth * BANDWIDTH_EFFICIENCY, allocation_bytes=512)
 
 
 def cpu_device(threads: int) -> Device:
-    """The rates of ``threads`` CPU cores."""
+    """Returns the rates of ``threads`` CPU cores."""
     bandwidth = min(threads * CPU_BYTES_PER_SECOND_PER_CORE, CPU_MAX_BYTES_PER_SECOND)
     return Device("cpu", threads * CPU_FLOPS_PER_CORE, bandwidth)

@@ -1,14 +1,16 @@
-"""What saving a value and running an op again move through memory, and so take, where the code generator fuses.
+"""Computes the seconds of saving a value and of recomputing an op where the code generator fuses.
 
-A kernel reads what it is given and writes what others read; arithmetic in between is nearly free. So a *saved* value is
-written, unless the forward has it made anyway, and read, if a fused kernel of the backward reads it. A pointwise op that *runs
-again* within the kernel that reads its result adds its arithmetic, and a read of what only kernels of their own make: once in
-each run of fused ops that needs the result, for each computes it anew. What a kernel of its own reads is made in full. Where
-the result is spread over a larger one, as a logarithm of each row over the columns, its arithmetic is done for every element of
-the larger one.
+A fused kernel reads its inputs and writes the results that others read; its arithmetic is nearly free.
 
-Where nothing is fused, every op is a kernel, which writes its result and reads its inputs however these came to be: saving
-takes no time.
+- A *saved* value costs a write unless the forward materialises it anyway. It costs a read if a fused kernel of the backward
+    reads it.
+- A *recomputed* pointwise op that is fused into its readers costs its arithmetic. It also costs one read of each input that an
+    extern kernel or reduction computes and no fused kernel of the backward reads anyway.
+- These costs of recomputation occur once per fusion group that needs the result, because each group computes it again.
+- If the result is broadcast to a larger one, such as a logarithm per row, its arithmetic runs for each larger element.
+- A pointwise op whose result an extern kernel reads costs its full seconds, because the result is materialised.
+
+Without fusion, every op is a kernel that writes its result and reads its inputs in any case, so saving costs no time.
 """
 
 from __future__ import annotations
@@ -22,21 +24,21 @@ from autoremat.planner.graph.arrays import EXTERN, POINTWISE, arrays_of
 from autoremat.planner.graph.graph import Graph
 
 LARGEST_TYPE_RATIO = 8
-"""Between the bytes of elements of usual types: what is larger by more than this has more elements."""
+"""Largest ratio between the bytes of elements of usual types. A tensor that is larger by more than this has more elements."""
 
 
 class FusedTraffic:
-    """The seconds of ``graph`` that depend on what is fused."""
+    """The seconds of ``graph`` that depend on fusion."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.kinds: list[int] = arrays_of(graph).kinds.tolist()
         self.seconds_per_byte = graph.saving_seconds_per_byte / 2
-        """To write or to read."""
+        """Seconds to write or to read one byte."""
 
     @cached_property
     def saving_seconds(self) -> NDArray[np.float64]:
-        """For each value, what saving it takes beside its memory."""
+        """For each value, the seconds that saving it adds."""
         times = [self._written(value) + self._read(value) for value in range(len(self.graph.values))]
         seconds: NDArray[np.float64] = arrays_of(self.graph).value_bytes * (
             np.array(times, dtype=float) * self.seconds_per_byte
@@ -45,12 +47,12 @@ class FusedTraffic:
 
     @cached_property
     def recompute_seconds(self) -> tuple[float, ...]:
-        """For each op, what running it again takes."""
+        """For each op, the seconds that recomputing it adds."""
         ops = self.graph.ops
         return tuple(self._again(index) if op.memory_bound_seconds else op.seconds for index, op in enumerate(ops))
 
     def _written(self, value: int) -> bool:
-        """Whether the forward writes the value only if it is saved."""
+        """Returns True if the forward writes the value only in case it is saved."""
         graph, maker = self.graph, self.graph.values[value].producer
         if maker is None or not graph.fuses:
             return False
@@ -58,10 +60,10 @@ class FusedTraffic:
         return self.kinds[maker] == POINTWISE and EXTERN not in early and value not in graph.forward_outputs
 
     def _read(self, value: int) -> bool:
-        """Whether the backward reads the value only if it is saved: kernels of their own read it however they come by it.
+        """Returns True if a fused kernel of the backward reads the value only in case it is saved.
 
-        What no op of the backward reads is saved for ops that run again: a read, which :meth:`_again` charges where the value
-        is made by a kernel of its own.
+        Extern kernels read a value in any case, saved or recomputed. A value that no backward op reads is saved for recomputed
+        ops. That read counts here for pointwise results; for any other result :meth:`_again` charges it.
         """
         graph, maker = self.graph, self.graph.values[value].producer
         if maker is None or not graph.fuses:
@@ -70,6 +72,7 @@ class FusedTraffic:
         return bool(late - {EXTERN}) or (not late and self.kinds[maker] == POINTWISE)
 
     def _again(self, index: int) -> float:
+        """Returns the seconds that recomputing a pointwise op adds."""
         graph, op = self.graph, self.graph.ops[index]
         if any(self.kinds[reader] == EXTERN for value in op.outputs for reader in graph.readers[value]):
             return op.seconds
@@ -78,24 +81,31 @@ class FusedTraffic:
         return max(self._runs_in_need[index].bit_count(), 1) * (arithmetic + read * self.seconds_per_byte)
 
     def _only_read_by_repeats(self, value: int) -> bool:
-        """Whether the value is made by a kernel of its own, and no fused kernel of the backward reads it anyway."""
+        """Returns True if no fused kernel of the backward reads the value anyway, and an extern kernel or reduction computes
+        it.
+        """
         maker = self.graph.values[value].producer
         return maker is not None and self.kinds[maker] != POINTWISE and not self._read(value)
 
     def _times_spread(self, index: int) -> float:
-        """How often the arithmetic of a forward op is done where its readers are larger than its result; once if it is a
-        constant, which reads nothing."""
+        """Returns the factor by which broadcasting to larger readers repeats the arithmetic of a forward op.
+
+        It is 1 for a constant, which reads nothing.
+        """
         made = self._made_bytes(index)
         spread = self._spread_bytes[index]
         return spread / made if made and self.graph.ops[index].inputs and spread > LARGEST_TYPE_RATIO * made else 1.0
 
     def _made_bytes(self, index: int) -> int:
+        """Returns the bytes of the op's results."""
         return sum(self.graph.values[v].bytes for v in self.graph.ops[index].outputs)
 
     @cached_property
     def _spread_bytes(self) -> list[int]:
-        """For each forward op, the bytes of the largest result in which fused kernels of the backward compute it anew, directly
-        or through pointwise ops that run again."""
+        """For each forward op, the bytes of the largest tensor over which fused kernels of the backward compute it.
+
+        This includes paths through pointwise ops that are recomputed.
+        """
         graph, found = self.graph, [0] * len(self.graph.ops)
         for index in range(len(graph.ops) - 1, -1, -1):
             op = graph.ops[index]
@@ -113,8 +123,10 @@ class FusedTraffic:
 
     @cached_property
     def _runs_in_need(self) -> list[int]:
-        """For each forward op, in which runs of fused ops of the backward its result is read, directly or through pointwise
-        ops that run again: a bit for each."""
+        """For each forward op, the fusion groups of the backward that read its result, as a bit set.
+
+        This includes reads through pointwise ops that are recomputed.
+        """
         graph = self.graph
         run = np.cumsum(np.array(self.kinds) == EXTERN).tolist()
         needs = [0] * len(graph.ops)
@@ -128,5 +140,5 @@ class FusedTraffic:
 
 
 def traffic_of(graph: Graph) -> FusedTraffic:
-    """Returns the traffic of ``graph``, worked out once."""
+    """Returns the traffic of ``graph``, computed once per graph."""
     return graph.derived(FusedTraffic)

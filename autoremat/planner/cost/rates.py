@@ -1,8 +1,9 @@
-"""What a device was measured to do, and the seconds of an op that follow: no torch, no clock.
+"""Defines the measured rates of a device, and computes the seconds of an op from them.
 
-An op's work is a few :class:`Task`: so many FLOPs of one kind, so many bytes moved in one way, so many elements of one
-class of arithmetic. A device does them at the same time, so the slowest counts (the roofline model), and a kernel of its
-own adds the time of a launch.
+Needs no torch and no clock.
+
+The work of an op is a few :class:`Task`: FLOPs of one kind, bytes moved in one way, or elements of one class of arithmetic. The
+tasks of an op overlap, so the slowest counts (the roofline model). An extern kernel adds the time of a launch.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 BYTES_OF_SAVING = 16 * 2**20
-"""Saved activations are charged the bandwidth that a transfer of this size reaches."""
+"""Bytes of the transfer whose bandwidth prices saved tensors."""
 
 
 BATCH = 32
-"""Products of small matrices run side by side: their rate is that of so many of one size."""
+"""Number of small matrix products in one measured batch."""
 
 
 class Rate(str, enum.Enum):
-    """What can limit an op; the comment says what its amount counts."""
+    """Kinds of work that can limit an op. The comment beside each kind gives the unit of its amount."""
 
     MATMUL = "matmul"  # FLOPs
     BATCHED_MATMUL = "batched_matmul"  # FLOPs of BATCH products
@@ -58,29 +59,29 @@ FLOP_RATES = frozenset(
         Rate.DEPTHWISE_CONVOLUTION_BACKWARD,
     }
 )  # fmt: skip
-"""Rates that depend on the element type; the others are measured with 32-bit floats."""
+"""Rates that count FLOPs and depend on the element type. All others are measured with 32-bit floats."""
 
 UNBOUNDED_RATES = frozenset(
     {Rate.SORT, Rate.SCAN, Rate.DEPTHWISE_CONVOLUTION, Rate.DEPTHWISE_CONVOLUTION_BACKWARD, Rate.ATTENTION_BACKWARD}
 )
-"""Rates of which neither FLOPs nor bytes say how long they take at the most."""
+"""Rates without an upper bound on their seconds: neither FLOPs nor bytes give one."""
 
 BYTE_RATES = frozenset({Rate.STREAM, Rate.GATHER, Rate.SCATTER})
 """Rates whose amounts are bytes."""
 
 SUBSTITUTES: Mapping[str, tuple[str, ...]] = {"float16": ("bfloat16",), "bfloat16": ("float16",)}
-"""Types to look at, before float32, for a rate that was not measured for a type."""
+"""Types whose rates replace those of a type that was not measured. The last resort is float32."""
 
 DOUBLE_SLOWDOWN = 2.0
-"""64-bit arithmetic against 32-bit, at the least."""
+"""Lower bound for the slowdown of 64-bit arithmetic against 32-bit."""
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Seconds against an amount of work, through measured points: straight on logarithmic axes between two of them,
-    proportional beyond the first and the last.
+    """Seconds as a function of an amount of work, through measured points.
 
-    Raises ``ValueError`` unless points are finite, positive, of growing amounts, and more work never takes less time.
+    Linear on logarithmic axes between two points, proportional before the first and after the last. Raises ``ValueError``
+    unless all figures are finite and positive, amounts ascend and seconds never fall.
     """
 
     points: tuple[tuple[float, float], ...]
@@ -95,7 +96,10 @@ class Curve:
 
     @classmethod
     def through(cls, points: Iterable[tuple[float, float]]) -> Curve:
-        """The curve through measured points in any order; where more work took less time, the longer time counts."""
+        """Returns the curve through measured points, given in any order.
+
+        Where more work took less time, the longer time counts.
+        """
         rising: dict[float, float] = {}
         longest = 0.0
         for amount, seconds in sorted(points):
@@ -104,7 +108,7 @@ class Curve:
         return cls(tuple(rising.items()))
 
     def seconds(self, amount: float) -> float:
-        """Seconds for ``amount``; 0 only for 0."""
+        """Returns the seconds for ``amount``; 0 only for 0."""
         above = bisect.bisect_left(self.points, (amount,))
         if above == 0 or above == len(self.points):
             known, seconds = self.points[max(above - 1, 0)]
@@ -116,7 +120,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Task:
-    """``count`` times ``amount`` of one kind of work, on elements of type ``dtype`` where the rate depends on it."""
+    """``count`` times ``amount`` of one kind of work, on elements of type ``dtype`` if the rate depends on it."""
 
     rate: Rate
     amount: float
@@ -126,20 +130,23 @@ class Task:
 
 @dataclass(frozen=True)
 class Work:
-    """All that one op does."""
+    """The tasks of one op."""
 
     tasks: tuple[Task, ...]
     launches: bool = False
-    """Whether it is a kernel of its own, and not part of a fused one."""
+    """True if the op is an extern kernel, which costs a launch."""
     known: bool = True
-    """Whether a rate was calibrated for ops of its class; else it is charged like one that moves its bytes by index."""
+    """True if a rate was calibrated for the op's class. If False, its bytes are charged at the rate of reads by index."""
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The measured rates of one device. Curves by rate, and by rate and type as in ``matmul.bfloat16``.
+    """The measured rates of one device.
 
-    Raises ``ValueError`` unless every rate has a curve (for float32 where it depends on the type).
+    Keys of ``curves`` are rates, or rates with a type such as ``matmul.bfloat16``.
+
+    Raises ``ValueError`` unless every rate has a curve (for float32 where it depends on the type), and for an impossible launch
+    time.
     """
 
     device: str
@@ -154,13 +161,13 @@ class Rates:
             raise ValueError(f"no curve for {', '.join(missing)}")
 
     def seconds(self, work: Work) -> float:
-        """Seconds of one op: its slowest task, and a launch if it is a kernel of its own."""
+        """Returns the seconds of one op: its slowest task, plus a launch for an extern kernel."""
         slowest = max((self._task_seconds(task) for task in work.tasks), default=0.0)
         return slowest + (self.launch_seconds if work.launches else 0.0)
 
     @property
     def saving_seconds_per_byte(self) -> float:
-        """What a saved byte costs in time: it is written in the forward and read in the backward."""
+        """Seconds to write one byte in the forward and to read it in the backward."""
         return 2.0 * self.curves[curve_name(Rate.STREAM)].seconds(BYTES_OF_SAVING) / BYTES_OF_SAVING
 
     def _task_seconds(self, task: Task) -> float:
@@ -170,13 +177,13 @@ class Rates:
         return slowdown * task.count * curve.seconds(task.amount)
 
     def to_json(self) -> str:
-        """All of it as JSON; :meth:`from_json` reads it back."""
+        """Returns the rates as JSON; :meth:`from_json` reads it back."""
         curves = {name: curve.points for name, curve in sorted(self.curves.items())}
         return json.dumps({"device": self.device, "launch_seconds": self.launch_seconds, "curves": curves}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Rates:
-        """The rates that :meth:`to_json` wrote. Raises ``ValueError`` on anything else."""
+        """Returns the rates that :meth:`to_json` wrote. Raises ``ValueError`` on anything else."""
         try:
             record: dict[str, Any] = json.loads(text)
             curves = {
@@ -189,10 +196,10 @@ class Rates:
 
     @property
     def digest(self) -> str:
-        """A hash of all figures: what a plan that was made with them depends on."""
+        """A hash of all figures. Plans that are made with these rates depend on it."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
 
 def curve_name(rate: Rate, dtype: str = "float32") -> str:
-    """The key of a curve in :attr:`Rates.curves`."""
+    """Returns the key of a curve in :attr:`Rates.curves`."""
     return f"{rate.value}.{dtype}" if rate in FLOP_RATES else rate.value

@@ -1,4 +1,4 @@
-"""What the predicted seconds of a step rest on."""
+"""The cost sources of a step: the origin of its predicted seconds."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from dataclasses import dataclass
 
 
 class CostSource(enum.Enum):
-    """Where the seconds of one op come from."""
+    """The origin of an op's seconds."""
 
     CALIBRATED = "calibrated"
-    """The measured rates of the device, for ops of its class."""
+    """Measured rates of the device, for ops of a calibrated class."""
     ASSUMED = "assumed"
     """A data sheet, or an op of no calibrated class."""
 
 
 @dataclass(frozen=True)
 class Pricing:
-    """The cost model of a graph, and the shares of the step's predicted seconds by their source."""
+    """The cost model of a graph, and the share of each cost source in the step's predicted seconds."""
 
     cost_model: str
     calibrated_share: float
@@ -26,7 +26,7 @@ class Pricing:
 
     @classmethod
     def of(cls, cost_model: str, priced: Iterable[tuple[float, CostSource]]) -> Pricing:
-        """Returns the sums over the (seconds, source) of all ops of a step."""
+        """Returns the shares for the (seconds, source) of all ops of a step."""
         sums = dict.fromkeys(CostSource, 0.0)
         for seconds, source in priced:
             sums[source] += seconds

@@ -1,4 +1,4 @@
-"""A graph as arrays of numbers, for the simulator's innermost loop."""
+"""Holds a graph as arrays of numbers, for the simulator's innermost loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POINTWISE, REDUCTION, EXTERN = range(3)
 
 
 class ValuesOfOps:
-    """Some values of each op, one after the other."""
+    """Some values of each op, concatenated into one array."""
 
     def __init__(self, rows: Sequence[Sequence[int]]) -> None:
         self.counts = np.array([len(row) for row in rows], dtype=np.int64)
@@ -26,7 +26,9 @@ class ValuesOfOps:
         self.values = np.array([value for row in rows for value in row], dtype=np.int64)
 
     def of(self, ops: Numbers) -> tuple[Numbers, Numbers]:
-        """The values of ``ops``, in order, and before them, for each, the position in ``ops`` that it belongs to."""
+        """Returns two arrays: the values of ``ops`` in sequence, preceded by the position in ``ops`` that each value belongs
+        to.
+        """
         counts = self.counts[ops]
         positions = np.repeat(np.arange(len(ops)), counts)
         within = np.arange(len(positions)) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -34,40 +36,40 @@ class ValuesOfOps:
 
 
 class GraphArrays:
-    """The facts of ``graph`` that the simulator reads, as arrays."""
+    """The facts about ``graph`` that the simulator reads, as arrays."""
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
 
     @cached_property
     def inputs(self) -> ValuesOfOps:
-        """Of each op, the inputs that some op makes."""
+        """The inputs of each op that some op computes."""
         return ValuesOfOps(self.graph.computed_inputs)
 
     @cached_property
     def given(self) -> list[tuple[int, ...]]:
-        """Of each op, the inputs that no op makes, as negative numbers: -1 - value."""
+        """The inputs of each op that no op computes (inputs of the step and tangents), as negative numbers: -1 - value."""
         values = self.graph.values
         return [tuple(-1 - v for v in op.inputs if values[v].producer is None) for op in self.graph.ops]
 
     @cached_property
     def outputs(self) -> ValuesOfOps:
-        """Of each op, what it makes."""
+        """The outputs of each op."""
         return ValuesOfOps(self.graph.made)
 
     @cached_property
     def kinds(self) -> Numbers:
-        """For each op, ``POINTWISE``, ``REDUCTION`` or ``EXTERN``."""
+        """The kind of each op: ``POINTWISE``, ``REDUCTION`` or ``EXTERN``."""
         return np.array([KINDS.index(op.kind.value) for op in self.graph.ops], dtype=np.int64)
 
     @cached_property
     def in_place(self) -> Flags:
-        """For each op, whether it may write to an input (``Op.in_place``)."""
+        """For each op, True if its result may reuse the buffer of an input (``Op.in_place``)."""
         return np.array([bool(op.in_place) for op in self.graph.ops], dtype=np.bool_)
 
     @cached_property
     def never_inlined(self) -> Flags:
-        """For each op, whether no reader computes its result (``Inlining.NEVER``)."""
+        """For each op, True if its result is never inlined into readers (``Inlining.NEVER``)."""
         return np.array([op.inlining.value == "never" for op in self.graph.ops], dtype=np.bool_)
 
     @cached_property
@@ -77,10 +79,10 @@ class GraphArrays:
 
     @cached_property
     def workspace_bytes(self) -> Numbers:
-        """Workspace of each op."""
+        """Workspace bytes of each op."""
         return np.array([op.workspace_bytes for op in self.graph.ops], dtype=np.int64)
 
 
 def arrays_of(graph: Graph) -> GraphArrays:
-    """Returns the arrays of ``graph``, made once."""
+    """Returns the arrays of ``graph``, built once per graph."""
     return graph.derived(GraphArrays)

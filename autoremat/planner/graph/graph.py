@@ -1,8 +1,8 @@
-"""The intermediate representation: ops in execution order and the storages they read and make.
+"""Defines the intermediate representation: ops in execution order, and the storages that they read and allocate.
 
-A :class:`Value` is one *storage*; views and aliases of it are the same value, because saving a view saves its whole base.
-An :class:`Op` is one call that makes new storages or has an effect; pure views are not ops. All indices are positions in
-``Graph.ops`` and ``Graph.values``. Bytes are integers, seconds floats. Nothing here knows torch.
+A :class:`Value` is one *storage*. Views and aliases are the same value, because saving a view saves its whole base. An
+:class:`Op` is one call that allocates storages or has an effect; pure views are not ops. Indices are positions in ``Graph.ops``
+and ``Graph.values``. Bytes are ints, seconds are floats. This module does not know torch.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Trait(enum.Flag):
-    """What an op may not do, and why."""
+    """Properties of an op that forbid a second execution."""
 
     NONE = 0
     RANDOM = enum.auto()
@@ -32,15 +32,15 @@ class Trait(enum.Flag):
     COLLECTIVE = enum.auto()
     EFFECTFUL = enum.auto()
     OPAQUE = enum.auto()
-    """A custom or higher-order op whose purity nobody has declared."""
+    """A custom or higher-order op that is not declared pure."""
     READS_MUTATED_INPUT = enum.auto()
-    """Reads an input that the forward later overwrites: run again, it would see the new contents."""
+    """The op reads an input that the forward later overwrites. A second execution would read the new contents."""
     DISCONTINUOUS = enum.auto()
-    """Picks some of several floating-point numbers (the experts of a token): run again by other code, whose last bits differ,
-    it might pick others."""
+    """The op selects among floating-point numbers, such as the experts of a token. Recomputed by other code, whose last bits
+    differ, it might select others."""
     DATA_DEPENDENT = enum.auto()
-    """Sizes or numbers follow from the contents of what it reads: run again by other code, it might make others than those that
-    the rest of the step was told."""
+    """Sizes or numbers follow from the contents of an input. Recomputed by other code, they might differ from those that the
+    rest of the step uses."""
 
 
 NOT_REMATERIALIZABLE = (
@@ -56,7 +56,7 @@ NOT_REMATERIALIZABLE = (
 
 
 class Kind(enum.Enum):
-    """How a code generator realises the result of an op."""
+    """The way in which a code generator realises the result of an op."""
 
     POINTWISE = "pointwise"
     REDUCTION = "reduction"
@@ -64,14 +64,14 @@ class Kind(enum.Enum):
 
 
 class Inlining(enum.Enum):
-    """Where a code generator that fuses computes a pointwise result in its readers instead of making it."""
+    """The rule by which a fusing code generator inlines a pointwise result into its readers, instead of materialising it."""
 
     CHEAP = "cheap"
-    """In all of them, while the expression reads few buffers."""
+    """Into all readers, as long as the expression reads few buffers."""
     ONCE = "once"
-    """Only if there is one, and so for all that is computed from it: exponentials and the like on CPUs."""
+    """Only into a single reader, and so for every expression that contains it: exponentials and the like on CPUs."""
     NEVER = "never"
-    """Random numbers."""
+    """Into no reader: random numbers."""
 
 
 class Constraint(enum.Enum):
@@ -83,18 +83,18 @@ class Constraint(enum.Enum):
 
 
 class Role(enum.Enum):
-    """Where a value comes from, which decides who frees it."""
+    """The origin of a value, which decides who frees it."""
 
     COMPUTED = "computed"
     INPUT = "input"
-    """Exists before the step and after it (parameter, batch): costs nothing, is never freed."""
+    """Exists before and after the step (parameter, batch). It costs nothing and is never freed."""
     TANGENT = "tangent"
-    """Handed to the backward by autograd, which holds it until the backward returns."""
+    """A gradient that autograd hands to the backward and holds until the backward returns."""
 
 
 @dataclass(frozen=True)
 class Value:
-    """One storage of ``bytes`` bytes, made by op number ``producer`` (None for inputs and tangents)."""
+    """One storage of ``bytes`` bytes, computed by op number ``producer`` (None for inputs and tangents)."""
 
     name: str
     bytes: int
@@ -106,7 +106,11 @@ class Value:
 
 @dataclass(frozen=True)
 class Scope:
-    """One call of a module: its path, such as "model.layers.0.mlp", the name of its class, and which call of it this is."""
+    """One call of a module.
+
+    ``path`` is the module's path, such as "model.layers.0.mlp". ``kind`` is the name of its class. ``call`` counts its calls
+    from 0.
+    """
 
     path: str
     kind: str = ""
@@ -115,7 +119,7 @@ class Scope:
 
 @dataclass(frozen=True)
 class Op:
-    """One call. ``inputs`` and ``outputs`` are value numbers without repetition."""
+    """One call. ``inputs`` and ``outputs`` are value numbers without repetition; ``seconds`` are those of the cost model."""
 
     name: str
     target: str
@@ -126,32 +130,36 @@ class Op:
     flops: int = 0
     bytes_moved: int = 0
     workspace_bytes: int = 0
-    """What the op allocates beside its results and frees before it returns."""
+    """Bytes that the op allocates beside its results and frees before it returns."""
     kind: Kind = Kind.EXTERN
     traits: Trait = Trait.NONE
     constraint: Constraint = Constraint.NONE
     module: str = ""
     source: str = ""
     scopes: tuple[Scope, ...] = ()
-    """The modules that were running, outermost first."""
+    """The modules that were running when the op was called, outermost first."""
     decomposed_from: str = ""
-    """The target of the op of the model that this one is part of, where that is another."""
+    """The target of the model's op from which this op was decomposed, or "" if it is the model's own."""
     tensor_names: tuple[str, ...] = ()
-    """What the model calls the result (``autoremat.name``)."""
+    """Names that the model gives to the result (``autoremat.name``)."""
     in_place: tuple[int, ...] = ()
-    """Inputs that are read only where the result is written: it may take over the storage of one that has its size and that
-    nobody reads later, where the code generator fuses."""
+    """Inputs that the op reads at the same elements that it writes.
+
+    Where the code generator fuses, the result may reuse the buffer of such an input. Both must have the same size, and the
+    input must have no later reader.
+    """
     inlining: Inlining = Inlining.CHEAP
     memory_bound_seconds: float = 0.0
-    """The part of ``seconds`` that is the op's share of what a fused kernel reads and writes."""
+    """The part of ``seconds`` for the op's share of the memory traffic of a fused kernel."""
     demanded: bool = False
-    """Whether a selective-checkpoint policy of the model demands a second run; a checkpoint region only prefers it."""
+    """True if a selective-checkpoint policy of the model demands recomputation. A checkpoint region only prefers it."""
 
     @property
     def rematerializable(self) -> bool:
-        """Whether a second execution is sure to give the same result and to change nothing else.
+        """True if a second execution surely gives the same result and has no other effect.
 
-        So is that of a collective if the model orders it: on all ranks alike, as torch runs it, too.
+        A collective counts as rematerializable if the model demands its recomputation. All ranks then repeat it alike, as under
+        torch's own checkpoints.
         """
         hindrance = self.traits & NOT_REMATERIALIZABLE
         return not hindrance or (hindrance is Trait.COLLECTIVE and self.constraint is Constraint.RECOMPUTE)
@@ -159,10 +167,10 @@ class Op:
 
 @dataclass(frozen=True)
 class Graph:
-    """Ops in execution order, forward before backward.
+    """A step: ops in execution order, forward before backward.
 
-    ``forward_outputs`` are held by the caller from their making to the end of the step; ``backward_outputs`` (gradients)
-    from their making to the end. ``must_run`` ops run in the forward whether or not anything reads their results.
+    The caller holds ``forward_outputs`` and ``backward_outputs`` (gradients) from their allocation to the end of the step. The
+    forward runs the ops ``must_run`` even if no op reads their results. Raises ``ValueError`` if the sequence is not valid.
     """
 
     ops: tuple[Op, ...]
@@ -171,14 +179,16 @@ class Graph:
     backward_outputs: tuple[int, ...] = ()
     must_run: tuple[int, ...] = ()
     fuses: bool = False
-    """Whether the code generator inlines pointwise chains (Inductor) or materialises every result (eager)."""
+    """True if the code generator fuses pointwise chains (Inductor). False if it materialises every result (eager)."""
     saving_seconds_per_byte: float = 0.0
-    """What it takes to write a byte in the forward and to read it in the backward."""
+    """Seconds to write one byte in the forward and to read it in the backward."""
     fusion_groups_hold_buffers: bool = False
-    """Whether, where it fuses, the code generator makes one call of all that stands between two extern kernels (on CPUs):
-    memory for its results is there before it begins, and what it reads is freed after it ends."""
+    """True if the code generator emits one function per fusion group (on CPUs).
+
+    The function's results are allocated before it begins, and its inputs are freed after it ends.
+    """
     most_reads: int = 4
-    """Where it fuses: of at most so many buffers is computed what the code generator inlines though several ops read it."""
+    """Largest number of buffers that an expression may read if it is inlined into several readers."""
 
     def __post_init__(self) -> None:
         self.verify()
@@ -195,12 +205,17 @@ class Graph:
         num_forward: int | None = None,
         repeatable: Sequence[bool] | None = None,
     ) -> Graph:
-        """The graph in which op ``i`` takes ``seconds[i]`` and makes value ``i`` of ``sizes[i]`` bytes, in the given order.
+        """Returns the graph in which op ``i`` takes ``seconds[i]`` and computes value ``i`` of ``sizes[i]`` bytes.
 
-        ``edges`` are pairs (producer, reader), ``outputs`` the values that must exist at the end; an op that is not
-        ``rematerializable`` runs only once. The first ``num_forward`` ops are the forward of a training step and the rest its
-        backward; without it (or with all ops) the graph has one phase, in which any op may run again anywhere later.
-        Raises ``ValueError``, naming the offender, for costs or edges that describe no such graph.
+        Ops keep their sequence.
+
+        - ``edges``: pairs (producer, reader) of op numbers.
+        - ``outputs``: values that must exist at the end.
+        - ``rematerializable``: for each op, False if it may run only once. By default all may run again.
+        - ``num_forward``: number of ops in the forward of a training step; the others are its backward. With None, or with all
+            ops, the graph has a single phase, in which any op may run again anywhere later.
+
+        Raises ``ValueError``, which names the op or edge, for costs or edges that describe no such graph.
         """
         if repeatable is not None:
             warnings.warn(
@@ -230,8 +245,9 @@ class Graph:
     def from_networkx(cls, directed: networkx.DiGraph[Any], **arguments: Any) -> Graph:
         """Returns the graph of a directed acyclic graph, whose nodes have ``seconds`` and ``bytes``.
 
-        Nodes run in their order in ``directed`` as far as edges allow. ``arguments`` are those of :meth:`from_dag`, by position
-        in that order. Raises ``ValueError`` for a circle and for a node without seconds or bytes.
+        Nodes run in their order in ``directed`` as far as the edges allow. Op numbers in ``arguments`` count in the resulting
+        sequence; the arguments are those of :meth:`from_dag`. Raises ``ValueError`` for a cycle, and for a node without seconds
+        or bytes.
         """
         import networkx
 
@@ -251,7 +267,7 @@ class Graph:
         )
 
     def verify(self) -> None:
-        """Raise ``ValueError`` unless producers come before readers and the two phases stand in order."""
+        """Raises ``ValueError`` unless producers come before readers and forward ops before backward ops."""
         forward_flags = [op.forward for op in self.ops]
         if sorted(forward_flags, reverse=True) != forward_flags:
             raise ValueError("forward ops must all stand before the backward ops")
@@ -266,17 +282,17 @@ class Graph:
 
     @cached_property
     def num_forward(self) -> int:
-        """The number of forward ops; op numbers below it are forward."""
+        """Number of forward ops. Op numbers below it are forward ops."""
         return sum(op.forward for op in self.ops)
 
     @property
     def single_phase(self) -> bool:
-        """Whether there is no backward: then any op may run again anywhere later, not only in a second half."""
+        """True if there is no backward. Any op may then run again anywhere later."""
         return self.num_forward == len(self.ops)
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
-        """For each value, the ops that read it, in order."""
+        """For each value, the ops that read it, in sequence."""
         readers: list[list[int]] = [[] for _ in self.values]
         for index, op in enumerate(self.ops):
             for value in op.inputs:
@@ -288,7 +304,7 @@ class Graph:
         return {}
 
     def derived(self, maker: Callable[[Graph], T]) -> T:
-        """Returns ``maker(self)``, computed once for this graph: how other modules keep data that follow from a graph."""
+        """Returns ``maker(self)``, computed once per graph. Other modules store data that they derive from a graph this way."""
         if maker not in self._derived:
             self._derived[maker] = maker(self)
         found: T = self._derived[maker]
@@ -306,48 +322,51 @@ class Graph:
 
     @cached_property
     def computed_inputs(self) -> tuple[tuple[int, ...], ...]:
-        """For each op, its inputs that some op makes."""
+        """For each op, its inputs that some op computes."""
         return tuple(tuple(v for v in op.inputs if self.values[v].producer is not None) for op in self.ops)
 
     @cached_property
     def forward_reads(self) -> tuple[tuple[int, ...], ...]:
-        """For each op, its inputs that a forward op makes."""
+        """For each op, its inputs that a forward op computes."""
         made = set(self.forward_values)
         return tuple(tuple(v for v in op.inputs if v in made) for op in self.ops)
 
     @cached_property
     def forward_values(self) -> tuple[int, ...]:
-        """Values made by forward ops: what the planner decides about."""
+        """Values that forward ops compute. The planner decides about these."""
         return tuple(v for op in self.ops[: self.num_forward] for v in op.outputs)
 
     @cached_property
     def required_forward(self) -> frozenset[int]:
-        """Forward ops that the forward itself must run, whatever is saved: for its outputs and effects, and because what
-        cannot be repeated (a random mask) runs where it was traced."""
+        """Forward ops that run in the forward under every plan, with their ancestors.
+
+        The outputs and effects of the forward need them. Ops that are not rematerializable (a random mask) and that the
+        backward needs also run where they were traced.
+        """
         needed = self.ancestors(self.producers(self.backward_needs))
         single = [op for op in needed if op < self.num_forward and not self.ops[op].rematerializable]
         return frozenset(self.ancestors([*self.must_run, *self.producers(self.forward_outputs), *single]))
 
     @cached_property
     def backward_needs(self) -> frozenset[int]:
-        """Forward-made values that some backward op or backward output reads."""
+        """Forward values that some backward op reads or that are backward outputs."""
         made = set(self.forward_values)
         read = {v for op in self.ops[self.num_forward :] for v in op.inputs}
         return frozenset(made & (read | set(self.backward_outputs)))
 
     def producers(self, values: Iterable[int]) -> list[int]:
-        """The ops that make ``values``, without inputs and tangents."""
+        """Returns the ops that compute ``values``. Inputs and tangents are skipped."""
         found = (self.values[v].producer for v in values)
         return [op for op in found if op is not None]
 
     @cached_property
     def _behind(self) -> tuple[tuple[tuple[int, int], ...], ...]:
-        """For each op, its computed inputs with the ops that make them."""
+        """For each op, its computed inputs as pairs (value, producer)."""
         makers = [-1 if value.producer is None else value.producer for value in self.values]
         return tuple(tuple((v, makers[v]) for v in inputs) for inputs in self.computed_inputs)
 
     def ancestors(self, roots: Iterable[int], available: Set[int] = frozenset()) -> set[int]:
-        """The ops in ``roots`` and all they depend on, not looking behind ``available`` values."""
+        """Returns ``roots`` and all ops that they depend on. The search stops at ``available`` values."""
         behind, seen = self._behind, set(roots)
         stack = list(seen)
         while stack:
@@ -358,7 +377,10 @@ class Graph:
         return seen
 
     def workspaces(self) -> dict[str, dict[int, int]]:
-        """By target, the largest workspace of its calls with results of so many bytes; without those that need none."""
+        """Returns workspaces by target and bytes of the results: the largest of all such calls.
+
+        Ops without workspace are absent.
+        """
         found: dict[str, dict[int, int]] = {}
         for op in self.ops:
             if op.workspace_bytes:
@@ -369,18 +391,19 @@ class Graph:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds of the step without recomputation by the cost model."""
+        """Seconds of the baseline (the step without recomputation) by the cost model."""
         return self.forward_seconds + sum(op.seconds for op in self.ops[self.num_forward :])
 
     @property
     def forward_seconds(self) -> float:
-        """Seconds of the forward's own ops by the cost model."""
+        """Seconds of the ops that every forward runs, by the cost model."""
         return sum(self.ops[index].seconds for index in self.required_forward)
 
     def to_networkx(self) -> networkx.DiGraph[int]:
-        """Returns the ops as a directed graph: an edge from each producer to its readers, with the number of the ``value``.
+        """Returns the ops as a directed graph with an edge from each producer to each reader.
 
-        Nodes have the op's ``name``, ``target``, ``seconds``, ``bytes`` of its results, and ``forward``.
+        Nodes carry the op's ``name``, ``target``, ``seconds``, ``bytes`` of its results, and ``forward``. Edges carry the
+        number of the ``value`` and its ``bytes``.
         """
         import networkx
 
@@ -396,7 +419,7 @@ class Graph:
         return directed
 
     def dump(self) -> str:
-        """A line per op, for golden tests and for reading."""
+        """Returns the graph as text with a line per op, for golden tests and for reading."""
         lines = []
         for index, op in enumerate(self.ops):
             made = ", ".join(f"%{v}:{format_bytes(self.values[v].bytes)}" for v in op.outputs)
@@ -410,7 +433,7 @@ class Graph:
 
 
 def _check_costs(seconds: Sequence[float], sizes: Sequence[int], rematerializable: Sequence[bool]) -> None:
-    """Raise ``ValueError`` unless there is a sensible figure of each kind for each op."""
+    """Raises ``ValueError`` unless each op has finite seconds >= 0, a whole number of bytes >= 0 and a flag."""
     for name, given in (("sizes", sizes), ("rematerializable", rematerializable)):
         if len(given) != len(seconds):
             raise ValueError(f"{name} has {len(given)} entries, seconds has {len(seconds)}")
@@ -422,7 +445,7 @@ def _check_costs(seconds: Sequence[float], sizes: Sequence[int], rematerializabl
 
 
 def _inputs_of(edges: Iterable[tuple[int, int]], count: int) -> list[tuple[int, ...]]:
-    """For each of ``count`` ops, the values that it reads, sorted. Raises ``ValueError`` for edges that cannot be."""
+    """Returns, for each of ``count`` ops, the values that it reads, sorted. Raises ``ValueError`` for an impossible edge."""
     inputs: list[set[int]] = [set() for _ in range(count)]
     for producer, reader in edges:
         if not (0 <= producer < count and 0 <= reader < count):

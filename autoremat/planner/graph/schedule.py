@@ -1,7 +1,9 @@
-"""A schedule: which ops run in the forward, which in the backward, in which order, and how one is made from a saved set.
+"""Defines schedules: the sequence of executions in the forward and in the backward.
 
-A forward op that appears in the backward is a recomputation; it may appear more than once. What the backward reads and
-does not make itself beforehand is *saved*. The schedule of a graph of one phase has no backward: its forward repeats ops.
+Builds one from a saved set.
+
+A forward op in the backward is a recomputation; it may occur several times. A value that the backward reads before it computes
+it is *saved*. In a single-phase graph the backward is empty, and the forward repeats ops.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ from autoremat.planner.graph.graph import Graph
 
 @dataclass(frozen=True)
 class Schedule:
-    """Executions of op numbers, in order, of the two halves of a step."""
+    """The executions of both halves of a step, as op numbers in sequence."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
 
     @cached_property
     def sequence(self) -> tuple[int, ...]:
-        """All executions of the step, in order."""
+        """All executions of the step in sequence."""
         return self.forward + self.backward
 
     def recomputed(self, graph: Graph) -> tuple[int, ...]:
-        """Executions of forward ops beyond the one that every op needs at least, in order.
+        """Returns the executions of forward ops after their first one, in sequence.
 
-        An op that the forward does not have to run (only the backward reads it) costs nothing extra the first time.
+        The first execution of an op that only the backward needs is not a recomputation.
         """
         seen = set()
         repeated = []
@@ -41,7 +43,7 @@ class Schedule:
         return tuple(repeated)
 
     def saved(self, graph: Graph) -> tuple[int, ...]:
-        """Forward-made values that cross from the forward to the backward."""
+        """Returns the forward values that cross from the forward into the backward."""
         fresh: set[int] = set()
         saved: dict[int, None] = {}
         reads, outputs, backward_begins = graph.forward_reads, graph.made, graph.num_forward
@@ -58,60 +60,63 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Segments:
-    """The forward cut into consecutive stretches; ``of_op[i]`` is the segment of forward op ``i``.
+    """The forward, cut into consecutive segments.
 
-    ``kept`` are the values that stay available, once made, until their last reader, whatever segment the backward is in:
-    the values on the cuts. Everything else recomputed is dropped when the backward leaves the segment that needed it.
+    ``of_op[i]`` is the segment of forward op ``i``.
+
+    ``kept`` are the values on cuts: once recomputed, they stay live until their last reader has run. Any other recomputed value
+    is dropped when the backward leaves the segment that needed it.
     """
 
     of_op: tuple[int, ...]
     kept: frozenset[int] = frozenset()
     long_range: frozenset[int] = frozenset()
-    """Values read far from where they are made (masks, rotary tables, skips): they say nothing of where the backward is."""
+    """Values that are read far from their producer (masks, rotary tables, skips). Their readers do not tell which segment the
+    backward is in."""
 
     @property
     def count(self) -> int:
-        """The number of segments."""
+        """Number of segments."""
         return max(self.of_op, default=-1) + 1
 
 
 def one_segment(graph: Graph) -> Segments:
-    """The whole forward as one segment: each recomputed value is recomputed once and kept until its last reader."""
+    """Returns the whole forward as one segment: each value is recomputed at most once and stays live until its last reader."""
     return Segments((0,) * graph.num_forward)
 
 
 class _Backward:
-    """Builds the backward half: walks the backward ops in order and recomputes each missing value just before its reader."""
+    """Builds the backward half. Walks the backward ops in sequence and recomputes each missing value just before its reader."""
 
     def __init__(self, graph: Graph, saved: Collection[int], segments: Segments) -> None:
         self.graph, self.segments = graph, segments
         self.saved = frozenset(saved)
         self.available = set(self.saved)
         self.local: list[int] = []
-        """Recomputed values that go when the backward leaves the current segment."""
+        """Recomputed values that are dropped when the backward leaves the current segment."""
         self.current = segments.count - 1
         self.executions: list[int] = []
         self.segment_of_op = _backward_segments(graph, segments)
 
     def read_here(self, value: int) -> bool:
-        """Whether a backward op of the current segment reads ``value``."""
+        """Returns True if a backward op of the current segment reads ``value``."""
         first = self.graph.num_forward
         return any(r >= first and self.segment_of_op[r - first] == self.current for r in self.graph.readers[value])
 
     def missing(self, values: Sequence[int]) -> list[int]:
-        """Of values that the forward makes, those that are not there."""
+        """Returns those of the forward values ``values`` that are not available."""
         available = self.available
         return [value for value in values if value not in available]
 
     def enter(self, segment: int) -> None:
-        """Drop what was recomputed for another segment, except the values on cuts."""
+        """Enters ``segment``. Drops the values that were recomputed for another segment, except those on cuts."""
         if segment != self.current:
             self.available.difference_update(self.local)
             self.local.clear()
             self.current = segment
 
     def recompute(self, values: list[int]) -> None:
-        """Execute all that is missing to make ``values``, in forward order."""
+        """Executes all ops that ``values`` still need, in forward sequence."""
         graph, kept, of_op = self.graph, self.segments.kept, self.segments.of_op
         for index in sorted(graph.ancestors(graph.producers(values), self.available)):
             self.executions.append(index)
@@ -125,6 +130,7 @@ class _Backward:
                     self.local.append(value)
 
     def build(self) -> tuple[int, ...]:
+        """Returns the executions of the backward half."""
         graph = self.graph
         for index in range(graph.num_forward, len(graph.ops)):
             self.enter(self.segment_of_op[index - graph.num_forward])
@@ -140,9 +146,9 @@ class _Backward:
 
 
 def _backward_segments(graph: Graph, segments: Segments) -> list[int]:
-    """For each backward op, the segment whose gradients it computes.
+    """Returns, for each backward op, the segment whose gradients it computes.
 
-    That is the latest segment that it or any op after it reads from, so that the backward leaves a segment once, for good.
+    That is the latest segment from which it or a later op reads, so the backward leaves each segment only once.
     """
     latest = [0] * len(graph.values)
     for index, op in enumerate(graph.ops[: graph.num_forward]):
@@ -159,7 +165,7 @@ def _backward_segments(graph: Graph, segments: Segments) -> list[int]:
 
 
 def build_schedule(graph: Graph, saved: Collection[int], segments: Segments | None = None) -> Schedule:
-    """The schedule that saves ``saved`` and recomputes, just in time, everything else that the backward reads."""
+    """Returns the schedule that saves ``saved`` and recomputes every other value that the backward reads, just in time."""
     backward = _Backward(graph, saved, segments or one_segment(graph)).build()
     draft = Schedule((), backward)
     crossing = draft.saved(graph)

@@ -1,9 +1,10 @@
-"""Cuts the forward into segments at its narrow places, found in the graph and not from module names.
+"""Cuts the forward into segments at narrow places, found in the graph alone, without module names.
 
-A place between two forward ops is as wide as the bytes of the values that cross it. Values that live through a large part
-of the forward (masks, rotary tables, encoder outputs, U-Net skips) are *long_range*: they cross everywhere and do not count.
-Keeping only what crosses the cuts is the chain strategy of Chen et al., "Training Deep Nets with Sublinear Memory Cost"
-(2016); here the cuts fall where they are cheapest.
+A place lies between two forward ops. Its width is the bytes of the values that cross it. Values that live through a large part
+of the forward are *long-range* (masks, rotary tables, encoder outputs, U-Net skips). They cross most places and do not count.
+
+Saving only the values on the cuts is the strategy of Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016). Here
+the cuts lie where they are cheapest.
 """
 
 from __future__ import annotations
@@ -18,24 +19,24 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Segments
 
 LONG_RANGE_SHARE = 0.35
-"""A value that lives longer than this share of the forward's ops is long_range. In a residual network of two blocks a block's
-input lives for a quarter of it."""
+"""A value is long-range if it lives for more than this share of the forward's ops. In a residual network of two blocks, the
+input of a block lives for a quarter of them."""
 
 LONG_RANGE_OPS = 12
-"""Nothing that lives for fewer ops than this is long_range, so that short forwards have cuts too."""
+"""A value is long-range only if it lives for more ops than this, so that short forwards have cuts too."""
 
 MAX_SEGMENTS = 128
 
 FEW_SEGMENTS = 8
-"""So many segments are tried even if that leaves only two ops for each."""
+"""Numbers of segments up to this one are tried even if only two ops are left for each."""
 
 
 @dataclass(frozen=True)
 class Chain:
-    """What segmentation needs to know of a forward, computed once per graph.
+    """The facts about a forward that segmentation needs, computed once per graph.
 
-    ``width[p]`` is the number of bytes that cross from forward op ``p`` to later ones; ``filled[p]`` the bytes made by the
-    forward up to and including op ``p``.
+    ``width[p]`` is the bytes that cross from forward op ``p`` to later ones. ``filled[p]`` is the bytes that the forward has
+    allocated up to and including op ``p``. ``last_read[v]`` is the last forward op that reads value ``v``.
     """
 
     graph: Graph
@@ -46,7 +47,7 @@ class Chain:
 
     @classmethod
     def of(cls, graph: Graph) -> Chain:
-        """Analyse the forward of ``graph``."""
+        """Returns the analysis of the forward of ``graph``."""
         count = graph.num_forward
         last_read = np.zeros(len(graph.values), dtype=np.int64)
         change = np.zeros(count + 1, dtype=np.int64)
@@ -66,7 +67,7 @@ class Chain:
         return cls(graph, last_read, frozenset(long_range), np.cumsum(change)[:count], np.cumsum(made))
 
     def crossing(self, place: int) -> list[int]:
-        """The values that cross from op ``place`` to later ops, without long_range ones."""
+        """Returns the values that cross from op ``place`` to later ops, without long-range ones."""
         return [
             v
             for v in self.graph.forward_values
@@ -74,7 +75,7 @@ class Chain:
         ]
 
     def places(self, count: int) -> list[int]:
-        """``count - 1`` narrow places that share the forward's bytes about equally, in order."""
+        """Returns at most ``count - 1`` narrow places in ascending order. They divide the forward's bytes about equally."""
         total = int(self.filled[-1]) if len(self.filled) else 0
         chosen: list[int] = []
         for part in range(1, count):
@@ -88,7 +89,7 @@ class Chain:
         return chosen
 
     def segments(self, count: int) -> tuple[Segments, tuple[tuple[int, ...], ...]]:
-        """About ``count`` segments, and for each cut the values that cross it."""
+        """Returns about ``count`` segments and, for each cut, the values that cross it."""
         places = self.places(count)
         of_op = np.searchsorted(places, np.arange(self.graph.num_forward), side="left")
         crossing = tuple(tuple(self.crossing(p)) for p in places)
@@ -97,8 +98,10 @@ class Chain:
 
 
 def segment_counts(num_forward: int) -> Iterator[int]:
-    """Numbers of segments worth trying: 1, 2, 3, 4, 6, 8, 12, 16, 24, ... up to a segment per four ops, or two if these are
-    few."""
+    """Yields the numbers of segments to try, in the sequence 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
+
+    The largest number leaves four ops per segment, or two if it is at most ``FEW_SEGMENTS``. It never exceeds ``MAX_SEGMENTS``.
+    """
     most = max(1, min(MAX_SEGMENTS, max(num_forward // 4, min(num_forward // 2, FEW_SEGMENTS))))
     count = 1
     while count <= most:

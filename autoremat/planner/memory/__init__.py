@@ -1,1 +1,1 @@
-"""The peak of a schedule: the simulator, its live ranges and fusion rule, and the replay of generated code."""
+"""The peak of a schedule: the simulator, its live ranges and fusion rules, and the replay of generated code."""

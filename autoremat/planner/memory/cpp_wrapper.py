@@ -1,7 +1,7 @@
-"""Inductor's C++ wrapper (``cpp_wrapper=True``) as the Python wrapper that allocates, aliases and frees the same.
+"""Translates Inductor's C++ wrapper (``cpp_wrapper=True``) to a Python wrapper with the same allocations, aliases and frees.
 
-The C++ function has one statement a line, of few forms: a tensor is made by ``aoti_torch_empty_strided`` or by a kernel that
-writes a handle, shared by ``reinterpret_tensor_wrapper`` or ``std::move``, and freed by ``reset``.
+The C++ function has one statement per line, in few forms. ``aoti_torch_empty_strided``, or a kernel that writes a handle,
+allocates a tensor. ``reinterpret_tensor_wrapper`` and ``std::move`` share its storage, and ``reset`` frees it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 BODY = re.compile(r"void inductor_entry_impl\((.*?)\n} // inductor_entry_impl", re.DOTALL)
 BRANCHES = re.compile(r"^\s*(while|for) \(|^\s*} else \{|alloc_from_pool", re.MULTILINE)
-"""Code that runs or not, and pools: then the order of the lines is not that of what happens."""
+"""Branches and memory pools. With them, the sequence of lines is not the sequence of allocations."""
 
 NUMBERS = re.compile(r"int64_t (int_array_\w+)\[\] = \{(.*)\};")
 EMPTY = re.compile(
@@ -34,7 +34,10 @@ ARGUMENT = re.compile(r"(?:RAIIAtenTensorHandle\()?([A-Za-z_]\w*)\)?(?:, |$)")
 
 
 def as_python(source: str) -> str | None:
-    """A Python function ``call`` that allocates as the C++ function in ``source`` does; None if it branches or is missing."""
+    """Returns a Python function ``call`` with the same allocations as the C++ function in ``source``.
+
+    Returns None if that function is missing, branches or uses memory pools.
+    """
     body = BODY.search(source)
     if body is None or BRANCHES.search(body[1]):
         return None
@@ -42,13 +45,14 @@ def as_python(source: str) -> str | None:
 
 
 def _statements(lines: list[str]) -> Iterator[str]:
+    """Yields Python statements for the lines that allocate, share or free tensors."""
     arrays: dict[str, str] = {}
-    """Sizes and strides, as tuples."""
+    """Sizes and strides by name, as text of tuples."""
     others: dict[str, str] = {}
-    """Names of tensors that a second handle is made of, for one call."""
+    """For each second handle of a tensor, the name of the tensor. Such handles serve one call."""
     made: set[str] = set()
     pending: list[str] = []
-    """Results that are declared before the op that makes them is called by its name."""
+    """Results that are declared before the call, by name, of the op that computes them."""
     for line in lines:
         if numbers := NUMBERS.search(line):
             arrays[numbers[1]] = _tuple(numbers[2])
@@ -82,13 +86,13 @@ def _statements(lines: list[str]) -> Iterator[str]:
 
 
 def _tuple(numbers: str) -> str:
-    """The numbers of an array as a tuple, if they are constants."""
+    """Returns the numbers of an array as text of a tuple, or ``UNKNOWN`` if they are not constants."""
     constants = [number.strip().rstrip("L") for number in numbers.split(",") if number.strip()]
     return f"({''.join(f'{number}, ' for number in constants)})" if all(map(str.isdecimal, constants)) else UNKNOWN
 
 
 def _first_names(arguments: str) -> list[str]:
-    """The names with which the arguments of a call begin, two at most."""
+    """Returns the names that begin the arguments of a call, at most two."""
     found: list[str] = []
     rest = arguments
     while len(found) < 2 and (argument := ARGUMENT.match(rest)):
@@ -98,7 +102,7 @@ def _first_names(arguments: str) -> list[str]:
 
 
 def _call(name: str, results: list[str], arguments: list[str]) -> Iterator[str]:
-    """A call of the op, and the unpacking of what it makes."""
+    """Yields a call of the op and the unpacking of its results."""
     call = f"torch.ops.aten.{name}({', '.join(arguments)})"
     if not results:
         yield call

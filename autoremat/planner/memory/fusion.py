@@ -1,15 +1,26 @@
-"""Which copies exist where the code generator fuses (``graph.fuses``), and how long: Inductor's choices, modelled.
+"""Models fusion in Inductor: the values that are materialised, and their live ranges (if ``graph.fuses``).
 
-A pointwise result that only fusible ops read is *inlined*: its readers compute it from *its* inputs, which therefore live
-until then. What several read is inlined only while that is cheap: not if the expression reads more than a few buffers
-(``graph.most_reads``: Inductor's ``realize_reads_threshold``), nor, on CPUs, if it holds an exponential or the like
-(``Op.inlining``). Else it is made; but if all its readers stand in the same run of fusible ops and none of them is a reduction,
-which would take a pass of its own, one loop makes and reads it, and it never exists either. Everything else is materialised:
-results of extern kernels and reductions, whatever an extern kernel reads, outputs, saved values.
+A pointwise result is *fusible* if the caller does not hold it, it does not cross into the backward, and no extern kernel reads
+it. The first row that applies to a fusible result decides. Rows 1 and 2 do not apply to random draws.
 
-A result takes the place of an input of the same size that is read where it is written (``Op.in_place``), for the last time,
-and that nobody holds, unless it is reduced in the same run. Where one call runs all kernels between two extern ones
-(``graph.fusion_groups_hold_buffers``), what it writes is there before it begins, and what it reads until it ends.
+| Row | Condition                                                               | Consequence                     |
+| 1   | It has one reader.                                                      | It is inlined into that reader. |
+| 2   | Its expression reads at most ``graph.most_reads`` buffers and is cheap. | It is inlined into all readers. |
+| 3   | All readers are in its fusion group, and none is a reduction.           | One loop computes and reads it. |
+| 4   | None of the above.                                                      | It is materialised.             |
+
+Rows 1 to 3 allocate nothing, and the inputs of the result stay live until its readers have run. ``graph.most_reads`` is
+Inductor's ``realize_reads_threshold``. On CPUs, an expression with an exponential or the like is not cheap (``Op.inlining``). A
+reduction blocks row 3, because it takes a pass of its own. Every other result is materialised.
+
+An op's only output *reuses* the buffer of the first input that meets these conditions:
+
+- Both have the same size, and the op reads and writes the same elements (``Op.in_place``).
+- This read is the input's last, and nobody holds the input.
+- No reduction in the same fusion group reads the output.
+
+With ``graph.fusion_groups_hold_buffers``, a fusion group is one call. Its results are allocated before it begins, and its
+inputs are freed after it ends.
 """
 
 from __future__ import annotations
@@ -24,7 +35,7 @@ from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 
 
 def lifetimes_with_fusion(copies: Buffers) -> LiveRanges:
-    """The copies that exist, and when."""
+    """Returns the live ranges of the materialised values."""
     kinds = arrays_of(copies.graph).kinds[copies.sequence]
     run = _runs(kinds, copies.num_forward)
     absent = _absent(copies, kinds, run)
@@ -38,7 +49,7 @@ def lifetimes_with_fusion(copies: Buffers) -> LiveRanges:
 
 
 def _runs(kinds: Numbers, num_forward: int) -> Numbers:
-    """For each execution, the number of its *run*: an extern kernel alone, or the fusible ops between two of them."""
+    """Returns the fusion group of each execution: an extern kernel alone, or the fusible ops between two extern kernels."""
     begins = np.zeros(len(kinds), dtype=np.int64)
     extern = kinds == EXTERN
     begins[extern] = 1
@@ -49,9 +60,9 @@ def _runs(kinds: Numbers, num_forward: int) -> Numbers:
 
 
 def _absent(copies: Buffers, kinds: Numbers, run: Numbers) -> Flags:
-    """For each copy, whether fusion keeps it from ever existing (see the head of this file).
+    """Returns, for each live range, True if fusion does not materialise it (rows 1 to 3 at the head of this file).
 
-    Who reads an absent copy reads what that is computed from: ``copies.last`` becomes later.
+    The inputs of an absent live range are read by its readers, so ``copies.last`` becomes later for them.
     """
     count = len(copies.value)
     readers = np.bincount(copies.source, minlength=count)
@@ -70,17 +81,17 @@ def _absent(copies: Buffers, kinds: Numbers, run: Numbers) -> Flags:
 
 
 def _inlined(copies: Buffers, candidates: Flags, readers: Numbers) -> Flags:
-    """Of ``candidates``, those that their readers compute: all with one reader, and of the others the cheap ones."""
+    """Returns those of ``candidates`` that are inlined: all with a single reader, and those of the others that are cheap."""
     found: Flags = candidates & (readers == 1)
     shared = np.flatnonzero(candidates & (readers > 1)).tolist()
     inlined, executions = found.tolist(), _Executions(copies)
-    for copy in shared:  # in the order of their making: what they are computed from is decided
+    for copy in shared:  # in the sequence of allocation, so that everything they are computed from is decided already
         inlined[copy] = executions.are_cheap(copy, inlined)
     return np.array(inlined, dtype=np.bool_)
 
 
 class _Executions:
-    """What single executions read."""
+    """The reads of single executions."""
 
     def __init__(self, copies: Buffers) -> None:
         self.ops, self.given = copies.graph.ops, arrays_of(copies.graph).given
@@ -90,11 +101,14 @@ class _Executions:
         self._begins = np.searchsorted(copies.reader, np.arange(len(self.sequence) + 1)).tolist()
 
     def read(self, position: int) -> list[int]:
-        """The copies that the execution at ``position`` reads, in the order of its op's inputs."""
+        """Returns the live ranges that the execution at ``position`` reads, in the sequence of its op's inputs."""
         return self._source[self._begins[position] : self._begins[position + 1]]
 
     def are_cheap(self, copy: int, inlined: list[bool]) -> bool:
-        """Whether the expression of ``copy``, through ``inlined`` ones, reads few buffers and holds nothing heavy."""
+        """Returns True if the expression of ``copy`` reads few buffers and contains no op of ``Inlining.ONCE``.
+
+        The expression includes everything that is inlined into it.
+        """
         reads: set[int] = set()
         seen: set[int] = set()
         stack = [self.start[copy]]
@@ -116,12 +130,15 @@ class _Executions:
 
 
 def _read_through(copies: Buffers, absent: Flags, reduced: Flags) -> None:
-    """Who reads an absent copy reads what that is computed from: ``copies.last`` becomes later, and more is ``reduced``."""
+    """Makes the readers of absent live ranges readers of their inputs.
+
+    ``copies.last`` becomes later, and more live ranges become ``reduced``.
+    """
     through = copies.start[absent]
     bounds = np.searchsorted(copies.reader, np.stack([through, through + 1])).tolist()
     last, source, by_reduction = copies.last.tolist(), copies.source.tolist(), reduced.tolist()
     reads = zip(np.flatnonzero(absent).tolist(), *bounds, strict=True)
-    # Backwards, so that the readers of an absent copy are known before they become readers of its inputs.
+    # Backwards: the readers of an absent live range must be final before they become readers of its inputs.
     for copy, begin, end in reversed(list(reads)):
         until, by = last[copy], by_reduction[copy]
         for behind in source[begin:end]:
@@ -134,10 +151,9 @@ def _read_through(copies: Buffers, absent: Flags, reduced: Flags) -> None:
 
 
 def _taken_over(copies: Buffers, absent: Flags, kinds: Numbers, run: Numbers) -> tuple[list[int], list[int]]:
-    """Buffers whose storage the execution that reads them last writes its result to, and those results, at most one for each
-    execution.
+    """Returns the live ranges whose buffer is reused, and the results that reuse them; at most one pair per execution.
 
-    A reduction of the result in the same kernel runs over other loops, and Inductor then does not reuse the storage.
+    A reduction of the result in the same fusion group runs over other loops, so Inductor does not reuse the buffer then.
     """
     count, sizes = len(copies.value), arrays_of(copies.graph).value_bytes[copies.value]
     alone = np.bincount(copies.start, minlength=len(copies.sequence))[copies.start] == 1
@@ -161,15 +177,16 @@ def _taken_over(copies: Buffers, absent: Flags, kinds: Numbers, run: Numbers) ->
 
 
 class _InPlace:
-    """What executions read where they write."""
+    """The inputs that executions read at the elements that they write."""
 
     def __init__(self, copies: Buffers, absent: Flags) -> None:
         self.executions, self.value, self.absent = _Executions(copies), copies.value.tolist(), absent.tolist()
         self.made = (~absent | arrays_of(copies.graph).never_inlined[copies.sequence][copies.start]).tolist()
-        """Whether the code generator knows the copy as a buffer, if only until it has fused its maker and its readers."""
+        """For each live range, True if it is a buffer for the code generator, at least until its producer and readers are
+        fused."""
 
     def read_by(self, position: int) -> Iterator[int]:
-        """The copies that an execution reads where it writes, through inlined results too."""
+        """Yields the live ranges that an execution reads at the elements that it writes, also through inlined results."""
         executions = self.executions
         may = executions.ops[executions.sequence[position]].in_place
         for copy in executions.read(position):
@@ -182,8 +199,10 @@ class _InPlace:
 
 
 def _extend(starts: Numbers, ends: Numbers, run: Numbers, overwritten: list[int], overwriting: list[int]) -> None:
-    """Let copies live from the beginning of the run that makes them to the end of the run that reads them last. A storage
-    that is taken over within a run passes from one copy to the other where it did."""
+    """Extends live ranges from the beginning of the producer's fusion group to the end of the last reader's group.
+
+    A buffer that is reused within a group still passes from one live range to the other at the same execution.
+    """
     begin_of = np.searchsorted(run, run, side="left")
     end_of = np.searchsorted(run, run, side="right") - 1
     early = np.ones(len(starts), dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""Every copy of a value that a schedule makes, and who reads it. The planner's innermost loop: columns, not objects."""
+"""Lists the live ranges of a schedule and their readers, as arrays. This is the planner's innermost loop."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from autoremat.planner.graph.schedule import Schedule
 
 @dataclass(frozen=True)
 class LiveRanges:
-    """Of the copies that exist, in the order of their making: their values, the executions that make them, and the first
-    and last execution during which they are alive."""
+    """The materialised live ranges in the sequence of their allocation, as arrays.
+
+    For each one: its value, the execution that computes it, and the first and last execution during which it is live.
+    """
 
     values: Numbers
     made_at: Numbers
@@ -24,9 +26,10 @@ class LiveRanges:
 
 
 class Buffers:
-    """The copies in the order of their making, and the reads in the order of executions.
+    """All live ranges in the sequence of their allocation, and all reads in the sequence of executions.
 
-    Raises ``PlanInvalid`` if an execution reads what was never made.
+    Includes live ranges that fusion does not materialise. Raises ``PlanInvalid`` if an execution reads a value that was not
+    computed before.
     """
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
@@ -38,26 +41,27 @@ class Buffers:
         self.order = np.argsort(keys)
         self.keys = keys[self.order]
         self.source = self._newest(read, self.reader)
-        """For each read, the copy; ``reader`` is the execution."""
+        """For each read, the live range that is read; ``reader`` is the execution that reads it."""
         if len(missing := np.flatnonzero(self.source < 0)):
             raise self._never_made(int(self.reader[missing[0]]), int(read[missing[0]]))
         self.last = self.start.copy()
-        """For each copy, the last execution that makes or reads it."""
+        """For each live range, the last execution that computes or reads it."""
         np.maximum.at(self.last, self.source, self.reader)
         self.kept = self._kept()
-        """Whether a copy stays with the caller."""
+        """For each live range, True if the caller holds it."""
 
     def _key(self, values: Numbers, positions: Numbers) -> Numbers:
-        """Ascends with the value, then with the position."""
+        """Returns sort keys that ascend with the value, then with the position."""
         return values * (len(self.sequence) + 1) + positions
 
     def _newest(self, values: Numbers, positions: Numbers) -> Numbers:
-        """The newest copy of each value before a position; -1 if there is none."""
+        """Returns the newest live range of each value before a position, or -1 if there is none."""
         at = np.searchsorted(self.keys, self._key(values, positions)) - 1
         found = np.append(self.order, -1)[at]
         return np.where((found >= 0) & (np.append(self.value, -1)[found] == values), found, -1)
 
     def _kept(self) -> Flags:
+        """Returns, for each live range, True if it is a forward output or a gradient that the caller holds."""
         kept = np.zeros(len(self.value), dtype=np.bool_)
         for outputs, position in (
             (self.graph.forward_outputs, self.num_forward),
@@ -69,7 +73,7 @@ class Buffers:
         return kept
 
     def ends(self) -> Numbers:
-        """For each copy, the execution after which it is freed."""
+        """Returns, for each live range, the execution after which it is freed."""
         return np.where(self.kept, len(self.sequence) - 1, self.last)
 
     def _never_made(self, position: int, value: int) -> PlanInvalid:

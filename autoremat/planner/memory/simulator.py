@@ -1,12 +1,12 @@
-"""The one memory simulator: (graph, schedule) -> bytes alive at each execution.
+"""Simulates the memory of a schedule: the bytes that are live at each execution.
 
-Each execution makes fresh *copies* of the op's outputs and reads the newest copy of each input. A copy is freed after its
-last reader. Solvers, the report and the tests all use this file.
+Each execution allocates new live ranges for the outputs of its op, and reads the newest live range of each input. A live range
+ends at its last read. Search, report and tests share this simulator.
 
-What is counted follows the definition of the budget: inputs of the step cost nothing; tangents are held through the whole
-backward by autograd; forward outputs and gradients stay with the caller from their making to the end of the step.
+The count follows the definition of the budget. Inputs of the step cost nothing. Autograd holds tangents through the whole
+backward. The caller holds forward outputs and gradients from their allocation to the end of the step.
 
-Where the code generator fuses (``graph.fuses``), not all copies exist: see :mod:`autoremat.planner.memory.fusion`.
+If the code generator fuses (``graph.fuses``), some values are never materialised: see :mod:`autoremat.planner.memory.fusion`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 
 @dataclass(frozen=True)
 class Copy:
-    """One materialised copy of a value: alive from execution ``start`` to execution ``end``, both included."""
+    """One live range of a materialised value, from execution ``start`` to execution ``end``, both included."""
 
     value: int
     start: int
@@ -34,7 +34,7 @@ class Copy:
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result of a simulation. ``bytes_at[i]`` is what is alive while execution ``i`` of ``schedule.sequence`` runs."""
+    """The result of a simulation. ``bytes_at[i]`` is the bytes live while execution ``i`` of ``schedule.sequence`` runs."""
 
     graph: Graph
     schedule: Schedule
@@ -43,13 +43,13 @@ class Timeline:
 
     @cached_property
     def copies(self) -> tuple[Copy, ...]:
-        """The materialised copies in the order of their making."""
+        """The live ranges in the sequence of their allocation."""
         lifetimes = self.lifetimes
         return tuple(map(Copy, lifetimes.values.tolist(), lifetimes.starts.tolist(), lifetimes.ends.tolist()))
 
     @cached_property
     def peak_bytes(self) -> int:
-        """The largest number of bytes alive at any moment."""
+        """The most bytes live at any execution."""
         return int(self.bytes_at.max()) if len(self.bytes_at) else 0
 
     @cached_property
@@ -58,15 +58,15 @@ class Timeline:
         return int(self.bytes_at.argmax()) if len(self.bytes_at) else 0
 
     def alive_at(self, position: int) -> list[int]:
-        """Values with a copy alive at execution ``position``, largest first."""
+        """Returns the values that are live at execution ``position``, largest first. Values of zero bytes are skipped."""
         values = [c.value for c in self.copies if c.start <= position <= c.end and self.graph.values[c.value].bytes]
         return sorted(values, key=lambda v: (-self.graph.values[v].bytes, v))
 
 
 def simulate(graph: Graph, schedule: Schedule) -> Timeline:
-    """Replay ``schedule`` and count the bytes alive at each execution.
+    """Returns the simulation of ``schedule``: its live ranges and the bytes live at each execution.
 
-    Raises ``PlanInvalid`` if an execution reads what was never made.
+    Raises ``PlanInvalid`` if an execution reads a value that was not computed before.
     """
     copies = Buffers(graph, schedule)
     if graph.fuses:

@@ -1,8 +1,8 @@
-"""The peak of the code that Inductor generated, by replaying its allocations.
+"""Computes the peak of the code that Inductor generated, by a replay of its allocations.
 
-Inductor's output for a graph is a Python function ``call(args)`` that allocates each buffer by name, runs kernels on them,
-re-binds names where it reuses memory, and deletes names after their last use. Replaying only those statements over an
-abstract heap gives the bytes alive at every moment: in-place reuse, buffer pools and extern kernels included. Nothing is
+Inductor's output for a graph is a Python function ``call(args)``. It allocates buffers by name, runs kernels on them, rebinds
+names where it reuses memory, and deletes names after their last use. The replay follows only those statements, over an abstract
+heap. This gives the live bytes at each statement, with in-place reuse, buffer pools and extern kernels. No generated code is
 executed.
 """
 
@@ -25,9 +25,14 @@ INPUT_PREFIXES = ("primals_", "fwd_rng_state", "bwd_rng_state")
 
 @dataclass(frozen=True)
 class ReplayContext:
-    """What the replay of generated code has to know of the graph: forward outputs (bytes by name), which nobody may free;
-    the allocator's granularity; workspaces by ATen op name and bytes of its results; what else the code may allocate at any
-    time; and the strides of the step's inputs, where known."""
+    """The facts about a graph that the replay of its code needs.
+
+    - ``held``: bytes of forward outputs by name. The caller holds them, so the code cannot free them.
+    - ``allocation_bytes``: granularity of the allocator.
+    - ``workspaces``: workspace bytes by ATen op name and bytes of the results.
+    - ``code_headroom_bytes``: further bytes that the code may allocate at any time.
+    - ``input_strides``: strides of the step's inputs, where known.
+    """
 
     held: Mapping[str, int] = field(default_factory=dict)
     allocation_bytes: int = 1
@@ -36,12 +41,15 @@ class ReplayContext:
     input_strides: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     def is_input(self, name: str, strides: tuple[object, ...]) -> bool:
-        """Whether what the backward reads under this name is an input of the step: not the forward's copy in another layout."""
+        """Returns True if the backward's input ``name`` is an input of the step.
+
+        It is not one if the forward saved a copy of the input in another layout.
+        """
         return name.startswith(INPUT_PREFIXES) and self.input_strides.get(name, strides) == strides
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Statements in order, those in ``with``, ``if`` and ``for`` blocks in place."""
+    """Yields all statements in sequence, with the bodies of ``with``, ``if`` and ``for`` in place."""
     for statement in body:
         yield statement
         for block in ("body", "orelse"):
@@ -49,7 +57,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def _call_function(source: str) -> ast.FunctionDef | None:
-    """The generated ``call``; None if the code is split into partitions, whose callers hold buffers across them."""
+    """Returns the generated ``call``, or None if the code is partitioned: callers of partitions hold buffers across them."""
     functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
     if any(f.name.startswith("partition_") for f in functions):
         return None
@@ -57,7 +65,7 @@ def _call_function(source: str) -> ast.FunctionDef | None:
 
 
 ALIASING = ("reinterpret_tensor", "copy_if_misaligned")
-"""Functions that return the storage of their first argument. The second copies only what was cut out of a larger tensor."""
+"""Functions that return the storage of their first argument. The second one copies only slices of a larger tensor."""
 
 
 VIEWS = frozenset(
@@ -66,11 +74,14 @@ VIEWS = frozenset(
         "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real",
     }
 )  # fmt: skip
-"""Ops of ATen's whose result has the storage of their first argument: the code calls them for complex numbers."""
+"""ATen ops whose result is a view of their first argument. Generated code calls them for complex numbers."""
 
 
 def _aliased(value: ast.expr) -> str | None:
-    """The name whose storage ``value`` shares: a name, or a reinterpretation or view of one."""
+    """Returns the name whose storage ``value`` shares, or None.
+
+    Such a value is a name, or a reinterpretation or view of one.
+    """
     if isinstance(value, ast.Name):
         return value.id
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ALIASING:
@@ -81,7 +92,7 @@ def _aliased(value: ast.expr) -> str | None:
 
 
 def _strided_bytes(value: ast.expr) -> int | None:
-    """Bytes of ``empty_strided_*(size, stride, dtype)`` with literal arguments."""
+    """Returns the bytes of ``empty_strided_*(size, stride, dtype)``, or None for other calls and non-literal arguments."""
     if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and len(value.args) == 3):
         return None
     if not value.func.id.startswith("empty_strided"):
@@ -96,7 +107,7 @@ def _strided_bytes(value: ast.expr) -> int | None:
 
 
 def _is_planar(value: ast.expr) -> bool:
-    """Whether ``value`` is images on the CPU, one channel after the other, new or in the place of another buffer."""
+    """Returns True if ``value`` is a CPU buffer of images whose channels are not innermost, new or reinterpreted."""
     if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name)):
         return False
     first = {"empty_strided_cpu": 0, "reinterpret_tensor": 1}.get(value.func.id)
@@ -110,7 +121,7 @@ def _is_planar(value: ast.expr) -> bool:
 
 
 class _Heap:
-    """Storages with the names that hold them; a storage without names is freed."""
+    """Storages and the names that refer to them. A storage without names is freed."""
 
     def __init__(self, round_to: int) -> None:
         self.names: dict[str, set[int]] = {}
@@ -118,10 +129,11 @@ class _Heap:
         self.sizes: dict[int, int] = {}
         self.alive = self.peak = 0
         self.planar: set[str] = set()
-        """Names of images that lie one channel after the other."""
+        """Names of images whose channels are not innermost."""
         self.round_to = round_to
 
     def allocate(self, size: int, *names: str) -> None:
+        """Allocates a storage of ``size`` bytes, rounded up, that ``names`` refer to."""
         storage = len(self.sizes)
         self.sizes[storage] = -(-size // self.round_to) * self.round_to
         self.holders[storage] = set(names)
@@ -131,26 +143,32 @@ class _Heap:
         self.peak = max(self.peak, self.alive)
 
     def release(self, name: str) -> None:
+        """Removes ``name`` and frees the storages that no other name refers to."""
         for storage in self.names.pop(name, set()):
             self.holders[storage].discard(name)
             if not self.holders[storage]:
                 self.alive -= self.sizes[storage]
 
     def bytes_of(self, name: str) -> int:
+        """Returns the bytes of the storages that ``name`` refers to."""
         return sum(self.sizes[storage] for storage in self.names.get(name, ()))
 
     def alias(self, name: str, other: str) -> None:
+        """Makes ``name`` refer to the storages of ``other``."""
         if name == other:
             return
         storages = set(self.names.get(other, set()))
-        self.release(name)  # `other` holds the storages meanwhile
+        self.release(name)  # no storage is freed here that `other` refers to
         self.names[name] = storages
         for storage in storages:
             self.holders[storage].add(name)
 
 
 def _unpackings(statements: list[ast.stmt]) -> dict[str, list[str]]:
-    """For each name that holds the results of a call, the names that take one each (``buf7 = buf6[1]``, ``buf7 = buf6``)."""
+    """Returns, for each name bound to the results of a call, the names that take one of them each.
+
+    Such statements are ``buf7 = buf6[1]`` and ``buf7 = buf6``.
+    """
     found: dict[str, list[str]] = {}
     made = set()
     for statement in statements:
@@ -174,12 +192,13 @@ def replay_peak(
     round_to: int = 1,
     workspaces: Mapping[str, Mapping[int, int]] | None = None,
 ) -> int | None:
-    """The largest number of bytes alive while ``source`` runs, or None if it is not of the known form.
+    """Returns the most bytes live while ``source`` runs, or None if the code has an unknown form.
 
-    ``input_bytes`` are the inputs that count (saved activations) by name; those also in ``held`` are never freed.
-    ``buffer_bytes(name)`` gives the size of a buffer that an extern kernel allocates. Allocations are rounded up to
-    ``round_to`` bytes. ``workspaces`` says what calls of a function (by its name in the source) need while they run, by the
-    bytes of their results.
+    - ``input_bytes``: bytes by name of the inputs that count (saved activations).
+    - ``buffer_bytes(name)``: returns the size of a buffer that an extern kernel allocates.
+    - ``held``: names of inputs that are never freed.
+    - ``round_to``: granularity of allocations in bytes.
+    - ``workspaces``: workspace bytes by function name in the source and bytes of the results.
     """
     call = _call_function(as_python(source) or source)
     if call is None:
@@ -205,7 +224,7 @@ def replay_peak(
 
 
 def _reordered(value: ast.expr, heap: _Heap) -> int:
-    """What oneDNN copies to differentiate a convolution of planar images: those, and the gradient."""
+    """Returns the bytes that oneDNN copies for the backward of a convolution of planar images: the images and the gradient."""
     if not (isinstance(value, ast.Call) and "convolution_backward" in ast.unparse(value.func)):
         return 0
     images = [argument.id for argument in value.args[:2] if isinstance(argument, ast.Name)]
@@ -213,19 +232,19 @@ def _reordered(value: ast.expr, heap: _Heap) -> int:
 
 
 def _written(value: ast.expr, heap: _Heap) -> int:
-    """Bytes of the buffer that a call is told to write its result to (``out=buf3``)."""
+    """Returns the bytes of the buffer to which a call writes its result (``out=buf3``)."""
     keywords = value.keywords if isinstance(value, ast.Call) else []
     return sum(heap.bytes_of(k.value.id) for k in keywords if k.arg == "out" and isinstance(k.value, ast.Name))
 
 
 def _workspace(value: ast.expr, made: int, workspaces: Mapping[str, Mapping[int, int]]) -> int:
-    """What the called function needs while it makes results of ``made`` bytes."""
+    """Returns the workspace of the called function, for results of ``made`` bytes."""
     if not isinstance(value, ast.Call):
         return 0
     attributes = {n.attr for n in ast.walk(value.func) if isinstance(n, ast.Attribute)}
     sizes = next((sizes for name, sizes in workspaces.items() if name in attributes), {})
-    # Results that nothing reads are not in the code's count: take the next larger call, or the largest of all. A call that
-    # writes to what is there may be any of them.
+    # ``made`` lacks results that nothing reads. So take the next larger call, or the largest of all. If ``made`` is 0, the call
+    # writes to existing buffers and may be any of them.
     larger = [results for results in sizes if results >= made > 0]
     return sizes[min(larger)] if larger else max(sizes.values(), default=0)
 
@@ -233,13 +252,14 @@ def _workspace(value: ast.expr, made: int, workspaces: Mapping[str, Mapping[int,
 def _assign(
     heap: _Heap, name: str, value: ast.expr, parts: Mapping[str, list[str]], buffer_bytes: Callable[[str], int]
 ) -> None:
+    """Applies the assignment of ``value`` to ``name``: an alias, an unpacking or an allocation."""
     other = _aliased(value)
     if other is not None:
         planar = _is_planar(value) or (isinstance(value, ast.Name) and other in heap.planar)
         (heap.planar.add if planar else heap.planar.discard)(name)
         heap.alias(name, other)
     elif isinstance(value, ast.Subscript):
-        return  # an unpacking, allocated with what it unpacks
+        return  # an unpacking: its storage was allocated with the call
     elif (size := _strided_bytes(value)) is not None:
         heap.release(name)
         heap.allocate(size, name)
@@ -250,5 +270,5 @@ def _assign(
         if own:
             heap.allocate(own, name)
             return
-        for part in parts.get(name, ()):  # a call with results of its own holds nothing itself
+        for part in parts.get(name, ()):  # a call with several results has no storage of its own
             heap.allocate(buffer_bytes(part), name, part)

@@ -1,1 +1,1 @@
-"""A plan, its file, and its check by an independent count."""
+"""Plans, plan files, and the independent check of a plan."""

@@ -1,4 +1,4 @@
-"""Candidates: plans beside the segmentations that they were scheduled with."""
+"""Defines candidates: plans with the segmentations that they were scheduled with."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from autoremat.planner.plans.plan import Plan
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Segments and the values on those cuts that the forward saves (the other cuts are recomputed, then kept)."""
+    """Segments, and the values on those cuts that the forward saves. Values on other cuts are recomputed once and kept."""
 
     segments: Segments
     saved_cuts: frozenset[int]
     label: str
     nested: bool = False
-    """Whether some cuts are not saved."""
+    """True if some cuts are not saved."""
 
 
 @dataclass(frozen=True)

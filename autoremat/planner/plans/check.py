@@ -1,7 +1,10 @@
-"""Replays a plan without the simulator: what runs, in which order, and what is alive meanwhile.
+"""Checks a plan without the simulator: its executions, their sequence, and its peak.
 
-The planner's own arithmetic is not trusted. This file knows only the rules: each execution makes fresh copies of the op's
-outputs; a read finds the newest copy; a copy goes after the last read before the value is made again.
+The planner's own arithmetic is not trusted here. The check knows only these rules:
+
+- An execution allocates a new live range for each output of its op.
+- A read finds the newest live range.
+- A live range ends at the last read before the value is computed again.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from autoremat.planner.graph.schedule import Schedule
 
 
 def check_executions(graph: Graph, schedule: Schedule) -> None:
-    """Raise ``PlanInvalid`` on the first violation.
+    """Raises ``PlanInvalid`` if the schedule breaks a rule.
 
-    Every op runs when it must, for the first time in the graph's order; nothing that may not be repeated runs twice;
-    every read finds its value; outputs exist at the end; orders hold.
+    - The backward's own ops run once each, in sequence. The forward runs only forward ops, and all that it must run.
+    - In the forward, first executions follow the graph's sequence.
+    - No op runs twice that is not rematerializable or that a constraint saves.
+    - Every read finds its value, and the backward's outputs exist at the end.
     """
     if [op for op in schedule.backward if op >= graph.num_forward] != list(range(graph.num_forward, len(graph.ops))):
         raise PlanInvalid("the backward's own ops do not all run once, in order")
@@ -42,6 +47,7 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
 
 
 def _may_run_again(graph: Graph, index: int) -> None:
+    """Raises ``PlanInvalid`` if the op may not run a second time."""
     op = graph.ops[index]
     if not op.rematerializable:
         raise PlanInvalid(f"{op.name} may not run twice ({op.traits.name})")
@@ -50,11 +56,11 @@ def _may_run_again(graph: Graph, index: int) -> None:
 
 
 def replayed_peak(graph: Graph, schedule: Schedule) -> int:
-    """The most bytes alive during an execution, for a graph that does not fuse and a schedule that passed
-    :func:`check_executions`.
+    """Returns the most bytes live during an execution.
 
-    Inputs cost nothing; tangents count through the backward; a workspace counts while its op runs; the copies of outputs
-    that the forward and the backward leave behind stay to the end.
+    The graph must not fuse, and the schedule must have passed :func:`check_executions`. Inputs cost nothing. Tangents count
+    through the backward, and a workspace counts while its op runs. Live ranges of outputs that the caller holds count to the
+    end.
     """
     ops, sequence, num_forward = graph.ops, schedule.sequence, len(schedule.forward)
     sizes = [value.bytes for value in graph.values]
@@ -62,7 +68,7 @@ def replayed_peak(graph: Graph, schedule: Schedule) -> int:
     with_caller = set(graph.forward_outputs)
     held = {v: p for p, index in enumerate(schedule.forward) for v in with_caller.intersection(ops[index].outputs)}
     frees = _frees(graph, schedule)
-    alive: dict[int, int] = {}  # the execution that made the newest copy of each value
+    alive: dict[int, int] = {}  # the execution that computed the newest live range of each value
     current = peak = 0
     for position, index in enumerate(sequence):
         for value in ops[index].outputs:
@@ -77,7 +83,7 @@ def replayed_peak(graph: Graph, schedule: Schedule) -> int:
 
 
 def _frees(graph: Graph, schedule: Schedule) -> list[list[int]]:
-    """For each execution, the values that nobody reads after it before they are made again."""
+    """Returns, for each execution, the values that are not read afterwards before they are computed again."""
     wanted = set(graph.backward_outputs)
     frees: list[list[int]] = []
     for index in reversed(schedule.sequence):

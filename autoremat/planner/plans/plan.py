@@ -1,4 +1,4 @@
-"""A plan: the schedule that was chosen, with what the simulator, the cost model and the lower bounds say of it."""
+"""Defines plans: a schedule with its simulation, its cost and its lower bounds."""
 
 from __future__ import annotations
 
@@ -25,82 +25,90 @@ FORMAT, VERSION = "autoremat plan", 3
 READABLE = (2, 3)
 
 OPTIMAL_SHARE = 1e-9
-"""A plan this close to its lower bound, as a share of the bound or of the step, is optimal: bounds are rounded down."""
+"""Optimality tolerance: a plan this close to its lower bound, as a share of the bound or of the step, counts as optimal. Bounds
+are rounded down."""
 
 
 class Status(str, enum.Enum):
-    """How good a plan is known to be."""
+    """The status of a plan: its fit to the budget, and its known optimality."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
     INFEASIBLE = "infeasible"
-    """Its peak is over the budget."""
+    """The peak exceeds the budget."""
     TIME_LIMIT = "time limit"
-    """Feasible, and the search was cut short."""
+    """Feasible; the time limit cut the search short."""
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(Shown):
-    """A schedule for ``graph`` and its simulated timeline, with what is known of the budget that it was made for."""
+    """A schedule for ``graph`` with its simulated timeline, its budget and the lower bounds.
+
+    Bytes are ints, times are in seconds.
+    """
 
     graph: Graph
     schedule: Schedule
     timeline: Timeline
     label: str = ""
-    """Which candidate this is, for logs: segments, nesting, price."""
+    """The origin of the plan, for logs: segments, nesting, price."""
     budget_bytes: int | None = None
-    """What the peak was to stay within; None for no bound."""
+    """The bound on the peak for which the plan was made, or None."""
     lower_bound_seconds: float = 0.0
-    """No plan within the budget adds less; infinite if none fits."""
+    """No plan within the budget adds fewer seconds to the step. Infinite if no plan fits."""
     lower_bound_bytes: int = 0
-    """No plan has a lower peak."""
+    """No plan has a lower peak, in bytes."""
     interrupted: bool = False
-    """Whether the time limit cut the search short."""
+    """True if the time limit cut the search short."""
 
     @classmethod
     def of(cls, graph: Graph, schedule: Schedule, label: str = "") -> Plan:
-        """Simulate ``schedule``. Raises ``PlanInvalid`` if an execution reads what was never made."""
+        """Returns the plan of a simulated ``schedule``.
+
+        Raises ``PlanInvalid`` if an execution reads a value that was not computed before.
+        """
         return cls(graph, schedule, simulate(graph, schedule), label)
 
     @property
     def sequence(self) -> tuple[int, ...]:
-        """The op numbers in the order in which they are to run."""
+        """The op numbers in the sequence in which they run."""
         return self.schedule.sequence
 
     @property
     def peak_bytes(self) -> int:
-        """The simulated peak."""
+        """The simulated peak in bytes."""
         return self.timeline.peak_bytes
 
     @cached_property
     def saved(self) -> tuple[int, ...]:
-        """Values that cross from forward to backward."""
+        """Values that cross from the forward into the backward."""
         return self.schedule.saved(self.graph)
 
     @cached_property
     def saved_bytes(self) -> int:
-        """Bytes that cross from forward to backward."""
+        """Bytes that cross from the forward into the backward."""
         return sum(self.graph.values[v].bytes for v in self.saved)
 
     @cached_property
     def recomputed(self) -> tuple[int, ...]:
-        """Executions of forward ops beyond the first, in order."""
+        """Executions of forward ops beyond the first one, in sequence."""
         return self.schedule.recomputed(self.graph)
 
     @cached_property
     def added_seconds(self) -> float:
-        """Seconds that the recomputation adds, by the cost model."""
+        """Seconds that recomputation adds to the step, by the cost model."""
         return sum(traffic_of(self.graph).recompute_seconds[op] for op in self.recomputed)
 
     @cached_property
     def cost_seconds(self) -> float:
-        """What plans are compared by: recomputation plus the traffic of what is saved."""
+        """Seconds by which plans are compared: recomputation, and the memory traffic of saved tensors."""
         return self.added_seconds + float(traffic_of(self.graph).saving_seconds[list(self.saved)].sum())
 
     @cached_property
     def gap(self) -> float:
-        """How far from optimal the plan may be: what it adds over the bound, as a share of the step with the least
-        recomputation possible. Infinite if no plan fits."""
+        """The optimality gap: added seconds above the lower bound, as a share of the step with the least possible
+        recomputation. Infinite if no plan fits.
+        """
         if math.isinf(self.lower_bound_seconds):
             return math.inf
         excess = max(0.0, self.added_seconds - self.lower_bound_seconds)
@@ -108,7 +116,7 @@ class Plan(Shown):
 
     @cached_property
     def status(self) -> Status:
-        """Whether the plan fits its budget, and if so, how good it is known to be."""
+        """The status of the plan: infeasible over its budget, else optimal, feasible or cut short by the time limit."""
         if self.budget_bytes is not None and self.peak_bytes > self.budget_bytes:
             return Status.INFEASIBLE
         if self.added_seconds <= self.lower_bound_seconds * (1 + OPTIMAL_SHARE) + self.graph.step_seconds * OPTIMAL_SHARE:
@@ -116,7 +124,7 @@ class Plan(Shown):
         return Status.TIME_LIMIT if self.interrupted else Status.FEASIBLE
 
     def line(self) -> str:
-        """All that a prompt shows."""
+        """Returns the line that a prompt shows."""
         budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
         return (
             f"{self.status.value}, {budget}, peak {format_bytes(self.peak_bytes)}, {len(self.graph.ops)} ops, "
@@ -124,7 +132,7 @@ class Plan(Shown):
         )
 
     def tables(self) -> Sequence[PlainTable]:
-        """All that ``print`` shows."""
+        """Returns the table that ``print`` shows."""
         graph, bound = self.graph, self.lower_bound_seconds
         least = "no plan fits" if math.isinf(bound) else f"no plan adds less than {format_seconds(bound)}"
         figures = [
@@ -141,10 +149,13 @@ class Plan(Shown):
 
     @cached_property
     def frees(self) -> tuple[tuple[int, ...], ...]:
-        """For each execution of ``sequence``, the values of which a copy is freed after it. Outputs stay."""
+        """For each execution of ``sequence``, the values of which a live range ends after it.
+
+        Outputs that the caller holds never end.
+        """
         copies, num_forward = self.timeline.copies, len(self.schedule.forward)
         with_caller, gradients = set(self.graph.forward_outputs), set(self.graph.backward_outputs)
-        # Of each output the newest copy stays; what the caller holds, as of the end of the forward.
+        # The caller holds the newest live range of each output: forward outputs as of the end of the forward.
         handed_out = {c.value: c for c in copies if c.value in with_caller and c.start < num_forward}
         at_the_end = {c.value: c for c in copies if c.value in gradients}
         staying = {*handed_out.values(), *at_the_end.values()}
@@ -155,9 +166,12 @@ class Plan(Shown):
         return tuple(map(tuple, freed))
 
     def to_json(self) -> str:
-        """The plan for other programs, as strict JSON: what is infinite becomes null.
+        """Returns the plan as strict JSON for other programs.
 
-        ``copies`` are triples: a value, the execution that makes this copy, the last execution during which it is alive.
+        Infinite numbers become null.
+
+        ``copies`` lists the live ranges as triples: the value, the execution that computes it, the last execution at which it
+        is live.
         """
         record = {
             "sequence": self.sequence,
@@ -187,9 +201,9 @@ class Plan(Shown):
 
     @classmethod
     def loads(cls, text: str, name: str = "the plan") -> Plan:
-        """Returns the plan that :meth:`dumps` wrote, simulated and checked afresh.
+        """Returns the plan that :meth:`dumps` wrote, simulated and checked again.
 
-        Raises ``PlanFileError`` on anything else.
+        ``name`` stands for the plan in errors. Raises ``PlanFileError`` on anything else.
         """
         try:
             record = json.loads(text)
@@ -215,18 +229,21 @@ class Plan(Shown):
             raise PlanFileError(f"{name} holds no valid plan: {type(error).__name__}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan with its graph as JSON, for :meth:`load` and for ``options={"plan": path}``."""
+        """Writes the plan with its graph as JSON, for :meth:`load` and for ``options={"plan": path}``.
+
+        Raises ``OSError`` if that fails.
+        """
         Path(path).write_text(self.dumps(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Plan:
-        """Returns the plan that :meth:`save` wrote, simulated and checked afresh. Raises ``PlanFileError`` on anything else."""
+        """Returns the plan that :meth:`save` wrote, simulated and checked again. Raises ``PlanFileError`` on anything else."""
         return cls.loads(read_plan_text(path), os.fspath(path))
 
     def check(self, graph: Graph | None = None) -> None:
-        """Replay the plan against ``graph`` (its own by default); raise ``PlanInvalid`` on the first violation.
+        """Raises ``PlanInvalid`` if the plan breaks a rule of ``graph`` (by default its own).
 
-        Independent of the simulator: what runs and when, and, unless the graph fuses, the peak.
+        The check does not use the simulator. It covers the executions and their sequence and, unless the graph fuses, the peak.
         """
         graph = graph or self.graph
         check_executions(graph, self.schedule)
@@ -244,8 +261,8 @@ def _finite(figure: float) -> float | None:
 
 
 def read_plan_text(path: str | os.PathLike[str]) -> str:
-    """Returns the text of a plan's file. Raises ``PlanFileError`` if it cannot be read."""
+    """Returns the text of a plan file. Raises ``PlanFileError`` if it cannot be read."""
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # no such text, or no such name
+    except (OSError, ValueError) as error:  # OSError: no such file; ValueError: no UTF-8 text, or an impossible file name
         raise PlanFileError(f"the plan {os.fspath(path)!r} cannot be read: {error}") from error

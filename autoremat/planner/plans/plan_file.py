@@ -1,7 +1,9 @@
-"""Plans as files: JSON that holds the graph too, so that a plan can be read by itself and checked against another graph.
+"""Reads plan files, and matches their plans with graphs.
 
-Nothing in a file is executed, and nothing is believed: types and numbers are checked, the peak is simulated afresh and the
-schedule replayed, on reading and again on the graph that the plan is applied to.
+A plan file is JSON. It holds the graph as well, so a plan can be inspected alone and checked against another graph.
+
+Nothing in a file is executed or trusted. Types and numbers are checked, the peak is simulated again and the schedule is
+replayed. This happens when the file is read, and again on the graph to which the plan is applied.
 """
 
 from __future__ import annotations
@@ -22,19 +24,19 @@ from autoremat.planner.plans.plan import Plan, read_plan_text
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """A plan that was read. ``digest`` is the hash of the text: two files of the same text lead to the same compilation."""
+    """A plan that was read. ``digest`` is the hash of its text; files of equal text lead to the same compilation."""
 
     name: str
     digest: str
     plan: Plan = field(repr=False, compare=False)
 
     def uuid(self) -> str:
-        """What a compiled artifact depends on."""
+        """Returns the digest, which cache keys of compiled graphs contain."""
         return self.digest
 
     @classmethod
     def of(cls, source: str | os.PathLike[str] | Plan) -> PlanFile:
-        """Read a path, or take a plan that is at hand. Raises ``PlanFileError``."""
+        """Returns the plan at a path, or a given plan in the same form. Raises ``PlanFileError``."""
         name = "the given Plan" if isinstance(source, Plan) else os.fspath(source)
         text = source.dumps() if isinstance(source, Plan) else read_plan_text(name)
         return cls(name, hashlib.sha256(text.encode()).hexdigest(), Plan.loads(text, name))
@@ -44,10 +46,10 @@ class PlanFile:
 
 
 def graph_hash(graph: Graph) -> str:
-    """A hash of the ops, their edges, the sizes and the outputs.
+    """Returns the structural hash of a graph: targets, edges, sizes and outputs.
 
-    Names, lines, seconds and workspaces are left out: they differ between processes and machines. So are orders and what may
-    not run twice: a plan is checked against those of the graph at hand.
+    Names, lines, seconds and workspaces are left out, because they differ between processes and machines. Constraints and
+    traits are left out too, because a plan is checked against those of the graph at hand.
     """
     ops = [_op_structure(graph, index) for index in range(len(graph.ops))]
     values = [(value.bytes, value.producer, value.role.value) for value in graph.values]
@@ -56,6 +58,7 @@ def graph_hash(graph: Graph) -> str:
 
 
 def _op_structure(graph: Graph, index: int) -> tuple[Any, ...]:
+    """Returns the facts about an op that belong to the structural hash."""
     op = graph.ops[index]
     target = re.sub(r" at 0x[0-9a-fA-F]+", "", op.target)
     made = [graph.values[v].bytes for v in op.outputs]
@@ -63,9 +66,9 @@ def _op_structure(graph: Graph, index: int) -> tuple[Any, ...]:
 
 
 def fitted(files: Sequence[PlanFile], graph: Graph) -> tuple[PlanFile, Plan]:
-    """The one of ``files`` that is for ``graph``, and its plan for exactly that graph, simulated and checked.
+    """Returns the file whose graph has the structure of ``graph``, and its plan for ``graph``, simulated and checked.
 
-    Raises ``PlanFileError``, which says what differs, if none is.
+    Raises ``PlanFileError`` if there is none, with the first difference, or if the plan breaks a rule of ``graph``.
     """
     wanted = graph_hash(graph)
     for file in files:
@@ -88,7 +91,7 @@ _ADVICE = (
 
 
 def difference(stored: Graph, found: Graph) -> str:
-    """What tells two graphs apart, as lines of text: their sizes and the first op that differs."""
+    """Returns the differences of two graphs as lines of text: their sizes, and the first op that differs."""
     lines = [f"  {name:<8}{_sizes(graph)}" for name, graph in (("stored:", stored), ("here:", found))]
     shared = range(min(len(stored.ops), len(found.ops)))
     first = next((i for i in shared if _op_structure(stored, i) != _op_structure(found, i)), len(shared))

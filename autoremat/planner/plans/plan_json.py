@@ -1,6 +1,6 @@
-"""Graphs and schedules as strict JSON, and back.
+"""Converts graphs and schedules to strict JSON and back.
 
-Nothing in a file is executed, and nothing is believed: types and numbers are checked. Tables have a list of columns, then rows.
+Nothing in a file is executed or trusted: types and numbers are checked. A table is a list of columns and a list of rows.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from autoremat.planner.graph.graph import Graph, Op, Value
 from autoremat.planner.graph.schedule import Schedule
 
 LONGEST = 10_000
-"""Executions that a schedule may have, however few ops there are; else their number squared, about what a chain takes that
-holds one value at a time."""
+"""Executions that a schedule may have in any case. Above that, the limit is the square of the number of ops. A chain that holds
+one value at a time needs about that number."""
 
 
 OLD_NAMES = {
@@ -30,7 +30,7 @@ OLD_NAMES = {
     "CHOOSES": "DISCONTINUOUS",
     "UNDECLARED": "OPAQUE",
 }
-"""Names of fields and traits in files of version 2."""
+"""Present names of fields and traits by their names in files of version 2."""
 
 
 def encode(graph: Graph, schedule: Schedule) -> dict[str, Any]:
@@ -45,19 +45,22 @@ def encode(graph: Graph, schedule: Schedule) -> dict[str, Any]:
 
 
 def decode(record: dict[str, Any]) -> tuple[Graph, Schedule]:
-    """Returns the graph and the schedule that :func:`encode` wrote. Raises ``ValueError``, ``KeyError``, ``TypeError`` or
-    ``IndexError`` on anything else."""
+    """Returns the graph and the schedule that :func:`encode` wrote.
+
+    Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``IndexError`` on anything else.
+    """
     graph = _graph(record["graph"])
     return graph, _schedule(record, graph)
 
 
 def _table(kind: type, items: Sequence[Any]) -> dict[str, Any]:
+    """Returns dataclass instances as a list of columns and a list of rows."""
     columns = [f.name for f in dataclasses.fields(kind)]
     return {"columns": columns, "rows": [[_plain(getattr(item, name)) for name in columns] for item in items]}
 
 
 def _plain(value: Any) -> Any:
-    """``value`` of a field of Graph, Op or Value as JSON data; :func:`reader_of` gives the way back."""
+    """Returns the value of a field of Graph, Op or Value as JSON data; :func:`reader_of` returns the inverse."""
     if isinstance(value, enum.Flag):
         return [flag.name for flag in type(value) if flag in value and flag.value]
     if isinstance(value, enum.Enum):
@@ -70,11 +73,12 @@ def _plain(value: Any) -> Any:
 
 
 def _printable(text: str) -> str:
-    """``text``, which a terminal is to show: without what would move its cursor or set its title."""
+    """Returns ``text`` without characters that would steer a terminal."""
     return text if text.isprintable() else "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
 
 
 def _graph(record: dict[str, Any]) -> Graph:
+    """Returns the graph of a record. Raises ``ValueError`` for a number of an op or value that does not exist."""
     ops, values = _items(Op, record["ops"]), _items(Value, record["values"])
     record = {OLD_NAMES.get(name, name): value for name, value in record.items()}
     scalars = (name for name in get_type_hints(Graph) if name not in ("ops", "values"))
@@ -88,6 +92,7 @@ def _graph(record: dict[str, Any]) -> Graph:
 
 
 def _schedule(record: dict[str, Any], graph: Graph) -> Schedule:
+    """Returns the schedule of a record. Raises ``ValueError`` for an op that does not exist and for too many executions."""
     halves = [reader_of(tuple[int, ...])(record[half]) for half in ("forward", "backward")]
     executions, longest = sum(map(len, halves)), max(LONGEST, len(graph.ops) ** 2)
     if executions > longest:
@@ -97,6 +102,7 @@ def _schedule(record: dict[str, Any], graph: Graph) -> Schedule:
 
 
 def _items(kind: type, table: dict[str, Any]) -> tuple[Any, ...]:
+    """Returns the instances of ``kind`` in a table. Raises ``ValueError`` if the columns are not the fields of ``kind``."""
     hints = get_type_hints(kind)
     columns = [OLD_NAMES.get(name, name) for name in table["columns"]]
     if sorted(columns) != sorted(hints):
@@ -107,12 +113,16 @@ def _items(kind: type, table: dict[str, Any]) -> tuple[Any, ...]:
 
 
 def _within(numbers: Sequence[int], count: int, what: str) -> None:
+    """Raises ``ValueError`` unless all ``numbers`` are below ``count``."""
     if beyond := [n for n in numbers if n >= count]:
         raise ValueError(f"there is no {what} {beyond[0]}: there are {count}")
 
 
 def _of_type(kind: type | types.UnionType, what: str) -> Callable[[Any], Any]:
-    """Lets through what is a ``kind``; a number has to be finite and >= 0, and a bool is none."""
+    """Returns a function that returns its argument if that is a ``kind``, and else raises ``ValueError``.
+
+    Numbers must be finite and >= 0; a bool is no number.
+    """
 
     def read(value: Any) -> Any:
         fits = isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
@@ -133,7 +143,10 @@ _SCALARS: dict[type, Callable[[Any], Any]] = {
 
 @cache
 def reader_of(kind: Any) -> Callable[[Any], Any]:
-    """What turns JSON data into a value of a field that is declared as ``kind``, or raises ``ValueError``."""
+    """Returns a function from JSON data to the value of a field declared as ``kind``.
+
+    It raises ``ValueError`` for other data.
+    """
     if kind in _SCALARS:
         return _SCALARS[kind]
     if get_origin(kind) is tuple:
@@ -151,6 +164,7 @@ def reader_of(kind: Any) -> Callable[[Any], Any]:
 
 
 def _flags(kind: type[enum.Flag], names: list[str]) -> enum.Flag:
+    """Returns the combination of the flags called ``names``, of which old names are translated."""
     found = kind(0)
     for name in names:
         found |= kind[OLD_NAMES.get(name, name)]
