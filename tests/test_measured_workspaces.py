@@ -194,6 +194,21 @@ def test_an_undeclared_kernel_is_named_and_nothing_is_claimed(caplog: pytest.Log
     assert autoremat.Report.from_json(report.to_json()).unknown_workspaces == report.unknown_workspaces
 
 
+def test_an_undeclared_kernel_that_writes_to_its_arguments_is_named() -> None:
+    @torch.library.custom_op("autoremat_tests::write_square", mutates_args=("out",))
+    def write_square(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x * x)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        write_square(x.detach(), out)
+        return (x * out).sum()
+
+    report = autoremat.explain(loss, torch.randn(8, 8, requires_grad=True), options={"memory_budget": "1GiB"})
+    assert [name for name in report.unknown_workspaces if "write_square" in name or "auto_functionalized" in name]
+    assert not report.fits
+
+
 def test_a_card_that_is_not_here_has_unknown_workspaces_where_no_formula_is() -> None:
     assert device_memory("H100-80GB")
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(4))

@@ -186,7 +186,7 @@ class Selective:
         unknown = [name for name in self.modules if name not in MODULES and not set("*?[.") & set(name)]
         if not self.modules or unknown:
             what = f"the module {unknown[0]!r}" if unknown else "an empty list of modules"
-            raise OptionsError(f"recompute_modules: {what} is not accepted. Accepted: a list of {_MODULE_FORMS}")
+            raise OptionsError(f'policy="selective:...": {what} is not accepted. Accepted: a list of {_MODULE_FORMS}')
 
     def __call__(self, forward: Forward) -> list[Region]:
         found: list[Region] = []
@@ -194,7 +194,7 @@ class Selective:
             regions = _regions_of(forward, name)
             if not regions:
                 warnings.warn(
-                    f"recompute_modules: {name!r} matches no module in a graph of {len(forward.ops)} forward ops; "
+                    f'policy="selective:...": {name!r} matches no module in a graph of {len(forward.ops)} forward ops; '
                     f"{nearest(name, forward.ops, MODULES)}",
                     ConstraintWarning,
                     stacklevel=2,
