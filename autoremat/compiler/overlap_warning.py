@@ -135,7 +135,7 @@ _watch = Watch()
 
 def watched(compiled: Callable[..., Any], report: Report, by_share: bool) -> Callable[..., Any]:
     """Returns ``compiled`` with its calls recorded by this process's watch."""
-    graph = Watched(replace(report, plan=None, values=()), by_share)  # lives as long as the compiled graph
+    graph = Watched(replace(report, plan=None, values=()), by_share)  # lives on with the code
     _watch.active = True
 
     def call(*args: Any) -> Any:
