@@ -73,12 +73,14 @@ class _Inserter:
         return self.clone_helper(node, copies[0]) if copies else node
 
     def clone_helper(self, node: fx.Node, holder: fx.Node) -> fx.Node:
+        """Returns the clone of helper ``node`` on ``holder``, which is created once."""
         key = (node, holder)
         if key not in self.helpers:
             self.helpers[key] = self.clone(node)
         return self.helpers[key]
 
     def clone(self, node: fx.Node) -> fx.Node:
+        """Clones ``node`` at the cursor, tags the clone as backward and returns it."""
         assert self.cursor is not None
         with self.graph.inserting_before(self.cursor):
             copy = self.graph.node_copy(node, self.resolve)
@@ -131,6 +133,7 @@ class _Inserter:
         node.kwargs = fx.map_arg(node.kwargs, self.resolve)
 
     def run(self, schedule: Schedule) -> None:
+        """Rewrites the backward half after ``schedule``. Raises ``PlanInvalid`` if the schedule does not fit the graph."""
         capture = self.capture
         num_forward = capture.graph.num_forward
         backward_nodes = [n for n in capture.op_nodes[num_forward:]]

@@ -71,7 +71,7 @@ def listen() -> None:
 
 
 def until_reset() -> Callable[[], bool]:
-    """Returns a function that is true until torch is reset, and with it everything that is compiled from now on."""
+    """Returns a function that is true while torch has not been reset. A reset drops everything that is compiled from now on."""
     global _mark
     if not dynamo.is_called(_mark):
         _mark = lambda: None  # noqa: E731  # a new object after each reset
@@ -90,6 +90,7 @@ def _before_a_frame() -> None:
 
 
 def _after_a_frame() -> None:
+    """Ends the time of the frame, and warns once if Dynamo left an RNN untraced."""
     global _frame_began
     _frame_began = None
     found = next((reason for reason in dynamo.graph_breaks() if dynamo.WITHOUT_RNN in reason), None)

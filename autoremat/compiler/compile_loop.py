@@ -50,8 +50,8 @@ LEAST_ROOM, ROOM_USED = 0.03, 0.9
 the unused bytes."""
 
 LOOSER = 1.05
-"""Peak of the looser plan that is tried if the code of the plan with the minimum peak needs far more memory than simulated, as
-a multiple of the minimum peak found."""
+"""Peak of a looser plan as a multiple of the minimum peak found. That plan is tried if the code of the plan with the minimum
+peak needs far more memory than simulated."""
 
 ESTIMATED = "the peak of the code is an estimate: code that branches, or is split for CUDA graphs, does not show it"
 
@@ -214,7 +214,7 @@ class CompileLoop:
                 caches = compat.without_caches
                 continue
             compiled = self.finish(compiled, partitioner, record, replans)
-            # Inductor's compiled code keeps the partitioner alive, so drop the plans that the search has examined.
+            # Inductor's compiled code keeps a reference to the partitioner, so drop the plans that the search has examined.
             partitioner.planner = partitioner.planning = partitioner.plan = partitioner.report = None
             return compiled
         raise AssertionError("the last attempt returns or raises")

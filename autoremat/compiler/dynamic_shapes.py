@@ -3,8 +3,8 @@
 The size of each tensor counts as its maximum over all sizes up to the limits. Most tensors grow with the inputs, but the
 remainder of a buffer behind such a tensor shrinks. A plan that fits by this count fits at every such size.
 
-The limit of a size is the next power of two if a plan for it fits the budget, and the present size if none fits. Sizes that
-grow to n times the first one therefore cause about log2 n compilations.
+The limit of a size is the next power of two if a plan for it fits the budget. If none fits, the limit is the present size.
+Sizes that grow to n times the first one therefore cause about log2 n compilations.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ def limit_of(size: DynamicSize) -> int:
 
 
 def _guarded(compiled: T, limits: dict[DynamicSize, int]) -> T:
+    """Guards the limits of the sizes and returns ``compiled``."""
     for size, limit in limits.items():
         size.guard_at_most(limit)
     return compiled

@@ -68,6 +68,7 @@ explain_absence_by(what_dynamo_said)
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options) -> Compiled:
+    """Returns the compiled graph, or the callable of an active interceptor."""
     source_info.take_names(gm)
     patches = {**compat.mode_config(parsed.mode), **dict(parsed.inductor)}
     interceptor = active_interceptor()
@@ -85,6 +86,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options)
 
 
 def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options, patches: dict[str, Any]) -> Compiled:
+    """Compiles the graph with a plan, or with plain Inductor if it does not train or planning falls back."""
     if parsed.compiler == "aot_eager":
         return _compile_uncompiled(gm, example_inputs, parsed)
     if not may_train(gm, example_inputs):
@@ -125,6 +127,7 @@ def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 
 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
+    """Plans the graph and returns its halves as FX graphs, without generated code."""
     now("tracing")
     partitioner = Partitioner(options, "", fuses=False, must_fit=options.on_infeasible == "raise")
     compiled = compat.compile_uncompiled(gm, inputs, partitioner)

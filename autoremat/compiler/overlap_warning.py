@@ -135,7 +135,7 @@ _watch = Watch()
 
 def watched(compiled: Callable[..., Any], report: Report, by_share: bool) -> Callable[..., Any]:
     """Returns ``compiled`` with its calls recorded by this process's watch."""
-    graph = Watched(replace(report, plan=None, values=()), by_share)  # lives on with the code
+    graph = Watched(replace(report, plan=None, values=()), by_share)  # drops the plan, as the graph may live long
     _watch.active = True
 
     def call(*args: Any) -> Any:

@@ -100,8 +100,8 @@ class Partitioner(compat.CustomPartitionerFn):
     exhausted: bool = field(default=False, init=False)
     """True if no other plan can be tried: the plan is stored, or it has the minimum peak because none fits in simulation."""
     memory_first: bool = field(default=False, init=False)
-    """True if Inductor must keep the planned sequence of ops to save memory. The plan of least time needs no such
-    restriction."""
+    """True if Inductor must keep the backward's sequence of ops and free each buffer after its last use. The plan of least time
+    needs neither."""
 
     is_region: bool = field(default=False, init=False)
     """True if the graph is a nested compile region, which torch partitions first and without inputs. The surrounding graph may
@@ -229,7 +229,7 @@ class Partitioner(compat.CustomPartitionerFn):
     def choose(self, captured: Capture, pricing: Pricing) -> Plan:
         """Returns the plan for the budget and sets the report.
 
-        Raises ``BudgetInfeasible`` if no plan fits and ``must_fit`` is set.
+        Raises ``BudgetInfeasible`` if no plan fits, ``must_fit`` is set, and the generated code is not expected to fit either.
         """
         start = time.perf_counter()
         self.find_soft_budget()  # do this before the planner's time begins, because torch's partitioner has no time limit

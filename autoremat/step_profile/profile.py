@@ -60,9 +60,9 @@ def profile_step(
     ``torch.compiler.reset()``. Pass the result as ``memory_budget``, in ``options`` or to ``configure``.
 
     Raises ``BudgetInfeasible`` if no choice of plans fits, and ``OptionsError`` for options that are not accepted. Raises
-    ``StepProfileError`` if no graph can be planned, if there is no scalar loss, or if a hook acts on each gradient as soon as
-    it is computed, as an optimizer in the backward does. Hooks that torch runs in C++ are not detected.
-    ``DistributedDataParallel`` averages gradients across ranks in a step profile too, so all ranks have to profile.
+    ``StepProfileError`` if no graph can be planned or the loss is no scalar with a gradient. Also raises it if a hook acts on
+    each gradient as soon as it is computed, as an optimizer in the backward does. Hooks that torch runs in C++ are not
+    detected. ``DistributedDataParallel`` averages gradients across ranks in a step profile too, so all ranks have to profile.
     """
     if "memory_budget" in options_of(options):
         raise OptionsError("a step profile takes `memory_budget` as an argument of its own, not in `options`")

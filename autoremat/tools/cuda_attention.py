@@ -71,6 +71,7 @@ def attention_on_cuda(
 
 
 def _dense(*tensors: torch.Tensor) -> bool:
+    """Returns True if all tensors have four dimensions and contiguous columns."""
     return all(t.dim() == 4 and t.stride(-1) == 1 for t in tensors)
 
 
@@ -82,6 +83,7 @@ def _suits_cudnn(
     dropout_p: float,
     capability: Capability,
 ) -> bool:
+    """Returns True if torch tries cuDNN's attention first and it accepts these operands."""
     widest = CUDNN_WIDTH.get(capability[0])
     enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     if widest is None or not enabled or "TORCH_CUDNN_SDPA_DEPRIORITIZED" in os.environ:
@@ -105,6 +107,7 @@ def _suits_flash(
     is_causal: bool,
     capability: Capability,
 ) -> bool:
+    """Returns True if flash attention is enabled and accepts these operands."""
     width = query.shape[-1]
     if capability < (8, 0) or query.dtype not in HALF or mask is not None or not _dense(query, key, value):
         return False
@@ -117,6 +120,7 @@ def _suits_flash(
 
 
 def _suits_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: Capability) -> bool:
+    """Returns True if memory-efficient attention is enabled and accepts these operands."""
     recent = capability >= (8, 0)
     if query.dtype not in (*HALF, torch.float32) or (query.dtype is torch.bfloat16 and not recent):
         return False

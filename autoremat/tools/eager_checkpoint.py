@@ -170,6 +170,7 @@ class _Region:
     # Torch calls both hooks for every module of the process, in all threads.
 
     def enter(self, module: nn.Module, _inputs: Any) -> None:
+        """Records that ``module`` begins, as a hook before its forward."""
         if threading.get_ident() != self.thread:
             return
         paths = self.context.paths
@@ -179,6 +180,7 @@ class _Region:
         self.entered.add(self.running[-1])
 
     def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        """Records that the running module ends, as a hook after its forward."""
         if threading.get_ident() == self.thread:
             self.running.pop()
 

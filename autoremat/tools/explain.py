@@ -69,8 +69,9 @@ def explain(
 ) -> Report:
     """Returns the report of the plan that the backend would choose for ``model_or_fn(*args, **kwargs)``.
 
-    The step is traced and planned without running it or allocating its tensors. There are two exceptions. A device that is
-    present and was never calibrated is calibrated first. The third paragraph from here names the other.
+    The step is traced and planned without running it or allocating its tensors. Only two things run. A device that is present
+    is calibrated if it never was. Kernels without a formula for their workspace run once on synthetic tensors, as in
+    compilation.
 
     The model and its inputs may be real, fake or on the meta device, because only shapes and types count. ``options`` are those
     of the backend. ``device`` is the device to plan for: a device of torch, or a CUDA GPU by name, such as "H100-80GB", present
@@ -83,8 +84,7 @@ def explain(
     Under Inductor the report describes the first plan that is compiled; the backend replans if its code exceeds the budget.
     With ``lower=True`` Inductor generates the code, for a device that is present, and compiles no kernel. The report then
     describes the final plan with the peak of its code. This takes several times as long. It happens by itself if the budget is
-    within 5 % of the minimum peak, because only the code can decide there. Kernels without a formula for their workspace run
-    once by themselves on synthetic tensors, as in compilation.
+    within 5 % of the minimum peak, because only the code can decide there.
 
     Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
     """

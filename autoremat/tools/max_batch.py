@@ -83,8 +83,8 @@ def max_batch(
     ``memory_budget`` is in bytes, or text such as "60GiB", or "auto". ``options`` and ``device`` are those of
     ``autoremat.explain``.
 
-    Raises ``BudgetInfeasible`` if even ``step`` does not fit, ``OptionsError`` for a budget that is not in bytes or an invalid
-    ``step`` or ``limit``, and ``CaptureError`` if the step cannot be traced.
+    Raises ``BudgetInfeasible`` if even ``step`` does not fit, and ``CaptureError`` if the step cannot be traced. Raises
+    ``OptionsError`` for a budget that is not in bytes, and for an invalid ``step`` or ``limit``.
     """
     if isinstance(memory_budget, float) or memory_budget is None:
         raise OptionsError(f'memory_budget={memory_budget!r}: max_batch needs bytes, as in "60GiB", or "auto"')

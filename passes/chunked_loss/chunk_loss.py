@@ -1,4 +1,4 @@
-"""Chunks the projection onto a large vocabulary, the loss and their gradients, so that never all logits are live together.
+"""Chunks the projection onto a large vocabulary, the loss and their gradients, so that all logits are never live together.
 
 Before, one matrix product computes the logits of all rows (tokens), and the loss and the gradients follow from them. Afterwards
 the same ops run on each chunk of rows. Results per row are concatenated; sums over rows are added up.
@@ -111,6 +111,7 @@ class _Finder:
     width: int
 
     def region(self) -> Region:
+        """Returns the region that runs chunk by chunk, extended by wide operands until it needs no further ones."""
         wanted: dict[fx.Node, int] = {}
         while True:
             region = self.explore(wanted)
@@ -149,6 +150,7 @@ class _Finder:
         return region
 
     def is_wide(self, node: fx.Node, step: Step) -> bool:
+        """Returns True if a row of the node's result is about as wide as the logits."""
         if step.rows is None:
             return step.several
         shape = shape_of(node)
@@ -185,6 +187,7 @@ class _Rewriting:
     sliced: dict[tuple[fx.Node, Rows, int], fx.Node] = field(default_factory=dict)
 
     def run(self) -> None:
+        """Rewrites the graph: adds the chunks of all stages, erases the region and sorts the nodes."""
         order = {node: position for position, node in enumerate(self.graph.nodes)}
         stages: dict[int, list[fx.Node]] = {}
         for node, stage in self.stages().items():
@@ -210,6 +213,7 @@ class _Rewriting:
         return {node: found[node] for node in self.region.steps}
 
     def run_stage(self, nodes: list[fx.Node], backwards: bool) -> None:
+        """Adds the chunks of one stage and joins them. Backward stages start with the last chunk."""
         parts = range(len(self.bounds))
         self.sliced.clear()
         for part in reversed(parts) if backwards else parts:
@@ -219,6 +223,7 @@ class _Rewriting:
             self.join(node)
 
     def run_part(self, node: fx.Node, part: int) -> None:
+        """Adds one chunk of ``node``, or adds the chunk's summand to the sum that replaces ``node``."""
         step, (start, stop) = self.region.steps[node], self.bounds[part]
 
         def operand(n: fx.Node) -> fx.Node:
@@ -284,7 +289,7 @@ class _Rewriting:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Moves nodes that read a later node behind it, and keeps the sequence of all other nodes."""
+    """Moves each node that reads a later node behind that node, and keeps the sequence of all other nodes."""
     nodes = list(graph.nodes)
     order = {node: position for position, node in enumerate(nodes)}
     waits = {node: len(node.all_input_nodes) for node in nodes}

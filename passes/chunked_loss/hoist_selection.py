@@ -102,6 +102,8 @@ def _is_understood(user: fx.Node, gradient: fx.Node) -> bool:
 
 @dataclass
 class _Exchange:
+    """The rewrite of one projection: selects rows before it, and pads the gradients of its operands instead of its own."""
+
     projection: fx.Node
     chain: list[fx.Node]
     selection: fx.Node
@@ -116,6 +118,7 @@ class _Exchange:
         self.rows = math.prod(self.after)
 
     def run(self) -> fx.Node:
+        """Rewrites the graph and returns the new projection."""
         graph = self.projection.graph
         *bias, operand, weight = self.projection.args
         with graph.inserting_before(self.projection):

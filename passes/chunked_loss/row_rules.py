@@ -114,6 +114,7 @@ def _by_rows(node: fx.Node, region: Region, operand: Any, lead: int, row_shape: 
 
 
 def _pointwise(node: fx.Node, region: Region, given: int | None) -> Step:
+    """Returns the rule for a pointwise op: operands by rows, broadcast ones whole."""
     lead, made = _lead(node, region, given), shape_of(node)
     reads: dict[fx.Node, Rows | int | None] = {}
     for operand in node.all_input_nodes:
@@ -134,11 +135,13 @@ def _pointwise(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _creation(node: fx.Node, lead: int) -> Step:
+    """Returns the rule for an op that creates a tensor of given sizes."""
     rest = shape_of(node)[lead:]
     return Step({}, lambda args, kwargs, count: (node.target, ([count, *rest], *args[1:]), dict(kwargs)), Rows(lead))
 
 
 def _creation_like(node: fx.Node, region: Region, given: int | None) -> Step:
+    """Returns the rule for an op that creates a tensor of given sizes after the type of its operand."""
     lead, made, operand = _lead(node, region, given), shape_of(node), node.args[0]
     held = region.holds(operand)
     if held and made[:lead] != shape_of(operand)[:lead]:
@@ -151,6 +154,7 @@ def _creation_like(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _slice_backward(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for the gradient of a slice, which must not select rows."""
     lead, made = _lead(node, region, None), shape_of(node)
     dimension, rest = _inner(node, node.args[2], len(made), lead), made[lead:]  # type: ignore[arg-type]
     return Step(
@@ -161,6 +165,7 @@ def _slice_backward(node: fx.Node, region: Region) -> Step:
 
 
 def _padding(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for padding, which must not add rows."""
     lead, widths = _lead(node, region, None), _numbers(node.args[1:2])
     if len(widths) > 2 * (len(shape_of(node)) - lead):
         raise ChunkingUnsupported(f"{described(node)} adds rows")
@@ -168,6 +173,7 @@ def _padding(node: fx.Node, region: Region) -> Step:
 
 
 def _view(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for a view, which must keep rows apart from the dimensions within them."""
     operand = node.args[0]
     held = region.rows(operand)
     if held is None or held.transposed:
@@ -185,6 +191,7 @@ def _view(node: fx.Node, region: Region) -> Step:
 
 
 def _swap(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for a transposition of two dimensions, one of which holds the rows."""
     operand = node.args[0]
     held = region.rows(operand)
     swaps = op_traits.packet(node) is aten.t or sorted(d % 2 for d in _numbers(node.args[1:])) == [0, 1]
@@ -208,6 +215,7 @@ def _inner(node: fx.Node, dimension: int, rank: int, lead: int) -> int:
 
 
 def _along(node: fx.Node, region: Region, place: int, given: int | None) -> Step:
+    """Returns the rule for an op along the dimension that is argument ``place``."""
     lead = _lead(node, region, given)
     rank, row_shape = len(shape_of(node)), shape_of(node)[:lead]
     dimension = _inner(node, node.args[place] if len(node.args) > place else 0, rank, lead)  # type: ignore[arg-type]
@@ -218,6 +226,7 @@ def _along(node: fx.Node, region: Region, place: int, given: int | None) -> Step
 
 
 def _reduction(node: fx.Node, region: Region, given: int | None) -> Step:
+    """Returns the rule for a reduction: within rows it gives rows; over all rows a sum or mean gives a sum."""
     lead = _lead(node, region, given)
     operand, *rest = node.args
     rank = len(shape_of(operand))
@@ -245,12 +254,14 @@ def _reduction(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _unsqueeze(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for a new dimension within rows."""
     lead, rank = _lead(node, region, None), len(shape_of(node))
     place = _inner(node, node.args[1], rank, lead)  # type: ignore[arg-type]
     return Step({node.args[0]: Rows(lead)}, _with_argument(node, 1, place), Rows(lead))  # type: ignore[dict-item]
 
 
 def _squeeze(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for dropping dimensions within rows."""
     lead, rank = _lead(node, region, None), len(shape_of(node.args[0]))
     if len(node.args) < 2:
         raise ChunkingUnsupported(f"{described(node)} may drop rows")
@@ -260,6 +271,7 @@ def _squeeze(node: fx.Node, region: Region) -> Step:
 
 
 def _expand(node: fx.Node, region: Region, given: int | None) -> Step:
+    """Returns the rule for an expansion to the rows, or within them."""
     lead, made, operand = _lead(node, region, given), shape_of(node), node.args[0]
     before, rest = shape_of(operand), made[lead:]
     in_rows = before[: max(0, lead - (len(made) - len(before)))]
@@ -337,6 +349,7 @@ def _mean(make: Make, total: fx.Node, parts: list[fx.Node]) -> fx.Node:
 
 
 def _loss_backward(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for the gradient of ``nll_loss_forward``, by rows."""
     gradient, scores, labels, weight, reduction, _, total = node.args
     if region.rows(scores) != Rows(1) or len(shape_of(scores)) != 2:
         raise ChunkingUnsupported(f"{described(node)} mixes rows")

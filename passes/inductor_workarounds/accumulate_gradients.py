@@ -75,6 +75,7 @@ def _rewritten(graph: fx.Graph, add: fx.Node, position: Mapping[fx.Node, int]) -
 
 
 def _replaced(graph: fx.Graph, add: fx.Node, target: torch._ops.OpOverload, arguments: tuple[fx.node.Argument, ...]) -> fx.Node:
+    """Replaces ``add`` by a call of ``target`` and returns that call."""
     with graph.inserting_before(add):
         sum_ = graph.call_function(target, arguments)
     sum_.meta = dict(add.meta)
@@ -117,11 +118,13 @@ def _val(node: fx.Node) -> torch.Tensor | None:
 
 
 def _same_type(node: fx.Node, other: fx.Node) -> bool:
+    """Returns True if both are tensors of the same type on the same device."""
     first, second = _val(node), _val(other)
     return first is not None and second is not None and (first.dtype, first.device) == (second.dtype, second.device)
 
 
 def _same_shape(node: fx.Node, other: fx.Node) -> bool:
+    """Returns True if both tensors have the same sizes, by hints."""
     first, second = _val(node), _val(other)
     if first is None or second is None:
         return False

@@ -70,6 +70,7 @@ def simplify_one_hot_sum(joint: fx.GraphModule) -> int:
 
 
 def _rewrite(total: fx.Node) -> bool:
+    """Rewrites ``total`` if it sums a one-hot tensor times a gradient over one dimension, and returns True if so."""
     product, dims = total.args[0], total.args[1]
     if total.kwargs or not isinstance(product, fx.Node) or product.target is not aten.mul.Tensor or product.kwargs:
         return False
@@ -88,6 +89,7 @@ def _rewrite(total: fx.Node) -> bool:
 
 
 def _replace(total: fx.Node, one_hot: OneHot, gradient: fx.Node, dim: int) -> None:
+    """Replaces ``total`` by the entry that it sums."""
     build = Builder.beside(total)
     with total.graph.inserting_before(total):
         not_below = build.make(total, aten.ge.Scalar, (one_hot.target, 0))
