@@ -34,7 +34,7 @@ def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
 def rewrite_for_inductor(joint: fx.GraphModule, runs_on: str) -> None:
     """Rewrites a joint graph in place that Inductor compiles for a device of type ``runs_on``."""
     accumulate_into_first(joint)
-    # Vectorised loops compute a sum over an iota slowly. The rewrite needs one kernel: if Inductor splits it, it no longer
+    # Vectorised loops sum over an iota slowly. The rewritten gradient must fit one kernel, because a split kernel no longer
     # writes in place.
     if runs_on == "cpu" and compat.largest_expression(runs_on) >= OPERATIONS:
         simplify_one_hot_sum(joint)

@@ -27,8 +27,7 @@ def _fixed_strides(tensor: object) -> tuple[int, ...] | None:
 
 
 def replay_context(captured: Capture) -> ReplayContext:
-    """Returns the context for the replay: forward outputs, which the caller holds, allocation rounding, workspaces and
-    strides."""
+    """Returns the context for the replay: outputs that the caller holds, allocation rounding, workspaces and strides."""
     graph = captured.graph
     held = {}
     for number in graph.forward_outputs:

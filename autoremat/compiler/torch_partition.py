@@ -59,8 +59,7 @@ def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.G
 
 
 def torch_partition_peak(captured: Capture, joint_inputs: Sequence[object], keywords: Mapping[str, Any]) -> int | None:
-    """Returns the simulated peak of torch's partition without a budget, in bytes; None if torch's partitioner or the simulator
-    fails."""
+    """Returns the simulated peak of torch's partition without a budget, in bytes; None if it cannot be determined."""
     try:
         halves = fake_tensors.partition_for(1.0, captured.joint, joint_inputs, keywords)
         return plan_of_partition(captured, *halves).peak_bytes

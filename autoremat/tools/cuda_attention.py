@@ -40,8 +40,7 @@ def attention_on_cuda(
     enable_gqa: bool = False,
     capability: Capability = (8, 0),
 ) -> torch.Tensor:
-    """Returns ``scaled_dot_product_attention``, computed by the kernel that torch chooses on CUDA devices of the
-    ``capability``.
+    """Returns ``scaled_dot_product_attention`` by the kernel that torch chooses on CUDA devices of the ``capability``.
 
     The first suitable kernel is taken: cuDNN on the newest server GPUs, flash attention for half precision without a mask,
     memory-efficient attention for other dense cases, else the plain product. Shapes and arguments are those of torch's

@@ -1,5 +1,7 @@
-"""Dry run with lowering: plans a step and generates its code without compiling kernels (``autoremat.explain(...,
-lower=True)``)."""
+"""Dry run with lowering: plans a step and generates its code without compiling kernels.
+
+``autoremat.explain(..., lower=True)`` uses it.
+"""
 
 from __future__ import annotations
 

@@ -78,8 +78,7 @@ def _calls(plan: Plan) -> Iterator[tuple[tuple[str, str], list[int]]]:
 
 
 def _functional(target: str) -> str:
-    """Returns the name of an op without the underscore of its in-place variant, because the planned graph has no in-place
-    ops."""
+    """Returns the name of an op without the underscore of its in-place variant: the planned graph has no in-place ops."""
     name, dot, overload = target.rpartition(".")
     return f"{name.rstrip('_')}{dot}{overload}" if dot else target
 

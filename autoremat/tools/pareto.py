@@ -34,7 +34,7 @@ def pareto(
 ) -> Pareto:
     """Returns points of time and peak memory of ``model_or_fn(*args, **kwargs)``, which is traced once without running it.
 
-    Four kinds of points pass through the same simulator:
+    The result contains four kinds of points; all plans pass through the same simulator:
 
     - ``points`` plans, from the minimum peak found to the plan without recomputation;
     - the lower bound at the budget of each of these plans;
@@ -43,7 +43,7 @@ def pareto(
     - fixed policies.
 
     Times are in seconds and count recomputation alone; peaks are in bytes. After graph breaks the points describe the graph
-    with the highest peak. ``print`` shows a table, and ``pictures.pareto`` draws the points.
+    with the highest peak. ``print`` shows a table, and ``autoremat.report.plots.pareto`` draws the points.
 
     Raises ``OptionsError`` for ``points`` below 2 or a budget in ``options``, and all errors of ``autoremat.explain``.
     """

@@ -48,7 +48,7 @@ class Target:
 
     traced_on: torch.device
     cuda_name: str | None = None
-    """Name of the CUDA device that is planned for by its data sheet; None for a device that is present."""
+    """Name of the CUDA device that is planned for by its data sheet; None to plan for ``traced_on`` itself."""
     notes: tuple[str, ...] = ()
 
     @property
@@ -183,8 +183,7 @@ def trace(
     visit: Callable[[Target, int], Visitor[T]],
     joint: bool = True,
 ) -> Traced[T]:
-    """Traces ``model_or_fn(*args, **kwargs)`` without running or allocating, and visits the joint graph of each graph that
-    trains.
+    """Traces ``model_or_fn(*args, **kwargs)`` without running it, and visits the joint graph of each graph that trains.
 
     ``visit`` maps the target and the bytes that exist before the step to the visitor. If ``joint`` is False, the visitor
     receives each graph that may train as Dynamo captured it. Models are found in the closures of a function and in the globals

@@ -1,4 +1,6 @@
-"""Chunks the projection onto a large vocabulary, the loss and their gradients, so that all logits are never live together.
+"""Chunks the projection onto a large vocabulary, the loss and their gradients.
+
+The logits of all tokens are then never live together.
 
 Before, one matrix product computes the logits of all rows (tokens), and the loss and the gradients follow from them. Afterwards
 the same ops run on each chunk of rows. Results per row are concatenated; sums over rows are added up.
@@ -103,8 +105,7 @@ def _projection(graph: fx.Graph) -> fx.Node:
 
 @dataclass
 class _Finder:
-    """Finds the region that runs chunk by chunk: tensors as wide as the logits, and their row-by-row consequences up to
-    sums."""
+    """Finds the region that runs chunk by chunk: tensors as wide as the logits, and their row-by-row results up to sums."""
 
     graph: fx.Graph
     projection: fx.Node

@@ -23,7 +23,7 @@ MARK = "inductor_realize_to_strides"
 
 
 def materialize_shared(module: fx.GraphModule) -> None:
-    """Marks pointwise results that at least two attentions read, or that an extern kernel reads through a view beside other
+    """Marks pointwise results that several attentions read, or that an extern kernel reads through a view beside other
     readers."""
     for node in module.graph.nodes:
         if node.op == "call_function" and kind_of(node) is Kind.POINTWISE:

@@ -21,7 +21,7 @@ sum.
 
 The pass is only for graphs that Inductor compiles; elsewhere the gradient of log-softmax is one op. It also needs a CPU whose
 limit on the size of an expression admits the whole gradient. With a lower limit, as on CUDA, a buffer as large as the logits
-would stand between two expressions. The pass applies to all supported versions of torch.
+would stand between two expressions. The default limit of torch 2.11 and 2.12 is too low; the pass is for torch 2.13 and later.
 """
 
 from __future__ import annotations
@@ -141,9 +141,9 @@ def _thin(node: object, like: torch.Tensor, dim: int) -> fx.Node | None:
 
 
 def _counts(node: object, columns: int, from_the_end: int) -> bool:
-    """Returns True if ``node`` counts 0, 1, ...
+    """Returns True if ``node`` is the iota from 0 to ``columns`` - 1 along one dimension, and all others have size 1.
 
-    ``columns`` - 1 along the dimension ``from_the_end``, and all others have size 1.
+    ``from_the_end`` is the position of that dimension, counted from the last one, which is 1.
     """
     value = _value(node) if isinstance(node, fx.Node) else None
     if not isinstance(node, fx.Node) or value is None or value.dim() < from_the_end:
