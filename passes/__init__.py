@@ -1,4 +1,4 @@
-"""The FX -> FX passes, in the order in which they run: before capture, with the plan, before lowering. See README.md here."""
+"""The FX-to-FX passes in the sequence in which they run: before capture, with the plan, before lowering. See README.md here."""
 
 from __future__ import annotations
 
@@ -22,22 +22,26 @@ from autoremat.torch_private import compat
 
 
 def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
-    """Rewrites a joint graph in place before its capture; ``runs_on``: its device type under Inductor, else None."""
+    """Rewrites a joint graph in place before its capture.
+
+    ``runs_on`` is the type of the graph's device under Inductor, such as "cuda", and None without Inductor.
+    """
     forward_region_operands(joint)
     if runs_on is not None:
         rewrite_for_inductor(joint, runs_on)
 
 
 def rewrite_for_inductor(joint: fx.GraphModule, runs_on: str) -> None:
-    """Rewrites a joint graph in place that Inductor compiles for a device of the type ``runs_on``."""
+    """Rewrites a joint graph in place that Inductor compiles for a device of type ``runs_on``."""
     accumulate_into_first(joint)
-    # A sum over a count is slow where loops are vectorised. A kernel that is cut in two is no longer written in place.
+    # Vectorised loops sum over an iota slowly. The rewritten gradient must fit one kernel, because a split kernel no longer
+    # writes in place.
     if runs_on == "cpu" and compat.largest_expression(runs_on) >= OPERATIONS:
         simplify_one_hot_sum(joint)
 
 
 def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> compat.PartitionedModules:
-    """Returns the (forward, backward) modules that run ``schedule``; ``capture.joint`` is rewritten in place and used up."""
+    """Returns the (forward, backward) modules that run ``schedule``; ``capture.joint`` is consumed."""
     insert_recomputation(capture, schedule)
     forward, backward = split(capture, schedule, static_inputs)
     forward.graph.lint()
@@ -56,9 +60,9 @@ def before_lowering(graph: fx.Graph) -> None:
 
 
 def _check_split(capture: Capture, backward: fx.GraphModule) -> None:
-    """Raise ``PlanInvalid`` if the backward runs a forward op that the schedule did not ask for.
+    """Raises ``PlanInvalid`` if the backward runs a forward op that the schedule does not recompute.
 
-    Torch's extraction quietly takes along whatever a backward node reads and nobody saved.
+    Torch's extraction silently includes any op whose unsaved result a backward node reads.
     """
     forward_ops = {node.name for node in capture.op_nodes[: capture.graph.num_forward]}
     calls = (node for node in backward.graph.nodes if node.op == "call_function")

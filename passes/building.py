@@ -1,4 +1,4 @@
-"""Makes nodes beside known ones, with fake results."""
+"""Creates nodes next to existing ones, with fake results."""
 
 from __future__ import annotations
 
@@ -11,23 +11,26 @@ from torch import fx
 aten = torch.ops.aten
 
 OF_THE_VALUE = ("val", "tensor_meta", "eager_input_vals")
-"""Keys of ``node.meta`` that tell of a node's own result or operands."""
+"""Keys of ``node.meta`` that describe a node's own result or operands."""
 
 
 @dataclass(frozen=True)
 class Builder:
-    """Inserts nodes into ``graph`` where that stands. ``fake_mode`` is that of the results in ``node.meta``."""
+    """Inserts nodes at the insertion point of ``graph``. ``fake_mode`` is the mode of the fake results in ``node.meta``."""
 
     graph: fx.Graph
     fake_mode: Any
 
     @classmethod
     def beside(cls, node: fx.Node) -> Builder:
-        """A builder for the graph of ``node``, whose result is a fake tensor."""
+        """Returns a builder for the graph of ``node``, whose result is a fake tensor."""
         return cls(node.graph, node.meta["val"].fake_mode)
 
     def make(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
-        """A call, with all that is known of where ``like`` comes from. A view of what cannot be viewed is one of a copy."""
+        """Returns a new call with the metadata of ``like`` that describe its origin.
+
+        If ``target`` is a view and the operand's strides do not allow it, the call views a contiguous copy.
+        """
         values, keywords = fx.map_arg(args, _value), fx.map_arg(kwargs or {}, _value)
         with self.fake_mode, torch.no_grad():
             try:

@@ -1,8 +1,8 @@
-"""Inserts the recomputation that a schedule asks for into the joint graph, each clone just before its need.
+"""Inserts the recomputation of a schedule into the joint graph, each clone just before its use.
 
-Before: the joint graph, every node once. After: forward nodes as they were; then, in schedule order, the backward's nodes
-with clones of recomputed forward nodes between them, every backward read redirected to the newest copy of what it reads.
-Helpers (views, tuple unpacking) between a copy and its reader are cloned with it.
+Before, the joint graph contains every node once. Afterwards the forward nodes are unchanged. The backward's nodes follow in the
+schedule's sequence, with clones of recomputed forward nodes between them. Every backward read uses the newest clone of its
+operand. Helpers (views, tuple unpacking) between a clone and its reader are cloned too.
 
          mm ── relu ── mm_1 ── ... ── relu_backward(relu)
     becomes, if relu is recomputed,
@@ -23,19 +23,19 @@ from autoremat.planner.graph.graph import Role, Trait
 from autoremat.planner.graph.schedule import Schedule
 
 RECOMPUTED = "autoremat_recompute_of"
-"""``node.meta`` key: the name of the forward node that a clone repeats."""
+"""Key of ``node.meta`` for the name of the forward node that a clone recomputes."""
 
 
 @dataclass
 class _Inserter:
-    """Walks the backward half of a schedule and keeps, for each value, the node that holds its newest copy."""
+    """Walks the backward half of a schedule and tracks, for each value, the node that holds its newest live range."""
 
     capture: Capture
     newest: dict[int, fx.Node] = field(default_factory=dict)
     helpers: dict[tuple[fx.Node, fx.Node], fx.Node] = field(default_factory=dict)
-    """(helper in the forward, newest copy of what it looks at) -> its clone."""
+    """Clones of helpers, by (helper in the forward, newest holder of the value that it views)."""
     unpacked: dict[int, fx.Node] = field(default_factory=dict)
-    """value -> the clone of the multi-output call that makes it, until something reads it."""
+    """Clones of multi-output calls that compute a value, by value, until a node reads it."""
     cursor: fx.Node | None = None
 
     @property
@@ -43,14 +43,14 @@ class _Inserter:
         return self.capture.joint.graph
 
     def base(self, node: fx.Node) -> int | None:
-        """The computed value of which ``node`` is a helper or the holder, if it is one and not several."""
+        """Returns the computed value that ``node`` holds or is a helper of; None if there are none or several."""
         alias: Alias = self.capture.aliases.get(node)
         if isinstance(alias, int) and self.capture.graph.values[alias].role is Role.COMPUTED:
             return alias
         return None
 
     def resolve(self, node: fx.Node) -> fx.Node:
-        """The node to read in place of ``node``: itself, unless what it holds has been recomputed."""
+        """Returns the node to read in place of ``node``: ``node`` itself, unless its value has been recomputed."""
         value = self.base(node)
         if value is None:
             return self.resolve_several(node)
@@ -62,7 +62,10 @@ class _Inserter:
         return self.clone_helper(node, holder)
 
     def resolve_several(self, node: fx.Node) -> fx.Node:
-        """A view with several results, such as a split: cloned if what it looks at has been recomputed."""
+        """Returns the node to read in place of a view with several results, such as a split.
+
+        The view is cloned if its base has been recomputed.
+        """
         alias = self.capture.aliases.get(node)
         if not isinstance(alias, tuple) or node in self.calls:
             return node
@@ -70,12 +73,14 @@ class _Inserter:
         return self.clone_helper(node, copies[0]) if copies else node
 
     def clone_helper(self, node: fx.Node, holder: fx.Node) -> fx.Node:
+        """Returns the clone of helper ``node`` on ``holder``, which is created once."""
         key = (node, holder)
         if key not in self.helpers:
             self.helpers[key] = self.clone(node)
         return self.helpers[key]
 
     def clone(self, node: fx.Node) -> fx.Node:
+        """Clones ``node`` at the cursor, tags the clone as backward and returns it."""
         assert self.cursor is not None
         with self.graph.inserting_before(self.cursor):
             copy = self.graph.node_copy(node, self.resolve)
@@ -90,11 +95,12 @@ class _Inserter:
         self.calls = frozenset(self.capture.op_nodes)
 
     def repeat(self, index: int) -> None:
-        """Clone op ``index`` here and make its results the newest copies."""
+        """Clones op ``index`` at the cursor and records its results as the newest holders."""
         node, op = self.capture.op_nodes[index], self.capture.graph.ops[index]
         copy = self.clone(node)
         if Trait.COLLECTIVE in op.traits:
-            # Else the extraction takes an effect, which is no dead code to it, along to the forward, whose inputs it reads.
+            # A weaker tag would let the extraction move this op into the forward, because it is an effect and reads only
+            # forward values.
             copy.meta["partitioner_tag"] = "must_be_in_backward"
         for value in op.outputs:
             holder = self.capture.value_nodes[value]
@@ -104,7 +110,10 @@ class _Inserter:
                 self.newest[value] = self.unpack(holder, node, copy)
 
     def unpack(self, holder: fx.Node, call: fx.Node, copy: fx.Node) -> fx.Node:
-        """Clone the (nested) unpacking of ``call`` that ``holder`` is, on its clone ``copy``."""
+        """Clones ``holder``, a (nested) unpacking of ``call``, so that it reads the clone ``copy``.
+
+        Raises ``PlanInvalid`` if ``holder`` does not unpack ``call``.
+        """
         source = holder.args[0]
         if holder.target is not operator.getitem or not isinstance(source, fx.Node):
             raise PlanInvalid(f"{holder.name} does not unpack {call.name}")
@@ -119,11 +128,12 @@ class _Inserter:
         return clone
 
     def redirect(self, node: fx.Node) -> None:
-        """Make ``node`` read the newest copies."""
+        """Redirects the reads of ``node`` to the newest clones."""
         node.args = fx.map_arg(node.args, self.resolve)
         node.kwargs = fx.map_arg(node.kwargs, self.resolve)
 
     def run(self, schedule: Schedule) -> None:
+        """Rewrites the backward half after ``schedule``. Raises ``PlanInvalid`` if the schedule does not fit the graph."""
         capture = self.capture
         num_forward = capture.graph.num_forward
         backward_nodes = [n for n in capture.op_nodes[num_forward:]]
@@ -146,7 +156,7 @@ class _Inserter:
 
 
 def insert_recomputation(capture: Capture, schedule: Schedule) -> fx.GraphModule:
-    """Rewrite ``capture.joint`` in place so that its backward half runs as ``schedule.backward`` says.
+    """Rewrites ``capture.joint`` in place so that its backward half runs ``schedule.backward``, and returns it.
 
     Raises ``PlanInvalid`` if the schedule does not fit the graph.
     """

@@ -1,8 +1,8 @@
 """Splits a rewritten joint graph into the forward and the backward module that AOTAutograd runs.
 
-What is saved is handed over in terms of *bases*: the backward derives views from them again. Symbolic numbers that the
-forward computes travel beside the tensors. Which values the backward really reads, and in which order AOTAutograd wants
-them, is left to torch's own extraction.
+Saved values cross to the backward as *bases*, from which the backward derives views again. Symbolic numbers that the forward
+computes cross beside the tensors. Torch's own extraction finds the values that the backward reads, and puts them into the
+sequence that AOTAutograd expects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoremat.torch_private import compat
 
 
 def saved_nodes(capture: Capture, schedule: Schedule) -> list[fx.Node]:
-    """The tensors that cross to the backward: saved values, and inputs that it reads."""
+    """Returns the tensors that cross to the backward: saved values, and inputs that it reads."""
     holders = [capture.value_nodes[v] for v in schedule.saved(capture.graph)]
     inputs = [
         n
@@ -35,14 +35,14 @@ def saved_nodes(capture: Capture, schedule: Schedule) -> list[fx.Node]:
 
 
 def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> compat.PartitionedModules:
-    """(forward, backward) modules of ``capture.joint``, which :func:`insert_recomputation` has rewritten.
+    """Returns the (forward, backward) modules of ``capture.joint``, which :func:`insert_recomputation` has rewritten.
 
-    ``static_inputs`` are the positions of the forward's inputs that keep their address over steps (parameters).
+    ``static_inputs`` are the positions of forward inputs with the same address in every step (parameters and buffers).
     """
     random = (i for i, op in enumerate(capture.graph.ops[: capture.graph.num_forward]) if Trait.RANDOM in op.traits)
     for op in (*capture.graph.must_run, *random):
-        # Else the extraction takes an effect or a draw, which are no dead code to it, along to the backward if what it reads is
-        # there too, such as the sizes that an assertion compares.
+        # The extraction would also run an effect or a random draw in the backward if its operands are there, for example the
+        # sizes that an assertion compares.
         capture.op_nodes[op].meta["partitioner_tag"] = "must_be_in_forward"
     forward_nodes = set(capture.op_nodes[: capture.graph.num_forward])
     symbols, opaque = [], []

@@ -1,1 +1,1 @@
-"""The backend: from Dynamo's graph to compiled code within the budget."""
+"""The backend for ``torch.compile``: compiles Dynamo's graphs so that their steps stay within the budget."""

@@ -1,4 +1,7 @@
-"""What users are told of graph breaks and of functions that Dynamo left alone, of which the backend hears nothing."""
+"""Reports graph breaks, and functions that Dynamo does not trace, to the user.
+
+The backend receives only the graphs that Dynamo captures. Dynamo's own counters and callbacks supply the rest.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,16 @@ from autoremat.torch_private import dynamo
 log = logging.getLogger("autoremat")
 
 SHOWN = 3
-"""So many reasons of graph breaks are listed."""
+"""Number of reasons of graph breaks that a message lists."""
 
 _told: set[str] = set()
 
 
 def what_dynamo_said(before: Counter[str] | None = None) -> str:
-    """Why Dynamo broke or left functions (since ``before``), as lines of text; empty if it did not."""
+    """Returns the reasons of the graph breaks since ``before`` as lines of text.
+
+    The text is empty if Dynamo broke no graph and skipped no function.
+    """
     breaks = dynamo.graph_breaks() - (before or Counter())
     lines = [f"  - {dynamo.in_few_words(reason)}" for reason, _ in breaks.most_common(SHOWN)]
     more = [f"  - and {len(breaks) - SHOWN} other reasons"] if len(breaks) > SHOWN else []
@@ -32,7 +38,10 @@ def what_dynamo_said(before: Counter[str] | None = None) -> str:
 
 @contextlib.contextmanager
 def one_of_several(gm: fx.GraphModule) -> Iterator[None]:
-    """An error of the body that no plan fits says so, if ``gm`` is a part of a function that Dynamo broke."""
+    """Adds advice to a ``BudgetInfeasible`` of the body if ``gm`` is one of several graphs of a function.
+
+    The advice is to share one budget among these graphs with ``autoremat.profile_step``.
+    """
     try:
         yield
     except Exception as error:
@@ -49,26 +58,29 @@ def one_of_several(gm: fx.GraphModule) -> Iterator[None]:
 
 _frame_began: float | None = None
 _mark: Callable[[], None] = lambda: None  # noqa: E731
-"""Called around each frame, and does nothing, as long as torch is not reset."""
+"""A callback without effect that Dynamo calls around each frame. A reset of torch removes it, which shows the reset."""
 
 
 def listen() -> None:
-    """From now on, say once if Dynamo does not trace an RNN, or a function that calls one: the backend never sees these. And
-    note since when a caller has been waiting."""
+    """Registers callbacks that Dynamo calls before and after each frame.
+
+    They log one warning per process if Dynamo does not trace an RNN, or a function that calls one. They also note the time at
+    which Dynamo begins a frame.
+    """
     dynamo.around_each_frame(_before_a_frame, _after_a_frame)
 
 
 def until_reset() -> Callable[[], bool]:
-    """Tells if what is compiled from now on is still there: torch was not reset since."""
+    """Returns a function that is true while torch has not been reset. A reset drops everything that is compiled from now on."""
     global _mark
     if not dynamo.is_called(_mark):
-        _mark = lambda: None  # noqa: E731  # of its own after each reset
+        _mark = lambda: None  # noqa: E731  # a new object after each reset
         dynamo.around_each_frame(_mark, _mark)
     return partial(dynamo.is_called, _mark)
 
 
 def seconds_in_dynamo() -> float:
-    """How long Dynamo has been at the present frame; 0 if nobody listened as it began."""
+    """Returns the seconds since Dynamo began the present frame; 0 if ``listen`` was not active then."""
     return 0.0 if _frame_began is None else time.monotonic() - _frame_began
 
 
@@ -78,6 +90,7 @@ def _before_a_frame() -> None:
 
 
 def _after_a_frame() -> None:
+    """Ends the time of the frame, and warns once if Dynamo left an RNN untraced."""
     global _frame_began
     _frame_began = None
     found = next((reason for reason in dynamo.graph_breaks() if dynamo.WITHOUT_RNN in reason), None)

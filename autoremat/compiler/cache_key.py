@@ -1,4 +1,7 @@
-"""Keys by which compilations and graphs are known again: hashes of all that determines a plan."""
+"""Hashes that identify compilations and graphs on disk and between processes.
+
+A fingerprint covers everything that determines a plan. A graph key covers only the computation of one graph.
+"""
 
 from __future__ import annotations
 
@@ -21,16 +24,16 @@ from autoremat.torch_private import compat, symbolic_sizes
 
 @cache
 def source_hash() -> str:
-    """A hash of all our sources: two versions of this package never share a cache entry."""
+    """Returns a hash of this package's sources. Two versions of the package therefore never share a cache entry."""
     digest = hashlib.sha256()
-    root = Path(__file__).parent.parent  # of the package
+    root = Path(__file__).parent.parent  # the package's folder
     for path in sorted({p.resolve() for folder in (root, root / "passes") for p in folder.rglob("*.py")}):
         digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()
 
 
 def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
-    """A hash of everything that determines the plan: graph, inputs, options, settings, versions."""
+    """Returns a hash of everything that determines the plan: graph, inputs, options, settings of torch and versions."""
     parts = [
         source_hash(),
         torch.__version__,
@@ -52,7 +55,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 
 
 def _describe(value: Any) -> str:
-    """The properties of an input that a compiled graph may depend on."""
+    """Returns the properties of an input that a compiled graph may depend on, as text."""
     if not isinstance(value, torch.Tensor):
         return f"{type(value).__name__} {value}"
     try:
@@ -60,12 +63,15 @@ def _describe(value: Any) -> str:
     except RuntimeError:
         layout = str(value.layout)
     shape = ",".join(str(s) for s in value.shape)
-    parts = compat.subclass_identity(value)  # a distributed tensor's placements are in none of the above
+    parts = compat.subclass_identity(value)  # the placements of a distributed tensor
     return f"{type(value).__name__} {shape} {layout} {value.dtype} {value.device} {value.requires_grad} {parts}"
 
 
 def graph_key(gm: fx.GraphModule, inputs: Sequence[Any]) -> str:
-    """A hash of what the graph computes and on what, without the names and places that depend on the function around it."""
+    """Returns a hash of the graph's ops and of the sizes, types and devices of its inputs.
+
+    Names and source lines are left out, because they depend on the function around the graph.
+    """
     numbers = {node: number for number, node in enumerate(gm.graph.nodes)}
     lines = []
     for node in gm.graph.nodes:
@@ -81,7 +87,7 @@ def _name(target: Any) -> str:
 
 
 def _sizes_and_type(value: Any) -> str:
-    """Returns the properties of an input that the plans of its graph depend on."""
+    """Returns the properties of an input that the plans of its graph depend on, as text."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     hints = [compat.size_hint(size) for size in value.shape]

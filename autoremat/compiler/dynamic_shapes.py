@@ -1,9 +1,10 @@
-"""Budgets under dynamic shapes: a graph is planned for sizes up to a limit, and Dynamo compiles again for larger ones.
+"""Budgets under dynamic shapes: plans a graph for sizes up to a limit, so that Dynamo recompiles for larger sizes.
 
-Each tensor counts with the most bytes that it has at any size up to the limits: most tensors grow with the sizes of the inputs,
-and what is left of a buffer behind them shrinks. So a plan that fits by that count fits at every such size. The limit of a size
-is the next power of two, if that fits the budget, so that lengths that grow to n times the first cause about log2 n
-compilations; else it is the size at hand.
+The size of each tensor counts as its maximum over all sizes up to the limits. Most tensors grow with the inputs, but the
+remainder of a buffer behind such a tensor shrinks. A plan that fits by this count fits at every such size.
+
+The limit of a size is the next power of two if a plan for it fits the budget. If none fits, the limit is the present size.
+Sizes that grow to n times the first one therefore cause about log2 n compilations.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ T = TypeVar("T")
 def with_limits(
     compile_graph: Callable[[Options], T], inputs: Sequence[Any], options: Options, too_much: Callable[[Exception], bool]
 ) -> T:
-    """Call ``compile_graph`` with limits for the sizes that ``inputs`` leave open, and guard them, if the budget is in bytes.
+    """Returns the result of ``compile_graph``, with limits for the dynamic sizes of ``inputs`` if the budget is in bytes.
 
-    ``too_much`` says whether an error means that nothing fits the budget.
+    Guards the limits in Dynamo. ``too_much`` returns True for an error that means that no plan fits the budget.
     """
     sizes = dynamic_sizes(inputs) if options.memory_budget is not None and not isinstance(options.memory_budget, float) else []
     if not sizes:
@@ -43,12 +44,13 @@ def with_limits(
 
 
 def limit_of(size: DynamicSize) -> int:
-    """Up to what to plan."""
+    """Returns the limit up to which a plan shall hold for this size."""
     power = 1 << max(size.hint - 1, 0).bit_length()
     return power if size.most is None else max(size.hint, min(power, size.most))
 
 
 def _guarded(compiled: T, limits: dict[DynamicSize, int]) -> T:
+    """Guards the limits of the sizes and returns ``compiled``."""
     for size, limit in limits.items():
         size.guard_at_most(limit)
     return compiled

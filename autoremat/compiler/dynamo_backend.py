@@ -1,4 +1,4 @@
-"""The backend that ``torch.compile(model, backend="autoremat")`` finds: options in, compiled callable out."""
+"""The entry point of ``torch.compile(model, backend="autoremat")``: turns a graph and options into a compiled callable."""
 
 from __future__ import annotations
 
@@ -44,10 +44,13 @@ def backend(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Compiled:
-    """Compile a graph that Dynamo captured so that its training step stays within a memory budget.
+    """Returns a callable that computes a graph captured by Dynamo and keeps its training step within a memory budget.
 
-    ``options`` and ``mode`` are those of ``torch.compile``; see :class:`autoremat.Options` for ours. Raises
-    ``OptionsError`` for options that nobody knows and ``BudgetInfeasible`` if no plan fits.
+    ``options`` and ``mode`` are those of ``torch.compile``; :class:`autoremat.Options` documents the options of this package. A
+    budget is in bytes, or a share of the baseline's peak.
+
+    Raises ``OptionsError`` for unknown options and ``BudgetInfeasible`` if no plan fits. Raises ``PlanningError`` if planning
+    fails and no fallback is allowed; with a fallback it warns with ``FallbackWarning``.
     """
     parsed = Options.parse(options, mode, compat.inductor_config_names)
     note_graph()
@@ -65,6 +68,7 @@ explain_absence_by(what_dynamo_said)
 
 
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options) -> Compiled:
+    """Returns the compiled graph, or the callable of an active interceptor."""
     source_info.take_names(gm)
     patches = {**compat.mode_config(parsed.mode), **dict(parsed.inductor)}
     interceptor = active_interceptor()
@@ -82,13 +86,14 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options)
 
 
 def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options, patches: dict[str, Any]) -> Compiled:
+    """Compiles the graph with a plan, or with plain Inductor if it does not train or planning falls back."""
     if parsed.compiler == "aot_eager":
         return _compile_uncompiled(gm, example_inputs, parsed)
     if not may_train(gm, example_inputs):
         return compat.compile_with_inductor(gm, example_inputs, patches, {})
     try:
         return CompileLoop(gm, example_inputs, parsed, patches).run()
-    except Exception as error:  # what is wrong with the graph itself, plain Inductor says below
+    except Exception as error:  # an error of the graph itself recurs in plain Inductor below
         if is_user_error(error):
             raise
         if not parsed.falls_back:
@@ -100,12 +105,12 @@ def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: 
 
 
 def is_user_error(error: Exception) -> bool:
-    """Whether the user is to see ``error``: one of ours, or a warning that is treated as an error."""
+    """Returns True for errors that the user must see: errors of this package, and warnings that are raised as errors."""
     return find_cause(error, AutorematError) is not None or find_cause(error, Warning) is not None
 
 
 def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Options:
-    """``options`` with the graph's share in the place of a step profile."""
+    """Returns ``options`` with the graph's share in place of a step profile."""
     profile = options.memory_budget
     if not isinstance(profile, StepProfile) or not may_train(gm, inputs):
         return options
@@ -122,6 +127,7 @@ def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 
 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
+    """Plans the graph and returns its halves as FX graphs, without generated code."""
     now("tracing")
     partitioner = Partitioner(options, "", fuses=False, must_fit=options.on_infeasible == "raise")
     compiled = compat.compile_uncompiled(gm, inputs, partitioner)

@@ -1,4 +1,4 @@
-"""Graphs that go elsewhere than to the compiler: the profile of a step records them."""
+"""Lets a step profile receive the graphs of a thread in place of the compiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import fx
 
 
 class Interceptor(Protocol):
-    """Takes the graphs of a thread in the place of the compiler."""
+    """Receives the graphs of a thread in place of the compiler."""
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], patches: Mapping[str, Any]) -> Callable[..., Any]:
         """Returns a callable that computes ``gm``."""
@@ -22,13 +22,16 @@ _active: ContextVar[Interceptor | None] = ContextVar("autoremat_interceptor", de
 
 
 def active_interceptor() -> Interceptor | None:
-    """Returns the interceptor of this thread, if there is one."""
+    """Returns the interceptor of this thread, or None."""
     return _active.get()
 
 
 @contextlib.contextmanager
 def intercepted_by(interceptor: Interceptor) -> Iterator[None]:
-    """Hands ``interceptor`` the graphs of this thread, and of the threads in which autograd runs its backwards."""
+    """Hands the graphs of this thread to ``interceptor`` while the body runs.
+
+    The threads in which autograd runs this thread's backwards are included.
+    """
     token = _active.set(interceptor)
     try:
         yield

@@ -1,6 +1,6 @@
-"""The graph with its loss in parts (``passes/chunk_loss.py``) beside the graph as it is: the plans of both, and the choice.
+"""Plans the graph with and without a chunked loss, and chooses between them (``passes/chunked_loss``).
 
-Results in parts are rounded otherwise, so by default parts are looked at only if nothing fits the budget without them.
+Chunking changes the rounding of results. By default, chunked candidates are planned only if nothing else fits the budget.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.torch_private import fake_tensors
 
 NUMBERS_OF_CHUNKS = (8, 16)
-"""Tried in this order where the user gives none. A part costs another read of the projection's weight and some twenty ops."""
+"""Numbers of chunks that are tried, in this order, if the user gives none. A chunk costs another read of the projection's
+weight and about twenty ops."""
 
 
 @dataclass(frozen=True)
 class ChunkingCandidate:
-    """One form of the graph and what was planned for it."""
+    """The graph as it is, or with a chunked loss, and its plans. ``parts`` is the number of chunks; 1 means no chunking."""
 
     captured: Capture
     pricing: Pricing
@@ -37,15 +38,18 @@ class ChunkingCandidate:
 
     @property
     def step_seconds(self) -> float:
-        """Of the plan, with what it recomputes and saves."""
+        """Seconds of the step under the plan, with its recomputation and its saves; infinite if no plan fits."""
         plan = self.planning.plan
         return float("inf") if plan is None else plan.graph.step_seconds + plan.cost_seconds
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The contender to take; the graph as it is, if it was planned for; what its user can do to have parts, if that is what
-    is missing."""
+    """The candidate that is taken and the candidate without chunks.
+
+    ``whole`` is None if the graph without chunks was not planned. ``remedy`` tells the user how to make the loss chunkable, if
+    it is not.
+    """
 
     taken: ChunkingCandidate
     whole: ChunkingCandidate | None
@@ -54,14 +58,18 @@ class Choice:
 
 @dataclass(frozen=True)
 class Parts:
-    """Makes contenders: ``recapture`` captures and prices a joint graph, ``contend`` plans for it."""
+    """Plans candidates: ``recapture`` captures and prices a joint graph, ``contend`` plans it."""
 
     options: Options
     recapture: Callable[[fx.GraphModule], tuple[Capture, Pricing]]
     contend: Callable[[Capture, Pricing, int], ChunkingCandidate]
 
     def best(self, captured: Capture, pricing: Pricing, applicable: bool) -> Choice:
-        """Warns if parts were asked for and cannot be had; ``applicable``: whether there is a choice at all."""
+        """Returns the best candidate. Warns if the user asks for chunks and the loss cannot be chunked.
+
+        ``applicable`` is False if the graph must stay unchunked. The fastest candidate that fits is best; if none fits, the one
+        with the minimum peak.
+        """
         wanted = self.options.chunk_loss
         asked = wanted is True or type(wanted) is int
         if not applicable and asked:
@@ -87,7 +95,10 @@ class Parts:
         return Choice(min(found, key=lambda contender: contender.planning.smallest.peak_bytes), whole, remedy)
 
     def in_parts(self, captured: Capture, found: list[ChunkingCandidate]) -> Iterator[ChunkingCandidate]:
-        """Further contenders, as long as ``found`` leaves something to wish for. Raises ``ChunkingUnsupported``."""
+        """Yields chunked candidates; under ``"auto"`` only until one of ``found`` fits.
+
+        Raises ``ChunkingUnsupported`` if the loss cannot be chunked.
+        """
         wanted = self.options.chunk_loss
         numbers = (wanted,) if type(wanted) is int else NUMBERS_OF_CHUNKS
         for number in numbers:
@@ -97,7 +108,7 @@ class Parts:
             joint.meta = dict(captured.joint.meta)
             chunked = chunk_loss(joint, int(number))
             if any(contender.parts == chunked.parts for contender in found):
-                return  # no more rows
+                return  # there are too few rows for more chunks
             yield self.contend(*self.recapture(joint), chunked.parts)
 
 

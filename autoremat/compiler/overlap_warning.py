@@ -1,8 +1,8 @@
-"""Notices what keeps more alive in a step than the plan of one graph counts: other calls that are open at once, and backwards
-that keep what was saved for them.
+"""Warns if a step holds more memory than the plan of one graph counts.
 
-Each graph was planned as if it were alone. Calls are watched until a step has ended in which every graph was known; then a
-watched graph costs no more than one more Python call, until another graph is compiled.
+Each graph is planned as if it were alone. Two things add memory: other calls that are open at the same time, and backwards with
+``retain_graph=True``, which keep their saved tensors. Calls are watched until a step has ended in which every graph was known.
+Afterwards a watched graph costs one more Python call, until another graph is compiled.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ from autoremat.torch_private.autograd import backward_node, keeps_graph
 
 @dataclass(frozen=True, eq=False)
 class Watched:
-    """A compiled graph: its report, and whether its budget is a share of its own peak, which says nothing of other graphs."""
+    """A compiled graph and its report.
+
+    ``by_share`` is True if the budget is a share of the graph's own peak, which says nothing about other graphs.
+    """
 
     report: Report
     by_share: bool
@@ -32,20 +35,20 @@ class Watched:
 
 @dataclass(frozen=True)
 class _Open:
-    """What is known of an open call."""
+    """An open call of a graph on a device."""
 
     graph: Watched
     device: torch.device
 
 
 class _Call:
-    """One call of a graph, open for as long as autograd keeps this object or until its backward has run."""
+    """One call of a graph. It is open until its backward has run or autograd drops this object."""
 
     def __init__(self, graph: Watched) -> None:
         self.graph = graph
 
     def __call__(self, watch: Watch, *_: Any) -> None:
-        """A hook after the backward."""
+        """Closes the call after its backward, as an autograd hook; judges the call if autograd keeps its saved tensors."""
         if keeps_graph():
             watch.judge_kept(self.graph)
         else:
@@ -53,14 +56,14 @@ class _Call:
 
 
 class Watch:
-    """The open calls of this process."""
+    """The open calls of this process. ``active`` is False once no call needs watching."""
 
     def __init__(self) -> None:
         self.active = False
         self.open: dict[int, _Open] = {}
 
     def call(self, compiled: Callable[..., Any], graph: Watched, args: tuple[Any, ...]) -> Any:
-        """Call ``compiled``, which is ``graph``."""
+        """Returns ``compiled(*args)``, a call of ``graph``, and records the call as open if it has a backward."""
         device = _device_of(args)
         self.judge(graph, device)
         outputs = compiled(*args)
@@ -73,14 +76,15 @@ class Watch:
         return outputs
 
     def close(self, call: int) -> None:
-        """The call of that identity holds nothing any more."""
+        """Closes the call with this identity, which holds no memory any more."""
         if self.open.pop(call, None) is not None and not self.open:
-            self.active = False  # the step is over
+            self.active = False  # no open call means that the step has ended
 
     def judge(self, graph: Watched, device: torch.device) -> None:
-        """Warn if ``graph``, called now, brings the step on ``device`` over its budget.
+        """Warns if calling ``graph`` now brings the step on ``device`` over its budget.
 
-        Backwards run in the order opposite to that of forwards: what is open now is open again in this call's backward.
+        Backwards run in the reverse order of their forwards. Calls that are open now are therefore open again during this
+        call's backward.
         """
         here = [one for one in list(self.open.values()) if one.device == device]
         earlier = [one for one in here if one.graph is graph or not graph.by_share]
@@ -103,7 +107,7 @@ class Watch:
         )
 
     def judge_kept(self, graph: Watched) -> None:
-        """Warn if what a backward with ``retain_graph=True`` keeps can bring ``graph`` over its budget."""
+        """Warns if the saved tensors that ``retain_graph=True`` keeps can bring ``graph`` over its budget."""
         budget, saved, peak = graph.report.budget_bytes, graph.report.saved_bytes, graph.report.peak_bytes
         if budget is None or peak + saved <= budget or not self.active:
             return
@@ -117,7 +121,7 @@ class Watch:
 
 
 def _device_of(args: Iterable[Any]) -> torch.device:
-    """The device of a graph with these inputs: that of the first tensor on an accelerator, else the CPU."""
+    """Returns the device of a graph with these inputs: that of the first tensor on an accelerator, else the CPU."""
     found = (tensor.device for tensor in args if isinstance(tensor, torch.Tensor) and tensor.device.type != "cpu")
     return next(found, torch.device("cpu"))
 
@@ -130,8 +134,8 @@ _watch = Watch()
 
 
 def watched(compiled: Callable[..., Any], report: Report, by_share: bool) -> Callable[..., Any]:
-    """``compiled``, under the eyes of this process's watch."""
-    graph = Watched(replace(report, plan=None, values=()), by_share)  # lives as long as the compiled graph
+    """Returns ``compiled`` with its calls recorded by this process's watch."""
+    graph = Watched(replace(report, plan=None, values=()), by_share)  # drops the plan, as the graph may live long
     _watch.active = True
 
     def call(*args: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The partitioner that AOTAutograd calls with the joint graph: capture, plan, rewrite, report."""
+"""The partitioner that AOTAutograd calls with the joint graph: captures, plans, rewrites and reports."""
 
 from __future__ import annotations
 
@@ -56,27 +56,30 @@ log = logging.getLogger("autoremat")
 
 FREE_STEP = 64 * 2**20
 OPTIMISM = 0.5
-"""By how much the simulated peak may be over the budget for the generated code to be tried: it reuses more than is simulated,
-in unrolled loops most of all."""
+"""Excess of the simulated peak over the budget, as a share of the budget, up to which a plan's code is still generated.
+Generated code often reuses more buffers than simulated, above all in unrolled loops."""
 
 
 def free_device_bytes(device: torch.device) -> int | None:
-    """Bytes that the step could allocate on ``device`` now (free, or held by torch's allocator unused); None on the CPU."""
+    """Returns the bytes that the step could allocate on ``device`` now; None on the CPU.
+
+    The number counts free memory and the unused memory that torch's allocator holds.
+    """
     if device.type != "cuda":
         return None
     free, _ = torch.cuda.mem_get_info(device)
     usable = int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    # In steps, so that compiling again finds the same budget, and so the same plan, in the caches.
+    # Round down, so that a second compilation finds the same budget, and so the same plan, in the caches.
     return usable // FREE_STEP * FREE_STEP
 
 
 @dataclass(repr=False, eq=False)
 class Partitioner(compat.CustomPartitionerFn):
-    """One compilation's partitioner. ``extra_headroom_bytes`` is how far below the budget to plan, because the code generator's
-    schedule of an earlier plan turned out so much larger than simulated.
+    """The partitioner of one attempt.
 
-    After the call, ``report`` holds what was planned; while it is None the graph was answered from a cache or has no
-    backward.
+    ``extra_headroom_bytes`` lowers the budget of the plan, because the code of an earlier plan needed more memory than
+    simulated. After the call, ``report`` describes the plan. It stays None if a cache answered for the graph, or if the graph
+    has no backward.
     """
 
     options: Options
@@ -84,48 +87,48 @@ class Partitioner(compat.CustomPartitionerFn):
     extra_headroom_bytes: int = 0
     fuses: bool = True
     must_fit: bool = True
-    """Whether to raise if nothing fits; else the plan of least memory is taken."""
+    """True: raise an error if no plan fits. False: take the plan with the minimum peak."""
     free_bytes: Callable[[torch.device], int | None] = free_device_bytes
-    """What an "auto" budget is taken from: bytes free on the device; None where that is not known."""
+    """Bytes free on a device, from which an "auto" budget is derived; None if they are unknown."""
     cuda_name: str | None = None
-    """The CUDA device that is planned for, if the one at hand only stands for it: then no code decides what fits."""
+    """Name of the CUDA device that is planned for, if another device stands in for it. Generated code then decides nothing."""
     report: Report | None = field(default=None, init=False)
     plan: Plan | None = field(default=None, init=False)
     planning: PlanningResult | None = field(default=None, init=False)
     planner: Planner | None = field(default=None, init=False)
     replay_context: ReplayContext = field(default_factory=ReplayContext, init=False)
     exhausted: bool = field(default=False, init=False)
-    """Whether there is no other plan to try: it is stored, or the one of least memory, because none fits by the simulator's
-    count."""
+    """True if no other plan can be tried: the plan is stored, or it has the minimum peak because none fits in simulation."""
     memory_first: bool = field(default=False, init=False)
-    """Whether the code generator is to put the planned memory before speed: a plan of least time needs no such thing."""
+    """True if Inductor must keep the backward's sequence of ops and free each buffer after its last use. The plan of least time
+    needs neither."""
 
     is_region: bool = field(default=False, init=False)
-    """Whether the graph at hand is a nested compile region, which torch has partitioned first, without inputs. The graph around
-    it may recompute it whole, so alone it only has to fit the budget if it can, and a share of its own peak means nothing."""
+    """True if the graph is a nested compile region, which torch partitions first and without inputs. The surrounding graph may
+    recompute the whole region. The budget is therefore no hard limit for it, and a share of its own peak has no meaning."""
     inputs_kept: frozenset[int] = field(default=frozenset(), init=False)
-    """The values of the graph that are inputs, but not parameters."""
+    """Numbers of the values that are inputs of the graph, but not parameters or buffers."""
     code_headroom_bytes: int = field(default=0, init=False)
-    """What generated code may need beside what is simulated."""
+    """Code headroom: bytes that generated code may need above the simulated peak."""
     fell_back: bool = field(default=False, init=False)
-    """Whether planning failed and the graph was left to torch's partitioner."""
+    """True if planning failed and torch's partitioner takes the graph (fallback)."""
     plan_file: str | None = field(default=None, init=False)
-    """The stored plan that is applied instead of planning."""
+    """Name of the plan file that is applied instead of a search."""
     torch_partition_peak: Callable[[], int | None] | None = field(default=None, init=False)
-    """What tells the peak of torch's own partition of the graph at hand, until planning begins."""
+    """Computes the peak of torch's own partition of the graph; set until planning begins."""
     soft_budget_bytes: int | None = field(default=None, init=False)
-    """That peak, if it stands for a budget: a plan without one is not to exceed it."""
+    """Peak of torch's own partition in bytes, if it serves as a soft budget: without a budget the plan should not exceed it."""
     captured: Capture | None = field(default=None, init=False)
-    """The graph that was chosen, until it is rewritten: the one at hand, or the same with its loss in parts."""
+    """Capture of the graph that was chosen, with or without a chunked loss. It is set until the graph is rewritten."""
 
     def __post_init__(self) -> None:
         self.identity = ("autoremat", source_hash(), self.fingerprint, self.extra_headroom_bytes, self.must_fit)
 
     def uuid(self) -> Any:
-        """All that a compiled artifact depends on beside what torch hashes itself."""
+        """Returns all that a compiled artifact depends on and that torch does not hash itself."""
         return self.identity
 
-    # Torch copies, prints and hashes the configuration that holds this object: only its identity matters there.
+    # Torch copies, prints and hashes the configuration that contains this object. Only its identity matters there.
 
     def __getstate__(self) -> dict[str, Any]:
         return {"identity": self.identity}
@@ -149,7 +152,7 @@ class Partitioner(compat.CustomPartitionerFn):
                 return self.plan_and_split(found, kwargs.get("static_lifetime_input_indices") or ())
         except (BudgetInfeasible, OptionsError, ConstraintWarning, BudgetWarning):
             raise
-        except Exception as error:  # models and torch's ops are open-ended: what we fail on must train all the same
+        except Exception as error:  # models and ops are open-ended, so any error may occur; the graph shall train all the same
             if isinstance(error, AutorematError) and not self.options.falls_back:
                 raise
             if not self.options.falls_back:
@@ -159,7 +162,7 @@ class Partitioner(compat.CustomPartitionerFn):
         return compat.partition_as_torch_does(joint, joint_inputs, **kwargs)
 
     def plan_and_split(self, captured: Capture, static_inputs: Collection[int]) -> compat.PartitionedModules:
-        """Plan under the budget; the forward and the backward that the plan asks for."""
+        """Returns the forward and the backward module of the plan for this graph."""
         captured, pricing = priced(captured, self.options.cost_model)
         self.inputs_kept = kept_inputs(captured, static_inputs)
         plan = self.choose(captured, pricing)
@@ -175,18 +178,20 @@ class Partitioner(compat.CustomPartitionerFn):
         return modules
 
     def leave_to_torch(self, error: Exception, place: str) -> None:
-        """Say that no budget holds for this graph, and why."""
+        """Warns that no budget holds for this graph, and records the fallback."""
         self.fell_back, self.report, self.planning, self.exhausted = True, None, None, False
         log.info("planning failed", exc_info=error)
         warnings.warn(fallback_message(error, place), FallbackWarning, stacklevel=2)
 
     def worth_trying(self, plan: Plan, budget: int) -> bool:
-        """Whether the code generator may make ``plan`` fit though the simulator or an earlier try says that it does not."""
+        """Returns True if Inductor's code for ``plan`` may fit, although the simulated peak exceeds the budget."""
         return self.fuses and self.cuda_name is None and plan.peak_bytes <= budget * (1 + OPTIMISM)
 
     def plan_for(self, simulated_bytes: int | None) -> Plan | None:
-        """What would be planned for a simulated peak of at most so many bytes (None: no bound). None if nothing fits or nothing
-        was planned."""
+        """Returns the plan for a simulated peak of at most ``simulated_bytes``, code headroom included (None: no limit).
+
+        Returns None if no plan fits or nothing has been planned.
+        """
         if self.planner is None:
             return None
         if simulated_bytes is None:
@@ -194,7 +199,7 @@ class Partitioner(compat.CustomPartitionerFn):
         return self.planner.choose(simulated_bytes - self.code_headroom_bytes, accepts=self.accepts())
 
     def accepts(self) -> Callable[[Plan], bool] | None:
-        """What a plan must hold to beside the peak; None for nothing."""
+        """Returns the condition that plans must meet beside the peak; None if there is none."""
         share = self.share
         if share is None:
             return None
@@ -202,16 +207,16 @@ class Partitioner(compat.CustomPartitionerFn):
 
     @property
     def share(self) -> Share | None:
-        """The graph's share of a step's budget, if it has none of its own."""
+        """The graph's share of a step's budget; None if the graph has a budget of its own."""
         budget = self.options.memory_budget
         return budget if isinstance(budget, Share) and not self.is_region else None
 
     def point_of(self, plan: Plan) -> PlanPoint:
-        """``plan`` as the ledger of the step has it."""
+        """Returns ``plan`` as a point in the ledger of the step."""
         return point_of(plan, self.inputs_kept if self.share is not None and self.share.borders else None)
 
     def limit_bytes(self, backward: bool) -> int | None:
-        """What the code of one half may need; None for no bound."""
+        """Returns the limit in bytes on the code of one half; None for no limit."""
         if self.report is None or self.options.wants_whole_baseline:
             return None
         if self.plan is None or self.share is None:
@@ -222,16 +227,19 @@ class Partitioner(compat.CustomPartitionerFn):
         return self.share.backward_peak_bytes - on_borders
 
     def choose(self, captured: Capture, pricing: Pricing) -> Plan:
-        """Plan under the budget and write the report. Raises ``BudgetInfeasible`` if nothing fits and that is asked for."""
+        """Returns the plan for the budget and sets the report.
+
+        Raises ``BudgetInfeasible`` if no plan fits, ``must_fit`` is set, and the generated code is not expected to fit either.
+        """
         start = time.perf_counter()
-        self.find_soft_budget()  # before the planner's time begins: torch's partitioner has no limit
+        self.find_soft_budget()  # do this before the planner's time begins, because torch's partitioner has no time limit
         now(f"planning {len(captured.graph.ops):,} ops, at most {self.options.time_limit:g} s")
         first = self.planner_of(captured)
         baseline = first[0].baseline
         device = compat.device_of(captured.joint)
         copies = layout_copies_bytes(captured.op_nodes, captured.runs_on)
         self.code_headroom_bytes = code_headroom_bytes(captured.graph) + copies if self.fuses else 0
-        # Code without recomputation needs the reserve too: so it is part of what a share is of.
+        # The baseline's code needs the code headroom too, so a share is a share of both.
         budget = self.options.resolve_budget(baseline.peak_bytes + self.code_headroom_bytes, self.free_bytes(device))
         if self.is_region and isinstance(self.options.memory_budget, float):
             budget = None
@@ -248,7 +256,7 @@ class Partitioner(compat.CustomPartitionerFn):
             worth_trying = (accepts is None or accepts(plan)) and self.worth_trying(plan, budget)
             if self.must_fit and not self.is_region and not worth_trying:
                 relaxed = self.smallest_unconstrained(captured, ordered)
-                least = planning.smallest.peak_bytes + self.code_headroom_bytes  # what generated code is taken to need
+                least = planning.smallest.peak_bytes + self.code_headroom_bytes  # the assumed peak of generated code
                 raise infeasible(planning, budget, captured.device.name, least, self.plan_file, relaxed, choice.remedy)
         self.report = Report.of(
             dataclasses.replace(planning, baseline=baseline),
@@ -268,7 +276,10 @@ class Partitioner(compat.CustomPartitionerFn):
         return plan
 
     def find_soft_budget(self) -> None:
-        """Where nothing else says what to do, ask for the peak of torch's partition; forget the graph that it was had of."""
+        """Sets the soft budget to the peak of torch's partition if neither a budget, a stored plan nor a policy is given.
+
+        Drops the function that computes it, and with it the graph that the function holds.
+        """
         options, look = self.options, self.torch_partition_peak
         told = options.memory_budget is not None or options.plan or options.policy
         if look is not None and self.fuses and not (told or self.is_region):
@@ -279,7 +290,7 @@ class Partitioner(compat.CustomPartitionerFn):
     def whole_or_in_parts(
         self, captured: Capture, pricing: Pricing, budget: int | None, planner_at_hand: tuple[Planner, ConstrainedGraph]
     ) -> Choice:
-        """The graph to take, at hand or with its loss in parts, with what was planned for it, and for the one at hand."""
+        """Returns the choice between this graph and the same graph with a chunked loss, with the plans of both."""
 
         def recapture(joint: fx.GraphModule) -> tuple[Capture, Pricing]:
             again = capture(joint, captured.num_fwd_outputs, self.fuses, self.cuda_name)
@@ -297,14 +308,16 @@ class Partitioner(compat.CustomPartitionerFn):
         return choice
 
     def planner_of(self, captured: Capture) -> tuple[Planner, ConstrainedGraph]:
-        """A planner of the graph with what the options order."""
+        """Returns a planner of the graph under the constraints of the options, and the constrained graph."""
         ordered = constraints_of(self.options).apply(captured.graph)
         given = () if ordered.candidate is None else (ordered.candidate,)
         return Planner(ordered.graph, self.options.time_limit, given=given, soft_budget_bytes=self.soft_budget_bytes), ordered
 
     def search_or_apply(self, planner: Planner, budget: int | None, ordered: ConstrainedGraph) -> PlanningResult:
-        """Look for the best plan, or take the stored one or the policy's, which nothing then replaces. Raises
-        ``PlanFileError``."""
+        """Returns the best plan found, or the stored plan or the policy's plan, which no search then replaces.
+
+        Raises ``PlanFileError`` if the stored plan does not fit the graph.
+        """
         if self.options.plan and not self.is_region:
             file, plan = plan_file.fitted(self.options.plan, planner.graph)
             self.plan_file, self.exhausted = file.name, True
@@ -318,19 +331,19 @@ class Partitioner(compat.CustomPartitionerFn):
         )
 
     def smallest_unconstrained(self, captured: Capture, ordered: ConstrainedGraph) -> int | None:
-        """The smallest peak found if the options order nothing; None if they do not."""
+        """Returns the minimum peak found without constraints, in bytes; None if the options set no constraints."""
         if ordered.graph is captured.graph:
             return None
         return Planner(captured.graph, self.options.time_limit).search.smallest.peak_bytes
 
 
 def constraints_of(options: Options) -> Constraints:
-    """What the options order. With a budget, a policy only says what is recomputed."""
+    """Returns the constraints of the options. With a budget, a policy only demands recomputation."""
     return Constraints(options.save, options.recompute, policies.parse(options.policy), exact=options.memory_budget is None)
 
 
 def kept_inputs(captured: Capture, static_inputs: Collection[int]) -> frozenset[int]:
-    """The graph's inputs, by value number, that are no parameters or buffers: saving one may keep it alive."""
+    """Returns the numbers of the graph's inputs that are neither parameters nor buffers. A saved input may stay live longer."""
     placeholders = [node for node in captured.joint.graph.nodes if node.op == "placeholder"]
     static = {placeholders[index] for index in static_inputs}
     values = zip(captured.graph.values, captured.value_nodes, strict=True)
@@ -342,7 +355,10 @@ def kept_inputs(captured: Capture, static_inputs: Collection[int]) -> frozenset[
 
 
 def occupants_of(plan: Plan, minimum: int | None) -> list[Occupant]:
-    """What is alive at the peak of ``plan``, and what the step needs besides, if that is ``minimum`` bytes."""
+    """Returns the tensors and workspaces that are live at the peak of ``plan``.
+
+    If ``minimum`` bytes exceed that peak, a last entry holds the difference, which is headroom for generated code.
+    """
     moment = peak_of(plan, None)
     found = [] if moment is None else [
         Occupant(t.name if t.sort is not TensorCategory.WORKSPACE else f"workspace of {t.name}", t.bytes, t.module, t.source)
@@ -361,7 +377,7 @@ def infeasible(
     without_orders: int | None = None,
     remedy: str = "",
 ) -> BudgetInfeasible:
-    """The error that says what was asked, what is possible and what is in the way."""
+    """Returns the error that names the budget, the minimum peak and the tensors that are live at that peak."""
     smallest = planning.smallest
     return BudgetInfeasible(
         budget_bytes=budget,

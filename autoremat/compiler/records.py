@@ -1,4 +1,4 @@
-"""Records of compilations on disk: a compilation that torch's caches answer has its report and its plan from here."""
+"""Records of compilations on disk. They supply the report and the plan of a compilation that torch's caches answer."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ from autoremat.report.report import Report
 
 @dataclass(frozen=True)
 class Record:
-    """What is remembered of a compilation: the report (None: the graph has no backward) and how far the plan's own budget
-    was set below the user's before the code generator's schedule fitted."""
+    """The record of a compilation.
+
+    ``report`` is None if the graph has no backward. ``extra_headroom_bytes`` is the headroom below the user's budget at which
+    the generated code fitted.
+    """
 
     report: Report | None
     extra_headroom_bytes: int = 0
 
 
 def load(key: str) -> Record | None:
-    """The record of ``key``, or None."""
+    """Returns the record of ``key``, or None if it is missing or unusable."""
     try:
         fields: dict[str, Any] = json.loads(read_text("reports", key) or "")
         if fields["report"] is None:
@@ -35,7 +38,7 @@ def load(key: str) -> Record | None:
 
 
 def _plan(key: str) -> Plan | None:
-    """The plan of the report under ``key``; None if it is gone, for the report does without it."""
+    """Returns the plan that belongs to the report of ``key``; None if it is lost, because the report works without it."""
     text = read_text("plans", key)
     try:
         return None if text is None else Plan.loads(text)
@@ -44,7 +47,7 @@ def _plan(key: str) -> Plan | None:
 
 
 def save(key: str, record: Record) -> None:
-    """Write the record of ``key``, and its plan."""
+    """Writes the record of ``key``, and its plan."""
     if record.report is not None and record.report.plan is not None:
         write_text("plans", key, record.report.plan.dumps())
     report = None if record.report is None else json.loads(record.report.to_json())

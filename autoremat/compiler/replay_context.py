@@ -1,4 +1,4 @@
-"""What the replay of generated code has to be told of the graph that the code was made of."""
+"""Collects the facts about a graph that the replay of its generated code cannot read from the code."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from autoremat.workspaces.formulas import SMALL
 
 
 def code_headroom_bytes(graph: Graph) -> int:
-    """What generated code may allocate at any time beside its buffers."""
+    """Returns the code headroom in bytes: memory that generated code may allocate at any time beside its buffers."""
     return SMALL + (SMALL if any(op.target.startswith("aten.convolution") and op.workspace_bytes for op in graph.ops) else 0)
 
 
 def _fixed_strides(tensor: object) -> tuple[int, ...] | None:
-    """Of the dimensions of images and their weights that are longer than 1; None for all else and for symbolic sizes."""
+    """Returns the strides of the dimensions longer than 1 of an image or a convolution weight (four dimensions).
+
+    Returns None for other tensors and for symbolic sizes.
+    """
     if not isinstance(tensor, torch.Tensor) or tensor.layout != torch.strided or tensor.dim() != 4:
         return None
     pairs = list(zip(tensor.shape, tensor.stride(), strict=True))
@@ -24,7 +27,7 @@ def _fixed_strides(tensor: object) -> tuple[int, ...] | None:
 
 
 def replay_context(captured: Capture) -> ReplayContext:
-    """What the generated code alone does not say: forward outputs stay with the caller."""
+    """Returns the context for the replay: outputs that the caller holds, allocation rounding, workspaces and strides."""
     graph = captured.graph
     held = {}
     for number in graph.forward_outputs:
@@ -32,7 +35,7 @@ def replay_context(captured: Capture) -> ReplayContext:
         held[holder.name if holder is not None else graph.values[number].name] = graph.values[number].bytes
     workspaces: dict[str, dict[int, int]] = {}
     for target, sizes in graph.workspaces().items():
-        parts = target.split(".")  # "aten.mm.default"; a higher-order op's name has no such form, nor a kernel of its own
+        parts = target.split(".")  # as in "aten.mm.default"; names of higher-order ops and of custom kernels differ
         if len(parts) == 3:
             known = workspaces.setdefault(parts[1], {})
             known.update({made: max(size, known.get(made, 0)) for made, size in sizes.items()})

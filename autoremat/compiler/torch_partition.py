@@ -1,4 +1,4 @@
-"""Torch's own partitions of a joint graph, as plans of ours: what the step would need and cost without us."""
+"""Turns torch's own partitions of a joint graph into plans, so that their simulated peaks and costs can be compared."""
 
 from __future__ import annotations
 
@@ -20,14 +20,17 @@ from autoremat.torch_private import fake_tensors
 log = logging.getLogger("autoremat")
 
 RANDOM_STATE = re.compile(r"(?:graphsafe_)?run_(?:and_save|with)_rng_state(?:_(\d+))?")
-"""What torch calls random ops that it repeats, attention among them, numbered in the joint graph's order."""
+"""Names that torch gives to recomputed random ops, attention among them. The number counts them in the joint graph's
+sequence."""
 
 
 def schedule_of_partition(captured: Capture, *halves: fx.GraphModule) -> Schedule:
-    """What forward and backward run, in their order: nodes keep the names that they have in the joint graph, repeated random
-    ones apart."""
+    """Returns the ops that forward and backward execute, in their sequence.
+
+    Nodes keep their names from the joint graph, except for recomputed random ops, which are matched by number.
+    """
     number = {node.name: index for index, node in enumerate(captured.op_nodes)}
-    # What is saved has its op's name too, as a placeholder of the backward.
+    # Only calls count: a saved tensor is a placeholder of the backward with its op's name.
     called = [[node.name for node in half.graph.nodes if node.op == "call_function"] for half in halves]
     kept = {name for names in called for name in names}
     repeated = [node.name for node in captured.op_nodes if node.name not in kept
@@ -43,10 +46,10 @@ def schedule_of_partition(captured: Capture, *halves: fx.GraphModule) -> Schedul
 
 
 def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.GraphModule) -> Plan:
-    """A partition as a plan.
+    """Returns a partition as a plan.
 
-    Raises ``PlanInvalid`` if the simulator cannot follow it, and if it runs an op again that reads what the forward overwrites
-    (a batch norm that keeps statistics): autograd refuses its backward.
+    Raises ``PlanInvalid`` if the simulator cannot follow the partition. Also raises it if the partition recomputes an op that
+    reads an input that the forward overwrites, as a batch norm with running statistics does. Autograd refuses such a backward.
     """
     plan = Plan.of(captured.graph, schedule_of_partition(captured, forward, backward), "torch")
     repeated = (captured.graph.ops[op] for op in plan.recomputed)
@@ -56,10 +59,10 @@ def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.G
 
 
 def torch_partition_peak(captured: Capture, joint_inputs: Sequence[object], keywords: Mapping[str, Any]) -> int | None:
-    """The simulated peak of torch's partition without a budget, in bytes; None where it cannot be told."""
+    """Returns the simulated peak of torch's partition without a budget, in bytes; None if it cannot be determined."""
     try:
         halves = fake_tensors.partition_for(1.0, captured.joint, joint_inputs, keywords)
         return plan_of_partition(captured, *halves).peak_bytes
-    except Exception as error:  # models and torch's partitioner are open-ended, and this is only a comparison
+    except Exception as error:  # both are open-ended, and this is only a comparison
         log.info("no partition of torch's to compare with", exc_info=error)
         return None

@@ -1,1 +1,1 @@
-"""The profile of a step of several compiled graphs."""
+"""Profiles a training step of several compiled graphs, which share one budget."""

@@ -1,4 +1,4 @@
-"""How much memory is alive at chosen moments of a step, and how much at most between two of them."""
+"""Measures the live memory at marks within a step, and the peak between two marks."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from autoremat.measure.peak import CpuTracker, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Bytes above what was live when the meter was started."""
+    """Bytes above those that were live when the meter was started."""
 
     live_bytes: int
-    """At the mark."""
+    """Bytes live at the mark."""
     peak_bytes: int
-    """The most since the mark before, or since the start."""
+    """Peak in bytes since the previous mark, or since the start."""
 
 
 class Meter(ABC):
-    """Measures the body of a ``with`` statement; ``readings`` has one for each mark and one for the end."""
+    """Measures the body of a ``with`` statement; ``readings`` then has one entry for each mark and one for the end."""
 
     def __init__(self) -> None:
         self.readings: tuple[Reading, ...] = ()
 
     @abstractmethod
     def mark(self) -> None:
-        """Note this moment."""
+        """Sets a mark at the present time."""
 
     @abstractmethod
     def __enter__(self) -> Meter: ...
@@ -41,7 +41,7 @@ class Meter(ABC):
 
 
 def meter_of(device: torch.device) -> Meter:
-    """A meter for ``device``. Raises ``StepProfileError`` where nothing can be measured."""
+    """Returns a meter for ``device``. Raises ``StepProfileError`` for devices other than the CPU and CUDA."""
     if device.type == "cpu":
         return _CpuMeter()
     if device.type == "cuda":
@@ -50,7 +50,7 @@ def meter_of(device: torch.device) -> Meter:
 
 
 class _CpuMeter(Meter):
-    """Reads the profile of the whole body once that has ended."""
+    """Measures the CPU: evaluates the recorded timeline after the body has ended."""
 
     def __enter__(self) -> Meter:
         self._tracker = CpuTracker()
@@ -67,12 +67,12 @@ class _CpuMeter(Meter):
 
 
 def readings_at(timeline: Timeline, marks: tuple[float, ...]) -> tuple[Reading, ...]:
-    """What ``timeline`` says of the times ``marks``, which rise, and of its end."""
+    """Returns the readings of ``timeline`` at the ascending times ``marks``, and at its end."""
     times, levels = [time for time, _ in timeline], [level for _, level in timeline]
     found, begin = [], 0
     for time in (*marks, float("inf")):
         end = max(bisect_left(times, time), 1)
-        # The level at the last mark holds until the next event.
+        # The level at the last mark is valid until the next event.
         stretch = levels[max(begin - 1, 0) : end]
         found.append(Reading(levels[end - 1], max(stretch)))
         begin = end
@@ -80,7 +80,7 @@ def readings_at(timeline: Timeline, marks: tuple[float, ...]) -> tuple[Reading, 
 
 
 class _CudaMeter(Meter):
-    """Reads the counters of the caching allocator."""
+    """Measures a CUDA device by the counters of the caching allocator."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

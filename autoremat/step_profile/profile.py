@@ -1,4 +1,4 @@
-"""``autoremat.profile_step``: one budget for the compiled graphs of a step, from one look at the step."""
+"""``autoremat.profile_step``: profiles a step once and shares one budget among its compiled graphs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from autoremat.torch_private import autograd, compat
 from autoremat.torch_private.dynamo import graph_breaks
 
 HEADROOM = 0.05
-"""Of a step's budget, for generated code whose peak differs from the simulated one."""
+"""Share of a step's budget that stays free, because the peak of generated code differs from the simulated one."""
 
 
 def profile_step(
@@ -38,26 +38,31 @@ def profile_step(
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> StepProfile:
-    """Share one budget among the compiled graphs of a training step, which are several after graph breaks, or where parts of a
-    model are compiled.
+    """Returns the profile of a training step, in which the step's compiled graphs share one budget.
 
-    Runs ``function(*args, **kwargs)`` and its backward twice, as ``torch.compile(function, backend="autoremat")`` would, each
-    graph on its plan of least memory and without generated code; the second time memory is measured. Gradients, buffers of
-    the modules that ``function`` is, is bound to or closes over, and random states are as before; what it does otherwise it
-    does twice. Then every graph gets a plan such that the step's peak fits ``memory_budget`` at the least time.
+    A step has several graphs after graph breaks, or if parts of a model are compiled. ``function(*args, **kwargs)`` and its
+    backward run twice, as under ``torch.compile(function, backend="autoremat")``. Each graph runs op by op on its plan with the
+    minimum peak, without generated code. The second run is measured. Then every graph gets a plan, such that the step's peak
+    fits ``memory_budget`` at the least time.
 
-    ``memory_budget``: as in ``options``, for the whole step; a float is a share of its peak without recomputation.
-    ``loss``: makes the scalar to differentiate of what ``function`` returns; by default that itself or its ``loss``.
-    ``regional``: whether ``function`` holds parts that are compiled already with this backend, and is itself not to be
-    compiled. By default that is so for a module with compiled parts and for what ``torch.compile`` has returned.
-    ``options``: those of ``torch.compile``, without ``memory_budget``.
+    Gradients, random states and buffers are restored afterwards. The buffers are those of the modules that ``function`` is, is
+    bound to or closes over. All other side effects of ``function`` occur twice.
 
-    All that ``torch.compile`` has made in this process is compiled again at its next call, as after
+    - ``memory_budget``: the budget of the whole step, in bytes, as text such as "60GiB", or "auto". A float is a share of the
+      step's peak without recomputation; None sets no limit.
+    - ``loss``: a function from the result of ``function`` to the scalar tensor to differentiate. By default the result itself
+      is that scalar, or its attribute ``loss``.
+    - ``regional``: True if ``function`` contains parts that are compiled with this backend and is itself not to be compiled.
+      The default is True for a module with compiled parts and for a result of ``torch.compile``.
+    - ``options``: those of ``torch.compile``, without ``memory_budget``.
+
+    Everything that ``torch.compile`` has compiled in this process is compiled again at its next call, as after
     ``torch.compiler.reset()``. Pass the result as ``memory_budget``, in ``options`` or to ``configure``.
 
-    Raises ``BudgetInfeasible`` if no choice of plans fits, ``StepProfileError`` if there is nothing to share, or if
-    hooks act on each gradient as soon as it is made, as an optimizer in the backward does. Hooks that torch runs in C++ are
-    not seen: ``DistributedDataParallel`` averages gradients across ranks in a step profile too, so all ranks have to profile.
+    Raises ``BudgetInfeasible`` if no choice of plans fits, and ``OptionsError`` for options that are not accepted. Raises
+    ``StepProfileError`` if no graph can be planned or the loss is no scalar with a gradient. Also raises it if a hook acts on
+    each gradient as soon as it is computed, as an optimizer in the backward does. Hooks that torch runs in C++ are not
+    detected. ``DistributedDataParallel`` averages gradients across ranks in a step profile too, so all ranks have to profile.
     """
     if "memory_budget" in options_of(options):
         raise OptionsError("a step profile takes `memory_budget` as an argument of its own, not in `options`")
@@ -84,12 +89,12 @@ def profile_step(
 
 
 def _device_of(taken: Recording) -> torch.device:
-    """The device whose memory the budget is about."""
+    """Returns the device whose memory the budget limits."""
     return next((d for d in taken.devices if d.type != "cpu"), torch.device("cpu"))
 
 
 def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], torch.Tensor]) -> list[Moment]:
-    """Run ``step`` once to trace it and once to measure it."""
+    """Returns the moments of the step. Runs ``step`` once to trace it and once to measure it."""
     devices, breaks = _state_devices(), graph_breaks()
     for attempt in ("trace", "measure"):
         now(f"running it uncompiled, {'once more to measure it' if attempt == 'measure' else 'to trace it'}")
@@ -113,7 +118,7 @@ def _state_devices() -> list[int]:
 
 
 def _loss_of(output: Any) -> torch.Tensor:
-    """The scalar to differentiate."""
+    """Returns the scalar to differentiate. Raises ``StepProfileError`` if ``output`` contains none."""
     found = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         raise StepProfileError(
@@ -124,7 +129,7 @@ def _loss_of(output: Any) -> torch.Tensor:
 
 
 def _backward(loss: torch.Tensor) -> None:
-    """Differentiate, and leave the gradients of all leaves as they were."""
+    """Runs the backward of ``loss`` and restores the gradients of all leaves."""
     if not loss.requires_grad:
         raise StepProfileError("the loss does not require a gradient: there is no backward to profile")
     leaves = autograd.leaves_of(loss)
@@ -140,7 +145,7 @@ def _backward(loss: torch.Tensor) -> None:
 
 
 def _refuse_hooks(leaves: list[torch.Tensor]) -> None:
-    """Raises ``StepProfileError`` if the backward would do more than compute gradients, such as step an optimizer."""
+    """Raises ``StepProfileError`` if hooks would do more than compute gradients, such as step an optimizer."""
     if hooks := [hook for leaf in leaves for hook in autograd.hooks_after_gradients(leaf)]:
         name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
         raise StepProfileError(
@@ -151,7 +156,7 @@ def _refuse_hooks(leaves: list[torch.Tensor]) -> None:
 
 
 def _modules_of(function: Any) -> list[nn.Module]:
-    """The modules that ``function`` is, is bound to, or closes over."""
+    """Returns the modules that ``function`` is, is bound to, closes over or names as globals."""
     if isinstance(function, functools.partial):
         return [m for part in (function.func, *function.args, *function.keywords.values()) for m in _modules_of(part)]
     if isinstance(function, nn.Module):
@@ -166,7 +171,7 @@ def _modules_of(function: Any) -> list[nn.Module]:
 
 
 def _holds_compiled(function: Any) -> bool:
-    """Whether ``function`` is or holds what ``torch.compile`` made."""
+    """Returns True if ``function`` is or contains a result of ``torch.compile``."""
     if hasattr(function, "_torchdynamo_orig_callable"):
         return True
     modules = [module for root in _modules_of(function) for module in root.modules()]
@@ -175,7 +180,7 @@ def _holds_compiled(function: Any) -> bool:
 
 @contextlib.contextmanager
 def _undone(function: Any) -> Iterator[None]:
-    """Whatever the body writes to the buffers of the function's modules, or puts in their place, is undone."""
+    """Restores the buffers of the function's modules, and their contents, after the body."""
     parts = [part for module in _modules_of(function) for part in module.modules()]
     named = [(part._buffers, dict(part._buffers)) for part in parts]
     buffers = {id(b): b for _, before in named for b in before.values() if b is not None}
@@ -192,7 +197,7 @@ def _undone(function: Any) -> Iterator[None]:
 
 
 def _step(taken: Recording, moments: list[Moment], device: torch.device) -> Step:
-    """What was recorded, without the graphs that no plan can change."""
+    """Returns the recorded step without the graphs that have no choice of plans."""
     planned = [number for number, graph in enumerate(taken.graphs) if graph.planned]
     number_of = {number: place for place, number in enumerate(planned)}
     begun = ((event.backward, taken.calls[event.call]) for event in taken.events if event.begins)

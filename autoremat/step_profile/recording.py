@@ -1,7 +1,7 @@
-"""Runs a step with every graph on its plan of least memory, and notes what runs when and what is alive then.
+"""Runs a step with every graph on its plan with the minimum peak, and records its calls and live memory.
 
-While a recording is active, the backend hands its graphs to it. They are traced and planned as they would be compiled, but no
-code is generated: their halves run op by op.
+While a recording is active, the backend hands its graphs to it. They are traced and planned as for compilation. No code is
+generated: forward and backward run op by op.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Compiled = Callable[..., Any]
 
 @dataclass(repr=False, eq=False)
 class _Explorer(Partitioner):
-    """Plans a graph for least memory, and keeps the planner for all other plans."""
+    """Plans a graph for the minimum peak, and keeps the planner for all other plans."""
 
     def choose(self, captured: Capture, pricing: Pricing) -> Plan:
         now(f"planning {len(captured.graph.ops):,} ops, at most {self.options.time_limit:g} s")
@@ -42,28 +42,28 @@ class _Explorer(Partitioner):
 
 @dataclass(frozen=True)
 class RecordedGraph:
-    """A graph that a step called, with the plan it ran on and all others."""
+    """A graph that a step called. Its partitioner holds the plan that ran and the planner of all others."""
 
     key: str
     partitioner: _Explorer
 
     @property
     def planned(self) -> bool:
-        """Whether there is a choice of plans."""
+        """True if the graph has a choice of plans."""
         return self.partitioner.plan is not None
 
     @property
     def plan(self) -> Plan:
-        """The one that was run."""
+        """The plan that ran."""
         assert self.partitioner.plan is not None
         return self.partitioner.plan
 
     def point(self, plan: Plan) -> PlanPoint:
-        """``plan`` in the ledger."""
+        """Returns ``plan`` as a point in the ledger."""
         return point_of(plan, self.partitioner.inputs_kept)
 
     def profiled(self, calls: int) -> StepGraph:
-        """All that a step's ledger has to know of the graph."""
+        """Returns the facts about the graph that the ledger of the step needs; ``calls`` is its number of calls."""
         planner = self.partitioner.planner
         assert planner is not None
         source = next((op.source for op in self.plan.graph.ops if op.source), "")
@@ -73,13 +73,13 @@ class RecordedGraph:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """A half of a call begins or ends."""
+    """The begin or the end of a call's forward or backward."""
 
     call: int
     backward: bool
     begins: bool
     tangent_bytes: int = 0
-    """Of the gradients that a backward is handed, as it begins."""
+    """Bytes of the gradients that a backward receives when it begins."""
 
 
 class Recording:
@@ -92,13 +92,13 @@ class Recording:
         self.start(None)
 
     def start(self, meter: Meter | None) -> None:
-        """A step begins: earlier calls are forgotten, their graphs are not."""
+        """Begins a step: drops earlier calls and events, and keeps the graphs."""
         self.meter = meter
         self.calls: list[int] = []
         self.events: list[Event] = []
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
-        """``gm``, planned for least memory, as a function that notes its calls."""
+        """Returns ``gm``, planned for the minimum peak, as a callable that records its calls."""
         key = graph_key(gm, inputs)
         fuses = self.options.compiler == "inductor"
         partitioner = _Explorer(self.options, key, fuses=fuses, must_fit=False)
@@ -112,7 +112,7 @@ class Recording:
         return partial(self.run, self.number_of(RecordedGraph(key, partitioner)), compiled)
 
     def number_of(self, graph: RecordedGraph) -> int:
-        """Its number; that of the first if several compilations are of the same graph."""
+        """Returns the number of ``graph``; several compilations of the same graph share the first one's number."""
         for number, known in enumerate(self.graphs):
             if known.key == graph.key:
                 return number
@@ -120,13 +120,13 @@ class Recording:
         return len(self.graphs) - 1
 
     def note(self, event: Event) -> None:
-        """An event happens now."""
+        """Records an event that happens now, with a mark of the meter."""
         if self.meter is not None:
             self.meter.mark()
         self.events.append(event)
 
     def run(self, graph: int, compiled: Compiled, *args: Any) -> Any:
-        """One call."""
+        """Runs one call of a graph and records the events of both its halves."""
         call = len(self.calls)
         self.calls.append(graph)
         self.note(Event(call, backward=False, begins=True))
@@ -139,16 +139,16 @@ class Recording:
         return outputs
 
     def begin_backward(self, call: int, tangents: Sequence[torch.Tensor | None]) -> None:
-        """A hook of autograd's."""
+        """Records the begin of a backward, as an autograd hook."""
         handed = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tangents if t is not None}
         self.note(Event(call, backward=True, begins=True, tangent_bytes=sum(handed.values())))
 
     def end_backward(self, call: int, *_: Any) -> None:
-        """A hook of autograd's."""
+        """Records the end of a backward, as an autograd hook."""
         self.note(Event(call, backward=True, begins=False))
 
     def moments(self, readings: Sequence[Reading]) -> list[Moment]:
-        """The step's moments: what was measured, less what the plans that were run had a say in."""
+        """Returns the step's moments: the measured bytes minus the bytes that the executed plans control."""
         ran = {number: graph.point(graph.plan) for number, graph in enumerate(self.graphs) if graph.planned}
         open_calls: list[int] = []
         running: list[Event] = []
@@ -173,7 +173,7 @@ class Recording:
                 open_calls.remove(event.call)
                 own = self._own_bytes(graph, event)
             else:
-                continue  # a second backward of a retained graph: what it saves is gone from the ledger already
+                continue  # a repeated backward of a retained graph; the ledger has already dropped its saved tensors
             others = tuple(self.calls[c] for c in open_calls if self.calls[c] in ran)
             base = reading.live_bytes - sum(ran[g].saved_bytes for g in others) - own
             if graph in ran:
@@ -181,7 +181,7 @@ class Recording:
         return found
 
     def _own_bytes(self, number: int, event: Event) -> int:
-        """What is alive as a backward begins and counted in its peak."""
+        """Returns the bytes that are live when a backward begins and that its peak counts."""
         graph = self.graphs[number]
         if not graph.planned:
             return 0

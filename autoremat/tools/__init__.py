@@ -1,1 +1,1 @@
-"""Tools for people: explain, pareto, max_batch, and plans in eager training."""
+"""User tools: ``explain``, ``pareto``, ``max_batch``, and plans in eager training."""

@@ -1,8 +1,8 @@
-"""Attention as CUDA computes it, for graphs that are planned for a CUDA device where there is none.
+"""Attention as CUDA computes it, for graphs that are planned for a CUDA device on a machine without one.
 
-``scaled_dot_product_attention`` asks the device which kernel to take, and kernels differ in what they save: the fused ones
-a number per query, the plain product the whole matrix of probabilities. The rules are those of ``sdp_utils.cpp`` in torch 2.13,
-with the cuDNN of its wheels.
+``scaled_dot_product_attention`` chooses its kernel by the device, and the kernels differ in the tensors that they save. Fused
+kernels save one number per query; the plain product saves the whole matrix of probabilities. The rules here are those of
+``sdp_utils.cpp`` in torch 2.13, with the cuDNN of its wheels.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ aten = torch.ops.aten
 HALF = (torch.float16, torch.bfloat16)
 
 FLASH_WIDTH = 256
-"""The widest heads that flash attention takes. It takes any number of columns, padded to a multiple of eight."""
+"""Maximum head width of flash attention. Any smaller width is accepted and padded to a multiple of eight."""
 
 CUDNN_WIDTH = {9: 256, 10: 128}
-"""The widest heads that cuDNN's attention takes, by the architectures on which torch tries it first."""
+"""Maximum head width of cuDNN's attention, by major architecture, for the architectures on which torch tries it first."""
 
 SMALL_SHARED_MEMORY = ((8, 6), (8, 9), (12, 0), (12, 1))
-"""Architectures on which the backward of flash attention takes fewer widths above 192."""
+"""Architectures on which the backward of flash attention supports fewer head widths above 192."""
 
 Capability = tuple[int, int]
 
@@ -40,9 +40,12 @@ def attention_on_cuda(
     enable_gqa: bool = False,
     capability: Capability = (8, 0),
 ) -> torch.Tensor:
-    """``scaled_dot_product_attention`` by the kernel that torch takes on CUDA devices of the ``capability``: cuDNN's on the
-    newest for servers, flash attention for half precision without a mask, memory-efficient attention for other dense cases,
-    else the plain product. Shapes as there."""
+    """Returns ``scaled_dot_product_attention`` by the kernel that torch chooses on CUDA devices of the ``capability``.
+
+    The first suitable kernel is taken: cuDNN on the newest server GPUs, flash attention for half precision without a mask,
+    memory-efficient attention for other dense cases, else the plain product. Shapes and arguments are those of torch's
+    function.
+    """
     if _suits_cudnn(query, key, value, attn_mask, dropout_p, capability):
         mask = None if attn_mask is None else _as_numbers(attn_mask, query)
         cudnn = aten._scaled_dot_product_cudnn_attention
@@ -56,7 +59,7 @@ def attention_on_cuda(
         return out[..., :width] if width % 8 else out
     mask = None if attn_mask is None else _as_numbers(attn_mask, query)
     if _suits_efficient(query, key, value, capability) and not enable_gqa:
-        # For every head, which is what the kernel reads.
+        # The kernel reads one mask per head.
         bias = None if mask is None else mask.expand(*query.shape[:3], key.shape[2])
         efficient = aten._scaled_dot_product_efficient_attention
         out = efficient(query, key, value, bias, True, dropout_p, is_causal, scale=scale)[0]
@@ -67,6 +70,7 @@ def attention_on_cuda(
 
 
 def _dense(*tensors: torch.Tensor) -> bool:
+    """Returns True if all tensors have four dimensions and contiguous columns."""
     return all(t.dim() == 4 and t.stride(-1) == 1 for t in tensors)
 
 
@@ -78,6 +82,7 @@ def _suits_cudnn(
     dropout_p: float,
     capability: Capability,
 ) -> bool:
+    """Returns True if torch tries cuDNN's attention first and it accepts these operands."""
     widest = CUDNN_WIDTH.get(capability[0])
     enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     if widest is None or not enabled or "TORCH_CUDNN_SDPA_DEPRIORITIZED" in os.environ:
@@ -101,6 +106,7 @@ def _suits_flash(
     is_causal: bool,
     capability: Capability,
 ) -> bool:
+    """Returns True if flash attention is enabled and accepts these operands."""
     width = query.shape[-1]
     if capability < (8, 0) or query.dtype not in HALF or mask is not None or not _dense(query, key, value):
         return False
@@ -113,6 +119,7 @@ def _suits_flash(
 
 
 def _suits_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, capability: Capability) -> bool:
+    """Returns True if memory-efficient attention is enabled and accepts these operands."""
     recent = capability >= (8, 0)
     if query.dtype not in (*HALF, torch.float32) or (query.dtype is torch.bfloat16 and not recent):
         return False
@@ -123,15 +130,17 @@ def _suits_efficient(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 
 
 def _as_numbers(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """The mask as numbers to add."""
+    """Returns the mask as numbers to add to the scores."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
 
 
 def with_attention_of_cuda(module: fx.GraphModule, capability: Capability) -> fx.GraphModule:
-    """``module``, in place, with the attention of CUDA devices of the ``capability`` instead of that of the device that its
-    tensors are said to be on."""
+    """Returns ``module``, rewritten in place to use the attention kernels of CUDA devices of the ``capability``.
+
+    The device of its fake tensors no longer decides which kernel is taken.
+    """
     for part in module.modules():
         if isinstance(part, fx.GraphModule):
             for node in part.graph.find_nodes(op="call_function", target=F.scaled_dot_product_attention):

@@ -1,4 +1,7 @@
-"""A plan and the code that Inductor generates for it, without kernels: ``autoremat.explain(..., lower=True)``."""
+"""Dry run with lowering: plans a step and generates its code without compiling kernels.
+
+``autoremat.explain(..., lower=True)`` uses it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ from autoremat.torch_private import compat, fake_tensors, lowering
 
 
 class _Rehearsal(CompileLoop):
-    """One graph through all that the backend does with it up to its kernels. Nothing is remembered or published."""
+    """Compiles one graph as the backend does, up to its kernels. It saves no record and publishes no report."""
 
     report: Report | None = None
 
@@ -32,7 +35,7 @@ class _Rehearsal(CompileLoop):
 
 
 def refuse_step_profiles(options: Options) -> None:
-    """Raises ``OptionsError`` if the budget is that of a profiled step."""
+    """Raises ``OptionsError`` if the budget is a step profile."""
     if isinstance(options.memory_budget, StepProfile):
         raise OptionsError(
             "memory_budget: a step profile shares its budget out among the graphs that are compiled; here each graph is "
@@ -47,7 +50,10 @@ def rehearsals(
     options: Options,
     device: str | torch.device | None,
 ) -> tuple[list[Report], tuple[str, ...]]:
-    """The report of each graph of the step that trains, in order (at least one), and notes on how they were had."""
+    """Returns the reports of the step's graphs that train, in sequence (at least one), and notes on the dry run.
+
+    Raises ``OptionsError`` if ``compiler`` generates no code, if the device is not present, or if the budget is a step profile.
+    """
     refuse_step_profiles(options)
     if options.compiler != "inductor":
         raise OptionsError(

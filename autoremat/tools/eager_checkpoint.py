@@ -1,7 +1,8 @@
-"""A plan outside of ``torch.compile``: as the policy of torch's selective activation checkpointing.
+"""Applies a plan without ``torch.compile``, as the policy of torch's selective activation checkpointing.
 
-Eager training runs other ops than the graph that was planned: nothing is fused or decomposed, and equal ops are not merged. So
-the plan's ops are matched with calls of the model: the module that runs, the ATen op, and how many of that op it ran before.
+Eager training runs other ops than the planned graph: nothing is fused or decomposed, and equal ops are not merged. The plan's
+ops are therefore matched with calls of the model. A match needs the same module, the same ATen op, and the same number of
+earlier calls of that op in that module.
 """
 
 from __future__ import annotations
@@ -25,20 +26,22 @@ from autoremat.basics.units import format_bytes
 from autoremat.planner.plans.plan import Plan
 
 LEAST_SHARE = 0.5
-"""Of the bytes of a call's result that the plan has to save for eager training to save the result."""
+"""Share of the bytes of a call's result that the plan must save for eager training to save the result."""
 
 WORTH_SAYING = 0.02
-"""Of the plan's saved bytes, what may go unmatched without a warning."""
+"""Share of the plan's saved bytes that may stay unmatched without a warning."""
 
 DROPOUT, RANDOM_FILL, SCALING = "aten.native_dropout.default", "aten.bernoulli_.float", "aten.mul.Tensor"
-"""The graph always has the first; eager training on a CPU draws a mask by the second and then multiplies by it."""
+"""Names of ops. The graph always contains the first. Eager training on a CPU draws a mask with the second and multiplies by it
+with the third."""
 
 Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an ATen op: the path of the module that runs, the op, and how many of these the module made before."""
+    """One call of an ATen op: the path of the calling module, the op, and the number of earlier calls of that op in the
+    module."""
 
     module: str
     op: str
@@ -46,7 +49,7 @@ class Call:
 
 
 def saved_calls(plan: Plan) -> dict[Call, int]:
-    """The calls of the model whose results the plan saves, at least by half, with the saved bytes."""
+    """Returns the calls of the model whose results the plan saves at least by half, with the saved bytes."""
     graph, saved = plan.graph, set(plan.saved)
     numbers: Counter[tuple[str, str]] = Counter()
     found: dict[Call, int] = {}
@@ -63,7 +66,7 @@ def saved_calls(plan: Plan) -> dict[Call, int]:
 
 
 def _calls(plan: Plan) -> Iterator[tuple[tuple[str, str], list[int]]]:
-    """The forward ops by the call of the model that they are part of: consecutive parts of one decomposed op are one call."""
+    """Yields the calls of the model with their forward ops. Consecutive parts of one decomposed op belong to one call."""
     ops = plan.graph.ops
 
     def key(index: int) -> tuple[Any, ...]:
@@ -75,7 +78,7 @@ def _calls(plan: Plan) -> Iterator[tuple[tuple[str, str], list[int]]]:
 
 
 def _functional(target: str) -> str:
-    """The name of an op without the underscore of its in-place variant: the planned graph writes to nothing."""
+    """Returns the name of an op without the underscore of its in-place variant: the planned graph has no in-place ops."""
     name, dot, overload = target.rpartition(".")
     return f"{name.rstrip('_')}{dot}{overload}" if dot else target
 
@@ -85,12 +88,12 @@ def _functional(target: str) -> str:
 
 @dataclass
 class CheckpointContext:
-    """What ``torch.utils.checkpoint`` takes as ``context_fn``: each call makes the two contexts of one run of a region."""
+    """The ``context_fn`` for ``torch.utils.checkpoint``: each call returns the two contexts of one run of a region."""
 
     saved: Mapping[Call, int]
     model: nn.Module | None = None
     told: set[Call] = field(default_factory=set)
-    """What was warned of."""
+    """Calls that a warning has already reported."""
 
     def __post_init__(self) -> None:
         self.paths = Paths({call.module for call in self.saved})
@@ -98,13 +101,13 @@ class CheckpointContext:
             self.paths.add(self.model)
 
     def __call__(self) -> Contexts:
-        """The contexts of the region's forward and of its recomputation."""
+        """Returns the contexts of the region's forward and of its recomputation."""
         region = _Region(self)
         forward, again = create_selective_checkpoint_contexts(region.policy)  # type: ignore[no-untyped-call]
         return _Watched(region, forward), again
 
     def warn(self, missed: Mapping[Call, int]) -> None:
-        """Say once what was to be saved and did not come by."""
+        """Warns once about planned saves that did not occur, given as calls with their bytes."""
         new = {call: size for call, size in missed.items() if call not in self.told}
         self.told.update(new)
         if sum(new.values()) > WORTH_SAYING * sum(self.saved.values()):
@@ -119,14 +122,17 @@ class CheckpointContext:
 
 
 class Paths:
-    """The paths of the plan for modules at hand. A region may be the whole model or, if the model is known, any part of it."""
+    """Maps modules to their paths in the plan.
+
+    A region may be the whole model or, if the model is known, any part of it.
+    """
 
     def __init__(self, planned: set[str]) -> None:
         self.planned = planned
         self.names: dict[int, str] = {}
 
     def add(self, root: nn.Module) -> None:
-        """Learn the paths of ``root`` and what is in it; the plan may call them by a longer path, as seen from outside."""
+        """Records the paths of ``root`` and of the modules in it. Their paths in the plan may have a longer prefix."""
         names = {name: module for name, module in root.named_modules(remove_duplicate=False)}
         votes: Counter[str] = Counter()
         for path in self.planned:
@@ -146,7 +152,7 @@ class Paths:
 
 
 class _Region:
-    """One run of a region: where in the model it is, what it has run, and what it saves."""
+    """One run of a checkpointed region: the running modules, the calls so far, and the decisions."""
 
     def __init__(self, context: CheckpointContext) -> None:
         self.context = context
@@ -160,9 +166,10 @@ class _Region:
         self.thread = threading.get_ident()
         self.repeated: Counter[Any] = Counter()
 
-    # Torch calls the two for every module of the process.
+    # Torch calls both hooks for every module of the process, in all threads.
 
     def enter(self, module: nn.Module, _inputs: Any) -> None:
+        """Records that ``module`` begins, as a hook before its forward."""
         if threading.get_ident() != self.thread:
             return
         paths = self.context.paths
@@ -172,11 +179,12 @@ class _Region:
         self.entered.add(self.running[-1])
 
     def leave(self, _module: nn.Module, _inputs: Any, _output: Any) -> None:
+        """Records that the running module ends, as a hook after its forward."""
         if threading.get_ident() == self.thread:
             self.running.pop()
 
     def policy(self, ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        """What torch asks for each op of the forward and, in torch 2.11, again for each op of the recomputation."""
+        """Returns the decision for an op of the forward; torch 2.11 asks again for each op of the recomputation."""
         if ctx.is_recompute:
             self.repeated[op] += 1
             return self.decided[op][self.repeated[op] - 1]
@@ -187,7 +195,7 @@ class _Region:
         return self.decided[op][-1]
 
     def call_of(self, op: str) -> Call:
-        """The call of the model that ``op`` is."""
+        """Returns the call of the model to which ``op`` corresponds."""
         module, target = self.running[-1] if self.running else "", _functional(op)
         if op == RANDOM_FILL:
             self.masked.add(module)
@@ -198,13 +206,13 @@ class _Region:
         return Call(module, target, self.seen[module, target] - 1)
 
     def finish(self) -> None:
-        """Once the forward is over: say what did not come by in the modules that ran."""
+        """Warns about planned saves that did not occur in the modules that ran, after the forward."""
         saved = self.context.saved
         self.context.warn({call: saved[call] for call in saved if call.module in self.entered and call not in self.met})
 
 
 class _Watched(AbstractContextManager[None]):
-    """Torch's own context, in which a region also knows which module runs."""
+    """Torch's own context, extended by hooks that tell the region which module runs."""
 
     def __init__(self, region: _Region, inner: AbstractContextManager[Any]) -> None:
         self.region, self.inner, self.stack = region, inner, ExitStack()
@@ -230,18 +238,17 @@ def selective_checkpoint_context(plan: Plan, model: nn.Module | None = None) -> 
     """Returns ``plan`` as a ``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``.
 
     With it a checkpointed region saves the results that the plan saves, and recomputes all others. The region is the whole
-    model, a function that calls it, or, if ``model`` is given, each of any parts of it. Gradients are those of training without
-    checkpoints. Eager training differs from the compiled step in three ways:
+    model, or a function that calls it. If ``model`` is given, any parts of it may be regions. Gradients are those of training
+    without checkpoints. Eager training differs from the compiled step in three ways:
 
-    - Torch's checkpoint repeats a region from its start when the backward first needs any of it. So the peak of one large
-      region is higher than the plan's; its saved bytes are near the plan's. One region per layer lowers the peak, and the
-      inputs of each region are then saved too.
-    - The plan's ops are matched with calls of the model by module, ATen op and number. Inside a decomposed op (a layer norm,
-      a GELU) the plan may save a tensor that eager training does not have. Then the whole result is saved if the plan saves
-      at least half of its bytes. A ``BudgetWarning`` reports planned saves that did not occur.
-    - Results of in-place ops are recomputed; a saved result that the model overwrites is torch's error in the backward.
+    - Torch's checkpoint repeats a region from its start when the backward first needs any of its tensors. The peak of one large
+      region is therefore higher than the plan's, while its saved bytes are near the plan's. One region per layer lowers the
+      peak, but the inputs of each region are then saved too.
+    - The plan's ops are matched with calls of the model by module, ATen op and number. Inside a decomposed op (a layer norm, a
+      GELU) the plan may save a tensor that eager training does not have. The whole result is then saved if the plan saves at
+      least half of its bytes. A ``BudgetWarning`` reports planned saves that did not occur.
+    - Results of in-place ops are recomputed. If the model overwrites a saved result, torch raises an error in the backward.
 
-    Only plans of a model that was compiled or explained can be used. Source:
-    https://docs.pytorch.org/docs/stable/checkpoint.html
+    The plan must come from a model that was compiled or explained. Source: https://docs.pytorch.org/docs/stable/checkpoint.html
     """
     return CheckpointContext(saved_calls(plan), model)

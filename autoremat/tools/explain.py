@@ -1,4 +1,4 @@
-"""What the backend would plan for a step, without running it: ``autoremat.explain``."""
+"""``autoremat.explain``: plans a step as the backend would, without running it."""
 
 from __future__ import annotations
 
@@ -27,28 +27,31 @@ from autoremat.torch_private import compat
 T = TypeVar("T")
 
 NEAR = 0.05
-"""By so much of the smallest peak a budget may be above it and still depend on what code generation makes of the plan."""
+"""Share of the minimum peak by which a budget may exceed it and still need generated code to decide."""
 
 
 @dataclass(frozen=True)
 class Preview:
-    """One joint graph of a step, captured and priced as the backend does it."""
+    """One joint graph of a step, captured and priced as by the backend."""
 
     captured: Capture
     pricing: Pricing
     partitioner: Partitioner
     joint_inputs: Sequence[object]
     keywords: Mapping[str, Any]
-    """What AOTAutograd passes to a partitioner beside the joint graph and its inputs."""
+    """Keyword arguments that AOTAutograd passes to a partitioner beside the joint graph and its inputs."""
 
     def report(self) -> Report:
-        """Plan. Raises ``BudgetInfeasible`` as the backend does."""
+        """Returns the report of the plan. Raises ``BudgetInfeasible`` as the backend does."""
         self.partitioner.choose(self.captured, self.pricing)
         assert self.partitioner.report is not None
         return self.partitioner.report
 
     def report_and_doubt(self) -> tuple[Report, bool]:
-        """Plan; and whether only generated code can tell if the budget is kept. Raises ``BudgetInfeasible``."""
+        """Returns the report, and True if only generated code can tell that the budget suffices.
+
+        Raises ``BudgetInfeasible``.
+        """
         report, options = self.report(), self.partitioner.options
         budget, least = report.budget_bytes, report.minimum_peak_bytes + report.code_headroom_bytes
         tight = budget is not None and budget < (1 + NEAR) * least and not options.wants_whole_baseline
@@ -64,20 +67,24 @@ def explain(
     lower: bool = False,
     **kwargs: Any,
 ) -> Report:
-    """The plan that the backend would make for ``model_or_fn(*args, **kwargs)``, and why, without running or allocating.
+    """Returns the report of the plan that the backend would choose for ``model_or_fn(*args, **kwargs)``.
 
-    Only a calibration of the device, if it is here and never had one, does both.
+    The step is traced and planned without running it or allocating its tensors. Only two things run. A device that is present
+    is calibrated if it never was. Kernels without a formula for their workspace run once on synthetic tensors, as in
+    compilation.
 
-    The model and its inputs may be real, fake or on the meta device; what counts of them is shapes and types. ``options`` are
-    those of the backend. ``device``: where to plan for, a device of torch or a CUDA card by name, such as "H100-80GB", here
-    or not; None: where the model is. ``memory_budget="auto"`` takes what the card has beside parameters, buffers and inputs.
+    The model and its inputs may be real, fake or on the meta device, because only shapes and types count. ``options`` are those
+    of the backend. ``device`` is the device to plan for: a device of torch, or a CUDA GPU by name, such as "H100-80GB", present
+    or not. None means the device of the model. ``memory_budget="auto"`` is the free memory of a present device. For a GPU given
+    by name it is the GPU's memory minus parameters, buffers and inputs.
 
-    After graph breaks the report is that of the graph with the highest peak, and ``Report.others`` has those of the others.
-    Under Inductor it is the plan that is first compiled; the backend makes it again if the generated code needs more. With
-    ``lower=True`` Inductor generates the code, for a device that is here, and compiles no kernel of it: the report is that of
-    the plan that is left in the end, with the peak of its code. That takes several times as long. A budget near the smallest
-    peak is decided so without being asked, since there only the code can tell; kernels without a formula for their
-    workspace run once by themselves, on made-up tensors, as when compiling.
+    After graph breaks the report describes the graph with the highest peak without recomputation, and ``Report.others`` the
+    other graphs. All peaks are in bytes.
+
+    Under Inductor the report describes the first plan that is compiled; the backend replans if its code exceeds the budget.
+    With ``lower=True`` Inductor generates the code, for a device that is present, and compiles no kernel. The report then
+    describes the final plan with the peak of its code. This takes several times as long. It happens by itself if the budget is
+    within 5 % of the minimum peak, because only the code can decide there.
 
     Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
     """
@@ -94,7 +101,7 @@ def explain_by(
     device: str | torch.device | None,
     lower: bool = False,
 ) -> Report:
-    """:func:`explain` for options that are parsed."""
+    """Returns the result of :func:`explain` for parsed options."""
     if not lower:
         found, notes = previews(model_or_fn, args, kwargs, options, device, Preview.report_and_doubt)
         lower = any(doubtful for _, doubtful in found)
@@ -117,7 +124,8 @@ def previews(
     device: str | torch.device | None,
     look: Callable[[Preview], T],
 ) -> tuple[list[T], tuple[str, ...]]:
-    """What ``look`` makes of each graph of the step that trains, in order (at least one), and notes on how they were had."""
+    """Returns the results of ``look`` for the step's graphs that train, in sequence (at least one), and notes on the
+    tracing."""
     refuse_step_profiles(options)
 
     def visiting(target: Target, resident: int) -> Visitor[T | None]:

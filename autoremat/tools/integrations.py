@@ -1,4 +1,4 @@
-"""What other libraries need to know of this backend."""
+"""Registers the backend with other libraries."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ NAME = "AUTOREMAT"
 
 
 def accept_in_accelerate() -> None:
-    """Let Accelerate, and with it Hugging Face's Trainer, take "autoremat" where they ask for the name of a backend.
+    """Makes Accelerate, and with it Hugging Face's Trainer, accept "autoremat" as the name of a backend.
 
-    They look names up in the enumeration ``DynamoBackend``, which knows only some. From now on it has ours as well, in
-    this process. Not needed for a model that you compile yourself (``model.compile(backend="autoremat")``).
+    Both look names up in the enumeration ``DynamoBackend``, which contains a fixed list. This function adds the name in this
+    process. A model that you compile yourself (``model.compile(backend="autoremat")``) does not need it.
 
     Raises ``ImportError`` if Accelerate is not installed.
     """
     from accelerate.utils import DynamoBackend
 
     if any(NAME == str(getattr(backend, "value", "")) for backend in DynamoBackend):
-        return  # a later version knows it
+        return  # a later version may know the name
     ours: Any = str.__new__(DynamoBackend, NAME)
     ours._name_ = ours._value_ = NAME
     otherwise = DynamoBackend._missing_
@@ -26,5 +26,5 @@ def accept_in_accelerate() -> None:
     def look_up(value: object) -> Any:
         return ours if value == NAME else otherwise(value)
 
-    DynamoBackend._member_map_[NAME] = ours  # where copies of members are looked up by name, before Python 3.11.4
-    DynamoBackend._missing_ = look_up  # the hook that enumerations have for values that they do not know
+    DynamoBackend._member_map_[NAME] = ours  # copies of members are looked up by name here before Python 3.11.4
+    DynamoBackend._missing_ = look_up  # the hook of enumerations for unknown values

@@ -1,4 +1,4 @@
-"""``autoremat.max_batch``: the largest batch or sequence of which a step fits a budget, found without running one."""
+"""``autoremat.max_batch``: finds the largest batch or sequence whose step fits a budget, without running one."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from autoremat.torch_private import compat, fake_tensors
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 FASTEST = 16
-"""At most so many times the largest size that fits is tried next, however little memory that took."""
+"""Maximum ratio of the next size to the largest size that fits, however little memory that one needs."""
 
 
 @dataclass(frozen=True, repr=False)
 class Fit(Shown):
-    """The largest size that fits, and what the search saw. Printed: a few lines."""
+    """The largest size that fits, and the sizes that the search tried. Printed as a few lines."""
 
     size: int
     report: Report
-    """Of a step of ``size``."""
+    """Report of a step of ``size``."""
     next_size: int | None
-    """The next larger size, which does not fit; None if all up to the limit do."""
+    """Next larger size, which does not fit; None if all sizes up to the limit fit."""
     next_minimum_bytes: int | None
-    """The smallest peak that was found for ``next_size``."""
+    """Minimum peak found for ``next_size``, in bytes."""
     tried: tuple[tuple[int, int, bool], ...]
-    """Sizes in the order in which they were tried, the smallest peak found for each in bytes, whether it fits."""
+    """Sizes in the sequence of the search, each with the minimum peak found in bytes, and True if it fits."""
 
     def line(self) -> str:
-        """All that a prompt shows."""
+        """Returns the one line that a prompt shows."""
         more = "no larger size was allowed" if self.next_size is None else f"{self.next_size} does not"
         return f"{self.size} fits {format_bytes(self.report.budget_bytes or 0)}, {more}, {len(self.tried)} sizes tried"
 
     def tables(self) -> Sequence[PlainTable]:
-        """What ``rich.print`` and notebooks show: the lines of ``print``."""
+        """Returns the tables for ``rich.print`` and notebooks, which contain the printed lines."""
         table = PlainTable("", ("",), numbers=0, show_header=False)
         table.add_row(str(self))
         return [table]
@@ -74,14 +74,17 @@ def max_batch(
     options: Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
 ) -> Fit:
-    """The largest multiple of ``step``, up to ``limit``, for which ``model_or_fn`` on ``make_inputs(size)`` fits.
+    """Returns the largest multiple of ``step``, up to ``limit``, for which ``model_or_fn`` on ``make_inputs(size)`` fits.
 
-    ``make_inputs`` gets a size and returns the arguments: a tuple or list of positional ones, a dict of keyword ones, or a
-    single one. What it allocates is fake, so that sizes beyond the memory at hand can be tried. A larger size is taken to need
-    more memory; how much it needs guides the search, which plans for a few sizes. ``memory_budget``: bytes, text such as
-    "60GiB", or "auto". ``options`` and ``device`` as in ``autoremat.explain``.
+    ``make_inputs`` maps a size to the arguments: a tuple or list of positional arguments, a dict of keyword arguments, or a
+    single argument. Its tensors are fake, so sizes beyond the memory of this machine can be tried. The search assumes that a
+    larger size needs more memory. It plans for a few sizes only, guided by their peaks.
 
-    Raises ``BudgetInfeasible`` if not even ``step`` fits, and ``OptionsError`` for a budget that is no number of bytes.
+    ``memory_budget`` is in bytes, or text such as "60GiB", or "auto". ``options`` and ``device`` are those of
+    ``autoremat.explain``.
+
+    Raises ``BudgetInfeasible`` if even ``step`` does not fit, and ``CaptureError`` if the step cannot be traced. Raises
+    ``OptionsError`` for a budget that is not in bytes, and for an invalid ``step`` or ``limit``.
     """
     if isinstance(memory_budget, float) or memory_budget is None:
         raise OptionsError(f'memory_budget={memory_budget!r}: max_batch needs bytes, as in "60GiB", or "auto"')
@@ -97,7 +100,7 @@ def max_batch(
         try:
             with status_if_slow(f"trying {count * step} (size number {len(search.outcomes) + 1})"):
                 return explain_by(model_or_fn, args, kwargs, parsed, device)
-        except BudgetInfeasible as error:  # as the backend would refuse it
+        except BudgetInfeasible as error:  # the backend would raise this error too
             return error
 
     with status_if_slow("looking for the largest size that fits", shown=parsed.progress):
@@ -121,18 +124,18 @@ def max_batch(
 
 
 def _call(given: Any) -> Call:
-    """What ``make_inputs`` returned, as arguments."""
+    """Returns the result of ``make_inputs`` as positional and keyword arguments."""
     if isinstance(given, Mapping):
         return (), given
     return (given, {}) if isinstance(given, (tuple, list)) else ((given,), {})
 
 
 Outcome = Report | BudgetInfeasible
-"""Of one size: the plan that fits, or the error that none does."""
+"""The result for one size: the report of a plan that fits, or the error that none fits."""
 
 
 def _minimum_bytes(outcome: Outcome) -> int:
-    """The smallest peak found; of several graphs the largest such."""
+    """Returns the minimum peak found in bytes; for several graphs the largest of their minimum peaks."""
     if isinstance(outcome, BudgetInfeasible):
         return outcome.minimum_bytes
     return max(one.minimum_peak_bytes for one in (outcome, *outcome.others))
@@ -140,22 +143,22 @@ def _minimum_bytes(outcome: Outcome) -> int:
 
 @dataclass
 class _Search:
-    """Bisection, with a straight line through two peaks for the first guesses."""
+    """A bisection that takes its first guesses from a straight line through two peaks."""
 
     outcome_of: Callable[[int], Outcome]
     limit: int
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     fits: int = 0
-    """The largest count that is known to fit."""
+    """Largest count that is known to fit."""
 
     @property
     def misses(self) -> int | None:
-        """The smallest larger count that is known not to fit."""
+        """The smallest count above ``fits`` that is known not to fit; None if there is none."""
         refused = (count for count, outcome in self.outcomes.items() if isinstance(outcome, BudgetInfeasible))
         return min((count for count in refused if count > self.fits), default=None)
 
     def run(self) -> None:
-        """Try counts until the largest that fits is known."""
+        """Tries counts until the largest one that fits is known."""
         count: int | None = 1
         while count is not None:
             self.outcomes[count] = self.outcome_of(count)
@@ -164,7 +167,7 @@ class _Search:
             count = self.next_count(count)
 
     def next_count(self, last: int) -> int | None:
-        """What to try after ``last``; None if nothing is left to know."""
+        """Returns the count to try after ``last``; None if the search is complete."""
         low, high = self.fits, self.misses
         if low == 0 or low >= self.limit or (high is not None and high - low <= 1):
             return None
@@ -172,12 +175,12 @@ class _Search:
             guess = 2 * low if len(self.outcomes) < 2 else max(2 * low, self.on_a_line())
             return min(guess, FASTEST * low, self.limit)
         way = len(self.outcomes) % 3
-        # The guess, then beside it, then halfway: a guess that is right is confirmed at once, a wrong one costs little.
+        # Try the guess, then its neighbour, then the middle. A correct guess is confirmed at once; a wrong one costs little.
         guess = self.on_a_line() if way == 0 else (low + 1 if last == low else high - 1) if way == 1 else (low + high) // 2
         return min(max(guess, low + 1), high - 1)
 
     def on_a_line(self) -> int:
-        """The count whose peak would be the budget, if peaks lay on the line through the two nearest known ones."""
+        """Returns the count whose peak would equal the budget if peaks lay on the line through the two nearest known ones."""
         nearest = sorted(self.outcomes, key=lambda count: abs(count - self.fits))[:2]
         (first, below), (second, above) = sorted((count, _minimum_bytes(self.outcomes[count])) for count in nearest)
         budget = self.outcomes[first].budget_bytes or 0

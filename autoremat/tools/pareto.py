@@ -1,4 +1,4 @@
-"""``autoremat.pareto``: our plans of a step beside torch's own partitions of it, fixed policies and the lower bound."""
+"""``autoremat.pareto``: compares plans of a step with torch's own partitions, fixed policies and the lower bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoremat.tools.explain import Preview, previews
 from autoremat.torch_private import compat, fake_tensors
 
 TORCH_BUDGETS = tuple(tenths / 10 for tenths in range(10, 0, -1))
-"""Of ``activation_memory_budget``, torch's own setting, at which its partitions are taken."""
+"""Values of ``activation_memory_budget``, a setting of torch, at which its partitions are taken."""
 
 
 def pareto(
@@ -32,15 +32,20 @@ def pareto(
     device: str | torch.device | None = None,
     **kwargs: Any,
 ) -> Pareto:
-    """Time against peak memory of ``model_or_fn(*args, **kwargs)``, traced once without running, as ``autoremat.explain`` does.
+    """Returns points of time and peak memory of ``model_or_fn(*args, **kwargs)``, which is traced once without running it.
 
-    ``points``: so many of our plans, from the smallest peak found to that without recomputation, each with the lower bound at
-    its budget. Besides, torch's partitions at ``torch_budgets`` (shares in (0, 1]; an empty tuple leaves them out: on a large
-    graph torch's partitioner takes minutes) and fixed policies, all through the same simulator. All are priced by recomputation
-    alone. After graph breaks: the graph with the highest peak. ``print`` shows the list as a table; ``pictures.pareto`` draws
-    it.
+    The result contains four kinds of points; all plans pass through the same simulator:
 
-    Raises ``OptionsError`` for a budget in ``options``, and what ``autoremat.explain`` raises.
+    - ``points`` plans, from the minimum peak found to the plan without recomputation;
+    - the lower bound at the budget of each of these plans;
+    - torch's partitions at ``torch_budgets``: shares in (0, 1]. An empty tuple leaves them out, because torch's partitioner
+      takes minutes on a large graph;
+    - fixed policies.
+
+    Times are in seconds and count recomputation alone; peaks are in bytes. After graph breaks the points describe the graph
+    with the highest peak. ``print`` shows a table, and ``autoremat.report.plots.pareto`` draws the points.
+
+    Raises ``OptionsError`` for ``points`` below 2 or a budget in ``options``, and all errors of ``autoremat.explain``.
     """
     if points < 2:
         raise OptionsError(f"points={points} is not accepted. Accepted: 2 or more")
@@ -72,14 +77,17 @@ def pareto(
 
 
 def by_recomputation_alone(preview: Preview) -> Preview:
-    """Saved bytes cost no time, as in the bounds and in torch's objective."""
+    """Returns ``preview`` with saves that cost no time, as in the lower bounds and in torch's objective."""
     graph = replace(preview.captured.graph, saving_seconds_per_byte=0.0)
     return replace(preview, captured=replace(preview.captured, graph=graph))
 
 
 def plans_of_torch(preview: Preview, shares: Sequence[float]) -> Iterator[tuple[float, Plan]]:
-    """Torch's partitions of the joint graph at these of its budgets, order included. One that the simulator cannot follow, such
-    as with random states that torch replays, is left out with an ``FallbackWarning``."""
+    """Yields torch's partitions of the joint graph at these budgets as plans, each with torch's sequence of ops.
+
+    A partition that the simulator cannot follow is left out with a ``FallbackWarning``. One cause is a random state that torch
+    replays.
+    """
     captured = preview.captured
     for share in shares:
         halves = fake_tensors.partition_for(share, captured.joint, preview.joint_inputs, preview.keywords)

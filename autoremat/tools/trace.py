@@ -1,9 +1,11 @@
-"""Joint graphs of a training step that is never run: Dynamo and AOTAutograd see tensors without memory.
+"""Traces the joint graphs of a training step without running it: Dynamo and AOTAutograd see tensors without memory.
 
-The path is the backend's own up to the partitioner, so the graphs are those that the backend would plan. Instead of being
-compiled, each joint graph is handed to a visitor, and the code between two graphs goes on with fake results. A CUDA device
-that is not there is stood for by the CPU: torch's autograd refuses CUDA tensors, fake ones too, where no CUDA device is.
-Only what depends on the device is then chosen as CUDA would: attention kernels, workspaces, rounding, rates.
+The path is the backend's own up to the partitioner, so the graphs are those that the backend would plan. A visitor receives
+each joint graph instead of the compiler. The code between two graphs continues with fake results.
+
+A CUDA device that is not present is represented by the CPU, because autograd refuses even fake CUDA tensors without a CUDA
+device. Only the parts that depend on the device follow CUDA's rules: attention kernels, workspaces, allocation rounding and
+rates.
 """
 
 from __future__ import annotations
@@ -34,32 +36,34 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 Visitor = Callable[[fx.GraphModule, Sequence[object], Mapping[str, Any]], T]
-"""Called as AOTAutograd calls a partitioner: the joint graph, its inputs, keywords."""
+"""A function with a partitioner's arguments: the joint graph, its inputs and keyword arguments."""
 
 SEARCH_DEPTH = 4
-"""So deep in containers and attributes a function's models are looked for."""
+"""Depth of containers and attributes to which a function's models are searched."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """The device to plan for, and the one on which fake tensors stand for it."""
+    """The device to plan for, and the device of the fake tensors that represent it."""
 
     traced_on: torch.device
     cuda_name: str | None = None
-    """Set if the CUDA device of that name is planned for by its data sheet."""
+    """Name of the CUDA device that is planned for by its data sheet; None to plan for ``traced_on`` itself."""
     notes: tuple[str, ...] = ()
 
     @property
     def memory_bytes(self) -> int | None:
-        """Memory of a device that is known by name only."""
+        """Memory in bytes of a device that is known by name only; None for other devices."""
         return None if self.cuda_name is None else device_memory(self.cuda_name)
 
 
 def target_of(device: str | torch.device | None, tensors: Iterable[torch.Tensor]) -> Target:
-    """What ``device`` means for a step that reads ``tensors``: a torch device, or the name of a CUDA card such as
-    "H100-80GB"; None: where the tensors are, or for those without data (meta) CUDA if there is one, else the CPU.
+    """Returns the target that ``device`` means for a step that reads ``tensors``.
 
-    Raises ``OptionsError`` for what is neither.
+    ``device`` is a torch device, or the name of a CUDA GPU such as "H100-80GB". None means the device of the tensors. For
+    tensors without data (meta) it means CUDA if present, else the CPU.
+
+    Raises ``OptionsError`` for anything else.
     """
     if device is None:
         found = next((t.device for t in tensors if t.device.type != "meta"), None)
@@ -84,7 +88,7 @@ def target_of(device: str | torch.device | None, tensors: Iterable[torch.Tensor]
 
 
 def _named(name: str) -> Target:
-    """The CUDA device of that name, by its data sheet."""
+    """Returns the target for the CUDA device of that name, described by its data sheet."""
     if torch.cuda.is_available():
         return Target(torch.device("cuda"), name)
     notes = [f"no CUDA device is here: traced on the CPU, planned by the figures of {name}"]
@@ -95,7 +99,7 @@ def _named(name: str) -> Target:
 
 @dataclass
 class _Recorder(Generic[T]):
-    """The Dynamo backend that hands joint graphs on and compiles nothing."""
+    """A Dynamo backend that passes graphs to a visitor and compiles nothing."""
 
     options: Options
     target: Target
@@ -113,7 +117,7 @@ class _Recorder(Generic[T]):
         return runnable.forward
 
     def see(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        """Hand the graph, or its joint graph, on."""
+        """Passes the graph, or its joint graph, to the visitor."""
         if not self.joint:
             self.found.append(self.visit(module, fake_tensors.own_inputs(inputs), {}))
         else:
@@ -126,24 +130,24 @@ class _Recorder(Generic[T]):
 
 
 class _Seen(Exception):
-    """Ends the tracing of a graph whose joint graph has been seen."""
+    """Ends the tracing of a graph after its joint graph has been visited."""
 
 
 class _Handover(compat.CustomPartitionerFn):
-    """Stands where a partitioner stands."""
+    """A partitioner that passes the joint graph to the visitor."""
 
     def __init__(self, recorder: _Recorder[Any]) -> None:
         self.recorder = recorder
 
     def uuid(self) -> None:
-        """Nothing is cached."""
+        """Returns None, so that torch caches nothing."""
         return None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _Handover:
         return self
 
     def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> compat.PartitionedModules:
-        if not joint_inputs:  # a nested compile region, which the graph around it calls
+        if not joint_inputs:  # a nested compile region, called by the surrounding graph
             options = self.recorder.options
             return Partitioner(options, "", fuses=options.compiler == "inductor")(gm, joint_inputs, **kwargs)
         self.recorder.found.append(self.recorder.visit(gm, joint_inputs, kwargs))
@@ -152,15 +156,18 @@ class _Handover(compat.CustomPartitionerFn):
 
 @dataclass(frozen=True)
 class Traced(Generic[T]):
-    """What the visitor made of each joint graph, in order, and what else should be known."""
+    """The visitor's results for the joint graphs, in sequence, with notes for the user."""
 
     found: tuple[T, ...]
     notes: tuple[str, ...]
     resident_bytes: int
-    """Of the parameters, buffers and inputs."""
+    """Bytes of the parameters, buffers and inputs."""
 
     def results(self: Traced[R | None]) -> tuple[list[R], tuple[str, ...]]:
-        """What the visitor found (at least one thing), and the notes. Raises ``CaptureError`` if it found nothing."""
+        """Returns the visitor's results that are not None (at least one), and the notes.
+
+        Raises ``CaptureError`` if there are none.
+        """
         found = [result for result in self.found if result is not None]
         if not found:
             raise CaptureError("nothing to plan: the graphs of the step have no backward of their own")
@@ -176,11 +183,11 @@ def trace(
     visit: Callable[[Target, int], Visitor[T]],
     joint: bool = True,
 ) -> Traced[T]:
-    """Call ``model_or_fn(*args, **kwargs)`` without running or allocating; visit the joint graph of each graph that trains.
+    """Traces ``model_or_fn(*args, **kwargs)`` without running it, and visits the joint graph of each graph that trains.
 
-    ``visit`` gets the target and the bytes of what is there before the step, and returns the visitor. Unless
-    ``joint``, that gets each graph that may train as Dynamo captured it. Models are found in
-    what a function closes over and in the globals that it names. Raises ``CaptureError`` if nothing can be planned.
+    ``visit`` maps the target and the bytes that exist before the step to the visitor. If ``joint`` is False, the visitor
+    receives each graph that may train as Dynamo captured it. Models are found in the closures of a function and in the globals
+    that it names. Raises ``CaptureError`` if nothing can be planned.
     """
     models = list(dict.fromkeys(_models_in(model_or_fn)))
     own = [t for model in models for t in (*model.parameters(), *model.buffers())]
@@ -206,7 +213,7 @@ def trace(
     with _borrowed(models, [model_or_fn, *args, *kwargs.values()], fake), mode:
         try:
             fake_tensors.compiled_by(_fresh(model_or_fn), recorder)(*fake_args, **fake_kwargs)
-        except Exception as error:  # the model's own code, torch's tracing, or the visitor
+        except Exception as error:  # raised by the model's code, torch's tracing or the visitor
             notes.append(_stopped(error, bool(recorder.found)))
     if not recorder.found:
         said = what_dynamo_said(breaks)
@@ -218,9 +225,13 @@ def trace(
 
 
 def _stopped(error: Exception, found: bool) -> str:
-    """A note on what ended the tracing early; raises if that was our own error or nothing has been seen before."""
+    """Returns a note on the error that ended the tracing early.
+
+    Raises the error if it is one of this package, or a warning that is raised as an error. Raises ``CaptureError`` if no graph
+    was found before.
+    """
     for cause in causes(error):
-        if isinstance(cause, (AutorematError, Warning)):  # a warning is raised where the user makes errors of them
+        if isinstance(cause, (AutorematError, Warning)):  # users can turn warnings into errors
             raise cause from None
     inner = getattr(error, "inner_exception", error)
     if isinstance(error, fake_tensors.FAILED_OP):
@@ -235,7 +246,10 @@ def _stopped(error: Exception, found: bool) -> str:
 
 
 def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls ``function`` and has code of its own, so that nothing compiled before answers or is lost."""
+    """Returns a function that calls ``function`` and has code of its own.
+
+    Earlier compilations of ``function`` therefore neither answer nor get lost.
+    """
 
     def step(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -248,8 +262,11 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
 def _borrowed(
     models: Sequence[nn.Module], around: Sequence[object], fake: Callable[[torch.Tensor], torch.Tensor]
 ) -> Iterator[None]:
-    """While the body runs, the parameters and buffers of ``models`` are fake. Afterwards their attributes, and the lists, dicts
-    and sets in them and in ``around``, are as before: no fake tensor stays there."""
+    """Replaces the parameters and buffers of ``models`` by fake tensors while the body runs.
+
+    Afterwards the attributes of the modules are restored, and so are the lists, dicts and sets in them and in ``around``. No
+    fake tensor remains there.
+    """
     parts = list(dict.fromkeys(part for model in models for part in model.modules()))
     kept = _contents([*(vars(part) for part in parts), *around])
     try:
@@ -265,14 +282,14 @@ def _borrowed(
 
 
 _CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict, Counter)
-"""Exactly these: what is derived from them may refuse to be cleared and filled again."""
+"""Types of containers that are restored. Derived types are left out, because they may refuse to be cleared and refilled."""
 
 
 def _contents(roots: Sequence[object]) -> list[tuple[Any, list[object]]]:
-    """The containers that ``roots`` are or lead to, the dicts of attributes among them, with what they hold."""
+    """Returns the containers that ``roots`` are or lead to, dicts of attributes included, with their contents."""
     found: dict[int, tuple[Any, list[object]]] = {}
     level = list(roots)
-    for _ in range(SEARCH_DEPTH + 2):  # the dicts of attributes are levels too
+    for _ in range(SEARCH_DEPTH + 2):  # dicts of attributes are levels too
         inner: list[object] = []
         for thing in level:
             if (
@@ -292,17 +309,17 @@ def _contents(roots: Sequence[object]) -> list[tuple[Any, list[object]]]:
 
 
 def _items(container: Any) -> list[object]:
-    """What the container holds, in order; the keys and values of a dict by turns."""
+    """Returns the contents of the container in sequence; for a dict, keys and values alternate."""
     return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
 
 
 def _refill(container: object, before: list[object]) -> Iterable[Any]:
-    """``before`` as the container takes it."""
+    """Returns ``before`` in the form that the container accepts."""
     return dict(zip(before[::2], before[1::2], strict=True)) if isinstance(container, dict) else before
 
 
 def _models_in(thing: object, depth: int = SEARCH_DEPTH, seen: set[int] | None = None) -> Iterator[nn.Module]:
-    """Modules that calling ``thing`` may reach."""
+    """Yields the modules that a call of ``thing`` may reach."""
     seen = set() if seen is None else seen
     if id(thing) in seen or depth < 0:
         return
@@ -315,7 +332,7 @@ def _models_in(thing: object, depth: int = SEARCH_DEPTH, seen: set[int] | None =
 
 
 def _inside(thing: object) -> list[object]:
-    """What a callable or a container holds."""
+    """Returns the objects that a callable or a container refers to."""
     if isinstance(thing, functools.partial):
         return [thing.func, *thing.args, *thing.keywords.values()]
     if isinstance(thing, types.MethodType):
@@ -335,6 +352,6 @@ def _inside(thing: object) -> list[object]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """Global names that a function, and the functions in it, may look up."""
+    """Returns the global names that a function, and the functions in it, may look up."""
     inner = (constant for constant in code.co_consts if isinstance(constant, types.CodeType))
     return set(code.co_names).union(*map(_names, inner))

@@ -1,1 +1,1 @@
-"""The chunked loss: the projection, the loss and their gradients in chunks of rows."""
+"""The chunked loss: computes the projection, the loss and their gradients in chunks of rows."""

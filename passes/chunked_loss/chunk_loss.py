@@ -1,18 +1,19 @@
-"""Computes the projection onto a large vocabulary, the loss and their gradients in parts, so that the logits of all tokens
-never exist together.
+"""Chunks the projection onto a large vocabulary, the loss and their gradients.
 
-Before: one matrix product makes the logits of all rows (tokens); the loss and the gradients are made of them. After: for
-each part of the rows the same ops on those rows alone; what is per row is joined, what is a sum over rows is summed.
+The logits of all tokens are then never live together.
+
+Before, one matrix product computes the logits of all rows (tokens), and the loss and the gradients follow from them. Afterwards
+the same ops run on each chunk of rows. Results per row are concatenated; sums over rows are added up.
 
     logits = mm(x, w); loss = f(logits)         d = g(logits); dx = mm(d, v); dw = mm(d', x)
-    becomes, with two parts,
+    becomes, with two chunks,
     logits_0 = mm(x[:a], w); loss_0 = ...       logits_1, d_1 = g(logits_1), dx_1 = mm(d_1, v), dw_1 = mm(d_1', x[a:])
     logits_1 = mm(x[a:], w); loss_1 = ...       logits_0, d_0 = g(logits_0), dx_0 = mm(d_0, v), dw = addmm(dw_1, d_0', x[:a])
     loss = cat(loss_0, loss_1)                  dx = cat(dx_0, dx_1)
 
-All are ordinary ops of the joint graph: the planner saves the logits of a part, or recomputes them before their gradient.
-The backward takes the parts from the last, whose logits were made last. Sums over parts are rounded otherwise than sums over
-all rows; sums of 16-bit numbers are kept in 32 bits until the last part.
+All are ordinary ops of the joint graph: the planner saves the logits of a chunk, or recomputes them before their gradient. The
+backward starts with the last chunk, whose logits are the newest. Sums over chunks round differently from sums over all rows.
+Sums of 16-bit numbers stay in 32 bits until the last chunk.
 """
 
 from __future__ import annotations
@@ -38,20 +39,20 @@ aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
 
 WIDENS = 2
-"""A matrix product is taken for the projection if its result is at least so many times as wide as what it reads by rows."""
+"""Minimum ratio of the projection's width to the width of the rows that it reads."""
 
 EXPONENTIALS = (aten._log_softmax, aten._softmax, aten.logsumexp, aten.exp)
-"""One of these tells a loss over a vocabulary from any other wide layer."""
+"""Ops that distinguish a loss over a vocabulary from any other wide layer: a loss contains one of them."""
 
 IN_BACKWARD = 1 << 20
-"""Added to the stage of nodes in the backward: no node of the forward waits for them."""
+"""Offset for the stages of backward nodes, which keeps every node of the forward before them."""
 
 HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Chunked:
-    """What was done: ``rows`` of the projection in ``parts``, whose logits together have so many bytes."""
+    """The result of chunking: ``rows`` of the projection in ``parts`` chunks, whose logits together take ``logits_bytes``."""
 
     parts: int
     rows: int
@@ -59,8 +60,11 @@ class Chunked:
 
 
 def chunk_loss(joint: fx.GraphModule, parts: int) -> Chunked:
-    """Rewrite ``joint`` in place so that its largest projection and the loss are computed in ``parts``, fewer if it has fewer
-    rows. Raises ``ChunkingUnsupported`` if that cannot be; then ``joint`` is not to be used."""
+    """Rewrites ``joint`` in place so that its largest projection and the loss are computed in ``parts`` chunks.
+
+    The number of chunks is at most the number of rows. Raises ``ChunkingUnsupported`` if the graph cannot be chunked; ``joint``
+    is then unusable.
+    """
     projection = _projection(joint.graph)
     while (narrower := select_before_projecting(projection)) is not projection:
         projection = narrower
@@ -81,7 +85,10 @@ def chunk_loss(joint: fx.GraphModule, parts: int) -> Chunked:
 
 
 def _projection(graph: fx.Graph) -> fx.Node:
-    """The matrix product of the forward with the largest result, if that is wider than what it reads."""
+    """Returns the forward's matrix product with the largest result among those whose result is much wider than their operand.
+
+    Raises ``ChunkingUnsupported`` if there is none.
+    """
     found: list[tuple[int, fx.Node]] = []
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default):
@@ -98,13 +105,14 @@ def _projection(graph: fx.Graph) -> fx.Node:
 
 @dataclass
 class _Finder:
-    """Finds what runs part by part: all that is as wide as the logits, and what follows from it row by row up to sums."""
+    """Finds the region that runs chunk by chunk: tensors as wide as the logits, and their row-by-row results up to sums."""
 
     graph: fx.Graph
     projection: fx.Node
     width: int
 
     def region(self) -> Region:
+        """Returns the region that runs chunk by chunk, extended by wide operands until it needs no further ones."""
         wanted: dict[fx.Node, int] = {}
         while True:
             region = self.explore(wanted)
@@ -114,7 +122,10 @@ class _Finder:
             wanted |= further
 
     def explore(self, wanted: dict[fx.Node, int]) -> Region:
-        """All that can run part by part downwards of the projection and of ``wanted``, which are as wide."""
+        """Returns the region that can run chunk by chunk downstream of the projection and of ``wanted``.
+
+        ``wanted`` maps wide nodes outside that region to their number of row dimensions.
+        """
         region = Region(shape_of(self.projection)[0], {self.projection: projection_step(self.projection)})
         for node in self.graph.nodes:
             held = [n for n in node.all_input_nodes if region.holds(n)]
@@ -136,18 +147,19 @@ class _Finder:
                     continue
                 product = op_traits.packet(node) in (aten.mm, aten.addmm)
                 if product and not self.is_wide(node, region.steps[node]):
-                    region.ends.add(node)  # the gradient of what is projected: from here on all is as narrow as elsewhere
+                    region.ends.add(node)  # the gradient of the projected rows; its readers are as narrow as elsewhere
         return region
 
     def is_wide(self, node: fx.Node, step: Step) -> bool:
+        """Returns True if a row of the node's result is about as wide as the logits."""
         if step.rows is None:
             return step.several
         shape = shape_of(node)
         inner = shape[0] if step.rows.transposed else math.prod(shape[step.rows.lead :])
-        return 2 * inner > self.width  # a part of the vocabulary may be padding that is cut off
+        return 2 * inner > self.width  # padding of the vocabulary may be cut off
 
     def wide_operands(self, region: Region) -> Iterator[tuple[fx.Node, int]]:
-        """Operands from outside of which parts are read and that are as wide, with the number of dimensions that are rows."""
+        """Yields wide operands outside the region that chunks read by rows, each with its number of row dimensions."""
         for step in region.steps.values():
             for operand, read in step.reads.items():
                 if isinstance(read, Rows) and operand not in region.steps and self.is_wide(operand, Step({}, _never, read)):
@@ -160,22 +172,23 @@ def _never(*_: Any) -> None:
 
 @dataclass
 class _Rewriting:
-    """Puts the parts in the place of the region, stage by stage: a stage reads whole results of earlier ones only."""
+    """Replaces the region by its chunks, stage by stage: whole results are read only from earlier stages."""
 
     graph: fx.Graph
     region: Region
     bounds: list[tuple[int, int]]
     build: Builder
     made: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
-    """What a node of the region became for each part."""
+    """Chunk of each node of the region, by node and number of the chunk."""
     sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
     terms: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
-    """What was added, as far as it is a node of its own."""
+    """Summands of each sum, where they are nodes of their own."""
     whole: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """What a node of the region became for those that read it whole."""
+    """Whole result that replaces a node of the region for readers outside."""
     sliced: dict[tuple[fx.Node, Rows, int], fx.Node] = field(default_factory=dict)
 
     def run(self) -> None:
+        """Rewrites the graph: adds the chunks of all stages, erases the region and sorts the nodes."""
         order = {node: position for position, node in enumerate(self.graph.nodes)}
         stages: dict[int, list[fx.Node]] = {}
         for node, stage in self.stages().items():
@@ -189,7 +202,7 @@ class _Rewriting:
         _sort(self.graph)
 
     def stages(self) -> dict[fx.Node, int]:
-        """The stage of each node of the region."""
+        """Returns the stage of each node of the region."""
         found: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
             begins = compat.is_traced_in_backward(node) or (node.op == "placeholder" and compat.is_tangent(node))
@@ -201,6 +214,7 @@ class _Rewriting:
         return {node: found[node] for node in self.region.steps}
 
     def run_stage(self, nodes: list[fx.Node], backwards: bool) -> None:
+        """Adds the chunks of one stage and joins them. Backward stages start with the last chunk."""
         parts = range(len(self.bounds))
         self.sliced.clear()
         for part in reversed(parts) if backwards else parts:
@@ -210,6 +224,7 @@ class _Rewriting:
             self.join(node)
 
     def run_part(self, node: fx.Node, part: int) -> None:
+        """Adds one chunk of ``node``, or adds the chunk's summand to the sum that replaces ``node``."""
         step, (start, stop) = self.region.steps[node], self.bounds[part]
 
         def operand(n: fx.Node) -> fx.Node:
@@ -224,7 +239,7 @@ class _Rewriting:
             self.add(node, *call)
 
     def operand(self, node: fx.Node, read: Rows | int | None, part: int, reader: fx.Node) -> fx.Node:
-        """What a part reads in the place of ``node``."""
+        """Returns the node that chunk ``part`` of ``reader`` reads in place of ``node``."""
         if self.region.holds(node):
             return self.made[node, part]
         whole = self.whole.get(node, node)
@@ -241,13 +256,13 @@ class _Rewriting:
         return self.sliced[key]
 
     def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Add a part to the sum that ``node`` is."""
+        """Adds the summand of one chunk to the sum that replaces ``node``."""
         before, low = self.sums.get(node), node.meta["val"].dtype in HALF
         if target in (aten.mm.default, aten.addmm.default) and before is not None:
             if not low:
                 self.sums[node] = self.build.make(node, aten.addmm.default, (before, *args[-2:]))
                 return
-            target, args = aten.mm.default, args[-2:]  # what an addmm adds is in the sum already
+            target, args = aten.mm.default, args[-2:]  # the sum already contains the bias
         term = self.build.make(node, target, args, kwargs)
         self.terms.setdefault(node, []).append(term)
         if low:
@@ -255,7 +270,7 @@ class _Rewriting:
         self.sums[node] = term if before is None else self.build.make(node, aten.add.Tensor, (before, term))
 
     def join(self, node: fx.Node) -> None:
-        """Give those that read ``node`` whole what the parts have become."""
+        """Replaces ``node`` by its joined chunks, or by their sum, for readers that need the whole result."""
         step = self.region.steps[node]
         if step.by_part:
             if all(user in self.region.steps and self.region.holds(node) for user in node.users) or step.rows is None:
@@ -275,7 +290,7 @@ class _Rewriting:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Move what reads a result before it is made behind it; all else stays."""
+    """Moves each node that reads a later node behind that node, and keeps the sequence of all other nodes."""
     nodes = list(graph.nodes)
     order = {node: position for position, node in enumerate(nodes)}
     waits = {node: len(node.all_input_nodes) for node in nodes}

@@ -1,13 +1,13 @@
-"""Projects only the tokens whose logits are used: a selection of rows moves from behind the projection to before it.
+"""Projects only the tokens whose logits are used: moves a selection of rows from behind the projection to before it.
 
-A loss that shifts logits against labels (``logits[:, :-1]``) leaves out one token of each sequence, after their logits were
-computed; in the backward their gradients are zeros.
+A loss that shifts logits against labels (``logits[:, :-1]``) drops one token of each sequence after computing its logits. In
+the backward the gradients of these logits are zeros.
 
-Before:  used = mm(x, w).view(b, t, v)[:, :-1]       d = pad(d_used).view(b * t, v); dx = mm(d, w'); dw = mm(d', x)
-After:   y = x.view(b, t, h)[:, :-1]                 dx = pad(mm(d_used, w')).view(b * t, h); dw = mm(d_used', y)
-         used = mm(y, w)
+    Before:  used = mm(x, w).view(b, t, v)[:, :-1]       d = pad(d_used).view(b * t, v); dx = mm(d, w'); dw = mm(d', x)
+    After:   y = x.view(b, t, h)[:, :-1]                 dx = pad(mm(d_used, w')).view(b * t, h); dw = mm(d_used', y)
+             used = mm(y, w)
 
-Only if nothing else reads the logits and their gradient. The rows that are left out only add zeros to the sums.
+The rewrite requires that nothing else reads the logits and their gradient. The dropped rows only add zeros to the sums.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PRODUCTS = (aten.mm.default, aten.addmm.default)
 
 
 def select_before_projecting(projection: fx.Node) -> fx.Node:
-    """The matrix product to take for ``projection``: one of fewer rows, if only some of its rows are used; else itself."""
+    """Returns the projection to chunk: one of fewer rows if only some rows of ``projection`` are used, else ``projection``."""
     chain = _chain(projection)
     found = [user for user in chain[-1].users if user.target is aten.slice.Tensor]
     if len(found) != 1 or len(chain[-1].users) != 1:
@@ -51,7 +51,10 @@ def select_before_projecting(projection: fx.Node) -> fx.Node:
 
 
 def _chain(node: fx.Node) -> list[fx.Node]:
-    """``node`` and what follows, each the only reader of the one before: conversions, and views that only touch rows."""
+    """Returns ``node`` and its successors, each the only reader of the previous one.
+
+    Successors are conversions, and views that change only the row dimensions.
+    """
     found = [node]
     while len(found[-1].users) == 1:
         (user,) = found[-1].users
@@ -63,7 +66,7 @@ def _chain(node: fx.Node) -> list[fx.Node]:
 
 
 def _place(node: fx.Node, first: int, shape: tuple[int, ...]) -> tuple[int, int, int, int]:
-    """(dimension, start, end, step) of a selection whose dimension is argument ``first``."""
+    """Returns (dimension, start, end, step) of a selection whose dimension is argument ``first``."""
     given: list[Any] = [*node.args[first:], *[None] * 4]
     dimension, start, end, step = (given[0] or 0) % len(shape), given[1], given[2], given[3]
     low, high, step = slice(start, end, step).indices(shape[dimension])
@@ -71,7 +74,7 @@ def _place(node: fx.Node, first: int, shape: tuple[int, ...]) -> tuple[int, int,
 
 
 def _undoes(node: fx.Node, selection: fx.Node) -> bool:
-    """Whether the node puts a gradient of ``selection`` into zeros of what was selected from."""
+    """Returns True if ``node`` pads a gradient of ``selection`` with zeros to the shape before the selection."""
     if node.target not in (aten.slice_backward.default, aten.slice_scatter.default) or node.kwargs:
         return False
     whole = shape_of(selection.args[0])
@@ -88,7 +91,7 @@ def _is_zeros(node: Any) -> bool:
 
 
 def _is_understood(user: fx.Node, gradient: fx.Node) -> bool:
-    """Whether ``user`` is a product with the gradient, or a sum of it over rows."""
+    """Returns True if ``user`` is a product with the gradient, or a sum of the gradient over rows."""
     name = op_traits.packet(user)
     if name is aten.mm:
         return user.args[0] is gradient and user.args[1] is not gradient
@@ -99,13 +102,15 @@ def _is_understood(user: fx.Node, gradient: fx.Node) -> bool:
 
 @dataclass
 class _Exchange:
+    """The rewrite of one projection: selects rows before it, and pads the gradients of its operands instead of its own."""
+
     projection: fx.Node
     chain: list[fx.Node]
     selection: fx.Node
     padding: fx.Node
     gradients: list[fx.Node]
     selected: dict[fx.Node, fx.Node] = field(default_factory=dict)
-    """The rows that are used, of what is multiplied with logits' rows."""
+    """The used rows of tensors that are multiplied with rows of logits or of their gradient, by tensor."""
 
     def __post_init__(self) -> None:
         self.build = Builder.beside(self.projection)
@@ -113,6 +118,7 @@ class _Exchange:
         self.rows = math.prod(self.after)
 
     def run(self) -> fx.Node:
+        """Rewrites the graph and returns the new projection."""
         graph = self.projection.graph
         *bias, operand, weight = self.projection.args
         with graph.inserting_before(self.projection):
@@ -131,7 +137,7 @@ class _Exchange:
         return projection
 
     def redirect(self, user: fx.Node, flat: fx.Node) -> None:
-        """Let a reader of the gradient of all rows read that of the used ones."""
+        """Replaces a reader of the gradient of all rows by one that reads the gradient of the used rows."""
         graph, name = user.graph, op_traits.packet(user)
         with graph.inserting_before(user):
             if name is aten.mm:
@@ -148,7 +154,7 @@ class _Exchange:
             reader.replace_all_uses_with(sum_)
 
     def select(self, rows: Any, like: fx.Node) -> fx.Node:
-        """The used ones of all rows."""
+        """Returns the used rows of ``rows``."""
         if rows not in self.selected:
             apart = self.shaped(rows, self.before, like)
             place = _place(self.selection, 1, shape_of(self.selection.args[0]))
@@ -157,7 +163,7 @@ class _Exchange:
         return self.selected[rows]
 
     def pad(self, rows: fx.Node, like: fx.Node) -> fx.Node:
-        """Zeros, with ``rows`` where the used ones are."""
+        """Returns zeros for all rows, with ``rows`` at the places of the used ones."""
         apart, shape = self.shaped(rows, self.after, like), [*self.before, shape_of(rows)[-1]]
         if self.padding.target is aten.slice_backward.default:
             padded = self.build.make(like, self.padding.target, (apart, shape, *self.padding.args[2:]))
@@ -170,11 +176,11 @@ class _Exchange:
         return self.shaped(padded, (math.prod(self.before),), like)
 
     def shaped(self, node: Any, rows: tuple[int, ...], like: fx.Node) -> fx.Node:
-        """``node`` with its rows in these dimensions."""
+        """Returns ``node`` viewed with its rows in the dimensions ``rows``."""
         return self.build.make(like, aten.view.default, (node, [*rows, shape_of(node)[-1]]))
 
     def converted(self, node: fx.Node, chain: list[fx.Node]) -> fx.Node:
-        """``node`` after the conversions in ``chain``."""
+        """Returns ``node`` after the conversions in ``chain``."""
         for one in chain[1:]:
             if op_traits.packet(one) in CONVERSIONS:
                 node = self.build.make(one, one.target, (node, *one.args[1:]), dict(one.kwargs))

@@ -1,11 +1,11 @@
-"""Which ops compute row by row, and how each of them runs on some of the rows.
+"""The vocabulary of ops that compute row by row and can run on a chunk of rows.
 
-The *rows* of a value are its leading dimensions, such as batch and position of tokens, whatever number of dimensions that is: a
-value of shape (batch, length, words) and one of shape (batch x length, words) have the same rows. A *part* of it are some
-consecutive rows, flattened to one dimension. An op computes row by row if a part of its result needs only that part of
-its operands, and whatever has no rows; or if it sums over all rows, and parts can be summed one after the other.
+The *rows* of a value are its leading dimensions, such as batch and token position. Their number of dimensions does not matter:
+values of shape (batch, length, words) and (batch x length, words) have the same rows. A *part* (chunk) of a value consists of
+consecutive rows, flattened to one dimension.
 
-Here are the words; ``row_rules.py`` says how each op does that.
+An op computes row by row if a chunk of its result needs only the same chunk of its operands, and operands without rows. An op
+that sums over all rows also counts, because the sums of chunks can be added. ``row_rules.py`` states the rule for each op.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.capture.source_info import origin
 
 Arguments = tuple[fx.node.Target, tuple[Any, ...], dict[str, Any]]
-"""What to call, with which positional and keyword arguments."""
+"""A call: its target, positional arguments and keyword arguments."""
 
 Make = Callable[..., fx.Node]
-"""Makes a node that calls its first argument with the others."""
+"""Creates a node that calls its first argument with the other arguments."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """How a value holds its rows: in its first ``lead`` dimensions, or, ``transposed``, in the second of two."""
+    """The position of a value's rows: its first ``lead`` dimensions, or, if ``transposed``, the second of two dimensions."""
 
     lead: int = 1
     transposed: bool = False
@@ -37,44 +37,46 @@ class Rows:
 
 @dataclass(frozen=True)
 class Step:
-    """How a node runs on a part. Neither with ``rows`` nor ``several``, its results for all parts are summed."""
+    """The rule by which a node runs on a chunk. Without ``rows`` and ``several``, the results of all chunks are summed."""
 
     reads: Mapping[fx.Node, Rows | int | None]
-    """Operands of which the part is read; those of which so many leading dimensions, all 1, are dropped; others whole: None."""
+    """Operands by the way in which a chunk reads them. ``Rows``: the same chunk of the operand. A number: the whole operand
+    without that many leading dimensions, all of size 1. None: the whole operand."""
     call: Callable[[Sequence[Any], Mapping[str, Any], int], Arguments | None]
-    """From the arguments with operands replaced, and the number of rows; None: the first operand as it is."""
+    """Returns the call for a chunk from the positional arguments, the keyword arguments and the number of rows. None means that
+    the first operand is the result."""
     rows: Rows | None = None
     several: bool = False
-    """Whether the result is a tuple, of which each part has its own."""
+    """True if the result is a tuple, of which each chunk has its own."""
     finish: Callable[[Make, fx.Node, list[fx.Node]], fx.Node] | None = None
-    """What becomes of a sum: from what makes nodes, the sum, and the nodes of all parts."""
+    """Completes a sum, given a function that creates nodes, the sum, and the summands of all chunks."""
 
     @property
     def by_part(self) -> bool:
-        """Whether each part has a result of its own."""
+        """True if each chunk has a result of its own."""
         return self.several or self.rows is not None
 
 
 @dataclass
 class Region:
-    """The nodes found so far that run part by part; ``count`` rows in all."""
+    """The nodes found so far that run chunk by chunk; ``count`` is the number of rows of the whole."""
 
     count: int
     steps: dict[fx.Node, Step] = field(default_factory=dict)
     ends: set[fx.Node] = field(default_factory=set)
-    """Of these nodes, those whose readers do not run part by part."""
+    """Nodes of the region whose readers do not run chunk by chunk."""
 
     def holds(self, thing: Any) -> bool:
-        """Whether each part has a result of its own of the node, for readers that run part by part."""
+        """Returns True if ``thing`` is a node with one result per chunk, for readers that run chunk by chunk."""
         return isinstance(thing, fx.Node) and thing in self.steps and self.steps[thing].by_part and thing not in self.ends
 
     def rows(self, thing: Any) -> Rows | None:
-        """How a node that the region holds has its rows; None for all else."""
+        """Returns the position of the rows of a node that the region holds; None for anything else."""
         return self.steps[thing].rows if self.holds(thing) else None
 
 
 def shape_of(node: Any) -> tuple[int, ...]:
-    """The sizes of a node's tensor. Raises ``ChunkingUnsupported`` if they are not fixed."""
+    """Returns the sizes of a node's tensor. Raises ``ChunkingUnsupported`` if it is no tensor or its sizes are dynamic."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor):
         raise ChunkingUnsupported(f"{described(node)} is no tensor")
@@ -87,7 +89,7 @@ def shape_of(node: Any) -> tuple[int, ...]:
 
 
 def described(node: Any) -> str:
-    """A node for people."""
+    """Returns a text for messages that names the node, its module and its source line."""
     if not isinstance(node, fx.Node):
         return repr(node)
     module, source = origin(node)

@@ -1,4 +1,7 @@
-"""How each op that computes row by row runs on a part of the rows (see ``rows.py``). A new op is a rule here."""
+"""One rule per op that computes row by row: its form on a chunk of rows (see ``row_partition.py``).
+
+A new op needs a rule here.
+"""
 
 from __future__ import annotations
 
@@ -25,32 +28,35 @@ POINTWISE = (
     aten.clone, aten.detach, aten.alias, aten._to_copy, aten.full_like, aten.zeros_like, aten.ones_like, aten.masked_fill,
     aten.where, aten.tanh_backward, aten.sigmoid_backward, aten.threshold_backward, prims.convert_element_type,
 )  # fmt: skip
-"""Beside those with torch's ``pointwise`` tag."""
+"""Pointwise ops that lack torch's ``pointwise`` tag."""
 
 REDUCTIONS = (
     aten.sum, aten.mean, aten.amax, aten.amin, aten.prod, aten.any, aten.all, aten.logsumexp, aten.argmax, aten.argmin,
     aten.var, aten.std,
 )  # fmt: skip
-"""(operand, dimensions, ...), where dimensions may be missing."""
+"""Reductions, called as (operand, dimensions, ...); the dimensions may be missing."""
 
 ALONG = {
     aten._log_softmax: 1, aten._softmax: 1, aten._log_softmax_backward_data: 2, aten._softmax_backward_data: 2,
     aten.gather: 1, aten.scatter: 1, aten.scatter_add: 1, aten.slice: 1, aten.cumsum: 1,
     aten.slice_scatter: 2,
 }  # fmt: skip
-"""Ops along one dimension, which is no dimension of rows, and the place of that dimension among the arguments."""
+"""Ops along one dimension, which must not be a row dimension, and the position of that dimension among the arguments."""
 
 CREATIONS = (aten.full, aten.zeros, aten.ones)
 CREATIONS_LIKE = (aten.new_zeros, aten.new_full, aten.new_ones)
-"""(operand, sizes, ...)"""
+"""Ops that create a tensor like their operand, called as (operand, sizes, ...)."""
 
 MEAN, SUM = 1, 2
-"""Reductions of ``nll_loss_forward``."""
+"""Codes of ``nll_loss_forward`` for its reductions."""
 
 
 def step_of(node: fx.Node, region: Region, lead: int | None = None) -> Step:
-    """How ``node`` runs part by part, given what is in the region; ``lead``: of its dimensions, how many are rows, for a node
-    that reads nothing of the region. Raises ``ChunkingUnsupported``."""
+    """Returns the rule by which ``node`` runs chunk by chunk, given the region.
+
+    ``lead`` is the number of row dimensions for a node that reads nothing of the region. Raises ``ChunkingUnsupported`` if the
+    node does not compute row by row.
+    """
     if node.op != "call_function" or node.target is not operator.getitem and call_cost.traits_of(node) & ~Trait.DISCONTINUOUS:
         raise ChunkingUnsupported(f"{described(node)} may not be run in parts")
     name = op_traits.packet(node)
@@ -88,7 +94,10 @@ def _with_argument(node: fx.Node, place: int, value: Any) -> Callable[[Sequence[
 
 
 def _lead(node: fx.Node, region: Region, given: int | None) -> int:
-    """Of how many dimensions the rows of all operands in the region are."""
+    """Returns the number of row dimensions that all operands in the region share.
+
+    Raises ``ChunkingUnsupported`` if they differ, or if the node reads nothing by rows.
+    """
     held = {rows for operand in node.all_input_nodes if (rows := region.rows(operand)) is not None}
     if len(held) > 1 or any(rows.transposed for rows in held):
         raise ChunkingUnsupported(f"{described(node)} reads rows that are arranged in several ways")
@@ -98,13 +107,14 @@ def _lead(node: fx.Node, region: Region, given: int | None) -> int:
 
 
 def _by_rows(node: fx.Node, region: Region, operand: Any, lead: int, row_shape: tuple[int, ...]) -> dict[fx.Node, Rows]:
-    """``operand``, which has to have rows of that shape."""
+    """Returns the reads of ``operand`` by rows. Raises ``ChunkingUnsupported`` if its rows do not have that shape."""
     if region.rows(operand) is None and shape_of(operand)[:lead] != row_shape:
         raise ChunkingUnsupported(f"{described(node)} reads {described(operand)}, whose rows are others")
     return {operand: Rows(lead)}
 
 
 def _pointwise(node: fx.Node, region: Region, given: int | None) -> Step:
+    """Returns the rule for a pointwise op: operands by rows, broadcast ones whole."""
     lead, made = _lead(node, region, given), shape_of(node)
     reads: dict[fx.Node, Rows | int | None] = {}
     for operand in node.all_input_nodes:
@@ -125,11 +135,13 @@ def _pointwise(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _creation(node: fx.Node, lead: int) -> Step:
+    """Returns the rule for an op that creates a tensor of given sizes."""
     rest = shape_of(node)[lead:]
     return Step({}, lambda args, kwargs, count: (node.target, ([count, *rest], *args[1:]), dict(kwargs)), Rows(lead))
 
 
 def _creation_like(node: fx.Node, region: Region, given: int | None) -> Step:
+    """Returns the rule for an op that creates a tensor of given sizes after the type of its operand."""
     lead, made, operand = _lead(node, region, given), shape_of(node), node.args[0]
     held = region.holds(operand)
     if held and made[:lead] != shape_of(operand)[:lead]:
@@ -142,6 +154,7 @@ def _creation_like(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _slice_backward(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for the gradient of a slice, which must not select rows."""
     lead, made = _lead(node, region, None), shape_of(node)
     dimension, rest = _inner(node, node.args[2], len(made), lead), made[lead:]  # type: ignore[arg-type]
     return Step(
@@ -152,6 +165,7 @@ def _slice_backward(node: fx.Node, region: Region) -> Step:
 
 
 def _padding(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for padding, which must not add rows."""
     lead, widths = _lead(node, region, None), _numbers(node.args[1:2])
     if len(widths) > 2 * (len(shape_of(node)) - lead):
         raise ChunkingUnsupported(f"{described(node)} adds rows")
@@ -159,6 +173,7 @@ def _padding(node: fx.Node, region: Region) -> Step:
 
 
 def _view(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for a view, which must keep rows apart from the dimensions within them."""
     operand = node.args[0]
     held = region.rows(operand)
     if held is None or held.transposed:
@@ -172,10 +187,11 @@ def _view(node: fx.Node, region: Region) -> Step:
     def call(args: Sequence[Any], kwargs: Mapping[str, Any], count: int) -> Arguments | None:
         return None if rest == before[held.lead :] else (aten.view.default, (args[0], [count, *rest]), {})
 
-    return Step({operand: held}, call, Rows(lead))  # type: ignore[dict-item]  # it is in the region, so it is a node
+    return Step({operand: held}, call, Rows(lead))  # type: ignore[dict-item]  # a node, as the region holds it
 
 
 def _swap(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for a transposition of two dimensions, one of which holds the rows."""
     operand = node.args[0]
     held = region.rows(operand)
     swaps = op_traits.packet(node) is aten.t or sorted(d % 2 for d in _numbers(node.args[1:])) == [0, 1]
@@ -186,12 +202,12 @@ def _swap(node: fx.Node, region: Region) -> Step:
 
 
 def _numbers(arguments: Sequence[Any]) -> list[int]:
-    """Numbers in arguments and in lists among them."""
+    """Returns the integers in arguments and in lists among them."""
     return [n for one in arguments for n in (one if isinstance(one, (list, tuple)) else [one]) if isinstance(n, int)]
 
 
 def _inner(node: fx.Node, dimension: int, rank: int, lead: int) -> int:
-    """The number of a dimension in a part. Raises ``ChunkingUnsupported`` if it is one of the rows'."""
+    """Returns the index of a dimension within a chunk. Raises ``ChunkingUnsupported`` if it is a row dimension."""
     found = dimension % rank
     if found < lead:
         raise ChunkingUnsupported(f"{described(node)} mixes rows")
@@ -199,6 +215,7 @@ def _inner(node: fx.Node, dimension: int, rank: int, lead: int) -> int:
 
 
 def _along(node: fx.Node, region: Region, place: int, given: int | None) -> Step:
+    """Returns the rule for an op along the dimension that is argument ``place``."""
     lead = _lead(node, region, given)
     rank, row_shape = len(shape_of(node)), shape_of(node)[:lead]
     dimension = _inner(node, node.args[place] if len(node.args) > place else 0, rank, lead)  # type: ignore[arg-type]
@@ -209,6 +226,7 @@ def _along(node: fx.Node, region: Region, place: int, given: int | None) -> Step
 
 
 def _reduction(node: fx.Node, region: Region, given: int | None) -> Step:
+    """Returns the rule for a reduction: within rows it gives rows; over all rows a sum or mean gives a sum."""
     lead = _lead(node, region, given)
     operand, *rest = node.args
     rank = len(shape_of(operand))
@@ -236,12 +254,14 @@ def _reduction(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _unsqueeze(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for a new dimension within rows."""
     lead, rank = _lead(node, region, None), len(shape_of(node))
     place = _inner(node, node.args[1], rank, lead)  # type: ignore[arg-type]
     return Step({node.args[0]: Rows(lead)}, _with_argument(node, 1, place), Rows(lead))  # type: ignore[dict-item]
 
 
 def _squeeze(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for dropping dimensions within rows."""
     lead, rank = _lead(node, region, None), len(shape_of(node.args[0]))
     if len(node.args) < 2:
         raise ChunkingUnsupported(f"{described(node)} may drop rows")
@@ -251,6 +271,7 @@ def _squeeze(node: fx.Node, region: Region) -> Step:
 
 
 def _expand(node: fx.Node, region: Region, given: int | None) -> Step:
+    """Returns the rule for an expansion to the rows, or within them."""
     lead, made, operand = _lead(node, region, given), shape_of(node), node.args[0]
     before, rest = shape_of(operand), made[lead:]
     in_rows = before[: max(0, lead - (len(made) - len(before)))]
@@ -265,7 +286,10 @@ def _expand(node: fx.Node, region: Region, given: int | None) -> Step:
 
 
 def _product(node: fx.Node, region: Region) -> Step:
-    """Rows times something whole: by rows. Something over rows times rows, as for the gradient of a weight: a sum over rows."""
+    """Returns the rule for a matrix product.
+
+    Rows times a whole tensor give rows. A product over the rows, as in the gradient of a weight, gives a sum over rows.
+    """
     *bias, left, right = node.args
     if node.kwargs or len(node.args) > 3 or any(not isinstance(n, fx.Node) for n in node.args):
         raise ChunkingUnsupported(f"{described(node)} has factors of its own")
@@ -286,7 +310,7 @@ def _product(node: fx.Node, region: Region) -> Step:
 
 
 def projection_step(node: fx.Node) -> Step:
-    """Of the matrix product with which the region begins."""
+    """Returns the rule for the matrix product with which the region begins."""
     *bias, left, right = node.args
     reads: dict[Any, Rows | int | None] = {left: Rows(1), right: None}
     reads |= {added: None for added in bias if isinstance(added, fx.Node)}
@@ -294,7 +318,7 @@ def projection_step(node: fx.Node) -> Step:
 
 
 def _loss(node: fx.Node, region: Region) -> Step:
-    """``nll_loss_forward``: for each part the sum of its losses and of its weights."""
+    """Returns the rule for ``nll_loss_forward``: each chunk gives the sum of its losses and of its weights."""
     scores, labels, weight, reduction, _ = node.args
     if region.rows(scores) != Rows(1) or len(shape_of(scores)) != 2:
         raise ChunkingUnsupported(f"{described(node)} mixes rows")
@@ -306,7 +330,7 @@ def _loss(node: fx.Node, region: Region) -> Step:
 
 
 def _unpacking(node: fx.Node, region: Region) -> Step:
-    """The losses or the weights of ``nll_loss_forward``."""
+    """Returns the rule for unpacking the losses or the weights of ``nll_loss_forward``."""
     call, number = node.args
     if not isinstance(call, fx.Node) or call.target is not aten.nll_loss_forward.default or not region.holds(call):
         raise ChunkingUnsupported(f"{described(node)} reads it and is not known to compute row by row")
@@ -317,7 +341,7 @@ def _unpacking(node: fx.Node, region: Region) -> Step:
 
 
 def _mean(make: Make, total: fx.Node, parts: list[fx.Node]) -> fx.Node:
-    """The mean of the losses, which are weighted: their sum by the sum of the weights."""
+    """Returns the weighted mean of the losses: their sum divided by the sum of the weights."""
     weight, *further = [make(operator.getitem, part.args[0], 1) for part in parts]
     for one in further:
         weight = make(aten.add.Tensor, weight, one)
@@ -325,6 +349,7 @@ def _mean(make: Make, total: fx.Node, parts: list[fx.Node]) -> fx.Node:
 
 
 def _loss_backward(node: fx.Node, region: Region) -> Step:
+    """Returns the rule for the gradient of ``nll_loss_forward``, by rows."""
     gradient, scores, labels, weight, reduction, _, total = node.args
     if region.rows(scores) != Rows(1) or len(shape_of(scores)) != 2:
         raise ChunkingUnsupported(f"{described(node)} mixes rows")

@@ -1,1 +1,1 @@
-"""Workarounds for code that Inductor generates. None of them decides what is saved."""
+"""Workarounds for code that Inductor generates. They do not decide which tensors are saved."""

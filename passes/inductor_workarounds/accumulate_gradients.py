@@ -1,17 +1,18 @@
-"""Adds each late summand onto the early one, so that an early product's operands need not wait for it.
+"""Adds each late summand onto the early one, so that the operands of an early product become free sooner.
 
-A weight that is used twice, such as an embedding tied to the output projection, has a gradient that is a sum. Inductor makes
-one ``addmm`` of an addition and a matrix product in it, and runs that where the later summand is there: until then the
-product's operands live (for the projection: the gradient of the logits, through the whole backward).
+A weight that is used twice, such as an embedding tied to the output projection, has a gradient that is a sum. Inductor fuses
+the addition and its matrix product into one ``addmm``, which runs once the later summand exists. The product's operands are
+live until then: for the projection, the gradient of the logits stays live through the whole backward.
 
-Before: an addition of two results of which nothing else reads the product. After, by what the later one is:
+The pass rewrites additions whose product has no other reader. The form depends on the later summand:
 
     a product       add(early, mm(a, b))         becomes   addmm(early, a, b)
     a scatter       add(mm(a, b), put(0, x))     becomes   put(mm(a, b), x)
     anything else   add(mm(a, b), late)          becomes   sub(late, neg(mm(a, b)))
 
-The first two make one result fewer. The last has the same bits as the addition, which Inductor would fuse. Only for graphs
-that Inductor compiles: a sum that is formed in another way is rounded in another way.
+The first two forms save one result. The last one has the same bits as the addition, but Inductor does not fuse it into an
+``addmm``. The pass is only for graphs that Inductor compiles, because the rewritten sums may round differently. It applies to
+all supported versions of torch.
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ SCATTERS = (
     aten._unsafe_index_put.default,
     aten._unsafe_masked_index_put_accumulate.default,
 )
-"""Ops that add values to places of their first argument; the ``index_put`` ones only if told to accumulate."""
+"""Ops that add values to places of their first argument. The ``index_put`` ops do so only if ``accumulate`` is set."""
 
 
 def accumulate_into_first(joint: fx.GraphModule) -> int:
-    """Rewrite additions in ``joint``, a joint graph that is to be compiled by Inductor, in place; how many were rewritten."""
+    """Rewrites additions in ``joint`` in place, a joint graph for Inductor, and returns the number of rewritten additions."""
     position = {node: index for index, node in enumerate(joint.graph.nodes)}
     rewritten = 0
     for node in list(joint.graph.nodes):
         if node.op == "call_function" and node.target is aten.add.Tensor and not node.kwargs:
             sum_ = _rewritten(joint.graph, node, position)
             if sum_ is not None:
-                position[sum_] = position[node]  # where it stands as a summand of the next addition of a chain
+                position[sum_] = position[node]  # the sum may be a summand of the next addition
                 rewritten += 1
     if rewritten:
         joint.graph.eliminate_dead_code()
@@ -54,7 +55,7 @@ def accumulate_into_first(joint: fx.GraphModule) -> int:
 
 
 def _rewritten(graph: fx.Graph, add: fx.Node, position: Mapping[fx.Node, int]) -> fx.Node | None:
-    """What takes the place of ``add``; None if it stays."""
+    """Returns the node that replaces ``add``; None if ``add`` stays."""
     if len(add.args) != 2 or not all(isinstance(n, fx.Node) and n in position for n in add.args):
         return None
     early, late = sorted((n for n in add.args if isinstance(n, fx.Node)), key=lambda n: position[n])
@@ -74,6 +75,7 @@ def _rewritten(graph: fx.Graph, add: fx.Node, position: Mapping[fx.Node, int]) -
 
 
 def _replaced(graph: fx.Graph, add: fx.Node, target: torch._ops.OpOverload, arguments: tuple[fx.node.Argument, ...]) -> fx.Node:
+    """Replaces ``add`` by a call of ``target`` and returns that call."""
     with graph.inserting_before(add):
         sum_ = graph.call_function(target, arguments)
     sum_.meta = dict(add.meta)
@@ -82,12 +84,12 @@ def _replaced(graph: fx.Graph, add: fx.Node, target: torch._ops.OpOverload, argu
 
 
 def _is_only_for(reader: fx.Node, node: fx.Node, target: torch._ops.OpOverload) -> bool:
-    """Whether ``node`` calls ``target`` and only ``reader`` reads its result."""
+    """Returns True if ``node`` calls ``target`` and only ``reader`` reads its result."""
     return node.target is target and len(node.users) == 1 and reader in node.users
 
 
 def _launches_between(early: fx.Node, late: fx.Node) -> bool:
-    """Whether anything but views and tuple unpacking stands between two nodes."""
+    """Returns True if a call other than a view or tuple unpacking stands between the two nodes."""
     node = early.next
     while node is not late and node.op != "root":
         target = node.target
@@ -99,7 +101,7 @@ def _launches_between(early: fx.Node, late: fx.Node) -> bool:
 
 
 def _accumulates_on_zeros(node: fx.Node) -> bool:
-    """Whether ``node`` is a scatter that adds to a fresh tensor of zeros."""
+    """Returns True if ``node`` is a scatter that adds to a new tensor of zeros."""
     if node.target not in SCATTERS:
         return False
     base = node.args[0]
@@ -116,12 +118,14 @@ def _val(node: fx.Node) -> torch.Tensor | None:
 
 
 def _same_type(node: fx.Node, other: fx.Node) -> bool:
+    """Returns True if both are tensors of the same type on the same device."""
     first, second = _val(node), _val(other)
     return first is not None and second is not None and (first.dtype, first.device) == (second.dtype, second.device)
 
 
 def _same_shape(node: fx.Node, other: fx.Node) -> bool:
+    """Returns True if both tensors have the same sizes, by hints."""
     first, second = _val(node), _val(other)
     if first is None or second is None:
         return False
-    return [size_hint(n) for n in first.shape] == [size_hint(n) for n in second.shape]  # comparing symbols would make guards
+    return [size_hint(n) for n in first.shape] == [size_hint(n) for n in second.shape]  # comparing symbols adds guards

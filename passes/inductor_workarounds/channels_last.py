@@ -1,8 +1,8 @@
-"""Has Inductor make the operands of a convolution's gradient channels last at once.
+"""Makes Inductor materialise the operands of a convolution's gradient as channels-last at once.
 
-Inductor makes these operands in the layout that they were traced with, and copies them into the layout that the gradient is
-computed in. A recomputed operand may not even have the traced layout: Inductor then copies a concatenation of saved and
-recomputed images twice. This pass states the final layout in the FX graph just before Inductor lowers it.
+Inductor materialises these operands in their traced layout, and copies them into the layout in which it computes the gradient.
+A recomputed operand may lack even the traced layout. Inductor then copies a concatenation of saved and recomputed images twice.
+This pass states the final layout in the FX graph just before Inductor lowers it. It is for torch 2.13 and later.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ aten = torch.ops.aten
 
 
 def state_channels_last(graph: fx.Graph) -> None:
-    """Marks images as channels last, in place, if the gradient of their convolution is computed so.
+    """Marks the operands of a convolution's gradient as channels-last, in place, if the gradient has that layout.
 
-    Inductor has chosen these layouts since torch 2.13; for earlier versions nothing is marked.
+    Inductor chooses these layouts since torch 2.13; for earlier versions the graph stays as it is.
     """
     if not chooses_layouts_of_gradients():
         return
@@ -35,17 +35,17 @@ def state_channels_last(graph: fx.Graph) -> None:
 
 
 def _is_image(traced: Any) -> bool:
-    """Returns True for a traced tensor of four dimensions of known sizes."""
+    """Returns True for a traced tensor of four dimensions with known sizes."""
     return isinstance(traced, torch.Tensor) and traced.dim() == 4 and all(isinstance(size, int) for size in traced.shape)
 
 
 def _is_channels_last_only(traced: Any) -> bool:
-    """Returns True for images that are channels last and not contiguous in the usual order as well."""
+    """Returns True for images that are channels-last and not also contiguous."""
     return _is_image(traced) and traced.is_contiguous(memory_format=torch.channels_last) and not traced.is_contiguous()
 
 
 def _has_free_layout(node: fx.Node) -> bool:
-    """Returns True if the code generator chooses the layout of the result, and no user reads the result by its strides."""
+    """Returns True if Inductor chooses the layout of the result, and no user reads the result by its strides."""
     free = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
     return free and all(
         user.op == "call_function" and isinstance(user.target, torch._ops.OpOverload) and packet(user) not in BY_STRIDES

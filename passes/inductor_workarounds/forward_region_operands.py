@@ -1,7 +1,7 @@
-"""Reads operands of a region directly where the region merely hands them back.
+"""Reads operands of a nested compile region directly where the region returns them unchanged.
 
-The forward of a nested compile region returns what its backward needs, also operands. Read through the region's results,
-such an operand would keep the whole region from being left out of the backward.
+The forward of such a region returns all tensors that its backward needs, operands included. If an operand is read through the
+region's results, the backward cannot omit the region. The pass applies to all supported versions of torch.
 
          r = region(x, w) ── r[2], which is w ── backward            becomes            w ── backward
 """
@@ -16,7 +16,7 @@ from autoremat.torch_private import higher_order
 
 
 def forward_region_operands(joint: fx.GraphModule) -> None:
-    """Replace results of calls that are their operands by these, in place."""
+    """Replaces results of region calls that are operands by these operands, in place."""
     for node in list(joint.graph.nodes):
         operands = higher_order.returned_operands(node) if node.op == "call_function" else {}
         for user in list(node.users) if operands else []:

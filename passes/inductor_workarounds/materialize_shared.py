@@ -1,10 +1,11 @@
-"""Has Inductor make once what kernels of their own and others read.
+"""Makes Inductor materialise once a pointwise result that several extern kernels, or extern kernels and others, read.
 
-A kernel of its own asks for its operands as buffers. Where it reads a pointwise result through a view, or in strides that suit
-it, as an attention reads its mask, Inductor makes that view: anew for each such kernel, as many masks as layers, all written by
-one call where the first is needed. All others compute the result from what *it* reads, which lives on for them.
+An extern kernel needs its operands as buffers. It may read a pointwise result through a view or in strides of its own choice,
+as an attention reads its mask. Inductor then materialises that view anew for each such kernel: as many masks as layers, all
+written by one kernel before the first use. Other readers recompute the result from its own operands, which stay live for them.
 
-Before: mask -> attention, once for each layer. After: the same nodes, with ``mask`` marked to be made.
+Before: mask -> attention, once for each layer. After: the same nodes, with ``mask`` marked to be materialised. The pass applies
+to all supported versions of torch.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from autoremat.ops.work import ATTENTION, ATTENTION_BACKWARD
 from autoremat.planner.graph.graph import Kind
 
 MARK = "inductor_realize_to_strides"
-"""The key of a node's metadata by which Inductor makes its result, with the strides that it was traced with."""
+"""Key of a node's metadata that makes Inductor materialise its result with the traced strides."""
 
 
 def materialize_shared(module: fx.GraphModule) -> None:
-    """Mark what two attentions or more read, and what a kernel of its own reads through a view beside other readers."""
+    """Marks pointwise results that several attentions read, or that an extern kernel reads through a view beside other
+    readers."""
     for node in module.graph.nodes:
         if node.op == "call_function" and kind_of(node) is Kind.POINTWISE:
             readers = dict(_readers(node, seen_through=False))
@@ -33,7 +35,7 @@ def materialize_shared(module: fx.GraphModule) -> None:
 
 
 def _readers(node: fx.Node, seen_through: bool) -> Iterator[tuple[fx.Node, bool]]:
-    """The calls that read the node's result, and whether they read it through a view."""
+    """Yields the calls that read the node's result, with True if they read it through a view."""
     for user in node.users:
         if user.op == "call_function" and is_view(user):
             yield from _readers(user, True)

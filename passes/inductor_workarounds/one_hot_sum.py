@@ -1,8 +1,9 @@
-"""Sums of rows that have one entry: no sum is needed.
+"""Replaces sums over rows with a single nonzero entry by that entry.
 
-The gradient of a cross entropy is, in each row, the incoming gradient at the target's place and zeros; log-softmax's own
-gradient needs its sum. Inductor tells the place by comparing the target with a count of the columns, of 64-bit integers,
-and does not vectorise a sum over that. What is weighted by classes, smoothed or of half precision has another form and is left.
+In each row, the gradient of a cross entropy is the incoming gradient at the target's place and zero elsewhere. The gradient of
+log-softmax needs its sum. Inductor finds the place by comparing the target with an iota of 64-bit integers over the columns,
+and does not vectorise a sum over that. Losses with class weights, label smoothing or half precision have another form and are
+left.
 
 Before:
 
@@ -10,14 +11,17 @@ Before:
     one    = where(target == count, value, 0)                    [rows, columns]
     total  = sum(one * gradient, 1)                              [rows, 1]; target and gradient are [rows, 1]
 
-After, with the same bits. The second summand is what zeros times a gradient come to: no number if it is not finite, else a zero
-that is not negative, as sums begin with:
+After:
 
     hit    = where(0 <= target < columns, value, 0)
     total  = hit * gradient + 0 * abs(gradient)
 
-Only for graphs that Inductor compiles: elsewhere log-softmax's gradient is one op. And only for CPUs whose limit on an
-expression leaves the gradient in one: else a buffer as large as the logits stands between its two. CUDA's limit is lower.
+The term ``0 * abs(gradient)`` keeps the bits: it is NaN for a gradient that is not finite, and else +0.0, as in the original
+sum.
+
+The pass is only for graphs that Inductor compiles; elsewhere the gradient of log-softmax is one op. It also needs a CPU whose
+limit on the size of an expression admits the whole gradient. With a lower limit, as on CUDA, a buffer as large as the logits
+would stand between two expressions. The default limit of torch 2.11 and 2.12 is too low; the pass is for torch 2.13 and later.
 """
 
 from __future__ import annotations
@@ -34,18 +38,19 @@ from autoremat.torch_private.compat import size_hint
 aten, prims = torch.ops.aten, torch.ops.prims
 
 OPERATIONS = 35
-"""So many operations the gradient of the logits has after the rewriting, in one expression."""
+"""Number of operations in the gradient of the logits after the rewrite, as one expression."""
 
 CONSTANTS = (aten.scalar_tensor.default, aten.full.default)
 INDEX_TYPES = (torch.int32, torch.int64)
-"""Of targets: what is between two counts, or too narrow for the last, is compared otherwise."""
+"""Types of targets that are rewritten. Targets of other types may lie between two counts or be too narrow for the last one, and
+compare differently."""
 
 RESHAPES = (aten.view.default, aten.reshape.default, aten.unsqueeze.default)
 
 
 @dataclass(frozen=True)
 class OneHot:
-    """A tensor of ``value`` where ``target`` counts along a dimension of ``columns``, and of ``zero`` elsewhere."""
+    """A tensor that is ``value`` where ``target`` equals the index along a dimension of ``columns``, and ``zero`` elsewhere."""
 
     target: fx.Node
     columns: int
@@ -54,7 +59,7 @@ class OneHot:
 
 
 def simplify_one_hot_sum(joint: fx.GraphModule) -> int:
-    """Rewrite such sums in ``joint``, a joint graph that is to be compiled by Inductor, in place; how many were rewritten."""
+    """Rewrites such sums in ``joint`` in place, a joint graph for Inductor, and returns the number of rewritten sums."""
     sums = [node for node in joint.graph.nodes if node.op == "call_function" and node.target is aten.sum.dim_IntList]
     rewritten = sum(_rewrite(node) for node in sums)
     if rewritten:
@@ -65,6 +70,7 @@ def simplify_one_hot_sum(joint: fx.GraphModule) -> int:
 
 
 def _rewrite(total: fx.Node) -> bool:
+    """Rewrites ``total`` if it sums a one-hot tensor times a gradient over one dimension, and returns True if so."""
     product, dims = total.args[0], total.args[1]
     if total.kwargs or not isinstance(product, fx.Node) or product.target is not aten.mul.Tensor or product.kwargs:
         return False
@@ -83,6 +89,7 @@ def _rewrite(total: fx.Node) -> bool:
 
 
 def _replace(total: fx.Node, one_hot: OneHot, gradient: fx.Node, dim: int) -> None:
+    """Replaces ``total`` by the entry that it sums."""
     build = Builder.beside(total)
     with total.graph.inserting_before(total):
         not_below = build.make(total, aten.ge.Scalar, (one_hot.target, 0))
@@ -99,7 +106,7 @@ def _replace(total: fx.Node, one_hot: OneHot, gradient: fx.Node, dim: int) -> No
 
 
 def _one_hot(node: object, like: torch.Tensor, dim: int) -> OneHot | None:
-    """What ``node`` is if it has one entry in each row along ``dim``, and as many rows and columns as ``like``."""
+    """Returns ``node`` as a one-hot tensor along ``dim`` with as many rows and columns as ``like``; None if it is not one."""
     if not isinstance(node, fx.Node) or node.target is not aten.where.self:
         return None
     condition, value, zero = node.args
@@ -121,7 +128,7 @@ def _one_hot(node: object, like: torch.Tensor, dim: int) -> OneHot | None:
 
 
 def _thin(node: object, like: torch.Tensor, dim: int) -> fx.Node | None:
-    """``node`` before it was expanded along ``dim``, if it has one column there and as many rows as ``like``."""
+    """Returns ``node`` before its expansion along ``dim``, if it has one column there and the rows of ``like``; else None."""
     if not isinstance(node, fx.Node):
         return None
     if node.target is aten.expand.default and isinstance(node.args[0], fx.Node):
@@ -129,12 +136,15 @@ def _thin(node: object, like: torch.Tensor, dim: int) -> fx.Node | None:
     value = _value(node)
     if value is None or value.dim() != like.dim() or not _is_one(value.shape[dim]):
         return None
-    # By hints: comparing symbols would make guards.
+    # Compare hints, because comparing symbols adds guards.
     return node if all(size_hint(value.shape[i]) == size_hint(n) for i, n in enumerate(like.shape) if i != dim) else None
 
 
 def _counts(node: object, columns: int, from_the_end: int) -> bool:
-    """Whether ``node`` counts 0, 1, ... ``columns`` - 1 along the dimension so many from the end and has no other."""
+    """Returns True if ``node`` is the iota from 0 to ``columns`` - 1 along one dimension, and all others have size 1.
+
+    ``from_the_end`` is the position of that dimension, counted from the last one, which is 1.
+    """
     value = _value(node) if isinstance(node, fx.Node) else None
     if not isinstance(node, fx.Node) or value is None or value.dim() < from_the_end:
         return False
@@ -151,7 +161,7 @@ def _is_one(size: int | torch.SymInt) -> bool:
 
 
 def _constant(node: fx.Node) -> object:
-    """The number of which ``node`` is a tensor without dimensions, or None."""
+    """Returns the number that ``node`` holds as a tensor without dimensions, or None."""
     value = _value(node)
     return node.args[-1] if node.target in CONSTANTS and value is not None and value.dim() == 0 else None
 

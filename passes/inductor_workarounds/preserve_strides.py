@@ -1,11 +1,11 @@
-"""Gives values that are read by position in memory, as ``as_strided`` does, the layout that they were traced with.
+"""Gives tensors that are read by position in memory, as by ``as_strided``, the layout with which they were traced.
 
-A recomputed value lies as the code generator finds best, after its inputs, which lie as the forward's code left them: images
-channels last, whatever they were. Nothing minds but who counts in strides.
+Inductor chooses the layout of recomputed tensors after the layout of their inputs, which the forward's code determines. Images
+may become channels-last, although they were traced as contiguous. Only ops that use strides explicitly observe the difference.
 
          relu_recompute ── as_strided        becomes        relu_recompute ── clone, contiguous ── as_strided
 
-Where the layout is the traced one anyway, the code generator drops the copy.
+If the layout equals the traced one, Inductor drops the copy. The pass applies to all supported versions of torch.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ aten = torch.ops.aten
 
 
 def preserve_strides(backward: fx.GraphModule) -> None:
-    """Lay out what ``op_rules.BY_STRIDES`` read first, in place."""
+    """Inserts copies in the traced layout, in place, before the ops in ``op_traits.BY_STRIDES``."""
     for node in [n for n in backward.graph.nodes if packet(n) in BY_STRIDES]:
         read = node.args[0]
         whole = _storage_of(read) if packet(node) is aten.as_strided else read
         laid = _laid_as_traced(backward.graph, node, whole)
         if laid is not None and whole is not read:
-            # Where a view begins in its storage is part of what it says; the copy has the whole storage.
+            # The view's offset in its storage is implicit, but the copy contains the whole storage.
             size, stride, *offset = node.args[1:]
             start = offset[0] if offset and offset[0] is not None else read.meta["val"].storage_offset()
             node.args = (laid, size, stride, start)
@@ -36,15 +36,18 @@ def preserve_strides(backward: fx.GraphModule) -> None:
 
 
 def _storage_of(node: fx.Node) -> fx.Node:
-    """What has the storage that ``node`` is a view of."""
+    """Returns the node that owns the storage that ``node`` views."""
     while node.op == "call_function" and is_view(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
 
 
 def _laid_as_traced(graph: fx.Graph, reader: fx.Node, value: fx.Node) -> fx.Node | None:
-    """A copy of ``value`` for ``reader`` in its traced layout; None if that cannot be said, or ``value`` is not made here: what
-    the forward saves for such a reader lies as traced."""
+    """Returns a copy of ``value`` for ``reader`` in its traced layout.
+
+    Returns None if the layout has symbolic strides, or if ``value`` is not computed in this graph. A tensor that the forward
+    saves for such a reader already has the traced layout.
+    """
     if value.op != "call_function":
         return None
     traced = value.meta["val"]
