@@ -119,7 +119,7 @@ def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
     if known is None and key not in profile.step.others:
         warnings.warn(
             "a graph is compiled that the profiled step did not have, under the whole budget of the step: the peaks of this "
-            "graph and of others can add up. StepProfile the function that is compiled, with inputs of these shapes",
+            "graph and of others can add up. Profile the function that is compiled, with inputs of these shapes",
             BudgetWarning,
             stacklevel=2,
         )

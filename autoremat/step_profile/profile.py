@@ -151,7 +151,7 @@ def _refuse_hooks(leaves: list[torch.Tensor]) -> None:
         raise StepProfileError(
             f"{len(hooks)} hooks run as soon as a gradient is made (register_post_accumulate_grad_hook; the first is {name}). "
             "They act on gradients of a step profile as on those of a step: an optimizer in the backward would step. "
-            "StepProfile before the hooks are registered, or remove them meanwhile"
+            "Profile before the hooks are registered, or remove them meanwhile"
         )
 
 
