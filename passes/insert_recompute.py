@@ -34,7 +34,6 @@ class _Inserter:
     newest: dict[int, fx.Node] = field(default_factory=dict)
     helpers: dict[tuple[fx.Node, fx.Node], fx.Node] = field(default_factory=dict)
     """Clones of helpers, by (helper in the forward, newest holder of the value that it views)."""
-    """Clones of multi-output calls that compute a value, by value, until a node reads it."""
     cursor: fx.Node | None = None
 
     @property
