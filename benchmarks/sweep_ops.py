@@ -19,12 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sweeping import SKIPPED, Late, Numbers, Row, Step, first_line, judge, limited, write
+from sweeping import SKIPPED, SMALLEST, Late, Numbers, Row, Step, first_line, judge, limited, write
 from torch.utils import _pytree as pytree
 
 ROOT = Path(__file__).resolve().parent.parent
 SEED = 0
 SECONDS = 60
+
+RECOMPUTED = SMALLEST | {"recompute": ("*",)}
+"""Beside a few small tensors the kernels' own memory decides, and the smallest plan may recompute nothing."""
 
 SKIP = {
     "empty": "the result is uninitialised memory",
@@ -77,7 +80,7 @@ def examine(op: Any) -> Row:
             sample = usable_sample(op)
             if sample is None:
                 return Row(name, SKIPPED, "no sample has a differentiable output")
-            return judge(name, training_step(op, sample))
+            return judge(name, training_step(op, sample), RECOMPUTED)
     except Late as late:
         return Row(name, SKIPPED, str(late))
     except Exception as error:  # of the op database's own sampling; what the cases do, `judge` records
