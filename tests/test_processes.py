@@ -117,7 +117,7 @@ def test_weights_go_to_a_file_and_to_an_uncompiled_model():
 
 SCRIPT = """
 import json, sys, torch, autoremat
-from autoremat import partitioner
+from autoremat.compiler import partitioner
 calls, original = [], partitioner.Partitioner.__call__
 def counted(self, *args, **kwargs):
     calls.append(1)
