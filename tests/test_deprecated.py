@@ -33,6 +33,12 @@ def test_options_under_old_names(old, new):
     assert autoremat.Options.parse({}) == found
 
 
+def test_a_cost_model_of_the_environment_under_its_old_name(monkeypatch):
+    monkeypatch.setenv("AUTOREMAT_COST_MODEL", "profile")
+    with pytest.warns(DeprecationWarning, match="cost_model='calibrated'"):
+        assert autoremat.Options.parse({}).cost_model == "calibrated"
+
+
 def test_an_option_under_both_names_is_an_error():
     with pytest.raises(autoremat.OptionsError, match="'compiler' is given twice"):
         renamed({"inner": "aot_eager", "compiler": "inductor"})

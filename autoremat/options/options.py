@@ -263,7 +263,7 @@ def _environment(given: Collection[str]) -> dict[str, object]:
     if budget and "memory_budget" not in given:
         found["memory_budget"] = _budget_from_text(budget)
     if model and "cost_model" not in given:
-        found["cost_model"] = one_of(COST_MODELS, model, COST_MODEL_VARIABLE)
+        found["cost_model"] = one_of(COST_MODELS, renamed({"cost_model": model})["cost_model"], COST_MODEL_VARIABLE)
     if policy and "policy" not in given:
         found["policy"] = policies.parse(policy, POLICY_VARIABLE)
     if progress and "progress" not in given:

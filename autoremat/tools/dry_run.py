@@ -24,7 +24,7 @@ from autoremat.tools.trace import Target, Visitor, trace
 from autoremat.torch_private import compat, fake_tensors, lowering
 
 
-class _Rehearsal(CompileLoop):
+class _DryRun(CompileLoop):
     """Compiles one graph as the backend does, up to its kernels. It saves no record and publishes no report."""
 
     report: Report | None = None
@@ -43,7 +43,7 @@ def refuse_step_profiles(options: Options) -> None:
         )
 
 
-def rehearsals(
+def dry_runs(
     model_or_fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
@@ -72,10 +72,10 @@ def rehearsals(
             )
 
         def visit(module: fx.GraphModule, inputs: Sequence[object], _: Mapping[str, Any]) -> Report | None:
-            rehearsal = _Rehearsal(module, inputs, with_bytes(options, device_of_inputs(module, inputs)), patches)
+            dry_run = _DryRun(module, inputs, with_bytes(options, device_of_inputs(module, inputs)), patches)
             with lowering.without_kernels():
-                rehearsal.run()
-            return rehearsal.report
+                dry_run.run()
+            return dry_run.report
 
         return visit
 

@@ -20,7 +20,7 @@ from autoremat.compiler.torch_partition import torch_partition_peak
 from autoremat.options.options import Options
 from autoremat.planner.cost import Pricing
 from autoremat.report.report import Report
-from autoremat.tools.dry_run import refuse_step_profiles, rehearsals
+from autoremat.tools.dry_run import dry_runs, refuse_step_profiles
 from autoremat.tools.trace import Target, Visitor, trace
 from autoremat.torch_private import compat
 
@@ -107,7 +107,7 @@ def explain_by(
         lower = any(doubtful for _, doubtful in found)
         reports = [report for report, _ in found]
     if lower:
-        reports, notes = rehearsals(model_or_fn, args, kwargs, options, device)
+        reports, notes = dry_runs(model_or_fn, args, kwargs, options, device)
     main = max(range(len(reports)), key=lambda number: reports[number].baseline_peak_bytes)
     if len(reports) > 1:
         notes = (*notes, f"{len(reports)} graphs train, this is number {main + 1}; their peaks can add up")
