@@ -15,8 +15,10 @@ NAMES = {
 
 
 def warn_of(old: str, new: str) -> None:
-    """Warns the caller of the caller that ``old`` goes with the next release."""
-    warnings.warn(f"autoremat.{old} is deprecated and goes with the next release; use autoremat.{new}", DeprecationWarning, 3)
+    """Warns the caller of the caller that ``old`` will be removed in the next release."""
+    warnings.warn(
+        f"autoremat.{old} is deprecated and will be removed in the next release; use autoremat.{new}", DeprecationWarning, 3
+    )
 
 
 def install() -> None:

@@ -50,13 +50,16 @@ from torch.nn import functional as F
 import autoremat
 from autoremat import passes
 from autoremat.compiler import compile_loop
+from autoremat.compiler import lowering as lowering_stage
+from autoremat.compiler.attempts import Accept, Attempt, Rules
 from autoremat.options.options import COST_MODELS
 from autoremat.planner import api
 from autoremat.planner.exact import annealing, driver, large_neighborhood, time_indexed_bound
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.planner import Planner
-from autoremat.torch_private import lowering as inductor_lowering
+from autoremat.planner.settings import SETTINGS
+from autoremat.torch_private import inductor_lowering
 
 RESULTS = Path(__file__).resolve().parent / "results"
 TIME_LIMIT = 5.0
@@ -93,7 +96,7 @@ def as_found(*arguments: Any) -> Any:
 
 def without_neighbourhoods(self: large_neighborhood.Improvement, start: Any, neighbourhoods: int, within_gap: Any) -> Any:
     """Small models are solved whole; of large ones the first plan stays."""
-    whole = self.model.columns <= large_neighborhood.WHOLE_COLUMNS
+    whole = self.model.columns <= SETTINGS.neighborhood.whole_model_columns
     return RUN(self, start, neighbourhoods if whole else 0, within_gap)
 
 
@@ -208,7 +211,7 @@ def improved(
         return
     graph = graph_of()
     budget = budget_of(graph, place)
-    good_gap = api.GOOD_GAP_OF_ONE_PHASE if graph.single_phase else api.GOOD_GAP
+    good_gap = SETTINGS.portfolio.single_phase_good_gap if graph.single_phase else SETTINGS.portfolio.good_gap
     settled: Planned | None = None
     for variant in IMPROVERS:
         if settled is not None:
@@ -457,7 +460,7 @@ WORKAROUNDS: dict[str, tuple[Switch, tuple[str, ...]]] = {
     "preserve_strides": (lambda: mock.patch.object(passes, "preserve_strides", nothing), ("strided",)),
     "pass_through": (reading_through_regions, ("regions",)),
     "channels last at once": (
-        lambda: mock.patch.object(compile_loop, "before_lowering", nothing), ("unet", "densenet", "resnet"),
+        lambda: mock.patch.object(lowering_stage, "before_lowering", nothing), ("unet", "densenet", "resnet"),
     ),
     "pinned kernel order": (
         lambda: mock.patch.object(inductor_lowering, "_pin_order", nothing),
@@ -514,11 +517,11 @@ def explained(model: str, budget: int | float, lower: bool) -> autoremat.Report:
 
 def coded(model: str, place: float, without: str, budget: int) -> Coded:
     """The code of the first plan: the loop that plans again is off."""
-    compilation = compile_loop.CompileLoop
-    with (
-        mock.patch.object(compilation, "check_peaks", nothing),
-        mock.patch.object(compilation, "worth_loosening", nothing),
-    ):
+
+    def accept(attempts: list[Attempt], rules: Rules) -> Accept | None:
+        return Accept() if attempts[-1].is_complete else None
+
+    with mock.patch.object(compile_loop, "next_step", accept):
         report = explained(model, budget, True)
     assert report.plan is not None
     cost = report.plan.cost_seconds / report.step_seconds

@@ -27,6 +27,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import model_zoo
 import torch
@@ -45,7 +46,9 @@ import autoremat
 from autoremat.basics.errors import BudgetInfeasible
 from autoremat.capture.capture import Capture, capture
 from autoremat.capture.pricing import priced
-from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler import partitioning
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.torch_partition import schedule_of_partition
 from autoremat.options.options import COST_MODELS
 from autoremat.planner.graph.schedule import Schedule
@@ -110,17 +113,18 @@ def _copied(joint: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(joint, copy.deepcopy(joint.graph))
 
 
-def recording(records: list[Recorded]) -> Callable[[Partitioner, Capture, Any], Plan]:
-    """`Partitioner.choose`, leaving a record; the graph is copied, because it is rewritten afterwards."""
-    choose = Partitioner.choose
+def recording(records: list[Recorded]) -> Callable[[PricedGraph, PlanningContext], PlannedGraph]:
+    """`plan_graph`, leaving a record; the graph is copied, because it is rewritten afterwards."""
+    plan_graph = partitioning.plan_graph
 
-    def choose_and_record(self: Partitioner, captured: Capture, pricing: Any) -> Plan:
-        plan = choose(self, captured, pricing)
+    def plan_and_record(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
+        planned = plan_graph(priced, context)
+        captured = planned.priced.captured
         again = capture(_copied(captured.joint), captured.num_fwd_outputs, fuses=True)
-        records.append(Recorded(again, plan.schedule))
-        return plan
+        records.append(Recorded(again, planned.plan.schedule))
+        return planned
 
-    return choose_and_record
+    return plan_and_record
 
 
 def checkpointed(model: nn.Module) -> bool:
@@ -183,16 +187,14 @@ class Bench:
     def add_ours(self, method: str, budget: int) -> None:
         model, inputs = build(self.name)
         records: list[Recorded] = []
-        choose, Partitioner.choose = Partitioner.choose, recording(records)
         options = {"memory_budget": budget, "cost_model": self.planned_by}
         try:
-            self.add(method, model, inputs, records, backend="autoremat", options=options)
+            with mock.patch.object(partitioning, "plan_graph", recording(records)):
+                self.add(method, model, inputs, records, backend="autoremat", options=options)
         except BackendCompilerFailed as error:
             if not isinstance(error.inner_exception, BudgetInfeasible):
                 raise
             print(f"{self.name}, {method}: infeasible", flush=True)
-        finally:
-            Partitioner.choose = choose
 
     def add(self, method: str, model: nn.Module, inputs: Any, records: list[Recorded], **keywords: Any) -> None:
         """Compile by running a first step."""

@@ -19,13 +19,15 @@ import torch
 import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import nn
-from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
-from autoremat.compiler.compile_loop import CompileLoop
-from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler import compile_loop, partitioning
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.lowering import Lowered as Code
+from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.planning import PlannedGraph
 from autoremat.planner.memory.wrapper_replay import ReplayContext
-from autoremat.torch_private import lowering
+from autoremat.torch_private import inductor_lowering
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
@@ -90,8 +92,8 @@ class Device:
     chosen = torch.device("cpu")
 
 
-class Lowered(Exception):
-    """Ends a compilation whose code is generated, before a kernel is compiled."""
+class Lowered(BaseException):
+    """Ends a compilation whose code is generated, before a kernel is compiled. No stage takes it for a failure."""
 
 
 @dataclass(frozen=True)
@@ -109,19 +111,16 @@ class Watch:
     """What one compilation did."""
 
     attempts: list[Attempt] = field(default_factory=list)
-    partitioner: Partitioner | None = None
+    planned: PlannedGraph | None = None
+    known: ReplayContext = field(default_factory=ReplayContext)
+    """What the replay of the code had to know of the graph."""
 
     @property
     def report(self) -> autoremat.Report:
         """Of the last attempt. Raises ``RuntimeError`` if nothing was planned."""
-        if self.partitioner is None or self.partitioner.report is None:
+        if self.planned is None or self.planned.report is None:
             raise RuntimeError("nothing was planned: a cache answered, or the graph has no backward")
-        return self.partitioner.report
-
-    @property
-    def known(self) -> ReplayContext:
-        """What the replay of the code had to know of the graph."""
-        return self.partitioner.replay_context if self.partitioner is not None else ReplayContext()
+        return self.planned.report
 
 
 def build(name: str) -> Built:
@@ -149,56 +148,47 @@ def watching(kernels: bool) -> Iterator[Watch]:
     """Record every attempt of the compilations inside. Without ``kernels``, each ends with ``Lowered`` once its last code
     is generated."""
     watch = Watch()
-    attempt, observe_lowering = CompileLoop.attempt, lowering.observe_lowering
+    lower = compile_loop.lower
 
-    def watched(self: CompileLoop, partitioner: Partitioner) -> Any:
-        watch.partitioner = partitioner
-        try:
-            return attempt(self, partitioner)
-        finally:
-            if partitioner.report is not None:
-                planned = partitioner.report.predicted_peak_bytes + partitioner.report.code_headroom_bytes
-                watch.attempts.append(Attempt(planned, max(self.peaks.values(), default=0)))
+    def watched(source: Any, partitioning: Partitioning, identity: Any, decide: Callable[[Code], Any]) -> Any:
+        code_peaks: dict[bool, int] = {}
 
-    def stopping(known: Any, observer: Callable[[lowering.LoweredPeak], None]) -> Any:
-        seen = set()
-
-        def observe(lowered: lowering.LoweredPeak) -> None:
-            observer(lowered)
-            seen.add(lowered.is_backward)
-            if not kernels and len(seen) == 2:
+        def decide_or_stop(code: Code) -> Any:
+            code_peaks.update(code.code_peaks)
+            verdict = decide(code)
+            if verdict is None and not kernels and len(code.code_peaks) == 2:
                 raise Lowered
+            return verdict
 
-        return observe_lowering(known, observe)
+        try:
+            return lower(source, partitioning, identity, decide_or_stop)
+        finally:
+            watch.planned, watch.known = partitioning.planned, partitioning.replay_context
+            if partitioning.report is not None:
+                planned = partitioning.report.predicted_peak_bytes + partitioning.report.code_headroom_bytes
+                watch.attempts.append(Attempt(planned, max(code_peaks.values(), default=0)))
 
-    with (
-        unittest.mock.patch.object(CompileLoop, "attempt", watched),
-        unittest.mock.patch.object(lowering, "observe_lowering", stopping),
-    ):
+    with unittest.mock.patch.object(compile_loop, "lower", watched):
         yield watch
 
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
     """Swallows the ``Lowered`` that ends the compilation inside."""
-    try:
+    with contextlib.suppress(Lowered):
         yield
-    except BackendCompilerFailed as error:
-        if not isinstance(error.inner_exception, Lowered):
-            raise
 
 
 def planned(name: str) -> autoremat.Report:
     """What is planned for a model without a budget; nothing is lowered."""
     model, inputs = build(name)
-    watch, choose = Watch(), Partitioner.choose
+    watch, plan_graph = Watch(), partitioning.plan_graph
 
-    def choose_and_stop(self: Partitioner, *arguments: Any) -> Any:
-        choose(self, *arguments)
-        watch.partitioner = self
+    def plan_and_stop(priced: PricedGraph, context: PlanningContext) -> Any:
+        watch.planned = plan_graph(priced, context)
         raise Lowered
 
-    with uncached(), unittest.mock.patch.object(Partitioner, "choose", choose_and_stop), without_kernels():
+    with uncached(), unittest.mock.patch.object(partitioning, "plan_graph", plan_and_stop), without_kernels():
         torch.compile(model, backend="autoremat", options=PATIENT)(*inputs)
     return watch.report
 
@@ -221,7 +211,7 @@ def plain_peak(name: str, known: ReplayContext, activation_memory_budget: float 
     model, inputs = build(name)
     peaks: dict[bool, int] = {}
 
-    def observe(half: lowering.LoweredPeak) -> None:
+    def observe(half: inductor_lowering.LoweredPeak) -> None:
         peaks[half.is_backward] = half.peak_bytes
         if len(peaks) == 2:
             raise Lowered
@@ -229,7 +219,7 @@ def plain_peak(name: str, known: ReplayContext, activation_memory_budget: float 
     with (
         uncached(),
         functorch_config.patch(activation_memory_budget=activation_memory_budget),
-        lowering.observe_lowering(lambda: known, observe),
+        inductor_lowering.observe_lowering(lambda: known, observe),
         without_kernels(),
     ):
         torch.compile(model)(*inputs)

@@ -35,7 +35,9 @@ from torch._functorch import partitioners
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 from torch._inductor.decomposition import select_decomp_table
 
+from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.partitioning import Partitioning
 from autoremat.options.options import Options
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,8 +117,8 @@ def time_both(layers: int, joint: fx.GraphModule, inputs: Any, keywords: dict[st
             unittest.mock.patch.object(partitioners, "solve_min_cut", timed),
         ):
             theirs.append(seconds_of(min_cut_rematerialization_partition))
-        ours = Partitioner(Options(memory_budget=BUDGET), "")
-        whole.append(seconds_of(ours))
+        ours = Partitioning(PlanningContext(Options(memory_budget=BUDGET)))
+        whole.append(seconds_of(Partitioner(ours)))
         planning.append(ours.report.planning_seconds)
     medians = map(statistics.median, (theirs, cuts, planning, whole))
     return Row(layers, len(joint.graph.nodes), *medians)

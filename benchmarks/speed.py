@@ -32,9 +32,10 @@ from rich.table import Table
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from autoremat.capture.capture import Capture
-from autoremat.compiler.partitioner import Partitioner
-from autoremat.planner.plans.plan import Plan
+from autoremat.compiler import partitioning
+from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph
+from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.planning import PlannedGraph
 from autoremat.torch_private import compat
 
 MODELS = tuple(f"{kind}-{layers}" for kind in ("gpt2", "llama") for layers in (12, 32, 80))
@@ -57,25 +58,28 @@ def measured(name: str, share: float, repeats: int) -> Row:
     """Plan the model's joint graph, by us and by torch; nothing is lowered."""
     model, inputs = build(name)
     rows: list[Row] = []
-    partition = Partitioner.__call__
+    partition, plan_graph = Partitioning.__call__, partitioning.plan_graph
 
-    def timed(self: Partitioner, joint: fx.GraphModule, joint_inputs: Any, **keywords: Any) -> Any:
-        torchs = seconds_of(lambda: by_torch(joint, joint_inputs, share, keywords), 1)
+    def timed(self: Partitioning, joint: JointGraph) -> Any:
+        torchs = seconds_of(lambda: by_torch(joint.module, joint.inputs, share, dict(joint.keywords)), 1)
 
-        def choose_and_stop(self: Partitioner, captured: Capture, pricing: Any) -> Plan:
-            ours = seconds_of(lambda: choose(self, captured, pricing), repeats)
-            plan = choose(self, captured, pricing)
-            assert self.report is not None
-            added = plan.added_seconds / captured.graph.step_seconds
-            rows.append(Row(name, len(captured.graph.ops), ours, added, self.report.gap, torchs))
+        def plan_and_stop(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
+            def plan_afresh() -> PlannedGraph:
+                context.planners.clear()
+                return plan_graph(priced, context)
+
+            ours = seconds_of(plan_afresh, repeats)
+            planned = plan_afresh()
+            assert planned.report is not None
+            added = planned.plan.added_seconds / priced.graph.step_seconds
+            rows.append(Row(name, len(priced.graph.ops), ours, added, planned.report.gap, torchs))
             raise Lowered
 
-        choose = Partitioner.choose
-        with unittest.mock.patch.object(Partitioner, "choose", choose_and_stop):
-            return partition(self, joint, joint_inputs, **keywords)
+        self.plan = plan_and_stop
+        return partition(self, joint)
 
     options = {"memory_budget": share, "on_planning_error": "raise"}
-    with uncached(), unittest.mock.patch.object(Partitioner, "__call__", timed), without_kernels():
+    with uncached(), unittest.mock.patch.object(Partitioning, "__call__", timed), without_kernels():
         torch.compile(model, backend="autoremat", options=options)(*inputs)
     return rows[0]
 

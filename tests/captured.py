@@ -6,10 +6,13 @@ import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 
-from autoremat.compiler import partitioner
+from autoremat.compiler import partitioning
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.planning import PlannedGraph
 from autoremat.planner.plans.plan import Plan
 
 
@@ -40,17 +43,15 @@ class Seen:
 def seen() -> Iterator[Seen]:
     """Collects the plans of what is compiled in the block."""
     found = Seen()
-    original = partitioner.Partitioner.choose
+    original = partitioning.plan_graph
 
-    def choose(self: partitioner.Partitioner, *arguments: Any) -> Plan:
-        found.plans.append(original(self, *arguments))
-        return found.plans[-1]
+    def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
+        planned = original(priced, context)
+        found.plans.append(planned.plan)
+        return planned
 
-    partitioner.Partitioner.choose = choose  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(partitioning, "plan_graph", plan_graph):
         yield found
-    finally:
-        partitioner.Partitioner.choose = original  # type: ignore[method-assign]
 
 
 def planned(function: Callable[..., Any], *inputs: Any, **options: Any) -> tuple[Seen, Callable[..., Any]]:

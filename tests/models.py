@@ -1,6 +1,6 @@
 """Small models with random weights: one builder per family, each with its batch and a loss.
 
-``build(name)`` gives (module, inputs): ``module(*inputs)`` returns a scalar loss.
+``build(name)`` gives (module, inputs): ``module(*inputs)`` returns a scalar loss. ``build("gpt2", layers=2)`` has two layers.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ def _tokens(batch: int, length: int) -> torch.Tensor:
     return torch.randint(0, VOCABULARY, (batch, length))
 
 
-def gpt2() -> Built:
+def gpt2(layers: int = 4) -> Built:
     """GPT-2 with its default dropout."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
-        vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, n_embd=128, n_layer=4, n_head=4, n_positions=128,
+        vocab_size=VOCABULARY, bos_token_id=0, eos_token_id=0, n_embd=128, n_layer=layers, n_head=4, n_positions=128,
         use_cache=False,
     )  # fmt: skip
     return LanguageModelLoss(GPT2LMHeadModel(config)), (_tokens(4, 128),)
 
 
-def llama() -> Built:
+def llama(layers: int = 4) -> Built:
     """Llama: rotary embeddings, RMS norm, gated MLP."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=352, num_hidden_layers=4, num_attention_heads=4,
+        vocab_size=VOCABULARY, hidden_size=128, intermediate_size=352, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=128, use_cache=False,
     )  # fmt: skip
     return LanguageModelLoss(LlamaForCausalLM(config)), (_tokens(4, 128),)
@@ -150,11 +150,11 @@ def lstm() -> Built:
     return UnrolledLSTM(), (_tokens(64, 12),)
 
 
-MODELS: dict[str, Callable[[], Built]] = {f.__name__: f for f in (gpt2, llama, bert, resnet, unet, lstm)}
+MODELS: dict[str, Callable[..., Built]] = {f.__name__: f for f in (gpt2, llama, bert, resnet, unet, lstm)}
 
 
-def build(name: str) -> Built:
+def build(name: str, **sizes: int) -> Built:
     """The model in training mode and its inputs, always with the same weights and batch."""
     torch.manual_seed(0)
-    module, inputs = MODELS[name]()
+    module, inputs = MODELS[name](**sizes)
     return module.train(), inputs

@@ -147,9 +147,9 @@ def test_annealing_is_repeatable_and_another_seed_goes_another_way():
 def test_annealing_from_a_plan_never_comes_back_with_a_worse_one():
     graph = over_budget()
     budget = int(0.7 * without_recomputation(graph).peak_bytes)
-    first = improve(graph, budget, 1.0, 0, nothing_found(graph, budget), 0.0, math.inf)
+    first = improve(graph, budget, 0.2, 0, nothing_found(graph, budget), 0.0, math.inf)
     assert first.plan is not None
-    again = improve(graph, budget, 1.0, 5, first, 0.0, math.inf)
+    again = improve(graph, budget, 0.2, 5, first, 0.0, math.inf)
     assert again.plan is not None
     assert again.plan.added_seconds <= first.plan.added_seconds
 

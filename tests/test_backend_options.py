@@ -1,13 +1,9 @@
-"""Options on their way through `torch.compile`: errors, precedence, infeasible budgets, the backend by name."""
+"""Options on their way through `torch.compile`: errors, precedence, infeasible budgets."""
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
-import sys
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,7 +14,6 @@ import autoremat
 from autoremat import BudgetInfeasible, BudgetWarning, OptionsError
 from autoremat.options.options import ENVIRONMENT_VARIABLE
 
-ROOT = Path(__file__).parent.parent
 GENEROUS, MORE, MOST = 10 * 2**20, 20 * 2**20, 30 * 2**20
 
 
@@ -144,36 +139,3 @@ def test_no_budget_is_the_fastest_plan():
     assert seconds == sorted(seconds)
     peaks = [r.predicted_peak_bytes for r in reports]
     assert peaks == sorted(peaks, reverse=True)
-
-
-def run_script(code: str, **environment: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, **environment}, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-SCRIPT = """
-import sys, torch
-assert "autoremat" in torch._dynamo.list_backends()
-assert "autoremat" not in sys.modules
-model = torch.nn.Linear(4, 4)
-compiled = torch.compile(model, backend="autoremat"{options})
-compiled(torch.ones(2, 4)).sum().backward()
-import autoremat
-(report,) = autoremat.reports()
-print(report.budget_bytes, report.compiler)
-"""
-
-
-def is_installed() -> bool:
-    from importlib.metadata import entry_points
-
-    return any(point.name == "autoremat" for point in entry_points(group="torch_dynamo_backends"))
-
-
-@pytest.mark.skipif(not is_installed(), reason="the entry point needs an installed package")
-def test_the_backend_is_found_by_name_without_an_import_of_ours():
-    script = SCRIPT.format(options=", options={'compiler': 'aot_eager'}")
-    assert run_script(script, **{ENVIRONMENT_VARIABLE: "1MiB"}) == f"{2**20} aot_eager"

@@ -14,11 +14,12 @@ from strategies import GraphBuilder, chain, close_under_need, graphs
 from autoremat.planner.graph.graph import Kind, Role, Trait
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.candidates import CURVE_POINTS, Search, spread
+from autoremat.planner.search.candidates import Search, spread
 from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.lower_bounds import Moments
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner
+from autoremat.planner.settings import SETTINGS
 
 SMALL_GRAPHS = graphs(max_ops=12)
 
@@ -92,7 +93,7 @@ def test_each_step_down_the_curve_costs_more_and_saves_less(graph):
     held = set(graph.forward_outputs)
     weights = [sum(graph.values[v].bytes for v in saved - held) for saved in curve]
     costs = [cut_cost(graph, saved, 0.0, 0.0) for saved in curve]
-    assert 1 <= len(curve) <= CURVE_POINTS
+    assert 1 <= len(curve) <= SETTINGS.search.curve_points
     assert all(rich > lean for rich, lean in pairwise(weights[:-1]))
     assert all(cheap <= dear + 1e-9 for cheap, dear in pairwise(costs[:-1]))
 

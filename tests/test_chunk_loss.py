@@ -205,9 +205,14 @@ def smallest(model: nn.Module, tokens: Tensor, **options: Any) -> int:
     return report.minimum_peak_bytes
 
 
-def test_the_measured_peak_is_lower():
+@pytest.fixture(scope="module")
+def least() -> int:
+    """The smallest peak of the large model with the loss in one piece."""
+    return smallest(*large(), chunk_loss=False)
+
+
+def test_the_measured_peak_is_lower(least):
     model, tokens = large()
-    least = smallest(model, tokens, chunk_loss=False)
     whole, _ = peak_of(model, tokens, memory_budget=least, chunk_loss=False)
     budget = least // 3
     measured, report = peak_of(model, tokens, memory_budget=budget)
@@ -217,9 +222,8 @@ def test_the_measured_peak_is_lower():
     assert f"{report.loss_chunks} chunks" in str(report)
 
 
-def test_by_default_only_where_nothing_else_fits():
+def test_by_default_only_where_nothing_else_fits(least):
     model, tokens = large()
-    least = smallest(model, tokens, chunk_loss=False)
     wanted, whole = train(model, tokens, memory_budget=least)
     plain, _ = train(model, tokens)
     assert whole.loss_chunks == 1
@@ -230,9 +234,8 @@ def test_by_default_only_where_nothing_else_fits():
     assert_close(found, plain)
 
 
-def test_the_error_knows_of_parts_and_a_best_effort_runs_them():
+def test_the_error_knows_of_parts_and_a_best_effort_runs_them(least):
     model, tokens = large()
-    least = smallest(model, tokens, chunk_loss=False)
     with pytest.raises(BackendCompilerFailed) as caught:
         train(model, tokens, memory_budget=1)
     promised = caught.value.inner_exception.minimum_bytes
@@ -243,17 +246,15 @@ def test_the_error_knows_of_parts_and_a_best_effort_runs_them():
     assert report.peak_bytes == report.minimum_peak_bytes == promised
 
 
-def test_never_by_request():
+def test_never_by_request(least):
     model, tokens = large()
-    least = smallest(model, tokens, chunk_loss=False)
     with pytest.raises(BackendCompilerFailed) as caught:
         train(model, tokens, memory_budget=least - 1, chunk_loss=False)
     assert isinstance(caught.value.inner_exception, BudgetInfeasible)
 
 
-def test_true_takes_what_is_faster():
+def test_true_takes_what_is_faster(least):
     model, tokens = large()
-    least = smallest(model, tokens, chunk_loss=False)
     _, whole = train(model, tokens, memory_budget=least, chunk_loss=False)
     _, best = train(model, tokens, memory_budget=least, chunk_loss=True)
     assert best.step_seconds + best.recompute_seconds <= whole.step_seconds + whole.recompute_seconds

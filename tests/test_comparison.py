@@ -16,6 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, OptionsError
+from autoremat.compiler.joint_graph import PricedGraph
+from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.torch_partition import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH
@@ -46,14 +48,18 @@ def test_nothing_is_below_the_bound_and_nothing_of_torchs_beats_ours(points):
         assert not any(theirs.peak_bytes <= p.peak_bytes and theirs.added_seconds < p.added_seconds - 1e-12 for p in ours)
 
 
+def halves_by_torch(preview):
+    joint = preview.priced.joint
+    return fake_tensors.partition_for(1.0, joint.module, joint.inputs, joint.keywords)
+
+
 def test_what_torch_saves_it_does_not_recompute():
     """A saved value is a placeholder of torch's backward, with the name of the op that made it."""
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)))
     options = Options.parse(EAGER, None, compat.inductor_config_names)
 
     def look(preview):
-        captured = preview.captured
-        halves = fake_tensors.partition_for(1.0, captured.joint, preview.joint_inputs, preview.keywords)
+        captured, halves = preview.priced.captured, halves_by_torch(preview)
         plan = plan_of_partition(captured, *halves)
         counted = [captured.op_nodes[op].name for op in plan.schedule.sequence]
         op_names = {node.name for node in captured.op_nodes}
@@ -82,8 +88,7 @@ def test_random_ops_that_torch_repeats_are_told_apart():
         return x.square().mean()
 
     def look(preview):
-        captured = preview.captured
-        halves = fake_tensors.partition_for(1.0, captured.joint, preview.joint_inputs, preview.keywords)
+        captured, halves = preview.priced.captured, halves_by_torch(preview)
         plan = plan_of_partition(captured, *halves)
         plan.check()
         return [captured.op_nodes[op].name for op in plan.recomputed if "attention" in captured.op_nodes[op].name]
@@ -94,19 +99,15 @@ def test_random_ops_that_torch_repeats_are_told_apart():
     assert repeated == [f"{name}_2", f"{name}_1", name]
 
 
-@pytest.mark.parametrize("name", ["lstm", "gpt2", "unet"])
+@pytest.mark.parametrize("name", ["lstm", "gpt2", pytest.param("unet", marks=pytest.mark.slow)])
 def test_without_a_budget_no_more_memory_is_planned_than_torch_needs(name):
-    model, inputs = build(name)
+    model, inputs = build(name, **({"layers": 2} if name == "gpt2" else {}))
 
     def look(preview):
-        halves = fake_tensors.partition_for(1.0, preview.captured.joint, preview.joint_inputs, preview.keywords)
-        theirs = plan_of_partition(preview.captured, *halves).peak_bytes
-        partitioner = preview.partitioner
-        plan = partitioner.choose(preview.captured, preview.pricing)
-        assert plan.peak_bytes <= theirs == partitioner.report.soft_budget_bytes
-        partitioner.soft_budget_bytes = None
-        fastest = partitioner.choose(preview.captured, preview.pricing)
-        assert fastest.cost_seconds <= plan.cost_seconds
+        theirs = plan_of_partition(preview.priced.captured, *halves_by_torch(preview)).peak_bytes
+        planned = plan_graph(preview.priced, preview.context)
+        assert planned.plan.peak_bytes <= theirs == planned.report.soft_budget_bytes
+        assert planned.plan_for(None).cost_seconds <= planned.plan.cost_seconds
         return True
 
     options = Options.parse({"time_limit": 600}, None, compat.inductor_config_names)
@@ -117,15 +118,14 @@ def test_torchs_partitioner_does_not_use_up_the_planners_time(monkeypatch):
     now, passed = time.monotonic, [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
 
+    def slow(self) -> int:
+        passed[0] += 1000.0
+        return 10**9
+
     def look(preview):
-        def slow() -> int:
-            passed[0] += 1000.0
-            return 10**9
+        return preview.report().time_limited
 
-        preview.partitioner.torch_partition_peak = slow
-        preview.partitioner.choose(preview.captured, preview.pricing)
-        return preview.partitioner.report.time_limited
-
+    monkeypatch.setattr(PricedGraph, "torch_partition_peak", slow)
     options = Options.parse({"time_limit": 600}, None, compat.inductor_config_names)
     assert previews(Mlp(), (torch.randn(8, 64),), {}, options, None, look)[0] == [False]
     assert passed[0] == 1000.0

@@ -12,10 +12,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from autoremat import BudgetWarning, Options, explain
 from autoremat.capture.capture import device_rates
 from autoremat.compiler import compile_loop
-from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.joint_graph import PlanningContext
+from autoremat.compiler.lowering import GraphSource, lower
+from autoremat.compiler.partitioning import Partitioning
 from autoremat.planner.cost.devices import MATMUL_EFFICIENCY
 from autoremat.planner.graph.graph import Kind
-from autoremat.torch_private import compat, lowering
+from autoremat.torch_private import compat, inductor_lowering
 from autoremat.workspaces.formulas import SMALL
 
 
@@ -34,8 +36,7 @@ def drawn_at_once(monkeypatch, patches):
 
     monkeypatch.setattr(compat, "compile_with_inductor", compile_nothing)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-    compilation = compile_loop.CompileLoop(module, [torch.zeros(1, 2)], Options(cost_model="roofline"), patches)
-    compilation.attempt(Partitioner(Options(), ""))
+    lower(GraphSource(module, [torch.zeros(1, 2)], patches), Partitioning(PlanningContext(Options())), (), lambda lowered: None)
     assert TritonOverrides._can_use_4x_random()
     return seen
 
@@ -53,7 +54,7 @@ def test_code_for_cuda_graphs_is_generated_without_kernels():
     from torch._inductor.graph import GraphLowering
 
     generated = []
-    with lowering.without_kernels():
+    with inductor_lowering.without_kernels():
         module = GraphLowering.compile_to_module(SimpleNamespace(codegen=lambda: generated.append("code")))
     assert generated == ["code"]
     module.runner.recursively_apply_fns([len])  # as Inductor does with what is to wrap the partitions
@@ -123,7 +124,7 @@ def test_code_in_cpp_needs_what_code_in_python_needs():
 @pytest.mark.parametrize("replayed", [True, False])
 def test_code_that_is_not_replayed_is_said_to_be_estimated(monkeypatch, replayed):
     if not replayed:
-        monkeypatch.setattr(lowering, "replay_peak", lambda *_: None)
+        monkeypatch.setattr(inductor_lowering, "replay_peak", lambda *_: None)
     report = explain(
         lambda x: torch.nn.functional.gelu(x).sum(),
         torch.ones(8, requires_grad=True),

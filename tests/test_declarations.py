@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import autoremat
 from autoremat import OptionsError
 from autoremat.capture.capture import capture
-from autoremat.compiler import partitioner
+from autoremat.compiler import partitioning
 from autoremat.ops import declarations
 from autoremat.passes import apply_plan
 from autoremat.planner.graph.graph import Graph, Trait
@@ -106,13 +106,13 @@ def nothing_declared(monkeypatch: pytest.MonkeyPatch) -> None:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """What is planned from here on."""
     found: list[Graph] = []
-    original = partitioner.Partitioner.choose
+    original = partitioning.plan_graph
 
-    def choose(self, captured, pricing):
-        found.append(captured.graph)
-        return original(self, captured, pricing)
+    def plan_graph(priced, context):
+        found.append(priced.graph)
+        return original(priced, context)
 
-    monkeypatch.setattr(partitioner.Partitioner, "choose", choose)
+    monkeypatch.setattr(partitioning, "plan_graph", plan_graph)
     return found
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat.compiler import partitioner
+from autoremat.compiler import partitioning, rewriting
 from autoremat.planner.graph.graph import Graph, Role
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.min_cut import MinCut
@@ -132,7 +132,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Returns a loss, in a tuple."""
 
-    def __init__(self, layers: int = 5, width: int = 32) -> None:
+    def __init__(self, layers: int = 3, width: int = 32) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block(width, 2) for _ in range(layers)))
 
@@ -149,11 +149,9 @@ def stack() -> tuple[Stack, tuple[torch.Tensor]]:
 def graph_of(model: nn.Module, inputs: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> Graph:
     """The captured graph of the model's training step."""
     graphs = []
-    original = partitioner.Partitioner.choose
+    original = partitioning.plan_graph
     monkeypatch.setattr(
-        partitioner.Partitioner,
-        "choose",
-        lambda self, captured, pricing: (graphs.append(captured.graph), original(self, captured, pricing))[1],
+        partitioning, "plan_graph", lambda priced, context: (graphs.append(priced.graph), original(priced, context))[1]
     )
     compiled_by_us(model, memory_budget=None)(*inputs)
     return graphs[0]
@@ -214,8 +212,8 @@ def d3_inputs() -> list[torch.Tensor]:
 
 def test_d3_orders_to_save_hold_at_the_lowest_budget(monkeypatch):
     modules = []
-    original = partitioner.apply_plan
-    monkeypatch.setattr(partitioner, "apply_plan", lambda *args: modules.append(original(*args)) or modules[-1])
+    original = rewriting.apply_plan
+    monkeypatch.setattr(rewriting, "apply_plan", lambda *args: modules.append(original(*args)) or modules[-1])
     compiled_by_us(selective)(*d3_inputs()).backward()
     ((_, backward),) = modules
     assert products(backward) == 4  # two gradients of each product, nothing again

@@ -25,10 +25,10 @@ from autoremat.planner.constraints import policies
     ],
 )
 def test_options_under_old_names(old, new):
-    with pytest.warns(DeprecationWarning, match="goes with the next release"):
+    with pytest.warns(DeprecationWarning, match="will be removed in the next release"):
         found = autoremat.Options.parse(old)
     assert found == autoremat.Options.parse(new)
-    with pytest.warns(DeprecationWarning, match="goes with the next release"):
+    with pytest.warns(DeprecationWarning, match="will be removed in the next release"):
         autoremat.configure(**old)
     assert autoremat.Options.parse({}) == found
 

@@ -16,7 +16,7 @@ from autoremat.basics.errors import BudgetInfeasible
 from autoremat.torch_private.symbolic_sizes import dynamic_sizes, most, planned_for, size_hint
 
 WIDTH = 32
-SWEEP = range(64, 1025, 64)
+SWEEP = range(128, 1025, 128)
 
 
 class Mlp(nn.Module):

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import autoremat
 from autoremat import Report
-from autoremat.compiler import partitioner
+from autoremat.compiler import rewriting
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
@@ -48,13 +48,13 @@ def new_reports() -> Callable[[], list[Report]]:
 def modules(monkeypatch: pytest.MonkeyPatch) -> list:
     """(forward, backward) FX modules of every graph that is planned from here on."""
     found: list = []
-    original = partitioner.apply_plan
+    original = rewriting.apply_plan
 
     def apply_plan(*arguments: object):
         found.append(original(*arguments))
         return found[-1]
 
-    monkeypatch.setattr(partitioner, "apply_plan", apply_plan)
+    monkeypatch.setattr(rewriting, "apply_plan", apply_plan)
     return found
 
 

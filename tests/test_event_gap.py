@@ -125,7 +125,10 @@ def test_skips_across_a_wide_middle_are_recomputed_at_their_readers():
 
 @pytest.mark.parametrize("seed", [0, 7])
 def test_the_search_is_repeatable_and_never_loses_a_plan_that_fits(seed, monkeypatch):
-    monkeypatch.setattr(large_neighborhood, "NEIGHBOURHOOD_SECONDS", 600.0)  # a busy machine must not cut a neighbourhood short
+    # A busy machine must not cut a neighbourhood short.
+    monkeypatch.setattr(
+        large_neighborhood, "settings", dataclasses.replace(large_neighborhood.settings, neighborhood_seconds=600.0)
+    )
     random = np.random.default_rng(3)
     count = 40
     edges = [(i - 1, i) for i in range(1, count)]

@@ -72,9 +72,9 @@ def product(x: torch.Tensor) -> torch.Tensor:
 WARNED = LEAST | {"on_planning_error": "fallback"}
 
 STAGES = (
-    "compiler.preparation.before_capture", "compiler.preparation.capture", "compiler.partitioner.priced",
-    "compiler.partitioner.Planner", "planner.search.planner.Planner.find", "planner.search.min_cut.MinCut.solve",
-    "compiler.partitioner.Report.of", "compiler.partitioner.apply_plan", "compiler.partitioner.replay_context",
+    "compiler.joint_graph.before_capture", "compiler.joint_graph.capture", "compiler.joint_graph.priced",
+    "compiler.planning.Planner", "planner.search.planner.Planner.find", "planner.search.min_cut.MinCut.solve",
+    "compiler.planning.Report.of", "compiler.rewriting.apply_plan", "compiler.rewriting.replay_context",
 )  # fmt: skip
 FAILURES = (RuntimeError("as if"), MemoryError("as if"), RecursionError("as if"), KeyError("as if"), ArithmeticError("as if"))
 
@@ -111,7 +111,7 @@ def test_no_budget_is_lost_to_a_failure(monkeypatch: pytest.MonkeyPatch, stage: 
 
 
 def test_without_a_budget_a_failure_warns(monkeypatch: pytest.MonkeyPatch) -> None:
-    failing(monkeypatch, "compiler.partitioner.apply_plan", RuntimeError("as if"))
+    failing(monkeypatch, "compiler.rewriting.apply_plan", RuntimeError("as if"))
     with pytest.warns(autoremat.FallbackWarning, match="as if"):
         gradient(product, backend="autoremat", options={"compiler": "aot_eager"})
 
@@ -121,7 +121,7 @@ def test_without_a_budget_a_failure_warns(monkeypatch: pytest.MonkeyPatch) -> No
     "stage",
     [
         "compiler.compile_loop.fingerprint",
-        "torch_private.lowering._lowered_peak",
+        "torch_private.inductor_lowering._lowered_peak",
         "compiler.records.load",
         "compiler.records.save",
     ],

@@ -88,7 +88,7 @@ def test_repetitions_in_a_schedule_of_one_phase_are_counted_and_read():
     assert schedule.recomputed(graph) == (0,)
     timeline = simulate(graph, schedule)
     assert timeline.bytes_at.tolist() == [8, 9, 5, 13, 14]
-    assert [(c.value, c.start, c.end) for c in timeline.copies] == [(0, 0, 1), (1, 1, 4), (2, 2, 4), (0, 3, 4), (3, 4, 4)]
+    assert [(c.value, c.start, c.end) for c in timeline.live_ranges] == [(0, 0, 1), (1, 1, 4), (2, 2, 4), (0, 3, 4), (3, 4, 4)]
 
 
 def test_an_output_that_is_made_again_is_held_from_then():

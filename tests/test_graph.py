@@ -64,7 +64,7 @@ def test_reading_what_is_not_yet_made_is_refused(reader):
     values = (Value("a", 1, 0), Value("b", 1, 1))
     inputs = ((1,), ()) if reader == 0 else ((), (1,))
     ops = (Op("p", "t", inputs[0], (0,), True), Op("q", "t", inputs[1], (1,), True))
-    with pytest.raises(ValueError, match="reads b before it is made"):
+    with pytest.raises(ValueError, match="reads b before it is computed"):
         Graph(ops, values)
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
-from autoremat.compiler import partitioner
+from autoremat.compiler import rewriting
 
 LEAST = {"memory_budget": 1, "compiler": "aot_eager", "on_infeasible": "best_effort"}
 NO_RECOMPUTATION = "aot_eager_default_partitioner"
@@ -144,14 +144,14 @@ def step(function: Function, **arguments: object) -> tuple[list[Tensor], int]:
 def backwards(monkeypatch: pytest.MonkeyPatch) -> list[torch.fx.GraphModule]:
     """The backward modules of what is planned from here on."""
     found: list[torch.fx.GraphModule] = []
-    original = partitioner.apply_plan
+    original = rewriting.apply_plan
 
     def apply_plan(*arguments: object):
         modules = original(*arguments)
         found.append(modules[1])
         return modules
 
-    monkeypatch.setattr(partitioner, "apply_plan", apply_plan)
+    monkeypatch.setattr(rewriting, "apply_plan", apply_plan)
     return found
 
 

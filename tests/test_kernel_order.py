@@ -9,7 +9,7 @@ from typing import Any
 from torch._inductor.dependencies import Dep
 from torch._inductor.scheduler import BaseSchedulerNode
 
-from autoremat.torch_private import lowering
+from autoremat.torch_private import inductor_lowering
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ def test_templates_are_kernels_that_nothing_passes():
     epilogue, late, last = Node("epilogue", reads=("product",)), Node("late"), Node("last", template=True)
     nodes = [early, also_early, product, epilogue, late, last]
     assert all(hasattr(BaseSchedulerNode, name) for name in ("is_template", "get_name", "get_buffer_names", "add_fake_dep"))
-    lowering._pin_order(SimpleNamespace(nodes=nodes))
+    inductor_lowering._pin_order(SimpleNamespace(nodes=nodes))
     found = {node.name: node.after for node in nodes}
     assert found == {
         "early": set(),

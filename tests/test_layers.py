@@ -15,6 +15,7 @@ ROOT = Path(__file__).parent.parent
 
 LAYERS = (
     "basics",
+    "planner.settings",
     "planner.graph",
     "planner.memory",
     "planner.cost",

@@ -41,8 +41,8 @@ def test_a_good_plan_passes():
         ((0, 1, 2), (4, 3, 5), "do not all run once, in order"),
         ((0, 1, 2), (3, 4, 4, 5), "do not all run once, in order"),
         ((0, 1), (2, 3, 4, 5), "the forward lacks"),
-        ((0, 2, 1), (3, 4, 5), "reads .* before it is made"),
-        ((1, 0, 2), (3, 4, 5), "reads .* before it is made"),
+        ((0, 2, 1), (3, 4, 5), "reads .* before it is computed"),
+        ((1, 0, 2), (3, 4, 5), "reads .* before it is computed"),
     ],
 )
 def test_a_broken_schedule_is_refused(forward, backward, message):
@@ -135,7 +135,7 @@ def test_as_json():
         "lower_bound_seconds": None,
         "gap": None,
         "status": "infeasible",
-        "copies": [[0, 0, 1], [1, 1, 4], [2, 2, 4], [0, 3, 4], [3, 4, 4]],
+        "live_ranges": [[0, 0, 1], [1, 1, 4], [2, 2, 4], [0, 3, 4], [3, 4, 4]],
     }
 
 
@@ -153,8 +153,8 @@ def test_the_replay_counts_as_the_simulator_does(data):
     ("sequence", "message"),
     [
         ((0, 1, 2), "the forward lacks .*op3"),
-        ((0, 2, 1, 0, 3), "op2 reads .*v1.* before it is made"),
-        ((1, 0, 2, 0, 3), "op1 reads .*v0.* before it is made"),
+        ((0, 2, 1, 0, 3), "op2 reads .*v1.* before it is computed"),
+        ((1, 0, 2, 0, 3), "op1 reads .*v0.* before it is computed"),
         ((0, 1, 2, 4), "an op that is not its own"),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -86,6 +87,25 @@ def transformer() -> tuple[Transformer, torch.Tensor]:
     return Transformer(), tokens()
 
 
+@dataclass(frozen=True)
+class Ruled:
+    """What a policy made of the transformer's step, and the measured peak of another step."""
+
+    seen: Seen
+    report: autoremat.Report
+    measured_bytes: int
+
+
+@pytest.fixture(scope="module")
+def ruled(transformer) -> Callable[[str], Ruled]:
+    @functools.cache
+    def under(policy: str) -> Ruled:
+        found, compiled = planned(*transformer, policy=policy)
+        return Ruled(found, autoremat.reports()[-1], measured_step(compiled, transformer[0], transformer[1:]))
+
+    return under
+
+
 def again(seen: Seen) -> Counter[tuple[str, str]]:
     """How often each (module, op) runs again, modules without the number of their layer."""
     count: Counter[tuple[str, str]] = Counter()
@@ -115,20 +135,17 @@ LAYER = CORE | LAYOUTS | PROJECTIONS | MLP | NORMS | {("attn.o_proj", "addmm"), 
     ],
     ids=str,
 )
-def test_what_is_recomputed_is_what_the_policy_says(transformer, policy, recomputed, layers):
-    seen, compiled = planned(*transformer, policy=policy)
-    count = again(seen)
+def test_what_is_recomputed_is_what_the_policy_says(ruled, policy, recomputed, layers):
+    found = ruled(policy)
+    count = again(found.seen)
     assert set(count) == recomputed
     assert {number for key, number in count.items() if key[1] not in ("bmm", "clone")} == {layers}
-    report = autoremat.reports()[-1]
-    assert report.predicted_peak_bytes < report.baseline_peak_bytes
-    measured = measured_step(compiled, transformer[0], transformer[1:])
-    assert measured <= report.predicted_peak_bytes <= 1.01 * measured
+    assert found.report.predicted_peak_bytes < found.report.baseline_peak_bytes
+    assert found.measured_bytes <= found.report.predicted_peak_bytes <= 1.01 * found.measured_bytes
 
 
-def test_a_layer_saves_only_its_input(transformer):
-    seen, _ = planned(*transformer, policy="full")
-    in_layers = {(module, op) for module, op in seen.saved() if module.startswith("layers")}
+def test_a_layer_saves_only_its_input(ruled):
+    in_layers = {(module, op) for module, op in ruled("full").seen.saved() if module.startswith("layers")}
     assert in_layers == {(f"layers.{i}", "aten.add.Tensor") for i in range(LAYERS)}  # the input of the next, or of the head
 
 
@@ -181,8 +198,8 @@ def test_a_policy_that_meets_a_random_op_says_so():
 # -- policies, orders and budgets together -----------------------------------------------------------------------------
 
 
-def test_under_a_budget_the_policy_holds_and_the_planner_does_the_rest(transformer):
-    exact, _ = planned(*transformer, policy="block:1")
+def test_under_a_budget_the_policy_holds_and_the_planner_does_the_rest(transformer, ruled):
+    exact = ruled("block:1").seen
     budget = exact.plan.peak_bytes * 9 // 10
     seen, compiled = planned(*transformer, policy="block:1", memory_budget=budget)
     assert seen.plan.peak_bytes <= budget
@@ -370,15 +387,14 @@ def test_the_models_own_checkpoints_and_options_add_up(transformer):
     assert not modules & {"0.mlp.up", "0.mlp.act"}
 
 
-def test_explain_knows_names_and_policies(transformer):
+def test_explain_knows_names_and_policies(transformer, ruled):
     named = autoremat.explain(
         lambda x: Named()(x), torch.randn(4, 8), options={"compiler": "aot_eager", "recompute": ["hidden"]}
     )
     assert named.recomputed_ops == 1
     model, batch = transformer
     report = autoremat.explain(model, batch, options={"compiler": "aot_eager", "policy": "full"})
-    planned(model, batch, policy="full")
-    assert report.saved_bytes == autoremat.reports()[-1].saved_bytes
+    assert report.saved_bytes == ruled("full").report.saved_bytes
 
 
 def test_calls_of_modules_are_numbered_not_addressed():

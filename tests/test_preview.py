@@ -190,7 +190,7 @@ def test_checkpoint_regions_and_random_numbers_are_reasons():
 
     values = autoremat.explain(step, torch.randn(256, 64), options=EAGER).values
     reasons = {(v.decision, v.reason) for v in values}
-    assert (Decision.RECOMPUTED, Reason.ORDERED) in reasons
+    assert (Decision.RECOMPUTED, Reason.CONSTRAINT) in reasons
     assert (Decision.SAVED, Reason.RANDOM) in reasons
     assert all("test_preview.py" in v.source for v in values)
 
@@ -304,7 +304,7 @@ def test_orders_and_policies_are_obeyed_and_named():
     model, x = Mlp(), torch.randn(512, 64)
     ordered = autoremat.explain(model, x, options=EAGER | {"recompute": ["aten.tanh"]})
     again = [v for v in ordered.values if v.decision is Decision.RECOMPUTED]
-    assert {(v.op, v.reason) for v in again} == {("aten.tanh.default", Reason.ORDERED)}
+    assert {(v.op, v.reason) for v in again} == {("aten.tanh.default", Reason.CONSTRAINT)}
     assert again
     with pytest.warns(ConstraintWarning, match="matches nothing"):
         autoremat.explain(model, x, options=EAGER | {"save": ["aten.cos"]})

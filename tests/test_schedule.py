@@ -117,7 +117,7 @@ def test_in_one_segment_nothing_is_recomputed_twice(data):
 
 @given(st.data())
 def test_nothing_is_recomputed_for_nothing(data):
-    """Every execution of a forward op in the backward makes something that is read before it is made again."""
+    """Every execution of a forward op in the backward makes something that is read before it is computed again."""
     graph = data.draw(graphs())
     schedule = build_schedule(graph, data.draw(saved_sets(graph)), segments_of(graph, data.draw(st.integers(1, 6))))
     for at, index in enumerate(schedule.backward):

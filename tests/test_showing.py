@@ -23,7 +23,7 @@ ODD = "[red]<b>&\x1b[31m"
 def shown() -> dict[str, object]:
     """One of each that users get."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(6))), torch.randn(128, 32)
+    model, x = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.Tanh()) for _ in range(3))), torch.randn(128, 32)
     model.add_module(ODD.replace(".", ""), nn.Linear(32, 32))
 
     def loss(x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ from autoremat.measure.timer import undisturbed
 from autoremat.options.options import Options
 from autoremat.step_profile.recording import Recording
 from autoremat.tools.eager_checkpoint import CheckpointContext, _Region
-from autoremat.torch_private import compat, compile_progress, hooks, lowering, symbolic_sizes
+from autoremat.torch_private import compat, compile_progress, hooks, inductor_lowering, symbolic_sizes
 
 LIMIT = 300
 """Seconds after which a thread is taken to wait for ever."""
@@ -190,14 +190,14 @@ def test_a_lazy_backward_of_inductor_is_compiled_while_we_compile(monkeypatch):
         assert done.wait(LIMIT), "the other thread's backward waits for us"
         return compile_with_inductor(*arguments)
 
-    lowered_peak = lowering._lowered_peak
+    lowered_peak = inductor_lowering._lowered_peak
 
     def noted(lowering: Any, *arguments: Any) -> Any:
         observed.append(threading.get_ident())
         return lowered_peak(lowering, *arguments)
 
     monkeypatch.setattr(compat, "compile_with_inductor", waiting)
-    monkeypatch.setattr(lowering, "_lowered_peak", noted)
+    monkeypatch.setattr(inductor_lowering, "_lowered_peak", noted)
     torch.manual_seed(0)
     model, x = nn.Sequential(nn.Linear(16, 80), nn.Tanh(), nn.Linear(80, 1)), torch.randn(64, 16)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))

@@ -16,7 +16,7 @@ MOVED = SIZE * PER_BYTE / 2
 """Seconds to write or to read a value of these graphs."""
 
 
-@settings(max_examples=200)
+@settings(max_examples=120)
 @given(graphs())
 def test_seconds_are_those_of_an_independent_count(graph):
     forward = range(graph.num_forward)

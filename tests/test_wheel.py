@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from test_report import report_for
 
+from autoremat.options.options import ENVIRONMENT_VARIABLE
+
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parent.parent
@@ -95,14 +97,17 @@ def test_the_command_is_installed_with_what_it_needs(python, tmp_path):
     assert (tmp_path / "report.html").exists()
 
 
-def test_backend_is_found_by_name(python, tmp_path):
+def test_the_backend_is_found_by_name_without_an_import_of_ours(python, tmp_path, monkeypatch):
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, "1MiB")
     code = (
         "import torch, sys\n"
         "assert 'autoremat' in torch._dynamo.list_backends()\n"
+        "assert 'autoremat' not in sys.modules\n"
         "m = torch.nn.Linear(4, 4)\n"
-        "c = torch.compile(m, backend='autoremat', options={'compiler': 'aot_eager', 'memory_budget': '1MiB'})\n"
+        "c = torch.compile(m, backend='autoremat', options={'compiler': 'aot_eager'})\n"
         "c(torch.ones(2, 4)).sum().backward()\n"
         "import autoremat\n"
-        "print(len(autoremat.reports()), m.weight.grad is not None)"
+        "(report,) = autoremat.reports()\n"
+        "print(report.budget_bytes, report.compiler, m.weight.grad is not None)"
     )
-    assert run(python, "-c", code, cwd=tmp_path).strip() == "1 True"
+    assert run(python, "-c", code, cwd=tmp_path).strip() == f"{2**20} aot_eager True"

@@ -93,7 +93,7 @@ def test_text_and_html_have_the_same_words():
     html = to_html(report)
     for head in heads:
         assert f">{head}</th>" in html
-    assert "never made" not in html
+    assert "never computed" not in html
     assert "one run" not in html
 
 

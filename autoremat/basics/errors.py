@@ -6,12 +6,15 @@ workers.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from autoremat.basics.units import format_bytes
 
-SUPPORTED_TORCH = "2.11 to 2.15"
+SUPPORTED_MINORS = range(11, 16)
+"""Minor versions of torch 2 that the package supports."""
 OCCUPANTS_SHOWN = 10
+
+Kind = TypeVar("Kind", bound=BaseException)
 
 
 def _restore(kind: "type[AutorematError]", args: tuple[Any, ...]) -> "AutorematError":
@@ -40,7 +43,7 @@ class UnsupportedTorchError(AutorematError, RuntimeError):
 
     def __init__(self, found: str) -> None:
         super().__init__(
-            f"autoremat supports torch {SUPPORTED_TORCH}; found torch {found}. "
+            f"autoremat supports torch 2.{SUPPORTED_MINORS[0]} to 2.{SUPPORTED_MINORS[-1]}; found torch {found}. "
             "Install a supported version (torch>=2.11,<2.16) or another release of autoremat."
         )
         self.found = str(found)
@@ -207,6 +210,11 @@ def _table(rows: Sequence[tuple[str, ...]], alignments: str) -> list[str]:
         cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True)]
         lines.append(f"  {'  '.join(cells)}".rstrip())
     return lines
+
+
+def find_cause(error: BaseException, kind: type[Kind]) -> Kind | None:
+    """Returns the first exception of that kind among ``error`` and its causes, or None."""
+    return next((cause for cause in causes(error) if isinstance(cause, kind)), None)
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

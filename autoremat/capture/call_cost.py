@@ -13,7 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from autoremat.measure.signatures import arguments
 from autoremat.ops import declarations, op_traits
+from autoremat.ops.work import FUSED_SHARE
 from autoremat.planner.graph.graph import Kind, Trait
 from autoremat.torch_private import compat, higher_order
 from autoremat.workspaces.formulas import (
@@ -60,7 +62,7 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool = False) 
     The call was traced on a device of ``device_type`` and will run on one of type ``runs_on``. ``fuses`` is True under
     Inductor.
     """
-    args, kwargs = _arguments(node)
+    args, kwargs = arguments(node)
     result = node.meta.get("val")
     moved = _tensor_bytes(node) + sum(_tensor_bytes(n) for n in node.all_input_nodes)
     declared = declarations.find(node)
@@ -122,8 +124,8 @@ ARITHMETIC_SHARE = 0.1
 
 
 def traffic_of(node: fx.Node, moved_bytes: int) -> int:
-    """Returns the bytes to charge ``node`` for: a fused pointwise op moves a third, its share of the chain's traffic."""
-    return moved_bytes // 3 if op_traits.kind_of(node) is Kind.POINTWISE else moved_bytes
+    """Returns the bytes to charge ``node`` for. A fused pointwise op moves only its share of the chain's traffic."""
+    return moved_bytes // FUSED_SHARE if op_traits.kind_of(node) is Kind.POINTWISE else moved_bytes
 
 
 def storage_bytes(tensor: torch.Tensor, device_type: str) -> int:
@@ -134,13 +136,6 @@ def storage_bytes(tensor: torch.Tensor, device_type: str) -> int:
         return compat.most(tensor.untyped_storage().nbytes())
     except NotImplementedError:
         return compat.most(tensor.numel()) * tensor.element_size()
-
-
-def _arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = torch.utils._pytree.tree_map(
-        lambda x: x.meta.get("val") if isinstance(x, fx.Node) else x, (node.args, node.kwargs)
-    )
-    return tuple(args), dict(kwargs)
 
 
 def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:

@@ -17,17 +17,23 @@ from autoremat.basics.errors import (
     FallbackWarning,
     OptionsError,
     fallback_message,
+    find_cause,
     planning_error,
 )
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.capture import source_info
 from autoremat.capture.capture import device_of_inputs, may_train
+from autoremat.compiler import records
 from autoremat.compiler.breaks import listen, one_of_several, seconds_in_dynamo, until_reset, what_dynamo_said
 from autoremat.compiler.cache_key import graph_key
-from autoremat.compiler.compile_loop import Compiled, CompileLoop, find_cause, published, with_bytes
+from autoremat.compiler.compile_loop import compile_graph, with_bytes
 from autoremat.compiler.dynamic_shapes import with_limits
 from autoremat.compiler.interception import active_interceptor
+from autoremat.compiler.joint_graph import PlanningContext
+from autoremat.compiler.lowering import Compiled, GraphSource
 from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.publishing import published
 from autoremat.options.defaults import note_compiled
 from autoremat.options.options import PLANNING_KEYS, Options
 from autoremat.planner.multigraph.step_profile import StepProfile
@@ -92,7 +98,10 @@ def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: 
     if not may_train(gm, example_inputs):
         return compat.compile_with_inductor(gm, example_inputs, patches, {})
     try:
-        return CompileLoop(gm, example_inputs, parsed, patches).run()
+        found = compile_graph(GraphSource(gm, example_inputs, patches), parsed)
+        if found.record is not None:
+            records.save(found.key, found.record)
+        return published(found.function, found.report, parsed)
     except Exception as error:  # an error of the graph itself recurs in plain Inductor below
         if is_user_error(error):
             raise
@@ -129,6 +138,6 @@ def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
     """Plans the graph and returns its halves as FX graphs, without generated code."""
     now("tracing")
-    partitioner = Partitioner(options, "", fuses=False, must_fit=options.on_infeasible == "raise")
-    compiled = compat.compile_uncompiled(gm, inputs, partitioner)
-    return compiled if partitioner.report is None else published(compiled, partitioner.report, options)
+    partitioning = Partitioning(PlanningContext(options))
+    compiled = compat.compile_uncompiled(gm, inputs, Partitioner(partitioning))
+    return published(compiled, partitioning.report, options)

@@ -5,18 +5,17 @@ Chunking changes the rounding of results. By default, chunked candidates are pla
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import fx
 
 from autoremat.basics.errors import BudgetWarning, ChunkingUnsupported
-from autoremat.capture.capture import Capture
-from autoremat.options.options import Options
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
 from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
 from autoremat.planner.constraints.constraints import ConstrainedGraph
-from autoremat.planner.cost import Pricing
 from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.torch_private import fake_tensors
 
@@ -27,14 +26,15 @@ weight and about twenty ops."""
 
 @dataclass(frozen=True)
 class ChunkingCandidate:
-    """The graph as it is, or with a chunked loss, and its plans. ``parts`` is the number of chunks; 1 means no chunking."""
+    """The graph as it is, or with a chunked loss, and its plans. ``chunks`` is 1 for the graph as it is."""
 
-    captured: Capture
-    pricing: Pricing
+    priced: PricedGraph
     planner: Planner
-    ordered: ConstrainedGraph
+    constrained: ConstrainedGraph
     planning: PlanningResult
-    parts: int = 1
+    chunks: int = 1
+    plan_file: str | None = None
+    """Name of the plan file that is applied instead of a search."""
 
     @property
     def step_seconds(self) -> float:
@@ -43,8 +43,12 @@ class ChunkingCandidate:
         return float("inf") if plan is None else plan.graph.step_seconds + plan.cost_seconds
 
 
+Contend = Callable[[PricedGraph, int], ChunkingCandidate]
+"""Plans a graph whose loss has so many chunks."""
+
+
 @dataclass(frozen=True)
-class Choice:
+class ChunkingChoice:
     """The candidate that is taken and the candidate without chunks.
 
     ``whole`` is None if the graph without chunks was not planned. ``remedy`` tells the user how to make the loss chunkable, if
@@ -56,60 +60,57 @@ class Choice:
     remedy: str = ""
 
 
-@dataclass(frozen=True)
-class Parts:
-    """Plans candidates: ``recapture`` captures and prices a joint graph, ``contend`` plans it."""
+def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Contend) -> ChunkingChoice:
+    """Returns the best candidate. Warns if the user asks for chunks and the loss cannot be chunked.
 
-    options: Options
-    recapture: Callable[[fx.GraphModule], tuple[Capture, Pricing]]
-    contend: Callable[[Capture, Pricing, int], ChunkingCandidate]
+    The fastest candidate that fits is best; if none fits, the one with the minimum peak.
+    """
+    wanted = False if priced.joint.is_region else context.options.chunk_loss
+    asked = wanted is True or type(wanted) is int
+    is_shared = priced.share_in(context.options) is not None
+    if is_shared and asked:
+        _warn("the budget of a profiled step is shared out among its graphs as they are")
+    always = type(wanted) is int and not is_shared
+    if wanted is False or is_shared or (context.options.plan and not always):
+        only = contend(priced, 1)
+        return ChunkingChoice(only, only)
+    found = [] if always else [contend(priced, 1)]
+    whole, remedy = next(iter(found), None), ""
+    try:
+        for candidate in _chunked(priced, context, contend, found):
+            found.append(candidate)
+    except ChunkingUnsupported as reason:
+        remedy = reason.remedy
+        if asked:
+            _warn(str(reason))
+        found = found or [contend(priced, 1)]
+    fitting = [candidate for candidate in found if candidate.planning.plan is not None]
+    if fitting:
+        return ChunkingChoice(min(fitting, key=lambda candidate: candidate.step_seconds), whole)
+    return ChunkingChoice(min(found, key=lambda candidate: candidate.planning.smallest.peak_bytes), whole, remedy)
 
-    def best(self, captured: Capture, pricing: Pricing, applicable: bool) -> Choice:
-        """Returns the best candidate. Warns if the user asks for chunks and the loss cannot be chunked.
 
-        ``applicable`` is False if the graph must stay unchunked. The fastest candidate that fits is best; if none fits, the one
-        with the minimum peak.
-        """
-        wanted = self.options.chunk_loss
-        asked = wanted is True or type(wanted) is int
-        if not applicable and asked:
-            _warn("the budget of a profiled step is shared out among its graphs as they are")
-        always = type(wanted) is int and applicable
-        whole = None if always else self.contend(captured, pricing, 1)
-        if wanted is False or not applicable or (self.options.plan and not always):
-            assert whole is not None
-            return Choice(whole, whole)
-        remedy = ""
-        found = [whole] if whole is not None else []
-        try:
-            for contender in self.in_parts(captured, found):
-                found.append(contender)
-        except ChunkingUnsupported as reason:
-            remedy = reason.remedy
-            if asked:
-                _warn(str(reason))
-            found = found or [self.contend(captured, pricing, 1)]
-        fitting = [contender for contender in found if contender.planning.plan is not None]
-        if fitting:
-            return Choice(min(fitting, key=lambda contender: contender.step_seconds), whole)
-        return Choice(min(found, key=lambda contender: contender.planning.smallest.peak_bytes), whole, remedy)
+def _chunked(
+    priced: PricedGraph, context: PlanningContext, contend: Contend, found: Sequence[ChunkingCandidate]
+) -> Iterator[ChunkingCandidate]:
+    """Yields chunked candidates; under ``"auto"`` only until one of ``found`` fits.
 
-    def in_parts(self, captured: Capture, found: list[ChunkingCandidate]) -> Iterator[ChunkingCandidate]:
-        """Yields chunked candidates; under ``"auto"`` only until one of ``found`` fits.
-
-        Raises ``ChunkingUnsupported`` if the loss cannot be chunked.
-        """
-        wanted = self.options.chunk_loss
-        numbers = (wanted,) if type(wanted) is int else NUMBERS_OF_CHUNKS
-        for number in numbers:
-            if wanted == "auto" and any(contender.planning.plan is not None for contender in found):
-                return
-            joint = fx.GraphModule(captured.joint, fake_tensors.shallow_copy(captured.joint.graph))
-            joint.meta = dict(captured.joint.meta)
-            chunked = chunk_loss(joint, int(number))
-            if any(contender.parts == chunked.parts for contender in found):
-                return  # there are too few rows for more chunks
-            yield self.contend(*self.recapture(joint), chunked.parts)
+    Raises ``ChunkingUnsupported`` if the loss cannot be chunked.
+    """
+    wanted = context.options.chunk_loss
+    numbers = (wanted,) if type(wanted) is int else NUMBERS_OF_CHUNKS
+    for number in numbers:
+        if wanted == "auto" and any(candidate.planning.plan is not None for candidate in found):
+            return
+        joint = priced.captured.joint
+        module = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
+        module.meta = dict(joint.meta)
+        chunked = chunk_loss(module, int(number))
+        if any(candidate.chunks == chunked.chunks for candidate in found):
+            return  # there are too few rows for more chunks
+        again = capture_and_price(dataclasses.replace(priced.joint, module=module), context)
+        assert again is not None
+        yield contend(again, chunked.chunks)
 
 
 def _warn(reason: str) -> None:

@@ -52,4 +52,4 @@ def _with_modules(options: dict[str, Any], configured_policy: object) -> dict[st
 
 
 def _warn(old: str, new: str) -> None:
-    warnings.warn(f"{old} is deprecated and goes with the next release; use {new}", DeprecationWarning, stacklevel=4)
+    warnings.warn(f"{old} is deprecated and will be removed in the next release; use {new}", DeprecationWarning, stacklevel=4)

@@ -17,6 +17,9 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search import baselines, single_phase
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.settings import SETTINGS
+
+settings = SETTINGS.portfolio
 
 Solver = Callable[[Graph, int | None, float, int], PlanningResult]
 """Returns the result of a search, given a graph, a budget in bytes (None: no bound), a time limit in seconds, and a seed."""
@@ -42,22 +45,14 @@ def _by_integer_program(graph: Graph, budget: int | None, time_limit: float, see
 def _by_all_means(graph: Graph, budget: int | None, time_limit: float, seed: int) -> PlanningResult:
     """Returns the result of the search. If an optimality gap remains, the time-indexed bound, annealing and LNS follow."""
     begun = time.monotonic()
-    search_share, good_gap = (SEARCH_SHARE_OF_ONE_PHASE, GOOD_GAP_OF_ONE_PHASE) if graph.single_phase else (1.0, GOOD_GAP)
+    search_share, good_gap = 1.0, settings.good_gap
+    if graph.single_phase:
+        search_share, good_gap = settings.single_phase_search_share, settings.single_phase_good_gap
     found = single_phase.search(graph, budget, search_share * time_limit, EVERY_STRATEGY)
     found = time_indexed_bound.tighten(graph, budget, time_limit, found, good_gap)
-    found = annealing.improve(graph, budget, time_limit, seed, found, good_gap, begun + ANNEALED_BY * time_limit)
+    found = annealing.improve(graph, budget, time_limit, seed, found, good_gap, begun + settings.annealing_end * time_limit)
     return driver.improve(graph, budget, time_limit, seed, found, good_gap, begun + time_limit)
 
-
-SEARCH_SHARE_OF_ONE_PHASE = 0.15
-"""Share of the time limit for the search on a single-phase graph, whose splits seldom give the best plans."""
-
-ANNEALED_BY = 0.75
-"""Share of the time limit after which annealing ends, to leave time for LNS."""
-
-GOOD_GAP, GOOD_GAP_OF_ONE_PHASE = 0.01, 0.001
-"""Optimality gap, as a share of the step, at which a plan is not improved further. It is smaller for single-phase graphs, whose
-best plans are often this close to the lower bound. For training steps it is larger, because a user waits for the plan."""
 
 SOLVERS: dict[str, Solver] = {
     "auto": _by_all_means,
@@ -102,7 +97,9 @@ def plan(
     """
     if solver in RENAMED:
         new = RENAMED[solver]
-        warnings.warn(f"solver={solver!r} is deprecated and goes with the next release; use {new!r}", DeprecationWarning, 2)
+        warnings.warn(
+            f"solver={solver!r} is deprecated and will be removed in the next release; use {new!r}", DeprecationWarning, 2
+        )
         solver = new
     if solver not in SOLVERS:
         raise OptionsError(f"solver={solver!r} is not accepted. Accepted: {', '.join(SOLVERS)}")

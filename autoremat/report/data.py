@@ -6,15 +6,16 @@ import dataclasses
 import json
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from autoremat.basics.codec import Codec, plain
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import PlanningResult
-from autoremat.report.decisions import Decision, ForwardValue, Reason, explain_values, module_class, op_name
-from autoremat.report.peak_snapshot import LiveTensor, PeakSnapshot, Profile, TensorCategory, peak_of, profile_of
+from autoremat.report.decisions import Decision, ForwardValue, explain_values, module_class, op_name
+from autoremat.report.peak_snapshot import PeakSnapshot, Profile, peak_of, profile_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -135,7 +136,7 @@ class ReportData:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         new = RENAMED[name]
         warnings.warn(
-            f"Report.{name} is deprecated and goes with the next release; use {new}", DeprecationWarning, stacklevel=2
+            f"Report.{name} is deprecated and will be removed in the next release; use {new}", DeprecationWarning, stacklevel=2
         )
         return getattr(self, new)
 
@@ -216,16 +217,19 @@ class ReportData:
 
     def to_json(self) -> str:
         """Returns all fields except ``plan`` as JSON, for :meth:`from_json`."""
-        return json.dumps(_plain(self))
+        fields = plain(dataclasses.replace(self, plan=None, others=()))
+        del fields["plan"]
+        return json.dumps(fields | {"others": [json.loads(other.to_json()) for other in self.others]})
 
     @classmethod
     def from_json(cls, text: str) -> Self:
         """Returns the report that :meth:`to_json` of this or an earlier version wrote. Raises ``ValueError`` for any other
         text."""
         try:
-            return cls(**_parsed(json.loads(text), cls))
-        except (TypeError, KeyError, AttributeError) as error:
+            found: Self = CODEC.read(cls, json.loads(text))
+        except (TypeError, KeyError, ValueError) as error:
             raise ValueError(f"not a report of this version of autoremat: {error}") from error
+        return found
 
     def totals(self, by: str = "module") -> tuple[Total, ...]:
         """Returns sums over ``values`` by module or op, the most saved bytes first.
@@ -266,54 +270,9 @@ RENAMED = {
 }
 """Field names of earlier versions, with the current ones."""
 
-DROPPED = ("measured_share", "untimed_ops")
-"""Fields of earlier versions that belonged to the former cost model "profile"; they are ignored."""
-
-
-def _plain(report: ReportData) -> dict[str, Any]:
-    """Returns the fields as JSON data."""
-    own = dataclasses.replace(report, plan=None, others=())
-    fields = dataclasses.asdict(own) | {"others": [_plain(other) for other in report.others]}
-    del fields["plan"]
-    return fields
-
-
-def _parsed(fields: dict[str, Any], kind: type[ReportData]) -> dict[str, Any]:
-    """Returns the fields of a report of class ``kind`` as Python values.
-
-    Raises ``TypeError``, ``KeyError`` or ``ValueError`` if ``fields`` are not those of a report.
-    """
-    plan = fields.pop("plan", None)
-    if plan is not None:
-        raise TypeError("a plan is no part of a report's JSON")
-    fields = {RENAMED.get(name, name): value for name, value in fields.items() if name not in DROPPED}
-    fields["saved"] = tuple(SavedTensor(**tensor) for tensor in fields["saved"])
-    fields["values"] = tuple(_forward_value(value) for value in fields.get("values", ()))
-    for name in ("peak_before", "peak_after"):
-        fields[name] = _moment(fields.get(name))
-    for name in ("profile_before", "profile_after"):
-        fields[name] = _profile(fields.get(name))
-    fields["notes"] = tuple(fields.get("notes", ()))
-    fields["unknown_workspaces"] = tuple(fields.get("unknown_workspaces", ()))
-    fields["others"] = tuple(kind(**_parsed(other, kind)) for other in fields.get("others", ()))
-    return fields
-
-
-def _forward_value(fields: dict[str, Any]) -> ForwardValue:
-    decision = fields.pop("fate", None) or fields["decision"]  # the name in earlier versions
-    return ForwardValue(**fields | {"decision": Decision(decision), "reason": Reason(fields["reason"])})
-
-
-def _moment(fields: Mapping[str, Any] | None) -> PeakSnapshot | None:
-    if fields is None:
-        return None
-    alive = tuple(LiveTensor(**tensor | {"sort": TensorCategory(tensor["sort"])}) for tensor in fields["alive"])
-    by_sort = tuple((TensorCategory(sort), int(size)) for sort, size in fields["by_sort"])
-    return PeakSnapshot(**{**fields, "alive": alive, "by_sort": by_sort})
-
-
-def _profile(fields: Mapping[str, Any] | None) -> Profile | None:
-    if fields is None:
-        return None
-    bands = tuple(tuple(map(int, band)) for band in fields["bytes"])
-    return Profile(tuple(fields["groups"]), tuple(map(float, fields["seconds"])), int(fields["border"]), bands)
+CODEC = Codec(
+    RENAMED | {"fate": "decision", "ordered": "constraint", "dear": "slower"},
+    dropped=("measured_share", "untimed_ops"),
+    signed=True,
+)
+"""Reads reports. The dropped fields belonged to the former cost model "profile"."""

@@ -35,7 +35,7 @@ class Decision(str, enum.Enum):
 class Reason(str, enum.Enum):
     """Reason for a decision. ``WHY`` has the sentences."""
 
-    ORDERED = "ordered"
+    CONSTRAINT = "constraint"
     RANDOM = "random"
     MUTATING = "mutating"
     COLLECTIVE = "collective"
@@ -46,7 +46,7 @@ class Reason(str, enum.Enum):
     DATA_DEPENDENT = "data dependent"
     FORWARD_OUTPUT = "forward output"
     START = "start"
-    DEAR = "dear"
+    SLOWER = "slower"
     CHEAP = "cheap"
     BUDGET = "budget"
     NEEDED = "needed"
@@ -57,7 +57,7 @@ class Reason(str, enum.Enum):
 
 
 WHY: dict[Reason, str] = {
-    Reason.ORDERED: "constraint of the user, a policy or the model",
+    Reason.CONSTRAINT: "constraint of the user, a policy or the model",
     Reason.RANDOM: "random numbers cannot be drawn a second time",
     Reason.MUTATING: "its op writes to its inputs",
     Reason.COLLECTIVE: "its op communicates",
@@ -68,7 +68,7 @@ WHY: dict[Reason, str] = {
     Reason.DATA_DEPENDENT: "the data decide the size of the result, and other code could decide differently",
     Reason.FORWARD_OUTPUT: "returned by the forward, so the caller holds it",
     Reason.START: "recomputation starts from it",
-    Reason.DEAR: "recomputing takes longer than writing and reading",
+    Reason.SLOWER: "recomputing takes longer than writing and reading",
     Reason.CHEAP: "recomputing takes less time than writing and reading",
     Reason.BUDGET: "saving it would exceed the budget",
     Reason.NEEDED: "needed to recompute another value",
@@ -155,7 +155,7 @@ class _Explainer:
         self.repeats: dict[int, int] = {}
         for index in plan.recomputed:
             self.repeats[index] = self.repeats.get(index, 0) + 1
-        self.materialised = frozenset(plan.timeline.lifetimes.values.tolist())
+        self.materialised = frozenset(plan.timeline.live_ranges.values.tolist())
         self.forward_end: dict[int, int] = {}
         for position, index in enumerate(plan.schedule.forward):
             op = graph.ops[index]
@@ -211,19 +211,19 @@ class _Explainer:
             if op.traits & trait:
                 return reason, ""
         if op.constraint is Constraint.SAVE:
-            return Reason.ORDERED, ""
+            return Reason.CONSTRAINT, ""
         seconds, saving = self.seconds_without(value), self.saving_seconds(value)
         cost = against(seconds, saving)
         if value in self.feeds:
             return Reason.START, ""
-        return (Reason.DEAR, cost) if seconds > saving else (Reason.NO_GAIN, cost)
+        return (Reason.SLOWER, cost) if seconds > saving else (Reason.NO_GAIN, cost)
 
     def why_recomputed(self, index: int, value: int) -> tuple[Reason, str]:
         """Returns the reason and the detail for a recomputed value."""
         op, size, saving = self.graph.ops[index], self.graph.values[value].bytes, self.saving_seconds(value)
         seconds = traffic_of(self.graph).recompute_seconds[index]
         if op.constraint is Constraint.RECOMPUTE:
-            return Reason.ORDERED, ""
+            return Reason.CONSTRAINT, ""
         if seconds <= saving:
             return Reason.CHEAP, against(seconds, saving)
         if self.budget is not None:

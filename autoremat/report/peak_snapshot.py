@@ -118,8 +118,8 @@ def peak_of(plan: Plan, listed: int | None = LISTED) -> PeakSnapshot | None:
 def _alive(plan: Plan, position: int, border: int) -> list[LiveTensor]:
     """Returns all tensors that are live during one execution, the largest first."""
     graph = plan.graph
-    lifetimes = plan.timeline.lifetimes
-    values, starts, ends = lifetimes.values, lifetimes.starts, lifetimes.ends
+    live_ranges = plan.timeline.live_ranges
+    values, starts, ends = live_ranges.values, live_ranges.starts, live_ranges.ends
     saved, outputs, gradients = frozenset(plan.saved), frozenset(graph.forward_outputs), frozenset(graph.backward_outputs)
     found = []
     for copy in np.flatnonzero((starts <= position) & (position <= ends)).tolist():
@@ -178,11 +178,11 @@ def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
     group_of = [GRADIENTS if v in gradients else module_group(value.module) for v, value in enumerate(graph.values)]
     names = {group: number for number, group in enumerate(dict.fromkeys(group_of))}
     groups = np.array([names[group] for group in group_of], dtype=np.int64)
-    lifetimes = plan.timeline.lifetimes
-    sizes, group = arrays_of(graph).value_bytes[lifetimes.values], groups[lifetimes.values]
+    live_ranges = plan.timeline.live_ranges
+    sizes, group = arrays_of(graph).value_bytes[live_ranges.values], groups[live_ranges.values]
     change = np.zeros((len(names), length + 1), dtype=np.int64)
-    np.add.at(change, (group, lifetimes.starts), sizes)
-    np.subtract.at(change, (group, lifetimes.ends + 1), sizes)
+    np.add.at(change, (group, live_ranges.starts), sizes)
+    np.subtract.at(change, (group, live_ranges.ends + 1), sizes)
     rows = dict(zip(names, np.cumsum(change, axis=1)[:, :length], strict=True))
     tangents = np.zeros(length, dtype=np.int64)
     tangents[border:] = graph.tangent_bytes

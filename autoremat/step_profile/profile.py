@@ -16,7 +16,7 @@ from autoremat.basics.errors import OptionsError, StepProfileError
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.compiler.breaks import listen, what_dynamo_said
 from autoremat.compiler.interception import intercepted_by
-from autoremat.compiler.partitioner import free_device_bytes
+from autoremat.compiler.joint_graph import free_device_bytes
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Moment, Share
 from autoremat.planner.multigraph.step_profile import Step, StepProfile

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat.basics.progress import now
-from autoremat.capture.capture import Capture
 from autoremat.compiler.cache_key import graph_key
+from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
 from autoremat.options.options import Options
-from autoremat.planner.cost import Pricing
 from autoremat.planner.multigraph.fronts import front_of, output_bytes, point_of
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint
 from autoremat.planner.multigraph.step_profile import StepGraph
@@ -30,44 +30,31 @@ from autoremat.torch_private import autograd, compat
 Compiled = Callable[..., Any]
 
 
-@dataclass(repr=False, eq=False)
-class _Explorer(Partitioner):
-    """Plans a graph for the minimum peak, and keeps the planner for all other plans."""
-
-    def choose(self, captured: Capture, pricing: Pricing) -> Plan:
-        now(f"planning {len(captured.graph.ops):,} ops, at most {self.options.time_limit:g} s")
-        self.planner, _ = self.planner_of(captured)
-        return self.planner.search.smallest
-
-
 @dataclass(frozen=True)
 class RecordedGraph:
-    """A graph that a step called. Its partitioner holds the plan that ran and the planner of all others."""
+    """A graph that a step called. ``planned`` holds the plan that ran and the planner of all others; None without a choice."""
 
     key: str
-    partitioner: _Explorer
-
-    @property
-    def planned(self) -> bool:
-        """True if the graph has a choice of plans."""
-        return self.partitioner.plan is not None
+    planned: PlannedGraph | None
 
     @property
     def plan(self) -> Plan:
         """The plan that ran."""
-        assert self.partitioner.plan is not None
-        return self.partitioner.plan
+        assert self.planned is not None
+        return self.planned.plan
 
     def point(self, plan: Plan) -> PlanPoint:
         """Returns ``plan`` as a point in the ledger."""
-        return point_of(plan, self.partitioner.inputs_kept)
+        assert self.planned is not None
+        return point_of(plan, self.planned.priced.kept_inputs)
 
     def profiled(self, calls: int) -> StepGraph:
         """Returns the facts about the graph that the ledger of the step needs; ``calls`` is its number of calls."""
-        planner = self.partitioner.planner
+        assert self.planned is not None
+        planner = self.planned.planner
         assert planner is not None
         source = next((op.source for op in self.plan.graph.ops if op.source), "")
-        front = front_of(planner, self.partitioner.inputs_kept)
+        front = front_of(planner, self.planned.priced.kept_inputs)
         return StepGraph(self.key, source, calls, front, self.point(planner.baseline))
 
 
@@ -100,16 +87,16 @@ class Recording:
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
         """Returns ``gm``, planned for the minimum peak, as a callable that records its calls."""
         key = graph_key(gm, inputs)
-        fuses = self.options.compiler == "inductor"
-        partitioner = _Explorer(self.options, key, fuses=fuses, must_fit=False)
-        if fuses:
+        partitioning = Partitioning(PlanningContext(self.options), plan_for_minimum_peak)
+        partitioner = Partitioner(partitioning)
+        if self.options.compiler == "inductor":
             module = fx.GraphModule(gm, gm.graph)
             module.meta = dict(gm.meta)
             compiled = autograd.trace_as_inductor_does(module, inputs, {**config, "custom_partitioner_fn": partitioner})
         else:
             compiled = compat.compile_uncompiled(gm, inputs, partitioner)
         self.devices.update(t.device for t in inputs if isinstance(t, torch.Tensor))
-        return partial(self.run, self.number_of(RecordedGraph(key, partitioner)), compiled)
+        return partial(self.run, self.number_of(RecordedGraph(key, partitioning.planned)), compiled)
 
     def number_of(self, graph: RecordedGraph) -> int:
         """Returns the number of ``graph``; several compilations of the same graph share the first one's number."""

@@ -14,24 +14,13 @@ from torch import fx
 
 from autoremat.basics.errors import OptionsError
 from autoremat.capture.capture import device_of_inputs
-from autoremat.compiler.compile_loop import Compiled, CompileLoop, with_bytes
-from autoremat.compiler.partitioner import Partitioner
-from autoremat.compiler.records import Record
+from autoremat.compiler.compile_loop import compile_graph, with_bytes
+from autoremat.compiler.lowering import GraphSource
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.report import Report
-from autoremat.tools.trace import Target, Visitor, trace
-from autoremat.torch_private import compat, fake_tensors, lowering
-
-
-class _DryRun(CompileLoop):
-    """Compiles one graph as the backend does, up to its kernels. It saves no record and publishes no report."""
-
-    report: Report | None = None
-
-    def finish(self, compiled: Compiled, partitioner: Partitioner, record: Record | None, replans: int) -> Compiled:
-        self.report = self.completed(partitioner, record, replans)
-        return compiled
+from autoremat.tools.trace import CapturedVisitor, Target, trace_captured
+from autoremat.torch_private import compat, fake_tensors, inductor_lowering
 
 
 def refuse_step_profiles(options: Options) -> None:
@@ -64,22 +53,22 @@ def dry_runs(
     patches = {**asked, **fake_tensors.RUNS_NOTHING}
     left_out = [key for key in fake_tensors.RUNS_NOTHING if asked.get(key)]
 
-    def visiting(target: Target, resident: int) -> Visitor[Report | None]:
+    def visiting(target: Target, resident: int) -> CapturedVisitor[Report | None]:
         if target.cuda_name is not None:
             raise OptionsError(
                 f"lower=True: code is generated for a device that is here, and {target.cuda_name} is known by name only. "
                 "Accepted with it: lower=False"
             )
 
-        def visit(module: fx.GraphModule, inputs: Sequence[object], _: Mapping[str, Any]) -> Report | None:
-            dry_run = _DryRun(module, inputs, with_bytes(options, device_of_inputs(module, inputs)), patches)
-            with lowering.without_kernels():
-                dry_run.run()
-            return dry_run.report
+        def visit(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Report | None]:
+            inputs = fake_tensors.own_inputs(inputs)
+            by_bytes = with_bytes(options, device_of_inputs(module, inputs))
+            with inductor_lowering.without_kernels():
+                return [compile_graph(GraphSource(module, inputs, patches), by_bytes).report]
 
         return visit
 
-    found, notes = trace(model_or_fn, args, kwargs, options, device, visiting, joint=False).results()
+    found, notes = trace_captured(model_or_fn, args, kwargs, device, visiting).results()
     if left_out:
         notes = (*notes, f"code without {', '.join(left_out)}, which would run kernels to choose among them")
     return found, notes

@@ -5,20 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
-from torch import fx
 
-from autoremat.basics.progress import now, status_if_slow
-from autoremat.capture.capture import Capture
-from autoremat.capture.pricing import ROOFLINE, priced
-from autoremat.compiler.partitioner import Partitioner, free_device_bytes
-from autoremat.compiler.preparation import captured
-from autoremat.compiler.torch_partition import torch_partition_peak
+from autoremat.basics.progress import status_if_slow
+from autoremat.capture.pricing import ROOFLINE
+from autoremat.compiler.joint_graph import (
+    JointGraph,
+    PlanningContext,
+    PricedGraph,
+    capture_and_price,
+    free_device_bytes,
+    prepare,
+)
+from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
-from autoremat.planner.cost import Pricing
 from autoremat.report.report import Report
 from autoremat.tools.dry_run import dry_runs, refuse_step_profiles
 from autoremat.tools.trace import Target, Visitor, trace
@@ -32,31 +34,27 @@ NEAR = 0.05
 
 @dataclass(frozen=True)
 class Preview:
-    """One joint graph of a step, captured and priced as by the backend."""
+    """One joint graph of a step, captured and priced as by the backend, with the context of its plan."""
 
-    captured: Capture
-    pricing: Pricing
-    partitioner: Partitioner
-    joint_inputs: Sequence[object]
-    keywords: Mapping[str, Any]
-    """Keyword arguments that AOTAutograd passes to a partitioner beside the joint graph and its inputs."""
+    priced: PricedGraph
+    context: PlanningContext
 
     def report(self) -> Report:
         """Returns the report of the plan. Raises ``BudgetInfeasible`` as the backend does."""
-        self.partitioner.choose(self.captured, self.pricing)
-        assert self.partitioner.report is not None
-        return self.partitioner.report
+        report = plan_graph(self.priced, self.context).report
+        assert report is not None
+        return report
 
     def report_and_doubt(self) -> tuple[Report, bool]:
         """Returns the report, and True if only generated code can tell that the budget suffices.
 
         Raises ``BudgetInfeasible``.
         """
-        report, options = self.report(), self.partitioner.options
+        report, options = self.report(), self.context.options
         budget, least = report.budget_bytes, report.minimum_peak_bytes + report.code_headroom_bytes
         tight = budget is not None and budget < (1 + NEAR) * least and not options.wants_whole_baseline
-        lowers = self.partitioner.fuses and self.partitioner.cuda_name is None
-        return report, tight and lowers and options.on_infeasible == "raise"
+        lowers = self.context.fuses and self.context.cuda_name is None
+        return report, tight and lowers and self.context.must_fit
 
 
 def explain(
@@ -138,21 +136,11 @@ def previews(
                 return free_device_bytes(traced_on)
             return None if target.memory_bytes is None else max(0, target.memory_bytes - resident)
 
-        def visit(joint: fx.GraphModule, inputs: Sequence[object], keywords: Mapping[str, Any]) -> T | None:
-            fuses = options.compiler == "inductor"
-            now("reading the joint graph")
-            compat.warn_of_torchs_budgets(joint)
-            prepared = compat.prepare_joint(joint, keywords["num_fwd_outputs"])
-            found = captured(prepared, keywords["num_fwd_outputs"], fuses, target.cuda_name)
-            if found.graph.single_phase:
-                return None
-            found, pricing = priced(found, planned_by.cost_model)
-            must_fit = options.on_infeasible == "raise"
-            partitioner = Partitioner(
-                planned_by, "", fuses=fuses, must_fit=must_fit, free_bytes=free, cuda_name=target.cuda_name
-            )  # fmt: skip
-            partitioner.torch_partition_peak = partial(torch_partition_peak, found, inputs, keywords)
-            return look(Preview(found, pricing, partitioner, inputs, keywords))
+        context = PlanningContext(planned_by, free_bytes=free, cuda_name=target.cuda_name)
+
+        def visit(joint: JointGraph) -> T | None:
+            priced = capture_and_price(prepare(joint, context), context)
+            return None if priced is None else look(Preview(priced, context))
 
         return visit
 

@@ -55,7 +55,7 @@ def pareto(
 
     def look(preview: Preview) -> Pareto:
         preview = by_recomputation_alone(preview)
-        graph = preview.captured.graph
+        graph = preview.priced.graph
         tally = Tally(points)
         now("planning, budget", tally.count)
         ours = []
@@ -78,8 +78,9 @@ def pareto(
 
 def by_recomputation_alone(preview: Preview) -> Preview:
     """Returns ``preview`` with saves that cost no time, as in the lower bounds and in torch's objective."""
-    graph = replace(preview.captured.graph, saving_seconds_per_byte=0.0)
-    return replace(preview, captured=replace(preview.captured, graph=graph))
+    graph = replace(preview.priced.graph, saving_seconds_per_byte=0.0)
+    captured = replace(preview.priced.captured, graph=graph)
+    return replace(preview, priced=replace(preview.priced, captured=captured))
 
 
 def plans_of_torch(preview: Preview, shares: Sequence[float]) -> Iterator[tuple[float, Plan]]:
@@ -88,9 +89,9 @@ def plans_of_torch(preview: Preview, shares: Sequence[float]) -> Iterator[tuple[
     A partition that the simulator cannot follow is left out with a ``FallbackWarning``. One cause is a random state that torch
     replays.
     """
-    captured = preview.captured
+    captured, joint = preview.priced.captured, preview.priced.joint
     for share in shares:
-        halves = fake_tensors.partition_for(share, captured.joint, preview.joint_inputs, preview.keywords)
+        halves = fake_tensors.partition_for(share, captured.joint, joint.inputs, joint.keywords)
         try:
             yield share, plan_of_partition(captured, *halves)
         except PlanInvalid as error:

@@ -1,7 +1,7 @@
 """Traces the joint graphs of a training step without running it: Dynamo and AOTAutograd see tensors without memory.
 
 The path is the backend's own up to the partitioner, so the graphs are those that the backend would plan. A visitor receives
-each joint graph instead of the compiler. The code between two graphs continues with fake results.
+each graph instead of the compiler. The code between two graphs continues with fake results.
 
 A CUDA device that is not present is represented by the CPU, because autograd refuses even fake CUDA tensors without a CUDA
 device. Only the parts that depend on the device follow CUDA's rules: attention kernels, workspaces, allocation rounding and
@@ -25,7 +25,9 @@ from autoremat.basics.errors import AutorematError, CaptureError, OptionsError, 
 from autoremat.capture.capture import may_train
 from autoremat.capture.source_info import take_names
 from autoremat.compiler.breaks import one_of_several, what_dynamo_said
+from autoremat.compiler.joint_graph import JointGraph, PlanningContext
 from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.partitioning import Partitioning
 from autoremat.options.options import Options
 from autoremat.planner.cost import DATASHEETS, UNKNOWN_GPU, datasheet, device_memory
 from autoremat.tools.cuda_attention import with_attention_of_cuda
@@ -35,8 +37,11 @@ from autoremat.torch_private.dynamo import graph_breaks
 T = TypeVar("T")
 R = TypeVar("R")
 
-Visitor = Callable[[fx.GraphModule, Sequence[object], Mapping[str, Any]], T]
-"""A function with a partitioner's arguments: the joint graph, its inputs and keyword arguments."""
+Visitor = Callable[[JointGraph], T]
+"""Receives the joint graph of each graph that trains."""
+
+CapturedVisitor = Callable[[fx.GraphModule, Sequence[Any]], Sequence[T]]
+"""Receives each graph that may train as Dynamo captured it, with its inputs. Returns any number of results."""
 
 SEARCH_DEPTH = 4
 """Depth of containers and attributes to which a function's models are searched."""
@@ -101,57 +106,43 @@ def _named(name: str) -> Target:
 class _Recorder(Generic[T]):
     """A Dynamo backend that passes graphs to a visitor and compiles nothing."""
 
-    options: Options
-    target: Target
-    visit: Visitor[T]
-    joint: bool
+    visit: CapturedVisitor[T]
     found: list[T] = field(default_factory=list)
 
     def __call__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
         take_names(module)
         runnable = fx.GraphModule(module, fake_tensors.shallow_copy(module.graph))
-        if not may_train(module, inputs):
-            return runnable.forward
-        with one_of_several(module):
-            self.see(module, inputs)
+        if may_train(module, inputs):
+            with one_of_several(module):
+                self.found.extend(self.visit(module, inputs))
         return runnable.forward
-
-    def see(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
-        """Passes the graph, or its joint graph, to the visitor."""
-        if not self.joint:
-            self.found.append(self.visit(module, fake_tensors.own_inputs(inputs), {}))
-        else:
-            if self.target.cuda_name is not None and self.target.traced_on.type != "cuda":
-                sheet = datasheet(self.target.cuda_name) or UNKNOWN_GPU
-                module = with_attention_of_cuda(module, sheet.capability)
-            config = {**compat.mode_config(self.options.mode), **dict(self.options.inductor)}
-            with contextlib.suppress(_Seen):
-                fake_tensors.trace_joint(module, inputs, _Handover(self), self.options.compiler == "inductor", config)
 
 
 class _Seen(Exception):
     """Ends the tracing of a graph after its joint graph has been visited."""
 
 
-class _Handover(compat.CustomPartitionerFn):
-    """A partitioner that passes the joint graph to the visitor."""
+def _joint_visitor(options: Options, target: Target, visit: Visitor[T]) -> CapturedVisitor[T]:
+    """Returns the visitor that traces the joint graph of each captured graph and passes it to ``visit``."""
 
-    def __init__(self, recorder: _Recorder[Any]) -> None:
-        self.recorder = recorder
+    def visit_captured(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[T]:
+        if target.cuda_name is not None and target.traced_on.type != "cuda":
+            sheet = datasheet(target.cuda_name) or UNKNOWN_GPU
+            module = with_attention_of_cuda(module, sheet.capability)
+        found: list[T] = []
 
-    def uuid(self) -> None:
-        """Returns None, so that torch caches nothing."""
-        return None
+        def hand_over(joint: JointGraph) -> compat.PartitionedModules:
+            if joint.is_region:  # called by the surrounding graph
+                return Partitioning(PlanningContext(options))(joint)
+            found.append(visit(joint))
+            raise _Seen
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Handover:
-        return self
+        config = {**compat.mode_config(options.mode), **dict(options.inductor)}
+        with contextlib.suppress(_Seen):
+            fake_tensors.trace_joint(module, inputs, Partitioner(hand_over), options.compiler == "inductor", config)
+        return found
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> compat.PartitionedModules:
-        if not joint_inputs:  # a nested compile region, called by the surrounding graph
-            options = self.recorder.options
-            return Partitioner(options, "", fuses=options.compiler == "inductor")(gm, joint_inputs, **kwargs)
-        self.recorder.found.append(self.recorder.visit(gm, joint_inputs, kwargs))
-        raise _Seen
+    return visit_captured
 
 
 @dataclass(frozen=True)
@@ -181,13 +172,29 @@ def trace(
     options: Options,
     device: str | torch.device | None,
     visit: Callable[[Target, int], Visitor[T]],
-    joint: bool = True,
 ) -> Traced[T]:
     """Traces ``model_or_fn(*args, **kwargs)`` without running it, and visits the joint graph of each graph that trains.
 
-    ``visit`` maps the target and the bytes that exist before the step to the visitor. If ``joint`` is False, the visitor
-    receives each graph that may train as Dynamo captured it. Models are found in the closures of a function and in the globals
-    that it names. Raises ``CaptureError`` if nothing can be planned.
+    ``visit`` maps the target and the bytes that exist before the step to the visitor. Raises ``CaptureError`` if nothing can be
+    planned.
+    """
+
+    def visit_captured(target: Target, resident: int) -> CapturedVisitor[T]:
+        return _joint_visitor(options, target, visit(target, resident))
+
+    return trace_captured(model_or_fn, args, kwargs, device, visit_captured)
+
+
+def trace_captured(
+    model_or_fn: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    device: str | torch.device | None,
+    visit: Callable[[Target, int], CapturedVisitor[T]],
+) -> Traced[T]:
+    """Traces as :func:`trace` does, and visits each graph that may train as Dynamo captured it.
+
+    Models are found in the closures of a function and in the globals that it names.
     """
     models = list(dict.fromkeys(_models_in(model_or_fn)))
     own = [t for model in models for t in (*model.parameters(), *model.buffers())]
@@ -207,7 +214,7 @@ def trace(
         lambda leaf: fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, (tuple(args), dict(kwargs))
     )
     resident = sum(t.numel() * t.element_size() for t in {id(t): t for t in (*own, *given)}.values())
-    recorder = _Recorder(options, target, visit(target, resident), joint)
+    recorder = _Recorder(visit(target, resident))
     notes = list(target.notes)
     breaks = graph_breaks()
     with _borrowed(models, [model_or_fn, *args, *kwargs.values()], fake), mode:

@@ -16,16 +16,14 @@ from typing import Any, cast
 import torch
 from torch import fx
 
-from autoremat.basics.errors import BudgetWarning, ConstraintWarning, UnsupportedTorchError
+from autoremat.basics.errors import SUPPORTED_MINORS, BudgetWarning, ConstraintWarning, UnsupportedTorchError
 from autoremat.torch_private.compile_progress import inductor_is_told
 from autoremat.torch_private.symbolic_sizes import most as most
 from autoremat.torch_private.symbolic_sizes import size_hint as size_hint
 
-SUPPORTED_MINORS = range(11, 16)
-
 
 def check_torch_version(version: str = torch.__version__) -> None:
-    """Raises ``UnsupportedTorchError`` unless the torch version is 2.11 to 2.15."""
+    """Raises ``UnsupportedTorchError`` unless the package supports the torch version."""
     match = re.match(r"(\d+)\.(\d+)", version)
     if match is None or int(match[1]) != 2 or int(match[2]) not in SUPPORTED_MINORS:
         raise UnsupportedTorchError(version)

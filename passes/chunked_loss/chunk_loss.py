@@ -52,15 +52,15 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Chunked:
-    """The result of chunking: ``rows`` of the projection in ``parts`` chunks, whose logits together take ``logits_bytes``."""
+    """The result of chunking: ``rows`` of the projection in ``chunks`` chunks, whose logits together take ``logits_bytes``."""
 
-    parts: int
+    chunks: int
     rows: int
     logits_bytes: int
 
 
-def chunk_loss(joint: fx.GraphModule, parts: int) -> Chunked:
-    """Rewrites ``joint`` in place so that its largest projection and the loss are computed in ``parts`` chunks.
+def chunk_loss(joint: fx.GraphModule, chunks: int) -> Chunked:
+    """Rewrites ``joint`` in place so that its largest projection and the loss are computed in ``chunks`` chunks.
 
     The number of chunks is at most the number of rows. Raises ``ChunkingUnsupported`` if the graph cannot be chunked; ``joint``
     is then unusable.
@@ -74,7 +74,7 @@ def chunk_loss(joint: fx.GraphModule, parts: int) -> Chunked:
     region = _Finder(joint.graph, projection, width).region()
     if not any(op_traits.packet(node) in EXPONENTIALS for node in region.steps):
         raise ChunkingUnsupported(f"what {described(projection)} makes goes into no softmax")
-    length = math.ceil(rows / min(parts, rows))
+    length = math.ceil(rows / min(chunks, rows))
     bounds = [(start, min(start + length, rows)) for start in range(0, rows, length)]
     result = Chunked(len(bounds), rows, projection.meta["val"].numel() * projection.meta["val"].element_size())
     _Rewriting(joint.graph, region, bounds, Builder.beside(projection)).run()
@@ -136,7 +136,7 @@ class _Finder:
                 if node.op == "output":
                     if wide:
                         what = f"the caller is handed {described(wide[0])} whole"
-                        remedy = f"return the loss alone: {what}, so the loss cannot be had in parts (chunk_loss)"
+                        remedy = f"return the loss alone: {what}, so the loss cannot be chunked (chunk_loss)"
                         raise ChunkingUnsupported(f"{what}; return the loss alone", remedy)
                     continue
                 try:

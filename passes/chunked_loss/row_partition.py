@@ -83,7 +83,7 @@ def shape_of(node: Any) -> tuple[int, ...]:
     if not all(type(size) is int for size in value.shape):
         what = "its sizes are dynamic"
         raise ChunkingUnsupported(
-            f"{what}: compile with dynamic=False", f"compile with dynamic=False: {what}, so the loss cannot be had in parts"
+            f"{what}: compile with dynamic=False", f"compile with dynamic=False: {what}, so the loss cannot be chunked"
         )
     return tuple(value.shape)
 

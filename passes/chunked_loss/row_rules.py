@@ -58,7 +58,7 @@ def step_of(node: fx.Node, region: Region, lead: int | None = None) -> Step:
     node does not compute row by row.
     """
     if node.op != "call_function" or node.target is not operator.getitem and call_cost.traits_of(node) & ~Trait.DISCONTINUOUS:
-        raise ChunkingUnsupported(f"{described(node)} may not be run in parts")
+        raise ChunkingUnsupported(f"{described(node)} cannot be chunked")
     name = op_traits.packet(node)
     target = node.target
     if node.target is operator.getitem:

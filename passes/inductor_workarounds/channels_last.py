@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from autoremat.ops.op_traits import BY_STRIDES, is_view, packet
-from autoremat.torch_private.lowering import chooses_layouts_of_gradients
+from autoremat.torch_private.inductor_lowering import chooses_layouts_of_gradients
 
 aten = torch.ops.aten
 

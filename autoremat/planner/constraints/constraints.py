@@ -62,7 +62,7 @@ class Constraints:
 class _Application:
     """The application of constraints to one graph."""
 
-    orders: Constraints
+    constraints: Constraints
     graph: Graph
 
     @cached_property
@@ -73,29 +73,31 @@ class _Application:
     @cached_property
     def regions(self) -> Sequence[Region]:
         """The regions of the policy."""
-        return self.orders.policy(self.forward) if self.orders.policy is not None else ()
+        return self.constraints.policy(self.forward) if self.constraints.policy is not None else ()
 
     @cached_property
     def to_save(self) -> frozenset[int]:
         """Ops that patterns or the model save."""
         by_model = {i for i, op in enumerate(self.forward.ops) if op.constraint is Constraint.SAVE}
-        return self._matches(self.orders.save, "save") | by_model
+        return self._matches(self.constraints.save, "save") | by_model
 
     @cached_property
     def to_recompute(self) -> frozenset[int]:
         """Ops that patterns or the model recompute."""
-        ops = self._matches(self.orders.recompute, "recompute")
+        ops = self._matches(self.constraints.recompute, "recompute")
         by_model = {i for i, op in enumerate(self.forward.ops) if op.constraint is Constraint.RECOMPUTE and op.rematerializable}
-        return self._possible(ops, f"recompute={list(self.orders.recompute)}") | by_model - self.to_save
+        return self._possible(ops, f"recompute={list(self.constraints.recompute)}") | by_model - self.to_save
 
     @cached_property
     def by_policy(self) -> frozenset[int]:
         """Ops that the policy recomputes."""
         inside = {index for region in self.regions for index in _inside(self.graph, region)}
         if self.regions and not inside:
-            _warn(f"policy={self.orders.policy} recomputes nothing: its regions consist of ops whose results others read, such "
-                  "as fused attention, which needs no checkpoint")  # fmt: skip
-        return self._possible(frozenset(inside) - self.to_recompute - self.to_save, f"policy={self.orders.policy}")
+            _warn(
+                f"policy={self.constraints.policy} recomputes nothing: its regions consist of ops whose results others read, "
+                "such as fused attention, which needs no checkpoint"
+            )
+        return self._possible(frozenset(inside) - self.to_recompute - self.to_save, f"policy={self.constraints.policy}")
 
     def _matches(self, patterns: Iterable[str], option: str) -> frozenset[int]:
         """Returns the forward ops that ``patterns`` match; warns of each pattern that matches nothing."""
@@ -129,7 +131,7 @@ class _Application:
     def result(self) -> ConstrainedGraph:
         """The graph with its constraints and the policy's candidate."""
         recomputed = self.to_recompute | self.by_policy
-        rest = Constraint.SAVE if self.orders.exact and self.orders.policy is not None else Constraint.NONE
+        rest = Constraint.SAVE if self.constraints.exact and self.constraints.policy is not None else Constraint.NONE
         ops = tuple(
             op if index >= self.graph.num_forward
             else replace(op, constraint=Constraint.SAVE if index in self.to_save
@@ -137,17 +139,19 @@ class _Application:
             for index, op in enumerate(self.graph.ops)
         )  # fmt: skip
         graph = replace(self.graph, ops=ops)
-        return ConstrainedGraph(graph, None if self.orders.policy is None else self._candidate(graph, recomputed))
+        return ConstrainedGraph(graph, None if self.constraints.policy is None else self._candidate(graph, recomputed))
 
     def _candidate(self, graph: Graph, recomputed: frozenset[int]) -> Candidate:
         """Returns the policy's own plan."""
         saved = frozenset(v for i, op in enumerate(self.forward.ops) if i not in recomputed for v in op.outputs)
-        label = f"policy {self.orders.policy}, {len(self.regions)} regions"
+        label = f"policy {self.constraints.policy}, {len(self.regions)} regions"
         segments = self._segments()
         plan = Plan.of(graph, build_schedule(graph, saved, segments), label)
         if self.by_policy and self.by_policy.isdisjoint(plan.recomputed):
-            _warn(f"policy={self.orders.policy} recomputes nothing: the backward reads no result of its regions, only what "
-                  "others make of them")  # fmt: skip
+            _warn(
+                f"policy={self.constraints.policy} recomputes nothing: the backward reads no result of its regions, only "
+                "results that other ops compute from them"
+            )
         return Candidate(plan, Segmentation(segments, frozenset(), f"{label},"))
 
     def _segments(self) -> Segments:

@@ -17,6 +17,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from autoremat.basics.codec import Codec
+
+CODEC = Codec()
+
 BYTES_OF_SAVING = 16 * 2**20
 """Bytes of the transfer whose bandwidth prices saved tensors."""
 
@@ -186,11 +190,9 @@ class Rates:
         """Returns the rates that :meth:`to_json` wrote. Raises ``ValueError`` on anything else."""
         try:
             record: dict[str, Any] = json.loads(text)
-            curves = {
-                str(name): Curve(tuple((float(amount), float(seconds)) for amount, seconds in points))
-                for name, points in record["curves"].items()
-            }
-            return cls(str(record["device"]), float(record["launch_seconds"]), curves)
+            points = tuple[tuple[float, float], ...]
+            curves = {str(name): Curve(CODEC.read(points, found)) for name, found in record["curves"].items()}
+            return cls(CODEC.read(str, record["device"]), CODEC.read(float, record["launch_seconds"]), curves)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not the rates of a device: {error}") from error
 

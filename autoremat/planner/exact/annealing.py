@@ -24,32 +24,9 @@ from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.settings import SETTINGS
 
-COLDEST = 0.03
-"""Last temperature, in mean seconds of an op."""
-
-FIRST_PRICE, LEAST_PRICE, MOST_PRICE = 0.05, 0.02, 50.0
-"""First, lowest and highest price of an excess byte at one site, in mean seconds of an op per mean bytes of a value."""
-
-DEARER, CHEAPER, EVERY = 1.02, 0.97, 64
-"""Factors of the price for a state that does not fit and for one that fits; number of moves between two changes."""
-
-LEAVING, LEAVING_WHEN_FITTING, ALONE = 0.35, 0.6, 0.15
-"""Probability that a move removes a recomputation, for states that do not fit and for states that fit; probability that a move
-does only that."""
-
-MOVES_PER_SECOND = 4000
-"""Moves per second of the time limit. The number is low enough to leave time for large-neighbourhood search."""
-
-MOST_AFRESH = 5_000
-"""Maximum number of recomputations of a plan that recomputes every value for each use. It is enough for a chain of 100 ops."""
-
-HOT, WARM = 3.0, 0.3
-"""First temperatures, in mean seconds of an op: for a search from nothing, and for one from a good plan."""
-
-WARM_SHARE, SHORTEST_SHARE, MOVES_PER_OP = 0.2, 0.2, 300
-"""Share of the moves that anneal the best plan once more. Maximum length of the first search from nothing, as a share of
-the moves and in moves per op."""
+settings = SETTINGS.annealing
 
 
 @dataclass
@@ -68,10 +45,11 @@ class Annealing(Moves):
         """Makes one move. ``over`` holds the bytes over the budget at each site of the current state."""
         over_budget = np.flatnonzero(over > 0.0)
         chance = self.random.random()
-        if self.chosen and chance < (LEAVING if len(over_budget) else LEAVING_WHEN_FITTING):
+        removal = settings.removal_probability if len(over_budget) else settings.removal_probability_when_fitting
+        if self.chosen and chance < removal:
             self._withdraw(*self.chosen[int(self.random.random() * len(self.chosen))])
             worst = int(self.sites.together.argmax())
-            if chance >= ALONE and self.sites.together[worst] > self.budget:
+            if chance >= settings.removal_only_probability and self.sites.together[worst] > self.budget:
                 self._relieve(worst)
         elif len(over_budget):
             self._relieve(int(over_budget[int(self.random.random() * len(over_budget))]))
@@ -84,20 +62,21 @@ class Annealing(Moves):
         ``hottest`` is the first temperature in mean seconds of an op. ``deadline`` is a time of the monotonic clock in seconds.
         """
         sites = self.sites
-        factor, temperature, price = FIRST_PRICE, 0.0, 0.0
+        factor, temperature, price = settings.initial_price, 0.0, 0.0
         over, excess = self._over()
         best, least = math.inf, math.inf
         fitting: list[tuple[int, int]] | None = None
         closest: list[tuple[int, int]] = []
         energy, interrupted = math.inf, False
         for move in range(moves if self.movable and self.cumulative[-1] else 0):
-            if move % EVERY == 0:
+            if move % settings.update_moves == 0:
                 if time.monotonic() > deadline:
                     interrupted = True
                     break
-                factor = min(max(factor * (DEARER if excess else CHEAPER), LEAST_PRICE), MOST_PRICE)
+                factor *= settings.price_increase if excess else settings.price_decrease
+                factor = min(max(factor, settings.minimum_price), settings.maximum_price)
                 price = factor * self.op_seconds / self.value_bytes
-                temperature = self.op_seconds * hottest * (COLDEST / hottest) ** (move / moves)
+                temperature = self.op_seconds * hottest * (settings.final_temperature / hottest) ** (move / moves)
                 energy = sites.added + price * excess
             before = sites.together, sites.apart, sites.added
             sites.together, sites.apart = sites.together.copy(), sites.apart.copy()
@@ -138,14 +117,14 @@ def improve(
         found = found.with_plans(polished(graph, budget, seed, schedule, "afresh", deadline), budget, interrupted=False)
     if found.is_converged(good_gap):
         return found
-    moves = int(MOVES_PER_SECOND * time_limit)
-    lengths = lengths_of(int((1 - WARM_SHARE) * moves), len(graph.ops)) if from_nothing else []
-    for number, length in enumerate([*lengths, int(WARM_SHARE * moves)]):
+    moves = int(settings.moves_per_second * time_limit)
+    lengths = lengths_of(int((1 - settings.warm_start_share) * moves), len(graph.ops)) if from_nothing else []
+    for number, length in enumerate([*lengths, int(settings.warm_start_share * moves)]):
         warm = number == len(lengths)
         search = Annealing(graph, budget, seed + number)
         if warm:
             search.start_from((found.plan or found.smallest).schedule)
-        reached = search.run(length, WARM if warm else HOT, deadline)
+        reached = search.run(length, settings.warm_start_temperature if warm else settings.initial_temperature, deadline)
         plans = [Plan.of(graph, reached.best or reached.closest, "annealed")]
         if reached.best is not None:
             plans += polished(graph, budget, seed, reached.best, "annealed", deadline)
@@ -158,7 +137,7 @@ def improve(
 def recompute_per_use(graph: Graph) -> Schedule | None:
     """Returns the schedule that recomputes all inputs of each op anew for each use, starting from the inputs of the graph.
 
-    The schedule needs little memory and much time. None if it has more than ``MOST_AFRESH`` recomputations.
+    The schedule needs little memory and much time. None if it has more than ``recomputations_per_use`` recomputations.
     """
     sites, recomputations = Sites(graph), 0
     for site in range(0 if graph.single_phase else graph.num_forward, sites.end + 1):
@@ -171,7 +150,7 @@ def recompute_per_use(graph: Graph) -> Schedule | None:
                 wanted.add(producer)
                 unseen += sites.inputs[producer]
         recomputations += len(wanted)
-        if recomputations > MOST_AFRESH:
+        if recomputations > settings.recomputations_per_use:
             return None
         for index in sorted(wanted):
             sites.add(index, site)
@@ -186,7 +165,7 @@ def lengths_of(moves: int, ops: int) -> list[int]:
     out.
     """
     lengths: list[int] = []
-    following = max(min(int(SHORTEST_SHARE * moves), MOVES_PER_OP * ops), 1)
+    following = max(min(int(settings.first_search_share * moves), settings.first_search_moves_per_op * ops), 1)
     while moves - sum(lengths) > 3 * following:
         lengths.append(following)
         following *= 2

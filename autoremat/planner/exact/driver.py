@@ -12,22 +12,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from autoremat.planner.exact.interval_model import IntervalModel, Vector, recomputations
-from autoremat.planner.exact.large_neighborhood import WHOLE_COLUMNS, Improvement, Incumbent
+from autoremat.planner.exact.large_neighborhood import Improvement, Incumbent
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.settings import SETTINGS
 
-COLUMNS_PER_SECOND = 1500
-"""Columns of the largest model that is tried, per second of the time limit. Its relaxation leaves time for neighbourhoods."""
-
-NEIGHBOURHOODS_PER_SECOND = 2
-
-DEPTHS = (1, 2, 4, 8, 16, 32)
-"""Depths of the models that are tried, as long as they are not too large."""
-
-DEEPEST_START, START_PENALTY, START_SHARE = 2, 2.0, 0.3
-"""Depth up to which models give first plans. Penalty, in steps, of an excess as large as the baseline's peak. Share of the time
-limit for each first plan."""
+settings = SETTINGS.interval_model
 
 
 @dataclass
@@ -54,9 +45,9 @@ class Descent:
     def models(self) -> list[IntervalModel]:
         """Returns models of growing depth, as long as they grow and are not too large."""
         found: list[IntervalModel] = []
-        for depth in DEPTHS:
+        for depth in settings.depths:
             model = IntervalModel(self.graph, depth)
-            if model.columns > COLUMNS_PER_SECOND * self.time_limit or (found and model.columns == found[-1].columns):
+            if model.columns > settings.columns_per_second * self.time_limit or (found and model.columns == found[-1].columns):
                 break
             found.append(model)
         return found
@@ -68,14 +59,14 @@ class Descent:
         if not models:
             return
         relaxed: Vector | None = None
-        if models[-1].columns > WHOLE_COLUMNS:
+        if models[-1].columns > SETTINGS.neighborhood.whole_model_columns:
             relaxed = self._relax(models)
         start = min(self.plans, key=self._score)
         model = IntervalModel(self.graph, models[-1].depth, recomputations(self.graph, start.schedule))
         improvement = self._improvement(model)
         if relaxed is not None:
             improvement.relaxed = model.carried_over(models[-1], relaxed)
-        neighbourhoods = int(NEIGHBOURHOODS_PER_SECOND * self.time_limit)
+        neighbourhoods = int(SETTINGS.neighborhood.neighborhoods_per_second * self.time_limit)
         self.plans += improvement.run(model.choice(start.schedule), neighbourhoods, self.within_gap)
         self.interrupted = self.interrupted or improvement.interrupted
 
@@ -98,22 +89,24 @@ class Descent:
             # plans.
             support = np.maximum(model.carried_over(before, support), relaxed) if len(support) else relaxed
             before = model
-            if model.depth <= DEEPEST_START:
+            if model.depth <= settings.first_plan_depth:
                 self._begin(current, support)
         return relaxed
 
     def _begin(self, current: Improvement, support: Vector) -> None:
         """Adds a first plan that uses only the columns of ``support``."""
         begun = time.monotonic()
-        chosen = current.among(np.flatnonzero(support > 1e-6), START_PENALTY, self.time_limit * START_SHARE)
+        time_limit = self.time_limit * settings.first_plan_share
+        chosen = current.among(np.flatnonzero(support > 1e-6), settings.first_plan_penalty, time_limit)
         if chosen is not None:
             self.plans.append(Incumbent.of(current.model, chosen).plan)
-        self.interrupted = self.interrupted or time.monotonic() - begun > self.time_limit * START_SHARE
+        self.interrupted = self.interrupted or time.monotonic() - begun > time_limit
 
     def _score(self, plan: Plan) -> float:
-        """Returns the seconds of ``plan``, plus the penalty of its bytes over the budget at :data:`START_PENALTY`."""
+        """Returns the seconds of ``plan``, plus ``first_plan_penalty`` for its bytes over the budget."""
         over = plan.timeline.bytes_at - self.budget
-        return plan.cost_seconds + START_PENALTY * self.graph.step_seconds / self.peak * float(over[over > 0].sum())
+        penalty = settings.first_plan_penalty * self.graph.step_seconds / self.peak
+        return plan.cost_seconds + penalty * float(over[over > 0].sum())
 
 
 def improve(

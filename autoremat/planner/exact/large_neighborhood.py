@@ -23,39 +23,9 @@ from scipy.sparse import bmat, csr_matrix, eye
 from autoremat.planner.exact.interval_model import Columns, IntervalModel, Vector, sites_of
 from autoremat.planner.exact.mip import Program, Solution, solve
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.settings import SETTINGS
 
-NODES = 30
-"""Branch-and-bound nodes of one neighbourhood."""
-
-SUPPORT_NODES = 200
-"""Branch-and-bound nodes of a first plan, which uses only columns of the relaxations."""
-
-PENALTY = 4.0
-"""Initial penalty, in steps, of an excess as large as the baseline's peak."""
-
-PENALTY_WHEN_FITTING = 8.0
-"""Initial penalty if the first plan fits. It is higher, to keep the search near plans that fit."""
-
-IMPATIENCE = 6
-"""Neighbourhoods in a row without improvement after which the penalty doubles, if the plan does not fit."""
-
-PATIENCE = 30
-"""Neighbourhoods in a row without improvement that end the search, if the plan fits."""
-
-MOST_PENALTY = 64.0
-
-LEAST_GAIN = 1e-5
-"""Least improvement that counts, as a share of the step."""
-
-WHOLE_COLUMNS, WHOLE_NODES = 1500, 2000
-"""Columns up to which the whole model is one neighbourhood, and branch-and-bound nodes for such a model."""
-
-NEIGHBOURHOOD_SECONDS = 5.0
-"""Time limit of a neighbourhood. On a machine of ordinary speed, the limit on nodes ends it earlier."""
-
-FIRST_COLUMNS, LEAST_COLUMNS, MOST_COLUMNS = 1500, 100, 3000
-"""Columns that a neighbourhood frees: at first, at least and at most. The number falls after an unsolved neighbourhood and
-rises after a solved one."""
+settings = SETTINGS.neighborhood
 
 
 @dataclass(frozen=True)
@@ -120,7 +90,7 @@ class Improvement:
         self.model, self.budget, self.deadline = model, budget, deadline
         self.random = np.random.default_rng(seed)
         self.unit = max(model.graph.step_seconds, 1e-30) / max(peak, 1)
-        self.penalty = PENALTY * self.unit
+        self.penalty = settings.penalty * self.unit
         self.relaxed: Vector | None = None
         self.exhausted = self.solved_strictly = False
         self.interrupted = False
@@ -131,7 +101,7 @@ class Improvement:
             self.op_of_column[list(sites.values())] = index
         self.columns_of_op = np.bincount(self.op_of_column, minlength=len(model.graph.ops))
         self.kinds = (self._window, self._related, self._anywhere)
-        self.size = [FIRST_COLUMNS] * len(self.kinds)
+        self.size = [settings.initial_columns] * len(self.kinds)
 
     def left(self) -> float:
         """Returns the seconds to the deadline."""
@@ -140,7 +110,7 @@ class Improvement:
     def relax(self, chosen: Vector) -> None:
         """Solves the linear relaxation of the whole model and stores it."""
         free = np.arange(self.model.columns)
-        program = program_around(self.model, chosen, free, self._budgets(None), MOST_PENALTY * self.unit)
+        program = program_around(self.model, chosen, free, self._budgets(None), settings.maximum_penalty * self.unit)
         solution = solve(program, integers=0, seconds=self.left())
         self.relaxed = None if solution is None else solution.values[: len(free)]
 
@@ -148,7 +118,7 @@ class Improvement:
         """Returns the best choice found that uses only ``columns``; None if none is found."""
         nothing = np.zeros(self.model.columns)
         program = program_around(self.model, nothing, columns, self._budgets(None), penalty * self.unit)
-        solution = solve(program, len(columns), min(seconds, self.left()), SUPPORT_NODES, gap=1e-2)
+        solution = solve(program, len(columns), min(seconds, self.left()), SETTINGS.interval_model.first_plan_nodes, gap=1e-2)
         if solution is None:
             return None
         nothing[columns] = np.round(solution.values[: len(columns)])
@@ -202,7 +172,7 @@ class Improvement:
         if self.relaxed is None:
             return np.zeros(0, dtype=np.int64)
         apart = np.flatnonzero(np.abs(incumbent.chosen - self.relaxed) > 0.05)
-        most = MOST_COLUMNS // 2
+        most = settings.maximum_columns // 2
         return np.sort(self.random.choice(apart, most, replace=False)) if len(apart) > most else apart
 
     # -- the search ----------------------------------------------------------------------------------------------------
@@ -211,10 +181,10 @@ class Improvement:
         """Improves ``start`` and returns the plans found on the way. Each is at least as good as the previous one at the
         penalty of its time."""
         incumbent = Incumbent.of(self.model, start)
-        if self.model.columns <= WHOLE_COLUMNS:
-            self.penalty = MOST_PENALTY * self.unit
+        if self.model.columns <= settings.whole_model_columns:
+            self.penalty = settings.maximum_penalty * self.unit
         elif incumbent.plan.peak_bytes <= self.budget:
-            self.penalty = PENALTY_WHEN_FITTING * self.unit
+            self.penalty = settings.penalty_when_fitting * self.unit
         found, idle = [incumbent.plan], 0
         for _ in range(neighbourhoods):
             if self.left() <= 0.0:
@@ -222,15 +192,15 @@ class Improvement:
                 break
             better = self.step(incumbent)
             gain = incumbent.score(self.budget, self.penalty) - better.score(self.budget, self.penalty)
-            idle = 0 if gain > LEAST_GAIN * self.model.graph.step_seconds else idle + 1
+            idle = 0 if gain > settings.minimum_gain * self.model.graph.step_seconds else idle + 1
             if better is not incumbent:
                 incumbent = better
                 found.append(incumbent.plan)
             fits = incumbent.plan.peak_bytes <= self.budget
             if fits and within_gap(incumbent.plan):
                 break
-            if self.exhausted or idle >= (PATIENCE if fits else IMPATIENCE):
-                if fits or self.penalty >= MOST_PENALTY * self.unit:
+            if self.exhausted or idle >= (settings.patience if fits else settings.patience_when_over_budget):
+                if fits or self.penalty >= settings.maximum_penalty * self.unit:
                     break
                 self.penalty, idle = self.penalty * 2.0, 0
                 self.exhausted = self.solved_strictly = False
@@ -238,7 +208,7 @@ class Improvement:
 
     def step(self, incumbent: Incumbent) -> Incumbent:
         """Returns a better incumbent after one neighbourhood, or the same."""
-        whole = self.model.columns <= WHOLE_COLUMNS
+        whole = self.model.columns <= settings.whole_model_columns
         kind = int(self.random.integers(len(self.kinds)))
         free = np.arange(self.model.columns) if whole else self.kinds[kind](incumbent, self.size[kind])
         if not whole and self.random.random() < 0.6:
@@ -246,7 +216,7 @@ class Improvement:
         generous = self.solved_strictly if whole else bool(self.random.random() < 0.5)
         budgets = self._budgets(incumbent if generous else None)
         program = program_around(self.model, incumbent.chosen, free, budgets, self.penalty)
-        solution = self._solve(program, len(free), WHOLE_NODES if whole else NODES)
+        solution = self._solve(program, len(free), settings.whole_model_nodes if whole else settings.nodes)
         self.size[kind] = self._next_size(self.size[kind], solution)
         better = incumbent
         if solution is not None:
@@ -264,12 +234,12 @@ class Improvement:
     def _solve(self, program: Program, integers: int, nodes: int) -> Solution | None:
         """Returns the solution of one neighbourhood within its limits on time and nodes."""
         begun = time.monotonic()
-        solution = solve(program, integers, min(self.left(), NEIGHBOURHOOD_SECONDS), nodes, gap=1e-3)
-        self.interrupted = self.interrupted or time.monotonic() - begun >= NEIGHBOURHOOD_SECONDS
+        solution = solve(program, integers, min(self.left(), settings.neighborhood_seconds), nodes, gap=1e-3)
+        self.interrupted = self.interrupted or time.monotonic() - begun >= settings.neighborhood_seconds
         return solution
 
     @staticmethod
     def _next_size(size: int, solution: Solution | None) -> int:
         """Returns the number of columns for the next neighbourhood of the same kind."""
         done = solution is not None and solution.optimal
-        return min(int(size * 1.2), MOST_COLUMNS) if done else max(int(size * 0.6), LEAST_COLUMNS)
+        return min(int(size * 1.2), settings.maximum_columns) if done else max(int(size * 0.6), settings.minimum_columns)

@@ -17,15 +17,9 @@ from autoremat.planner.exact.interval_model import recomputations
 from autoremat.planner.exact.rematerialization_state import Sites
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.settings import SETTINGS
 
-MOST_BOLD, LONGEST_CHAIN = 0.6, 10
-"""Highest probability that a freed input is recomputed, too, and not retained; maximum number of recomputations of one move."""
-
-EARLY = 0.2
-"""Probability that an evicted value is recomputed before its next read, while its inputs may still be live."""
-
-TRIES = 60
-"""Number of values that are drawn before a site counts as having no value to evict."""
+settings = SETTINGS.local_search
 
 Bytes = tuple[np.ndarray[tuple[int], np.dtype[np.float64]], np.ndarray[tuple[int], np.dtype[np.float64]], float]
 """State of :class:`Sites`: ``together``, ``apart`` and the added seconds."""
@@ -113,15 +107,15 @@ class Moves:
     def _relieve(self, moment: int) -> None:
         """Evicts a value that is live at site ``moment`` but not read there, and recomputes it for its next read."""
         total = self.cumulative[-1]
-        for _ in range(TRIES):
+        for _ in range(settings.draws):
             index = self.movable[bisect_left(self.cumulative, self.random.random() * total)]
             following = self._gap_over(moment, index) if index < moment else None
             if following is not None:
                 earliest = max(moment + 1, self.first_site)
-                if self.random.random() < EARLY and earliest < following:
+                if self.random.random() < settings.early_probability and earliest < following:
                     following = self.random.randrange(earliest, following)
-                self.chain = LONGEST_CHAIN
-                self._request(index, following, MOST_BOLD * self.random.random() ** 2)
+                self.chain = settings.move_recomputations
+                self._request(index, following, settings.input_probability * self.random.random() ** 2)
                 return
 
     def _gap_over(self, moment: int, index: int) -> int | None:

@@ -12,9 +12,9 @@ from autoremat.planner.exact.local_search import Moves
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.settings import SETTINGS
 
-MOST_EXCHANGED, LEAST_GAIN = 1_000, 1e-6
-"""Number of possible recomputations up to which exchanges are tried; least gain, in mean seconds of an op."""
+settings = SETTINGS.elimination
 
 
 class Polishing(Moves):
@@ -28,7 +28,7 @@ class Polishing(Moves):
         self.steps.clear()
         self._withdraw_needless(deadline, latest_first)
         candidates = [(i, s) for i in self.movable for s in range(max(self.first_site, i + 2), self.sites.end + 1)]
-        better = len(candidates) <= MOST_EXCHANGED
+        better = len(candidates) <= settings.exchange_candidates
         while better:
             better = any(self._exchange(*pair, deadline) for pair in candidates)
         return self._schedule(self.chosen)
@@ -43,7 +43,7 @@ class Polishing(Moves):
         self._step(True, index, site)
         self.sites.settle()
         self._withdraw_needless(deadline, but=(index, site))
-        if self.sites.added < seconds - LEAST_GAIN * self.op_seconds and self._over()[1] <= excess:
+        if self.sites.added < seconds - settings.minimum_gain * self.op_seconds and self._over()[1] <= excess:
             return True
         self._back_to(0, before)
         return False

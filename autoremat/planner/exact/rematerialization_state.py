@@ -22,9 +22,9 @@ from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.exact.interval_model import in_order
 from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.settings import SETTINGS
 
-MOST_ORDERED = 12
-"""Maximum number of recomputations at one site for which another sequence than the graph's is tried."""
+settings = SETTINGS.local_search
 
 
 class Sites:
@@ -169,7 +169,7 @@ class Sites:
         """
         again = self.at[site]
         given = self._least_absent(site, again)
-        if not 1 < len(again) <= MOST_ORDERED:
+        if not 1 < len(again) <= settings.reordered_recomputations:
             return again, given
         other = self._by_growth(site, again)
         if other == again:

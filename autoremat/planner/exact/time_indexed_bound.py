@@ -39,18 +39,9 @@ from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.lower_bounds import fixed_bytes
 from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.settings import SETTINGS
 
-STAGES, MOST_COLUMNS = 48, 60_000
-"""Maximum number of stages; approximate number of columns above which there are fewer stages."""
-
-MOST_ITERATIONS = 20_000
-"""Maximum number of iterations of the approximate solver of relaxations."""
-
-MOST_EXACT_COLUMNS, MOST_NODES = 16_000, 200
-"""Number of columns up to which a program is solved exactly; nodes of branch and bound."""
-
-TIME_SHARE = 0.3
-"""Share of the time limit that the bound may take."""
+settings = SETTINGS.time_indexed_bound
 
 
 @dataclass
@@ -95,7 +86,7 @@ class Stages:
         sequence = np.array(self.plan.sequence[len(self.plan.schedule.forward) :], dtype=np.int64)
         np.maximum.at(full, sequence, self.plan.timeline.bytes_at[len(self.plan.schedule.forward) :])
         # Later stages have fewer columns, on average about half.
-        stages = min(STAGES, end - first, max(2 * MOST_COLUMNS // (3 * max(first, 1)), 1))
+        stages = min(settings.maximum_stages, end - first, max(2 * settings.maximum_columns // (3 * max(first, 1)), 1))
         stretches = np.array_split(np.arange(first, end), stages)
         return sorted({first, *(int(part[np.argmax(full[part])]) for part in stretches)})
 
@@ -214,12 +205,12 @@ class Stages:
             return 0.0
         program, second, deadline = self.program(budget), self._mean_seconds(), time.monotonic() + time_limit
         bound = -math.inf
-        if self.columns <= MOST_EXACT_COLUMNS:
+        if self.columns <= settings.exact_columns:
             bound = exact_bound(program, False, time_limit / 2)
             if -math.inf < bound * second < enough:
-                bound = max(bound, exact_bound(program, True, deadline - time.monotonic(), MOST_NODES))
+                bound = max(bound, exact_bound(program, True, deadline - time.monotonic(), settings.nodes))
         if bound == -math.inf:
-            bound = lower_bound(program, deadline - time.monotonic(), MOST_ITERATIONS)
+            bound = lower_bound(program, deadline - time.monotonic(), settings.iterations)
         return max(bound, 0.0) * second
 
 
@@ -237,7 +228,7 @@ def tighten(graph: Graph, budget: int | None, time_limit: float, found: Planning
         or found.is_converged(good_gap)
     ):
         return found
-    begun, limit, step = time.monotonic(), TIME_SHARE * time_limit, graph.step_seconds
+    begun, limit, step = time.monotonic(), settings.time_share * time_limit, graph.step_seconds
     enough = (found.plan.added_seconds - good_gap * step) / (1.0 + good_gap) if found.plan else math.inf
     bound = Stages(graph, found.plan or found.smallest).seconds(budget, limit, enough)
     interrupted = found.interrupted or time.monotonic() - begun > limit

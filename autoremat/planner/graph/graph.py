@@ -219,7 +219,9 @@ class Graph:
         """
         if repeatable is not None:
             warnings.warn(
-                "repeatable= is deprecated and goes with the next release; use rematerializable=", DeprecationWarning, 2
+                "repeatable= is deprecated and will be removed in the next release; use rematerializable=",
+                DeprecationWarning,
+                2,
             )
             rematerializable = repeatable
         count = len(seconds)
@@ -275,7 +277,7 @@ class Graph:
             for value in op.inputs:
                 producer = self.values[value].producer
                 if producer is not None and producer >= index:
-                    raise ValueError(f"op {op.name} reads {self.values[value].name} before it is made")
+                    raise ValueError(f"op {op.name} reads {self.values[value].name} before it is computed")
             for value in op.outputs:
                 if self.values[value].producer != index:
                     raise ValueError(f"{self.values[value].name} is an output of {op.name} but names another producer")

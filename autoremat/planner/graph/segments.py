@@ -17,18 +17,9 @@ from numpy.typing import NDArray
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Segments
+from autoremat.planner.settings import SETTINGS
 
-LONG_RANGE_SHARE = 0.35
-"""A value is long-range if it lives for more than this share of the forward's ops. In a residual network of two blocks, the
-input of a block lives for a quarter of them."""
-
-LONG_RANGE_OPS = 12
-"""A value is long-range only if it lives for more ops than this, so that short forwards have cuts too."""
-
-MAX_SEGMENTS = 128
-
-FEW_SEGMENTS = 8
-"""Numbers of segments up to this one are tried even if only two ops are left for each."""
+settings = SETTINGS.segmentation
 
 
 @dataclass(frozen=True)
@@ -59,7 +50,7 @@ class Chain:
             last = max((r for r in graph.readers[value] if r < count), default=start)
             last_read[value] = last
             made[start] += graph.values[value].bytes
-            if last - start > max(LONG_RANGE_OPS, LONG_RANGE_SHARE * count):
+            if last - start > max(settings.long_range_ops, settings.long_range_share * count):
                 long_range.add(value)
                 continue
             change[start] += graph.values[value].bytes
@@ -100,9 +91,10 @@ class Chain:
 def segment_counts(num_forward: int) -> Iterator[int]:
     """Yields the numbers of segments to try, in the sequence 1, 2, 3, 4, 6, 8, 12, 16, 24 and so on.
 
-    The largest number leaves four ops per segment, or two if it is at most ``FEW_SEGMENTS``. It never exceeds ``MAX_SEGMENTS``.
+    The largest number leaves four ops per segment, or two if it is at most ``short_segments``. It never exceeds
+    ``maximum_segments``.
     """
-    most = max(1, min(MAX_SEGMENTS, max(num_forward // 4, min(num_forward // 2, FEW_SEGMENTS))))
+    most = max(1, min(settings.maximum_segments, max(num_forward // 4, min(num_forward // 2, settings.short_segments))))
     count = 1
     while count <= most:
         yield count

@@ -34,18 +34,18 @@ from autoremat.planner.graph.graph import Inlining
 from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 
 
-def lifetimes_with_fusion(copies: Buffers) -> LiveRanges:
+def live_ranges_with_fusion(buffers: Buffers) -> LiveRanges:
     """Returns the live ranges of the materialised values."""
-    kinds = arrays_of(copies.graph).kinds[copies.sequence]
-    run = _runs(kinds, copies.num_forward)
-    absent = _absent(copies, kinds, run)
-    overwritten, overwriting = _taken_over(copies, absent, kinds, run)
-    copies.last[overwritten] -= 1
-    starts, ends = copies.start.copy(), copies.ends()
-    if copies.graph.fusion_groups_hold_buffers:
+    kinds = arrays_of(buffers.graph).kinds[buffers.sequence]
+    run = _runs(kinds, buffers.num_forward)
+    absent = _absent(buffers, kinds, run)
+    overwritten, overwriting = _taken_over(buffers, absent, kinds, run)
+    buffers.last[overwritten] -= 1
+    starts, ends = buffers.start.copy(), buffers.ends()
+    if buffers.graph.fusion_groups_hold_buffers:
         _extend(starts, ends, run, overwritten, overwriting)
     exist = ~absent
-    return LiveRanges(copies.value[exist], copies.start[exist], starts[exist], ends[exist])
+    return LiveRanges(buffers.value[exist], buffers.start[exist], starts[exist], ends[exist])
 
 
 def _runs(kinds: Numbers, num_forward: int) -> Numbers:
@@ -59,32 +59,32 @@ def _runs(kinds: Numbers, num_forward: int) -> Numbers:
     return np.cumsum(begins)
 
 
-def _absent(copies: Buffers, kinds: Numbers, run: Numbers) -> Flags:
+def _absent(buffers: Buffers, kinds: Numbers, run: Numbers) -> Flags:
     """Returns, for each live range, True if fusion does not materialise it (rows 1 to 3 at the head of this file).
 
-    The inputs of an absent live range are read by its readers, so ``copies.last`` becomes later for them.
+    The inputs of an absent live range are read by its readers, so ``buffers.last`` becomes later for them.
     """
-    count = len(copies.value)
-    readers = np.bincount(copies.source, minlength=count)
-    by_extern = np.bincount(copies.source[kinds[copies.reader] == EXTERN], minlength=count) > 0
-    crosses = (copies.start < copies.num_forward) & (copies.last >= copies.num_forward)
-    fusible = (readers > 0) & (kinds[copies.start] == POINTWISE) & ~copies.kept & ~by_extern & ~crosses
-    may_be_inlined = fusible & ~arrays_of(copies.graph).never_inlined[copies.sequence][copies.start]
-    inlined = _inlined(copies, may_be_inlined, readers)
-    reduced = np.bincount(copies.source[kinds[copies.reader] == REDUCTION], minlength=count) > 0
-    _read_through(copies, inlined, reduced)
-    in_one_loop = fusible & ~inlined & (run[copies.start] == run[copies.last]) & ~reduced
+    count = len(buffers.value)
+    readers = np.bincount(buffers.source, minlength=count)
+    by_extern = np.bincount(buffers.source[kinds[buffers.reader] == EXTERN], minlength=count) > 0
+    crosses = (buffers.start < buffers.num_forward) & (buffers.last >= buffers.num_forward)
+    fusible = (readers > 0) & (kinds[buffers.start] == POINTWISE) & ~buffers.kept & ~by_extern & ~crosses
+    may_be_inlined = fusible & ~arrays_of(buffers.graph).never_inlined[buffers.sequence][buffers.start]
+    inlined = _inlined(buffers, may_be_inlined, readers)
+    reduced = np.bincount(buffers.source[kinds[buffers.reader] == REDUCTION], minlength=count) > 0
+    _read_through(buffers, inlined, reduced)
+    in_one_loop = fusible & ~inlined & (run[buffers.start] == run[buffers.last]) & ~reduced
     absent: Flags = inlined | in_one_loop
     if in_one_loop.any():
-        _read_through(copies, absent, reduced)
+        _read_through(buffers, absent, reduced)
     return absent
 
 
-def _inlined(copies: Buffers, candidates: Flags, readers: Numbers) -> Flags:
+def _inlined(buffers: Buffers, candidates: Flags, readers: Numbers) -> Flags:
     """Returns those of ``candidates`` that are inlined: all with a single reader, and those of the others that are cheap."""
     found: Flags = candidates & (readers == 1)
     shared = np.flatnonzero(candidates & (readers > 1)).tolist()
-    inlined, executions = found.tolist(), _Executions(copies)
+    inlined, executions = found.tolist(), _Executions(buffers)
     for copy in shared:  # in the sequence of allocation, so that everything they are computed from is decided already
         inlined[copy] = executions.are_cheap(copy, inlined)
     return np.array(inlined, dtype=np.bool_)
@@ -93,12 +93,12 @@ def _inlined(copies: Buffers, candidates: Flags, readers: Numbers) -> Flags:
 class _Executions:
     """The reads of single executions."""
 
-    def __init__(self, copies: Buffers) -> None:
-        self.ops, self.given = copies.graph.ops, arrays_of(copies.graph).given
-        self.most_reads = copies.graph.most_reads
-        self.sequence, self.start = copies.sequence.tolist(), copies.start.tolist()
-        self._source: list[int] = copies.source.tolist()
-        self._begins = np.searchsorted(copies.reader, np.arange(len(self.sequence) + 1)).tolist()
+    def __init__(self, buffers: Buffers) -> None:
+        self.ops, self.given = buffers.graph.ops, arrays_of(buffers.graph).given
+        self.most_reads = buffers.graph.most_reads
+        self.sequence, self.start = buffers.sequence.tolist(), buffers.start.tolist()
+        self._source: list[int] = buffers.source.tolist()
+        self._begins = np.searchsorted(buffers.reader, np.arange(len(self.sequence) + 1)).tolist()
 
     def read(self, position: int) -> list[int]:
         """Returns the live ranges that the execution at ``position`` reads, in the sequence of its op's inputs."""
@@ -129,14 +129,14 @@ class _Executions:
         return len(reads) <= self.most_reads
 
 
-def _read_through(copies: Buffers, absent: Flags, reduced: Flags) -> None:
+def _read_through(buffers: Buffers, absent: Flags, reduced: Flags) -> None:
     """Makes the readers of absent live ranges readers of their inputs.
 
-    ``copies.last`` becomes later, and more live ranges become ``reduced``.
+    ``buffers.last`` becomes later, and more live ranges become ``reduced``.
     """
-    through = copies.start[absent]
-    bounds = np.searchsorted(copies.reader, np.stack([through, through + 1])).tolist()
-    last, source, by_reduction = copies.last.tolist(), copies.source.tolist(), reduced.tolist()
+    through = buffers.start[absent]
+    bounds = np.searchsorted(buffers.reader, np.stack([through, through + 1])).tolist()
+    last, source, by_reduction = buffers.last.tolist(), buffers.source.tolist(), reduced.tolist()
     reads = zip(np.flatnonzero(absent).tolist(), *bounds, strict=True)
     # Backwards: the readers of an absent live range must be final before they become readers of its inputs.
     for copy, begin, end in reversed(list(reads)):
@@ -146,27 +146,29 @@ def _read_through(copies: Buffers, absent: Flags, reduced: Flags) -> None:
                 last[behind] = until
             if by:
                 by_reduction[behind] = True
-    copies.last = np.array(last, dtype=np.int64)
+    buffers.last = np.array(last, dtype=np.int64)
     reduced[:] = by_reduction
 
 
-def _taken_over(copies: Buffers, absent: Flags, kinds: Numbers, run: Numbers) -> tuple[list[int], list[int]]:
+def _taken_over(buffers: Buffers, absent: Flags, kinds: Numbers, run: Numbers) -> tuple[list[int], list[int]]:
     """Returns the live ranges whose buffer is reused, and the results that reuse them; at most one pair per execution.
 
     A reduction of the result in the same fusion group runs over other loops, so Inductor does not reuse the buffer then.
     """
-    count, sizes = len(copies.value), arrays_of(copies.graph).value_bytes[copies.value]
-    alone = np.bincount(copies.start, minlength=len(copies.sequence))[copies.start] == 1
-    reducing = kinds[copies.reader] == REDUCTION
-    reducing &= run[copies.reader] == run[copies.start[copies.source]]
-    reduced = np.bincount(copies.source[reducing], minlength=count) > 0
-    ending = np.zeros(len(copies.sequence), dtype=np.bool_)
-    ending[copies.last[~absent & ~copies.kept]] = True
-    chosen = alone & ~absent & ~reduced & ending[copies.start] & arrays_of(copies.graph).in_place[copies.sequence][copies.start]
-    in_place = _InPlace(copies, absent)
-    last, free, size = copies.last.tolist(), (~copies.kept).tolist(), sizes.tolist()
+    count, sizes = len(buffers.value), arrays_of(buffers.graph).value_bytes[buffers.value]
+    alone = np.bincount(buffers.start, minlength=len(buffers.sequence))[buffers.start] == 1
+    reducing = kinds[buffers.reader] == REDUCTION
+    reducing &= run[buffers.reader] == run[buffers.start[buffers.source]]
+    reduced = np.bincount(buffers.source[reducing], minlength=count) > 0
+    ending = np.zeros(len(buffers.sequence), dtype=np.bool_)
+    ending[buffers.last[~absent & ~buffers.kept]] = True
+    chosen = (
+        alone & ~absent & ~reduced & ending[buffers.start] & arrays_of(buffers.graph).in_place[buffers.sequence][buffers.start]
+    )
+    in_place = _InPlace(buffers, absent)
+    last, free, size = buffers.last.tolist(), (~buffers.kept).tolist(), sizes.tolist()
     overwritten, overwriting = [], []
-    for made, position in zip(np.flatnonzero(chosen).tolist(), copies.start[chosen].tolist(), strict=True):
+    for made, position in zip(np.flatnonzero(chosen).tolist(), buffers.start[chosen].tolist(), strict=True):
         for copy in in_place.read_by(position):
             if last[copy] == position and free[copy] and size[copy] == size[made]:
                 if not in_place.absent[copy]:
@@ -179,9 +181,9 @@ def _taken_over(copies: Buffers, absent: Flags, kinds: Numbers, run: Numbers) ->
 class _InPlace:
     """The inputs that executions read at the elements that they write."""
 
-    def __init__(self, copies: Buffers, absent: Flags) -> None:
-        self.executions, self.value, self.absent = _Executions(copies), copies.value.tolist(), absent.tolist()
-        self.made = (~absent | arrays_of(copies.graph).never_inlined[copies.sequence][copies.start]).tolist()
+    def __init__(self, buffers: Buffers, absent: Flags) -> None:
+        self.executions, self.value, self.absent = _Executions(buffers), buffers.value.tolist(), absent.tolist()
+        self.made = (~absent | arrays_of(buffers.graph).never_inlined[buffers.sequence][buffers.start]).tolist()
         """For each live range, True if it is a buffer for the code generator, at least until its producer and readers are
         fused."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,15 @@ from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.arrays import Flags, Numbers, arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRange:
+    """One live range of a materialised value, from execution ``start`` to execution ``end``, both included."""
+
+    value: int
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -23,6 +33,9 @@ class LiveRanges:
     made_at: Numbers
     starts: Numbers
     ends: Numbers
+
+    def __iter__(self) -> Iterator[LiveRange]:
+        return map(LiveRange, self.values.tolist(), self.starts.tolist(), self.ends.tolist())
 
 
 class Buffers:
@@ -78,4 +91,4 @@ class Buffers:
 
     def _never_made(self, position: int, value: int) -> PlanInvalid:
         reader, missing = self.graph.ops[self.sequence[position]].name, self.graph.values[value].name
-        return PlanInvalid(f"execution {position} ({reader}) reads {missing}, which was never made")
+        return PlanInvalid(f"execution {position} ({reader}) reads {missing}, which was never computed")

@@ -19,17 +19,8 @@ import numpy as np
 from autoremat.planner.graph.arrays import Numbers, arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
-from autoremat.planner.memory.fusion import lifetimes_with_fusion
+from autoremat.planner.memory.fusion import live_ranges_with_fusion
 from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
-
-
-@dataclass(frozen=True)
-class Copy:
-    """One live range of a materialised value, from execution ``start`` to execution ``end``, both included."""
-
-    value: int
-    start: int
-    end: int
 
 
 @dataclass(frozen=True)
@@ -39,13 +30,7 @@ class Timeline:
     graph: Graph
     schedule: Schedule
     bytes_at: Numbers
-    lifetimes: LiveRanges
-
-    @cached_property
-    def copies(self) -> tuple[Copy, ...]:
-        """The live ranges in the sequence of their allocation."""
-        lifetimes = self.lifetimes
-        return tuple(map(Copy, lifetimes.values.tolist(), lifetimes.starts.tolist(), lifetimes.ends.tolist()))
+    live_ranges: LiveRanges
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -57,9 +42,9 @@ class Timeline:
         """The first execution at which the peak is reached."""
         return int(self.bytes_at.argmax()) if len(self.bytes_at) else 0
 
-    def alive_at(self, position: int) -> list[int]:
+    def live_at(self, position: int) -> list[int]:
         """Returns the values that are live at execution ``position``, largest first. Values of zero bytes are skipped."""
-        values = [c.value for c in self.copies if c.start <= position <= c.end and self.graph.values[c.value].bytes]
+        values = [r.value for r in self.live_ranges if r.start <= position <= r.end and self.graph.values[r.value].bytes]
         return sorted(values, key=lambda v: (-self.graph.values[v].bytes, v))
 
 
@@ -68,15 +53,15 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
 
     Raises ``PlanInvalid`` if an execution reads a value that was not computed before.
     """
-    copies = Buffers(graph, schedule)
+    buffers = Buffers(graph, schedule)
     if graph.fuses:
-        lifetimes = lifetimes_with_fusion(copies)
+        live_ranges = live_ranges_with_fusion(buffers)
     else:
-        lifetimes = LiveRanges(copies.value, copies.start, copies.start, copies.ends())
-    sizes, length = arrays_of(graph).value_bytes[lifetimes.values], len(schedule.sequence)
+        live_ranges = LiveRanges(buffers.value, buffers.start, buffers.start, buffers.ends())
+    sizes, length = arrays_of(graph).value_bytes[live_ranges.values], len(schedule.sequence)
     change = np.zeros(length + 2, dtype=np.int64)
-    np.add.at(change, lifetimes.starts, sizes)
-    np.subtract.at(change, lifetimes.ends + 1, sizes)
+    np.add.at(change, live_ranges.starts, sizes)
+    np.subtract.at(change, live_ranges.ends + 1, sizes)
     change[len(schedule.forward)] += graph.tangent_bytes
-    bytes_at = np.cumsum(change)[:length] + arrays_of(graph).workspace_bytes[copies.sequence]
-    return Timeline(graph, schedule, bytes_at, lifetimes)
+    bytes_at = np.cumsum(change)[:length] + arrays_of(graph).workspace_bytes[buffers.sequence]
+    return Timeline(graph, schedule, bytes_at, live_ranges)

@@ -36,14 +36,16 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
         if index in ran:
             _may_run_again(graph, index)
         if not made.issuperset(op.inputs):
-            raise PlanInvalid(f"{op.name} reads {[graph.values[v].name for v in op.inputs if v not in made]} before it is made")
+            raise PlanInvalid(
+                f"{op.name} reads {[graph.values[v].name for v in op.inputs if v not in made]} before it is computed"
+            )
         if index not in ran and index < furthest and position < len(schedule.forward):
             raise PlanInvalid(f"{op.name} runs for the first time after {graph.ops[furthest].name}, out of order")
         furthest = max(furthest, index)
         ran.add(index)
         made.update(op.outputs)
     if unmade := [graph.values[v].name for v in graph.backward_outputs if v not in made]:
-        raise PlanInvalid(f"the outputs {unmade} are never made")
+        raise PlanInvalid(f"the outputs {unmade} are never computed")
 
 
 def _may_run_again(graph: Graph, index: int) -> None:

@@ -153,16 +153,16 @@ class Plan(Shown):
 
         Outputs that the caller holds never end.
         """
-        copies, num_forward = self.timeline.copies, len(self.schedule.forward)
+        live_ranges, num_forward = list(self.timeline.live_ranges), len(self.schedule.forward)
         with_caller, gradients = set(self.graph.forward_outputs), set(self.graph.backward_outputs)
         # The caller holds the newest live range of each output: forward outputs as of the end of the forward.
-        handed_out = {c.value: c for c in copies if c.value in with_caller and c.start < num_forward}
-        at_the_end = {c.value: c for c in copies if c.value in gradients}
+        handed_out = {r.value: r for r in live_ranges if r.value in with_caller and r.start < num_forward}
+        at_the_end = {r.value: r for r in live_ranges if r.value in gradients}
         staying = {*handed_out.values(), *at_the_end.values()}
         freed: list[list[int]] = [[] for _ in self.sequence]
-        for copy in copies:
-            if copy not in staying:
-                freed[copy.end].append(copy.value)
+        for live_range in live_ranges:
+            if live_range not in staying:
+                freed[live_range.end].append(live_range.value)
         return tuple(map(tuple, freed))
 
     def to_json(self) -> str:
@@ -170,8 +170,7 @@ class Plan(Shown):
 
         Infinite numbers become null.
 
-        ``copies`` lists the live ranges as triples: the value, the execution that computes it, the last execution at which it
-        is live.
+        ``live_ranges`` lists triples: the value, the execution that computes it, the last execution at which it is live.
         """
         record = {
             "sequence": self.sequence,
@@ -183,7 +182,7 @@ class Plan(Shown):
             "lower_bound_seconds": _finite(self.lower_bound_seconds),
             "gap": _finite(self.gap),
             "status": self.status.value,
-            "copies": [(copy.value, copy.start, copy.end) for copy in self.timeline.copies],
+            "live_ranges": [(found.value, found.start, found.end) for found in self.timeline.live_ranges],
         }
         return json.dumps(record, allow_nan=False)
 
@@ -213,7 +212,7 @@ class Plan(Shown):
                 version = record.get("version")
                 raise PlanFileError(f"{name} has version {version!r} of the format; this autoremat reads {VERSION}")
             graph, schedule = plan_json.decode(record)
-            bound, read = record["lower_bound_seconds"], plan_json.reader_of
+            bound, read = record["lower_bound_seconds"], plan_json.CODEC.reader
             plan = replace(
                 cls.of(graph, schedule, read(str)(record["label"])),
                 budget_bytes=read(int | None)(record["budget_bytes"]),

@@ -85,7 +85,7 @@ def fitted(files: Sequence[PlanFile], graph: Graph) -> tuple[PlanFile, Plan]:
 
 
 _ADVICE = (
-    "A plan holds for the same model, shapes, device type and inner compiler, and for a torch that traces the same ops. "
+    "A plan holds for the same model, shapes, device type and compiler, and for a torch that traces the same ops. "
     "Save a plan of this graph, or leave out the option `plan`."
 )
 

@@ -26,20 +26,9 @@ from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.min_cut import MinCut
+from autoremat.planner.settings import SETTINGS
 
-CURVE_POINTS = 12
-"""Maximum number of minimum cuts."""
-
-PLAIN_WORK, PLAIN_LIMITS = 2000, (2, 8)
-"""Work and limits that give the number of segmentations to combine with every minimum cut (see :func:`effort`). They are spread
-over the segmentations without recomputed cuts. All segmentations are also tried with their smallest saved set."""
-
-BASE_WORK, BASE_LIMITS = 4000, (4, 12)
-"""Work and limits that give the number of candidates to fill (see :func:`effort`), spread over the peaks of the Pareto
-front."""
-
-SAVED_LEVELS, PEAK_LEVELS = 8, 3
-"""Number of levels of saved bytes, and of the peak, to which memory is filled if a graph shares its budget with others."""
+settings = SETTINGS.search
 
 SAVE_ALL = "save all"
 
@@ -86,6 +75,12 @@ class Search:
         self.mincut = MinCut(self.graph)
         self.chain = Chain.of(self.graph)
 
+    def restart(self, deadline: float) -> None:
+        """Forgets the plans that were filled for earlier budgets. Candidates do not depend on a budget and stay."""
+        self.deadline = deadline
+        self.explored = False
+        self.filled = []
+
     # -- single candidates ---------------------------------------------------------------------------------------------
 
     def plan(self, saved: frozenset[int], segmentation: Segmentation, label: str) -> Plan:
@@ -104,11 +99,11 @@ class Search:
         """Returns the plan without recomputation. All values that the backward reads are saved."""
         return self.plan(self.graph.backward_needs, self.whole, SAVE_ALL)
 
-    def save_what_orders_allow(self) -> Plan:
+    def save_what_constraints_allow(self) -> Plan:
         """Returns the plan that recomputes only what constraints demand."""
         if not any(op.constraint is Constraint.RECOMPUTE for op in self.graph.ops):
             return self.save_everything()
-        return self.plan(self.mincut.solve(0.0), self.whole, "save what orders allow")
+        return self.plan(self.mincut.solve(0.0), self.whole, "save what constraints allow")
 
     # -- families of candidates ------------------------------------------------------------------------------------------
 
@@ -140,7 +135,7 @@ class Search:
         ends = [self.mincut.cut(price, traffic=True) for price in (0.0, self.mincut.top_price)]
         found = {point.saved: point for point in ends}
         gaps = [(ends[0], ends[1])]
-        while gaps and len(found) < CURVE_POINTS:
+        while gaps and len(found) < settings.curve_points:
             gaps.sort(key=lambda pair: pair[0].bytes - pair[1].bytes)
             rich, lean = gaps.pop()
             if rich.bytes - lean.bytes <= 0.0:
@@ -160,7 +155,8 @@ class Search:
         curve = self.curve() if Strategies.CURVE in self.strategies else []
         segmentations = list(self.segmentations()) if Strategies.SEGMENTS in self.strategies else [self.whole]
         plain = [s for s in segmentations if not s.nested]
-        chosen = sorted(spread(len(plain), effort(PLAIN_WORK, PLAIN_LIMITS, self.graph.num_forward)))
+        wanted = effort(settings.segmentation_work, settings.segmentation_limits, self.graph.num_forward)
+        chosen = sorted(spread(len(plain), wanted))
         found = list(self.given)
         for number, saved in enumerate(curve):
             for choice in chosen:
@@ -183,13 +179,13 @@ class Search:
             if fits and (not front or candidate.plan.cost_seconds < front[-1].plan.cost_seconds):
                 front.append(candidate)
         front.reverse()
-        wanted = effort(BASE_WORK, BASE_LIMITS, self.graph.num_forward)
+        wanted = effort(settings.fill_work, settings.fill_limits, self.graph.num_forward)
         return [front[i] for i in sorted(spread(len(front), wanted))]
 
     @cached_property
     def unfilled(self) -> list[Plan]:
         """Plans that do not depend on the budget: all candidates, and the plan that saves all that constraints allow."""
-        return [self.save_what_orders_allow(), *(c.plan for c in self.candidates)]
+        return [self.save_what_constraints_allow(), *(c.plan for c in self.candidates)]
 
     @cached_property
     def smallest(self) -> Plan:
@@ -226,10 +222,10 @@ class Search:
         """Returns plans of many peaks and many amounts of saved bytes, for a graph that shares its budget with others."""
         if not self.explored:
             self.explored = True
-            whole, saved = self.save_what_orders_allow(), [plan.saved_bytes for plan in self.unfilled]
+            whole, saved = self.save_what_constraints_allow(), [plan.saved_bytes for plan in self.unfilled]
             least, most, smallest = min(saved), max(saved), self.smallest.peak_bytes
-            for step in range(1, SAVED_LEVELS + 1):
-                self.fill(whole.peak_bytes, least + (most - least) * step // SAVED_LEVELS)
-            for step in range(1, PEAK_LEVELS + 1):
-                self.fill(smallest + (whole.peak_bytes - smallest) * step // (PEAK_LEVELS + 1))
+            for step in range(1, settings.saved_levels + 1):
+                self.fill(whole.peak_bytes, least + (most - least) * step // settings.saved_levels)
+            for step in range(1, settings.peak_levels + 1):
+                self.fill(smallest + (whole.peak_bytes - smallest) * step // (settings.peak_levels + 1))
         return [*self.unfilled, *self.filled]

@@ -16,8 +16,9 @@ from dataclasses import dataclass
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.graph import Constraint
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.settings import SETTINGS
 
-MAX_ROUNDS = 8
+settings = SETTINGS.search
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ def _candidates(plan: Plan) -> list[_Candidate]:
     for position, index in recomputed.items():
         last[index] = position
         gain[index] = gain.get(index, 0.0) + reads.alone_for(position, recomputed)
-    lifetimes = plan.timeline.lifetimes
-    materialised = set(zip(lifetimes.values.tolist(), lifetimes.made_at.tolist(), strict=True))
+    live_ranges = plan.timeline.live_ranges
+    materialised = set(zip(live_ranges.values.tolist(), live_ranges.made_at.tolist(), strict=True))
     first = {index: position for position, index in reversed(list(enumerate(plan.schedule.forward)))}
     found = []
     for index, position in last.items():
@@ -107,7 +108,7 @@ def fill(base: Plan, rebuild: Callable[[frozenset[int]], Plan], budget: int, sav
     ``rebuild`` schedules and simulates a saved set. At most ``saved_budget`` bytes are saved.
     """
     plan = base
-    for _ in range(MAX_ROUNDS):
+    for _ in range(settings.fill_rounds):
         alive, saved, room = plan.timeline.bytes_at.copy(), set(plan.saved), saved_budget - plan.saved_bytes
         for candidate in _candidates(plan):
             stretch = alive[candidate.start : candidate.end]

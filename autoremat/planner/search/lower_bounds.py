@@ -22,13 +22,9 @@ from numpy.typing import NDArray
 from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph, Kind, Role
 from autoremat.planner.search.min_cut import Cut, MinCut
+from autoremat.planner.settings import SETTINGS
 
-STRETCHES = 8
-"""Number of stretches of the backward. The program points are the start of the backward and, in each stretch, the op with the
-most fixed bytes."""
-
-MAX_SECANTS = 32
-
+settings = SETTINGS.bound
 
 ROUNDING = 1e-9
 """Relative rounding error allowed in sums of floating-point numbers."""
@@ -65,7 +61,7 @@ class Moments:
             return []
         chosen = {first}
         usable = [i for i in range(first, len(graph.ops)) if not graph.fuses or graph.ops[i].kind is Kind.EXTERN]
-        for stretch in np.array_split(np.array(usable, dtype=np.int64), STRETCHES):
+        for stretch in np.array_split(np.array(usable, dtype=np.int64), settings.stretches):
             if len(stretch):
                 chosen.add(int(stretch[np.argmax(self.fixed[stretch])]))
         return sorted(chosen)
@@ -108,7 +104,7 @@ class Moments:
             return math.inf
         lean = self._cut(moment, self.mincut.top_price)
         best = 0.0
-        for _ in range(MAX_SECANTS):
+        for _ in range(settings.maximum_secants):
             if rich.bytes <= lean.bytes or lean.seconds <= rich.seconds:
                 break
             price = (lean.seconds - rich.seconds) / (rich.bytes - lean.bytes)

@@ -80,7 +80,7 @@ class MinCut:
         self._arcs(reads)
         self.needs = sorted(graph.backward_needs)
         self.need = self._arcs([(self.index[v] + num_ops, self.sink) for v in self.needs])
-        self.orders = np.array([graph.ops[p].constraint is Constraint.RECOMPUTE for p in producers], dtype=bool)
+        self.to_recompute = np.array([graph.ops[p].constraint is Constraint.RECOMPUTE for p in producers], dtype=bool)
 
     def _arcs(self, pairs: list[tuple[int, int]]) -> NDArray[np.int32]:
         """Adds arcs of infinite capacity, which no cut contains."""
@@ -131,7 +131,7 @@ class MinCut:
         costs = np.ceil(self.costs * scale).astype(np.int64)
         costs[self.fixed] = INFINITE
         capacities = np.floor(prices * scale).astype(np.int64)
-        forbidden = self.orders & (needs is None)
+        forbidden = self.to_recompute & (needs is None)
         capacities[forbidden] = FORBIDDEN
         capacities[[self.index[v] for v in self.graph.forward_outputs if v in self.index]] = 0
         self.flow.set_arcs_capacity(self.run_again, costs)
@@ -141,7 +141,8 @@ class MinCut:
         status = self.flow.solve(self.source, self.sink)
         if status != self.flow.OPTIMAL or self.flow.optimal_flow() >= INFINITE:
             raise PlanInvalid(
-                "the orders in the graph contradict each other: something is needed that may be neither saved nor recomputed"
+                "the constraints in the graph contradict each other: the backward needs a value that may be neither saved nor "
+                "recomputed"
             )
         source_side = set(self.flow.get_source_side_min_cut())
         saved = [

@@ -14,13 +14,9 @@ from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
 from autoremat.planner.search.lower_bounds import Bounds, Moments
+from autoremat.planner.settings import SETTINGS
 
-STEPS = 100
-"""Number of equal steps of the baseline's peak to which memory is filled when a larger budget must never cost more."""
-
-
-WORTH = 0.05
-"""Share of the step that a plan within the soft budget may cost over the fastest plan, by the cost model."""
+settings = SETTINGS.search
 
 ROUNDING = 1e-9
 """Share of the step below which a difference in seconds counts as zero."""
@@ -102,6 +98,13 @@ class Planner:
         self.baseline = self.search.save_everything()
         self.baseline.check()
 
+    def restart(self) -> None:
+        """Begins a new search with a new time limit. Candidates stay; plans that were filled for other budgets go.
+
+        The plan for a budget therefore does not depend on earlier searches.
+        """
+        self.search.restart(time.monotonic() + self.time_limit)
+
     def find(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> PlanningResult:
         """Returns the cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the lower bounds.
 
@@ -157,7 +160,8 @@ class Planner:
         below = None if self.soft_budget_bytes is None else self.search.cheapest(self.soft_budget_bytes)
         if fastest is None or below is None:
             return fastest
-        return below if below.cost_seconds - fastest.cost_seconds <= WORTH * self.graph.step_seconds else fastest
+        worth = below.cost_seconds - fastest.cost_seconds <= settings.soft_budget_cost * self.graph.step_seconds
+        return below if worth else fastest
 
     def _fill_stepwise(self, budget: int | None, known_seconds: float) -> Plan | None:
         """Returns the cheapest plan within ``budget`` of all plans filled to a whole percent of the baseline's peak.
@@ -166,10 +170,11 @@ class Planner:
         budget. The loop ends once the lower bound shows that no plan at this level is cheaper than the best one found.
         """
         search, peak, bounds = self.search, self.baseline.peak_bytes, self.bounds or self.moments
+        steps = settings.fill_steps
         # The last step whose level, rounded down to a byte, is within the budget.
-        top = STEPS if budget is None else min(STEPS, ((budget + 1) * STEPS - 1) // max(peak, 1))
+        top = steps if budget is None else min(steps, ((budget + 1) * steps - 1) // max(peak, 1))
         for step in range(top if Strategies.FILL in self.strategies else 0, 0, -1):
-            level, best = peak * step // STEPS, search.best(budget)
+            level, best = peak * step // steps, search.best(budget)
             if best is None or level < search.smallest.peak_bytes or search.interrupted:
                 break
             if min(best.cost_seconds, known_seconds) <= max(search.least_cost, bounds.seconds(level)):

@@ -25,12 +25,7 @@ from autoremat.planner.search.candidates import Strategies
 from autoremat.planner.search.lower_bounds import Bounds, Moments, working_set_bytes
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner, PlanningResult
-
-SPLITS = 4
-"""Number of splits that are planned: at the op with the most live bytes, and at that of each of one fewer stretches."""
-
-BOUND_STRETCHES = 16
-"""Number of stretches of a graph. The op with the most live bytes in each stretch gives a lower bound."""
+from autoremat.planner.settings import SETTINGS
 
 
 def split_at(graph: Graph, place: int) -> Graph:
@@ -76,7 +71,7 @@ def steps_of(graph: Graph) -> Iterator[Graph]:
     if not graph.single_phase:
         yield graph
         return
-    for place in dict.fromkeys((*full_places(graph, 1), *full_places(graph, SPLITS - 1))):
+    for place in dict.fromkeys((*full_places(graph, 1), *full_places(graph, SETTINGS.search.splits - 1))):
         yield split_at(graph, place)
 
 
@@ -85,7 +80,7 @@ class OnePhaseBounds:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        splits = [split_at(graph, place) for place in full_places(graph, BOUND_STRETCHES)]
+        splits = [split_at(graph, place) for place in full_places(graph, SETTINGS.bound.single_phase_stretches)]
         self.starts = [Moments(split, MinCut(split), only_first=True) for split in splits]
         self._seconds: dict[int, float] = {}  # cached, because the planning of every split asks for the same budgets
 

@@ -207,6 +207,30 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def sums_at_their_places() -> Iterator[None]:
+    """Makes this thread's kernels for CPUs add to the right elements in tiled loops with several threads, while active.
+
+    Before torch 2.15, Inductor adds the offset in the tile to such an index twice. The kernel then writes behind the buffer
+    (https://github.com/pytorch/pytorch/issues/191837). Loops are tiled if they read tensors of different layouts.
+    """
+    from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
+
+    if hasattr(CppVecKernel, "_use_parallel_atomic_add"):  # the correction of torch 2.15
+        yield
+        return
+
+    def store(method: Method, kernel: Any, name: str, index: Any, value: Any, mode: Any = None) -> None:
+        with_threads = inductor_config.cpp.dynamic_threads or kernel.num_threads > 1
+        if mode == "atomic_add" and with_threads and not kernel.need_vec_transpose(kernel.rename_indexing(index)):
+            CppVecKernel.store(kernel, name, index, value, mode)  # type: ignore[no-untyped-call]
+        else:
+            method(kernel, name, index, value, mode)
+
+    with hooked(CppTile2DKernel, "store", store):
+        yield
+
+
+@contextlib.contextmanager
 def observe_lowering(known: Callable[[], ReplayContext], observer: Callable[[LoweredPeak], None]) -> Iterator[None]:
     """Calls ``observer`` with the peak of every whole training graph that Inductor generates code for in this thread.
 

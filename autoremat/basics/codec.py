@@ -1,0 +1,138 @@
+"""Converts dataclasses to JSON data and back, by the types of their fields.
+
+Nothing is executed or trusted: the reader checks all types and numbers, and raises ``ValueError`` for other data.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+import types
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, get_args, get_origin, get_type_hints
+
+Reader = Callable[[Any], Any]
+"""A function from JSON data to the value of a field."""
+
+
+def plain(value: Any, as_rows: bool = False) -> Any:
+    """Returns ``value`` as JSON data; :class:`Codec` returns the inverse.
+
+    A dataclass becomes a dict. With ``as_rows``, it becomes the list of its fields' values.
+    """
+    if isinstance(value, enum.Flag):
+        return [flag.name for flag in type(value) if flag in value and flag.value]
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return {name: plain(one, as_rows) for name, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [plain(one, as_rows) for one in value]
+    if dataclasses.is_dataclass(value):
+        fields = {one.name: plain(getattr(value, one.name), as_rows) for one in dataclasses.fields(value)}
+        return list(fields.values()) if as_rows else fields
+    return value
+
+
+def printable(text: str) -> str:
+    """Returns ``text`` without characters that would steer a terminal."""
+    return text if text.isprintable() else "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)
+
+
+@dataclass(frozen=True)
+class Codec:
+    """Reads JSON data as values of given types: scalars, enums, tuples, dicts and dataclasses, or None where permitted."""
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Present names of fields, flags and enum values by the names in earlier versions."""
+    dropped: Sequence[str] = ()
+    """Fields of earlier versions that are ignored."""
+    signed: bool = False
+    """True if numbers may be negative or infinite."""
+    _readers: dict[Any, Reader] = field(default_factory=dict, compare=False, repr=False)
+
+    def name(self, name: str) -> str:
+        """Returns the present name of a field or flag."""
+        return self.renamed.get(name, name)
+
+    def read(self, kind: Any, data: Any) -> Any:
+        """Returns ``data`` as a value of type ``kind``. Raises ``ValueError`` for data of another form."""
+        return self.reader(kind)(data)
+
+    def reader(self, kind: Any) -> Reader:
+        """Returns the function that reads JSON data as values of type ``kind``."""
+        if kind not in self._readers:
+            self._readers[kind] = self._make_reader(kind)
+        return self._readers[kind]
+
+    def _make_reader(self, kind: Any) -> Reader:
+        if kind in (str, bool, int, float):
+            return self._scalar(kind)
+        if get_origin(kind) is tuple:
+            return self._tuple(*get_args(kind))
+        if get_origin(kind) is types.UnionType:
+            inner = next(one for one in get_args(kind) if one is not types.NoneType)
+            return lambda data: None if data is None else self.read(inner, data)
+        if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+            return self._dataclass(kind)
+        if isinstance(kind, type) and issubclass(kind, enum.Flag):
+            return lambda names: self._flags(kind, names)
+        return lambda data: kind(self.renamed.get(data, data) if isinstance(data, str) else data)
+
+    def _scalar(self, kind: type) -> Reader:
+        what = {str: "text", bool: "truth value", int: "whole number", float: "number"}[kind]
+        accepted: Any = int | float if kind is float else kind
+        least = -math.inf if self.signed else 0
+        if kind in (int, float) and not self.signed:
+            what = f"finite {what} >= 0" if kind is float else f"{what} >= 0"
+
+        def read(data: Any) -> Any:
+            fits = isinstance(data, accepted) and (kind is bool or not isinstance(data, bool))
+            if fits and isinstance(data, int | float):
+                fits = least <= data and (self.signed or data < math.inf)
+            if not fits:
+                raise ValueError(f"{data!r} is no {what}")
+            return printable(data) if kind is str else data
+
+        return read
+
+    def _tuple(self, *kinds: Any) -> Reader:
+        """Returns the reader of a tuple with a type for each place, or with one type for all places."""
+        if kinds[-1] is not Ellipsis:
+            readers = [self.reader(kind) for kind in kinds]
+            return lambda data: tuple(read(one) for read, one in zip(readers, _list(data), strict=True))
+        read_one = self.reader(kinds[0])
+        return lambda data: tuple(read_one(one) for one in _list(data))
+
+    def _dataclass(self, kind: type) -> Reader:
+        """Returns the reader of a dataclass from a dict of its fields, or from the list of their values.
+
+        Fields that are missing in a dict keep their defaults.
+        """
+        hints = get_type_hints(kind, localns={"Self": kind})
+
+        def read(data: Any) -> Any:
+            if isinstance(data, list):
+                return kind(*(self.read(hint, one) for hint, one in zip(hints.values(), data, strict=True)))
+            if not isinstance(data, dict):
+                raise ValueError(f"{data!r} is no {kind.__name__}")
+            fields = {self.name(name): one for name, one in data.items() if name not in self.dropped}
+            if unknown := sorted(fields.keys() - hints.keys()):
+                raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
+            return kind(**{name: self.read(hints[name], one) for name, one in fields.items()})
+
+        return read
+
+    def _flags(self, kind: type[enum.Flag], names: Any) -> enum.Flag:
+        found = kind(0)
+        for name in _list(names):
+            found |= kind[self.name(name)]
+        return found
+
+
+def _list(data: Any) -> list[Any]:
+    if not isinstance(data, list):
+        raise ValueError(f"{data!r} is no list")
+    return data

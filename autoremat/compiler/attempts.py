@@ -1,0 +1,251 @@
+"""Decides after each attempt: accept the generated code, plan again with other headroom, or raise an error.
+
+An attempt plans a graph, and Inductor generates code for the plan. The decision is a function of the attempts so far. This
+module needs no torch.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+MAX_REPLANS = 4
+"""Number of replans after which the best code is taken, or an error raised. An error may need one more, to name its figures."""
+
+LEAST_ROOM, ROOM_USED = 0.03, 0.9
+"""Two shares. A looser plan is tried if at least the first share of the budget is unused. It aims to use the second share of
+the unused bytes."""
+
+LEAST_GAIN = 0.02
+"""Share of the step's seconds that a looser plan must save, by the cost model, to justify generating code again."""
+
+LOOSER = 1.05
+"""Peak of another plan as a multiple of the minimum peak found. That plan is tried if the code of the plan with the minimum
+peak needs far more memory than simulated."""
+
+
+class Purpose(enum.Enum):
+    """The reason for an attempt."""
+
+    FIT = "a plan that shall fit, by the peaks of the earlier attempts"
+    LOOSEN = "a faster plan, because the code of the attempt before leaves memory unused"
+    RETURN = "the plan before a looser one, whose code does not fit"
+    MINIMIZE = "another plan of low peak, because nothing fits; its code may need less memory"
+    SETTLE = "the plan whose code needed the least memory, although it exceeds the budget"
+
+
+@dataclass(frozen=True)
+class Rules:
+    """Facts about a compilation that hold for all its attempts."""
+
+    on_infeasible: str = "raise"
+    """The option: "raise", or "best_effort" for the code with the least memory."""
+    may_loosen: bool = True
+    """False if an earlier process has loosened already, or if the budget is a share of a step's budget."""
+    budget_is_shared: bool = False
+    """True if forward and backward have limits of their own, as parts of a step of several graphs."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Facts about one attempt. All sizes are in bytes. Halves are named by ``is_backward``, as False and True."""
+
+    headroom_bytes: int = 0
+    """Headroom of the plan below the budget; a negative number loosens the plan."""
+    purpose: Purpose = Purpose.FIT
+    code_peaks: Mapping[bool, int] = field(default_factory=dict)
+    """Peaks of the halves with generated code. A cache may answer for the others."""
+    limits: Mapping[bool, int | None] = field(default_factory=dict)
+    """Limits on the peaks of the halves; None for no limit."""
+    is_complete: bool = True
+    """False while Inductor still generates code."""
+    budget_bytes: int = 0
+    simulated_bytes: int = 0
+    """Simulated peak of the plan, with code headroom."""
+    minimum_bytes: int = 0
+    """Minimum simulated peak of all plans."""
+    code_headroom_bytes: int = 0
+    is_last_plan: bool = False
+    """True if no plan of lower peak can be tried."""
+    gain: Callable[[int], float] = lambda headroom_bytes: 0.0
+    """Returns the share of the step's seconds that the plan for another headroom saves."""
+
+    @property
+    def peak_bytes(self) -> int:
+        """The largest peak of a half with generated code."""
+        return max(self.code_peaks.values(), default=0)
+
+    @property
+    def shows_both_halves(self) -> bool:
+        """True if code was generated for both halves, so that ``peak_bytes`` is the peak of the step."""
+        return len(self.code_peaks) == 2
+
+    @property
+    def excesses(self) -> list[tuple[int, int]]:
+        """Peaks above their limits, each with its limit."""
+        pairs = [(peak, self.limits.get(half)) for half, peak in self.code_peaks.items()]
+        return [(peak, limit) for peak, limit in pairs if limit is not None and peak > limit]
+
+    @property
+    def failed(self) -> bool:
+        """True if the code exceeds the budget and no plan before it fitted."""
+        return bool(self.excesses) and self.purpose is not Purpose.LOOSEN
+
+    @property
+    def minimizing_headroom_bytes(self) -> int | None:
+        """Headroom of another plan, if the code needs far more memory than the minimum simulated peak; else None.
+
+        The large difference may be particular to this plan.
+        """
+        other = int(LOOSER * self.minimum_bytes) + self.code_headroom_bytes
+        return self.budget_bytes - other if self.shows_both_halves and self.peak_bytes > LOOSER * other else None
+
+    @property
+    def loosening_headroom_bytes(self) -> int:
+        """Headroom of a looser plan that uses most of the memory that the code leaves unused."""
+        return self.headroom_bytes - int(ROOM_USED * (self.budget_bytes - self.peak_bytes))
+
+
+@dataclass(frozen=True)
+class Accept:
+    """The compilation ends with the code of the last attempt."""
+
+
+@dataclass(frozen=True)
+class Again:
+    """Another attempt follows."""
+
+    headroom_bytes: int = 0
+    purpose: Purpose = Purpose.FIT
+
+
+@dataclass(frozen=True)
+class Infeasible:
+    """The compilation ends with an error. ``minimum_bytes`` is the least peak of all generated code."""
+
+    minimum_bytes: int
+
+
+Verdict = Accept | Again | Infeasible
+
+
+def next_step(attempts: Sequence[Attempt], rules: Rules) -> Verdict | None:
+    """Returns the verdict on the last of ``attempts``; None if Inductor shall go on with it."""
+    last = attempts[-1]
+    if not last.excesses or _is_tolerated(attempts, rules):
+        if _is_worth_loosening(attempts, rules):
+            return Again(last.loosening_headroom_bytes, Purpose.LOOSEN)
+        return Accept() if last.is_complete else None
+    if not (last.is_complete or last.shows_both_halves) and _may_end_in_error(attempts, rules):
+        return None  # an error names the peak of the step, so it needs the code of both halves
+    if last.purpose is Purpose.LOOSEN:
+        return Again(attempts[-2].headroom_bytes, Purpose.RETURN)
+    if rules.on_infeasible == "raise" and (last.is_last_plan or _is_minimizing(attempts) or _is_final(attempts)):
+        return _minimize_or_raise(attempts)
+    late = len(attempts) >= MAX_REPLANS
+    if rules.on_infeasible == "best_effort" and (last.is_last_plan or _is_minimizing(attempts) or late):
+        return _minimize_or_settle(attempts)
+    return Again(_tighter_headroom_bytes(last, rules, late))
+
+
+def _is_final(attempts: Sequence[Attempt]) -> bool:
+    return len(attempts) > MAX_REPLANS or any(attempt.purpose is Purpose.SETTLE for attempt in attempts)
+
+
+def _is_minimizing(attempts: Sequence[Attempt]) -> bool:
+    return any(attempt.purpose is Purpose.MINIMIZE for attempt in attempts)
+
+
+def _may_end_in_error(attempts: Sequence[Attempt], rules: Rules) -> bool:
+    final = rules.on_infeasible == "raise" and (attempts[-1].is_last_plan or _is_final(attempts))
+    return final or _is_minimizing(attempts)
+
+
+def _is_tolerated(attempts: Sequence[Attempt], rules: Rules) -> bool:
+    """Returns True if code over the budget is taken, as the best effort."""
+    *earlier, last = attempts
+    least = all(last.peak_bytes <= attempt.peak_bytes for attempt in earlier if attempt.failed)
+    minimizing = _is_minimizing(attempts)
+    settled = least and (minimizing or (last.is_last_plan and last.minimizing_headroom_bytes is None))
+    return rules.on_infeasible == "best_effort" and (settled or _is_final(attempts))
+
+
+def _is_worth_loosening(attempts: Sequence[Attempt], rules: Rules) -> bool:
+    """Returns True if a faster plan is expected to fit into the memory that the code leaves unused."""
+    last = attempts[-1]
+    fresh = all(attempt.purpose is Purpose.FIT and not attempt.excesses for attempt in attempts)
+    bounded = any(limit is not None for limit in last.limits.values())
+    if not (rules.may_loosen and fresh and bounded and last.shows_both_halves and not last.is_complete):
+        return False
+    room = last.budget_bytes - last.peak_bytes
+    return room >= LEAST_ROOM * last.budget_bytes and last.gain(last.loosening_headroom_bytes) >= LEAST_GAIN
+
+
+def _closest(attempts: Sequence[Attempt]) -> Attempt:
+    """Returns the failed attempt whose code needed the least memory."""
+    failed = [attempt for attempt in attempts if attempt.failed]
+    return min(failed, key=lambda attempt: (attempt.peak_bytes, attempt.headroom_bytes, attempt.shows_both_halves))
+
+
+def _minimize_or_raise(attempts: Sequence[Attempt]) -> Verdict:
+    """Returns one more attempt if it may lower the minimum that an error names; else the error."""
+    closest = _closest(attempts)
+    headroom = attempts[-1].minimizing_headroom_bytes if closest.shows_both_halves else closest.headroom_bytes
+    if headroom is not None and not _is_minimizing(attempts):
+        return Again(headroom, Purpose.MINIMIZE)
+    whole = [attempt.peak_bytes for attempt in attempts if attempt.failed and attempt.shows_both_halves]
+    return Infeasible(min(whole, default=closest.peak_bytes))
+
+
+def _minimize_or_settle(attempts: Sequence[Attempt]) -> Verdict:
+    """Returns one more attempt with another plan if that may need less memory; else one with the best plan so far."""
+    headroom = attempts[-1].minimizing_headroom_bytes
+    if headroom is not None and not _is_minimizing(attempts) and len(attempts) < MAX_REPLANS:
+        return Again(headroom, Purpose.MINIMIZE)
+    return Again(_closest(attempts).headroom_bytes, Purpose.SETTLE)
+
+
+def _tighter_headroom_bytes(last: Attempt, rules: Rules, late: bool) -> int:
+    """Returns the headroom that makes up for the bytes by which the simulator underestimated the last plan."""
+    peak, limit = max(last.excesses)
+    if rules.budget_is_shared:
+        return last.headroom_bytes + peak - limit
+    headroom = max(peak - last.simulated_bytes, last.headroom_bytes + 1)
+    return max(last.budget_bytes, headroom) if late else headroom  # the minimum peak is tried before an error
+
+
+def code_peak_bytes(attempts: Sequence[Attempt]) -> int | None:
+    """Returns the peak of the accepted code; None if a cache answered for a half that no attempt has generated.
+
+    If a half is the same as in an earlier attempt, a cache may answer for it. The earlier peak counts then.
+    """
+    *earlier, last = attempts
+    if last.purpose is Purpose.RETURN:
+        return attempts[-3].peak_bytes
+    peaks: dict[bool, int] = {}
+    for attempt in earlier:
+        for half, peak in attempt.code_peaks.items():
+            if peak <= attempt.budget_bytes:
+                peaks[half] = max(peak, peaks.get(half, 0))
+    for attempt in attempts:
+        if attempt.headroom_bytes == last.headroom_bytes:
+            peaks.update(attempt.code_peaks)
+    return max(peaks.values()) if len(peaks) == 2 else None
+
+
+def unused_reason(attempts: Sequence[Attempt], is_fastest: bool) -> str:
+    """Returns the reason why the accepted code leaves memory unused; empty if it uses the budget.
+
+    ``is_fastest`` is True if its plan is the plan of least time.
+    """
+    last, peak = attempts[-1], code_peak_bytes(attempts)
+    if peak is None or last.budget_bytes - peak < LEAST_ROOM * last.budget_bytes:
+        return ""
+    if is_fastest:
+        return "the plan of least time needs no more"
+    if any(attempt.excesses for attempt in attempts):
+        return "the code of a looser plan is over the budget"
+    if any(attempt.purpose is Purpose.LOOSEN for attempt in attempts):
+        return "the plan was loosened once already"
+    return f"a looser plan saves less than {LEAST_GAIN:.0%} of the step"

@@ -1,0 +1,144 @@
+"""The first stages of a compilation: prepares AOTAutograd's joint graph, captures it and prices its ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.basics.progress import now
+from autoremat.capture.capture import Capture, capture, runs_on_type
+from autoremat.capture.pricing import priced
+from autoremat.compiler.torch_partition import torch_partition_peak
+from autoremat.options.options import Options
+from autoremat.passes import before_capture
+from autoremat.planner.cost import Pricing
+from autoremat.planner.graph.graph import Graph, Role
+from autoremat.planner.multigraph.ledger import Share
+from autoremat.planner.search.planner import Planner
+from autoremat.torch_private import compat
+
+FREE_STEP = 64 * 2**20
+
+
+def free_device_bytes(device: torch.device) -> int | None:
+    """Returns the bytes that the step could allocate on ``device`` now; None on the CPU.
+
+    The number counts free memory and the unused memory that torch's allocator holds.
+    """
+    if device.type != "cuda":
+        return None
+    free, _ = torch.cuda.mem_get_info(device)
+    usable = int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    # Round down, so that a second compilation finds the same budget, and so the same plan, in the caches.
+    return usable // FREE_STEP * FREE_STEP
+
+
+@dataclass(frozen=True)
+class PlanningContext:
+    """Everything beside the joint graph that decides its plan."""
+
+    options: Options
+    extra_headroom_bytes: int = 0
+    """Bytes by which the plan stays below the budget, because the code of an earlier plan needed more memory than simulated.
+    A negative number loosens the plan."""
+    free_bytes: Callable[[torch.device], int | None] = free_device_bytes
+    """Returns the bytes free on a device, from which an "auto" budget is derived; None if they are unknown."""
+    cuda_name: str | None = None
+    """Name of the CUDA device that is planned for, if another device stands in for it. Generated code then decides nothing."""
+    planners: list[Planner] = field(default_factory=list)
+    """Planners of earlier attempts. An attempt on an equal graph continues with the planner of that graph."""
+
+    @property
+    def fuses(self) -> bool:
+        """True if Inductor compiles the graph."""
+        return self.options.compiler == "inductor"
+
+    @property
+    def must_fit(self) -> bool:
+        """True: raise an error if no plan fits. False: take the plan with the minimum peak."""
+        return self.options.on_infeasible == "raise"
+
+
+@dataclass(frozen=True)
+class JointGraph:
+    """A joint graph, with all that AOTAutograd passes to a partitioner."""
+
+    module: fx.GraphModule
+    inputs: Sequence[object]
+    keywords: Mapping[str, Any]
+
+    @property
+    def is_region(self) -> bool:
+        """True if the graph is a nested compile region, which torch partitions first and without inputs.
+
+        The surrounding graph may recompute the whole region. The budget is therefore no hard limit for it, and a share of its
+        own peak has no meaning.
+        """
+        return not self.inputs
+
+    @property
+    def num_forward_outputs(self) -> int:
+        """Number of outputs that belong to the forward."""
+        return int(self.keywords["num_fwd_outputs"])
+
+    @property
+    def static_inputs(self) -> Sequence[int]:
+        """Positions of the inputs whose addresses never change: parameters and buffers."""
+        return self.keywords.get("static_lifetime_input_indices") or ()
+
+
+@dataclass(frozen=True)
+class PricedGraph:
+    """A prepared joint graph with its capture, in which every op has its seconds."""
+
+    joint: JointGraph
+    captured: Capture
+    pricing: Pricing
+    kept_inputs: frozenset[int]
+    """Numbers of the values that are inputs but neither parameters nor buffers. A saved input may stay live longer."""
+
+    @property
+    def graph(self) -> Graph:
+        """The planner's graph."""
+        return self.captured.graph
+
+    def torch_partition_peak(self) -> int | None:
+        """Returns the simulated peak of torch's own partition without a budget, in bytes; None if it is unknown."""
+        return torch_partition_peak(self.captured, self.joint.inputs, self.joint.keywords)
+
+    def share_in(self, options: Options) -> Share | None:
+        """Returns the graph's share of a step's budget; None if the graph has a budget of its own."""
+        budget = options.memory_budget
+        return budget if isinstance(budget, Share) and not self.joint.is_region else None
+
+
+def prepare(joint: JointGraph, context: PlanningContext) -> JointGraph:
+    """Returns the joint graph without dead code and common subexpressions, rewritten in place for the compiler."""
+    now("reading the joint graph")
+    compat.warn_of_torchs_budgets(joint.module)
+    module = compat.prepare_joint(joint.module, joint.num_forward_outputs)
+    before_capture(module, runs_on_type(module, context.cuda_name) if context.fuses else None)
+    return replace(joint, module=module)
+
+
+def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGraph | None:
+    """Returns the capture of a prepared joint graph, with the seconds of the cost model; None if it has no backward."""
+    captured = capture(joint.module, joint.num_forward_outputs, context.fuses, context.cuda_name)
+    if captured.graph.single_phase:
+        return None
+    return PricedGraph(joint, *priced(captured, context.options.cost_model), _kept_inputs(joint, captured))
+
+
+def _kept_inputs(joint: JointGraph, captured: Capture) -> frozenset[int]:
+    placeholders = joint.module.graph.find_nodes(op="placeholder")
+    static = {placeholders[index] for index in joint.static_inputs}
+    values = zip(captured.graph.values, captured.value_nodes, strict=True)
+    return frozenset(
+        number
+        for number, (value, node) in enumerate(values)
+        if value.role is Role.INPUT and node is not None and node.op == "placeholder" and node not in static
+    )

@@ -1,0 +1,94 @@
+"""The stage that lowers: Inductor generates code for a graph, and a decision on its peak may end the compilation early."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autoremat.basics.errors import find_cause
+from autoremat.compiler.attempts import Verdict
+from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.partitioning import Partitioning
+from autoremat.passes import before_lowering
+from autoremat.torch_private import compat, inductor_lowering
+
+Compiled = Callable[..., Any]
+
+EAGER_BACKWARD = {"force_non_lazy_backward_lowering": True}
+"""Inductor settings that compile the backward together with the forward instead of at its first call. The peak of both halves
+is then known while the plan can still change."""
+
+
+@dataclass(frozen=True)
+class GraphSource:
+    """A graph that Dynamo captured, with its inputs and the Inductor options that the user set."""
+
+    module: fx.GraphModule
+    inputs: Sequence[Any]
+    patches: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Lowered:
+    """The generated code of one attempt."""
+
+    code_peaks: Mapping[bool, int]
+    """Peaks in bytes of the forward (False) and the backward (True), for the halves with generated code."""
+    is_estimate: bool = False
+    """True if a peak is an estimate, because the code could not be replayed."""
+
+
+class _Rejected(Exception):
+    """Ends a compilation after code generation and before kernels are compiled."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(str(verdict))
+        self.verdict = verdict
+
+
+def lower(
+    source: GraphSource,
+    partitioning: Partitioning,
+    identity: tuple[object, ...],
+    decide: Callable[[Lowered], Verdict | None],
+) -> tuple[Compiled | None, Lowered, Verdict | None]:
+    """Returns the compiled callable and the code's peaks; or None, the peaks and the verdict that rejects the code.
+
+    Inductor compiles the source, with ``partitioning`` under the name ``identity`` in torch's caches. After the code of each
+    half, ``decide`` receives the peaks so far. None lets Inductor continue.
+    """
+    found = Lowered({})
+
+    def observe(half: inductor_lowering.LoweredPeak) -> None:
+        nonlocal found
+        found = Lowered({**found.code_peaks, half.is_backward: half.peak_bytes}, found.is_estimate or half.is_estimate)
+        verdict = decide(found)
+        if verdict is not None:
+            raise _Rejected(verdict)
+
+    # Inductor takes ownership of the module, so another attempt needs a fresh one.
+    module = fx.GraphModule(source.module, copy.deepcopy(source.module.graph))
+    module.meta = dict(source.module.meta)
+    partitioner = Partitioner(partitioning, identity)
+    patches = {**source.patches, "custom_partitioner_fn": partitioner}
+    try:
+        with (
+            inductor_lowering.memory_first(lambda: partitioning.memory_first),
+            inductor_lowering.rewriting_before_lowering(before_lowering),
+            inductor_lowering.draws_by_place(patches),
+            inductor_lowering.sums_at_their_places(),
+            inductor_lowering.observe_lowering(lambda: partitioning.replay_context, observe),
+        ):
+            compiled = compat.compile_with_inductor(module, source.inputs, patches, EAGER_BACKWARD)
+    except Exception as error:
+        rejected = find_cause(error, _Rejected)
+        if rejected is None:
+            raise
+        return None, found, rejected.verdict
+    finally:
+        partitioner.release()
+    return compiled, found, None

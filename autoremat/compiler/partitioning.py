@@ -1,0 +1,87 @@
+"""Takes the joint graphs of one attempt through the stages from *prepare* to *rewrite*, and falls back if a stage fails."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from autoremat.basics.errors import (
+    AutorematError,
+    BudgetInfeasible,
+    BudgetWarning,
+    ConstraintWarning,
+    FallbackWarning,
+    OptionsError,
+    fallback_message,
+    planning_error,
+)
+from autoremat.capture import source_info
+from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
+from autoremat.compiler.planning import PlannedGraph, plan_graph
+from autoremat.compiler.rewriting import rewrite
+from autoremat.planner.memory.wrapper_replay import ReplayContext
+from autoremat.report.report import Report
+from autoremat.torch_private import compat, fake_tensors
+
+log = logging.getLogger("autoremat")
+
+
+@dataclass
+class Partitioning:
+    """Partitions the joint graphs of one attempt: nested compile regions first, then the graph around them.
+
+    After the calls, the attributes describe the outermost graph. They keep their first values if a cache answered for the
+    graph, or if it has no backward.
+    """
+
+    context: PlanningContext
+    plan: Callable[[PricedGraph, PlanningContext], PlannedGraph] = field(default_factory=lambda: plan_graph)
+    planned: PlannedGraph | None = field(default=None, init=False)
+    replay_context: ReplayContext = field(default_factory=ReplayContext, init=False)
+    memory_first: bool = field(default=False, init=False)
+    fell_back: bool = field(default=False, init=False)
+    """True if planning failed and torch's partitioner takes a graph (fallback)."""
+
+    @property
+    def report(self) -> Report | None:
+        """The report of the plan, before code is generated."""
+        return None if self.planned is None else self.planned.report
+
+    def __call__(self, joint: JointGraph) -> compat.PartitionedModules:
+        """Returns the forward and the backward of ``joint`` by its plan; those of torch's partitioner without a plan.
+
+        Raises ``BudgetInfeasible`` if no plan fits, and ``PlanningError`` if a stage fails and no fallback is allowed.
+        """
+        untouched = fake_tensors.shallow_copy(joint.module.graph)
+        options = self.context.options
+        try:
+            joint = prepare(joint, self.context)
+            priced = capture_and_price(joint, self.context)
+            if priced is not None:
+                return self.plan_and_rewrite(priced)
+        except (BudgetInfeasible, OptionsError, ConstraintWarning, BudgetWarning):
+            raise
+        except Exception as error:  # models and ops are open-ended, so any error may occur; the graph shall train all the same
+            if isinstance(error, AutorematError) and not options.falls_back:
+                raise
+            if not options.falls_back:
+                raise planning_error(error, source_info.place_of(untouched)) from error
+            joint.module.graph = untouched
+            self.fall_back(error, source_info.place_of(untouched))
+        return compat.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
+
+    def plan_and_rewrite(self, priced: PricedGraph) -> compat.PartitionedModules:
+        """Returns the halves of the plan, and keeps the plan for the later stages."""
+        self.planned = self.plan(priced, self.context)
+        rewritten = rewrite(self.planned)
+        self.replay_context, self.memory_first = rewritten.replay_context, rewritten.memory_first
+        log.debug("%s", self.report.summary() if self.report else "")
+        return rewritten.modules
+
+    def fall_back(self, error: Exception, place: str) -> None:
+        """Warns that no budget holds for this graph, and records the fallback."""
+        self.fell_back, self.planned = True, None
+        log.info("planning failed", exc_info=error)
+        warnings.warn(fallback_message(error, place), FallbackWarning, stacklevel=2)

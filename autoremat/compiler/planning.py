@@ -1,0 +1,264 @@
+"""The stage that plans: from a priced graph to the plan for the budget of the options."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from autoremat.basics.errors import BudgetInfeasible
+from autoremat.basics.progress import now
+from autoremat.compiler.infeasibility import infeasible
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, choose_chunking
+from autoremat.compiler.replay_context import code_headroom_bytes
+from autoremat.options.options import Options
+from autoremat.planner.constraints import policies
+from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
+from autoremat.planner.multigraph.fronts import point_of
+from autoremat.planner.multigraph.ledger import PlanPoint
+from autoremat.planner.plans import plan_file
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.report.report import Report
+from autoremat.torch_private import compat
+from autoremat.workspaces.formulas import layout_copies_bytes
+
+OPTIMISM = 0.5
+"""Excess of the simulated peak over the budget, as a share of the budget, up to which a plan's code is still generated.
+Generated code often reuses more buffers than simulated, above all in unrolled loops."""
+
+
+@dataclass(frozen=True)
+class PlannedGraph:
+    """A priced graph with its plan, and everything that the later stages ask about plans."""
+
+    priced: PricedGraph
+    context: PlanningContext
+    plan: Plan
+    planner: Planner | None
+    """Finds plans for other budgets; None if the plan is read from a file."""
+    code_headroom_bytes: int = 0
+    """Bytes that generated code may need above the simulated peak."""
+    planning: PlanningResult | None = None
+    """Result of the search; None if the plan was taken without regard to a budget."""
+    report: Report | None = None
+    """The report before code is generated; None together with ``planning``."""
+    is_last_plan: bool = False
+    """True if no other plan can be tried: the plan is stored, or it has the minimum peak because none fits in simulation."""
+    plan_file: str | None = None
+    """Name of the plan file that is applied instead of a search."""
+
+    @property
+    def is_binding(self) -> bool:
+        """True if the plan costs more than the fastest plan, so that the budget decides."""
+        fastest = self.plan_for(None)
+        return fastest is not None and self.plan.cost_seconds > fastest.cost_seconds
+
+    def plan_for(self, simulated_bytes: int | None) -> Plan | None:
+        """Returns the plan for a simulated peak of at most ``simulated_bytes``, code headroom included (None: no limit).
+
+        Returns None if no plan fits.
+        """
+        if self.planner is None:
+            return None
+        accepts = acceptance(self.priced, self.context)
+        if simulated_bytes is None:
+            return self.planner.fastest(accepts)
+        return self.planner.choose(simulated_bytes - self.code_headroom_bytes, accepts=accepts)
+
+    def gain(self, headroom_bytes: int) -> float:
+        """Returns the share of the step's seconds that the plan for another headroom saves."""
+        budget = self.report.budget_bytes if self.report is not None else None
+        looser = None if budget is None else self.plan_for(budget - headroom_bytes)
+        return 0.0 if looser is None else (self.plan.cost_seconds - looser.cost_seconds) / self.plan.graph.step_seconds
+
+    def limit_bytes(self, is_backward: bool) -> int | None:
+        """Returns the limit in bytes on the code of one half; None for no limit."""
+        if self.report is None or self.context.options.wants_whole_baseline:
+            return None
+        share = self.priced.share_in(self.context.options)
+        if share is None:
+            return self.report.budget_bytes
+        if not is_backward:
+            return share.forward_peak_bytes
+        at_borders = ledger_point(self.plan, self.priced, self.context).backward_peak_bytes
+        return share.backward_peak_bytes - (at_borders - point_of(self.plan).backward_peak_bytes)
+
+
+def ledger_point(plan: Plan, priced: PricedGraph, context: PlanningContext) -> PlanPoint:
+    """Returns ``plan`` as a point in the ledger of the step."""
+    share = priced.share_in(context.options)
+    return point_of(plan, priced.kept_inputs if share is not None and share.borders else None)
+
+
+def acceptance(priced: PricedGraph, context: PlanningContext) -> Callable[[Plan], bool] | None:
+    """Returns the condition that plans must meet beside the peak; None if there is none."""
+    share = priced.share_in(context.options)
+    if share is None:
+        return None
+    return lambda plan: share.holds(ledger_point(plan, priced, context), context.extra_headroom_bytes)
+
+
+def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
+    """Returns the graph with its plan for the budget, and with the report of the plan.
+
+    Raises ``BudgetInfeasible`` if no plan fits, unless the options ask for the best effort or the generated code may still fit.
+    """
+    start = time.perf_counter()
+    soft_budget = find_soft_budget(priced, context)  # torch's partitioner has no time limit, so it is not part of the planner's
+    now(f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s")
+    planner, _ = planner_of(priced, context, soft_budget)
+    headroom = headroom_of_code(priced) if context.fuses else 0
+    budget = budget_of(priced, context, planner.baseline.peak_bytes + headroom)
+
+    def contend(form: PricedGraph, chunks: int) -> ChunkingCandidate:
+        planner, constrained = planner_of(form, context, soft_budget)
+        stored = stored_plan(form, context, planner)
+        if stored is not None:
+            file_name, plan = stored
+            return ChunkingCandidate(form, planner, constrained, planner.judge(plan, budget), chunks, file_name)
+        limit = None if budget is None else budget - headroom - context.extra_headroom_bytes
+        return ChunkingCandidate(form, planner, constrained, search(form, context, planner, constrained, limit), chunks)
+
+    choice = choose_chunking(priced, context, contend)
+    chosen = choice.taken
+    plan = chosen.planning.plan
+    if plan is None:
+        assert budget is not None
+        plan = chosen.planning.smallest
+        if context.must_fit and not priced.joint.is_region and not _may_fit(plan, chosen, context, budget):
+            raise _no_plan_fits(choice, context, budget, headroom)
+    planned = PlannedGraph(
+        priced=chosen.priced,
+        context=context,
+        plan=plan,
+        planner=None if chosen.plan_file is not None else chosen.planner,
+        code_headroom_bytes=headroom,
+        planning=dataclasses.replace(chosen.planning, baseline=planner.baseline),
+        is_last_plan=chosen.plan_file is not None or chosen.planning.plan is None,
+        plan_file=chosen.plan_file,
+    )
+    return dataclasses.replace(planned, report=_report_of(planned, choice, budget, soft_budget, start))
+
+
+def _report_of(
+    planned: PlannedGraph, choice: ChunkingChoice, budget: int | None, soft_budget: int | None, start: float
+) -> Report:
+    """Returns the report of the plan, before code is generated. ``start`` is the time at which planning began."""
+    assert planned.planning is not None
+    captured, context = planned.priced.captured, planned.context
+    return Report.of(
+        planned.planning,
+        planned.plan,
+        planned.code_headroom_bytes + context.extra_headroom_bytes,
+        budget_bytes=budget,
+        soft_budget_bytes=soft_budget,
+        planning_seconds=time.perf_counter() - start,
+        compiler=context.options.compiler,
+        device=captured.device.name,
+        loss_chunks=choice.taken.chunks,
+        code_headroom_bytes=planned.code_headroom_bytes,
+        minimum_unchunked_bytes=None if choice.whole is None else choice.whole.planning.smallest.peak_bytes,
+        unknown_workspaces=captured.unknown_workspaces,
+        **dataclasses.asdict(planned.priced.pricing),
+    )
+
+
+def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
+    """Returns the graph with the plan of the minimum peak found, whatever the budget."""
+    now(f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s")
+    planner, _ = planner_of(priced, context, None)
+    return PlannedGraph(priced, context, planner.search.smallest, planner)
+
+
+def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | None:
+    """Returns the peak of torch's partition in bytes, if neither a budget, a stored plan nor a policy is given; else None.
+
+    Without a budget the plan should not exceed that peak.
+    """
+    options = context.options
+    told = options.memory_budget is not None or options.plan or options.policy
+    if told or priced.joint.is_region or not context.fuses:
+        return None
+    now("asking for torch's own partition")
+    return priced.torch_partition_peak()
+
+
+def headroom_of_code(priced: PricedGraph) -> int:
+    """Returns the code headroom in bytes, with the copies into layouts that kernels want."""
+    captured = priced.captured
+    return code_headroom_bytes(captured.graph) + layout_copies_bytes(captured.op_nodes, captured.runs_on)
+
+
+def budget_of(priced: PricedGraph, context: PlanningContext, baseline_bytes: int) -> int | None:
+    """Returns the budget in bytes; None for no limit. ``baseline_bytes`` is the baseline's peak with code headroom.
+
+    The baseline's code needs the code headroom too, so a share is a share of both.
+    """
+    if priced.joint.is_region and isinstance(context.options.memory_budget, float):
+        return None
+    device = compat.device_of(priced.captured.joint)
+    return context.options.resolve_budget(baseline_bytes, context.free_bytes(device))
+
+
+def constraints_of(options: Options) -> Constraints:
+    """Returns the constraints of the options. With a budget, a policy only demands recomputation."""
+    return Constraints(options.save, options.recompute, policies.parse(options.policy), exact=options.memory_budget is None)
+
+
+def planner_of(priced: PricedGraph, context: PlanningContext, soft_budget: int | None) -> tuple[Planner, ConstrainedGraph]:
+    """Returns a planner of the graph under the constraints of the options, and the constrained graph.
+
+    A planner of an earlier attempt on an equal graph starts afresh, with its candidates.
+    """
+    constrained = constraints_of(context.options).apply(priced.graph)
+    given = () if constrained.candidate is None else (constrained.candidate,)
+    for planner in context.planners:
+        same_candidates = [c.plan.schedule for c in planner.given] == [c.plan.schedule for c in given]
+        if planner.graph == constrained.graph and same_candidates and planner.soft_budget_bytes == soft_budget:
+            return planner, constrained
+    planner = Planner(constrained.graph, context.options.time_limit, given=given, soft_budget_bytes=soft_budget)
+    context.planners.append(planner)
+    return planner, constrained
+
+
+def stored_plan(priced: PricedGraph, context: PlanningContext, planner: Planner) -> tuple[str, Plan] | None:
+    """Returns the stored plan of the options for this graph, with the name of its file; None if the options have none.
+
+    Raises ``PlanFileError`` if the stored plan does not fit the graph.
+    """
+    if not context.options.plan or priced.joint.is_region:
+        return None
+    file, plan = plan_file.fitted(context.options.plan, planner.graph)
+    return file.name, plan
+
+
+def search(
+    priced: PricedGraph, context: PlanningContext, planner: Planner, constrained: ConstrainedGraph, limit: int | None
+) -> PlanningResult:
+    """Returns the best plan found with a simulated peak of at most ``limit`` bytes. Without a budget, a policy's plan is
+    taken."""
+    if context.options.memory_budget is None and constrained.candidate is not None:
+        constrained.candidate.plan.check()
+        return planner.judge(constrained.candidate.plan, None)
+    return planner.find(limit, acceptance(priced, context))
+
+
+def _may_fit(plan: Plan, chosen: ChunkingCandidate, context: PlanningContext, budget: int) -> bool:
+    """Returns True if Inductor's code for ``plan`` may fit, although the simulated peak exceeds the budget."""
+    accepts = acceptance(chosen.priced, context)
+    decided_by_code = context.fuses and context.cuda_name is None
+    return decided_by_code and (accepts is None or accepts(plan)) and plan.peak_bytes <= budget * (1 + OPTIMISM)
+
+
+def _no_plan_fits(choice: ChunkingChoice, context: PlanningContext, budget: int, headroom: int) -> BudgetInfeasible:
+    """Returns the error that names the minimum peak found, and that without constraints if there are any."""
+    chosen = choice.taken
+    unconstrained = None
+    if chosen.constrained.graph is not chosen.priced.graph:
+        unconstrained = Planner(chosen.priced.graph, context.options.time_limit).search.smallest.peak_bytes
+    device = chosen.priced.captured.device.name
+    least = chosen.planning.smallest.peak_bytes + headroom  # the assumed peak of generated code
+    return infeasible(chosen.planning, budget, device, least, chosen.plan_file, unconstrained, choice.remedy)

@@ -1,0 +1,54 @@
+"""The last stage of a compilation: registers and logs the report, and warns if the budget does not hold."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+
+from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.units import format_bytes
+from autoremat.compiler.lowering import Compiled
+from autoremat.compiler.overlap_warning import watched
+from autoremat.options.options import Options
+from autoremat.report.registry import add_report
+from autoremat.report.report import Report
+from autoremat.torch_private.autograd import retraces_backwards
+from autoremat.torch_private.logs import trace_artifact
+
+log = logging.getLogger("autoremat")
+
+
+def published(compiled: Compiled, report: Report | None, options: Options) -> Compiled:
+    """Registers and logs ``report`` and returns ``compiled``.
+
+    The returned callable is watched for other open calls if the graph has a budget of its own. Warns with ``BudgetWarning`` if
+    the step exceeds the budget, or if compiled autograd traces its backward anew.
+    """
+    if report is None:
+        return compiled
+    if report.unknown_workspaces and report.budget_bytes is not None:
+        log.warning(
+            "the budget may be exceeded by the workspaces of %s, which are not known (of an op of your own, "
+            "declare_pure(..., workspace_bytes=...) tells it)",
+            ", ".join(report.unknown_workspaces),
+        )
+    if not report.within_budget and report.budget_bytes is not None:
+        warnings.warn(
+            f"the step needs {format_bytes(report.peak_bytes)}, over its budget of {format_bytes(report.budget_bytes)}: "
+            f'nothing smaller was found, and on_infeasible="best_effort" runs it anyway',
+            BudgetWarning,
+            stacklevel=2,
+        )
+    log.info("%s", report.summary())
+    trace_artifact("autoremat_report", report.to_json)
+    add_report(report)
+    if report.budget_bytes is not None and retraces_backwards():
+        warnings.warn(
+            "compiled autograd traces the backward of this graph anew and compiles it without the plan's order and without a "
+            f"look at its peak: the budget of {format_bytes(report.budget_bytes)} does not hold. Switch "
+            "torch._dynamo.config.compiled_autograd off",
+            BudgetWarning,
+            stacklevel=2,
+        )
+    budget = options.memory_budget
+    return watched(compiled, report, isinstance(budget, float)) if isinstance(budget, int | float | str) else compiled

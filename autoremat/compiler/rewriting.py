@@ -1,0 +1,35 @@
+"""The stage that rewrites: from a planned graph to its forward and backward, and to the facts that lowering needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoremat.basics.progress import now
+from autoremat.compiler.planning import PlannedGraph
+from autoremat.compiler.replay_context import replay_context
+from autoremat.passes import apply_plan
+from autoremat.planner.graph.graph import Kind
+from autoremat.planner.memory.wrapper_replay import ReplayContext
+from autoremat.torch_private import compat
+
+
+@dataclass(frozen=True)
+class RewrittenGraph:
+    """The halves of a planned graph as modules."""
+
+    modules: compat.PartitionedModules
+    """The forward and the backward."""
+    replay_context: ReplayContext
+    """Facts that the replay of the generated code cannot read from the code."""
+    memory_first: bool
+    """True if Inductor must keep the backward's sequence of ops and free each buffer after its last use. The plan of least time
+    needs neither."""
+
+
+def rewrite(planned: PlannedGraph) -> RewrittenGraph:
+    """Returns the forward and the backward of the plan. Consumes the joint graph of ``planned``."""
+    now("writing forward and backward")
+    captured, plan = planned.priced.captured, planned.plan
+    modules = apply_plan(captured, plan.schedule, planned.priced.joint.static_inputs)
+    repeats_extern = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
+    return RewrittenGraph(modules, replay_context(captured), planned.is_binding or repeats_extern)

@@ -1,0 +1,243 @@
+"""Tuning constants of the planner. Each one trades plan quality against time.
+
+The defaults are the only values in use. Numerical tolerances and encodings stay in the modules that need them.
+
+Work is counted in moves, columns, nodes and the like, so plans do not depend on the speed of the machine. Limits in seconds and
+shares of the time limit only interrupt it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SegmentationSettings:
+    """Cuts of the forward into segments (:mod:`autoremat.planner.graph.segments`)."""
+
+    long_range_share: float = 0.35
+    """Lifetime, as a share of the forward's ops, above which a value is long-range. In a residual network of two blocks, the
+    input of a block lives for a quarter of them."""
+    long_range_ops: int = 12
+    """Lifetime in ops up to which a value is never long-range, so that short forwards have cuts too."""
+    maximum_segments: int = 128
+    """Maximum number of segments."""
+    short_segments: int = 8
+    """Number of segments up to which two ops per segment are enough. Larger numbers need four."""
+
+
+@dataclass(frozen=True)
+class SearchSettings:
+    """Peak-aware search: minimum cuts, segmentations, greedy fill (:mod:`autoremat.planner.search`)."""
+
+    curve_points: int = 12
+    """Maximum number of minimum cuts."""
+    segmentation_work: int = 2000
+    """Number of segmentations per minimum cut, times the number of forward ops (see
+    :func:`~autoremat.planner.search.candidates.effort`). They are spread over the segmentations without recomputed cuts. All
+    segmentations are also tried with their smallest saved set."""
+    segmentation_limits: tuple[int, int] = (2, 8)
+    """Minimum and maximum number of segmentations per minimum cut."""
+    fill_work: int = 4000
+    """Number of candidates to fill, times the number of forward ops. They are spread over the peaks of the Pareto front."""
+    fill_limits: tuple[int, int] = (4, 12)
+    """Minimum and maximum number of candidates to fill."""
+    fill_rounds: int = 8
+    """Maximum number of rounds of greedy fill for one candidate."""
+    fill_steps: int = 100
+    """Number of equal steps of the baseline's peak. Memory is filled to each step when a larger budget must never cost more."""
+    saved_levels: int = 8
+    """Number of levels of saved bytes to which memory is filled if a graph shares its budget with others."""
+    peak_levels: int = 3
+    """Number of levels of the peak to which memory is filled if a graph shares its budget with others."""
+    soft_budget_cost: float = 0.05
+    """Maximum cost of a plan within the soft budget over the fastest plan, as a share of the step, by the cost model."""
+    splits: int = 4
+    """Number of splits of a single-phase graph. One is at the op with the most live bytes, the others at the fullest op of each
+    stretch."""
+
+
+@dataclass(frozen=True)
+class BoundSettings:
+    """Lower bounds by minimum cuts (:mod:`autoremat.planner.search.lower_bounds`)."""
+
+    stretches: int = 8
+    """Number of stretches of the backward. The program points are the start of the backward and, in each stretch, the op with
+    the most fixed bytes."""
+    single_phase_stretches: int = 16
+    """Number of stretches of a single-phase graph. The op with the most live bytes in each stretch gives a lower bound."""
+    maximum_secants: int = 32
+    """Maximum number of secants over the price per byte at one program point."""
+
+
+@dataclass(frozen=True)
+class TimeIndexedBoundSettings:
+    """Lower bound by one linear program over many program points (:mod:`autoremat.planner.exact.time_indexed_bound`)."""
+
+    maximum_stages: int = 48
+    """Maximum number of stages of the backward."""
+    maximum_columns: int = 60_000
+    """Approximate number of columns above which there are fewer stages."""
+    exact_columns: int = 16_000
+    """Number of columns up to which a program is solved exactly."""
+    nodes: int = 200
+    """Maximum number of branch-and-bound nodes of a program that is solved exactly."""
+    iterations: int = 20_000
+    """Maximum number of iterations of the approximate solver of relaxations."""
+    time_share: float = 0.3
+    """Maximum time of the bound, as a share of the time limit."""
+
+
+@dataclass(frozen=True)
+class LocalSearchSettings:
+    """Moves of annealing and redundant-recompute elimination (:mod:`autoremat.planner.exact.local_search`)."""
+
+    input_probability: float = 0.6
+    """Highest probability that a move also recomputes a freed input instead of retaining it."""
+    move_recomputations: int = 10
+    """Maximum number of recomputations of one move."""
+    early_probability: float = 0.2
+    """Probability that an evicted value is recomputed before its next read, while its inputs may still be live."""
+    draws: int = 60
+    """Number of values that are drawn before a site counts as having no value to evict."""
+    reordered_recomputations: int = 12
+    """Maximum number of recomputations at one site for which another sequence than the graph's is tried."""
+
+
+@dataclass(frozen=True)
+class AnnealingSettings:
+    """Simulated annealing over insertion points (:mod:`autoremat.planner.exact.annealing`)."""
+
+    moves_per_second: int = 4000
+    """Moves per second of the time limit. The number is low enough to leave time for large-neighbourhood search."""
+    initial_temperature: float = 3.0
+    """First temperature of a search from nothing, in mean seconds of an op."""
+    warm_start_temperature: float = 0.3
+    """First temperature of a search from a good plan, in mean seconds of an op."""
+    final_temperature: float = 0.03
+    """Last temperature, in mean seconds of an op."""
+    initial_price: float = 0.05
+    """First price of an excess byte at one site, in mean seconds of an op per mean bytes of a value."""
+    minimum_price: float = 0.02
+    """Lowest price, in the unit of the first one."""
+    maximum_price: float = 50.0
+    """Highest price, in the unit of the first one."""
+    price_increase: float = 1.02
+    """Factor of the price for a state that does not fit."""
+    price_decrease: float = 0.97
+    """Factor of the price for a state that fits."""
+    update_moves: int = 64
+    """Number of moves between two updates of price and temperature."""
+    removal_probability: float = 0.35
+    """Probability that a move removes a recomputation, for states that do not fit."""
+    removal_probability_when_fitting: float = 0.6
+    """Probability that a move removes a recomputation, for states that fit."""
+    removal_only_probability: float = 0.15
+    """Probability that a move removes a recomputation and does nothing else."""
+    recomputations_per_use: int = 5_000
+    """Maximum number of recomputations of a plan that recomputes every value for each use. It is enough for a chain of 100
+    ops."""
+    warm_start_share: float = 0.2
+    """Share of the moves that anneal the best plan once more."""
+    first_search_share: float = 0.2
+    """Maximum length of the first search from nothing, as a share of the moves."""
+    first_search_moves_per_op: int = 300
+    """Maximum length of the first search from nothing, in moves per op."""
+
+
+@dataclass(frozen=True)
+class EliminationSettings:
+    """Redundant-recompute elimination (:mod:`autoremat.planner.exact.polish`)."""
+
+    exchange_candidates: int = 1_000
+    """Number of possible recomputations up to which exchanges are tried."""
+    minimum_gain: float = 1e-6
+    """Least gain of an exchange, in mean seconds of an op."""
+
+
+@dataclass(frozen=True)
+class IntervalModelSettings:
+    """Size of interval models, and first plans from their relaxations (:mod:`autoremat.planner.exact.driver`)."""
+
+    columns_per_second: int = 1500
+    """Maximum number of columns of a model, per second of the time limit. Its relaxation leaves time for neighbourhoods."""
+    depths: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    """Depths of the models that are tried, as long as they are not too large."""
+    first_plan_depth: int = 2
+    """Depth up to which models give first plans."""
+    first_plan_nodes: int = 200
+    """Maximum number of branch-and-bound nodes of a first plan, which uses only columns of the relaxations."""
+    first_plan_penalty: float = 2.0
+    """Penalty of an excess as large as the baseline's peak, in steps, for first plans."""
+    first_plan_share: float = 0.3
+    """Time limit of each first plan, as a share of the time limit."""
+
+
+@dataclass(frozen=True)
+class NeighborhoodSettings:
+    """Large-neighbourhood search (:mod:`autoremat.planner.exact.large_neighborhood`)."""
+
+    neighborhoods_per_second: int = 2
+    """Number of neighbourhoods per second of the time limit."""
+    neighborhood_seconds: float = 5.0
+    """Time limit of a neighbourhood in seconds. On a machine of ordinary speed, the limit on nodes ends it earlier."""
+    nodes: int = 30
+    """Maximum number of branch-and-bound nodes of one neighbourhood."""
+    whole_model_columns: int = 1500
+    """Number of columns up to which the whole model is one neighbourhood."""
+    whole_model_nodes: int = 2000
+    """Maximum number of branch-and-bound nodes of a whole model."""
+    initial_columns: int = 1500
+    """Number of columns that the first neighbourhoods free. It falls after an unsolved neighbourhood and rises after a solved
+    one."""
+    minimum_columns: int = 100
+    """Minimum number of columns that a neighbourhood frees."""
+    maximum_columns: int = 3000
+    """Maximum number of columns that a neighbourhood frees."""
+    penalty: float = 4.0
+    """First penalty of an excess as large as the baseline's peak, in steps."""
+    penalty_when_fitting: float = 8.0
+    """First penalty if the first plan fits, in steps. It is higher, to keep the search near plans that fit."""
+    maximum_penalty: float = 64.0
+    """Highest penalty, in steps. Small models and relaxations use it from the beginning."""
+    minimum_gain: float = 1e-5
+    """Least improvement that counts, as a share of the step."""
+    patience: int = 30
+    """Number of neighbourhoods in a row without improvement that end the search, if the plan fits."""
+    patience_when_over_budget: int = 6
+    """Number of neighbourhoods in a row without improvement after which the penalty doubles, if the plan does not fit."""
+
+
+@dataclass(frozen=True)
+class PortfolioSettings:
+    """The solver ``auto``, which runs the others one after another (:mod:`autoremat.planner.api`)."""
+
+    good_gap: float = 0.01
+    """Optimality gap, as a share of the step, at which a plan of a training step is not improved further. It is large, because
+    a user waits for the plan."""
+    single_phase_good_gap: float = 0.001
+    """Optimality gap, as a share of the step, at which a plan of a single-phase graph is not improved further. It is small,
+    because the best plans are often this close to the lower bound."""
+    single_phase_search_share: float = 0.15
+    """Share of the time limit for the search on a single-phase graph, whose splits seldom give the best plans."""
+    annealing_end: float = 0.75
+    """Share of the time limit after which annealing ends, to leave time for large-neighbourhood search."""
+
+
+@dataclass(frozen=True)
+class PlannerSettings:
+    """All settings, by the part of the planner that reads them."""
+
+    segmentation: SegmentationSettings = SegmentationSettings()
+    search: SearchSettings = SearchSettings()
+    bound: BoundSettings = BoundSettings()
+    time_indexed_bound: TimeIndexedBoundSettings = TimeIndexedBoundSettings()
+    local_search: LocalSearchSettings = LocalSearchSettings()
+    annealing: AnnealingSettings = AnnealingSettings()
+    elimination: EliminationSettings = EliminationSettings()
+    interval_model: IntervalModelSettings = IntervalModelSettings()
+    neighborhood: NeighborhoodSettings = NeighborhoodSettings()
+    portfolio: PortfolioSettings = PortfolioSettings()
+
+
+SETTINGS = PlannerSettings()
