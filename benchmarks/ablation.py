@@ -56,7 +56,7 @@ from autoremat.options.options import COST_MODELS
 from autoremat.planner import api
 from autoremat.planner.exact import annealing, driver, large_neighborhood, time_indexed_bound
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.search.candidates import EVERY_STRATEGY, Strategies
+from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.settings import SETTINGS
 from autoremat.torch_private import inductor_lowering
@@ -89,6 +89,10 @@ BETWEEN = (0.05, 0.15, -0.05, 0.3, 0.5, 0.7)
 """Budgets: so far from the least peak that the search finds to that without recomputation. Below 0 the search has no plan."""
 
 
+def nothing(*_: Any, **__: Any) -> int:
+    return 0
+
+
 def as_found(*arguments: Any) -> Any:
     """The outcome of a search, unchanged, in the place of what would improve it."""
     return next(argument for argument in arguments if isinstance(argument, api.PlanningResult))
@@ -102,6 +106,7 @@ def without_neighbourhoods(self: large_neighborhood.Improvement, start: Any, nei
 
 RUN = large_neighborhood.Improvement.run
 OFF: dict[str, Switch] = {
+    "recreate": lambda: mock.patch.object(Search, "recreate", nothing),
     "bound": lambda: mock.patch.object(time_indexed_bound, "tighten", as_found),
     "annealing": lambda: mock.patch.object(annealing, "improve", as_found),
     "polish": lambda: mock.patch.object(annealing, "polished", return_value=[]),
@@ -109,13 +114,16 @@ OFF: dict[str, Switch] = {
     "exact": lambda: mock.patch.object(driver, "improve", as_found),
     "neighbourhoods": lambda: mock.patch.object(large_neighborhood.Improvement, "run", without_neighbourhoods),
 }
+SEARCH_ALONE = "+ ruin and recreate: search alone"
 IMPROVERS: dict[str, tuple[str, ...]] = {
-    "search alone": ("bound", "annealing", "exact"),
+    "filled search alone": ("recreate", "bound", "annealing", "exact"),
+    SEARCH_ALONE: ("bound", "annealing", "exact"),
     "+ better bound": ("annealing", "exact"),
     "+ annealing": ("polish", "exact"),
     "+ polish": ("exact",),
     "+ exact model": ("neighbourhoods",),
     "+ neighbourhoods: all": (),
+    "all but ruin and recreate": ("recreate",),
     "all but better bound": ("bound",),
     "all but annealing": ("annealing",),
     "all but polish": ("polish",),
@@ -127,7 +135,8 @@ FAMILIES: dict[str, Strategies] = {
     "every family": EVERY_STRATEGY,
     "without minimum cuts": EVERY_STRATEGY & ~Strategies.CURVE,
     "without segments": EVERY_STRATEGY & ~Strategies.SEGMENTS,
-    "without filling": EVERY_STRATEGY & ~Strategies.FILL,
+    "without ruin and recreate": EVERY_STRATEGY & ~Strategies.RECREATE,
+    "without filling": EVERY_STRATEGY & ~Strategies.FILL & ~Strategies.RECREATE,
 }
 
 
@@ -230,7 +239,7 @@ def improved(
                 seconds = time.process_time() - begun
             row = planned(kind, cell, variant, graph, found, budget, seconds)
             yield row
-        if variant == "search alone" and row.cost is not None and row.gap is not None and row.gap <= good_gap:
+        if variant == SEARCH_ALONE and row.cost is not None and row.gap is not None and row.gap <= good_gap:
             settled = row
 
 
@@ -429,10 +438,6 @@ CASES: dict[str, Callable[[], model_zoo.Built]] = {
     "strided": lambda: (Strided(), (torch.randn(4, 8, 16, 16),)),
 }
 CODE_BETWEEN = (0.05, 0.4, 1.0)
-
-
-def nothing(*_: Any, **__: Any) -> int:
-    return 0
 
 
 @contextlib.contextmanager

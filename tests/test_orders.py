@@ -88,7 +88,7 @@ def test_every_plan_obeys_every_order(drawn, share):
     baseline = planner.baseline.peak_bytes
     plans = [planner.find(None if share is None else int(share * baseline)).plan, planner.search.smallest]
     plans += [candidate.plan for candidate in planner.search.candidates]
-    plans += [planner.search.save_what_constraints_allow(), *planner.search.filled]
+    plans += [planner.search.save_what_constraints_allow(), *(c.plan for c in planner.search.filled)]
     if ordered.candidate is not None and share is None:
         plans.append(planner.judge(ordered.candidate.plan, None).plan)
     for plan in filter(None, plans):

@@ -44,6 +44,19 @@ class SearchSettings:
     """Minimum and maximum number of candidates to fill."""
     fill_rounds: int = 8
     """Maximum number of rounds of greedy fill for one candidate."""
+    recreation_gain: float = 0.001
+    """Ruin and recreate ends at a plan that costs at most this share of the step more than the cheapest plan of any peak."""
+    recreation_bases: int = 2
+    """Number of filled candidates that ruin and recreate improves, each of another segmentation."""
+    recreation_work: int = 20_000
+    """Number of trials of ruin and recreate in a row without an improvement after which it ends, times the number of forward
+    ops."""
+    recreation_limits: tuple[int, int] = (10, 40)
+    """Minimum and maximum of that number of trials."""
+    recreation_trials: int = 5
+    """Maximum number of all trials, as a multiple of that number."""
+    recreation_values: int = 4
+    """Maximum number of saved values that a trial drops, and of recomputed values that it saves instead."""
     fill_steps: int = 100
     """Number of equal steps of the baseline's peak. Memory is filled to each step when a larger budget must never cost more."""
     saved_levels: int = 8

@@ -5,7 +5,8 @@
 The saved sets are minimum cuts at all prices per saved byte. They are the vertices of the convex curve of saved bytes against
 recomputation. A segmentation cuts the forward at narrow places. Just-in-time recomputation turns a saved set and a segmentation
 into a schedule, and the simulator gives its peak. These candidates do not depend on the budget. Greedy fill then uses the
-memory that is still free, starting from fitting candidates on the Pareto front of peak and cost.
+memory that is still free, starting from fitting candidates on the Pareto front of peak and cost. Ruin and recreate improves
+the cheapest filled candidate.
 
 The search counts candidates, so it is deterministic unless the time limit interrupts it.
 """
@@ -18,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
+from itertools import islice
 
 from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.graph.schedule import build_schedule, one_segment
@@ -26,6 +28,7 @@ from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.min_cut import MinCut
+from autoremat.planner.search.ruin_and_recreate import recreate
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
@@ -42,9 +45,11 @@ class Strategies(enum.Flag):
     """Segmentations of the forward. Without this flag the forward is one segment."""
     FILL = enum.auto()
     """Greedy fill of free memory."""
+    RECREATE = enum.auto()
+    """Ruin and recreate, from the best filled candidate."""
 
 
-EVERY_STRATEGY = Strategies.CURVE | Strategies.SEGMENTS | Strategies.FILL
+EVERY_STRATEGY = Strategies.CURVE | Strategies.SEGMENTS | Strategies.FILL | Strategies.RECREATE
 
 
 def spread(count: int, wanted: int) -> set[int]:
@@ -71,7 +76,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.explored = False
-        self.filled: list[Plan] = []  # kept, so that a later, larger budget never costs more than an earlier one
+        self.filled: list[Candidate] = []  # kept, so that a later, larger budget never costs more than an earlier one
         self.mincut = MinCut(self.graph)
         self.chain = Chain.of(self.graph)
 
@@ -200,7 +205,8 @@ class Search:
 
     def best(self, budget: int | None, accepts: Callable[[Plan], bool] = bool) -> Plan | None:
         """Returns the cheapest plan found so far within ``budget`` bytes (None: no bound) that ``accepts`` admits."""
-        fitting = (p for p in (*self.unfilled, *self.filled) if (budget is None or p.peak_bytes <= budget) and accepts(p))
+        plans = (*self.unfilled, *(c.plan for c in self.filled))
+        fitting = (p for p in plans if (budget is None or p.peak_bytes <= budget) and accepts(p))
         return min(fitting, key=lambda p: p.cost_seconds, default=None)
 
     def fill(self, budget: int, saved_budget: float = math.inf) -> None:
@@ -209,13 +215,29 @@ class Search:
             if self.interrupted:
                 break
             rebuild = partial(self.plan, segmentation=base.segmentation, label="filled")
-            self.filled.append(fill(base.plan, rebuild, budget, saved_budget))
+            self.filled.append(Candidate(fill(base.plan, rebuild, budget, saved_budget), base.segmentation))
+
+    def recreate(self, budget: int) -> None:
+        """Improves the cheapest filled candidates within ``budget`` bytes, of different segmentations, by ruin and recreate."""
+        bases: dict[Segmentation, Candidate] = {}
+        for candidate in sorted(self.filled, key=lambda c: c.plan.cost_seconds):
+            if candidate.plan.peak_bytes <= budget:
+                bases.setdefault(candidate.segmentation, candidate)
+        worth = self.least_cost + settings.recreation_gain * self.graph.step_seconds
+        patience = effort(settings.recreation_work, settings.recreation_limits, self.graph.num_forward)
+        for segmentation, base in islice(bases.items(), settings.recreation_bases):
+            rebuild = partial(self.plan, segmentation=segmentation, label="recreated")
+            found = recreate(base.plan, rebuild, budget, patience, lambda p: self.interrupted or p.cost_seconds <= worth)
+            self.filled.append(Candidate(found, segmentation))
 
     def cheapest(self, budget: int) -> Plan | None:
-        """Returns the cheapest plan found within ``budget`` bytes, after greedy fill. None if no plan fits."""
+        """Returns the cheapest plan found within ``budget`` bytes, after greedy fill and ruin and recreate. None if no plan
+        fits."""
         found = self.best(budget)
         if Strategies.FILL in self.strategies and found is not None and found.cost_seconds > self.least_cost:
             self.fill(budget)
+            if Strategies.RECREATE in self.strategies:
+                self.recreate(budget)
         return self.best(budget)
 
     def spread_out(self) -> list[Plan]:
@@ -228,4 +250,4 @@ class Search:
                 self.fill(whole.peak_bytes, least + (most - least) * step // settings.saved_levels)
             for step in range(1, settings.peak_levels + 1):
                 self.fill(smallest + (whole.peak_bytes - smallest) * step // (settings.peak_levels + 1))
-        return [*self.unfilled, *self.filled]
+        return [*self.unfilled, *(c.plan for c in self.filled)]

@@ -81,8 +81,8 @@ class Planner:
     time_limit: float = 10.0
     strategies: Strategies = EVERY_STRATEGY
     stepwise: bool = False
-    """If True, memory is filled in fixed steps, so that a larger budget never costs more, even in a new search (see
-    :meth:`_fill_stepwise`)."""
+    """If True, memory is filled in fixed steps. Without ruin and recreate, a larger budget then never costs more, even in a new
+    search (see :meth:`_fill_stepwise`)."""
     bounds: Bounds | None = None
     """Lower bounds for filling in steps: None for those of the graph itself. The splits of another graph use that graph's
     bounds."""
@@ -167,7 +167,8 @@ class Planner:
         """Returns the cheapest plan within ``budget`` of all plans filled to a whole percent of the baseline's peak.
 
         All levels that are filled for a budget are also filled for every larger one. Levels are visited downwards from the
-        budget. The loop ends once the lower bound shows that no plan at this level is cheaper than the best one found.
+        budget. The loop ends once the lower bound shows that no plan at this level is cheaper than the best one found. Ruin and
+        recreate follows only if the strategies contain it, because it may improve a smaller budget's plan more.
         """
         search, peak, bounds = self.search, self.baseline.peak_bytes, self.bounds or self.moments
         steps = settings.fill_steps
@@ -180,4 +181,6 @@ class Planner:
             if min(best.cost_seconds, known_seconds) <= max(search.least_cost, bounds.seconds(level)):
                 break
             search.fill(level)
+        if budget is not None and Strategies.RECREATE in self.strategies:
+            search.recreate(budget)
         return search.best(budget)

@@ -121,8 +121,8 @@ def outcome(plans: list[Plan], budget: int | None, bounds: Bounds, candidates: i
 def search(graph: Graph, budget: int | None, time_limit: float, strategies: Strategies) -> PlanningResult:
     """Returns the cheapest plan that ``strategies`` find within ``budget`` bytes (None: no bound).
 
-    Memory is filled in fixed steps, so that a larger budget never costs more. Each split may take half of the time that is
-    left.
+    Memory is filled in fixed steps. Without ruin and recreate, a larger budget then never costs more. Each split may take half
+    of the time that is left.
     """
     if not graph.single_phase:
         return Planner(graph, time_limit, strategies, stepwise=True).find(budget)
