@@ -30,7 +30,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -114,9 +114,9 @@ OFF: dict[str, Switch] = {
     "exact": lambda: mock.patch.object(driver, "improve", as_found),
     "neighbourhoods": lambda: mock.patch.object(large_neighborhood.Improvement, "run", without_neighbourhoods),
 }
-SEARCH_ALONE = "+ ruin and recreate: search alone"
+FILLED_ALONE, SEARCH_ALONE = "search alone, filled", "+ ruin and recreate: search alone"
 IMPROVERS: dict[str, tuple[str, ...]] = {
-    "filled search alone": ("recreate", "bound", "annealing", "exact"),
+    FILLED_ALONE: ("recreate", "bound", "annealing", "exact"),
     SEARCH_ALONE: ("bound", "annealing", "exact"),
     "+ better bound": ("annealing", "exact"),
     "+ annealing": ("polish", "exact"),
@@ -214,33 +214,32 @@ def peak_of_all(graph: Graph) -> int:
 def improved(
     kind: str, cell: str, graph_of: Callable[[], Graph], place: float, known: dict[tuple[str, ...], Planned], limit: float
 ) -> Iterator[Planned]:
-    """The improvers of `autoremat.plan`, one after another. Where the search leaves nothing to do, all variants are equal."""
+    """The improvers of `autoremat.plan`, one after another. Where the search is within the gap, nothing else runs."""
     missing = [variant for variant in IMPROVERS if (kind, cell, variant) not in known]
     if not missing:
         return
     graph = graph_of()
     budget = budget_of(graph, place)
     good_gap = SETTINGS.portfolio.single_phase_good_gap if graph.single_phase else SETTINGS.portfolio.good_gap
-    settled: Planned | None = None
-    for variant in IMPROVERS:
-        if settled is not None:
-            yield Planned(kind, cell, variant, settled.cost, settled.gap, settled.peak, settled.seconds)
-            continue
+    rows: dict[str, Planned] = {}
+    for variant, off in IMPROVERS.items():
+        search = rows.get(SEARCH_ALONE if "recreate" not in off else FILLED_ALONE)
         if (kind, cell, variant) in known:
-            row = known[kind, cell, variant]
+            rows[variant] = known[kind, cell, variant]
+            continue
+        if search is not None and search.cost is not None and search.gap is not None and search.gap <= good_gap:
+            rows[variant] = replace(search, variant=variant)
         else:
             with contextlib.ExitStack() as stack:
                 # Others who use the machine must not shorten what is tried.
                 stack.enter_context(mock.patch("time.monotonic", time.process_time))
-                for mechanism in IMPROVERS[variant]:
+                for mechanism in off:
                     stack.enter_context(OFF[mechanism]())
                 begun = time.process_time()
                 found = autoremat.plan(graph, budget, time_limit=limit)
                 seconds = time.process_time() - begun
-            row = planned(kind, cell, variant, graph, found, budget, seconds)
-            yield row
-        if variant == SEARCH_ALONE and row.cost is not None and row.gap is not None and row.gap <= good_gap:
-            settled = row
+            rows[variant] = planned(kind, cell, variant, graph, found, budget, seconds)
+        yield rows[variant]
 
 
 def searched(

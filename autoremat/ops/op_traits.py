@@ -1,6 +1,7 @@
-"""Facts about ops: views, randomness, mutation and effects, fusion, FLOPs.
+"""Facts about calls of ops: views, randomness, mutation and effects, fusion, FLOPs.
 
-Each fact has one table or predicate. It comes from the op's schema and tags where torch declares it.
+Each fact has one predicate. It comes from the op's schema and tags where torch declares it, else from the table of facts
+(:mod:`autoremat.ops.op_table`).
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from autoremat.ops.op_table import OpFacts, facts_of
 from autoremat.planner.graph.graph import Constraint, Inlining, Kind, Trait
 from autoremat.torch_private.compat import CheckpointPolicy, is_with_effects, size_hint
 
 aten = torch.ops.aten
-prims = torch.ops.prims
 
 PROBABILITY_ARGUMENTS = ("dropout_p", "p")
 """Arguments that hold a probability. With probability 0, an op that is tagged as random is not random."""
@@ -35,58 +36,6 @@ EFFECTS = frozenset(
     }
 )  # fmt: skip
 
-# Ops without torch's `pointwise` tag that Inductor lowers to loops over their output's elements.
-POINTWISE = frozenset(
-    {
-        aten.clone, aten._to_copy, aten.full, aten.full_like, aten.zeros, aten.zeros_like, aten.ones, aten.ones_like,
-        aten.empty, aten.empty_like, aten.new_zeros, aten.new_full, aten.new_empty, aten.arange, aten.scalar_tensor,
-        aten.where, aten.embedding, aten.index, aten.gather, aten.index_select, aten.constant_pad_nd, aten.flip, aten.roll,
-        aten.select_scatter, aten.slice_scatter, aten.as_strided_scatter, aten.diagonal_scatter, aten.repeat, aten.tril,
-        aten.triu, aten.copy, aten.masked_fill, aten.fill, aten.lift_fresh_copy, aten.native_dropout_backward, aten.cat,
-        aten.upsample_nearest2d, aten.gelu_backward, aten.threshold_backward, aten.sigmoid_backward, aten.tanh_backward,
-        aten._unsafe_index, aten._unsafe_masked_index, prims._low_memory_max_pool_offsets_to_indices,
-        prims.convert_element_type, prims.iota, prims.broadcast_in_dim, prims.device_put, prims.rev,
-    }
-)  # fmt: skip
-
-# The pointwise ops, by this table or by tag, that read other positions than they write.
-MOVING = frozenset(
-    {
-        aten.embedding, aten.index, aten._unsafe_index, aten._unsafe_masked_index, aten.gather, aten.index_select, aten.cat,
-        aten.constant_pad_nd, aten.flip, aten.roll, aten.repeat, aten.as_strided_scatter, aten.upsample_nearest2d, prims.rev,
-    }
-)  # fmt: skip
-
-SCATTER = frozenset(
-    {
-        aten.scatter, aten.scatter_add, aten.index_put, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate,
-    }
-)  # fmt: skip
-"""Ops that write into a copy of their first argument. One loop computes and writes the new elements."""
-
-ADDING_SCATTER = frozenset({aten.scatter_add, aten.scatter_reduce})
-"""Scatters for which Inductor calls ATen on CPUs, because several threads would add to the same element."""
-
-REDUCTION = frozenset(
-    {
-        aten.sum, aten.mean, aten.amax, aten.amin, aten.max, aten.min, aten.var, aten.var_mean, aten.std, aten.prod,
-        aten.any, aten.all, aten.argmax, aten.argmin, aten.logsumexp, aten.norm, aten.linalg_vector_norm, aten.aminmax,
-        prims.sum, prims.var, prims.amax, prims.amin, prims.xor_sum, aten._softmax, aten._log_softmax,
-        aten._softmax_backward_data, aten._log_softmax_backward_data, aten.native_layer_norm, aten._fused_rms_norm,
-    }
-)  # fmt: skip
-
-HEAVY = frozenset({aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid, aten.tanh})
-"""Ops that Inductor computes only once on CPUs if several ops read their result, directly or through other ops."""
-
-CHOOSING = frozenset(
-    {
-        aten.topk, aten.sort, aten.argsort, aten.argmax, aten.argmin, aten.kthvalue, aten.median, aten.mode, aten.searchsorted,
-        aten.bucketize, aten.max.dim, aten.min.dim,
-    }
-)  # fmt: skip
-"""Ops whose result jumps when the last bit of an input changes."""
-
 DATA_DEPENDENT = frozenset({torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output})
 """Torch's tags of ops whose result sizes or result numbers depend on the data."""
 
@@ -99,13 +48,14 @@ DRAWS = frozenset({"inductor_random", "inductor_randint"})
 INDUCTOR_POINTWISE = DRAWS | {"inductor_lookup_seed"}
 
 
-BY_STRIDES = (aten.as_strided, aten.as_strided_scatter)
-"""Ops whose result depends on the memory layout of their first operand."""
-
-
 def packet(node: fx.Node) -> Any:
     """Returns the overload packet that the node calls, or its target."""
     return getattr(node.target, "overloadpacket", node.target)
+
+
+def facts(node: fx.Node) -> OpFacts:
+    """Returns the row of the table for the op that the node calls."""
+    return facts_of(packet(node))
 
 
 def is_view(node: fx.Node) -> bool:
@@ -151,7 +101,7 @@ def traits_of_op(op: torch._ops.OpOverload) -> Trait:
 def chooses(node: fx.Node) -> bool:
     """Returns True if the node selects among several floating-point numbers."""
     read = (n.meta.get("val") for n in node.all_input_nodes)
-    return bool(CHOOSING & {packet(node), node.target}) and any(
+    return (facts(node).chooses or facts_of(node.target).chooses) and any(
         isinstance(t, torch.Tensor) and t.is_floating_point() for t in read
     )
 
@@ -179,7 +129,7 @@ def adds_to_product(node: fx.Node) -> bool:
 
 def scatters_by_aten(node: fx.Node, runs_on: str) -> bool:
     """Returns True if the node is a scatter that Inductor leaves to ATen on that device type."""
-    return packet(node) in ADDING_SCATTER and runs_on == "cpu" and torch.get_num_threads() > 1
+    return facts(node).adds and runs_on == "cpu" and torch.get_num_threads() > 1
 
 
 def is_complex(node: fx.Node) -> bool:
@@ -191,12 +141,11 @@ def is_complex(node: fx.Node) -> bool:
 def kind_of(node: fx.Node, runs_on: str = "cpu") -> Kind:
     """Returns the way in which Inductor computes the node's result. The device type matters only for scatters."""
     target = node.target
-    name = packet(node)
     if adds_to_product(node) or scatters_by_aten(node, runs_on) or is_complex(node):
         return Kind.EXTERN
-    if name in REDUCTION or name in SCATTER:
-        return Kind.REDUCTION  # the result has a buffer, but its inputs need none
-    if name in POINTWISE or getattr(name, "__name__", "") in INDUCTOR_POINTWISE:
+    if (kind := facts(node).kind) is not None:
+        return kind
+    if getattr(packet(node), "__name__", "") in INDUCTOR_POINTWISE:
         return Kind.POINTWISE
     if isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags:
         return Kind.POINTWISE
@@ -205,23 +154,22 @@ def kind_of(node: fx.Node, runs_on: str = "cpu") -> Kind:
 
 def stays_in_kernel(node: fx.Node) -> bool:
     """Returns True if recomputing the result inside a fused kernel adds only arithmetic, and no memory traffic."""
-    return kind_of(node) is Kind.POINTWISE and packet(node) not in MOVING
+    return kind_of(node) is Kind.POINTWISE and not facts(node).moves
 
 
 def inlining_of(node: fx.Node, device_type: str) -> Inlining:
     """Returns the rule by which Inductor inlines the node's result into its readers."""
-    name = packet(node)
-    if getattr(name, "__name__", "") in DRAWS:
+    if getattr(packet(node), "__name__", "") in DRAWS:
         return Inlining.NEVER
-    return Inlining.ONCE if device_type == "cpu" and name in HEAVY else Inlining.CHEAP
+    return Inlining.ONCE if device_type == "cpu" and facts(node).computed_once else Inlining.CHEAP
 
 
 def works_in_place(node: fx.Node) -> list[fx.Node]:
     """Returns the arguments that have the result's shape and strides and are read at the positions that the node writes."""
-    result, name = node.meta.get("val"), packet(node)
+    result = node.meta.get("val")
     if not isinstance(result, torch.Tensor):
         return []
-    if name in SCATTER:
+    if facts(node).scatters:
         candidates = [n for n in node.args[:1] if isinstance(n, fx.Node)]
     elif stays_in_kernel(node):
         candidates = node.all_input_nodes

@@ -1,7 +1,7 @@
 """The work of an op, in units of the rates that a device is calibrated for: FLOPs, memory traffic, arithmetic.
 
-There is one table per class of arithmetic. An op in none of the tables is charged for its bytes. A fused op has the rate of
-sequential access. A kernel of its own has the rate of indexed access, which is slower.
+The table of facts (:mod:`autoremat.ops.op_table`) has the rate of an op. An op without one is charged for its bytes: a fused op
+at the rate of sequential access, a kernel of its own at the rate of indexed access, which is slower.
 """
 
 from __future__ import annotations
@@ -16,85 +16,14 @@ from autoremat.planner.cost import BATCH, Rate, Task, Work
 from autoremat.planner.graph.graph import Kind, Op
 from autoremat.torch_private.compat import size_hint
 
-aten = torch.ops.aten
-prims = torch.ops.prims
-
 FUSED_SHARE = 3
 """A fused pointwise op is charged 1/``FUSED_SHARE`` of the bytes that it would move alone: its share of the chain's traffic."""
 
-BATCHED = frozenset({aten.bmm, aten.baddbmm})
+BY_ELEMENT = frozenset({Rate.EXPONENTIAL, Rate.SPECIAL, Rate.NORMALISATION, Rate.SORT, Rate.SCAN, Rate.WINDOW})
+"""Rates of arithmetic per element."""
 
-ATTENTION = frozenset(
-    {
-        aten._scaled_dot_product_flash_attention_for_cpu, aten._scaled_dot_product_flash_attention,
-        aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_cudnn_attention,
-        aten._flash_attention_forward, aten._efficient_attention_forward,
-    }
-)  # fmt: skip
-
-ATTENTION_BACKWARD = frozenset(
-    {
-        aten._scaled_dot_product_flash_attention_for_cpu_backward, aten._scaled_dot_product_flash_attention_backward,
-        aten._scaled_dot_product_efficient_attention_backward, aten._scaled_dot_product_cudnn_attention_backward,
-        aten._flash_attention_backward, aten._efficient_attention_backward,
-    }
-)  # fmt: skip
-
-# Arguments are (image, weight, ..., groups). The backward has the result's gradient in front.
-CONVOLUTION = frozenset({aten.convolution, aten._convolution, aten.cudnn_convolution, aten.convolution_overrideable})
-CONVOLUTION_BACKWARD = frozenset({aten.convolution_backward})
-
-EXPONENTIAL = frozenset(
-    {
-        aten.exp, aten.exp2, aten.expm1, aten.log, aten.log2, aten.log10, aten.log1p, aten.sigmoid, aten.silu,
-        aten.silu_backward, aten.softplus, aten.softplus_backward, aten.sin, aten.cos, aten.elu, aten.elu_backward,
-        aten.log_sigmoid_forward, aten.log_sigmoid_backward, aten.mish, aten.logaddexp,
-    }
-)  # fmt: skip
-
-SPECIAL = frozenset(
-    {
-        aten.tanh, aten.erf, aten.erfc, aten.erfinv, aten.gelu, aten.gelu_backward, aten.pow, aten.tan, aten.sinh, aten.cosh,
-        aten.asin, aten.acos, aten.atan, aten.atan2, aten.lgamma, aten.digamma, aten._thnn_fused_lstm_cell,
-        aten._thnn_fused_lstm_cell_backward_impl, aten._thnn_fused_gru_cell, aten._thnn_fused_gru_cell_backward,
-    }
-)  # fmt: skip
-
-NORMALISATION = frozenset(
-    {
-        aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data, aten.logsumexp,
-        aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_group_norm, aten.native_group_norm_backward,
-        aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional,
-        aten.native_batch_norm_backward, aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward, aten._fused_rms_norm,
-        aten._fused_rms_norm_backward, aten.var_mean, aten.var, aten.std,
-    }
-)  # fmt: skip
-
-SORT = frozenset({aten.sort, aten.topk, aten.kthvalue, aten.median, aten.mode, aten.argsort, aten._unique2, aten.unique_dim})
-
-SCAN = frozenset({aten.cumsum, aten.cumprod, aten.cummax, aten.cummin, aten.logcumsumexp, aten._cummax_helper})
-
-WINDOW = frozenset(
-    {
-        aten.max_pool2d_with_indices, aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices, aten.avg_pool2d,
-        aten.avg_pool2d_backward, aten.avg_pool3d, aten.avg_pool3d_backward, aten._adaptive_avg_pool2d,
-        aten._adaptive_avg_pool2d_backward, aten._adaptive_avg_pool3d, aten.adaptive_max_pool2d, aten.upsample_nearest2d,
-        aten.upsample_nearest2d_backward, aten.upsample_bilinear2d, aten.upsample_bilinear2d_backward,
-        aten.upsample_bicubic2d, aten.upsample_bicubic2d_backward, aten.grid_sampler_2d, aten.grid_sampler_2d_backward,
-        aten.im2col, aten.col2im, prims._low_memory_max_pool_with_offsets, prims._low_memory_max_pool_offsets_to_indices,
-    }
-)  # fmt: skip
-
-GATHER = frozenset(
-    {aten.embedding, aten.index, aten._unsafe_index, aten.gather, aten.index_select, aten.take, aten._unsafe_masked_index}
-)
-
-SCATTER = frozenset(
-    {
-        aten.index_put, aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate, aten.scatter, aten.scatter_add,
-        aten.scatter_reduce, aten.index_add, aten.index_copy, aten.embedding_dense_backward, aten.masked_scatter, aten.put,
-    }
-)  # fmt: skip
+INDEXED = frozenset({Rate.GATHER, Rate.SCATTER})
+"""Rates of indexed memory accesses."""
 
 
 def work_of(node: fx.Node, op: Op) -> Work:
@@ -105,7 +34,7 @@ def work_of(node: fx.Node, op: Op) -> Work:
     else:
         launches = op.kind is Kind.EXTERN and not op_traits.adds_to_product(node)
         traffic, arithmetic = _traffic(node, op, launches), _arithmetic(node, launches)
-        known = not launches or arithmetic is not None or op_traits.packet(node) in GATHER | SCATTER
+        known = not launches or arithmetic is not None or op_traits.facts(node).rate in INDEXED
         tasks = [traffic, arithmetic] if arithmetic is not None else [traffic]
     return Work(tuple(task for task in tasks if task.amount > 0), launches, known)
 
@@ -135,22 +64,22 @@ def _dtype(node: fx.Node) -> str:
 
 
 def _flops(node: fx.Node, flops: int) -> Task:
-    name, dtype = op_traits.packet(node), _dtype(node)
-    if name in BATCHED:
+    facts, dtype = op_traits.facts(node), _dtype(node)
+    rate = facts.rate
+    if rate is Rate.BATCHED_MATMUL:
         batch = max(size_hint(_operands(node)[-1].shape[0]), 1)
-        return Task(Rate.BATCHED_MATMUL, flops / batch * BATCH, dtype, batch / BATCH)
-    if name in ATTENTION:
-        return Task(Rate.ATTENTION, flops, dtype)
-    if name in ATTENTION_BACKWARD:
-        return Task(Rate.ATTENTION_BACKWARD, flops, dtype)
-    if name in CONVOLUTION or name in CONVOLUTION_BACKWARD:
+        return Task(rate, flops / batch * BATCH, dtype, batch / BATCH)
+    if rate is not None and facts.is_attention:
+        return Task(rate, flops, dtype)
+    if rate in (Rate.CONVOLUTION, Rate.CONVOLUTION_BACKWARD):
         return Task(_convolution_rate(node), flops, dtype)
     return Task(Rate.MATMUL, flops, dtype)
 
 
 def _convolution_rate(node: fx.Node) -> Rate:
     """Returns the rate of a convolution by its kernel (pointwise, depthwise, other), forward or backward."""
-    backward = op_traits.packet(node) in CONVOLUTION_BACKWARD
+    backward = op_traits.facts(node).rate is Rate.CONVOLUTION_BACKWARD
+    # Arguments are (image, weight, ..., groups). The backward has the result's gradient in front.
     weight = _operands(node)[2 if backward else 1]
     if size_hint(weight.shape[1]) == 1 and size_hint(weight.shape[0]) > 1:
         return Rate.DEPTHWISE_CONVOLUTION_BACKWARD if backward else Rate.DEPTHWISE_CONVOLUTION
@@ -160,36 +89,25 @@ def _convolution_rate(node: fx.Node) -> Rate:
 
 
 def _traffic(node: fx.Node, op: Op, launches: bool) -> Task:
-    name = op_traits.packet(node)
-    if name in GATHER:
+    rate = op_traits.facts(node).rate
+    if rate is Rate.GATHER:
         # The op reads only the selected rows of the table. The indices themselves are few bytes in comparison.
         picked = 2 * sum(size_hint(t.numel()) * t.element_size() for t in _tensors(node.meta.get("val")))
-        return Task(Rate.GATHER, picked)
-    if name in SCATTER:
-        return Task(Rate.SCATTER, op.bytes_moved)
+        return Task(rate, picked)
+    if rate is Rate.SCATTER:
+        return Task(rate, op.bytes_moved)
     if launches:
         return Task(Rate.STREAM if _arithmetic(node, launches) else Rate.GATHER, op.bytes_moved)
     return Task(Rate.STREAM, op.bytes_moved / FUSED_SHARE if op.kind is not Kind.REDUCTION else op.bytes_moved)
 
 
 def _arithmetic(node: fx.Node, launches: bool) -> Task | None:
-    name, read = op_traits.packet(node), _elements(_operands(node))
+    facts, read = op_traits.facts(node), _elements(_operands(node))
     made = _elements(_tensors(node.meta.get("val")))
-    for rate, members in _BY_ELEMENT.items():
-        if name in members:
-            return Task(rate, max(read, made))
-    if op_traits.is_random(node) or getattr(name, "__name__", "") in op_traits.DRAWS:
+    if facts.rate in BY_ELEMENT:
+        return Task(facts.rate, max(read, made))
+    if op_traits.is_random(node) or getattr(op_traits.packet(node), "__name__", "") in op_traits.DRAWS:
         return Task(Rate.RANDOM, made)
-    if name in op_traits.REDUCTION:
+    if facts.reduces:
         return Task(Rate.REDUCTION, read)
     return None if launches else Task(Rate.CHEAP, made)
-
-
-_BY_ELEMENT = {
-    Rate.EXPONENTIAL: EXPONENTIAL,
-    Rate.SPECIAL: SPECIAL,
-    Rate.NORMALISATION: NORMALISATION,
-    Rate.SORT: SORT,
-    Rate.SCAN: SCAN,
-    Rate.WINDOW: WINDOW,
-}

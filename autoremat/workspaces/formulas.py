@@ -180,32 +180,16 @@ def _cpu_product(*operands: Any, **_: Any) -> int | None:
     return sum(_bytes(t) for t in matrices if not _is_plain_matrix(t))
 
 
-PRODUCTS = (aten.mm, aten.bmm, aten.addmm, aten.baddbmm)
-
 CPU: dict[Any, Callable[..., int | None]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
     aten.col2im: _cpu_fold,
-    **dict.fromkeys(PRODUCTS, _cpu_product),
+    **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm), _cpu_product),
 }
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
-
-
-CPU_SORTING = frozenset(
-    {
-        aten.sort, aten.topk, aten.max, aten.min, aten.median, aten.mode, aten.cummax, aten.cummin, aten.gather, aten.scatter,
-        aten.scatter_add, aten.index, aten.index_put, aten.index_add, aten.index_select, aten.embedding_dense_backward,
-        aten.native_layer_norm, aten.native_layer_norm_backward, aten.native_batch_norm,
-    }
-)  # fmt: skip
-"""Ops that build an index or a sorted copy first. It has the size of their results, in 32 bits at least."""
-
-
-WITHOUT_BOUND = frozenset({aten.mvlgamma})
-"""Ops that are elementwise by torch's tag, but allocate intermediate results larger than their own."""
 
 
 def _lies_in_order(tensor: torch.Tensor) -> bool:
@@ -247,26 +231,26 @@ def bound_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], re
 
     Such a kernel is too large, or its device is absent.
     """
-    name, on_cpu = op_traits.packet(node), runs_on == "cpu"
+    name, facts, on_cpu = op_traits.packet(node), op_traits.facts(node), runs_on == "cpu"
     if on_cpu and name in (aten.convolution, aten.convolution_backward):
         return _large_convolution(node, args, _tensors(result)[0])
-    if on_cpu and name in PRODUCTS:  # packed and accumulated in 32 bits at least
+    if on_cpu and facts.is_product:  # packed and accumulated in 32 bits at least
         return sum(size_hint(t.numel()) * max(4, t.element_size()) for t in _tensors((args, kwargs, result)))
     if on_cpu and name is aten.native_batch_norm_backward:
         return _large_batch_norm_backward(args[0])
     if on_cpu and name is aten.roll:  # one dimension after another; without dimensions, one row of all elements
         return (len(args[2]) - 1 if len(args) > 2 and args[2] else 1) * _bytes(args[0])
     operands, sorting = _tensors((args, kwargs)), 0
-    if on_cpu and name in CPU_SORTING:
+    if on_cpu and facts.sorts_on_cpu:
         sorting = sum(most(t.numel()) * max(4, t.element_size()) for t in _tensors(result))
-    if on_cpu and name in op_traits.REDUCTION:
+    if on_cpu and facts.reduces:
         copies = _large_reduction(operands, _tensors(result))
         return None if copies is None else copies + sorting
     if sorting:
         return sorting
     if not operands and name is not aten.randperm:
         return 0  # such a kernel only writes its result
-    if op_traits.kind_of(node, runs_on) is Kind.EXTERN or name in WITHOUT_BOUND:
+    if op_traits.kind_of(node, runs_on) is Kind.EXTERN or facts.expands:
         return None
     # Operands of different types are first converted, in copies.
     widest = max(tensor.element_size() for tensor in _tensors((args, kwargs, result)))
@@ -301,18 +285,12 @@ def workspace_bytes(
     return None if found is None else found + (SCALARS if runs_on == "cpu" else 0)
 
 
-COPIES_OF_STORAGES = frozenset(
-    {aten.copy, aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter, aten.as_strided_scatter}
-)
-"""Ops that copy the whole storage of a view. A fake result may not show this."""
-
-
 def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int:
     """Returns the bytes of the results' memory above their sizes; 0 if they are unknown."""
     tensors, name = _tensors(result), op_traits.packet(node)
     if not tensors or tensors[0].device.type != runs_on or name in CPU:
         return 0
-    if name in COPIES_OF_STORAGES:
+    if op_traits.facts(node).copies_storage:
         kept, told = (size_hint(t.untyped_storage().nbytes()) for t in (args[0], tensors[0]))
         return max(0, kept - told)
     alone = measured(node, args, kwargs, result)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat.ops.op_traits import BY_STRIDES, is_view, packet
+from autoremat.ops.op_traits import facts, is_view
 from autoremat.torch_private.inductor_lowering import chooses_layouts_of_gradients
 
 aten = torch.ops.aten
@@ -48,6 +48,6 @@ def _has_free_layout(node: fx.Node) -> bool:
     """Returns True if Inductor chooses the layout of the result, and no user reads the result by its strides."""
     free = node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
     return free and all(
-        user.op == "call_function" and isinstance(user.target, torch._ops.OpOverload) and packet(user) not in BY_STRIDES
+        user.op == "call_function" and isinstance(user.target, torch._ops.OpOverload) and not facts(user).by_strides
         for user in node.users
     )

@@ -14,8 +14,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from autoremat.ops.op_traits import is_view, kind_of, packet
-from autoremat.ops.work import ATTENTION, ATTENTION_BACKWARD
+from autoremat.ops.op_traits import facts, is_view, kind_of
 from autoremat.planner.graph.graph import Kind
 
 MARK = "inductor_realize_to_strides"
@@ -28,7 +27,7 @@ def materialize_shared(module: fx.GraphModule) -> None:
     for node in module.graph.nodes:
         if node.op == "call_function" and kind_of(node) is Kind.POINTWISE:
             readers = dict(_readers(node, seen_through=False))
-            attentions = sum(packet(reader) in ATTENTION | ATTENTION_BACKWARD for reader in readers)
+            attentions = sum(facts(reader).is_attention for reader in readers)
             viewed = any(through and kind_of(reader) is Kind.EXTERN for reader, through in readers.items())
             if attentions > 1 or (viewed and len(readers) > 1):
                 node.meta[MARK] = True

@@ -13,15 +13,15 @@ from __future__ import annotations
 import torch
 from torch import fx
 
-from autoremat.ops.op_traits import BY_STRIDES, is_view, packet
+from autoremat.ops.op_traits import facts, is_view, packet
 from autoremat.torch_private import compat
 
 aten = torch.ops.aten
 
 
 def preserve_strides(backward: fx.GraphModule) -> None:
-    """Inserts copies in the traced layout, in place, before the ops in ``op_traits.BY_STRIDES``."""
-    for node in [n for n in backward.graph.nodes if packet(n) in BY_STRIDES]:
+    """Inserts copies in the traced layout, in place, before the ops whose result depends on strides."""
+    for node in [n for n in backward.graph.nodes if facts(n).by_strides]:
         read = node.args[0]
         whole = _storage_of(read) if packet(node) is aten.as_strided else read
         laid = _laid_as_traced(backward.graph, node, whole)

@@ -1,0 +1,185 @@
+"""The table of facts about ops: fusion, rate of arithmetic, memory behaviour. A new op, or a new fact, is added here.
+
+Facts that torch's schemas and tags declare are not repeated; :mod:`autoremat.ops.op_traits` reads them. Sizes of workspaces
+are functions of a device's kernels, not facts about an op: see :mod:`autoremat.workspaces.formulas`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autoremat.planner.cost import Rate
+from autoremat.planner.graph.graph import Kind
+from autoremat.torch_private import compat as compat  # registers Inductor's own ops
+
+aten = torch.ops.aten
+prims = torch.ops.prims
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """One row of the table."""
+
+    kind: Kind | None = None
+    """The way in which Inductor computes the result; None if torch's ``pointwise`` tag decides."""
+    rate: Rate | None = None
+    """The rate of the op's arithmetic, or of its memory accesses if these are indexed. Some kinds of convolutions have rates
+    of their own."""
+    moves: bool = False
+    """A pointwise op that reads other positions than it writes."""
+    scatters: bool = False
+    """Writes into a copy of its first argument."""
+    adds: bool = False
+    """A scatter for which Inductor calls ATen on CPUs, because several threads would add to the same element."""
+    computed_once: bool = False
+    """Inductor computes it only once on CPUs if several ops read its result, directly or through other ops."""
+    chooses: bool = False
+    """The result jumps when the last bit of an input changes."""
+    by_strides: bool = False
+    """The result depends on the memory layout of the first operand."""
+    sorts_on_cpu: bool = False
+    """Builds an index or a sorted copy first, of the size of its results, in 32 bits at least."""
+    expands: bool = False
+    """Elementwise by torch's tag, but allocates intermediate results larger than its own."""
+    copies_storage: bool = False
+    """Copies the whole storage of a view. A fake result may not show this."""
+
+    @property
+    def is_product(self) -> bool:
+        """True for matrix products, for which ATen may copy operands."""
+        return self.rate in (Rate.MATMUL, Rate.BATCHED_MATMUL)
+
+    @property
+    def is_attention(self) -> bool:
+        """True for fused attention, forward and backward."""
+        return self.rate in (Rate.ATTENTION, Rate.ATTENTION_BACKWARD)
+
+    @property
+    def reduces(self) -> bool:
+        """True for reductions, False for scatters, which have the same kind."""
+        return self.kind is Kind.REDUCTION and not self.scatters
+
+
+# fmt: off
+_ROWS: tuple[tuple[OpFacts, tuple[Any, ...]], ...] = (
+    # Loops over the elements of their result, without torch's `pointwise` tag or with more to say than it does.
+    (OpFacts(kind=Kind.POINTWISE),
+     (aten._to_copy, aten.arange, aten.clone, aten.empty, aten.empty_like, aten.fill, aten.full, aten.full_like,
+      aten.lift_fresh_copy, aten.masked_fill, aten.native_dropout_backward, aten.new_empty, aten.new_full, aten.new_zeros,
+      aten.ones, aten.ones_like, aten.scalar_tensor, aten.sigmoid_backward, aten.tanh_backward, aten.threshold_backward,
+      aten.tril, aten.triu, aten.where, aten.zeros, aten.zeros_like, prims.broadcast_in_dim, prims.convert_element_type,
+      prims.device_put, prims.iota)),
+    (OpFacts(kind=Kind.POINTWISE, moves=True),
+     (aten.cat, aten.constant_pad_nd, aten.flip, aten.repeat, aten.roll, prims.rev)),
+    (OpFacts(kind=Kind.POINTWISE, moves=True, by_strides=True, copies_storage=True),
+     (aten.as_strided_scatter,)),
+    (OpFacts(kind=Kind.POINTWISE, copies_storage=True),
+     (aten.copy, aten.diagonal_scatter, aten.select_scatter, aten.slice_scatter)),
+    (OpFacts(kind=Kind.POINTWISE, rate=Rate.GATHER, moves=True),
+     (aten._unsafe_index, aten._unsafe_masked_index, aten.embedding)),
+    (OpFacts(kind=Kind.POINTWISE, rate=Rate.GATHER, moves=True, sorts_on_cpu=True),
+     (aten.gather, aten.index, aten.index_select)),
+    (OpFacts(kind=Kind.POINTWISE, rate=Rate.SPECIAL),
+     (aten.gelu_backward,)),
+    (OpFacts(kind=Kind.POINTWISE, rate=Rate.WINDOW, moves=True),
+     (aten.upsample_nearest2d,)),
+    (OpFacts(kind=Kind.POINTWISE, rate=Rate.WINDOW),
+     (prims._low_memory_max_pool_offsets_to_indices,)),
+    # Reductions.
+    (OpFacts(kind=Kind.REDUCTION),
+     (aten.all, aten.amax, aten.amin, aten.aminmax, aten.any, aten.linalg_vector_norm, aten.mean, aten.norm, aten.prod,
+      aten.sum, prims.amax, prims.amin, prims.sum, prims.var, prims.xor_sum)),
+    (OpFacts(kind=Kind.REDUCTION, chooses=True),
+     (aten.argmax, aten.argmin)),
+    (OpFacts(kind=Kind.REDUCTION, sorts_on_cpu=True),
+     (aten.max, aten.min)),
+    (OpFacts(kind=Kind.REDUCTION, rate=Rate.NORMALISATION),
+     (aten._fused_rms_norm, aten._log_softmax, aten._log_softmax_backward_data, aten._softmax,
+      aten._softmax_backward_data, aten.logsumexp, aten.std, aten.var, aten.var_mean)),
+    (OpFacts(kind=Kind.REDUCTION, rate=Rate.NORMALISATION, sorts_on_cpu=True),
+     (aten.native_layer_norm,)),
+    # Scatters: one loop computes and writes the new elements of a copy of the first argument.
+    (OpFacts(kind=Kind.REDUCTION, rate=Rate.SCATTER, scatters=True, adds=True, sorts_on_cpu=True),
+     (aten.scatter_add,)),
+    (OpFacts(kind=Kind.REDUCTION, rate=Rate.SCATTER, scatters=True),
+     (aten._unsafe_index_put, aten._unsafe_masked_index_put_accumulate)),
+    (OpFacts(kind=Kind.REDUCTION, rate=Rate.SCATTER, scatters=True, sorts_on_cpu=True),
+     (aten.index_put, aten.scatter)),
+    # All others: the kind follows from torch's tag.
+    (OpFacts(by_strides=True),
+     (aten.as_strided,)),
+    (OpFacts(chooses=True),
+     (aten.bucketize, aten.max.dim, aten.min.dim, aten.searchsorted)),
+    (OpFacts(expands=True),
+     (aten.mvlgamma,)),
+    (OpFacts(rate=Rate.MATMUL),
+     (aten.addmm, aten.mm)),
+    (OpFacts(rate=Rate.ATTENTION),
+     (aten._efficient_attention_forward, aten._flash_attention_forward, aten._scaled_dot_product_cudnn_attention,
+      aten._scaled_dot_product_efficient_attention, aten._scaled_dot_product_flash_attention,
+      aten._scaled_dot_product_flash_attention_for_cpu)),
+    (OpFacts(rate=Rate.ATTENTION_BACKWARD),
+     (aten._efficient_attention_backward, aten._flash_attention_backward,
+      aten._scaled_dot_product_cudnn_attention_backward, aten._scaled_dot_product_efficient_attention_backward,
+      aten._scaled_dot_product_flash_attention_backward, aten._scaled_dot_product_flash_attention_for_cpu_backward)),
+    (OpFacts(rate=Rate.BATCHED_MATMUL),
+     (aten.baddbmm, aten.bmm)),
+    (OpFacts(rate=Rate.CONVOLUTION),
+     (aten._convolution, aten.convolution, aten.convolution_overrideable, aten.cudnn_convolution)),
+    (OpFacts(rate=Rate.CONVOLUTION_BACKWARD),
+     (aten.convolution_backward,)),
+    (OpFacts(rate=Rate.EXPONENTIAL),
+     (aten.cos, aten.elu, aten.elu_backward, aten.exp2, aten.expm1, aten.log_sigmoid_backward, aten.log_sigmoid_forward,
+      aten.logaddexp, aten.mish, aten.silu, aten.silu_backward, aten.sin, aten.softplus, aten.softplus_backward)),
+    (OpFacts(rate=Rate.EXPONENTIAL, computed_once=True),
+     (aten.exp, aten.log, aten.log10, aten.log1p, aten.log2, aten.sigmoid)),
+    (OpFacts(rate=Rate.GATHER),
+     (aten.take,)),
+    (OpFacts(rate=Rate.NORMALISATION),
+     (aten._fused_rms_norm_backward, aten._native_batch_norm_legit, aten._native_batch_norm_legit_functional,
+      aten.cudnn_batch_norm, aten.cudnn_batch_norm_backward, aten.native_batch_norm_backward, aten.native_group_norm,
+      aten.native_group_norm_backward)),
+    (OpFacts(rate=Rate.NORMALISATION, sorts_on_cpu=True),
+     (aten.native_batch_norm, aten.native_layer_norm_backward)),
+    (OpFacts(rate=Rate.SCAN),
+     (aten._cummax_helper, aten.cumprod, aten.cumsum, aten.logcumsumexp)),
+    (OpFacts(rate=Rate.SCAN, sorts_on_cpu=True),
+     (aten.cummax, aten.cummin)),
+    (OpFacts(rate=Rate.SCATTER, adds=True),
+     (aten.scatter_reduce,)),
+    (OpFacts(rate=Rate.SCATTER),
+     (aten.index_copy, aten.masked_scatter, aten.put)),
+    (OpFacts(rate=Rate.SCATTER, sorts_on_cpu=True),
+     (aten.embedding_dense_backward, aten.index_add)),
+    (OpFacts(rate=Rate.SORT, chooses=True),
+     (aten.argsort, aten.kthvalue)),
+    (OpFacts(rate=Rate.SORT, chooses=True, sorts_on_cpu=True),
+     (aten.median, aten.mode, aten.sort, aten.topk)),
+    (OpFacts(rate=Rate.SORT),
+     (aten._unique2, aten.unique_dim)),
+    (OpFacts(rate=Rate.SPECIAL, computed_once=True),
+     (aten.tanh,)),
+    (OpFacts(rate=Rate.SPECIAL),
+     (aten._thnn_fused_gru_cell, aten._thnn_fused_gru_cell_backward, aten._thnn_fused_lstm_cell,
+      aten._thnn_fused_lstm_cell_backward_impl, aten.acos, aten.asin, aten.atan, aten.atan2, aten.cosh, aten.digamma,
+      aten.erf, aten.erfc, aten.erfinv, aten.gelu, aten.lgamma, aten.pow, aten.sinh, aten.tan)),
+    (OpFacts(rate=Rate.WINDOW),
+     (aten._adaptive_avg_pool2d, aten._adaptive_avg_pool2d_backward, aten._adaptive_avg_pool3d, aten.adaptive_max_pool2d,
+      aten.avg_pool2d, aten.avg_pool2d_backward, aten.avg_pool3d, aten.avg_pool3d_backward, aten.col2im,
+      aten.grid_sampler_2d, aten.grid_sampler_2d_backward, aten.im2col, aten.max_pool2d_with_indices,
+      aten.max_pool2d_with_indices_backward, aten.max_pool3d_with_indices, aten.upsample_bicubic2d,
+      aten.upsample_bicubic2d_backward, aten.upsample_bilinear2d, aten.upsample_bilinear2d_backward,
+      aten.upsample_nearest2d_backward, prims._low_memory_max_pool_with_offsets)),
+)
+# fmt: on
+
+_TABLE = {op: facts for facts, ops in _ROWS for op in ops}
+_UNLISTED = OpFacts()
+
+
+def facts_of(op: Any) -> OpFacts:
+    """Returns the facts about an overload packet or an overload; the defaults if the table does not list it."""
+    return _TABLE.get(op, _UNLISTED)
