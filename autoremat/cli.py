@@ -181,7 +181,7 @@ def _options(further: tuple[str, ...], budget: str | None = None) -> dict[str, A
 @click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or a share such as 0.5. Default: no bound.")
 @click.option("--values", is_flag=True, help="Also show what becomes of the largest values of the forward, and why.")
 @click.option("--totals", type=click.Choice(["module", "op"]), help="Also show sums by kind of module or by op.")
-@click.option("--peak", is_flag=True, help="Also show what is alive where memory is fullest.")
+@click.option("--peak", is_flag=True, help="Also show what is live where memory is fullest.")
 @click.option("--lower", is_flag=True, help="Also generate the code, without its kernels, and show what memory that needs.")
 @_html
 @click.option("--save-plan", type=_Output(), metavar="FILE", help="Store the plan.")

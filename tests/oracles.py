@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Buffer:
-    """One materialisation of `value` by the execution at `made_at`; `readers` are the executions that read it."""
+    """One materialisation of `value` by the execution at `computed_at`; `readers` are the executions that read it."""
 
     value: int
-    made_at: int
+    computed_at: int
     readers: tuple[int, ...]
     to_the_end: bool
 
@@ -67,9 +67,9 @@ class Fusion:
 
     def fusible(self, b: Buffer) -> bool:
         last_reader = max(b.readers, default=-1)
-        crosses = b.made_at < self.start_of_backward <= last_reader
+        crosses = b.computed_at < self.start_of_backward <= last_reader
         extern = any(self.ops[reader].kind is Kind.EXTERN for reader in b.readers)
-        return self.ops[b.made_at].kind is Kind.POINTWISE and bool(b.readers) and not (b.to_the_end or extern or crosses)
+        return self.ops[b.computed_at].kind is Kind.POINTWISE and bool(b.readers) and not (b.to_the_end or extern or crosses)
 
     def _computed_from(self, execution: int) -> tuple[frozenset[Buffer | int], bool]:
         """The buffers and inputs of the step that an expression reads, and whether there is something heavy in it."""
@@ -79,25 +79,25 @@ class Fusion:
         for value in op.inputs:
             b = self.read.get((value, execution))
             if b is not None and self.inlined(b):
-                behind, heavy_behind = self.computed_from(b.made_at)
+                behind, heavy_behind = self.computed_from(b.computed_at)
                 found, heavy = found | behind, heavy or heavy_behind
             else:
                 found.add(value if b is None else b)
         return frozenset(found), heavy
 
     def _inlined(self, b: Buffer) -> bool:
-        if not self.fusible(b) or self.ops[b.made_at].inlining is Inlining.NEVER:
+        if not self.fusible(b) or self.ops[b.computed_at].inlining is Inlining.NEVER:
             return False
         if len(b.readers) == 1:
             return True
-        reads, heavy = self.computed_from(b.made_at)
+        reads, heavy = self.computed_from(b.computed_at)
         return len(reads) <= self.most_reads and not heavy
 
     def _work_of(self, execution: int) -> frozenset[int]:
         """The executions at whose time the work of this one is done: its own, and those that compute its inlined results."""
         found = {execution}
         for b in self.buffers:
-            if b.made_at == execution and self.inlined(b):
+            if b.computed_at == execution and self.inlined(b):
                 found |= {e for reader in b.readers for e in self.work_of(reader)}
         return frozenset(found)
 
@@ -105,7 +105,7 @@ class Fusion:
         if not self.fusible(b):
             return False
         loops = {e for reader in b.readers for e in self.work_of(reader)}
-        extern = any(op.kind is Kind.EXTERN for op in self.ops[b.made_at : max(loops)])
+        extern = any(op.kind is Kind.EXTERN for op in self.ops[b.computed_at : max(loops)])
         return not extern and not any(self.ops[e].kind is Kind.REDUCTION for e in loops)
 
     def absent(self) -> set[Buffer]:
@@ -195,7 +195,7 @@ def replay_bytes(graph: Graph, schedule: Schedule) -> list[int]:
     absent = Fusion(graph, schedule).absent() if graph.fuses else set()
     made_by: dict[int, list[Buffer]] = {}
     for b in buffers:
-        made_by.setdefault(b.made_at, []).append(b)
+        made_by.setdefault(b.computed_at, []).append(b)
 
     @cache
     def needed_until(execution: int) -> int:
@@ -204,14 +204,14 @@ def replay_bytes(graph: Graph, schedule: Schedule) -> list[int]:
         return max([execution, *inlining])
 
     def last_moment(b: Buffer) -> int:
-        return len(sequence) - 1 if b.to_the_end else max([b.made_at, *map(needed_until, b.readers)])
+        return len(sequence) - 1 if b.to_the_end else max([b.computed_at, *map(needed_until, b.readers)])
 
     def read_where_written(moment: int) -> Iterator[Buffer]:
         op = graph.ops[sequence[moment]]
         for value in op.inputs:
             for b in (b for b in buffers if moment in b.readers and b.value == value and value in op.in_place):
-                made = b not in absent or graph.ops[sequence[b.made_at]].inlining is Inlining.NEVER
-                yield from [b] if made else read_where_written(b.made_at)
+                made = b not in absent or graph.ops[sequence[b.computed_at]].inlining is Inlining.NEVER
+                yield from [b] if made else read_where_written(b.computed_at)
 
     kinds = [graph.ops[op].kind for op in sequence]
 
@@ -230,7 +230,7 @@ def replay_bytes(graph: Graph, schedule: Schedule) -> list[int]:
                 overwriting.add(result)
 
     def alive(b: Buffer, moment: int) -> bool:
-        first = b.made_at if b in overwriting else in_one_call(graph, schedule, b.made_at).start
+        first = b.computed_at if b in overwriting else in_one_call(graph, schedule, b.computed_at).start
         last = last_moment(b) - 1 if b in overwritten else in_one_call(graph, schedule, last_moment(b)).stop - 1
         return first <= moment <= last
 

@@ -26,9 +26,9 @@ def test_a_moment_adds_up_to_the_peak(graph, share):
     moment = peak_of(plan)
     assert moment.bytes == plan.peak_bytes
     assert moment.bytes == sum(size for _, size in moment.by_sort)
-    assert moment.bytes == sum(tensor.bytes for tensor in moment.alive) + moment.others_bytes
-    assert [t.bytes for t in moment.alive] == sorted((t.bytes for t in moment.alive), reverse=True)
-    assert len(moment.alive) <= LISTED
+    assert moment.bytes == sum(tensor.bytes for tensor in moment.live) + moment.others_bytes
+    assert [t.bytes for t in moment.live] == sorted((t.bytes for t in moment.live), reverse=True)
+    assert len(moment.live) <= LISTED
     assert graph.ops[plan.sequence[moment.position]].name == moment.op
 
 

@@ -164,7 +164,7 @@ def test_the_report_breaks_memory_down_by_module_op_and_line():
     assert len(weights) == 2
     assert all("sdpa_attention.py:" in value.source and value.module.endswith(".attn") for value in weights)
     peak = report.peak_after
-    assert sum(tensor.bytes for tensor in peak.alive) + peak.others_bytes == peak.bytes == report.predicted_peak_bytes
+    assert sum(tensor.bytes for tensor in peak.live) + peak.others_bytes == peak.bytes == report.predicted_peak_bytes
 
 
 # -- what needs no preparation -----------------------------------------------------------------------------------------

@@ -166,7 +166,7 @@ def _together(node: fx.Node, amounts: list[int]) -> int:
 
 
 def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: bool) -> Cost:
-    flops = moved = peak = alive = 0
+    flops = moved = peak = live = 0
     unknown: frozenset[str] = frozenset()
     born: dict[int, int] = {}
     last_use = _last_uses(body)
@@ -180,13 +180,13 @@ def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: b
         for tensor in _tensors(node):
             if _key(tensor) not in born:
                 born[_key(tensor)] = storage_bytes(tensor, device_type)
-                alive += born[_key(tensor)]
-        peak = max(peak, alive + cost.workspace_bytes)
+                live += born[_key(tensor)]
+        peak = max(peak, live + cost.workspace_bytes)
         for key in {_key(t) for n in (node, *node.all_input_nodes) for t in _tensors(n)}:
             if last_use[key] <= position:
-                alive -= born.get(key, 0)
+                live -= born.get(key, 0)
                 born[key] = 0
-    return Cost(flops, moved, max(0, peak - alive), 0, unknown)  # the results are still live at the end
+    return Cost(flops, moved, max(0, peak - live), 0, unknown)  # the results are still live at the end
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -16,7 +16,7 @@ def occupants_of(plan: Plan, minimum: int | None) -> list[Occupant]:
     moment = peak_of(plan, None)
     found = [] if moment is None else [
         Occupant(t.name if t.sort is not TensorCategory.WORKSPACE else f"workspace of {t.name}", t.bytes, t.module, t.source)
-        for t in moment.alive
+        for t in moment.live
     ]  # fmt: skip
     rest = (minimum or 0) - plan.peak_bytes
     return [*found, Occupant("code headroom", rest)] if rest > 0 else found

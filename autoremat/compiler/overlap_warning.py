@@ -100,7 +100,7 @@ class Watch:
         calls = "one earlier call holds" if len(earlier) == 1 else f"{len(earlier)} earlier calls hold"
         alone = all(one.graph is graph for one in earlier)
         _warn(
-            f"several {'calls of one compiled graph' if alone else 'compiled graphs'} are alive in one step: {calls} "
+            f"several {'calls of one compiled graph' if alone else 'compiled graphs'} are live in one step: {calls} "
             f"{format_bytes(held)} for the backward while this one needs {format_bytes(peak)}, so far "
             f"{format_bytes(held + peak)} together, over the budget of {format_bytes(budget)} that each call keeps by itself. "
             "Later calls add to that. autoremat.profile_step(...) measures the whole step and shares one budget among all calls"

@@ -271,7 +271,7 @@ RENAMED = {
 """Field names of earlier versions, with the current ones."""
 
 CODEC = Codec(
-    RENAMED | {"fate": "decision", "ordered": "constraint", "dear": "slower"},
+    RENAMED | {"alive": "live", "fate": "decision", "ordered": "constraint", "dear": "slower"},
     dropped=("measured_share", "untimed_ops"),
     signed=True,
 )

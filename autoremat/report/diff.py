@@ -74,9 +74,8 @@ class ReportDiff(Shown):
         for change in shown:
             known = change.after or change.before
             assert known is not None
-            table.add_row(
-                format_bytes(change.bytes), change.name, _fate(change.before), _fate(change.after), known.why, known.module
-            )
+            decisions = (_decision(change.before), _decision(change.after))
+            table.add_row(format_bytes(change.bytes), change.name, *decisions, known.why, known.module)
         return [figures, table]
 
 
@@ -106,7 +105,7 @@ def _by_name(report: ReportData) -> Mapping[str, ForwardValue]:
     return {value.name: value for value in report.values}
 
 
-def _fate(value: ForwardValue | None) -> str:
+def _decision(value: ForwardValue | None) -> str:
     return "-" if value is None else value.decision.value
 
 

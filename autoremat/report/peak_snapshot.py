@@ -66,7 +66,7 @@ class PeakSnapshot:
     target: str
     module: str
     source: str
-    alive: tuple[LiveTensor, ...]
+    live: tuple[LiveTensor, ...]
     """Listed tensors, the largest first. All others count in ``others_bytes``."""
     others: int
     others_bytes: int
@@ -103,10 +103,10 @@ def peak_of(plan: Plan, listed: int | None = LISTED) -> PeakSnapshot | None:
         return None
     position, border = timeline.peak_position, len(plan.schedule.forward)
     op = graph.ops[sequence[position]]
-    alive = _alive(plan, position, border)
-    largest, rest = alive[:listed], alive[len(alive[:listed]) :]
+    live = _live_tensors(plan, position, border)
+    largest, rest = live[:listed], live[len(live[:listed]) :]
     sums: dict[TensorCategory, int] = {}
-    for tensor in alive:
+    for tensor in live:
         sums[tensor.sort] = sums.get(tensor.sort, 0) + tensor.bytes
     return PeakSnapshot(
         timeline.peak_bytes, "forward" if position < border else "backward", position, len(sequence),
@@ -115,7 +115,7 @@ def peak_of(plan: Plan, listed: int | None = LISTED) -> PeakSnapshot | None:
     )  # fmt: skip
 
 
-def _alive(plan: Plan, position: int, border: int) -> list[LiveTensor]:
+def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
     """Returns all tensors that are live during one execution, the largest first."""
     graph = plan.graph
     live_ranges = plan.timeline.live_ranges

@@ -67,7 +67,7 @@ def memory(report: ReportData) -> Figure:
         for text, side, way in (("forward", "right", -4), ("backward", "left", 4)):
             place = axes.get_xaxis_transform()
             axes.annotate(text, (border, 1.0), (way, 3), xycoords=place, textcoords="offset points", ha=side, fontsize=9)
-    axes.set(xlabel=f"{time_unit} of the step, estimated", ylabel=f"{unit} alive", ylim=(0, None), xlim=(0, None))
+    axes.set(xlabel=f"{time_unit} of the step, estimated", ylabel=f"{unit} live", ylim=(0, None), xlim=(0, None))
     axes.set_title(f"peak {format_bytes(report.predicted_peak_bytes)}", loc="left", fontsize=10, pad=16)
     axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
     return figure

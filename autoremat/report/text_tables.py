@@ -136,10 +136,10 @@ def moment_table(moment: PeakSnapshot, limit: int | None) -> PlainTable:
     table = plain_table(
         f"{format_bytes(moment.bytes)} live in the {place(moment)}", ("bytes", "tensor", "is", "where"), numbers=1
     )
-    shown = moment.alive if limit is None else moment.alive[:limit]
+    shown = moment.live if limit is None else moment.live[:limit]
     for tensor in shown:
         table.add_row(format_bytes(tensor.bytes), tensor.name, tensor.sort.value, where(tensor))
-    unseen = moment.alive[len(shown) :]
+    unseen = moment.live[len(shown) :]
     count, size = len(unseen) + moment.others, sum(tensor.bytes for tensor in unseen) + moment.others_bytes
     if count:
         table.add_row(format_bytes(size), f"{count} others", "", "")

@@ -30,10 +30,10 @@ def peak_on_cpu(run: Callable[[], object]) -> tuple[int, object]:
         result = run()
     finally:
         threads = private._disable_profiler_legacy()
-    alive = peak = 0
+    live = peak = 0
     for event in (event for thread in threads for event in thread if event.kind() == "memory_alloc"):
-        alive += event.cpu_memory_usage()
-        peak = max(peak, alive)
+        live += event.cpu_memory_usage()
+        peak = max(peak, live)
     return peak, result
 
 

@@ -1,17 +1,17 @@
 """Time-indexed lower bound on the added seconds: one linear program over many program points of the backward.
 
-    alive(k, v)    value v is live at the beginning of stage k
+    live(k, v)    value v is live at the beginning of stage k
     runs(k, o)     number of recomputations of op o from stage k on, at most one per stage
     again(k, o)    1 if there is any
 
     minimise    sum of seconds_o * runs(0, o)
     counting    runs(k + 1, o) <= runs(k, o) <= runs(k + 1, o) + 1
-    retention   alive(k + 1, v) <= alive(k, v) + run(k, op of v)          with run(k, o) = runs(k, o) - runs(k + 1, o)
-    reading     alive(k, v) + run(k, op of v) >= 1                        for every v that an op of stage k reads
-    inputs      run(k, o) <= alive(k, u) + run(k, op of u)                for every input u of o
+    retention   live(k + 1, v) <= live(k, v) + run(k, op of v)          with run(k, o) = runs(k, o) - runs(k + 1, o)
+    reading     live(k, v) + run(k, op of v) >= 1                        for every v that an op of stage k reads
+    inputs      run(k, o) <= live(k, u) + run(k, op of u)                for every input u of o
     memory      bytes of the live values  <=  budget - bytes that are live at the program point under every plan
-    later       alive(k, v) + again(k, op of v) >= 1                      for every v that is read from stage k on
-    behind      again(k, o) <= alive(k, u) + again(k, op of u)            for every input u of o
+    later       live(k, v) + again(k, op of v) >= 1                      for every v that is read from stage k on
+    behind      again(k, o) <= live(k, u) + again(k, op of u)            for every input u of o
     paid        again(k, o) <= runs(k, o)
 
 A *stage* reaches from one chosen program point (a backward op) to the next. Memory is counted at these points alone. Every plan
@@ -56,7 +56,7 @@ class Stages:
     plan: Plan
     moments: list[int] = field(init=False)
     """Backward ops that begin a stage, ascending."""
-    alive: list[dict[int, int]] = field(init=False)
+    live: list[dict[int, int]] = field(init=False)
     """For each stage, the columns of values that matter from it on."""
     runs: list[dict[int, int]] = field(init=False)
     """For each stage, the columns of ops that may run again."""
@@ -66,13 +66,13 @@ class Stages:
         self.fixed = fixed_bytes(self.graph)
         self.moments = self._choose()
         self.read, self.later = self._reads()
-        self.alive, self.runs, self.again = [], [], []
+        self.live, self.runs, self.again = [], [], []
         self.columns = 0
         for later in self.later:
             ops = self.graph.ancestors(self.graph.producers(later))
             values = later | {v for index in ops for v in self.graph.computed_inputs[index]}
             may_run = [index for index in ops if self._movable(index)]
-            for columns, keys in ((self.alive, values), (self.runs, may_run), (self.again, may_run)):
+            for columns, keys in ((self.live, values), (self.runs, may_run), (self.again, may_run)):
                 columns.append({key: self.columns + number for number, key in enumerate(sorted(keys))})
                 self.columns += len(columns[-1])
 
@@ -119,7 +119,7 @@ class Stages:
         it."""
         (producer,) = self.graph.producers((value,))
         plus, minus = self._run(stage, producer)
-        return [self.alive[stage][value], *plus], minus
+        return [self.live[stage][value], *plus], minus
 
     def _logic(self) -> Rows:
         """Returns all rows except those of memory."""
@@ -134,7 +134,7 @@ class Stages:
         for value in self.read[stage]:
             rows.add(*self._there(stage, value), 1.0, np.inf)
         if stage + 1 < len(self.moments):
-            for value, column in self.alive[stage + 1].items():
+            for value, column in self.live[stage + 1].items():
                 plus, minus = self._there(stage, value)
                 rows.add([column, *minus], plus, -np.inf, 0.0)
         for index in self.runs[stage]:
@@ -146,11 +146,11 @@ class Stages:
 
     def _rows_from_stage_on(self, rows: Rows, stage: int) -> None:
         """Adds the rows of later, behind and paid."""
-        alive, again = self.alive[stage], self.again[stage]
+        live, again = self.live[stage], self.again[stage]
 
         def there(value: int) -> list[int]:
             (producer,) = self.graph.producers((value,))
-            return [alive[value], again[producer]] if producer in again else [alive[value]]
+            return [live[value], again[producer]] if producer in again else [live[value]]
 
         for value in self.later[stage]:
             rows.add(there(value), [], 1.0, np.inf)
@@ -175,7 +175,7 @@ class Stages:
         for stage, moment in enumerate(self.moments):
             here = set(graph.forward_reads[moment])
             upper[list(self.runs[stage].values())] = float(stages - stage)
-            for value, column in self.alive[stage].items():
+            for value, column in self.live[stage].items():
                 lower[column] = float(value in here or value in held)
                 if value not in held:  # fixed bytes include values that the caller holds
                     places.append((stage, column))

@@ -30,7 +30,7 @@ class LiveRanges:
     """
 
     values: Numbers
-    made_at: Numbers
+    computed_at: Numbers
     starts: Numbers
     ends: Numbers
 

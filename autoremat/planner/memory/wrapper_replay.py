@@ -127,7 +127,7 @@ class _Heap:
         self.names: dict[str, set[int]] = {}
         self.holders: dict[int, set[str]] = {}
         self.sizes: dict[int, int] = {}
-        self.alive = self.peak = 0
+        self.live_bytes = self.peak = 0
         self.planar: set[str] = set()
         """Names of images whose channels are not innermost."""
         self.round_to = round_to
@@ -139,15 +139,15 @@ class _Heap:
         self.holders[storage] = set(names)
         for name in names:
             self.names.setdefault(name, set()).add(storage)
-        self.alive += self.sizes[storage]
-        self.peak = max(self.peak, self.alive)
+        self.live_bytes += self.sizes[storage]
+        self.peak = max(self.peak, self.live_bytes)
 
     def release(self, name: str) -> None:
         """Removes ``name`` and frees the storages that no other name refers to."""
         for storage in self.names.pop(name, set()):
             self.holders[storage].discard(name)
             if not self.holders[storage]:
-                self.alive -= self.sizes[storage]
+                self.live_bytes -= self.sizes[storage]
 
     def bytes_of(self, name: str) -> int:
         """Returns the bytes of the storages that ``name`` refers to."""
@@ -209,7 +209,7 @@ def replay_peak(
     for name, size in input_bytes.items():
         heap.allocate(size, name, *(["(caller)"] if name in held else []))
     for statement in statements:
-        before = heap.alive
+        before = heap.live_bytes
         if isinstance(statement, ast.Delete):
             for target in statement.targets:
                 if isinstance(target, ast.Name):
@@ -217,9 +217,9 @@ def replay_peak(
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             _assign(heap, statement.targets[0].id, statement.value, parts, buffer_bytes)
         if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
-            made = heap.alive - before or _written(statement.value, heap)
+            made = heap.live_bytes - before or _written(statement.value, heap)
             needed = _workspace(statement.value, made, workspaces) + _reordered(statement.value, heap)
-            heap.peak = max(heap.peak, heap.alive + needed)
+            heap.peak = max(heap.peak, heap.live_bytes + needed)
     return heap.peak
 
 

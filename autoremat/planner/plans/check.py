@@ -70,16 +70,16 @@ def replayed_peak(graph: Graph, schedule: Schedule) -> int:
     with_caller = set(graph.forward_outputs)
     held = {v: p for p, index in enumerate(schedule.forward) for v in with_caller.intersection(ops[index].outputs)}
     frees = _frees(graph, schedule)
-    alive: dict[int, int] = {}  # the execution that computed the newest live range of each value
+    live: dict[int, int] = {}  # the execution that computed the newest live range of each value
     current = peak = 0
     for position, index in enumerate(sequence):
         for value in ops[index].outputs:
-            alive[value] = position
+            live[value] = position
             current += sizes[value]
         now = current + ops[index].workspace_bytes + (tangents if position >= num_forward else 0)
         peak = max(peak, now)
         for value in frees[position]:
-            if held.get(value) != alive.pop(value):
+            if held.get(value) != live.pop(value):
                 current -= sizes[value]
     return peak
 

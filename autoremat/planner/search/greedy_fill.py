@@ -84,7 +84,7 @@ def _candidates(plan: Plan) -> list[_Candidate]:
         last[index] = position
         gain[index] = gain.get(index, 0.0) + reads.alone_for(position, recomputed)
     live_ranges = plan.timeline.live_ranges
-    materialised = set(zip(live_ranges.values.tolist(), live_ranges.made_at.tolist(), strict=True))
+    materialised = set(zip(live_ranges.values.tolist(), live_ranges.computed_at.tolist(), strict=True))
     first = {index: position for position, index in reversed(list(enumerate(plan.schedule.forward)))}
     found = []
     for index, position in last.items():
@@ -109,9 +109,9 @@ def fill(base: Plan, rebuild: Callable[[frozenset[int]], Plan], budget: int, sav
     """
     plan = base
     for _ in range(settings.fill_rounds):
-        alive, saved, room = plan.timeline.bytes_at.copy(), set(plan.saved), saved_budget - plan.saved_bytes
+        live_bytes, saved, room = plan.timeline.bytes_at.copy(), set(plan.saved), saved_budget - plan.saved_bytes
         for candidate in _candidates(plan):
-            stretch = alive[candidate.start : candidate.end]
+            stretch = live_bytes[candidate.start : candidate.end]
             if candidate.bytes <= room and int(stretch.max(initial=0)) + candidate.bytes <= budget:
                 stretch += candidate.bytes
                 room -= candidate.bytes

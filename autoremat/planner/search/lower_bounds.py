@@ -168,10 +168,10 @@ def working_set_bytes(graph: Graph) -> int:
     runs = graph.ancestors([*graph.required_forward, *graph.producers(graph.backward_needs)])
     for index, op in enumerate(graph.ops):
         if op.kind is Kind.EXTERN and (index in runs or not op.forward):
-            alive = {v for v in (*op.inputs, *op.outputs) if values[v].role is not Role.INPUT}
+            live = {v for v in (*op.inputs, *op.outputs) if values[v].role is not Role.INPUT}
             if not op.forward:
-                alive |= resident
-            bound = max(bound, sum(values[v].bytes for v in alive) + op.workspace_bytes)
+                live |= resident
+            bound = max(bound, sum(values[v].bytes for v in live) + op.workspace_bytes)
         if not op.forward:
             resident |= gradients.intersection(op.outputs)
     return max(bound, sum(values[v].bytes for v in resident))
