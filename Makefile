@@ -28,10 +28,11 @@ demo: venv  ## train a language model under several budgets; options in DEMO_ARG
 	$(BIN)/python examples/train_llm.py $(DEMO_ARGS)
 
 test: venv  ## the tests that take seconds
-	$(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
 
-test-slow: venv  ## the tests that compile with Inductor or build whole models
+test-slow: venv  ## the tests that compile with Inductor or build whole models, and more examples of the properties
 	$(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --examples 1 --fixed-seed
 
 test-random: venv  ## the properties on random graphs drawn afresh; EXAMPLES=1000 draws more of each
 	$(BIN)/python -m pytest --examples $(EXAMPLES) --max-ops 16

@@ -16,6 +16,9 @@ from autoremat.report import registry
 
 SEED = 0
 
+QUICK_EXAMPLES = 15
+"""Most examples of a property in the quick suite. `make test-slow` draws all that a property asks for."""
+
 settings.register_profile(
     "default", deadline=None, derandomize=True, max_examples=60
 )  # compiling takes long; runs must be rematerializable
@@ -27,6 +30,11 @@ logging.getLogger("torch.__trace").propagate = False  # else every failure shows
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--examples", type=int, help="run the properties alone, with so many examples drawn at random")
+    parser.addoption(
+        "--fixed-seed",
+        action="store_true",
+        help="with --examples: at least as many as a property asks for, the same every time",
+    )
     parser.addoption("--max-ops", type=int, help="no random graph has more ops: many small examples instead of few large ones")
 
 
@@ -35,12 +43,19 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    examples = config.getoption("examples")
+    examples, fixed = config.getoption("examples"), config.getoption("fixed_seed")
     for item in items:
         test = getattr(item, "obj", None)
-        if examples and is_hypothesis_test(test):
-            many = settings(settings.get_profile("default"), max_examples=examples, derandomize=False, database=None)
-            test._hypothesis_internal_use_settings = many  # there is no public way past a test's own settings
+        if not is_hypothesis_test(test):
+            continue
+        own = test._hypothesis_internal_use_settings  # there is no public way past a test's own settings
+        if examples:
+            number = max(own.max_examples, examples) if fixed else examples
+            chosen = settings(own, max_examples=number, derandomize=fixed, database=None)
+        else:
+            slow = item.get_closest_marker("slow")
+            chosen = own if slow else settings(own, max_examples=min(own.max_examples, QUICK_EXAMPLES))
+        test._hypothesis_internal_use_settings = chosen
     if examples:
         others = [item for item in items if not is_hypothesis_test(getattr(item, "obj", None))]
         config.hook.pytest_deselected(items=others)

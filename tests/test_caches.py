@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+
+import autoremat
 
 pytestmark = pytest.mark.slow
 
@@ -212,3 +215,18 @@ def test_inference_has_no_report_cold_or_warm(cold, caches):
     (trained,) = caches.run(SHARE)
     assert trained["calls"] == 0
     assert lasting(report_of(trained)) == lasting(report_of(cold[1]))
+
+
+def test_code_from_a_cache_warns_of_constraints_again():
+    model = torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU(), torch.nn.Linear(32, 1))
+    hits = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        counters = torch._dynamo.utils.counters["aot_autograd"]
+        before = counters["autograd_cache_hit"]
+        compiled = torch.compile(model, backend="autoremat", options={"save": ["nothing.*"]})
+        with pytest.warns(autoremat.ConstraintWarning, match="matches nothing"):
+            compiled(torch.randn(64, 32)).sum().backward()
+        hits.append(counters["autograd_cache_hit"] - before)
+        assert "nothing.*" in autoremat.reports()[-1].constraint_warnings[0]
+    assert hits == [0, 1]

@@ -62,6 +62,17 @@ def weight(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.randn(*shape))
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("groups", [1, 4, 8])
+def test_both_gradients_of_a_convolution_cost_what_the_forward_costs(groups, transposed):
+    kernel, image = weight(8, 8 // groups, 3, 3), weight(2, 8, 6, 6)
+    convolve = F.conv_transpose2d if transposed else F.conv2d
+    found = captured(lambda scale: convolve(image * scale, kernel, padding=1, groups=groups).sum(), torch.ones(()))
+    flops = {op.target.split(".")[1]: op.flops for op in found.graph.ops if "convolution" in op.target}
+    assert flops["convolution"] == 2 * 2 * 8 * (8 // groups) * 9 * 36
+    assert flops["convolution_backward"] == 2 * flops["convolution"]
+
+
 def test_every_class_of_op_has_its_rate():
     table, point, wide, depth = weight(9, 8), weight(4, 4, 1, 1), weight(4, 4, 3, 3), weight(4, 1, 3, 3)
     image, index, square = weight(2, 4, 8, 8), torch.tensor([1, 8, 3]), weight(2, 4, 8, 8)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
 
+from autoremat.basics.errors import ConstraintWarning
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.compiler import records
@@ -86,7 +88,10 @@ def compile_graph(source: GraphSource, options: Options) -> CompiledGraph:
         if planned is None:
             assert function is not None
             if partitioning.fell_back or record is not None:  # torch's caches answered, and the record has the report
-                return CompiledGraph(function, None if record is None or partitioning.fell_back else record.report, key)
+                report = None if record is None or partitioning.fell_back else record.report
+                for message in () if report is None else report.constraint_warnings:
+                    warnings.warn(message, ConstraintWarning, stacklevel=2)
+                return CompiledGraph(function, report, key)
             if caches is compat.without_caches:  # the graph has no backward, although something requires a gradient
                 return CompiledGraph(function, None, key, Record(None))
             # Torch's caches answered, but the record of this compilation is lost. Compiling without caches restores it.

@@ -6,6 +6,7 @@ Each fact has one predicate. It comes from the op's schema and tags where torch 
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable
 from typing import Any
@@ -223,18 +224,32 @@ def _attention_flops(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return matmuls * batch * heads * queries * keys * (width + value_width)
 
 
-# Attention on CPUs: torch has no FLOP formula for it. Arguments: (query, key, value, ...), (grad_out, query, key, value, ...).
-CPU_ATTENTION: dict[Any, Callable[..., int]] = {
+def _convolution_backward_flops(
+    gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *arguments: Any, **_: Any
+) -> int:
+    """Returns the FLOPs of the gradients of image and weight, each as many as the forward has.
+
+    Torch's own formula counts the weight's gradient as if there were one group.
+    """
+    transposed, wanted = arguments[4], arguments[-1]
+    positions = (image if transposed else gradient).shape
+    per_position = [size_hint(size) for size in weight.shape[1:]]
+    return 2 * math.prod(map(size_hint, positions)) * math.prod(per_position) * sum(map(bool, wanted[:2]))
+
+
+FORMULAS: dict[Any, Callable[..., int]] = {
     aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: _attention_flops(q, k, v, 2),
     aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, v, *__, **___: _attention_flops(q, k, v, 5),
+    aten.convolution_backward: _convolution_backward_flops,
 }
+"""FLOPs of ops for which torch has no formula, or a wrong one, by the arguments of the call."""
 
 
 def flops_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> int:
     """Returns the FLOPs of the call with (fake) tensors; 0 without a formula: then bytes determine its time."""
     name = packet(node)
-    if name in CPU_ATTENTION:
-        return CPU_ATTENTION[name](*args, **kwargs)
+    if name in FORMULAS:
+        return FORMULAS[name](*args, **kwargs)
     formula = flop_registry.get(name)
     if formula is None:
         return 0

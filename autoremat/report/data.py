@@ -111,6 +111,8 @@ class ReportData:
     """Memory over the step with the plan."""
     notes: tuple[str, ...] = ()
     """Further remarks on these figures."""
+    constraint_warnings: tuple[str, ...] = ()
+    """Messages of the ``ConstraintWarning`` of this graph. A process that takes its code from torch's caches warns again."""
     others: tuple[Self, ...] = ()
     """Reports of the other graphs after graph breaks, in the sequence of the graphs; from :func:`autoremat.explain`."""
     plan: Plan | None = field(default=None, compare=False, repr=False)

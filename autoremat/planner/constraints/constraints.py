@@ -10,17 +10,17 @@ candidates.
 
 from __future__ import annotations
 
-import warnings
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
-from autoremat.basics.errors import ConstraintWarning
 from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.patterns import matches_op, nearest
 from autoremat.planner.constraints.policies import Policy, Region
+from autoremat.planner.constraints.warning import collected, warn
 from autoremat.planner.graph.graph import NOT_REMATERIALIZABLE, Constraint, Graph, Op, Trait
 from autoremat.planner.graph.schedule import Segments, build_schedule
 from autoremat.planner.plans.candidate import Candidate, Segmentation
@@ -36,6 +36,8 @@ class ConstrainedGraph:
 
     graph: Graph
     candidate: Candidate | None = None
+    warnings: tuple[str, ...] = ()
+    """Messages of the warnings that the constraints caused."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +54,11 @@ class Constraints:
 
         Emits a ``ConstraintWarning`` for patterns that match nothing and constraints that cannot be met.
         """
-        _warn_of_the_model(graph)
-        if self.policy is None and not self.save and not self.recompute:
-            return ConstrainedGraph(graph)
-        return _Application(self, graph).result
+        with collected() as messages:
+            _warn_of_the_model(graph)
+            plain = self.policy is None and not self.save and not self.recompute
+            found = ConstrainedGraph(graph) if plain else _Application(self, graph).result
+        return dataclasses.replace(found, warnings=tuple(messages))
 
 
 @dataclass(frozen=True)
@@ -93,9 +96,9 @@ class _Application:
         """Ops that the policy recomputes."""
         inside = {index for region in self.regions for index in _inside(self.graph, region)}
         if self.regions and not inside:
-            _warn(
-                f"policy={self.constraints.policy} recomputes nothing: its regions consist of ops whose results others read, "
-                "such as fused attention, which needs no checkpoint"
+            warn(
+                f"policy={self.constraints.policy} recomputes nothing: each of its {len(self.regions)} regions has only ops "
+                "whose results others read, such as a single linear layer or fused attention"
             )
         return self._possible(frozenset(inside) - self.to_recompute - self.to_save, f"policy={self.constraints.policy}")
 
@@ -105,7 +108,7 @@ class _Application:
         for pattern in patterns:
             ops = {index for index, op in enumerate(self.forward.ops) if matches_op(op, pattern)}
             if not ops:
-                _warn(f"{option}: {pattern!r} matches nothing in a graph of {len(self.forward.ops)} forward ops; "
+                warn(f"{option}: {pattern!r} matches nothing in a graph of {len(self.forward.ops)} forward ops; "
                       f"{nearest(pattern, self.forward.ops)}")  # fmt: skip
             found |= ops
         return frozenset(found)
@@ -123,7 +126,7 @@ class _Application:
             elif op.outputs and held.issuperset(op.outputs):
                 refused[index] = "its result is an output, which the caller holds"
         if refused:
-            _warn(f"{what}: {len(refused)} of {len(ops)} ops cannot be recomputed and are saved where needed: "
+            warn(f"{what}: {len(refused)} of {len(ops)} ops cannot be recomputed and are saved where needed: "
                   + _named({self.forward.ops[i]: reason for i, reason in refused.items()}))  # fmt: skip
         return ops - refused.keys()
 
@@ -148,7 +151,7 @@ class _Application:
         segments = self._segments()
         plan = Plan.of(graph, build_schedule(graph, saved, segments), label)
         if self.by_policy and self.by_policy.isdisjoint(plan.recomputed):
-            _warn(
+            warn(
                 f"policy={self.constraints.policy} recomputes nothing: the backward reads no result of its regions, only "
                 "results that other ops compute from them"
             )
@@ -200,7 +203,7 @@ def _warn_of_the_model(graph: Graph) -> None:
         and any(graph.readers[v] for v in op.outputs) and not held.issuperset(op.outputs)
     }  # fmt: skip
     if refused:
-        _warn(f"checkpoint regions of the model: {len(refused)} of {len(ordered)} ops cannot be recomputed and are saved where "
+        warn(f"checkpoint regions of the model: {len(refused)} of {len(ordered)} ops cannot be recomputed and are saved where "
               f"needed: {_named(refused)}")  # fmt: skip
 
 
@@ -219,7 +222,3 @@ def _named(refused: Mapping[Op, str]) -> str:
 def _called(op: Op) -> str:
     """Returns the op's target with its module and source line."""
     return op.target + (f" in {op.module}" if op.module else "") + (f" at {op.source}" if op.source else "")
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, ConstraintWarning, stacklevel=2)

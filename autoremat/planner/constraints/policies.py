@@ -19,16 +19,16 @@ import hashlib
 import inspect
 import math
 import re
-import warnings
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from autoremat.basics.errors import ConstraintWarning, OptionsError
+from autoremat.basics.errors import OptionsError
 from autoremat.planner.constraints.model_structure import Forward as Forward
 from autoremat.planner.constraints.model_structure import Ops
 from autoremat.planner.constraints.patterns import matches_path, nearest
+from autoremat.planner.constraints.warning import warn
 from autoremat.planner.graph.graph import Scope
 
 
@@ -57,11 +57,9 @@ def grouped(layers: Sequence[Ops], size: int) -> list[Region]:
 def _layers(forward: Forward, policy: Policy) -> tuple[Ops, ...]:
     """Returns the layers of ``forward``; warns if there are none."""
     if not forward.layers:
-        warnings.warn(
+        warn(
             f"{policy} has no effect on a graph of {len(forward.ops)} forward ops: it has no layers, neither numbered modules "
-            "nor ops that repeat",
-            ConstraintWarning,
-            stacklevel=2,
+            "nor ops that repeat"
         )
     return forward.layers
 
@@ -193,11 +191,9 @@ class Selective:
         for name in self.modules:
             regions = _regions_of(forward, name)
             if not regions:
-                warnings.warn(
+                warn(
                     f'policy="selective:...": {name!r} matches no module in a graph of {len(forward.ops)} forward ops; '
-                    f"{nearest(name, forward.ops, MODULES)}",
-                    ConstraintWarning,
-                    stacklevel=2,
+                    f"{nearest(name, forward.ops, MODULES)}"
                 )
             found += regions
         return found

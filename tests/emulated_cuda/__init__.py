@@ -1,0 +1,17 @@
+"""An emulated CUDA device for tests: it allocates, counts, compiles and runs as a card does, without a card.
+
+| Module | Content |
+|---|---|
+| `device.cpp` | the device for ATen: memory, one stream, the CPU's kernels |
+| `library` | builds and loads it |
+| `card` | an H100's properties and memory counters |
+| `triton_driver` | Triton's driver for it |
+| `attention` | the fused attention kernels as arithmetic |
+| `interpreter` | Triton's interpreter, fit for Inductor's kernels |
+| `plugin` | a plugin of pytest: the device exists before torch is imported |
+| `steps` | training steps on the card, with their gradients and peaks |
+| `check_*.py` | the tests, in a process of their own; `tests/test_emulated_cuda.py` runs them |
+
+The device belongs to the tests alone. It shows nothing of speed, workspaces of cuBLAS and cuDNN, fragmentation, autotuning,
+streams and races.
+"""

@@ -1,0 +1,145 @@
+"""An H100 that is not there: its properties, its memory counters and Triton's driver for it.
+
+`install` is called before torch is imported. Afterwards `torch.device("cuda")` works: tensors lie in the host's memory, ops of
+ATen run by the CPU's kernels, Inductor generates Triton code for compute capability 9.0, and Triton's interpreter runs it.
+Everything here replaces functions of torch and Triton for the rest of the process.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from types import SimpleNamespace
+from typing import Any
+
+from emulated_cuda import library
+
+NAME = "NVIDIA H100 80GB HBM3"
+MEMORY_BYTES = 85_017_755_648
+CAPABILITY = (9, 0)
+SHARED_MEMORY_BYTES = 232_448
+PROCESSORS = 132
+
+PROPERTIES = SimpleNamespace(
+    name=NAME,
+    major=CAPABILITY[0],
+    minor=CAPABILITY[1],
+    total_memory=MEMORY_BYTES,
+    multi_processor_count=PROCESSORS,
+    max_threads_per_multi_processor=2048,
+    max_threads_per_block=1024,
+    regs_per_multiprocessor=65_536,
+    warp_size=32,
+    shared_memory_per_block=49_152,
+    shared_memory_per_block_optin=SHARED_MEMORY_BYTES,
+    shared_memory_per_multiprocessor=233_472,
+    L2_cache_size=50 * 2**20,
+    is_integrated=0,
+    is_multi_gpu_board=0,
+    clock_rate=1_980_000,
+    memory_clock_rate=2_619_000,
+    memory_bus_width=5120,
+    gcnArchName="",
+)
+
+MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3
+"""Numbers of `at::SDPBackend`."""
+
+KERNELS = {"math": MATH, "flash": FLASH, "efficient": EFFICIENT, "cudnn": CUDNN}
+ATTENTION_VARIABLE = "EMULATED_ATTENTION"
+"""Environment variable with the name of the fused kernel that the card prefers: by default cuDNN's, as on a real H100."""
+
+
+def choose_attention(
+    dtype: bytes,
+    dense: bool,
+    masked: bool,
+    causal: bool,
+    square: bool,
+    grouped: bool,
+    width: int,
+    value_width: int,
+    dropout: float,
+) -> int:
+    """Returns the number of the kernel that the card takes: cuDNN's, flash, efficient, or plain arithmetic."""
+    preferred = KERNELS[os.environ.get(ATTENTION_VARIABLE, "cudnn")]
+    half = dtype in (b"Half", b"BFloat16")
+    if not dense or preferred == MATH:
+        return MATH
+    small = max(width, value_width) <= 128 and width % 8 == 0 and value_width % 8 == 0
+    if preferred == CUDNN and half and small and (16 * dropout).is_integer():
+        return CUDNN
+    if preferred != EFFICIENT and half and not masked and width == value_width <= 256 and (square or not causal):
+        return FLASH
+    aligned = width % (8 if half else 4) == 0 and value_width % (8 if half else 4) == 0
+    return EFFICIENT if aligned and not grouped and (half or dtype == b"Float") else MATH
+
+
+def install() -> None:
+    """Makes the card the CUDA device of this process."""
+    device = library.load(choose_attention)
+    import torch
+
+    _install_properties(torch, device)
+    _install_generated_code(torch)
+    from emulated_cuda import attention, interpreter, triton_driver
+
+    triton_driver.install()
+    attention.install()
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        interpreter.install()
+
+
+def _install_properties(torch: Any, device: ctypes.CDLL) -> None:
+    """Replaces the functions of `torch.cuda` that ask the driver."""
+    torch.version.cuda = "13.0"
+    if not hasattr(torch._C, "_CudaDeviceProperties"):
+        torch._C._CudaDeviceProperties = SimpleNamespace
+    torch._C._cuda_getCurrentRawStream = lambda index: 0
+    torch._C._cuda_cudaCachingAllocator_is_enabled = lambda: True
+
+    def statistics(device_index: Any = None) -> dict[str, int]:
+        live, peak = device.emulated_live_bytes(), device.emulated_peak_bytes()
+        kinds = ("allocated_bytes", "requested_bytes", "reserved_bytes", "active_bytes")
+        return {f"{kind}.all.{when}": size for kind in kinds for when, size in (("current", live), ("peak", peak))}
+
+    answers = {
+        "is_available": True,
+        "is_initialized": True,
+        "_is_compiled": True,
+        "_is_in_bad_fork": False,
+        "device_count": 1,
+        "current_device": 0,
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+        "get_device_properties": PROPERTIES,
+        "get_device_capability": CAPABILITY,
+        "get_device_name": NAME,
+        "get_arch_list": ["sm_90"],
+        "is_bf16_supported": True,
+        "is_tf32_supported": True,
+        "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES),
+        "memory_reserved": 0,
+        **dict.fromkeys(("init", "_lazy_init", "set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all")),
+        "set_rng_state": None,
+    }
+    for name, answer in answers.items():  # a function of its own for each name: Dynamo has a rule for each
+        setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    torch.cuda.get_rng_state = lambda device="cuda": torch.zeros(16, dtype=torch.uint8)
+    torch.cuda.memory_stats = statistics
+    torch.cuda.memory_allocated = lambda device_index=None: device.emulated_live_bytes()
+    torch.cuda.max_memory_allocated = lambda device_index=None: device.emulated_peak_bytes()
+    torch.cuda.reset_peak_memory_stats = lambda device_index=None: device.emulated_reset_peak()
+
+
+def _install_generated_code(torch: Any) -> None:
+    """Replaces functions that fake tensors and generated code call."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    # Constants of a traced graph stay fake.
+    FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment,method-assign]
+
+    def empty_strided(sizes: Any, strides: Any, dtype: Any) -> Any:
+        return torch.empty_strided(sizes, strides, dtype=dtype, device="cuda")
+
+    torch._C._dynamo.guards._empty_strided_cuda = empty_strided

@@ -1,0 +1,303 @@
+// A CUDA device that is not there, for the CPU build of torch.
+//
+// Its memory is the host's. The allocator rounds as CUDA's caching allocator rounds, to 512 bytes, and counts the bytes in use
+// and their peak. Its kernels are the CPU's: every op that is not listed below falls back to them, on the same memory.
+//
+// Torch asks for the hooks once, when it is imported, so this library is loaded before that.
+
+#include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/CPUFallback.h>
+#include <ATen/native/transformers/attention.h>
+#include <ATen/ops/_local_scalar_dense_native.h>
+#include <ATen/ops/_reshape_alias_native.h>
+#include <ATen/ops/as_strided_native.h>
+#include <ATen/ops/set_native.h>
+#include <ATen/ops/unfold_native.h>
+#include <ATen/ops/view_native.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <numeric>
+
+namespace {
+
+using at::Tensor;
+using c10::Device;
+using c10::DeviceIndex;
+using c10::DeviceType;
+using c10::Stream;
+
+const Device DEVICE(DeviceType::CUDA, 0);
+
+// -- memory: one heap, counted -----------------------------------------------------------------------------------------
+
+constexpr size_t GRANULARITY = 512;
+
+std::atomic<int64_t> live_bytes{0};
+std::atomic<int64_t> peak_bytes{0};
+
+struct Block {
+  void* data;
+  int64_t bytes;
+};
+
+void release(void* context) {
+  auto* block = static_cast<Block*>(context);
+  live_bytes -= block->bytes;
+  std::free(block->data);
+  delete block;
+}
+
+struct Heap final : c10::Allocator {
+  c10::DataPtr allocate(size_t bytes) override {
+    if (bytes == 0) {
+      return {nullptr, DEVICE};
+    }
+    const size_t rounded = (bytes + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
+    auto* block = new Block{std::aligned_alloc(GRANULARITY, rounded), static_cast<int64_t>(rounded)};
+    const int64_t now = live_bytes += block->bytes;
+    int64_t before = peak_bytes;
+    while (now > before && !peak_bytes.compare_exchange_weak(before, now)) {
+    }
+    return {block->data, block, &release, DEVICE};
+  }
+
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+};
+
+Heap heap;
+
+// -- one device with one stream, on which everything has always finished -----------------------------------------------
+
+struct Guard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
+  static Stream the_stream() {
+    return Stream(Stream::DEFAULT, DEVICE);
+  }
+  Device exchangeDevice(Device) const override {
+    return DEVICE;
+  }
+  Device getDevice() const override {
+    return DEVICE;
+  }
+  Stream getStream(Device) const noexcept override {
+    return the_stream();
+  }
+  Stream getDefaultStream(Device) const override {
+    return the_stream();
+  }
+  Stream getNewStream(Device, int) const override {
+    return the_stream();
+  }
+  Stream exchangeStream(Stream) const noexcept override {
+    return the_stream();
+  }
+  void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const Stream&) const override {}
+  bool queryEvent(void*) const override {
+    return true;
+  }
+};
+
+// -- tensors -----------------------------------------------------------------------------------------------------------
+
+Tensor empty(
+    at::IntArrayRef sizes,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<Device>,
+    std::optional<bool>,
+    std::optional<at::MemoryFormat> format) {
+  const c10::DispatchKeySet keys(c10::DispatchKey::CUDA);
+  return at::detail::empty_generic(sizes, &heap, keys, c10::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(
+    at::IntArrayRef sizes,
+    at::IntArrayRef strides,
+    std::optional<at::ScalarType> dtype,
+    std::optional<at::Layout>,
+    std::optional<Device>,
+    std::optional<bool>) {
+  const c10::DispatchKeySet keys(c10::DispatchKey::CUDA);
+  return at::detail::empty_strided_generic(sizes, strides, &heap, keys, c10::dtype_or_default(dtype));
+}
+
+// The same memory as a tensor of the CPU.
+Tensor on_cpu(const Tensor& tensor) {
+  if (!tensor.is_cuda()) {
+    return tensor;
+  }
+  const auto options = tensor.options().device(at::kCPU).requires_grad(false);
+  return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [tensor](void*) {}, options);
+}
+
+Tensor& copy_(Tensor& self, const Tensor& source, bool) {
+  on_cpu(self).copy_(on_cpu(source));
+  return self;
+}
+
+Tensor copy_from(const Tensor& self, const Tensor& target, bool) {
+  on_cpu(target).copy_(on_cpu(self));
+  return target;
+}
+
+Tensor copy_from_and_resize(const Tensor& self, const Tensor& target) {
+  if (self.sizes() != target.sizes()) {
+    target.resize_(self.sizes());
+  }
+  return copy_from(self, target, false);
+}
+
+const Tensor& resize_(const Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat> format) {
+  auto* tensor = self.unsafeGetTensorImpl();
+  const int64_t count = std::accumulate(sizes.begin(), sizes.end(), int64_t{1}, std::multiplies<>());
+  const size_t needed = (count + tensor->storage_offset()) * self.element_size();
+  auto storage = self.storage();
+  if (needed > storage.nbytes()) {
+    auto grown = heap.allocate(needed);
+    std::memcpy(grown.get(), storage.data(), storage.nbytes());
+    storage.set_data_ptr_noswap(std::move(grown));
+    storage.set_nbytes(needed);
+  }
+  tensor->set_sizes_contiguous(sizes);
+  if (format && *format != at::MemoryFormat::Contiguous) {
+    tensor->empty_tensor_restride(*format);
+  }
+  return self;
+}
+
+at::Scalar local_scalar_dense(const Tensor& self) {
+  return at::native::_local_scalar_dense_cpu(on_cpu(self));
+}
+
+bool equal(const Tensor& left, const Tensor& right) {
+  return at::equal(on_cpu(left), on_cpu(right));
+}
+
+void by_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  at::native::cpu_fallback(op, stack);
+}
+
+// -- attention: the kernel that the card would take --------------------------------------------------------------------
+
+int64_t (*chooser)(const char*, bool, bool, bool, bool, bool, int64_t, int64_t, double) = nullptr;
+
+// Python decides, by the rules of the card, and returns a number of at::SDPBackend.
+int64_t choose_attention(
+    const Tensor& query,
+    const Tensor& key,
+    const Tensor& value,
+    const std::optional<Tensor>& mask,
+    double dropout,
+    bool causal,
+    std::optional<double>,
+    bool) {
+  const bool dense =
+      query.sym_stride(-1) == 1 && key.sym_stride(-1) == 1 && value.sym_stride(-1) == 1 && query.dim() == 4;
+  const auto width = query.sym_size(-1).guard_int(__FILE__, __LINE__);
+  const auto value_width = value.sym_size(-1).guard_int(__FILE__, __LINE__);
+  const bool square = query.sym_size(-2) == key.sym_size(-2);
+  const bool grouped = query.sym_size(1) != key.sym_size(1);
+  return chooser(
+      toString(query.scalar_type()), dense, mask.has_value(), causal, square, grouped, width, value_width, dropout);
+}
+
+} // namespace
+
+namespace at {
+
+struct EmulatedHooks : CUDAHooksInterface {
+  explicit EmulatedHooks(CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override {
+    return true;
+  }
+  bool isAvailable() const override {
+    return true;
+  }
+  bool hasCUDA() const override {
+    return true;
+  }
+  bool hasPrimaryContext(DeviceIndex) const override {
+    return true;
+  }
+  DeviceIndex deviceCount() const override {
+    return 1;
+  }
+  DeviceIndex getCurrentDevice() const override {
+    return 0;
+  }
+  void setCurrentDevice(DeviceIndex) const override {}
+  DeviceIndex exchangeDevice(DeviceIndex) const override {
+    return 0;
+  }
+  DeviceIndex maybeExchangeDevice(DeviceIndex) const override {
+    return 0;
+  }
+  DeviceIndex current_device() const override {
+    return 0;
+  }
+  int getNumGPUs() const override {
+    return 1;
+  }
+  Allocator* getCUDADeviceAllocator() const override {
+    return &heap;
+  }
+};
+
+C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, EmulatedHooks)
+
+} // namespace at
+
+TORCH_LIBRARY_IMPL(aten, CUDA, library) {
+  library.impl("empty.memory_format", empty);
+  library.impl("empty_strided", empty_strided);
+  library.impl("copy_", copy_);
+  library.impl("_copy_from", copy_from);
+  library.impl("_copy_from_and_resize", copy_from_and_resize);
+  library.impl("resize_", resize_);
+  library.impl("_local_scalar_dense", local_scalar_dense);
+  library.impl("equal", equal);
+  library.impl("as_strided", at::native::as_strided_tensorimpl);
+  library.impl("view", static_cast<Tensor (*)(const Tensor&, at::IntArrayRef)>(at::native::view));
+  library.impl(
+      "_reshape_alias",
+      static_cast<Tensor (*)(const Tensor&, at::IntArrayRef, at::IntArrayRef)>(at::native::_reshape_alias));
+  library.impl("unfold", at::native::unfold);
+  library.impl("set_.source_Tensor", at::native::set_tensor_);
+  library.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, library) {
+  library.fallback(torch::CppFunction::makeFromBoxedFunction<&by_cpu>());
+}
+
+extern "C" {
+
+void emulated_start(decltype(chooser) choose) {
+  chooser = choose;
+  c10::impl::registerDeviceGuard(DeviceType::CUDA, new Guard());
+  c10::SetAllocator(DeviceType::CUDA, &heap, 100);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
+}
+
+int64_t emulated_live_bytes() {
+  return live_bytes;
+}
+
+int64_t emulated_peak_bytes() {
+  return peak_bytes;
+}
+
+void emulated_reset_peak() {
+  peak_bytes = live_bytes.load();
+}
+}
