@@ -219,7 +219,7 @@ def explain(
             click.echo(f"\n{as_text(table)}")
 
 
-@main.command()
+@main.command(short_help="List time against peak memory for many budgets.")
 @_planning
 @click.option("--points", type=click.IntRange(min=2), default=20, show_default=True, help="For so many budgets.")
 @click.option("--torch/--no-torch", "torch_too", default=True, help="Also torch's partitions; slow on large graphs.")
@@ -250,7 +250,7 @@ def pareto(
     click.echo(str(found))
 
 
-@main.command("max-batch")
+@main.command("max-batch", short_help="Find the largest size that fits a budget.")
 @_planning
 @click.option("--budget", metavar="BUDGET", required=True, help="6GiB, bytes, or auto.")
 @click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Try multiples of this size only.")
@@ -287,7 +287,10 @@ def max_batch(
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text.")
 @_html
 def report(file: Path, as_json: bool, html: Path | None) -> None:
-    """Show a report that was stored as JSON (FILE, written from Report.to_json())."""
+    """Show a stored report.
+
+    FILE is JSON, written from Report.to_json() or by `autoremat explain --json`.
+    """
     try:
         found = Report.from_json(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
@@ -303,7 +306,7 @@ def report(file: Path, as_json: bool, html: Path | None) -> None:
 @main.group("cache", invoke_without_command=True)
 @click.pass_context
 def cache_command(ctx: click.Context) -> None:
-    """Show where reports, plans and measured figures are kept, and how much there is.
+    """Show the folder of reports, plans and measured figures.
 
     AUTOREMAT_CACHE_DIR names another folder, AUTOREMAT_CACHE_SIZE how much reports and plans may take (default: 1 GiB).
     """

@@ -14,4 +14,16 @@ from autoremat.planner.constraints.policies import (
     parse,
 )
 
-__all__ = ["Block", "Forward", "Full", "Module", "Policy", "Region", "Segments", "Selective", "Sqrt", "Uniform", "parse"]
+__all__ = [
+    "Block",
+    "Forward",
+    "Full",
+    "Module",
+    "Policy",
+    "Region",
+    "Segments",
+    "Selective",
+    "Sqrt",
+    "Uniform",
+    "parse",
+]

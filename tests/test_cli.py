@@ -67,6 +67,13 @@ def test_help_and_version():
     assert __version__ in run("--version").output
 
 
+def test_the_summaries_of_commands_are_not_cut():
+    lines = run("--help").output.splitlines()
+    listed = lines[lines.index("Commands:") + 1 :]
+    assert [line.split()[0] for line in listed] == sorted(cli.main.commands)
+    assert not [line for line in listed if line.endswith("...")]
+
+
 INFEASIBLE = BudgetInfeasible(budget_bytes=1, minimum_bytes=2, lower_bound_bytes=1)
 
 

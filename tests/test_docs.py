@@ -22,6 +22,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(<!-- not run: .+ -->\n+)?^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 """A Python block; a comment before it says why it cannot be run here."""
 
+TORCH_RANGE = re.compile(r"\b2\.(\d+)\s+to\s+2\.(\d+)\b")
+
 FROM_ELSEWHERE = re.compile(r'<(?:script|img)[^>]* src="https?:|<link[^>]* rel="(?:stylesheet|preconnect)"[^>]* href="https?:')
 
 PROVIDED = """
@@ -135,6 +137,15 @@ def test_every_option_and_command_is_mentioned():
     assert not [key for key in OWN_KEYS if f"`{key}`" not in text and f'"{key}"' not in text and f"{key}=" not in text]
     page = (ROOT / "docs" / "command-line.md").read_text()
     assert not [name for name in cli.main.commands if f"autoremat {name}" not in page]
+
+
+def test_every_range_of_torch_versions_is_the_supported_one():
+    first, last = errors.SUPPORTED_MINORS[0], errors.SUPPORTED_MINORS[-1]
+    texts = {page.name: page.read_text() for page in [*PAGES, ROOT / "DESIGN.md"]}
+    ranges = [(name, int(found[1]), int(found[2])) for name, text in texts.items() for found in TORCH_RANGE.finditer(text)]
+    assert {name for name, *_ in ranges} >= {"README.md", "index.md", "troubleshooting.md"}
+    assert {tuple(bounds) for _, *bounds in ranges} == {(first, last)}, ranges
+    assert f'"torch>=2.{first},<2.{last + 1}"' in (ROOT / "pyproject.toml").read_text()
 
 
 def test_every_page_is_in_the_table_of_contents():

@@ -9,6 +9,7 @@ import pytest
 import autoremat
 from autoremat.basics import errors
 from autoremat.basics.errors import (
+    SUPPORTED_MINORS,
     AutorematError,
     BudgetInfeasible,
     BudgetWarning,
@@ -110,7 +111,9 @@ def test_occupant_is_frozen():
 def test_unsupported_torch_names_the_found_and_the_supported():
     error = UnsupportedTorchError("2.9.1+cu128")
     assert error.found == "2.9.1+cu128"
-    assert str(error).startswith("autoremat supports torch 2.11 to 2.15; found torch 2.9.1+cu128. ")
+    first, last = SUPPORTED_MINORS[0], SUPPORTED_MINORS[-1]
+    assert str(error).startswith(f"autoremat supports torch 2.{first} to 2.{last}; found torch 2.9.1+cu128. ")
+    assert f"(torch>=2.{first},<2.{last + 1})" in str(error)
 
 
 ALL_ERRORS = [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ import autoremat
 from autoremat.basics.errors import OptionsError
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.policies import Forward, Region
+from autoremat.planner.search import pareto_front
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,20 @@ class Odd:
 )
 def test_policies_may_be_written_as_text(text, policy):
     assert policies.parse(text) == policy
+
+
+@pytest.mark.parametrize("name", [*policies.FIXED, *policies.COUNTED])
+def test_every_policy_that_has_a_name_is_compared_documented_and_public(name):
+    compared = {label.partition(":")[0] for label, _ in pareto_front.POLICIES} | {"block"}  # its number depends on the graph
+    assert name in compared
+    page = (Path(__file__).parent.parent / "docs" / "policies.md").read_text()
+    assert f'| `"{name}"` |' in page or f'| `"{name}:4"` |' in page
+    assert ({**policies.FIXED, **policies.COUNTED}[name]).__name__ in autoremat.policies.__all__
+    assert f'"{name}' in policies.FORMS
+
+
+def test_the_compared_policies_are_what_their_labels_say():
+    assert [policies.parse(label) for label, _ in pareto_front.POLICIES] == [policy for _, policy in pareto_front.POLICIES]
 
 
 @pytest.mark.parametrize("value", ["ful", "uniform", "uniform:0", "uniform:x", "full:1", "block:-1", "selective:", 3, Odd, True,

@@ -185,8 +185,8 @@ STAGES = ("tracing", "reading the joint graph", "planning", "writing forward and
 INDUCTOR = ("lowering the forward", "generating code of the backward", "compiling kernels of the backward")
 
 
-def said_of(monkeypatch, inner: str) -> list[str]:
-    """All that is noted while a step is compiled."""
+def noted_from_now_on(monkeypatch) -> list[str]:
+    """A list to which all steps are added that are noted."""
     noted: list[str] = []
     teller = progress._Level.__setattr__
 
@@ -197,6 +197,12 @@ def said_of(monkeypatch, inner: str) -> list[str]:
 
     monkeypatch.setattr(progress._Level, "__setattr__", note)
     monkeypatch.setenv(PROGRESS_VARIABLE, "1")
+    return noted
+
+
+def said_of(monkeypatch, inner: str) -> list[str]:
+    """All that is noted while a step is compiled."""
+    noted = noted_from_now_on(monkeypatch)
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     step = torch.compile(
         lambda x: model(x).square().mean(), backend="autoremat", options={"compiler": inner, "memory_budget": "1MiB"}
@@ -214,6 +220,16 @@ def test_a_compilation_says_what_it_does(monkeypatch):
 def test_a_compilation_under_inductor_says_what_it_does(monkeypatch):
     noted = said_of(monkeypatch, "inductor")
     assert not [stage for stage in (*STAGES, *INDUCTOR) if not any(text.startswith(stage) for text in noted)]
+
+
+@pytest.mark.slow
+def test_a_dry_run_does_not_stay_at_kernels_that_it_leaves_out(monkeypatch):
+    noted = noted_from_now_on(monkeypatch)
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    autoremat.explain(lambda x: model(x).square().mean(), torch.randn(64, 8), lower=True)
+    kernels = [number for number, text in enumerate(noted) if text.startswith("compiling kernels")]
+    assert len(kernels) == 2
+    assert all(noted[number + 1] == "generating code" for number in kernels)
 
 
 def test_silence_is_an_option_that_no_plan_depends_on(monkeypatch, told):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import io
 from html.parser import HTMLParser
 
@@ -12,7 +13,7 @@ from torch import nn
 
 import autoremat
 from autoremat.basics.display import PlainTable
-from autoremat.planner.search.pareto_front import Pareto, Point
+from autoremat.planner.search.pareto_front import HEADROOM_NOTE, Pareto, Point
 from autoremat.report import plots
 
 OPTIONS = {"compiler": "aot_eager"}
@@ -95,6 +96,11 @@ def test_texts_are_no_markup_wherever_they_come_from():
 def test_names_of_the_model_are_shown_as_they_are(shown):
     assert "[red]" in str(shown["Report"].table())
     assert "<b>" not in shown["Report"].table()._repr_html_()
+
+
+def test_points_say_that_they_exclude_the_code_headroom(shown):
+    assert str(shown["Pareto"]).splitlines()[-1] == HEADROOM_NOTE
+    assert HEADROOM_NOTE in html.unescape(shown["Pareto"]._repr_html_())
 
 
 def test_points_are_a_list_as_before(shown):

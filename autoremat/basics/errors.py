@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from autoremat.basics.units import format_bytes
 
 SUPPORTED_MINORS = range(11, 16)
-"""Minor versions of torch 2 that the package supports."""
+"""Minor versions of torch 2 that the package supports. ``tests/test_docs.py`` compares the documentation and the metadata."""
 OCCUPANTS_SHOWN = 10
 
 Kind = TypeVar("Kind", bound=BaseException)
@@ -44,7 +44,8 @@ class UnsupportedTorchError(AutorematError, RuntimeError):
     def __init__(self, found: str) -> None:
         super().__init__(
             f"autoremat supports torch 2.{SUPPORTED_MINORS[0]} to 2.{SUPPORTED_MINORS[-1]}; found torch {found}. "
-            "Install a supported version (torch>=2.11,<2.16) or another release of autoremat."
+            f"Install a supported version (torch>=2.{SUPPORTED_MINORS.start},<2.{SUPPORTED_MINORS.stop}) or another release of "
+            "autoremat."
         )
         self.found = str(found)
 

@@ -181,5 +181,9 @@ _UNLISTED = OpFacts()
 
 
 def facts_of(op: Any) -> OpFacts:
-    """Returns the facts about an overload packet or an overload; the defaults if the table does not list it."""
+    """Returns the row for exactly ``op``, or the defaults if the table does not list it.
+
+    Most rows list overload packets, a few list single overloads. :func:`autoremat.ops.op_traits.facts` looks up the packet
+    of a node.
+    """
     return _TABLE.get(op, _UNLISTED)

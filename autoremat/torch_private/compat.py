@@ -1,7 +1,7 @@
 """Torch's private names for joint graphs and compilers. Names for other purposes are in the modules beside this one.
 
-This module decides nothing about plans. It supports torch 2.11 to 2.15. Where a private signature differs between versions,
-arguments are matched by name.
+This module decides nothing about plans. Where a private signature differs between the supported versions, arguments are
+matched by name.
 """
 
 from __future__ import annotations

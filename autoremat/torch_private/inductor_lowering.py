@@ -18,6 +18,7 @@ import torch._inductor.config as inductor_config
 from torch import fx
 
 from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.progress import now
 from autoremat.planner.memory.wrapper_replay import ReplayContext, replay_peak
 from autoremat.torch_private.hooks import Method, hooked
 from autoremat.torch_private.symbolic_sizes import most_of_expression
@@ -263,6 +264,7 @@ def without_kernels() -> Iterator[None]:
 
     def only_generated(_: Method, lowering: Any) -> Any:
         lowering.codegen()
+        now("generating code")  # not "compiling kernels", the step that follows elsewhere
         # With CUDA graphs, Inductor wraps each partition of the loaded code.
         runner = types.SimpleNamespace(recursively_apply_fns=lambda _: None, partitions=[])
         return types.SimpleNamespace(call=_not_compiled, runner=runner, __file__="")

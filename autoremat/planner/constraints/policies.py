@@ -223,12 +223,14 @@ _MODULE_FORMS = f'{", ".join(MODULES)}, or globs of module paths such as "*.mlp"
 
 # -- from options ------------------------------------------------------------------------------------------------------
 
+FIXED: dict[str, Callable[[], Policy]] = {"full": Full, "sqrt": Sqrt, "selective": Selective}
+"""Policies that options write as a name alone."""
 COUNTED: dict[str, Callable[[int], Policy]] = {"uniform": Uniform, "block": Block, "segments": Segments}
 """Policies that options write as "name:number"."""
 
 FORMS = (
-    '"full", "sqrt", "uniform:4", "block:4", "segments:4" (any number > 0), "selective", "selective:mlp,layernorm", a frozen '
-    "dataclass as in autoremat.policies, or None"
+    ", ".join([*(f'"{name}"' for name in FIXED), *(f'"{name}:4"' for name in COUNTED)])
+    + ' (any number > 0), "selective:mlp,layernorm", a frozen dataclass as in autoremat.policies, or None'
 )
 
 
@@ -241,12 +243,12 @@ def parse(value: Any, name: str = "policy") -> Policy | None:
         kind, _, argument = value.strip().partition(":")
         if value.strip().lower() == "none":
             return None
-        if kind in ("full", "sqrt") and not argument:
-            return Full() if kind == "full" else Sqrt()
+        if kind in FIXED and not argument:
+            return FIXED[kind]()
         if kind in COUNTED and re.fullmatch("[0-9]+", argument):
             return COUNTED[kind](int(argument))
         if kind == "selective":
-            return Selective(tuple(part.strip() for part in argument.split(","))) if argument else Selective()
+            return Selective(tuple(part.strip() for part in argument.split(",")))
     raise OptionsError(f"{name}={value!r} is not accepted. Accepted: {FORMS}")
 
 

@@ -45,6 +45,11 @@ class Point:
         return mine != theirs and mine[0] <= theirs[0] and mine[1] <= theirs[1]
 
 
+HEADROOM_NOTE = (
+    "Peaks and budgets exclude the code headroom: small allocations of Inductor's code, which a budget must also hold."
+)
+
+
 class Pareto(Shown, list[Point]):
     """Points of one graph: a list that prints as a table."""
 
@@ -57,12 +62,14 @@ class Pareto(Shown, list[Point]):
         return f"{len(self)} points, {len(ours)} of them ours, from {' to '.join(ends)}"
 
     def tables(self) -> Sequence[PlainTable]:
-        """Returns the printed table, sorted by peak."""
-        table = plain_table("time against memory", ("peak", "added", "of the step", "family", "which"), numbers=3)
+        """Returns the printed table, sorted by peak, and a note on its figures."""
+        table = plain_table("time against memory", ("peak", "added", "of the step", "family", "budget or policy"), numbers=3)
         for point in self.by_peak():
             added = format_seconds(point.added_seconds)
             table.add_row(format_bytes(point.peak_bytes), added, f"{point.overhead:.1%}", point.family, point.label)
-        return [table]
+        note = PlainTable("", ("",), numbers=0, show_header=False)
+        note.add_row(HEADROOM_NOTE)
+        return [table, note]
 
     def by_peak(self) -> list[Point]:
         """Returns the points by increasing peak."""
