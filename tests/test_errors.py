@@ -58,7 +58,7 @@ Live at the minimum peak (3 tensors, 72.00 MiB):
    4.00 MiB  mm_7         layers.3.mlp  model.py:12 in forward
 
 What would help:
-  - raise memory_budget to at least 157286401 (150.00 MiB)
+  - raise memory_budget to 157286401 (150.00 MiB), which fits; less may fit too
   - use a smaller batch or a shorter sequence
   - set on_infeasible="best_effort" to run at the minimum peak found anyway"""
     )

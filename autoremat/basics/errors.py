@@ -159,7 +159,7 @@ class BudgetInfeasible(AutorematError):
 
     def _advice(self) -> list[str]:
         advice = [
-            f"raise memory_budget to at least {self.minimum_bytes} ({format_bytes(self.minimum_bytes)})",
+            f"raise memory_budget to {self.minimum_bytes} ({format_bytes(self.minimum_bytes)}), which fits; less may fit too",
             "use a smaller batch or a shorter sequence",
             'set on_infeasible="best_effort" to run at the minimum peak found anyway',
         ]
