@@ -15,14 +15,14 @@ TESTS = Path(__file__).parent
 pytestmark = pytest.mark.skipif(bool(library.missing()), reason=f"no emulated card: {library.missing()}")
 
 
-def run(file: str, marks: str, interpreted: bool = True) -> None:
-    """Runs the checks of one file on the card. With ``interpreted``, kernels run in Triton's interpreter."""
+def run(marks: str) -> None:
+    """Runs the checks with these marks on the card. Kernels run in Triton's interpreter."""
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "emulated_cuda.plugin", "-o", "python_files=check_*.py", "-m", marks,
-            "-W", "ignore:TensorFloat32", str(TESTS / "emulated_cuda" / file),
+            "-W", "ignore:TensorFloat32", str(TESTS / "emulated_cuda"),
         ],
-        env=os.environ | {"PYTHONPATH": str(TESTS), "TRITON_INTERPRET": "1" if interpreted else "0"},
+        env=os.environ | {"PYTHONPATH": str(TESTS), "TRITON_INTERPRET": "1"},
         cwd=TESTS.parent,
         capture_output=True,
         text=True,
@@ -31,14 +31,10 @@ def run(file: str, marks: str, interpreted: bool = True) -> None:
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
 
 
-def test_the_card_counts_memory_and_computes():
-    run("check_card.py", "not slow")
-
-
-def test_small_steps_fit_their_budgets_as_replayed():
-    run("check_steps.py", "not slow")
+def test_the_card_and_small_steps_under_budgets():
+    run("not slow")
 
 
 @pytest.mark.slow
-def test_models_fit_their_budgets_as_replayed():
-    run("check_steps.py", "slow")
+def test_models_under_budgets():
+    run("slow")

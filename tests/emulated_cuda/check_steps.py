@@ -20,7 +20,7 @@ ROUNDING = {torch.float32: 1e-5, torch.float16: 3e-2, torch.bfloat16: 6e-2}
 FLIP = 5e-3
 """The same for networks with ReLU: one activation of a million that rounds to the other side of zero."""
 
-BETWEEN_PLANS = 1e-6
+BETWEEN_PLANS = 1e-5
 """The same between two plans in 32 bits, which differ only in the sequence of sums."""
 
 BUDGETS = (None, 0.8, 1)
@@ -89,7 +89,7 @@ def check(built: Any, dtype: torch.dtype, has_dropout: bool, budgets: tuple[Any,
         assert relative_error(step.result.gradients, first) <= allowed, budget
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_a_linear_network(dtype):
     check(block(0.0), dtype, has_dropout=False)
 
@@ -103,9 +103,18 @@ def test_convolutions_and_batch_norm():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("name", ["llama", "gpt2", "resnet"])
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("llama", torch.float32),
+        ("llama", torch.float16),
+        ("llama", torch.bfloat16),
+        ("gpt2", torch.float32),
+        ("gpt2", torch.bfloat16),
+        ("resnet", torch.float32),
+    ],
+)
 def test_a_model(name, dtype):
-    sizes = {} if name == "resnet" else {"layers": 2}
-    budgets = (None, 0.8, 0.6, 1)
-    check(models.build(name, **sizes), dtype, has_dropout=name == "gpt2", budgets=budgets, flips=name == "resnet")
+    module, inputs = models.build(name, **({} if name == "resnet" else {"layers": 2}))
+    few = tuple(tensor[:2] for tensor in inputs)  # the interpreter takes its time
+    check((module, few), dtype, has_dropout=name == "gpt2", budgets=(None, 0.7, 1), flips=name == "resnet")
