@@ -15,14 +15,14 @@ TESTS = Path(__file__).parent
 pytestmark = pytest.mark.skipif(bool(library.missing()), reason=f"no emulated card: {library.missing()}")
 
 
-def run(marks: str) -> None:
-    """Runs the checks with these marks on the card. Kernels run in Triton's interpreter."""
+def run(*files: str, marks: str, interpreted: bool = True) -> None:
+    """Runs the checks of ``files`` with these marks on the card. If ``interpreted``, Triton's interpreter runs the kernels."""
     done = subprocess.run(
         [
             sys.executable, "-m", "pytest", "-q", "-p", "emulated_cuda.plugin", "-o", "python_files=check_*.py", "-m", marks,
-            "-W", "ignore:TensorFloat32", str(TESTS / "emulated_cuda"),
+            "-W", "ignore:TensorFloat32", *(str(TESTS / "emulated_cuda" / file) for file in files),
         ],
-        env=os.environ | {"PYTHONPATH": str(TESTS), "TRITON_INTERPRET": "1"},
+        env=os.environ | {"PYTHONPATH": str(TESTS), "TRITON_INTERPRET": "1" if interpreted else "0"},
         cwd=TESTS.parent,
         capture_output=True,
         text=True,
@@ -32,9 +32,14 @@ def run(marks: str) -> None:
 
 
 def test_the_card_and_small_steps_under_budgets():
-    run("not slow")
+    run("check_card.py", "check_steps.py", marks="not slow")
 
 
 @pytest.mark.slow
 def test_models_under_budgets():
-    run("slow")
+    run("check_steps.py", marks="slow")
+
+
+@pytest.mark.slow
+def test_kernels_of_models_compile():
+    run("check_code.py", marks="slow", interpreted=False)

@@ -180,6 +180,8 @@ class IntervalModelSettings:
     """Depth up to which models give first plans."""
     first_plan_nodes: int = 200
     """Maximum number of branch-and-bound nodes of a first plan, which uses only columns of the relaxations."""
+    first_plan_gap: float = 1e-2
+    """Relative gap at which the program of the first plan counts as solved."""
     first_plan_penalty: float = 2.0
     """Penalty of an excess as large as the baseline's peak, in steps, for first plans."""
     first_plan_share: float = 0.3
@@ -207,6 +209,20 @@ class NeighborhoodSettings:
     """Minimum number of columns that a neighbourhood frees."""
     maximum_columns: int = 3000
     """Maximum number of columns that a neighbourhood frees."""
+    growth: float = 1.2
+    """Factor of the columns after a solved neighbourhood."""
+    shrinkage: float = 0.6
+    """Factor of the columns after an unsolved one."""
+    program_gap: float = 1e-3
+    """Relative gap at which the program of a neighbourhood counts as solved."""
+    over_budget_probability: float = 0.7
+    """Probability that a stretch of ops lies around an op over the budget."""
+    disagreement: float = 0.05
+    """Difference of a column between plan and relaxation from which the two disagree."""
+    disagreement_probability: float = 0.6
+    """Probability that columns on which the two disagree join a neighbourhood."""
+    allowance_probability: float = 0.5
+    """Probability that a neighbourhood may use the bytes that the model counts and the simulator does not."""
     penalty: float = 4.0
     """First penalty of an excess as large as the baseline's peak, in steps."""
     penalty_when_fitting: float = 8.0
@@ -219,6 +235,14 @@ class NeighborhoodSettings:
     """Number of neighbourhoods in a row without improvement that end the search, if the plan fits."""
     patience_when_over_budget: int = 6
     """Number of neighbourhoods in a row without improvement after which the penalty doubles, if the plan does not fit."""
+
+
+@dataclass(frozen=True)
+class LedgerSettings:
+    """Plans assigned to the graphs of a step (:mod:`autoremat.planner.multigraph.ledger`)."""
+
+    effort: float = 30.0
+    """Limit on CP-SAT's deterministic time, which is about seconds. Beyond it the best choice found counts."""
 
 
 @dataclass(frozen=True)
@@ -250,6 +274,7 @@ class PlannerSettings:
     elimination: EliminationSettings = EliminationSettings()
     interval_model: IntervalModelSettings = IntervalModelSettings()
     neighborhood: NeighborhoodSettings = NeighborhoodSettings()
+    ledger: LedgerSettings = LedgerSettings()
     portfolio: PortfolioSettings = PortfolioSettings()
 
 

@@ -98,7 +98,7 @@ class _Application:
         if self.regions and not inside:
             warn(
                 f"policy={self.constraints.policy} recomputes nothing: each of its {len(self.regions)} regions has only ops "
-                "whose results others read, such as a single linear layer or fused attention"
+                "whose results others read, such as a single linear layer or fused attention, and needs no checkpoint"
             )
         return self._possible(frozenset(inside) - self.to_recompute - self.to_save, f"policy={self.constraints.policy}")
 

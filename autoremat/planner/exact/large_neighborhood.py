@@ -116,9 +116,9 @@ class Improvement:
 
     def among(self, columns: Columns, penalty: float, seconds: float) -> Vector | None:
         """Returns the best choice found that uses only ``columns``; None if none is found."""
-        nothing = np.zeros(self.model.columns)
+        nothing, first = np.zeros(self.model.columns), SETTINGS.interval_model
         program = program_around(self.model, nothing, columns, self._budgets(None), penalty * self.unit)
-        solution = solve(program, len(columns), min(seconds, self.left()), SETTINGS.interval_model.first_plan_nodes, gap=1e-2)
+        solution = solve(program, len(columns), min(seconds, self.left()), first.first_plan_nodes, gap=first.first_plan_gap)
         if solution is None:
             return None
         nothing[columns] = np.round(solution.values[: len(columns)])
@@ -136,7 +136,7 @@ class Improvement:
         preferred."""
         excess, ops = incumbent.excess(self.budget)[:-1], len(self.model.graph.ops)
         total = excess.sum()
-        weights = excess / total if total > 0.0 and self.random.random() < 0.7 else None
+        weights = excess / total if total > 0.0 and self.random.random() < settings.over_budget_probability else None
         middle = int(self.random.choice(ops, p=weights))
         width, free = 1, np.zeros(0, dtype=np.int64)
         while width <= ops:
@@ -171,7 +171,7 @@ class Improvement:
         """Returns columns on which the incumbent and the relaxation differ."""
         if self.relaxed is None:
             return np.zeros(0, dtype=np.int64)
-        apart = np.flatnonzero(np.abs(incumbent.chosen - self.relaxed) > 0.05)
+        apart = np.flatnonzero(np.abs(incumbent.chosen - self.relaxed) > settings.disagreement)
         most = settings.maximum_columns // 2
         return np.sort(self.random.choice(apart, most, replace=False)) if len(apart) > most else apart
 
@@ -211,9 +211,9 @@ class Improvement:
         whole = self.model.columns <= settings.whole_model_columns
         kind = int(self.random.integers(len(self.kinds)))
         free = np.arange(self.model.columns) if whole else self.kinds[kind](incumbent, self.size[kind])
-        if not whole and self.random.random() < 0.6:
+        if not whole and self.random.random() < settings.disagreement_probability:
             free = np.union1d(free, self._disagreement(incumbent))
-        generous = self.solved_strictly if whole else bool(self.random.random() < 0.5)
+        generous = self.solved_strictly if whole else bool(self.random.random() < settings.allowance_probability)
         budgets = self._budgets(incumbent if generous else None)
         program = program_around(self.model, incumbent.chosen, free, budgets, self.penalty)
         solution = self._solve(program, len(free), settings.whole_model_nodes if whole else settings.nodes)
@@ -234,12 +234,13 @@ class Improvement:
     def _solve(self, program: Program, integers: int, nodes: int) -> Solution | None:
         """Returns the solution of one neighbourhood within its limits on time and nodes."""
         begun = time.monotonic()
-        solution = solve(program, integers, min(self.left(), settings.neighborhood_seconds), nodes, gap=1e-3)
+        solution = solve(program, integers, min(self.left(), settings.neighborhood_seconds), nodes, gap=settings.program_gap)
         self.interrupted = self.interrupted or time.monotonic() - begun >= settings.neighborhood_seconds
         return solution
 
     @staticmethod
     def _next_size(size: int, solution: Solution | None) -> int:
         """Returns the number of columns for the next neighbourhood of the same kind."""
-        done = solution is not None and solution.optimal
-        return min(int(size * 1.2), settings.maximum_columns) if done else max(int(size * 0.6), settings.minimum_columns)
+        if solution is not None and solution.optimal:
+            return min(int(size * settings.growth), settings.maximum_columns)
+        return max(int(size * settings.shrinkage), settings.minimum_columns)

@@ -18,12 +18,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from autoremat.planner.settings import SETTINGS
+
 Front = Sequence["PlanPoint"]
 
 BYTES = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
-
-EFFORT = 30.0
-"""Limit on CP-SAT's deterministic time, which is about seconds. Beyond it the best choice found counts."""
 
 COST_UNITS = 2**40
 """Number of units in the largest possible cost of a step, because CP-SAT needs integers."""
@@ -189,7 +188,7 @@ class _Model:
         solver = self.cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
-        solver.parameters.max_deterministic_time = EFFORT
+        solver.parameters.max_deterministic_time = SETTINGS.ledger.effort
         if solver.solve(self.model) not in (self.cp_model.OPTIMAL, self.cp_model.FEASIBLE):
             return None
         return tuple(next(k for k, x in enumerate(choices) if solver.boolean_value(x)) for choices in self.chosen)
