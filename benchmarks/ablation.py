@@ -33,7 +33,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -445,16 +444,22 @@ def reading_through_regions() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def reusing_buffers() -> Iterator[None]:
+class ReusingBuffers:
+    """Inductor's settings, of which the one that forbids to reuse buffers cannot be patched."""
+
+    def __init__(self, settings: Any) -> None:
+        self.settings = settings
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.settings, name)
+
+    def patch(self, changes: dict[str, Any]) -> Any:
+        return self.settings.patch({} if changes == {"allow_buffer_reuse": False} else changes)
+
+
+def reusing_buffers() -> contextlib.AbstractContextManager[Any]:
     """The order of kernels stays pinned; buffers are kept for others of their size, as Inductor does."""
-    patch = inductor_lowering.inductor_config.patch
-
-    def leave(changes: dict[str, Any]) -> Any:
-        return patch({} if changes == {"allow_buffer_reuse": False} else changes)
-
-    with mock.patch.object(inductor_lowering, "inductor_config", SimpleNamespace(patch=leave)):
-        yield
+    return mock.patch.object(inductor_lowering, "inductor_config", ReusingBuffers(inductor_lowering.inductor_config))
 
 
 WORKAROUNDS: dict[str, tuple[Switch, tuple[str, ...]]] = {
