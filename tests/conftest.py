@@ -21,7 +21,7 @@ QUICK_EXAMPLES = 15
 
 settings.register_profile(
     "default", deadline=None, derandomize=True, max_examples=60
-)  # compiling takes long; runs must be rematerializable
+)  # compiling takes long; runs must be reproducible
 settings.load_profile("default")
 
 
