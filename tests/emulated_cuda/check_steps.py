@@ -82,6 +82,7 @@ def check(built: Any, dtype: torch.dtype, has_dropout: bool, budgets: tuple[Any,
         assert measured <= report.compiled_peak_bytes
         if report.within_budget and report.budget_bytes is not None:
             assert measured <= report.budget_bytes
+        assert budget != 1 or report.recomputed_ops > 0
         if reference is not None:
             assert relative_error(step.result.gradients, reference) <= max(ROUNDING[dtype], FLIP * flips), budget
         first = first or step.result.gradients
