@@ -5,7 +5,6 @@ Exit codes: 0 all went well; 1 no plan within the budget; 2 wrong usage or input
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import inspect
 import json
@@ -165,6 +164,10 @@ _html = click.option("--html", type=_Output(), metavar="FILE",
                      help="Also write the report, with pictures, as one HTML file.")  # fmt: skip
 
 
+_lower = click.option("--lower", is_flag=True,
+                      help="Also generate the code, without its kernels, and show what memory that needs.")  # fmt: skip
+
+
 def _options(further: tuple[str, ...], budget: str | None = None) -> dict[str, Any]:
     """The backend's options, as ``torch.compile(options=...)`` takes them."""
     options: dict[str, Any] = {}
@@ -182,7 +185,7 @@ def _options(further: tuple[str, ...], budget: str | None = None) -> dict[str, A
 @click.option("--values", is_flag=True, help="Also show what becomes of the largest values of the forward, and why.")
 @click.option("--totals", type=click.Choice(["module", "op"]), help="Also show sums by kind of module or by op.")
 @click.option("--peak", is_flag=True, help="Also show what is live where memory is fullest.")
-@click.option("--lower", is_flag=True, help="Also generate the code, without its kernels, and show what memory that needs.")
+@_lower
 @_html
 @click.option("--save-plan", type=_Output(), metavar="FILE", help="Store the plan.")
 def explain(
@@ -223,6 +226,7 @@ def explain(
 @_planning
 @click.option("--points", type=click.IntRange(min=2), default=20, show_default=True, help="For so many budgets.")
 @click.option("--torch/--no-torch", "torch_too", default=True, help="Also torch's partitions; slow on large graphs.")
+@_lower
 @click.option("--picture", type=_Output(".png", ".svg", ".pdf"), metavar="FILE", help="Also draw it: PNG, SVG or PDF.")
 def pareto(
     target: str,
@@ -231,6 +235,7 @@ def pareto(
     as_json: bool,
     points: int,
     torch_too: bool,
+    lower: bool,
     picture: Path | None,
 ) -> None:
     """Time against peak memory of a training step, for many budgets.
@@ -239,13 +244,12 @@ def pareto(
     the lower bound.
     """
     model, args, kwargs = _step(target)
-    torchs: dict[str, Any] = {} if torch_too else {"torch_budgets": ()}
-    found = autoremat.pareto(model, *args, points=points, options=_options(further), device=device, **torchs, **kwargs)
+    kwargs = kwargs if torch_too else {**kwargs, "torch_budgets": ()}
+    found = autoremat.pareto(model, *args, points=points, options=_options(further), device=device, lower=lower, **kwargs)
     if picture is not None:
         plots.pareto(found).savefig(picture)
     if as_json:
-        points_found = [{**dataclasses.asdict(point), "overhead": point.overhead} for point in found.by_peak()]
-        click.echo(json.dumps(points_found, indent=2))
+        click.echo(json.dumps([point.as_json() for point in found.by_peak()], indent=2))
         return
     click.echo(str(found))
 
@@ -255,8 +259,16 @@ def pareto(
 @click.option("--budget", metavar="BUDGET", required=True, help="6GiB, bytes, or auto.")
 @click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Try multiples of this size only.")
 @click.option("--limit", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="The largest size to try.")
+@_lower
 def max_batch(
-    target: str, device: str | None, further: tuple[str, ...], as_json: bool, budget: str, step: int, limit: int
+    target: str,
+    device: str | None,
+    further: tuple[str, ...],
+    as_json: bool,
+    budget: str,
+    step: int,
+    limit: int,
+    lower: bool,
 ) -> None:
     """The largest batch, or other size, that fits a budget.
 
@@ -271,6 +283,7 @@ def max_batch(
         limit=limit,
         options=_options(further),
         device=device,
+        lower=lower,
     )
     if not as_json:
         click.echo(str(found))

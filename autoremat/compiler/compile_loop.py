@@ -40,14 +40,16 @@ log = logging.getLogger("autoremat")
 ESTIMATED = "the peak of the code is an estimate: code that branches, or is split for CUDA graphs, does not show it"
 
 
-def with_bytes(options: Options, device: torch.device) -> Options:
+def with_bytes(
+    options: Options, device: torch.device, free_bytes: Callable[[torch.device], int | None] = free_device_bytes
+) -> Options:
     """Returns ``options`` with the bytes that are free on ``device`` now in place of ``"auto"``.
 
     The cache key and the plan then use the same number.
     """
     if options.memory_budget != "auto":
         return options
-    return replace(options, memory_budget=options.resolve_budget(0, free_device_bytes(device)))
+    return replace(options, memory_budget=options.resolve_budget(0, free_bytes(device)))
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,8 @@ def compile_graph(source: GraphSource, options: Options) -> CompiledGraph:
     is_estimate = False
     while True:
         now("tracing", attempt=len(attempts) + 1)
-        partitioning = Partitioning(PlanningContext(options, step.headroom_bytes, planners=planners))
+        context = PlanningContext(options, step.headroom_bytes, cuda_name=source.cuda_name, planners=planners)
+        partitioning = Partitioning(context)
         identity = ("autoremat", source_hash(), key, step.headroom_bytes, options.on_infeasible)
         with caches():
             function, lowered, verdict = lower(source, partitioning, identity, _decision(attempts, rules, partitioning, step))

@@ -48,7 +48,9 @@ class PlanningContext:
     free_bytes: Callable[[torch.device], int | None] = free_device_bytes
     """Returns the bytes free on a device, from which an "auto" budget is derived; None if they are unknown."""
     cuda_name: str | None = None
-    """Name of the CUDA device that is planned for, if another device stands in for it. Generated code then decides nothing."""
+    """Name of the CUDA device that is planned for by its data sheet. Another device may stand in for it in the graph."""
+    lowers: bool = True
+    """True if Inductor's code decides in the end. False if the simulation alone decides."""
     planners: list[Planner] = field(default_factory=list)
     """Planners of earlier attempts. An attempt on an equal graph continues with the planner of that graph."""
 
@@ -56,6 +58,11 @@ class PlanningContext:
     def fuses(self) -> bool:
         """True if Inductor compiles the graph."""
         return self.options.compiler == "inductor"
+
+    @property
+    def decided_by_code(self) -> bool:
+        """True if the peak of generated code decides on a plan."""
+        return self.fuses and self.lowers
 
     @property
     def must_fit(self) -> bool:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import fx
 
 from autoremat.basics.errors import find_cause
@@ -14,7 +17,9 @@ from autoremat.compiler.attempts import Verdict
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.passes import before_lowering
-from autoremat.torch_private import compat, inductor_lowering
+from autoremat.planner.cost import UNKNOWN_GPU, datasheet
+from autoremat.torch_private import compat, inductor_lowering, named_card
+from autoremat.torch_private.cuda_decompositions import as_on_cuda
 
 Compiled = Callable[..., Any]
 
@@ -30,6 +35,13 @@ class GraphSource:
     module: fx.GraphModule
     inputs: Sequence[Any]
     patches: Mapping[str, Any]
+    cuda_name: str | None = None
+    """Name of the CUDA device that is planned for by its data sheet; None to plan for the device of the graph."""
+
+    @property
+    def is_represented(self) -> bool:
+        """True if the device is not here, and tensors of the CPU stand for its tensors."""
+        return self.cuda_name is not None and not torch.cuda.is_available()
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,13 @@ class _Rejected(Exception):
     def __init__(self, verdict: Verdict) -> None:
         super().__init__(str(verdict))
         self.verdict = verdict
+
+
+def _answers_for(source: GraphSource) -> AbstractContextManager[None]:
+    """Returns the context in which Inductor generates code for a card that is not here; an empty one for other devices."""
+    if source.cuda_name is None or not source.is_represented:
+        return contextlib.nullcontext()
+    return named_card.generating_for(datasheet(source.cuda_name) or UNKNOWN_GPU, source.cuda_name)
 
 
 def lower(
@@ -82,8 +101,10 @@ def lower(
             inductor_lowering.draws_by_place(patches),
             inductor_lowering.sums_at_their_places(),
             inductor_lowering.observe_lowering(lambda: partitioning.replay_context, observe),
+            _answers_for(source),
         ):
-            compiled = compat.compile_with_inductor(module, source.inputs, patches, EAGER_BACKWARD)
+            decompositions = as_on_cuda() if source.is_represented else None
+            compiled = compat.compile_with_inductor(module, source.inputs, patches, EAGER_BACKWARD, decompositions)
     except Exception as error:
         rejected = find_cause(error, _Rejected)
         if rejected is None:

@@ -200,8 +200,9 @@ def budget_of(priced: PricedGraph, context: PlanningContext, baseline_bytes: int
     """
     if priced.joint.is_region and isinstance(context.options.memory_budget, float):
         return None
-    device = compat.device_of(priced.captured.joint)
-    return context.options.resolve_budget(baseline_bytes, context.free_bytes(device))
+    is_auto = context.options.memory_budget == "auto"
+    free = context.free_bytes(compat.device_of(priced.captured.joint)) if is_auto else None
+    return context.options.resolve_budget(baseline_bytes, free)
 
 
 def constraints_of(options: Options) -> Constraints:
@@ -250,8 +251,7 @@ def search(
 def _may_fit(plan: Plan, chosen: ChunkingCandidate, context: PlanningContext, budget: int) -> bool:
     """Returns True if Inductor's code for ``plan`` may fit, although the simulated peak exceeds the budget."""
     accepts = acceptance(chosen.priced, context)
-    decided_by_code = context.fuses and context.cuda_name is None
-    return decided_by_code and (accepts is None or accepts(plan)) and plan.peak_bytes <= budget * (1 + OPTIMISM)
+    return context.decided_by_code and (accepts is None or accepts(plan)) and plan.peak_bytes <= budget * (1 + OPTIMISM)
 
 
 def _no_plan_fits(choice: ChunkingChoice, context: PlanningContext, budget: int, headroom: int) -> BudgetInfeasible:

@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -17,10 +17,11 @@ from autoremat.capture.capture import device_of_inputs
 from autoremat.compiler.compile_loop import compile_graph, with_bytes
 from autoremat.compiler.lowering import GraphSource
 from autoremat.options.options import Options
+from autoremat.planner.cost import datasheet
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.report import Report
 from autoremat.tools.trace import CapturedVisitor, Target, trace_captured
-from autoremat.torch_private import compat, fake_tensors, inductor_lowering
+from autoremat.torch_private import compat, fake_tensors, inductor_lowering, named_card
 
 
 def refuse_step_profiles(options: Options) -> None:
@@ -32,6 +33,72 @@ def refuse_step_profiles(options: Options) -> None:
         )
 
 
+def refuse_without_code(target: Target) -> None:
+    """Raises ``OptionsError`` if no code can be generated here for the target."""
+    if target.cuda_name is None:
+        return
+    if target.traced_on.type == "cuda":
+        if datasheet(target.cuda_name) is datasheet(torch.cuda.get_device_name(target.traced_on)):
+            return
+        raise OptionsError(
+            f"lower=True: {target.cuda_name} is another CUDA device than the one here, and Inductor generates code for that "
+            'one. Possible: device="cuda", or CUDA_VISIBLE_DEVICES= (empty) in the environment, which hides the device'
+        )
+    if not named_card.generates_triton():
+        raise OptionsError(
+            f"lower=True: code for {target.cuda_name} is Triton code, and the package triton is not installed. Possible: "
+            "pip install triton, or lower=False"
+        )
+
+
+@dataclass(frozen=True)
+class DryRun:
+    """Generates the code of a step's captured graphs for one target, and compiles no kernel."""
+
+    options: Options
+    target: Target
+    resident_bytes: int
+    """Bytes of the parameters, buffers and inputs."""
+
+    def report(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Report | None:
+        """Returns the report of the final plan with the peak of its code; None if the graph has no backward."""
+        inputs = fake_tensors.own_inputs(inputs)
+        options = replace(self.target.options_for(self.options), on_planning_error="raise")
+        planned_by = with_bytes(options, device_of_inputs(module, inputs), self.free_bytes)
+        patches = {**asked_config(self.options), **fake_tensors.RUNS_NOTHING}
+        source = GraphSource(self.target.with_its_attention(module), inputs, patches, self.target.cuda_name)
+        with inductor_lowering.without_kernels():
+            return compile_graph(source, planned_by).report
+
+    def free_bytes(self, device: torch.device) -> int | None:
+        """Returns the bytes that the step may allocate on ``device``; None if they are unknown."""
+        return self.target.free_bytes(device, self.resident_bytes)
+
+
+def asked_config(options: Options) -> dict[str, Any]:
+    """Returns the Inductor settings that the options ask for."""
+    return {**compat.mode_config(options.mode), **dict(options.inductor)}
+
+
+def dry_run(options: Options, target: Target, resident_bytes: int) -> DryRun:
+    """Returns the dry run for the target.
+
+    Raises ``OptionsError`` if ``compiler`` generates no code, or if none can be generated here for the target.
+    """
+    if options.compiler != "inductor":
+        raise OptionsError(
+            f'lower=True: compiler={options.compiler!r} generates no code. Accepted with it: compiler="inductor"'
+        )
+    refuse_without_code(target)
+    return DryRun(options, target, resident_bytes)
+
+
+def left_out_notes(options: Options) -> tuple[str, ...]:
+    """Returns a note on the settings that the generated code lacks, because they run kernels; empty if none was asked for."""
+    left_out = [key for key in fake_tensors.RUNS_NOTHING if asked_config(options).get(key)]
+    return (f"code without {', '.join(left_out)}, which would run kernels to choose among them",) if left_out else ()
+
+
 def dry_runs(
     model_or_fn: Callable[..., Any],
     args: Sequence[Any],
@@ -41,34 +108,13 @@ def dry_runs(
 ) -> tuple[list[Report], tuple[str, ...]]:
     """Returns the reports of the step's graphs that train, in sequence (at least one), and notes on the dry run.
 
-    Raises ``OptionsError`` if ``compiler`` generates no code, if the device is not present, or if the budget is a step profile.
+    Raises ``OptionsError`` if no code can be generated, or if the budget is a step profile.
     """
     refuse_step_profiles(options)
-    if options.compiler != "inductor":
-        raise OptionsError(
-            f'lower=True: compiler={options.compiler!r} generates no code. Accepted with it: compiler="inductor"'
-        )
-    options = dataclasses.replace(options, on_planning_error="raise")
-    asked = {**compat.mode_config(options.mode), **dict(options.inductor)}
-    patches = {**asked, **fake_tensors.RUNS_NOTHING}
-    left_out = [key for key in fake_tensors.RUNS_NOTHING if asked.get(key)]
 
     def visiting(target: Target, resident: int) -> CapturedVisitor[Report | None]:
-        if target.cuda_name is not None:
-            raise OptionsError(
-                f"lower=True: code is generated for a device that is here, and {target.cuda_name} is known by name only. "
-                "Accepted with it: lower=False"
-            )
-
-        def visit(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[Report | None]:
-            inputs = fake_tensors.own_inputs(inputs)
-            by_bytes = with_bytes(options, device_of_inputs(module, inputs))
-            with inductor_lowering.without_kernels():
-                return [compile_graph(GraphSource(module, inputs, patches), by_bytes).report]
-
-        return visit
+        lowered = dry_run(options, target, resident)
+        return lambda module, inputs: [lowered.report(module, inputs)]
 
     found, notes = trace_captured(model_or_fn, args, kwargs, device, visiting).results()
-    if left_out:
-        notes = (*notes, f"code without {', '.join(left_out)}, which would run kernels to choose among them")
-    return found, notes
+    return found, (*notes, *left_out_notes(options))

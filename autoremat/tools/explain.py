@@ -10,13 +10,11 @@ from typing import Any, TypeVar
 import torch
 
 from autoremat.basics.progress import status_if_slow
-from autoremat.capture.pricing import ROOFLINE
 from autoremat.compiler.joint_graph import (
     JointGraph,
     PlanningContext,
     PricedGraph,
     capture_and_price,
-    free_device_bytes,
     prepare,
 )
 from autoremat.compiler.planning import plan_graph
@@ -53,8 +51,7 @@ class Preview:
         report, options = self.report(), self.context.options
         budget, least = report.budget_bytes, report.minimum_peak_bytes + report.code_headroom_bytes
         tight = budget is not None and budget < (1 + NEAR) * least and not options.wants_whole_baseline
-        lowers = self.context.fuses and self.context.cuda_name is None
-        return report, tight and lowers and self.context.must_fit
+        return report, tight and self.context.decided_by_code and self.context.must_fit
 
 
 def explain(
@@ -80,9 +77,9 @@ def explain(
     other graphs. All peaks are in bytes.
 
     Under Inductor the report describes the first plan that is compiled; the backend replans if its code exceeds the budget.
-    With ``lower=True`` Inductor generates the code, for a device that is present, and compiles no kernel. The report then
-    describes the final plan with the peak of its code. This takes several times as long. It happens by itself if the budget is
-    within 5 % of the minimum peak, because only the code can decide there.
+    With ``lower=True`` Inductor generates the code and compiles no kernel. The report then describes the final plan with the
+    peak of its code. This takes several times as long. For a GPU by name it needs the package triton. For a device that is
+    present it happens by itself if the budget is within 5 % of the minimum peak, because only the code can decide there.
 
     Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
     """
@@ -127,21 +124,22 @@ def previews(
     refuse_step_profiles(options)
 
     def visiting(target: Target, resident: int) -> Visitor[T | None]:
-        planned_by = options
-        if target.cuda_name is not None:
-            planned_by = dataclasses.replace(options, cost_model=ROOFLINE)
-
-        def free(traced_on: torch.device) -> int | None:
-            if target.cuda_name is None:
-                return free_device_bytes(traced_on)
-            return None if target.memory_bytes is None else max(0, target.memory_bytes - resident)
-
-        context = PlanningContext(planned_by, free_bytes=free, cuda_name=target.cuda_name)
-
-        def visit(joint: JointGraph) -> T | None:
-            priced = capture_and_price(prepare(joint, context), context)
-            return None if priced is None else look(Preview(priced, context))
-
-        return visit
+        return preview_visitor(options, target, resident, look)
 
     return trace(model_or_fn, args, kwargs, options, device, visiting).results()
+
+
+def preview_visitor(options: Options, target: Target, resident_bytes: int, look: Callable[[Preview], T]) -> Visitor[T | None]:
+    """Returns the visitor that captures and prices each joint graph for ``target`` and passes it to ``look``."""
+    context = PlanningContext(
+        target.options_for(options),
+        free_bytes=lambda device: target.free_bytes(device, resident_bytes),
+        cuda_name=target.cuda_name,
+        lowers=target.cuda_name is None,
+    )
+
+    def visit(joint: JointGraph) -> T | None:
+        priced = capture_and_price(prepare(joint, context), context)
+        return None if priced is None else look(Preview(priced, context))
+
+    return visit

@@ -73,6 +73,7 @@ def max_batch(
     limit: int = 1 << 20,
     options: Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
+    lower: bool = False,
 ) -> Fit:
     """Returns the largest multiple of ``step``, up to ``limit``, for which ``model_or_fn`` on ``make_inputs(size)`` fits.
 
@@ -80,8 +81,8 @@ def max_batch(
     single argument. Its tensors are fake, so sizes beyond the memory of this machine can be tried. The search assumes that a
     larger size needs more memory. It plans for a few sizes only, guided by their peaks.
 
-    ``memory_budget`` is in bytes, or text such as "60GiB", or "auto". ``options`` and ``device`` are those of
-    ``autoremat.explain``.
+    ``memory_budget`` is in bytes, or text such as "60GiB", or "auto". ``options``, ``device`` and ``lower`` are those of
+    ``autoremat.explain``. With ``lower=True``, generated code decides for each size that is tried.
 
     Raises ``BudgetInfeasible`` if even ``step`` does not fit, and ``CaptureError`` if the step cannot be traced. Raises
     ``OptionsError`` for a budget that is not in bytes, and for an invalid ``step`` or ``limit``.
@@ -99,7 +100,7 @@ def max_batch(
         args, kwargs = _call(given)
         try:
             with status_if_slow(f"trying {count * step} (size number {len(search.outcomes) + 1})"):
-                return explain_by(model_or_fn, args, kwargs, parsed, device)
+                return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
         except BudgetInfeasible as error:  # the backend would raise this error too
             return error
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import fx
 
 from autoremat.basics.checks import options_of
-from autoremat.basics.errors import FallbackWarning, OptionsError, PlanInvalid
+from autoremat.basics.errors import FallbackWarning, OptionsError, PlanFileError, PlanInvalid
 from autoremat.basics.progress import Tally, now, status_if_slow
 from autoremat.compiler.torch_partition import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.planner.search.pareto_front import OURS, TORCH, Pareto, our_points, point_of, policy_points
-from autoremat.tools.explain import Preview, previews
+from autoremat.tools.dry_run import DryRun, dry_run
+from autoremat.tools.explain import Preview, preview_visitor
+from autoremat.tools.trace import CapturedVisitor, Target, joint_visitor, trace_captured
 from autoremat.torch_private import compat, fake_tensors
 
 TORCH_BUDGETS = tuple(tenths / 10 for tenths in range(10, 0, -1))
@@ -30,6 +35,7 @@ def pareto(
     torch_budgets: Sequence[float] = TORCH_BUDGETS,
     options: Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
+    lower: bool = False,
     **kwargs: Any,
 ) -> Pareto:
     """Returns points of time and peak memory of ``model_or_fn(*args, **kwargs)``, which is traced once without running it.
@@ -41,6 +47,10 @@ def pareto(
     - torch's partitions at ``torch_budgets``: shares in (0, 1]. An empty tuple leaves them out, because torch's partitioner
       takes minutes on a large graph;
     - fixed policies.
+
+    With ``lower=True``, Inductor also generates the code of each plan, for ``Point.code_peak_bytes``, and compiles no kernel.
+    This takes as long as ``autoremat.explain(..., lower=True)`` for each plan. The plan of a point can be applied by the option
+    ``plan``.
 
     Times are in seconds and count recomputation alone; peaks are in bytes. After graph breaks the points describe the graph
     with the highest peak. ``print`` shows a table, and ``autoremat.report.plots.pareto`` draws the points.
@@ -71,9 +81,37 @@ def pareto(
         now("following fixed policies")
         return Pareto([*ours, *policy_points(graph), *theirs])
 
+    def visiting(target: Target, resident: int) -> CapturedVisitor[Pareto | None]:
+        visit = joint_visitor(parsed, target, preview_visitor(parsed, target, resident, look))
+        if not lower:
+            return visit
+        lowered = dry_run(parsed, target, resident)
+        return lambda module, inputs: [
+            front and with_code_peaks(front, lowered, module, inputs) for front in visit(module, inputs)
+        ]
+
     with status_if_slow(f"comparing plans for {points} budgets", shown=parsed.progress):
-        found, _ = previews(model_or_fn, args, kwargs, parsed, device, look)
+        found, _ = trace_captured(model_or_fn, args, kwargs, device, visiting).results()
     return max(found, key=lambda graph: max(point.peak_bytes for point in graph))
+
+
+def with_code_peaks(front: Pareto, lowered: DryRun, module: fx.GraphModule, inputs: Sequence[Any]) -> Pareto:
+    """Returns ``front`` with the peaks of the code that Inductor generates for its plans.
+
+    A plan that breaks a rule of the graph has none: torch's partitions may recompute ops that must run once.
+    """
+    tally = Tally(sum(point.plan is not None for point in front))
+    now("generating code of the plans", tally.count)
+    found = Pareto()
+    for point in front:
+        if point.plan is not None:
+            with contextlib.suppress(PlanFileError):
+                applied = replace(lowered, options=replace(lowered.options, plan=(PlanFile.of(point.plan),)))
+                report = applied.report(module, inputs)
+                point = replace(point, code_peak_bytes=None if report is None else report.compiled_peak_bytes)
+            tally.done += 1
+        found.append(point)
+    return found
 
 
 def by_recomputation_alone(preview: Preview) -> Preview:

@@ -15,7 +15,7 @@ import functools
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -23,15 +23,17 @@ from torch import fx, nn
 
 from autoremat.basics.errors import AutorematError, CaptureError, OptionsError, causes
 from autoremat.capture.capture import may_train
+from autoremat.capture.pricing import ROOFLINE
 from autoremat.capture.source_info import take_names
 from autoremat.compiler.breaks import one_of_several, what_dynamo_said
-from autoremat.compiler.joint_graph import JointGraph, PlanningContext
+from autoremat.compiler.joint_graph import JointGraph, PlanningContext, free_device_bytes
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.options.options import Options
 from autoremat.planner.cost import DATASHEETS, UNKNOWN_GPU, datasheet, device_memory
 from autoremat.tools.cuda_attention import with_attention_of_cuda
 from autoremat.torch_private import compat, fake_tensors
+from autoremat.torch_private.cuda_decompositions import as_on_cuda
 from autoremat.torch_private.dynamo import graph_breaks
 
 T = TypeVar("T")
@@ -57,9 +59,26 @@ class Target:
     notes: tuple[str, ...] = ()
 
     @property
-    def memory_bytes(self) -> int | None:
-        """Memory in bytes of a device that is known by name only; None for other devices."""
-        return None if self.cuda_name is None else device_memory(self.cuda_name)
+    def is_represented(self) -> bool:
+        """True if tensors of the CPU stand for those of a card."""
+        return self.cuda_name is not None and self.traced_on.type != "cuda"
+
+    def options_for(self, options: Options) -> Options:
+        """Returns ``options`` with the cost model that the device allows: a data sheet knows the roofline alone."""
+        return options if self.cuda_name is None else replace(options, cost_model=ROOFLINE)
+
+    def with_its_attention(self, module: fx.GraphModule) -> fx.GraphModule:
+        """Returns ``module``, rewritten in place to use the attention kernels of a card that the CPU represents."""
+        if self.cuda_name is None or not self.is_represented:
+            return module
+        return with_attention_of_cuda(module, (datasheet(self.cuda_name) or UNKNOWN_GPU).capability)
+
+    def free_bytes(self, device: torch.device, resident_bytes: int) -> int | None:
+        """Returns the bytes that the step may allocate, ``resident_bytes`` of tensors aside; None if they are unknown."""
+        if self.cuda_name is None:
+            return free_device_bytes(device)
+        memory = device_memory(self.cuda_name)
+        return None if memory is None else max(0, memory - resident_bytes)
 
 
 def target_of(device: str | torch.device | None, tensors: Iterable[torch.Tensor]) -> Target:
@@ -122,24 +141,25 @@ class _Seen(Exception):
     """Ends the tracing of a graph after its joint graph has been visited."""
 
 
-def _joint_visitor(options: Options, target: Target, visit: Visitor[T]) -> CapturedVisitor[T]:
+def joint_visitor(options: Options, target: Target, visit: Visitor[T]) -> CapturedVisitor[T]:
     """Returns the visitor that traces the joint graph of each captured graph and passes it to ``visit``."""
 
     def visit_captured(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[T]:
-        if target.cuda_name is not None and target.traced_on.type != "cuda":
-            sheet = datasheet(target.cuda_name) or UNKNOWN_GPU
-            module = with_attention_of_cuda(module, sheet.capability)
+        module = target.with_its_attention(module)
         found: list[T] = []
 
         def hand_over(joint: JointGraph) -> compat.PartitionedModules:
             if joint.is_region:  # called by the surrounding graph
-                return Partitioning(PlanningContext(options))(joint)
+                return Partitioning(PlanningContext(options, cuda_name=target.cuda_name))(joint)
             found.append(visit(joint))
             raise _Seen
 
         config = {**compat.mode_config(options.mode), **dict(options.inductor)}
         with contextlib.suppress(_Seen):
-            fake_tensors.trace_joint(module, inputs, Partitioner(hand_over), options.compiler == "inductor", config)
+            decompositions = as_on_cuda() if target.is_represented else None
+            fake_tensors.trace_joint(
+                module, inputs, Partitioner(hand_over), options.compiler == "inductor", config, decompositions
+            )
         return found
 
     return visit_captured
@@ -180,7 +200,7 @@ def trace(
     """
 
     def visit_captured(target: Target, resident: int) -> CapturedVisitor[T]:
-        return _joint_visitor(options, target, visit(target, resident))
+        return joint_visitor(options, target, visit(target, resident))
 
     return trace_captured(model_or_fn, args, kwargs, device, visit_captured)
 

@@ -329,13 +329,20 @@ def most_reads_inlined() -> int:
 
 
 def compile_with_inductor(
-    module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any], functorch: dict[str, Any]
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    config: dict[str, Any],
+    functorch: dict[str, Any],
+    decompositions: dict[Any, Callable[..., Any]] | None = None,
 ) -> Callable[..., Any]:
-    """Returns ``module`` compiled by Inductor, with its caches. ``config`` also applies to later compilations of its code."""
+    """Returns ``module`` compiled by Inductor, with its caches. ``config`` also applies to later compilations of its code.
+
+    ``decompositions`` replace Inductor's own.
+    """
     from torch._inductor.compile_fx import compile_fx
 
     with functorch_config.patch(functorch), inductor_is_told():
-        compiled: Any = compile_fx(module, inputs, config_patches=config)
+        compiled: Any = compile_fx(module, inputs, config_patches=config, decompositions=decompositions)
     return cast(Callable[..., Any], compiled)
 
 

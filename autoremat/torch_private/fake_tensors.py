@@ -109,12 +109,17 @@ def own_inputs(inputs: Sequence[Any]) -> list[Any]:
 
 
 def trace_joint(
-    module: fx.GraphModule, inputs: Sequence[Any], partition: Partition, inductor: bool, config: dict[str, Any]
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Partition,
+    inductor: bool,
+    config: dict[str, Any],
+    decompositions: dict[Any, Callable[..., Any]] | None = None,
 ) -> None:
     """Traces the joint graph of ``module`` with AOTAutograd and hands it to ``partition``, which ends the tracing by raising.
 
-    ``inductor`` selects Inductor's decompositions and its passes over joint graphs, under ``config``. Returns normally if there
-    is no backward.
+    ``inductor`` selects Inductor's decompositions and its passes over joint graphs, under ``config``. ``decompositions``
+    replace Inductor's own. Returns normally if there is no backward.
     """
     own = own_inputs(inputs)
     try:
@@ -125,7 +130,7 @@ def trace_joint(
 
         with compat.without_caches():
             patches = {**config, **RUNS_NOTHING, "custom_partitioner_fn": partition}
-            compile_fx(module, own, inner_compile=_no_code, config_patches=patches)
+            compile_fx(module, own, _no_code, patches, decompositions)
     except Exception as error:
         if not any(isinstance(cause, _NoBackward) for cause in causes(error)):
             raise

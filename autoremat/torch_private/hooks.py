@@ -53,3 +53,14 @@ def _dispatching(owner: type, name: str) -> Method:
             present = dispatching
         found: Method = vars(present)["without_hooks"]
         return found
+
+
+@contextlib.contextmanager
+def substituted(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Replaces an attribute of a module or class while active, in all threads."""
+    before = inspect.getattr_static(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)

@@ -35,7 +35,8 @@ class Datasheet:
     """The data sheet of one GPU.
 
     Peak dense rates of 16-bit, TF32 and float32 matrix products are in FLOP/s. Where there is no TF32, its rate is that of
-    float32. Bandwidth is in bytes/s, memory in bytes; ``capability`` is the CUDA compute capability.
+    float32. Bandwidth is in bytes/s, memory in bytes; ``capability`` is the CUDA compute capability. ``multiprocessors`` counts
+    the streaming multiprocessors.
     """
 
     half_flops: float
@@ -44,6 +45,7 @@ class Datasheet:
     bandwidth: float
     memory: int
     capability: tuple[int, int]
+    multiprocessors: int
 
 
 GB = 10**9
@@ -53,42 +55,42 @@ GB = 10**9
 # are those with 32-bit sums. B200 and B300: an eighth of the HGX data sheet, which is for eight GPUs. GB200: a 72nd of the
 # NVL72's.
 DATASHEETS = {
-    "GB200": Datasheet(2500e12, 1250e12, 80e12, 8.0e12, 186 * GB, (10, 0)),
-    "B300": Datasheet(2250e12, 1125e12, 75e12, 8.0e12, 288 * GB, (10, 3)),
-    "B200": Datasheet(2250e12, 1125e12, 75e12, 8.0e12, 180 * GB, (10, 0)),
-    "GH200 144G": Datasheet(989e12, 494e12, 67e12, 4.9e12, 144 * GB, (9, 0)),
-    "GH200": Datasheet(989e12, 494e12, 67e12, 4.0e12, 96 * GB, (9, 0)),
-    "H200": Datasheet(989e12, 494e12, 67e12, 4.8e12, 141 * GB, (9, 0)),
-    "H200 NVL": Datasheet(835e12, 417e12, 60e12, 4.8e12, 141 * GB, (9, 0)),
-    "H100": Datasheet(989e12, 494e12, 67e12, 3.35e12, 80 * GB, (9, 0)),
-    "H100 NVL": Datasheet(835e12, 417e12, 60e12, 3.9e12, 94 * GB, (9, 0)),
-    "H100 PCIe": Datasheet(756e12, 378e12, 51e12, 2.0e12, 80 * GB, (9, 0)),
-    "H20": Datasheet(148e12, 74e12, 44e12, 4.0e12, 96 * GB, (9, 0)),
-    "A100": Datasheet(312e12, 156e12, 19.5e12, 2.0e12, 80 * GB, (8, 0)),
-    "A100 40GB": Datasheet(312e12, 156e12, 19.5e12, 1.555e12, 40 * GB, (8, 0)),
-    "A40": Datasheet(150e12, 75e12, 37.4e12, 0.696e12, 48 * GB, (8, 6)),
-    "A30": Datasheet(165e12, 82e12, 10.3e12, 0.933e12, 24 * GB, (8, 0)),
-    "A10": Datasheet(125e12, 62e12, 31.2e12, 0.6e12, 24 * GB, (8, 6)),
-    "A10G": Datasheet(70e12, 35e12, 35e12, 0.6e12, 24 * GB, (8, 6)),
-    "L40S": Datasheet(362e12, 183e12, 91.6e12, 0.864e12, 48 * GB, (8, 9)),
-    "L40": Datasheet(181e12, 90.5e12, 90.5e12, 0.864e12, 48 * GB, (8, 9)),
-    "L4": Datasheet(121e12, 60e12, 30.3e12, 0.3e12, 24 * GB, (8, 9)),
-    "V100": Datasheet(125e12, 15.7e12, 15.7e12, 0.9e12, 32 * GB, (7, 0)),
-    "T4": Datasheet(65e12, 8.1e12, 8.1e12, 0.32e12, 16 * GB, (7, 5)),
-    "RTX PRO 6000": Datasheet(500e12, 250e12, 125e12, 1.792e12, 96 * GB, (12, 0)),
-    "RTX 6000 Ada": Datasheet(364e12, 182e12, 91.1e12, 0.96e12, 48 * GB, (8, 9)),
-    "RTX A6000": Datasheet(155e12, 77e12, 38.7e12, 0.768e12, 48 * GB, (8, 6)),
-    "RTX A5000": Datasheet(111e12, 56e12, 27.8e12, 0.768e12, 24 * GB, (8, 6)),
-    "RTX 5090": Datasheet(209e12, 105e12, 105e12, 1.792e12, 32 * GB, (12, 0)),
-    "RTX 5080": Datasheet(113e12, 56e12, 56e12, 0.96e12, 16 * GB, (12, 0)),
-    "RTX 5070 Ti": Datasheet(88e12, 44e12, 44e12, 0.896e12, 16 * GB, (12, 0)),
-    "RTX 5070": Datasheet(62e12, 31e12, 31e12, 0.672e12, 12 * GB, (12, 0)),
-    "RTX 4090": Datasheet(165e12, 83e12, 83e12, 1.008e12, 24 * GB, (8, 9)),
-    "RTX 4080": Datasheet(97e12, 49e12, 49e12, 0.717e12, 16 * GB, (8, 9)),
-    "RTX 3090 Ti": Datasheet(80e12, 40e12, 40e12, 1.008e12, 24 * GB, (8, 6)),
-    "RTX 3090": Datasheet(71e12, 36e12, 36e12, 0.936e12, 24 * GB, (8, 6)),
+    "GB200": Datasheet(2500e12, 1250e12, 80e12, 8.0e12, 186 * GB, (10, 0), 148),
+    "B300": Datasheet(2250e12, 1125e12, 75e12, 8.0e12, 288 * GB, (10, 3), 148),
+    "B200": Datasheet(2250e12, 1125e12, 75e12, 8.0e12, 180 * GB, (10, 0), 148),
+    "GH200 144G": Datasheet(989e12, 494e12, 67e12, 4.9e12, 144 * GB, (9, 0), 132),
+    "GH200": Datasheet(989e12, 494e12, 67e12, 4.0e12, 96 * GB, (9, 0), 132),
+    "H200": Datasheet(989e12, 494e12, 67e12, 4.8e12, 141 * GB, (9, 0), 132),
+    "H200 NVL": Datasheet(835e12, 417e12, 60e12, 4.8e12, 141 * GB, (9, 0), 132),
+    "H100": Datasheet(989e12, 494e12, 67e12, 3.35e12, 80 * GB, (9, 0), 132),
+    "H100 NVL": Datasheet(835e12, 417e12, 60e12, 3.9e12, 94 * GB, (9, 0), 132),
+    "H100 PCIe": Datasheet(756e12, 378e12, 51e12, 2.0e12, 80 * GB, (9, 0), 114),
+    "H20": Datasheet(148e12, 74e12, 44e12, 4.0e12, 96 * GB, (9, 0), 78),
+    "A100": Datasheet(312e12, 156e12, 19.5e12, 2.0e12, 80 * GB, (8, 0), 108),
+    "A100 40GB": Datasheet(312e12, 156e12, 19.5e12, 1.555e12, 40 * GB, (8, 0), 108),
+    "A40": Datasheet(150e12, 75e12, 37.4e12, 0.696e12, 48 * GB, (8, 6), 84),
+    "A30": Datasheet(165e12, 82e12, 10.3e12, 0.933e12, 24 * GB, (8, 0), 56),
+    "A10": Datasheet(125e12, 62e12, 31.2e12, 0.6e12, 24 * GB, (8, 6), 72),
+    "A10G": Datasheet(70e12, 35e12, 35e12, 0.6e12, 24 * GB, (8, 6), 80),
+    "L40S": Datasheet(362e12, 183e12, 91.6e12, 0.864e12, 48 * GB, (8, 9), 142),
+    "L40": Datasheet(181e12, 90.5e12, 90.5e12, 0.864e12, 48 * GB, (8, 9), 142),
+    "L4": Datasheet(121e12, 60e12, 30.3e12, 0.3e12, 24 * GB, (8, 9), 58),
+    "V100": Datasheet(125e12, 15.7e12, 15.7e12, 0.9e12, 32 * GB, (7, 0), 80),
+    "T4": Datasheet(65e12, 8.1e12, 8.1e12, 0.32e12, 16 * GB, (7, 5), 40),
+    "RTX PRO 6000": Datasheet(500e12, 250e12, 125e12, 1.792e12, 96 * GB, (12, 0), 188),
+    "RTX 6000 Ada": Datasheet(364e12, 182e12, 91.1e12, 0.96e12, 48 * GB, (8, 9), 142),
+    "RTX A6000": Datasheet(155e12, 77e12, 38.7e12, 0.768e12, 48 * GB, (8, 6), 84),
+    "RTX A5000": Datasheet(111e12, 56e12, 27.8e12, 0.768e12, 24 * GB, (8, 6), 64),
+    "RTX 5090": Datasheet(209e12, 105e12, 105e12, 1.792e12, 32 * GB, (12, 0), 170),
+    "RTX 5080": Datasheet(113e12, 56e12, 56e12, 0.96e12, 16 * GB, (12, 0), 84),
+    "RTX 5070 Ti": Datasheet(88e12, 44e12, 44e12, 0.896e12, 16 * GB, (12, 0), 70),
+    "RTX 5070": Datasheet(62e12, 31e12, 31e12, 0.672e12, 12 * GB, (12, 0), 48),
+    "RTX 4090": Datasheet(165e12, 83e12, 83e12, 1.008e12, 24 * GB, (8, 9), 128),
+    "RTX 4080": Datasheet(97e12, 49e12, 49e12, 0.717e12, 16 * GB, (8, 9), 76),
+    "RTX 3090 Ti": Datasheet(80e12, 40e12, 40e12, 1.008e12, 24 * GB, (8, 6), 84),
+    "RTX 3090": Datasheet(71e12, 36e12, 36e12, 0.936e12, 24 * GB, (8, 6), 82),
 }
-UNKNOWN_GPU = Datasheet(150e12, 75e12, 25e12, 1.0e12, 0, (8, 0))
+UNKNOWN_GPU = Datasheet(150e12, 75e12, 25e12, 1.0e12, 0, (8, 0), 84)
 
 OTHER_CARDS = ("Ti", "SUPER", "Laptop", "Max-Q", "D")
 """Words that distinguish a card from one with the same name without them, unless a row of the table contains them."""

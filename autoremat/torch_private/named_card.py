@@ -1,0 +1,188 @@
+"""Torch's private names for lowering to a CUDA device that is not here: a card that is known by its data sheet.
+
+Without a CUDA device, autograd and many functions refuse even fake CUDA tensors. Tensors of the CPU therefore stand for those
+of the card until Inductor lowers a graph. The graph then moves to the card, and the data sheet answers Inductor's questions.
+This module decides nothing about plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from autoremat.planner.cost.devices import Datasheet
+from autoremat.torch_private.hooks import Method, hooked, substituted
+
+CARD = torch.device("cuda", 0)
+
+HELD = ("val", "example_value")
+"""Entries of a node's metadata that hold its tensors."""
+
+WARP = 32
+REGISTERS = 65_536
+"""Registers of 32 bits per multiprocessor, the same for compute capabilities 7.0 to 12.0."""
+
+THREADS = {(7, 5): 1024, (8, 6): 1536, (8, 9): 1536, (12, 0): 1536}
+"""Most threads of a multiprocessor, by compute capability (CUDA C++ Programming Guide); elsewhere 2048."""
+
+SHARED_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (12, 0): 99}
+"""Most shared memory of a block in KiB, by compute capability (CUDA C++ Programming Guide); elsewhere 227."""
+
+
+def generates_triton() -> bool:
+    """Returns True if Inductor can generate Triton code here, with or without a CUDA device."""
+    return importlib.util.find_spec("triton") is not None
+
+
+# -- graphs ------------------------------------------------------------------------------------------------------------
+
+
+def move_to_card(graph: fx.GraphModule, inputs: Sequence[object]) -> Sequence[object]:
+    """Returns ``inputs`` as tensors of the card, and moves ``graph`` there in place, nested graphs included.
+
+    Fake tensors of the CPU become fake tensors of the card, and those that share memory still do. Constants keep their data on
+    the CPU. Those with dimensions are copied to the card where they are read.
+    """
+    move = _Move()
+    moved: Sequence[object] = torch.utils._pytree.tree_map(move.tensor, inputs)
+    for module in graph.modules():
+        if isinstance(module, fx.GraphModule):
+            for node in list(module.graph.nodes):
+                move.node(node)
+            module.recompile()
+    return moved
+
+
+@dataclass
+class _Move:
+    """Moves the tensors of one graph from the CPU to the card."""
+
+    memory: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    """By storage on the CPU: a tensor that keeps it, and the same memory of the card as bytes."""
+
+    def tensor(self, tensor: Any) -> Any:
+        """Returns a fake tensor of the card for one of the CPU; anything else as it is."""
+        if not isinstance(tensor, FakeTensor) or tensor.device.type != "cpu":
+            return tensor
+        storage = tensor.untyped_storage()
+        with tensor.fake_mode, torch.no_grad():
+            if storage._cdata not in self.memory:
+                self.memory[storage._cdata] = tensor, torch.empty(storage.nbytes(), dtype=torch.uint8, device=CARD)
+            _, memory = self.memory[storage._cdata]
+            return memory.view(tensor.dtype).as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    def node(self, node: fx.Node) -> None:
+        """Moves one node: the tensors that it stands for, and the devices that it names."""
+        if node.op == "get_attr" and isinstance(node.meta.get("val"), torch.Tensor):
+            self.constant(node)
+            return
+        moved = {key: torch.utils._pytree.tree_map(self.tensor, node.meta[key]) for key in HELD if key in node.meta}
+        node.meta = {**node.meta, **moved}  # the other half of the joint graph may share the dict
+        node.args = fx.node.map_aggregate(node.args, _device_on_card)
+        node.kwargs = fx.node.map_aggregate(node.kwargs, _device_on_card)
+
+    def constant(self, node: fx.Node) -> None:
+        """Copies a constant to the card. Numbers stay on the CPU, where kernels take them as arguments."""
+        value = node.meta["val"]
+        if value.dim() == 0 or value.device.type != "cpu":
+            return
+        with node.graph.inserting_after(node):
+            copy = node.graph.call_function(torch.ops.prims.device_put.default, (node, CARD))
+        copy.meta = {**node.meta, "val": self.tensor(value)}
+        node.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+
+
+def _device_on_card(argument: Any) -> Any:
+    return CARD if isinstance(argument, torch.device) and argument.type == "cpu" else argument
+
+
+# -- lowering ----------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def generating_for(sheet: Datasheet, name: str) -> Iterator[None]:
+    """Makes Inductor generate code for the card ``name`` while active.
+
+    Compilations take turns in Dynamo, so no other compilation sees the answers about the card.
+    """
+    from torch._dynamo import device_interface
+    from torch._inductor import scheduler
+    from torch._inductor.graph import GraphLowering
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    properties = _properties(sheet, name)
+    capability: Callable[..., tuple[int, int]] = lambda *_: sheet.capability  # noqa: E731
+    before = device_interface.get_interface_for_device("cuda")
+    device_interface.register_interface_for_device("cuda", _interface(properties, sheet.capability))
+    uncached = DeviceProperties.create.__func__.__wrapped__  # type: ignore[attr-defined]
+    try:
+        with (
+            hooked(GraphLowering, "__init__", _lower_on_card),
+            hooked(GraphLowering, "run", _run_on_card),
+            substituted(torch.cuda, "get_device_properties", lambda *_: properties),
+            substituted(torch.cuda, "get_device_capability", capability),
+            substituted(torch.cuda, "current_device", lambda: CARD.index),
+            substituted(scheduler, "has_triton", lambda: True),
+            substituted(torch.utils._triton, "triton_hash_with_backend", lambda: ""),  # asks for the driver
+            substituted(DeviceProperties, "create", staticmethod(lambda device: uncached(DeviceProperties, device))),
+        ):
+            yield
+    finally:
+        device_interface.register_interface_for_device("cuda", before)
+
+
+def _lower_on_card(
+    init: Method, lowering: Any, gm: fx.GraphModule, example_inputs: Sequence[Any] | None = None, **keywords: Any
+) -> None:
+    """Constructs the lowering of ``gm`` after moving it to the card."""
+    init(lowering, gm, move_to_card(gm, example_inputs or []), **keywords)
+
+
+def _run_on_card(run: Method, lowering: Any, *inputs: Any) -> Any:
+    """Lowers a graph that was moved to the card, with the inputs that its placeholders stand for."""
+    placeholders = lowering.module.graph.find_nodes(op="placeholder")
+    held = (node.meta.get("val") for node in placeholders)
+    return run(lowering, *(a if isinstance(a, torch.Tensor) else b for a, b in zip(held, inputs, strict=True)))
+
+
+def _properties(sheet: Datasheet, name: str) -> SimpleNamespace:
+    """Returns the card's properties in the form of `torch.cuda.get_device_properties`."""
+    return SimpleNamespace(
+        name=name,
+        major=sheet.capability[0],
+        minor=sheet.capability[1],
+        total_memory=sheet.memory,
+        multi_processor_count=sheet.multiprocessors,
+        max_threads_per_multi_processor=THREADS.get(sheet.capability, 2048),
+        max_threads_per_block=1024,
+        regs_per_multiprocessor=REGISTERS,
+        warp_size=WARP,
+        shared_memory_per_block_optin=1024 * SHARED_KIB.get(sheet.capability, 227),
+        gcnArchName="",
+    )
+
+
+def _interface(properties: SimpleNamespace, capability: tuple[int, int]) -> Any:
+    """Returns the answers of the card to Dynamo and Inductor, in the form of torch's interface of a device."""
+    from torch._dynamo.device_interface import DeviceInterface
+
+    answers = {
+        "device_count": 1,
+        "current_device": CARD.index,
+        "get_device_properties": properties,
+        "get_compute_capability": 10 * capability[0] + capability[1],
+        "is_available": True,
+        "is_bf16_supported": capability >= (8, 0),
+        "is_triton_capable": capability >= (7, 0),
+        "raise_if_triton_unavailable": None,
+    }
+    functions = {name: staticmethod(lambda *_, answer=answer, **__: answer) for name, answer in answers.items()}
+    return type("Card", (DeviceInterface,), {**functions, "Worker": type("Worker", (), functions)})
