@@ -2,6 +2,13 @@
 PYTHON ?= python3
 DEMO_ARGS ?=
 EXAMPLES ?= 200
+# Of make gpu. A Python that is named takes its packages as they are, and what it lacks from a folder of wheels:
+# make gpu PYTHON=python3 WHEELS=folder
+GPU_RESULTS ?= gpu-results
+GPU_MINUTES ?= 9
+GPU_ARGS ?=
+WHEELS ?=
+OWN_PYTHON := $(filter command,$(origin PYTHON))
 # Another version of torch than the pinned one, in an environment of its own: make test TORCH=2.15.0
 TORCH ?=
 VENV := .venv$(if $(TORCH),-$(TORCH))
@@ -10,10 +17,10 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-random docs check format clean
+.PHONY: help venv demo test test-slow test-random gpu gpu-rehearsal docs check format clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 14
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 17
 
 venv: $(STAMP)  ## make .venv and install the package with all it needs
 
@@ -36,6 +43,12 @@ test-slow: venv  ## the tests that compile with Inductor or build whole models, 
 
 test-random: venv  ## the properties on random graphs drawn afresh; EXAMPLES=1000 draws more of each
 	$(BIN)/python -m pytest --examples $(EXAMPLES) --max-ops 16
+
+gpu: $(if $(OWN_PYTHON),,venv)  ## tests, peaks and step times on a CUDA device; goes on where the last call ended
+	$(if $(OWN_PYTHON),$(PYTHON),$(BIN)/python) benchmarks/gpu.py --results $(GPU_RESULTS) --minutes $(GPU_MINUTES) $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)
+
+gpu-rehearsal: $(if $(OWN_PYTHON),,venv)  ## the same in tiny sizes on an emulated card, which is a test of the target alone
+	$(if $(OWN_PYTHON),$(PYTHON),$(BIN)/python) benchmarks/gpu.py --rehearse --minutes 30 $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)
 
 docs: venv  ## build the documentation into site/; a warning is an error
 	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e ".[docs]"

@@ -1,157 +1,245 @@
-"""The checks of peaks.py on a CUDA device, with what only CUDA has: CUDA graphs, other streams, segments of the allocator.
+"""The checks of a real CUDA device in several short calls: its tests, peaks, step times, and peaks with CUDA graphs.
 
-    python benchmarks/gpu.py                          # writes gpu_peaks and gpu_modes; skipped without a CUDA device
-    python benchmarks/gpu.py --models llama gpt2
+    python benchmarks/gpu.py                             # goes on where the last call ended; results in gpu-results/
+    python benchmarks/gpu.py --minutes 9 --results DIR   # ends after 9 minutes and says what remains
+    python benchmarks/gpu.py --rehearse                  # tiny sizes on the emulated card, results in a temporary folder
 
-Models are wider than on a CPU, so that the device has something to do. Each of ``MODES`` runs the same steps under the same
-budget; its gradients are held against those of the model uncompiled.
+`make gpu` is the same. `docs/gpu.md` explains the calls and the results. This script imports no torch: each stage runs in a
+process of its own, so that a lost device or an end in the midst costs one unit.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import model_zoo
-import torch
-from lowering import KINDS, PATIENT, ROOT, Device, build, planned, uncached
-from peaks import MARGIN_OF_MINIMUM, WARM_STEPS, Setting, mebibytes, sweep, write
-from rich.table import Table
-from torch._dynamo.exc import BackendCompilerFailed
+from gpu_rows import TRIES, Line, Rows
 
-import autoremat
-from autoremat.basics.errors import BudgetInfeasible
+ROOT = Path(__file__).resolve().parent.parent
 
-SIZES = {"HIDDEN": 512, "HEADS": 8, "BATCH": 8, "LENGTH": 512, "VOCABULARY": 8192}
-"""Of the language models, instead of those that suit a CPU."""
+STAGES = ("tests", "launches", "duels", "CUDA graphs")
+"""In the order of their worth."""
 
-MODES: dict[str, dict[str, Any]] = {"launches": {}, "CUDA graphs": {"triton.cudagraphs": True}, "side stream": {}}
-"""Options of each way to run the same step."""
+TEST_FILES = ("test_cuda.py", "test_measure.py", "test_practices.py")
+"""All with tests that are marked `gpu`."""
 
-MODELS_OF_MODES = ("llama", "gpt2", "unet")
-"""Without dropout, whose masks differ from those of the uncompiled model."""
+PACKAGES = {
+    "torch": "torch", "triton": "triton", "numpy": "numpy", "scipy": "scipy", "networkx": "networkx", "ortools": "ortools",
+    "immutabledict": "immutabledict", "pandas": "pandas", "absl": "absl-py", "platformdirs": "platformdirs", "rich": "rich",
+    "click": "click", "transformers": "transformers", "pytest": "pytest", "hypothesis": "hypothesis",
+}  # fmt: skip
+"""Imported name and distribution of all that the stages need."""
 
-SHARE = 0.5
-"""The budget of ``MODES``, as a share of the way from the smallest peak to that without a budget, both by the simulator."""
+GRACE = 20
+"""Seconds that a unit may run on after the time is over, before its process is ended."""
 
-
-@dataclass(frozen=True)
-class ModeRow:
-    """One model in one mode. Bytes above what is live when the step begins."""
-
-    model: str
-    mode: str
-    budget_bytes: int
-    predicted_bytes: int
-    allocated_bytes: int
-    """Near nothing where a graph is replayed: its pool was allocated when it was recorded."""
-    code_headroom_bytes: int
-    """What the allocator's segments grew by, compiling and recording included: fragmentation and graph pools are in it."""
-    gradient_error: float
-    """The largest difference from the uncompiled gradient, over the largest gradient."""
+PROBE = """
+import importlib.util, json, platform, sys
+missing = [name for name in sys.argv[1:] if importlib.util.find_spec(name) is None]
+found = {"missing": missing, "python": platform.python_version()}
+if "torch" not in missing:
+    import torch
+    found |= {"torch": torch.__version__, "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None}
+print(json.dumps(found))
+"""
 
 
-def gradients(model: torch.nn.Module) -> list[torch.Tensor]:
-    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
-
-
-def uncompiled(name: str) -> list[torch.Tensor]:
-    model, inputs = build(name)
-    model(*inputs).backward()
-    return gradients(model)
-
-
-@contextlib.contextmanager
-def stream_of(mode: str) -> Iterator[None]:
-    """On a stream of its own if ``mode`` says so; other streams wait before and after."""
-    if mode != "side stream":
-        yield
-        return
-    own = torch.cuda.Stream()
-    own.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(own):
-        yield
-    torch.cuda.current_stream().wait_stream(own)
-
-
-def mode_row(name: str, mode: str, budget: int, expected: list[torch.Tensor]) -> ModeRow:
-    model, inputs = build(name)
-    gc.collect()
-    torch.cuda.empty_cache()
-    reserved = torch.cuda.memory_reserved()
-    compiled = torch.compile(model, backend="autoremat", options=PATIENT | MODES[mode] | {"memory_budget": budget})
-
-    def step() -> None:
-        torch.compiler.cudagraph_mark_step_begin()
-        model.zero_grad(set_to_none=True)
-        compiled(*inputs).backward()
-
-    with stream_of(mode):
-        with uncached():
-            for _ in range(WARM_STEPS + 1):  # CUDA graphs are recorded in the second
-                step()
-        model.zero_grad(set_to_none=True)
-        with autoremat.track_peak(Device.chosen) as peak:
-            step()
-    found = gradients(model)
-    largest = max(float(tensor.abs().max()) for tensor in expected)
-    error = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True)) / largest
-    return ModeRow(
-        model=name,
-        mode=mode,
-        budget_bytes=budget,
-        predicted_bytes=autoremat.reports()[-1].predicted_peak_bytes,
-        allocated_bytes=peak.bytes,
-        code_headroom_bytes=torch.cuda.memory_reserved() - reserved,
-        gradient_error=error,
-    )
-
-
-def modes(names: list[str], folder: Path) -> None:
-    rows: list[ModeRow] = []
-    for name in names:
-        report, expected = planned(name), uncompiled(name)
-        least, most = (peak + report.code_headroom_bytes for peak in (report.minimum_peak_bytes, report.predicted_peak_bytes))
-        for mode in MODES:
-            try:
-                rows.append(mode_row(name, mode, int(least + SHARE * (most - least)), expected))
-            except BackendCompilerFailed as error:
-                if not isinstance(error.inner_exception, BudgetInfeasible):
-                    raise
-                rows.append(mode_row(name, mode, int(error.inner_exception.minimum_bytes * MARGIN_OF_MINIMUM), expected))
-            print(rows[-1], flush=True)
-            write_modes(rows, folder)
-
-
-def write_modes(rows: list[ModeRow], folder: Path) -> None:
-    table = Table(title="One budget, run in several ways, MiB")
-    for column in ("model", "mode", "budget", "predicted", "allocated", "reserved", "gradient's error"):
-        table.add_column(column, justify="left" if column in ("model", "mode") else "right")
-    for row in rows:
-        amounts = (row.budget_bytes, row.predicted_bytes, row.allocated_bytes, row.code_headroom_bytes)
-        table.add_row(row.model, row.mode, *map(mebibytes, amounts), f"{row.gradient_error:.1e}")
-    write("gpu_modes", [table], {"rows": [asdict(row) for row in rows]}, folder)
-
-
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=sorted(KINDS), default=list(KINDS))
-    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--minutes", type=float, default=9.0, help="no unit is begun that may end later")
+    parser.add_argument("--results", type=Path, default=None, help="folder of the rows and tables; default gpu-results")
+    parser.add_argument("--wheels", type=Path, default=None, help="folder of wheels of packages that are missing here")
+    parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--again", action="store_true", help="run the units again that failed")
+    parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the emulated card; nothing is published")
     arguments = parser.parse_args()
-    if not torch.cuda.is_available():
-        print("skipped: there is no CUDA device, and nothing was written")
-        return
-    Device.chosen = torch.device("cuda", torch.cuda.current_device())
-    for size, amount in SIZES.items():
-        setattr(model_zoo, size, amount)
-    sweep(arguments.models, Setting(measured=True, times=True), arguments.output, resume=False, title="gpu_peaks")
-    modes([name for name in MODELS_OF_MODES if name in arguments.models], arguments.output)
+    until = time.time() + 60 * arguments.minutes
+    with tempfile.TemporaryDirectory() as site:
+        install(arguments.wheels, Path(site))
+        default = Path(tempfile.mkdtemp(prefix="rehearsal-")) if arguments.rehearse else ROOT / "gpu-results"
+        session = Session((arguments.results or default).resolve(), until, Path(site), arguments.rehearse)
+        if refusal := session.refusal():
+            print(refusal)
+            return 0 if refusal.startswith("skipped") else 2
+        if arguments.again:
+            session.rows.forget_errors()
+        for stage in arguments.stages:
+            session.run(stage)
+        session.show(arguments.stages)
+        return int(session.has_failed(arguments.stages))
+
+
+def install(wheels: Path | None, site: Path) -> None:
+    """Unpacks the wheels into ``site``, and makes autoremat known to torch by its name if it is not installed."""
+    if wheels is not None:
+        files = sorted(map(str, wheels.glob("*.whl")))
+        if not files:
+            raise SystemExit(f"{wheels} has no wheels. Fill it as docs/gpu.md says, or leave the folder out.")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile", "--upgrade"]
+        subprocess.run([*command, "--target", str(site), *files], check=True)
+    try:
+        importlib.metadata.distribution("autoremat")
+    except importlib.metadata.PackageNotFoundError:
+        (info := site / "autoremat-0.dist-info").mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: autoremat\nVersion: 0\n")
+        backend = "autoremat = autoremat.compiler.dynamo_backend:backend"
+        (info / "entry_points.txt").write_text(f"[torch_dynamo_backends]\n{backend}\n")
+
+
+@dataclass
+class Session:
+    """One call: where it writes, when it ends, and how it starts the processes of the stages."""
+
+    results: Path
+    until: float
+    site: Path
+    rehearsed: bool
+
+    @property
+    def rows(self) -> Rows:
+        return Rows(self.results / "rows.jsonl")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Returns the environment of the stages: this tree, the wheels, and no look at a network."""
+        folders = [ROOT, self.site, *([ROOT / "tests"] if self.rehearsed else [])]
+        paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
+        found = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+        if self.rehearsed:  # the host's cores are few, and its clock says nothing of a card
+            found |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "AUTOREMAT_COST_MODEL": "roofline"}
+        return found
+
+    def python(self, *arguments: str) -> list[str]:
+        return [sys.executable, *(["-m", "emulated_cuda"] if self.rehearsed else []), *arguments]
+
+    def refusal(self) -> str:
+        """Returns why nothing can run here; empty if it can. Writes down the machine."""
+        (probe := self.site / "probe.py").write_text(PROBE)
+        command = [*self.python(str(probe)), *PACKAGES]
+        done = subprocess.run(command, env=self.environment, stdout=subprocess.PIPE, text=True, check=True)
+        found = json.loads(done.stdout.splitlines()[-1])
+        if missing := [PACKAGES[name] for name in found.pop("missing")]:
+            return f"{sys.executable} lacks {', '.join(missing)}. Install them, or pass wheels as docs/gpu.md says."
+        if found["device"] is None:
+            return "skipped: there is no CUDA device, and nothing was written"
+        earlier = [line["machine"] for line in self.rows.lines() if "machine" in line]
+        if earlier and earlier[-1] != found:
+            return f"{self.results} has rows of {earlier[-1]}, and this is {found}. Choose another folder for the results."
+        if not earlier:
+            self.rows.append(machine=found)
+        print(", ".join(f"{key} {value}" for key, value in found.items()) + f"; results in {self.results}", flush=True)
+        return ""
+
+    def run(self, stage: str) -> None:
+        """Runs what remains of a stage, in a new process after each that ends in the midst of a unit."""
+        while self.rows.remaining(stage) != [] and time.time() < self.until:
+            before = len(list(self.rows.lines()))
+            if stage == "tests":
+                self.test()
+            else:
+                self.call(self.command(stage))
+            if len(list(self.rows.lines())) <= before + 1:  # the line with the units alone
+                return
+
+    def command(self, stage: str) -> list[str]:
+        script = "gpu_duels.py" if stage == "duels" else "gpu_peaks.py"
+        arguments = ["--rows", str(self.rows.path), "--until", str(self.until), *(["--rehearse"] if self.rehearsed else [])]
+        return self.python(str(ROOT / "benchmarks" / script), *arguments, *([] if stage == "duels" else ["--stage", stage]))
+
+    def call(self, command: Sequence[str], **options: Any) -> bool:
+        """Runs a command until it ends or the time is over. Returns True if it ended by itself."""
+        process = subprocess.Popen(command, env=self.environment, cwd=ROOT, **options)
+        try:
+            process.wait(max(0.0, self.until - time.time()) + GRACE)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            return False
+        return True
+
+    def test(self) -> None:
+        """Runs the tests that need a CUDA device; their report and output become files among the results."""
+        stage, report, output = "tests", self.results / "tests.xml", self.results / "tests.txt"
+        self.rows.append(stage=stage, units=[stage])
+        if self.rows.tries(stage, stage) >= TRIES:
+            self.rows.append(stage=stage, unit=stage, error=f"the process ended {TRIES} times; see {output}")
+            return
+        begin = time.time()
+        self.rows.append(stage=stage, unit=stage, begun=round(begin))
+        report.unlink(missing_ok=True)
+        command = [
+            sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider", "-W", "default",
+            f"--junitxml={report}", *(["-p", "emulated_cuda.plugin"] if self.rehearsed else []),
+            *(str(ROOT / "tests" / name) for name in TEST_FILES[: 1 if self.rehearsed else None]),
+        ]  # fmt: skip
+        with output.open("w") as file:
+            self.call(command, stdout=file, stderr=subprocess.STDOUT)
+        if not report.exists():
+            print(f"the tests ended without a report; see {output}", flush=True)
+            return
+        row = outcome(report)
+        self.rows.append(stage=stage, unit=stage, seconds=round(time.time() - begin, 2), row=row)
+        print(f"tests: {row['passed']} passed, {len(row['failed'])} failed, {len(row['skipped'])} skipped", flush=True)
+
+    def has_failed(self, stages: Sequence[str]) -> bool:
+        errors = any("error" in line for stage in stages for line in self.rows.ends(stage).values())
+        return errors or any(row["failed"] for row in self.rows.rows("tests"))
+
+    def show(self, stages: Sequence[str]) -> None:
+        """Writes the tables, then prints them with what failed, what was skipped and what remains."""
+        text = "\n".join(self.summary(stages)) + "\n"
+        if any(self.rows.rows(stage) for stage in STAGES[1:]):
+            command = [sys.executable, str(ROOT / "benchmarks" / "gpu_tables.py"), str(self.rows.path)]
+            done = subprocess.run(command, env=self.environment, stdout=subprocess.PIPE)
+            text = done.stdout.decode() + text
+        (self.results / "summary.txt").write_text(text)
+        print(text)
+
+    def summary(self, stages: Sequence[str]) -> Iterator[str]:
+        for row in self.rows.rows("tests"):
+            yield f"tests: {row['passed']} passed, {len(row['failed'])} failed, {len(row['skipped'])} skipped"
+            yield from (f"  failed: {name}" for name in row["failed"])
+            yield from (f"  skipped: {name}" for name in row["skipped"])
+            yield from (f"  {name}: {properties}" for name, properties in row["properties"].items())
+        for stage in stages:
+            ends, remaining = self.rows.ends(stage), self.rows.remaining(stage)
+            yield from (f"{stage}, {unit}: failed: {line['error']}" for unit, line in ends.items() if "error" in line)
+            reasons = {line["skipped"] for line in ends.values() if "skipped" in line}
+            yield from (f"{stage}: skipped: {reason}" for reason in reasons)
+            seconds = sum(line.get("seconds", 0.0) for line in ends.values())
+            left = "not begun" if remaining is None else f"{len(remaining)} remain" if remaining else "complete"
+            yield f"{stage}: {len(ends)} units in {seconds:.0f} s, {left}"
+        if any(self.rows.remaining(stage) != [] for stage in stages):
+            yield "the time is over or a stage ended early: the same command goes on"
+
+
+def outcome(report: Path) -> Line:
+    """Returns what a report of pytest says: how many tests passed, the names of the others, and recorded properties."""
+    row: Line = {"passed": 0, "failed": [], "skipped": [], "properties": {}}
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = f"{case.get('classname')}.{case.get('name')}"
+        skipped = case.find("skipped")
+        if skipped is not None:
+            row["skipped"].append(f"{name}: {skipped.get('message')}")
+        elif case.find("failure") is not None or case.find("error") is not None:
+            row["failed"].append(name)
+        else:
+            row["passed"] += 1
+        if properties := {found.get("name"): found.get("value") for found in case.iter("property")}:
+            row["properties"][name] = properties
+    return row
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

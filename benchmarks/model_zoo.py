@@ -28,7 +28,7 @@ class TokenLoss(nn.Module):
     def forward(self, tokens: torch.Tensor) -> Any:
         decoder = {"decoder_input_ids": tokens} if self.model.config.is_encoder_decoder else {}
         logits = self.model(input_ids=tokens, **decoder).logits
-        return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 class ImageLoss(nn.Module):
@@ -39,7 +39,7 @@ class ImageLoss(nn.Module):
         self.model = model
 
     def forward(self, images: torch.Tensor, labels: torch.Tensor) -> Any:
-        return F.cross_entropy(self.model(pixel_values=images).logits, labels)
+        return F.cross_entropy(self.model(pixel_values=images).logits.float(), labels)
 
 
 def _tokens() -> tuple[torch.Tensor, ...]:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
-import sys
-from pathlib import Path
-
 import pytest
-import torch
 
 from autoremat.planner.cost import DATASHEETS, cuda_device, device_memory
 from autoremat.planner.cost.devices import MATMUL_EFFICIENCY, UNKNOWN_GPU, datasheet
@@ -75,13 +70,3 @@ def test_an_unknown_card_has_middling_rates():
 def test_float32_is_never_faster_than_what_it_is_rounded_to(name):
     half, tf32, single = (cuda_device(name, *precision).flops_per_second for precision in ((True,), (False, True), (False,)))
     assert half > tf32 >= single
-
-
-def test_where_there_is_no_gpu_its_benchmark_writes_nothing(tmp_path, monkeypatch, capsys):
-    folder = Path(__file__).parent.parent / "benchmarks"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(sys, "path", [str(folder), *sys.path])
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--output", str(tmp_path / "results")])
-    runpy.run_path(str(folder / "gpu.py"), run_name="__main__")
-    assert capsys.readouterr().out == "skipped: there is no CUDA device, and nothing was written\n"
-    assert list(tmp_path.iterdir()) == []

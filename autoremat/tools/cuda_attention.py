@@ -133,7 +133,8 @@ def _as_numbers(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
     """Returns the mask as numbers to add to the scores."""
     if mask.dtype is not torch.bool:
         return mask
-    return torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, float("-inf"))
+    # As ATen writes it, so that a plan's graph is that of the card.
+    return torch.where(mask, 0.0, torch.scalar_tensor(float("-inf"), dtype=query.dtype, device=mask.device))
 
 
 def with_attention_of_cuda(module: fx.GraphModule, capability: Capability) -> fx.GraphModule:

@@ -9,9 +9,10 @@
 | `attention` | the fused attention kernels as arithmetic |
 | `interpreter` | Triton's interpreter, fit for Inductor's kernels |
 | `plugin` | a plugin of pytest: the device exists before torch is imported |
+| `__main__` | the same for a script: `python -m emulated_cuda SCRIPT` |
 | `steps` | training steps on the card, with their gradients and peaks |
 | `check_*.py` | the tests, in a process of their own; `tests/test_emulated_cuda.py` runs them |
 
-The device belongs to the tests alone. It shows nothing of speed, workspaces of cuBLAS and cuDNN, fragmentation, autotuning,
-streams and races.
+The device belongs to the tests alone. Its events measure the host. It shows nothing of speed, workspaces of cuBLAS and cuDNN,
+fragmentation, autotuning, streams and races.
 """

@@ -167,14 +167,20 @@ def cudnn_backward(
 
 
 def by_host(op: Any) -> Callable[..., Any]:
-    """Returns a kernel that calls ``op`` on copies of its operands on the host."""
+    """Returns a kernel that calls ``op`` on copies of its operands on the host.
 
-    def moved(x: Any, device: str) -> Any:
-        return x.to(device) if isinstance(x, Tensor) else x
+    Its results are contiguous, as torch's fake tensors promise of convolutions where torch is built without CUDA.
+    """
+
+    def to_host(x: Any) -> Any:
+        return x.cpu() if isinstance(x, Tensor) else x
+
+    def to_card(x: Any) -> Any:
+        return x.contiguous().cuda() if isinstance(x, Tensor) else x
 
     def call(*arguments: Any, **options: Any) -> Any:
-        there = torch.utils._pytree.tree_map(lambda x: moved(x, "cpu"), (arguments, options))
-        return torch.utils._pytree.tree_map(lambda x: moved(x, "cuda"), op(*there[0], **there[1]))
+        there = torch.utils._pytree.tree_map(to_host, (arguments, options))
+        return torch.utils._pytree.tree_map(to_card, op(*there[0], **there[1]))
 
     return call
 
@@ -189,6 +195,9 @@ KERNELS = {
     # For tensors of CUDA, ATen chooses convolutions that only CUDA has.
     "convolution": by_host(aten.convolution.default),
     "convolution_backward": by_host(aten.convolution_backward.default),
+    # Where CUDA has no kernel of its own, autograd would take these apart before Inductor does.
+    "silu_backward": by_host(aten.silu_backward.default),
+    "mish_backward": by_host(aten.mish_backward.default),
 }
 
 libraries: list[torch.library.Library] = []

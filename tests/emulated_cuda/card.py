@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,6 +76,26 @@ def choose_attention(
     return EFFICIENT if aligned and not grouped and (half or dtype == b"Float") else MATH
 
 
+class Event:
+    """An event by the host's clock: on the card, everything has finished when its call returns."""
+
+    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
+        self.seconds = 0.0
+
+    def record(self, stream: Any = None) -> None:
+        self.seconds = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: Event) -> float:
+        """Returns the milliseconds from this event to ``end``."""
+        return 1e3 * (end.seconds - self.seconds)
+
+
 def install() -> None:
     """Makes the card the CUDA device of this process."""
     device = library.load(choose_attention)
@@ -127,6 +148,7 @@ def _install_properties(torch: Any, device: ctypes.CDLL) -> None:
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.get_rng_state = lambda device="cuda": torch.zeros(16, dtype=torch.uint8)
     torch.cuda.memory_stats = statistics
+    torch.cuda.Event = Event
     torch.cuda.memory_allocated = lambda device_index=None: device.emulated_live_bytes()
     torch.cuda.max_memory_allocated = lambda device_index=None: device.emulated_peak_bytes()
     torch.cuda.reset_peak_memory_stats = lambda device_index=None: device.emulated_reset_peak()
@@ -134,8 +156,10 @@ def _install_properties(torch: Any, device: ctypes.CDLL) -> None:
 
 def _install_generated_code(torch: Any) -> None:
     """Replaces functions that fake tensors and generated code call."""
+    from torch._functorch import config
     from torch._subclasses.fake_tensor import FakeTensorMode
 
+    config.graphsafe_rng_functionalization = False  # the card has no generators, only states of them
     # Constants of a traced graph stay fake.
     FakeTensorMode.avoid_device_init = property(lambda mode: True)  # type: ignore[assignment,method-assign]
 

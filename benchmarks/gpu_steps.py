@@ -1,0 +1,102 @@
+"""Memory and seconds of training steps on a CUDA device: counters of the allocator, events in turn."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+WARM_STEPS = 3
+"""Steps before one is measured. CUDA graphs are recorded in the second."""
+
+Step = Callable[[], torch.Tensor]
+"""Runs forward and backward and returns the loss."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The peaks of one step, in bytes above the step's start."""
+
+    allocated_bytes: int
+    """Blocks of the allocator. Of a block above 1 MiB, up to 1 MiB can be unused."""
+    requested_bytes: int
+    """What the tensors asked for."""
+    reserved_bytes: int
+    """Segments that the allocator took from the device after it had given all free ones back."""
+
+
+def training_step(model: nn.Module, compiled: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> Step:
+    """Returns a step of ``compiled``, whose parameters are those of ``model``, with new gradients."""
+
+    def step() -> torch.Tensor:
+        torch.compiler.cudagraph_mark_step_begin()
+        model.zero_grad(set_to_none=True)
+        loss = compiled(*inputs)
+        loss.backward()
+        return loss.detach()
+
+    return step
+
+
+def memory_of(model: nn.Module, step: Step) -> Memory:
+    """Returns the peaks of one more step."""
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    kinds, before = ("allocated", "requested", "reserved"), torch.cuda.memory_stats()
+    step()
+    torch.cuda.synchronize()
+    after = torch.cuda.memory_stats()
+    return Memory(*(after[f"{kind}_bytes.all.peak"] - before[f"{kind}_bytes.all.current"] for kind in kinds))
+
+
+def reserved_bytes() -> int:
+    """Returns what the allocator holds of the device once it has given back what is free."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_stats()["reserved_bytes.all.current"]
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """The seconds of a step: median, least and most of some samples."""
+
+    median: float
+    least: float
+    most: float
+
+
+def in_turn(steps: Mapping[str, Step], rounds: int, steps_per_sample: int) -> dict[str, list[float]]:
+    """Returns the seconds of each step in each round, by CUDA events.
+
+    All take turns, so that a slow moment of the device meets them all.
+    """
+    samples: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(rounds):
+        for name, step in steps.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            step()  # brings caches and clocks into the state that this step leaves
+            torch.cuda.synchronize()
+            begin.record()
+            for _ in range(steps_per_sample):
+                step()
+            end.record()
+            torch.cuda.synchronize()
+            samples[name].append(begin.elapsed_time(end) / 1e3 / steps_per_sample)
+    return samples
+
+
+def summary_of(samples: list[float]) -> Seconds:
+    return Seconds(statistics.median(samples), min(samples), max(samples))
+
+
+def ratio_of(ours: list[float], theirs: list[float]) -> float:
+    """Returns the median ratio of samples that were taken in the same round."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
