@@ -1,10 +1,11 @@
-"""Seconds and memory that it takes to explain a training step of a 70B Llama for a CUDA card that is not there.
+"""Seconds and memory that it takes to explain a training step of a Llama for a CUDA card that is not there.
 
-    python benchmarks/explain_70b.py                  # 80 layers, one sequence of 8192 tokens, bfloat16
+    python benchmarks/explain_70b.py                  # 70B: 80 layers, one sequence of 8192 tokens, bfloat16
     python benchmarks/explain_70b.py --layers 8       # a smaller one
+    python benchmarks/explain_70b.py --model 8b --lower    # with the code that Inductor generates
 
-The model has no weights (meta device), and nothing runs. Written to `benchmarks/results/explain_70b.txt` and `.json`: the
-report, where the time went, and the largest resident memory of this process.
+The model has no weights (meta device), and nothing runs. Written to `benchmarks/results/explain_<model>.txt` and `.json`, with
+`_lowered` in the name if code was generated: the report, where the time went, and the largest resident memory of this process.
 """
 
 from __future__ import annotations
@@ -25,28 +26,41 @@ from autoremat.basics.units import format_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
 
+COMMON: dict[str, Any] = {
+    "vocab_size": 128256, "num_key_value_heads": 8, "max_position_embeddings": 8192, "rope_theta": 500000.0, "use_cache": False,
+}  # fmt: skip
+SIZES = {
+    "8b": {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32},
+    "70b": {"hidden_size": 8192, "intermediate_size": 28672, "num_hidden_layers": 80, "num_attention_heads": 64},
+}
+"""Llama 3's configurations."""
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--model", choices=SIZES, default="70b")
+    parser.add_argument("--layers", type=int, help="instead of the model's own number")
+    parser.add_argument("--lower", action="store_true", help="also generate the code")
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--device", default="H100-80GB")
     parser.add_argument("--budget", default=0.6, type=budget, help='bytes ("200GiB") or a share of the peak (0.6)')
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     begin = time.perf_counter()
-    model, tokens = build(arguments.layers, arguments.tokens)
+    sizes = SIZES[arguments.model] | ({"num_hidden_layers": arguments.layers} if arguments.layers else {})
+    model, tokens = build(sizes, arguments.tokens)
     built = time.perf_counter()
 
     def step(tokens: torch.Tensor) -> Any:
         return model(input_ids=tokens, labels=tokens).loss
 
-    report = autoremat.explain(step, tokens, options={"memory_budget": arguments.budget}, device=arguments.device)
+    options = {"memory_budget": arguments.budget}
+    report = autoremat.explain(step, tokens, options=options, device=arguments.device, lower=arguments.lower)
     end = time.perf_counter()
     figures = {
         "torch": torch.__version__,
         "cores": os.cpu_count(),
-        "layers": arguments.layers,
+        "layers": sizes["num_hidden_layers"],
         "tokens": arguments.tokens,
         "parameters": sum(p.numel() for p in model.parameters()),
         "device": report.device,
@@ -56,7 +70,7 @@ def main() -> None:
         "seconds to plan": round(report.planning_seconds, 1),
         "largest resident memory": format_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024),
     }
-    write(figures, report, arguments.output)
+    write(f"explain_{arguments.model}" + "_lowered" * arguments.lower, figures, report, arguments.output)
 
 
 def budget(text: str) -> float | str:
@@ -67,26 +81,23 @@ def budget(text: str) -> float | str:
         return text
 
 
-def build(layers: int, tokens: int) -> tuple[torch.nn.Module, torch.Tensor]:
-    """Llama 3 70B's configuration without weights, and a batch of one sequence."""
-    config = LlamaConfig(
-        vocab_size=128256, hidden_size=8192, intermediate_size=28672, num_hidden_layers=layers, num_attention_heads=64,
-        num_key_value_heads=8, max_position_embeddings=8192, rope_theta=500000.0, use_cache=False,
-    )  # fmt: skip
+def build(sizes: dict[str, int], tokens: int) -> tuple[torch.nn.Module, torch.Tensor]:
+    """Llama 3 without weights, and a batch of one sequence."""
+    config = LlamaConfig(**COMMON, **sizes)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16).train()
         return model, torch.zeros((1, tokens), dtype=torch.int64)
 
 
-def write(figures: dict[str, Any], report: autoremat.Report, folder: Path) -> None:
-    """explain_70b.txt and explain_70b.json in `folder`."""
+def write(name: str, figures: dict[str, Any], report: autoremat.Report, folder: Path) -> None:
+    """A text and a JSON file in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "\n".join([*(f"{name}: {value}" for name, value in figures.items()), "", str(report)])
-    (folder / "explain_70b.txt").write_text(text + "\n")
-    known = {"budget_bytes", "predicted_peak_bytes", "baseline_peak_bytes", "minimum_peak_bytes", "lower_bound_bytes",
+    (folder / f"{name}.txt").write_text(text + "\n")
+    known = {"budget_bytes", "predicted_peak_bytes", "compiled_peak_bytes", "baseline_peak_bytes", "minimum_peak_bytes", "lower_bound_bytes",
              "recompute_seconds", "forward_seconds", "step_seconds", "lower_bound_seconds", "ops"}  # fmt: skip
     record = figures | {name: value for name, value in json.loads(report.to_json()).items() if name in known}
-    (folder / "explain_70b.json").write_text(json.dumps(record, indent=2) + "\n")
+    (folder / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")
     print(text)
 
 

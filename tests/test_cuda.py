@@ -53,7 +53,7 @@ name, dtype, device, path = sys.argv[1:]
 assert not torch.cuda.is_available()
 module, inputs = models.build(name, layers=2)
 options = {"memory_budget": 0.6, "cost_model": "roofline"}
-report = autoremat.explain(module.to(getattr(torch, dtype)), *inputs, device=device, options=options)
+report = autoremat.explain(module.to(getattr(torch, dtype)), *inputs, device=device, lower=True, options=options)
 report.plan.save(path)
 """
 """Plans a step for a card by its name, in a process that has no card."""

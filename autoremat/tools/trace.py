@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,6 +33,7 @@ from autoremat.compiler.partitioning import Partitioning
 from autoremat.options.options import Options
 from autoremat.planner.cost import DATASHEETS, UNKNOWN_GPU, datasheet, device_memory
 from autoremat.tools.cuda_attention import with_attention_of_cuda
+from autoremat.tools.cuda_autocast import with_autocast_of_cuda
 from autoremat.torch_private import compat, fake_tensors
 from autoremat.torch_private.cuda_decompositions import as_on_cuda
 from autoremat.torch_private.dynamo import graph_breaks
@@ -67,11 +69,11 @@ class Target:
         """Returns ``options`` with the cost model that the device allows: a data sheet knows the roofline alone."""
         return options if self.cuda_name is None else replace(options, cost_model=ROOFLINE)
 
-    def with_its_attention(self, module: fx.GraphModule) -> fx.GraphModule:
-        """Returns ``module``, rewritten in place to use the attention kernels of a card that the CPU represents."""
+    def as_on_card(self, module: fx.GraphModule) -> fx.GraphModule:
+        """Returns ``module``, rewritten in place with the casts and the attention kernels of a card that the CPU represents."""
         if self.cuda_name is None or not self.is_represented:
             return module
-        return with_attention_of_cuda(module, (datasheet(self.cuda_name) or UNKNOWN_GPU).capability)
+        return with_attention_of_cuda(with_autocast_of_cuda(module), (datasheet(self.cuda_name) or UNKNOWN_GPU).capability)
 
     def free_bytes(self, device: torch.device, resident_bytes: int) -> int | None:
         """Returns the bytes that the step may allocate, ``resident_bytes`` of tensors aside; None if they are unknown."""
@@ -145,7 +147,7 @@ def joint_visitor(options: Options, target: Target, visit: Visitor[T]) -> Captur
     """Returns the visitor that traces the joint graph of each captured graph and passes it to ``visit``."""
 
     def visit_captured(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[T]:
-        module = target.with_its_attention(module)
+        module = target.as_on_card(module)
         found: list[T] = []
 
         def hand_over(joint: JointGraph) -> compat.PartitionedModules:
@@ -237,7 +239,9 @@ def trace_captured(
     recorder = _Recorder(visit(target, resident))
     notes = list(target.notes)
     breaks = graph_breaks()
-    with _borrowed(models, [model_or_fn, *args, *kwargs.values()], fake), mode:
+    with _borrowed(models, [model_or_fn, *args, *kwargs.values()], fake), mode, warnings.catch_warnings():
+        if target.is_represented:  # autocast on CUDA is written into the graphs
+            warnings.filterwarnings("ignore", "CUDA is not available or torch_xla is imported", UserWarning)
         try:
             fake_tensors.compiled_by(_fresh(model_or_fn), recorder)(*fake_args, **fake_kwargs)
         except Exception as error:  # raised by the model's code, torch's tracing or the visitor

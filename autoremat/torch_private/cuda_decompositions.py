@@ -14,6 +14,13 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
+BATCH_NORMS = (
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+)
+
 
 def as_on_cuda() -> dict[Any, Callable[..., Any]]:
     """Returns Inductor's decompositions, with those of CUDA where they differ.
@@ -23,8 +30,10 @@ def as_on_cuda() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     table: dict[Any, Callable[..., Any]] = select_decomp_table()
+    batch_norms = {op: _batch_norm_of(table[op]) for op in BATCH_NORMS if op in table}
     return {
         **table,
+        **batch_norms,
         aten.convolution_backward.default: convolution_backward,
         aten.native_layer_norm.default: _layer_norm_of(table[aten.native_layer_norm.default]),
         aten.native_group_norm.default: _group_norm_of(table[aten.native_group_norm.default]),
@@ -50,6 +59,16 @@ def _layer_norm_of(reference: Callable[..., Any]) -> Callable[..., Any]:
         return _scaled(out, weight, bias).to(image.dtype), mean, inverse_deviation
 
     return native_layer_norm
+
+
+def _batch_norm_of(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the batch norm with statistics in 32 bits for 16-bit inputs, as on CUDA."""
+
+    def native_batch_norm(image: Tensor, *rest: Any) -> Any:
+        out, *statistics = reference(_widened(image), *rest)
+        return out.to(image.dtype), *statistics
+
+    return native_batch_norm
 
 
 def _group_norm_of(reference: Callable[..., Any]) -> Callable[..., Any]:

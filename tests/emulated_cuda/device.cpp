@@ -274,10 +274,6 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("unfold", at::native::unfold);
   library.impl("set_.source_Tensor", at::native::set_tensor_);
   library.impl("set_.source_Storage_storage_offset", at::native::set_storage_cpu_);
-  // CUDA has kernels of its own for these, where torch would otherwise compose other ops.
-  for (const char* name : {"silu_backward", "mish_backward"}) {
-    library.impl(name, torch::CppFunction::makeFromBoxedFunction<&by_cpu>());
-  }
 }
 
 TORCH_LIBRARY_IMPL(_, CUDA, library) {

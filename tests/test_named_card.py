@@ -1,0 +1,137 @@
+"""Code for CUDA devices that are known by name: explain, pareto and max_batch with lower=True, without a CUDA device."""
+
+from __future__ import annotations
+
+import models
+import pytest
+import torch
+from torch import nn
+
+import autoremat
+from autoremat.basics.errors import BudgetInfeasible, OptionsError
+from autoremat.torch_private import inductor_lowering, named_card
+
+pytestmark = [
+    pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here"),
+    pytest.mark.skipif(not named_card.generates_triton(), reason="no triton"),
+]
+
+CARD = "H100-80GB"
+
+
+class Block(nn.Module):
+    """Two linear layers with a layer norm, a constant, and a mean of squares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights = torch.tensor([0.5, 2.0], device=x.device)
+        return (self.layers(x).square().mean() * weights).sum()
+
+
+def step(size: int = 512) -> tuple[nn.Module, torch.Tensor]:
+    return Block(), torch.randn(size, 64)
+
+
+def kept_sources(monkeypatch) -> list[str]:
+    """Returns a list that receives the code of each half."""
+    found: list[str] = []
+    original = inductor_lowering._lowered_peak
+
+    def keep(lowering, source, known):
+        found.append(source)
+        return original(lowering, source, known)
+
+    monkeypatch.setattr(inductor_lowering, "_lowered_peak", keep)
+    return found
+
+
+@pytest.mark.slow
+def test_the_code_is_of_the_card_and_nothing_stays_changed(monkeypatch):
+    from torch._dynamo import device_interface
+    from torch._inductor import scheduler
+    from torch._inductor.runtime.hints import DeviceProperties
+
+    def answers():
+        functions = [getattr(torch.cuda, n) for n in ("get_device_properties", "get_device_capability", "current_device")]
+        properties = vars(DeviceProperties)["create"]
+        return [*functions, device_interface.get_interface_for_device("cuda"), scheduler.has_triton, properties]
+
+    before, sources = answers(), kept_sources(monkeypatch)
+    model, x = step()
+    report = autoremat.explain(model, x, device=CARD, lower=True)
+    assert answers() == before
+    assert not torch.cuda.is_available()
+    assert report.compiled_peak_bytes is not None
+    assert 0.5 <= report.compiled_peak_bytes / report.predicted_peak_bytes <= 1.1
+    assert len(sources) == 2
+    for source in sources:
+        assert "async_compile.triton(" in source
+        assert "major=9" in source
+        assert "empty_strided_cpu" not in source
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.slow
+def test_each_card_has_its_own_code(monkeypatch):
+    sources = kept_sources(monkeypatch)
+    for card, major in (("V100-16GB", 7), (CARD, 9), ("RTX 4090", 8)):
+        sources.clear()
+        assert autoremat.explain(*step(), device=card, lower=True).compiled_peak_bytes is not None
+        assert all(f"major={major}" in source for source in sources)
+
+
+@pytest.mark.slow
+def test_the_code_decides_on_a_budget():
+    model, x = step()
+    free = autoremat.explain(model, x, device=CARD, lower=True)
+    budget = int(0.8 * free.compiled_peak_bytes)
+    report = autoremat.explain(model, x, device=CARD, lower=True, options={"memory_budget": budget})
+    assert report.compiled_peak_bytes <= budget
+    assert report.recomputed_ops > 0
+    with pytest.raises(BudgetInfeasible, match="H100"):
+        autoremat.explain(model, x, device=CARD, lower=True, options={"memory_budget": 100_000})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "bert", "resnet", "unet", "lstm"])
+def test_models_have_code_for_the_card(name):
+    module, inputs = models.build(name)
+    report = autoremat.explain(module, *inputs, device=CARD, lower=True, options={"memory_budget": 0.8})
+    assert report.compiled_peak_bytes is not None
+    assert report.compiled_peak_bytes <= report.budget_bytes
+
+
+@pytest.mark.slow
+def test_points_have_the_peaks_of_their_code():
+    model, x = step()
+    front = autoremat.pareto(model, x, points=3, torch_budgets=(0.5,), device=CARD, lower=True)
+    ours = [point for point in front if point.family == "autoremat"]
+    assert len(ours) == 3
+    for point in front:
+        assert (point.code_peak_bytes is None) == (point.plan is None), point
+    assert all(0.7 <= p.code_peak_bytes / p.peak_bytes <= 1.3 for p in ours), ours
+    assert "peak of the code" in str(front)
+    without = autoremat.pareto(model, x, points=3, torch_budgets=(), device=CARD)
+    assert "peak of the code" not in str(without)
+    assert "plan" not in without[0].as_json()
+
+
+@pytest.mark.slow
+def test_the_largest_batch_is_decided_by_code():
+    model, _ = step()
+    most = autoremat.explain(model, torch.randn(512, 64), device=CARD, lower=True).compiled_peak_bytes
+    fit = autoremat.max_batch(lambda size: torch.randn(size, 64), model, most, step=128, limit=4096, device=CARD, lower=True)
+    assert fit.size >= 512
+    assert fit.report.compiled_peak_bytes <= most
+
+
+def test_what_cannot_be_lowered_is_said(monkeypatch):
+    model, x = step()
+    with pytest.raises(OptionsError, match="generates no code"):
+        autoremat.explain(model, x, device=CARD, lower=True, options={"compiler": "aot_eager"})
+    monkeypatch.setattr(named_card, "generates_triton", lambda: False)
+    with pytest.raises(OptionsError, match="pip install triton"):
+        autoremat.explain(model, x, device=CARD, lower=True)
