@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from autoremat.compiler.attempts import Verdict
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.passes import before_lowering
-from autoremat.torch_private import compat, inductor_lowering
+from autoremat.torch_private import compat, dynamo, inductor_lowering
 
 Compiled = Callable[..., Any]
 
@@ -70,9 +69,7 @@ def lower(
         if verdict is not None:
             raise _Rejected(verdict)
 
-    # Inductor takes ownership of the module, so another attempt needs a fresh one.
-    module = fx.GraphModule(source.module, copy.deepcopy(source.module.graph))
-    module.meta = dict(source.module.meta)
+    module = dynamo.copied_with_sources(source.module)  # Inductor takes ownership, so another attempt needs a fresh one
     partitioner = Partitioner(partitioning, identity)
     patches = {**source.patches, "custom_partitioner_fn": partitioner}
     try:
