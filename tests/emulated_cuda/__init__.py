@@ -10,6 +10,8 @@
 | `interpreter` | Triton's interpreter, fit for Inductor's kernels |
 | `plugin` | a plugin of pytest: the device exists before torch is imported |
 | `steps` | training steps on the card, with their gradients and peaks |
+| `small_models`, `cells` | small models under budgets, as tests and `benchmarks/emulated_cuda.py` run them |
+| `write_cells` | writes the cells of all models |
 | `check_*.py` | the tests, in a process of their own; `tests/test_emulated_cuda.py` runs them |
 
 The device belongs to the tests alone. It shows nothing of speed, workspaces of cuBLAS and cuDNN, fragmentation, autotuning,
