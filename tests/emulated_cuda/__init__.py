@@ -15,5 +15,6 @@
 | `check_*.py` | the tests, in a process of their own; `tests/test_emulated_cuda.py` runs them |
 
 The device belongs to the tests alone. It shows nothing of speed, workspaces of cuBLAS and cuDNN, fragmentation, autotuning,
-streams and races.
+streams, races and recorded CUDA graphs. Triton's interpreter takes the place of Triton's compiler, so checks of code that is
+not run, such as the user's own kernels, have a process without it.
 """
