@@ -60,6 +60,23 @@ def test_code_for_cuda_graphs_is_generated_without_kernels():
     module.runner.recursively_apply_fns([len])  # as Inductor does with what is to wrap the partitions
 
 
+def test_only_parameters_stay_where_they_are():
+    found = []
+
+    def backend(module, inputs):
+        partitioning = Partitioning(PlanningContext(Options(cost_model="roofline")))
+        with inductor_lowering.without_kernels():
+            lower(GraphSource(module, inputs, {}), partitioning, (), lambda lowered: None)
+        found.append(partitioning.planned.priced)
+        return module
+
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=True):
+        torch.compile(torch.nn.Linear(2, 3), backend=backend)(torch.zeros(5, 2))
+    (priced,) = found
+    moving = [priced.captured.value_nodes[number].meta["val"].shape for number in priced.kept_inputs]
+    assert moving == [(5, 2)]
+
+
 @pytest.mark.parametrize(("precision", "rate"), [("highest", 67e12), ("high", 494e12)])
 def test_float32_products_have_the_rate_of_the_precision_that_is_set(precision, rate):
     joint = make_fx(torch.mm, tracing_mode="fake")(torch.ones(2, 2), torch.ones(2, 2))

@@ -32,12 +32,12 @@ def run(*files: str, marks: str, interpreted: bool = True) -> None:
 
 
 def test_the_card_and_small_steps_under_budgets():
-    run("check_card.py", "check_steps.py", marks="not slow")
+    run("check_card.py", "check_steps.py", "check_features.py", "check_cuda_graphs.py", marks="not slow")
 
 
 @pytest.mark.slow
 def test_models_under_budgets():
-    run("check_steps.py", marks="slow")
+    run("check_steps.py", "check_features.py", marks="slow")
 
 
 @pytest.mark.slow

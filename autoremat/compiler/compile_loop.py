@@ -37,7 +37,7 @@ from autoremat.torch_private import compat
 
 log = logging.getLogger("autoremat")
 
-ESTIMATED = "the peak of the code is an estimate: code that branches, or is split for CUDA graphs, does not show it"
+ESTIMATED = "the peak of the code is an estimate: a C++ wrapper that branches does not show it"
 
 
 def with_bytes(

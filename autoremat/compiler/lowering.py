@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.passes import before_lowering
 from autoremat.planner.cost import UNKNOWN_GPU, datasheet
-from autoremat.torch_private import compat, inductor_lowering, named_card
+from autoremat.torch_private import compat, dynamo, inductor_lowering, named_card
 from autoremat.torch_private.cuda_decompositions import as_on_cuda
 
 Compiled = Callable[..., Any]
@@ -89,9 +88,7 @@ def lower(
         if verdict is not None:
             raise _Rejected(verdict)
 
-    # Inductor takes ownership of the module, so another attempt needs a fresh one.
-    module = fx.GraphModule(source.module, copy.deepcopy(source.module.graph))
-    module.meta = dict(source.module.meta)
+    module = dynamo.copied_with_sources(source.module)  # Inductor takes ownership, so another attempt needs a fresh one
     partitioner = Partitioner(partitioning, identity)
     patches = {**source.patches, "custom_partitioner_fn": partitioner}
     try:

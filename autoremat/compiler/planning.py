@@ -12,7 +12,7 @@ from autoremat.basics.progress import now
 from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, choose_chunking
-from autoremat.compiler.replay_context import code_headroom_bytes
+from autoremat.compiler.replay_context import code_headroom_bytes, copies_for_cuda_graphs_bytes
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
@@ -188,9 +188,10 @@ def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | Non
 
 
 def headroom_of_code(priced: PricedGraph) -> int:
-    """Returns the code headroom in bytes, with the copies into layouts that kernels want."""
+    """Returns the code headroom in bytes, with copies into layouts that kernels want and into the memory of CUDA graphs."""
     captured = priced.captured
-    return code_headroom_bytes(captured.graph) + layout_copies_bytes(captured.op_nodes, captured.runs_on)
+    copies = layout_copies_bytes(captured.op_nodes, captured.runs_on)
+    return code_headroom_bytes(captured.graph) + copies + copies_for_cuda_graphs_bytes(captured, priced.kept_inputs)
 
 
 def budget_of(priced: PricedGraph, context: PlanningContext, baseline_bytes: int) -> int | None:

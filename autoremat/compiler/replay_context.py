@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from autoremat.capture.capture import Capture
-from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.graph import Graph, Role
 from autoremat.planner.memory.wrapper_replay import ReplayContext
+from autoremat.torch_private import compat
 from autoremat.workspaces.formulas import SMALL
 
 
@@ -26,8 +29,27 @@ def _fixed_strides(tensor: object) -> tuple[int, ...] | None:
     return tuple(step for size, step in pairs if size != 1) if all(type(n) is int for pair in pairs for n in pair) else None
 
 
-def replay_context(captured: Capture) -> ReplayContext:
-    """Returns the context for the replay: outputs that the caller holds, allocation rounding, workspaces and strides."""
+def _copied_inputs(captured: Capture, kept_inputs: Collection[int]) -> dict[str, int] | None:
+    """Returns the bytes by name of the inputs that CUDA graphs copy; None without CUDA graphs."""
+    if captured.runs_on != "cuda" or not compat.records_cuda_graphs():
+        return None
+    found = {number: captured.value_nodes[number] for number in kept_inputs}
+    return {node.name: captured.graph.values[number].bytes for number, node in found.items() if node is not None}
+
+
+def copies_for_cuda_graphs_bytes(captured: Capture, kept_inputs: Collection[int]) -> int:
+    """Returns the bytes of all inputs and tangents that CUDA graphs copy into their memory; 0 without CUDA graphs."""
+    copied = _copied_inputs(captured, kept_inputs)
+    if copied is None:
+        return 0
+    return sum(copied.values()) + sum(value.bytes for value in captured.graph.values if value.role is Role.TANGENT)
+
+
+def replay_context(captured: Capture, kept_inputs: Collection[int]) -> ReplayContext:
+    """Returns the context for the replay.
+
+    ``kept_inputs`` are the numbers of the values that are inputs, but neither parameters nor buffers.
+    """
     graph = captured.graph
     held = {}
     for number in graph.forward_outputs:
@@ -46,4 +68,5 @@ def replay_context(captured: Capture) -> ReplayContext:
         workspaces,
         code_headroom_bytes(graph),
         {n.name: strides for n in inputs if (strides := _fixed_strides(n.meta.get("val"))) is not None},
+        _copied_inputs(captured, kept_inputs),
     )

@@ -32,4 +32,4 @@ def rewrite(planned: PlannedGraph) -> RewrittenGraph:
     captured, plan = planned.priced.captured, planned.plan
     modules = apply_plan(captured, plan.schedule, planned.priced.joint.static_inputs)
     repeats_extern = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
-    return RewrittenGraph(modules, replay_context(captured), planned.is_binding or repeats_extern)
+    return RewrittenGraph(modules, replay_context(captured, planned.priced.kept_inputs), planned.is_binding or repeats_extern)

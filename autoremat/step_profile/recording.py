@@ -26,6 +26,7 @@ from autoremat.planner.multigraph.step_profile import StepGraph
 from autoremat.planner.plans.plan import Plan
 from autoremat.step_profile.meter import Meter, Reading
 from autoremat.torch_private import autograd, compat
+from autoremat.torch_private.dynamo import copied_with_sources
 
 Compiled = Callable[..., Any]
 
@@ -90,8 +91,7 @@ class Recording:
         partitioning = Partitioning(PlanningContext(self.options), plan_for_minimum_peak)
         partitioner = Partitioner(partitioning)
         if self.options.compiler == "inductor":
-            module = fx.GraphModule(gm, gm.graph)
-            module.meta = dict(gm.meta)
+            module = copied_with_sources(gm)
             compiled = autograd.trace_as_inductor_does(module, inputs, {**config, "custom_partitioner_fn": partitioner})
         else:
             compiled = compat.compile_uncompiled(gm, inputs, partitioner)

@@ -328,6 +328,11 @@ def most_reads_inlined() -> int:
     return int(inductor_config.realize_reads_threshold)
 
 
+def records_cuda_graphs() -> bool:
+    """Returns True if Inductor records what it compiles as CUDA graphs, by the present setting."""
+    return bool(inductor_config.triton.cudagraphs)
+
+
 def compile_with_inductor(
     module: fx.GraphModule,
     inputs: Sequence[Any],

@@ -1,10 +1,11 @@
-"""Torch's private names for Dynamo's work outside of the captured graphs: graph breaks and skipped frames.
+"""Torch's private names for Dynamo: what it notes beside a captured graph, graph breaks and skipped frames.
 
 This module decides nothing about plans.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,27 @@ RESUMED = "torch_dynamo_resume_in"
 
 WITHOUT_RNN = "RNN, GRU, or LSTM"
 """A phrase in the reason of a graph break at a module that Dynamo traces only with ``allow_rnn``."""
+
+
+SOURCES_OF_MODULE, SOURCE_OF_INPUT = ("_param_name_to_source", "_source_to_user_stacks"), "_dynamo_source"
+"""Attributes of a captured graph module and of its placeholders. Copies of a module or a graph lack them."""
+
+
+def copied_with_sources(module: fx.GraphModule) -> fx.GraphModule:
+    """Returns a copy of a captured graph module, with the sources of its inputs.
+
+    By the sources, AOTAutograd knows parameters and buffers. CUDA graphs read these in place, and copy all other inputs.
+    """
+    copied = fx.GraphModule(module, copy.deepcopy(module.graph))
+    copied.meta = dict(module.meta)
+    for name in SOURCES_OF_MODULE:
+        if hasattr(module, name):
+            setattr(copied, name, getattr(module, name))
+    inputs = (m.graph.find_nodes(op="placeholder") for m in (module, copied))
+    for original, placeholder in zip(*inputs, strict=True):
+        if hasattr(original, SOURCE_OF_INPUT):
+            setattr(placeholder, SOURCE_OF_INPUT, getattr(original, SOURCE_OF_INPUT))
+    return copied
 
 
 def graph_breaks() -> Counter[str]:

@@ -93,7 +93,10 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
         def buffer_bytes(name: str) -> int:
             return _layout_bytes(lowering.get_buffer(name)) if lowering.try_get_buffer(name) is not None else 0
 
-        replayed = replay_peak(source, counted, buffer_bytes, held, known.allocation_bytes, known.workspaces)
+        copied = known.copied_inputs
+        if lowering.is_backward and copied is not None:  # what the forward saves is in the memory of CUDA graphs already
+            copied = {name: size for name, size in counted.items() if name.startswith("tangents")}
+        replayed = replay_peak(source, counted, buffer_bytes, held, known.allocation_bytes, known.workspaces, copied)
         peak = _scheduled_peak(lowering, held) if replayed is None else replayed
         if lowering.is_backward:  # outputs of the forward stay live although the backward does not read them
             peak += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)

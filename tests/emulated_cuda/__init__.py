@@ -11,8 +11,11 @@
 | `plugin` | a plugin of pytest: the device exists before torch is imported |
 | `__main__` | the same for a script: `python -m emulated_cuda SCRIPT` |
 | `steps` | training steps on the card, with their gradients and peaks |
+| `small_models`, `cells` | small models under budgets, as tests and `benchmarks/emulated_cuda.py` run them |
+| `write_cells` | writes the cells of all models |
 | `check_*.py` | the tests, in a process of their own; `tests/test_emulated_cuda.py` runs them |
 
-The device belongs to the tests alone. Its events measure the host. It shows nothing of speed, workspaces of cuBLAS and cuDNN,
-fragmentation, autotuning, streams and races.
+The device belongs to the tests alone. Its events measure the host. It shows nothing of speed, workspaces of cuBLAS and cuDNN, fragmentation, autotuning,
+streams, races and recorded CUDA graphs. Triton's interpreter takes the place of Triton's compiler, so checks of code that is
+not run, such as the user's own kernels, have a process without it.
 """

@@ -90,7 +90,8 @@ def _with_large_blocks(init: Callable[..., None]) -> Callable[..., None]:
                 if prefix == "r0_":
                     room //= max(1, size)
                 elif block in config.kwargs:
-                    config.kwargs[block] = max(1, min(size, room, TRITON_MAX_BLOCK[prefix.upper()]))
+                    rows = config.kwargs.get("RSPLIT_SIZE", size)  # of a program that reduces rows and columns (mixed order)
+                    config.kwargs[block] = max(1, min(size, rows, room, TRITON_MAX_BLOCK[prefix.upper()]))
                     room //= config.kwargs[block]
 
     return call

@@ -3,7 +3,7 @@
 Inductor's output for a graph is a Python function ``call(args)``. It allocates buffers by name, runs kernels on them, rebinds
 names where it reuses memory, and deletes names after their last use. The replay follows only those statements, over an abstract
 heap. This gives the live bytes at each statement, with in-place reuse, buffer pools and extern kernels. No generated code is
-executed.
+executed. Code that is split for CUDA graphs is joined first (:mod:`autoremat.planner.memory.partitioned_wrapper`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,14 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from autoremat.planner.memory.cpp_wrapper import as_python
+from autoremat.planner.memory.partitioned_wrapper import (
+    COPIED,
+    PARTITION,
+    copies_of_inputs,
+    is_in_partition,
+    joined,
+    name_in_code,
+)
 
 DTYPE_BYTES = {
     "float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "uint32": 4,
@@ -32,6 +40,8 @@ class ReplayContext:
     - ``workspaces``: workspace bytes by ATen op name and bytes of the results.
     - ``code_headroom_bytes``: further bytes that the code may allocate at any time.
     - ``input_strides``: strides of the step's inputs, where known.
+    - ``copied_inputs``: bytes by name of the step's inputs that CUDA graphs copy into their memory, because the addresses can
+      change. None without CUDA graphs.
     """
 
     held: Mapping[str, int] = field(default_factory=dict)
@@ -39,13 +49,15 @@ class ReplayContext:
     workspaces: Mapping[str, Mapping[int, int]] = field(default_factory=dict)
     code_headroom_bytes: int = 0
     input_strides: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
+    copied_inputs: Mapping[str, int] | None = None
 
     def is_input(self, name: str, strides: tuple[object, ...]) -> bool:
         """Returns True if the backward's input ``name`` is an input of the step.
 
-        It is not one if the forward saved a copy of the input in another layout.
+        It is not one if the forward saved a copy of the input: one in another layout, or the copy that a CUDA graph reads.
         """
-        return name.startswith(INPUT_PREFIXES) and self.input_strides.get(name, strides) == strides
+        is_copied = name in (self.copied_inputs or {})
+        return name.startswith(INPUT_PREFIXES) and not is_copied and self.input_strides.get(name, strides) == strides
 
 
 def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
@@ -56,12 +68,17 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _statements(getattr(statement, block, []))
 
 
-def _call_function(source: str) -> ast.FunctionDef | None:
-    """Returns the generated ``call``, or None if the code is partitioned: callers of partitions hold buffers across them."""
-    functions = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)]
-    if any(f.name.startswith("partition_") for f in functions):
+def _code(source: str, has_cuda_graphs: bool) -> list[ast.stmt] | None:
+    """Returns the statements of the generated ``call`` and of the partitions that it calls; None for unknown code."""
+    functions = [n for n in ast.walk(ast.parse(as_python(source) or source)) if isinstance(n, ast.FunctionDef)]
+    call = next((list(_statements(f.body)) for f in functions if f.name == "call"), None)
+    numbered = [(match, f) for f in functions if (match := PARTITION.fullmatch(f.name))]
+    partitions = {int(match[1]): list(_statements(f.body)) for match, f in numbered}
+    if call is None:
         return None
-    return next((f for f in functions if f.name == "call"), None)
+    if partitions:
+        return joined(call, partitions)
+    return copies_of_inputs(call) if has_cuda_graphs else call
 
 
 ALIASING = ("reinterpret_tensor", "copy_if_misaligned")
@@ -127,6 +144,8 @@ class _Heap:
         self.names: dict[str, set[int]] = {}
         self.holders: dict[int, set[str]] = {}
         self.sizes: dict[int, int] = {}
+        self.fixed: set[int] = set()
+        """Storages that CUDA graphs read where they are: their own, and inputs whose addresses never change."""
         self.live_bytes = self.peak = 0
         self.planar: set[str] = set()
         """Names of images whose channels are not innermost."""
@@ -139,6 +158,8 @@ class _Heap:
         self.holders[storage] = set(names)
         for name in names:
             self.names.setdefault(name, set()).add(storage)
+            if is_in_partition(name):
+                self.fixed.add(storage)
         self.live_bytes += self.sizes[storage]
         self.peak = max(self.peak, self.live_bytes)
 
@@ -148,6 +169,17 @@ class _Heap:
             self.holders[storage].discard(name)
             if not self.holders[storage]:
                 self.live_bytes -= self.sizes[storage]
+
+    def copy(self, target: str, name: str, size: int) -> None:
+        """Binds ``target`` to a copy of ``name``, or to its storages if all are fixed.
+
+        ``size`` is the size of an input that does not count as live.
+        """
+        known = self.names.get(name, set())
+        if known <= self.fixed and (known or not size):
+            self.alias(target, name)
+        else:
+            self.allocate(self.bytes_of(name) or size, target)
 
     def bytes_of(self, name: str) -> int:
         """Returns the bytes of the storages that ``name`` refers to."""
@@ -191,6 +223,7 @@ def replay_peak(
     held: Collection[str] = (),
     round_to: int = 1,
     workspaces: Mapping[str, Mapping[int, int]] | None = None,
+    copied: Mapping[str, int] | None = None,
 ) -> int | None:
     """Returns the most bytes live while ``source`` runs, or None if the code has an unknown form.
 
@@ -199,15 +232,17 @@ def replay_peak(
     - ``held``: names of inputs that are never freed.
     - ``round_to``: granularity of allocations in bytes.
     - ``workspaces``: workspace bytes by function name in the source and bytes of the results.
+    - ``copied``: bytes by name of the inputs that CUDA graphs copy. None without CUDA graphs.
     """
-    call = _call_function(as_python(source) or source)
-    if call is None:
+    statements = _code(source, copied is not None)
+    if statements is None:
         return None
-    statements = list(_statements(call.body))
     parts = _unpackings(statements)
     heap = _Heap(round_to)
     for name, size in input_bytes.items():
         heap.allocate(size, name, *(["(caller)"] if name in held else []))
+        if copied is not None and name not in copied:
+            heap.fixed.update(heap.names[name])
     for statement in statements:
         before = heap.live_bytes
         if isinstance(statement, ast.Delete):
@@ -215,12 +250,31 @@ def replay_peak(
                 if isinstance(target, ast.Name):
                     heap.release(target.id)
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
-            _assign(heap, statement.targets[0].id, statement.value, parts, buffer_bytes)
+            name, value = statement.targets[0].id, statement.value
+            if _called_function(value) == COPIED:
+                _copy(heap, name, value, copied)
+            else:
+                _assign(heap, name, value, parts, lambda name: buffer_bytes(name_in_code(name)))
         if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
             made = heap.live_bytes - before or _written(statement.value, heap)
             needed = _workspace(statement.value, made, workspaces) + _reordered(statement.value, heap)
             heap.peak = max(heap.peak, heap.live_bytes + needed)
     return heap.peak
+
+
+def _called_function(value: ast.expr) -> str:
+    """Returns the name of the function that ``value`` calls; an empty text for other expressions and for methods."""
+    return value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
+
+
+def _copy(heap: _Heap, name: str, value: ast.expr, copied: Mapping[str, int] | None) -> None:
+    """Applies ``name = copied(original)``. Without CUDA graphs nothing is copied."""
+    assert isinstance(value, ast.Call)
+    original = ast.unparse(value.args[0])
+    if copied is None:
+        heap.alias(name, original)
+    else:
+        heap.copy(name, original, copied.get(name_in_code(original), 0))
 
 
 def _reordered(value: ast.expr, heap: _Heap) -> int:

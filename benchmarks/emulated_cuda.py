@@ -1,0 +1,103 @@
+"""Small models under budgets on the emulated CUDA card of the tests: peaks by plan, by replay and as measured, and gradients.
+
+    python benchmarks/emulated_cuda.py
+
+The cells are those of the slow tests (`tests/emulated_cuda/cells.py`). They run in a process of their own, because the card
+must be there before torch is imported. Written to `benchmarks/results/emulated_cuda.txt` and `.json`. The exit code is 1 if a
+measured peak differs from the replayed one, or is over a budget that holds.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+
+HEAD = """\
+Small models under budgets on the emulated CUDA card of the tests: an H100 whose allocator counts as CUDA's and whose kernels
+Triton's interpreter runs. Sizes in KiB. "plan": simulated peak, with workspaces of kernels, which the card does not allocate;
+"replay": peak of the generated code; "measured": peak of the allocator. "fits": measured within a budget that holds.
+Errors: the largest relative error of a gradient, to torch and to the step without a budget. "To torch" is to eager code, and
+for ResNet in 16 bits to plain Inductor: there the rounding between two ops decides the sign of activations.
+Budget 0.7: a share of the baseline's peak. Budget "least": one byte, so the smallest plan runs. The same code runs in
+`tests/test_emulated_cuda.py`.
+"""
+
+COLUMNS = f"{'model':8} {'data type':9} {'budget':>6} {'plan':>8} {'replay':>8} {'measured':>8} {'equal':>5} {'fits':>5}" + (
+    f" {'recomputed':>10} {'to torch':>9} {'to first':>9} {'bits':>5}"
+)
+
+
+def run() -> list[dict[str, Any]]:
+    """Returns the cells, from a process with the card."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cells.json"
+        # A process must not take the kernels and plans that an earlier one has compiled.
+        environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join((str(ROOT / "tests"), str(ROOT))),
+            "TRITON_INTERPRET": "1",
+            "AUTOREMAT_COST_MODEL": "roofline",
+            "AUTOREMAT_PROGRESS": "0",
+            "AUTOREMAT_CACHE_DIR": folder,
+            "TORCHINDUCTOR_CACHE_DIR": folder,
+        }
+        subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", "emulated_cuda.write_cells", str(path)],
+            env=environment,
+            cwd=ROOT,
+            check=True,
+        )
+        found: list[dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+def agrees(cell: dict[str, Any]) -> bool:
+    """Returns True if the measured peak is the replayed one, to the byte."""
+    return bool(cell["measured_bytes"] == cell["replayed_bytes"])
+
+
+def fits(cell: dict[str, Any]) -> bool | None:
+    """Returns True if the measured peak is within the budget; None if there is no budget, or if no plan fits."""
+    holds = cell["within_budget"] and cell["budget_bytes"] is not None
+    return cell["measured_bytes"] <= cell["budget_bytes"] if holds else None
+
+
+def row(cell: dict[str, Any]) -> str:
+    words = {True: "yes", False: "NO", None: "-"}
+    budget = {None: "none", 1: "least"}.get(cell["budget"], cell["budget"])
+    sizes = " ".join(f"{cell[name] / 1024:8.1f}" for name in ("predicted_bytes", "replayed_bytes", "measured_bytes"))
+    to_torch = "-" if cell["error_to_torch"] is None else f"{cell['error_to_torch']:.1e}"
+    return (
+        f"{cell['model']:8} {cell['data_type']:9} {budget!s:>6} {sizes} {words[agrees(cell)]:>5} {words[fits(cell)]:>5} "
+        f"{cell['recomputed_ops']:10} {to_torch:>9} {cell['error_to_first']:9.1e} {words[cell['has_equal_bits']].lower():>5}"
+    )
+
+
+def text(cells: list[dict[str, Any]]) -> str:
+    """Returns the table."""
+    bounded = [cell for cell in cells if fits(cell) is not None]
+    totals = (
+        f"{sum(map(agrees, cells))} of {len(cells)} measured peaks are the replayed ones to the byte; "
+        f"{sum(map(bool, map(fits, bounded)))} of {len(bounded)} are within a budget that holds; "
+        f"{sum(cell['has_equal_bits'] for cell in cells)} steps have the gradients of the first to the bit."
+    )
+    return "\n".join((HEAD, COLUMNS, *map(row, cells), "", totals, ""))
+
+
+def write(cells: list[dict[str, Any]]) -> None:
+    (RESULTS / "emulated_cuda.json").write_text(json.dumps(cells, indent=1) + "\n")
+    (RESULTS / "emulated_cuda.txt").write_text(text(cells))
+
+
+if __name__ == "__main__":
+    found = run()
+    write(found)
+    print(text(found))
+    sys.exit(not all(agrees(cell) and fits(cell) is not False for cell in found))
