@@ -63,6 +63,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=None, help="folder of the rows and tables; default gpu-results")
     parser.add_argument("--wheels", type=Path, default=None, help="folder of wheels of packages that are missing here")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--units", type=int, default=None, help="at most so many units of each stage")
     parser.add_argument("--again", action="store_true", help="run the units again that failed")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the emulated card; nothing is published")
     arguments = parser.parse_args()
@@ -70,7 +71,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as site:
         install(arguments.wheels, Path(site))
         default = Path(tempfile.mkdtemp(prefix="rehearsal-")) if arguments.rehearse else ROOT / "gpu-results"
-        session = Session((arguments.results or default).resolve(), until, Path(site), arguments.rehearse)
+        results = (arguments.results or default).resolve()
+        session = Session(results, until, Path(site), arguments.rehearse, arguments.units)
         if refusal := session.refusal():
             print(refusal)
             return 0 if refusal.startswith("skipped") else 2
@@ -107,6 +109,8 @@ class Session:
     until: float
     site: Path
     rehearsed: bool
+    units: int | None
+    """The most units of a stage, or None."""
     broken: list[str] = field(default_factory=list)
     """Stages whose process ended by an error before it began a unit."""
 
@@ -153,13 +157,16 @@ class Session:
         while self.rows.remaining(stage) != [] and time.time() < self.until:
             before = len(list(self.rows.lines()))
             ended_well = self.test() if stage == "tests" else self.call(self.command(stage))
+            if ended_well:
+                return
             if len(list(self.rows.lines())) <= before + 1:  # the line with the units alone
-                self.broken += [] if ended_well else [stage]
+                self.broken.append(stage)
                 return
 
     def command(self, stage: str) -> list[str]:
         script = "gpu_duels.py" if stage == "duels" else "gpu_peaks.py"
         arguments = ["--rows", str(self.rows.path), "--until", str(self.until), *(["--rehearse"] if self.rehearsed else [])]
+        arguments += [] if self.units is None else ["--units", str(self.units)]
         return self.python(str(ROOT / "benchmarks" / script), *arguments, *([] if stage == "duels" else ["--stage", stage]))
 
     def call(self, command: Sequence[str], **options: Any) -> bool:

@@ -366,13 +366,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True, help="the file of rows, which is read first")
     parser.add_argument("--until", type=float, required=True, help="seconds since the epoch after which no unit is begun")
+    parser.add_argument("--units", type=int, default=None, help="the most units to run")
     parser.add_argument("--rehearse", action="store_true", help="tiny models")
     arguments = parser.parse_args()
     Device.chosen = torch.device("cuda", torch.cuda.current_device())
     dynamo_config.recompile_limit = 1000  # the code of a model is compiled once for each contestant
     dynamo_config.accumulated_recompile_limit = 1000
     warnings.simplefilter("ignore", autoremat.BudgetWarning)
-    Rows(arguments.rows).run("duels", units(arguments.rehearse), arguments.until)
+    Rows(arguments.rows).run("duels", units(arguments.rehearse), arguments.until, arguments.units)
 
 
 if __name__ == "__main__":

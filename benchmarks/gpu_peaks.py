@@ -193,12 +193,13 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True, help="the file of rows, which is read first")
     parser.add_argument("--until", type=float, required=True, help="seconds since the epoch after which no unit is begun")
     parser.add_argument("--stage", choices=MODES, required=True)
+    parser.add_argument("--units", type=int, default=None, help="the most units to run")
     parser.add_argument("--rehearse", action="store_true", help="tiny models and one budget")
     arguments = parser.parse_args()
     for size, amount in (TINY if arguments.rehearse else SIZES).items():
         setattr(model_zoo, size, amount)
     Device.chosen = torch.device("cuda", torch.cuda.current_device())
-    Rows(arguments.rows).run(arguments.stage, units(arguments.stage, arguments.rehearse), arguments.until)
+    Rows(arguments.rows).run(arguments.stage, units(arguments.stage, arguments.rehearse), arguments.until, arguments.units)
 
 
 if __name__ == "__main__":
