@@ -20,13 +20,15 @@ import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from gpu_rows import TRIES, Line, Rows
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT / "tests"))
+from emulated_cuda import library  # noqa: E402
 
 STAGES = ("tests", "launches", "duels", "CUDA graphs")
 """In the order of their worth."""
@@ -61,6 +63,7 @@ def main() -> int:
     parser.add_argument("--results", type=Path, default=None, help="folder of the rows and tables; default gpu-results")
     parser.add_argument("--wheels", type=Path, default=None, help="folder of wheels of packages that are missing here")
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
+    parser.add_argument("--units", type=int, default=None, help="at most so many units of each stage")
     parser.add_argument("--again", action="store_true", help="run the units again that failed")
     parser.add_argument("--rehearse", action="store_true", help="tiny sizes on the emulated card; nothing is published")
     arguments = parser.parse_args()
@@ -68,7 +71,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as site:
         install(arguments.wheels, Path(site))
         default = Path(tempfile.mkdtemp(prefix="rehearsal-")) if arguments.rehearse else ROOT / "gpu-results"
-        session = Session((arguments.results or default).resolve(), until, Path(site), arguments.rehearse)
+        results = (arguments.results or default).resolve()
+        session = Session(results, until, Path(site), arguments.rehearse, arguments.units)
         if refusal := session.refusal():
             print(refusal)
             return 0 if refusal.startswith("skipped") else 2
@@ -105,6 +109,10 @@ class Session:
     until: float
     site: Path
     rehearsed: bool
+    units: int | None
+    """The most units of a stage, or None."""
+    broken: list[str] = field(default_factory=list)
+    """Stages whose process ended by an error before it began a unit."""
 
     @property
     def rows(self) -> Rows:
@@ -116,8 +124,9 @@ class Session:
         folders = [ROOT, self.site, *([ROOT / "tests"] if self.rehearsed else [])]
         paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
         found = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
-        if self.rehearsed:  # the host's cores are few, and its clock says nothing of a card
-            found |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1", "AUTOREMAT_COST_MODEL": "roofline"}
+        if self.rehearsed:  # the host's cores are few, and what its clock measures says nothing of a card
+            found |= {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+            found |= {"AUTOREMAT_COST_MODEL": "roofline", "TORCHINDUCTOR_SHAPE_PADDING": "0"}
         return found
 
     def python(self, *arguments: str) -> list[str]:
@@ -125,6 +134,8 @@ class Session:
 
     def refusal(self) -> str:
         """Returns why nothing can run here; empty if it can. Writes down the machine."""
+        if self.rehearsed and (missing := library.missing()):
+            return f"skipped: no emulated card: {missing}"
         (probe := self.site / "probe.py").write_text(PROBE)
         command = [*self.python(str(probe)), *PACKAGES]
         done = subprocess.run(command, env=self.environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -145,36 +156,40 @@ class Session:
         """Runs what remains of a stage, in a new process after each that ends in the midst of a unit."""
         while self.rows.remaining(stage) != [] and time.time() < self.until:
             before = len(list(self.rows.lines()))
-            if stage == "tests":
-                self.test()
-            else:
-                self.call(self.command(stage))
+            ended_well = self.test() if stage == "tests" else self.call(self.command(stage))
+            if ended_well:
+                return
             if len(list(self.rows.lines())) <= before + 1:  # the line with the units alone
+                self.broken.append(stage)
                 return
 
     def command(self, stage: str) -> list[str]:
         script = "gpu_duels.py" if stage == "duels" else "gpu_peaks.py"
         arguments = ["--rows", str(self.rows.path), "--until", str(self.until), *(["--rehearse"] if self.rehearsed else [])]
+        arguments += [] if self.units is None else ["--units", str(self.units)]
         return self.python(str(ROOT / "benchmarks" / script), *arguments, *([] if stage == "duels" else ["--stage", stage]))
 
     def call(self, command: Sequence[str], **options: Any) -> bool:
-        """Runs a command until it ends or the time is over. Returns True if it ended by itself."""
+        """Runs a command until it ends or the time is over. Returns False if it ended by an error of its own."""
         process = subprocess.Popen(command, env=self.environment, cwd=ROOT, **options)
         try:
             process.wait(max(0.0, self.until - time.time()) + GRACE)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-            return False
-        return True
+            return True
+        return process.returncode == 0
 
-    def test(self) -> None:
-        """Runs the tests that need a CUDA device; their report and output become files among the results."""
+    def test(self) -> bool:
+        """Runs the tests that need a CUDA device; their report and output become files among the results.
+
+        Returns False if there is no report although there was time.
+        """
         stage, report, output = "tests", self.results / "tests.xml", self.results / "tests.txt"
         self.rows.append(stage=stage, units=[stage])
         if self.rows.tries(stage, stage) >= TRIES:
             self.rows.append(stage=stage, unit=stage, error=f"the process ended {TRIES} times; see {output}")
-            return
+            return True
         begin = time.time()
         self.rows.append(stage=stage, unit=stage, begun=round(begin))
         report.unlink(missing_ok=True)
@@ -187,14 +202,15 @@ class Session:
             self.call(command, stdout=file, stderr=subprocess.STDOUT)
         if not report.exists():
             print(f"the tests ended without a report; see {output}", flush=True)
-            return
+            return time.time() >= self.until
         row = outcome(report)
         self.rows.append(stage=stage, unit=stage, seconds=round(time.time() - begin, 2), row=row)
         print(f"tests: {row['passed']} passed, {len(row['failed'])} failed, {len(row['skipped'])} skipped", flush=True)
+        return True
 
     def has_failed(self, stages: Sequence[str]) -> bool:
         errors = any("error" in line for stage in stages for line in self.rows.ends(stage).values())
-        return errors or any(row["failed"] for row in self.rows.rows("tests"))
+        return errors or bool(self.broken) or any(row["failed"] for row in self.rows.rows("tests"))
 
     def show(self, stages: Sequence[str]) -> None:
         """Writes the tables, then prints them with what failed, what was skipped and what remains."""
@@ -219,7 +235,7 @@ class Session:
             yield from (f"{stage}: skipped: {reason}" for reason in reasons)
             seconds = sum(line.get("seconds", 0.0) for line in ends.values())
             left = "not begun" if remaining is None else f"{len(remaining)} remain" if remaining else "complete"
-            yield f"{stage}: {len(ends)} units in {seconds:.0f} s, {left}"
+            yield f"{stage}: {len(ends)} units in {seconds:.0f} s, {left}{', and its process failed' * (stage in self.broken)}"
         if any(self.rows.remaining(stage) != [] for stage in stages):
             yield "the time is over or a stage ended early: the same command goes on"
 

@@ -25,6 +25,7 @@ import torch._dynamo.config as dynamo_config
 import torch._functorch.config as functorch_config
 from gpu_rows import Line, Rows, Unit
 from gpu_steps import WARM_STEPS, Memory, Step, in_turn, memory_of, ratio_of, summary_of, training_step
+from lowering import Device
 from model_zoo import ImageLoss, TokenLoss
 from peaks import MARGIN_OF_MINIMUM, mebibytes
 from rich.table import Table
@@ -49,7 +50,7 @@ EXPENSIVE = [
 ]
 """Ops whose results selective checkpoints save."""
 
-TORCH_BUDGETS = (0.8, 0.5, 0.2)
+TORCH_BUDGETS = (0.5, 0.2)
 """Torch's `activation_memory_budget`, a share of the saved activations."""
 
 PLAIN, SELECTIVE, FULL = "Inductor", "selective checkpoints", "full checkpoints"
@@ -212,7 +213,7 @@ def workload(name: str, rehearsed: bool) -> Workload:
     size = kind.tiny if rehearsed else kind.real
     torch.manual_seed(0)
     torch._dynamo.reset()
-    with torch.device("cuda"), default_dtype(torch.bfloat16):
+    with Device.chosen, default_dtype(torch.bfloat16):
         model = kind.build(size).train()
         if kind.unit == "images":
             images = torch.randn(size.batch, 3, size.length, size.length)
@@ -365,12 +366,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True, help="the file of rows, which is read first")
     parser.add_argument("--until", type=float, required=True, help="seconds since the epoch after which no unit is begun")
+    parser.add_argument("--units", type=int, default=None, help="the most units to run")
     parser.add_argument("--rehearse", action="store_true", help="tiny models")
     arguments = parser.parse_args()
+    Device.chosen = torch.device("cuda", torch.cuda.current_device())
     dynamo_config.recompile_limit = 1000  # the code of a model is compiled once for each contestant
     dynamo_config.accumulated_recompile_limit = 1000
     warnings.simplefilter("ignore", autoremat.BudgetWarning)
-    Rows(arguments.rows).run("duels", units(arguments.rehearse), arguments.until)
+    Rows(arguments.rows).run("duels", units(arguments.rehearse), arguments.until, arguments.units)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ budget, both by the simulator. Each row has the peak of the plan, the replayed p
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -17,7 +18,7 @@ import model_zoo
 import torch
 from gpu_rows import Line, Rows, Skipped, Unit
 from gpu_steps import WARM_STEPS, Memory, in_turn, memory_of, reserved_bytes, summary_of, training_step
-from lowering import PATIENT, Device, build, planned, uncached, watching
+from lowering import PATIENT, Device, build, planned, replayed_peaks, uncached, watching
 from peaks import MARGIN_OF_MINIMUM, SHARES, mebibytes
 from rich.table import Table
 from torch._dynamo.exc import BackendCompilerFailed
@@ -54,6 +55,8 @@ class Row:
     """By the simulator, with code headroom, for the first attempt."""
     replayed_bytes: int
     """Of the code that runs, with workspaces and code headroom."""
+    tensor_bytes: int | None
+    """The same without both. None with CUDA graphs, whose code can be split."""
     measured: Memory
     """With CUDA graphs it is near nothing: the pool was allocated when the step was recorded."""
     reserved_since_compilation_bytes: int
@@ -105,7 +108,9 @@ def budgeted(name: str, mode: str, share: float, budget: int) -> Row:
     reserved = reserved_bytes()
     compiled = torch.compile(model, backend="autoremat", options=PATIENT | MODES[mode] | {"memory_budget": budget})
     step = training_step(model, compiled, inputs)
-    with uncached(), watching(kernels=True) as watch:
+    tensors: dict[bool, int] = {}
+    seen = replayed_peaks() if mode == "launches" else contextlib.nullcontext(tensors)
+    with uncached(), watching(kernels=True) as watch, seen as tensors:
         for _ in range(WARM_STEPS):
             step()
     measured = memory_of(model, step)
@@ -120,6 +125,7 @@ def budgeted(name: str, mode: str, share: float, budget: int) -> Row:
         budget_bytes=budget,
         planned_bytes=watch.attempts[0].planned_bytes,
         replayed_bytes=watch.attempts[-1].code_bytes,
+        tensor_bytes=max(tensors.values(), default=None),
         measured=measured,
         reserved_since_compilation_bytes=reserved,
         attempts=len(watch.attempts),
@@ -149,20 +155,21 @@ def units(mode: str, rehearsed: bool) -> list[Unit]:
 
 
 def table_of(mode: str, rows: Sequence[Line]) -> Table:
-    """Returns the peaks side by side: percents are of the replayed peak."""
+    """Returns the peaks side by side, with the differences of the measured peaks from those predicted."""
     table = Table(title=f"{mode}: peaks of forward and backward, MiB above the step's start; seconds of a step")
     table.add_column("model", no_wrap=True)
-    for column in ("budget", "planned", "replayed", "allocated", "to replayed", "requested", "to replayed", "reserved",
-                   "since compiled", "attempts", "predicted, ms", "measured, ms", "gradient's error"):  # fmt: skip
+    for column in ("budget", "planned", "replayed", "allocated", "to replayed", "tensors", "requested", "to tensors",
+                   "reserved", "since compiled", "attempts", "predicted, ms", "measured, ms", "gradient's error"):  # fmt: skip
         table.add_column(column, justify="right")
     for row in rows:
         measured = row["measured"]
-        allocated, requested = measured["allocated_bytes"], measured["requested_bytes"]
+        allocated, requested, tensors = measured["allocated_bytes"], measured["requested_bytes"], row["tensor_bytes"]
         table.add_row(
             row["model"],
             *map(mebibytes, (row["budget_bytes"], row["planned_bytes"], row["replayed_bytes"])),
             *(mebibytes(allocated), f"{allocated / row['replayed_bytes'] - 1:+.1%}"),
-            *(mebibytes(requested), f"{requested / row['replayed_bytes'] - 1:+.1%}"),
+            *("" if tensors is None else mebibytes(tensors), mebibytes(requested)),
+            "" if tensors is None else f"{requested / tensors - 1:+.1%}",
             *map(mebibytes, (measured["reserved_bytes"], row["reserved_since_compilation_bytes"])),
             str(row["attempts"]),
             *(f"{1e3 * row[key]:.2f}" for key in ("predicted_seconds", "measured_seconds")),
@@ -186,12 +193,13 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True, help="the file of rows, which is read first")
     parser.add_argument("--until", type=float, required=True, help="seconds since the epoch after which no unit is begun")
     parser.add_argument("--stage", choices=MODES, required=True)
+    parser.add_argument("--units", type=int, default=None, help="the most units to run")
     parser.add_argument("--rehearse", action="store_true", help="tiny models and one budget")
     arguments = parser.parse_args()
     for size, amount in (TINY if arguments.rehearse else SIZES).items():
         setattr(model_zoo, size, amount)
     Device.chosen = torch.device("cuda", torch.cuda.current_device())
-    Rows(arguments.rows).run(arguments.stage, units(arguments.stage, arguments.rehearse), arguments.until)
+    Rows(arguments.rows).run(arguments.stage, units(arguments.stage, arguments.rehearse), arguments.until, arguments.units)
 
 
 if __name__ == "__main__":

@@ -86,15 +86,13 @@ class Rows:
         kept = [line for line in self.lines() if (line.get("stage"), line.get("unit")) not in failed]
         self.path.write_text("".join(json.dumps(line) + "\n" for line in kept))
 
-    def run(self, stage: str, units: Sequence[Unit], until: float) -> None:
-        """Runs the units that have not ended, until there may be no time for one more before ``until``.
+    def run(self, stage: str, units: Sequence[Unit], until: float, most: int | None = None) -> None:
+        """Runs the units that have not ended, until there may be no time for one more before ``until``, or until ``most`` ran.
 
         Raises ``SystemExit`` after an error that leaves the device unusable for this process.
         """
         self.append(stage=stage, units=[unit.name for unit in units])
-        for unit in units:
-            if unit.name in self.ends(stage):
-                continue
+        for unit in [unit for unit in units if unit.name not in self.ends(stage)][:most]:
             if self.tries(stage, unit.name) >= TRIES:
                 self.append(stage=stage, unit=unit.name, error=f"the process ended {TRIES} times while this unit ran")
                 continue

@@ -32,6 +32,7 @@ from autoremat.torch_private import inductor_lowering
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 import models as test_models  # noqa: E402
+from emulated_cuda.steps import replayed_peaks as replayed_peaks  # noqa: E402
 
 Built = tuple[nn.Module, tuple[torch.Tensor, ...]]
 
