@@ -94,7 +94,8 @@ def write(name: str, figures: dict[str, Any], report: autoremat.Report, folder: 
     folder.mkdir(parents=True, exist_ok=True)
     text = "\n".join([*(f"{name}: {value}" for name, value in figures.items()), "", str(report)])
     (folder / f"{name}.txt").write_text(text + "\n")
-    known = {"budget_bytes", "predicted_peak_bytes", "compiled_peak_bytes", "baseline_peak_bytes", "minimum_peak_bytes", "lower_bound_bytes",
+    known = {"budget_bytes", "predicted_peak_bytes", "compiled_peak_bytes", "baseline_peak_bytes",
+             "minimum_peak_bytes", "lower_bound_bytes",
              "recompute_seconds", "forward_seconds", "step_seconds", "lower_bound_seconds", "ops"}  # fmt: skip
     record = figures | {name: value for name, value in json.loads(report.to_json()).items() if name in known}
     (folder / f"{name}.json").write_text(json.dumps(record, indent=2) + "\n")

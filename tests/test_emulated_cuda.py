@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from emulated_cuda import library
+from emulated_cuda import library, named
 
 TESTS = Path(__file__).parent
 
@@ -43,3 +43,10 @@ def test_models_under_budgets():
 @pytest.mark.slow
 def test_kernels_of_models_compile():
     run("check_code.py", marks="slow", interpreted=False)
+
+
+@pytest.mark.slow
+def test_plans_that_are_made_by_name_hold_on_the_card(tmp_path, monkeypatch):
+    named.write_plans(tmp_path, "NVIDIA H100 80GB HBM3")
+    monkeypatch.setenv(named.FOLDER_VARIABLE, str(tmp_path))
+    run("check_named.py", marks="slow", interpreted=False)

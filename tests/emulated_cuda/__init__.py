@@ -13,9 +13,10 @@
 | `steps` | training steps on the card, with their gradients and peaks |
 | `small_models`, `cells` | small models under budgets, as tests and `benchmarks/emulated_cuda.py` run them |
 | `write_cells` | writes the cells of all models |
+| `named` | steps that are also planned by the card's name, in a process without the card |
 | `check_*.py` | the tests, in a process of their own; `tests/test_emulated_cuda.py` runs them |
 
-The device belongs to the tests alone. Its events measure the host. It shows nothing of speed, workspaces of cuBLAS and cuDNN, fragmentation, autotuning,
-streams, races and recorded CUDA graphs. Triton's interpreter takes the place of Triton's compiler, so checks of code that is
-not run, such as the user's own kernels, have a process without it.
+The device belongs to the tests alone. Its events measure the host. It shows nothing of speed, workspaces of cuBLAS and cuDNN,
+fragmentation, autotuning, streams, races and recorded CUDA graphs. Triton's interpreter takes the place of Triton's compiler.
+Checks of code that is not run, such as the user's own kernels, therefore have a process without it.
 """

@@ -1,0 +1,33 @@
+"""Plans that were made for the card by its name, in a process without it, hold on the card."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+import autoremat
+from autoremat.planner.plans.plan_file import graph_hash
+from emulated_cuda import named
+
+WORKSPACES = 128 * 1024
+"""Most bytes of the workspaces of convolutions that are measured on the card and unknown without it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", named.STEPS)
+def test_the_plan_and_the_peak_of_its_code_are_those_of_the_card(name):
+    folder = Path(os.environ[named.FOLDER_VARIABLE])
+    path = folder / f"{name}.json"
+    predicted = json.loads((folder / "peaks.json").read_text())[name]
+    step, inputs = named.built(name)
+    planned = autoremat.explain(step, *inputs, device="cuda", options=named.OPTIONS)
+    stored = autoremat.Plan.load(path)
+    assert graph_hash(planned.plan.graph) == graph_hash(stored.graph)
+    options = {"cost_model": "roofline", "plan": str(path)}
+    report = autoremat.explain(step, *inputs, device="cuda", lower=True, options=options)
+    assert report.strategy.startswith("stored plan")
+    assert report.plan.schedule == stored.schedule
+    assert 0 <= report.compiled_peak_bytes - predicted <= WORKSPACES * ("llama" not in name)
