@@ -149,3 +149,9 @@ def test_code_that_is_not_replayed_is_said_to_be_estimated(monkeypatch, replayed
         options={"cost_model": "roofline"},
     )
     assert ("the peak of the code is an estimate" in " ".join(report.notes)) is not replayed
+
+
+def test_copies_into_running_statistics_have_no_workspace():
+    module = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8))
+    report = explain(module, torch.randn(6, 4), device="H100-80GB", options={"cost_model": "roofline"})
+    assert not report.unknown_workspaces

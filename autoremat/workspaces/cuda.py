@@ -92,11 +92,12 @@ def _scan(operand: torch.Tensor, *_: Any, **__: Any) -> int:
 
 
 def _none(*_: Any, **__: Any) -> int:
+    """Returns 0: cuBLAS has a workspace of its own, and a copy within a device needs no temporary tensor."""
     return 0
 
 
 FORMULAS: dict[Any, Callable[..., int]] = {
-    **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm), _none),
+    **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten.copy_), _none),
     **dict.fromkeys((aten.cumsum, aten.cumprod, aten.logcumsumexp), _scan),
     aten._scaled_dot_product_flash_attention: _flash,
     aten._scaled_dot_product_flash_attention_backward: _flash_backward,
