@@ -133,7 +133,7 @@ LAYER = CORE | LAYOUTS | PROJECTIONS | MLP | NORMS | {("attn.o_proj", "addmm"), 
         ("selective:mlp,layernorm", MLP | NORMS, 3),
         ("selective:layers.1.attn", CORE | LAYOUTS | PROJECTIONS, 1),
     ],
-    ids=str,
+    ids=["full", "block", "core", "mlp and norms", "one layer"],
 )
 def test_what_is_recomputed_is_what_the_policy_says(ruled, policy, recomputed, layers):
     found = ruled(policy)

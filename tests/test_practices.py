@@ -107,10 +107,10 @@ def test_to_checkpoint_flash_attention_is_refused_as_useless():
 
 def test_what_the_planner_recomputes_first_is_softmax_and_not_products():
     """As Korthikanti et al., 2022, chose by hand; dropout keeps GPT-2 from fused attention."""
-    model, (tokens,) = build("gpt2")
-    seen, compiled = planned(in_a_tuple(model), tokens, memory_budget=0.55)
+    model, (tokens,) = build("gpt2", layers=3)
+    seen, compiled = planned(in_a_tuple(model), tokens, memory_budget=0.6)
     again = Counter(target for _, target in seen.recomputed())
-    assert again["aten._safe_softmax.default"] >= 3  # of 4
+    assert again["aten._safe_softmax.default"] >= 2  # of 3
     assert not {"aten.addmm.default", "aten.mm.default", "aten.native_dropout.default"} & set(again)
     report = autoremat.reports()[-1]
     assert measured_step(compiled, model, (tokens,)) <= report.budget_bytes
@@ -198,7 +198,7 @@ def test_reentrant_or_not_is_the_same():
 def test_generation_with_a_cache_of_keys_and_values_is_left_alone():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=True)).eval()
     tokens, before = torch.randint(32, (1, 6)), len(autoremat.reports())
     compiled = torch.compile(

@@ -99,6 +99,7 @@ def test_recomputed_dropout_draws_the_same_numbers():
     check(block(0.3), torch.float32, has_dropout=True)
 
 
+@pytest.mark.slow
 def test_convolutions_and_batch_norm():
     check(images(), torch.float32, has_dropout=False)
 
