@@ -31,6 +31,9 @@ WHILE_COMPILING = tuple(phase for phase in Phase if phase is not Phase.shrink)
 KINDS = tuple(dict.fromkeys(STEPS))
 GROUP = 6
 
+GROUPS = [pytest.param(n, marks=[pytest.mark.slow] * (n // GROUP % 2)) for n in range(0, len(KINDS), GROUP)]
+"""The first of each group of kinds; the quick tests run every second group."""
+
 CHOICES = (0, *(pytest.param(choice, marks=pytest.mark.slow) for choice in (1, 2)))
 """Variants of the steps; the quick tests run one."""
 
@@ -122,7 +125,7 @@ def test_measured_peak_of_random_modules_is_within_the_budget(program, share):
     check_peak(program, share)
 
 
-@pytest.mark.parametrize("start", range(0, len(KINDS), GROUP))
+@pytest.mark.parametrize("start", GROUPS)
 def test_measured_peak_of_every_kind_of_step_is_within_the_budget(start):
     check_peak(Program(systematic(KINDS[start : start + GROUP], 1).steps), 0.7)
 

@@ -95,6 +95,7 @@ def test_a_linear_network(dtype):
     check(block(0.0), dtype, has_dropout=False)
 
 
+@pytest.mark.slow
 def test_recomputed_dropout_draws_the_same_numbers():
     check(block(0.3), torch.float32, has_dropout=True)
 
