@@ -2,6 +2,8 @@
 PYTHON ?= python3
 DEMO_ARGS ?=
 EXAMPLES ?= 200
+# Processes that share the tests, each with files of its own; 0 runs them in one.
+WORKERS ?= 2
 # Of make gpu. A Python that is named takes its packages as they are, and what it lacks from a folder of wheels:
 # make gpu PYTHON=python3 WHEELS=folder
 GPU_RESULTS ?= gpu-results
@@ -15,6 +17,7 @@ VENV := .venv$(if $(TORCH),-$(TORCH))
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints-dev.txt)
 BIN := $(VENV)/bin
 STAMP := $(VENV)/installed
+PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-slow test-random gpu gpu-rehearsal docs check format clean
@@ -35,11 +38,11 @@ demo: venv  ## train a language model under several budgets; options in DEMO_ARG
 	$(BIN)/python examples/train_llm.py $(DEMO_ARGS)
 
 test: venv  ## the tests that take seconds
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow"
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow"
 
 test-slow: venv  ## the tests that compile with Inductor or build whole models, and more examples of the properties
-	$(BIN)/python -m pytest -m slow
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not slow" --examples 1 --fixed-seed
+	$(PYTEST) -m slow
+	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" --examples 1 --fixed-seed
 
 test-random: venv  ## the properties on random graphs drawn afresh; EXAMPLES=1000 draws more of each
 	$(BIN)/python -m pytest --examples $(EXAMPLES) --max-ops 16

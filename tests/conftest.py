@@ -16,16 +16,14 @@ from autoremat.report import registry
 
 SEED = 0
 
-QUICK_EXAMPLES = 15
-"""Most examples of a property in the quick suite. `make test-slow` draws all that a property asks for."""
+QUICK_SHARE = 5
+QUICK_EXAMPLES = range(2, 11)
+"""The quick suite draws a fifth of the examples that a property asks for, 2 to 10; `make test-slow` draws all of them."""
 
 settings.register_profile(
     "default", deadline=None, derandomize=True, max_examples=60
 )  # compiling takes long; runs must be reproducible
 settings.load_profile("default")
-
-
-logging.getLogger("torch.__trace").propagate = False  # else every failure shows thousands of empty lines
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,8 +51,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             number = max(own.max_examples, examples) if fixed else examples
             chosen = settings(own, max_examples=number, derandomize=fixed, database=None)
         else:
-            slow = item.get_closest_marker("slow")
-            chosen = own if slow else settings(own, max_examples=min(own.max_examples, QUICK_EXAMPLES))
+            few = min(max(own.max_examples // QUICK_SHARE, QUICK_EXAMPLES[0]), QUICK_EXAMPLES[-1])
+            chosen = own if item.get_closest_marker("slow") else settings(own, max_examples=few)
         test._hypothesis_internal_use_settings = chosen
     if examples:
         others = [item for item in items if not is_hypothesis_test(getattr(item, "obj", None))]
@@ -71,7 +69,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """The garbage collector leaves alone what the imports made, and runs seldom: else it takes a tenth of the time."""
+    """Switches off what takes time and shows nothing: torch's trace, and the garbage collector for what the imports made."""
+    logging.getLogger("torch.__trace").propagate = True  # pytest listens where it is not; torch prints all graphs to listeners
     gc.collect()
     gc.freeze()
     gc.set_threshold(20_000, 20, 20)

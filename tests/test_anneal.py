@@ -127,7 +127,8 @@ def over_budget(ops: int = 40) -> Graph:
     """A chain with skips that overlap."""
     drawn = np.random.default_rng(3)
     edges = [(i - 1, i) for i in range(1, ops)]
-    edges += [(int(a), int(a + d)) for a, d in zip(drawn.integers(0, 20, ops), drawn.integers(2, 20, ops), strict=True)]
+    half = ops // 2
+    edges += [(int(a), int(a + d)) for a, d in zip(drawn.integers(0, half, ops), drawn.integers(2, half, ops), strict=True)]
     return Graph.from_dag(drawn.uniform(0, 10, ops).tolist(), drawn.integers(1, 50, ops).tolist(), edges)
 
 
@@ -145,8 +146,8 @@ def test_annealing_is_repeatable_and_another_seed_goes_another_way():
 
 
 def test_annealing_from_a_plan_never_comes_back_with_a_worse_one():
-    graph = over_budget()
-    budget = int(0.7 * without_recomputation(graph).peak_bytes)
+    graph = over_budget(24)
+    budget = int(0.8 * without_recomputation(graph).peak_bytes)
     first = improve(graph, budget, 0.2, 0, nothing_found(graph, budget), 0.0, math.inf)
     assert first.plan is not None
     again = improve(graph, budget, 0.2, 5, first, 0.0, math.inf)

@@ -117,7 +117,10 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], **tolerances: float)
         torch.testing.assert_close(one, other, **tolerances)
 
 
-@pytest.mark.parametrize("name", LOSSES)
+QUICK = {"mean", "shifted", "sliced", "capped", "masked", "by_hand"}
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LOSSES])
 def test_the_numbers_are_the_same(name):
     model, tokens = Model(LOSSES[name]), tokens_of()
     wanted, whole = train(model, tokens, chunk_loss=False)

@@ -97,7 +97,7 @@ def planned(gather: Gather, options: dict[str, object]) -> tuple[list[Tensor], l
 
 @pytest.mark.parametrize("region", ["policy", "checkpoint"])
 @pytest.mark.parametrize("collective", ["all_gather", "all_reduce", "all_to_all"])
-@pytest.mark.parametrize("budget", [None, 1])
+@pytest.mark.parametrize("budget", [1, pytest.param(None, marks=pytest.mark.slow)])
 def test_a_collective_that_the_model_recomputes_runs_as_often_as_under_torch(collective, region, budget):
     expected, under_torch = by_torch(collective, region)
     gradients, names, report = planned(in_region(_collectives()[collective], region), LEAST | {"memory_budget": budget})

@@ -132,7 +132,7 @@ class Block(nn.Module):
 class Stack(nn.Module):
     """Returns a loss, in a tuple."""
 
-    def __init__(self, layers: int = 3, width: int = 32) -> None:
+    def __init__(self, layers: int = 2, width: int = 32) -> None:
         super().__init__()
         self.blocks = nn.Sequential(*(Block(width, 2) for _ in range(layers)))
 

@@ -83,7 +83,7 @@ def run(region: nn.Module, context: Callable, *arguments: torch.Tensor) -> torch
     return checkpoint(region, *arguments, use_reentrant=False, context_fn=context)
 
 
-@pytest.mark.parametrize("share", SHARES)
+@pytest.mark.parametrize("share", [SHARES[1], pytest.param(SHARES[0], marks=pytest.mark.slow)])
 def test_one_region_saves_what_the_plan_saves(share):
     model, tokens, plan = planned(share)
     plain, _, gradients = step(model, lambda: model(tokens))

@@ -98,8 +98,8 @@ def checkpointed(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
 
 
 FUNCTIONS = (
-    branches, loops, maps, nested_regions, random_regions, flexible_attention, effects, checkpointed,
-    pytest.param(scans, marks=pytest.mark.slow), pytest.param(prefix_products, marks=pytest.mark.slow),
+    branches, loops, nested_regions, random_regions, effects, checkpointed,
+    *(pytest.param(function, marks=pytest.mark.slow) for function in (maps, scans, prefix_products, flexible_attention)),
 )  # fmt: skip
 
 RUN_AGAIN = {

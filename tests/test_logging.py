@@ -49,6 +49,7 @@ def run(**environment: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 def test_torch_switches_it_on_and_traces_the_report(tmp_path):
     done = run(TORCH_LOGS="+autoremat", TORCH_TRACE=str(tmp_path))
     lines = [line for line in done.stderr.splitlines() if "budget" in line and "peak" in line]

@@ -216,7 +216,7 @@ def test_a_chain_that_lacks_one_place_is_planned_optimally(length, single_phase)
 
 @pytest.mark.parametrize("single_phase", [True, False])
 def test_a_long_chain_is_planned_close_to_its_bound(single_phase):
-    graph = training_chain(100, single_phase)
+    graph = training_chain(60, single_phase)
     for share in (0.8, 0.6, 0.4, 0.3):
         assert plan(graph, share).gap <= 0.01
 

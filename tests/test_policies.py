@@ -130,10 +130,10 @@ LAYER = CORE | LAYOUTS | PROJECTIONS | MLP | NORMS | {("attn.o_proj", "addmm"), 
         ("full", LAYER, 3),
         ("block:1", LAYER, 1),
         ("selective", CORE, 3),
-        ("selective:mlp,layernorm", MLP | NORMS, 3),
+        pytest.param("selective:mlp,layernorm", MLP | NORMS, 3, marks=pytest.mark.slow),
         ("selective:layers.1.attn", CORE | LAYOUTS | PROJECTIONS, 1),
     ],
-    ids=str,
+    ids=["full", "block", "core", "mlp and norms", "one layer"],
 )
 def test_what_is_recomputed_is_what_the_policy_says(ruled, policy, recomputed, layers):
     found = ruled(policy)

@@ -82,7 +82,7 @@ FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is the CPU's")
-@pytest.mark.parametrize("share", [None, 0.45])
+@pytest.mark.parametrize("share", [0.45, pytest.param(None, marks=pytest.mark.slow)])
 def test_of_flash_attention_the_output_and_the_log_sum_exp_are_saved(share):
     model, (tokens,) = build("llama", layers=2)
     seen, _ = planned(model, tokens, memory_budget=share)
@@ -105,6 +105,7 @@ def test_to_checkpoint_flash_attention_is_refused_as_useless():
     assert not seen.plan.recomputed
 
 
+@pytest.mark.slow
 def test_what_the_planner_recomputes_first_is_softmax_and_not_products():
     """As Korthikanti et al., 2022, chose by hand; dropout keeps GPT-2 from fused attention."""
     model, (tokens,) = build("gpt2")
@@ -198,7 +199,7 @@ def test_reentrant_or_not_is_the_same():
 def test_generation_with_a_cache_of_keys_and_values_is_left_alone():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     model = LlamaForCausalLM(LlamaConfig(**sizes, use_cache=True)).eval()
     tokens, before = torch.randint(32, (1, 6)), len(autoremat.reports())
     compiled = torch.compile(

@@ -26,7 +26,7 @@ UNCOMPILED = {"compiler": "aot_eager"}
 
 def model() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(*(m for _ in range(10) for m in (nn.Linear(32, 32), nn.Tanh())))
+    return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.Tanh())))
 
 
 def batch() -> Tensor:

@@ -20,7 +20,8 @@ NO_RECOMPUTATION = "aot_eager_default_partitioner"
 AT_LEAST_ALREADY = {"nothing_in_the_batch", "batch_norm", "writing_in_place", "experts_broken"}
 """Steps that need no less memory under any plan: gradients, or what is written to, make their peak."""
 
-LARGE = {
+SLOW = {
+    "complex_numbers", "mapped_over_a_batch", "autocast_float16", "spectral_norm", "weight_norm", "channels_last",
     "whisper", "language_model_with_cache", "experts_whole", "two_towers", "recurrent_layers",
     "random_numbers", "experts_broken", "with_other_parameters", "gradient_inside", *FAMILIES,
 }  # fmt: skip
@@ -43,7 +44,7 @@ def numbers(name: str, backend: str, **arguments: object) -> list[Tensor]:
     return STEPS[name](lambda function: torch.compile(function, backend=backend, **arguments))
 
 
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in LARGE else n for n in STEPS])
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in STEPS])
 def test_recomputation_changes_no_bit(name: str) -> None:
     expected = numbers(name, NO_RECOMPUTATION)
     if not recomputed_with_the_same_bits(name, expected, LEAST) and name not in AT_LEAST_ALREADY:

@@ -64,10 +64,12 @@ def test_a_linear_network(dtype):
     check_all(block(0.0), dtype)
 
 
+@pytest.mark.slow
 def test_recomputed_dropout_draws_the_same_numbers():
     check_all(block(0.3), torch.float32, has_dropout=True)
 
 
+@pytest.mark.slow
 def test_convolutions_and_batch_norm():
     check_all(images(), torch.float32)
 
