@@ -70,7 +70,7 @@ def test_the_code_is_of_the_card_and_nothing_stays_changed(monkeypatch):
     for source in sources:
         assert "async_compile.triton(" in source
         assert "major=9" in source
-        assert "empty_strided_cpu" not in source
+        assert "= empty_strided_cpu(" not in source
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 
 
@@ -85,7 +85,12 @@ def test_each_card_has_its_own_code(monkeypatch):
 
 @pytest.mark.slow
 def test_the_code_decides_on_a_budget():
-    model, x = step()
+    _, x = step()
+    deep = nn.Sequential(*(part for _ in range(6) for part in (nn.Linear(64, 64), nn.GELU())))
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return deep(x).square().mean()
+
     free = autoremat.explain(model, x, device=CARD, lower=True)
     budget = int(0.8 * free.compiled_peak_bytes)
     report = autoremat.explain(model, x, device=CARD, lower=True, options={"memory_budget": budget})
