@@ -144,6 +144,8 @@ class Session:
             return f"{sys.executable} lacks {', '.join(missing)}. Install them, or pass wheels as docs/gpu.md says."
         if found["device"] is None:
             return "skipped: there is no CUDA device, and nothing was written"
+        if self.rehearsed:
+            found["device"] = f"emulated {found['device']}"
         earlier = [line["machine"] for line in self.rows.lines() if "machine" in line]
         if earlier and earlier[-1] != found:
             return f"{self.results} has rows of {earlier[-1]}, and this is {found}. Choose another folder for the results."

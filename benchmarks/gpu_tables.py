@@ -12,7 +12,7 @@ from rich.console import Console
 
 
 def main() -> None:
-    rows, console = Rows(Path(sys.argv[1])), Console(width=180, highlight=False)
+    rows, console = Rows(Path(sys.argv[1])), Console(width=220, highlight=False)
     for line in rows.lines():
         if "machine" in line:
             console.print(", ".join(f"{key} {value}" for key, value in line["machine"].items()))
