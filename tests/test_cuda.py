@@ -142,7 +142,7 @@ def on_stream(run: Callable[[], Any], own: bool) -> Any:
         ("llama", "float32"),
         ("llama", "bfloat16"),
         ("gpt2", "float32"),
-        pytest.param("gpt2", "bfloat16", marks=pytest.mark.xfail(reason="16-bit layer norm is traced as for CPUs")),
+        ("gpt2", "bfloat16"),
     ],
 )
 def test_a_plan_made_without_the_card_is_taken_from_its_file(name, dtype, tmp_path, record_property):
