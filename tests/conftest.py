@@ -16,9 +16,9 @@ from autoremat.report import registry
 
 SEED = 0
 
-QUICK_SHARE = 5
+QUICK_SHARE = 8
 QUICK_EXAMPLES = range(2, 11)
-"""The quick suite draws a fifth of the examples that a property asks for, 2 to 10; `make test-slow` draws all of them."""
+"""The quick suite draws an eighth of the examples that a property asks for, 2 to 10; `make test-slow` draws all of them."""
 
 settings.register_profile(
     "default", deadline=None, derandomize=True, max_examples=60

@@ -95,7 +95,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
 WITH_BLOCKS = [page for page in PAGES if blocks(page)]
 
 
-@pytest.mark.parametrize("page", WITH_BLOCKS, ids=lambda page: page.name)
+LONG = {"explain.md"}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, id=page.name, marks=[pytest.mark.slow] * (page.name in LONG)) for page in WITH_BLOCKS]
+)
 def test_the_python_blocks_run(page, elsewhere):
     configure(compiler="aot_eager")  # nothing waits for a C++ compiler
     run_page(page)

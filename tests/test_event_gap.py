@@ -142,7 +142,7 @@ def test_the_search_is_repeatable_and_never_loses_a_plan_that_fits(seed, monkeyp
         model = IntervalModel(graph, 3, recomputations(graph, start.schedule))
         search = Improvement(model, budget, peak, seed, time.monotonic() + 600.0)
         search.relax(model.nothing_recomputed())
-        plans = search.run(model.choice(start.schedule), 6, lambda plan: False)
+        plans = search.run(model.choice(start.schedule), 3, lambda plan: False)
         fitting = [p for p in plans if p.peak_bytes <= budget]
         best = min(fitting, key=lambda p: p.cost_seconds)
         assert isinstance(best, Plan)

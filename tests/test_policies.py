@@ -131,7 +131,7 @@ LAYER = CORE | LAYOUTS | PROJECTIONS | MLP | NORMS | {("attn.o_proj", "addmm"), 
         ("block:1", LAYER, 1),
         ("selective", CORE, 3),
         pytest.param("selective:mlp,layernorm", MLP | NORMS, 3, marks=pytest.mark.slow),
-        ("selective:layers.1.attn", CORE | LAYOUTS | PROJECTIONS, 1),
+        pytest.param("selective:layers.1.attn", CORE | LAYOUTS | PROJECTIONS, 1, marks=pytest.mark.slow),
     ],
     ids=["full", "block", "core", "mlp and norms", "one layer"],
 )

@@ -196,6 +196,7 @@ def test_reentrant_or_not_is_the_same():
     assert "aten.addmm.default" in recomputed[0]
 
 
+@pytest.mark.slow
 def test_generation_with_a_cache_of_keys_and_values_is_left_alone():
     from transformers import LlamaConfig, LlamaForCausalLM
 
