@@ -41,15 +41,15 @@ ESTIMATED = "the peak of the code is an estimate: a C++ wrapper that branches do
 
 
 def with_bytes(
-    options: Options, device: torch.device, free_bytes: Callable[[torch.device], int | None] = free_device_bytes
+    options: Options, device: torch.device, free_bytes: Callable[[torch.device], int | None] | None = None
 ) -> Options:
     """Returns ``options`` with the bytes that are free on ``device`` now in place of ``"auto"``.
 
-    The cache key and the plan then use the same number.
+    The cache key and the plan then use the same number. ``free_bytes`` returns it for devices that are not here.
     """
     if options.memory_budget != "auto":
         return options
-    return replace(options, memory_budget=options.resolve_budget(0, free_bytes(device)))
+    return replace(options, memory_budget=options.resolve_budget(0, (free_bytes or free_device_bytes)(device)))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@
 | `plugin` | a plugin of pytest: the device exists before torch is imported |
 | `__main__` | the same for a script: `python -m emulated_cuda SCRIPT` |
 | `steps` | training steps on the card, with their gradients and peaks |
-| `small_models`, `cells` | small models under budgets, as tests and `benchmarks/emulated_cuda.py` run them |
+| `small_models`, `cells` | small models under budgets, as tests and `benchmarks/emulated_card.py` run them |
 | `write_cells` | writes the cells of all models |
 | `named` | steps that are also planned by the card's name, in a process without the card |
 | `check_*.py` | the tests, in a process of their own; `tests/test_emulated_cuda.py` runs them |

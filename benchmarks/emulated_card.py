@@ -1,9 +1,9 @@
 """Small models under budgets on the emulated CUDA card of the tests: peaks by plan, by replay and as measured, and gradients.
 
-    python benchmarks/emulated_cuda.py
+    python benchmarks/emulated_card.py
 
 The cells are those of the slow tests (`tests/emulated_cuda/cells.py`). They run in a process of their own, because the card
-must be there before torch is imported. Written to `benchmarks/results/emulated_cuda.txt` and `.json`. The exit code is 1 if a
+must be there before torch is imported. Written to `benchmarks/results/emulated_card.txt` and `.json`. The exit code is 1 if a
 measured peak differs from the replayed one, or is over a budget that holds.
 """
 
@@ -92,8 +92,8 @@ def text(cells: list[dict[str, Any]]) -> str:
 
 
 def write(cells: list[dict[str, Any]]) -> None:
-    (RESULTS / "emulated_cuda.json").write_text(json.dumps(cells, indent=1) + "\n")
-    (RESULTS / "emulated_cuda.txt").write_text(text(cells))
+    (RESULTS / "emulated_card.json").write_text(json.dumps(cells, indent=1) + "\n")
+    (RESULTS / "emulated_card.txt").write_text(text(cells))
 
 
 if __name__ == "__main__":
