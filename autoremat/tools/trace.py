@@ -16,6 +16,7 @@ import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
@@ -32,9 +33,9 @@ from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.options.options import Options
 from autoremat.planner.cost import DATASHEETS, UNKNOWN_GPU, datasheet, device_memory
-from autoremat.tools.cuda_attention import with_attention_of_cuda
+from autoremat.tools.cuda_attention import attention_on_cuda, with_attention_of_cuda
 from autoremat.tools.cuda_autocast import with_autocast_of_cuda
-from autoremat.torch_private import compat, fake_tensors
+from autoremat.torch_private import compat, fake_tensors, named_card
 from autoremat.torch_private.cuda_decompositions import as_on_cuda
 from autoremat.torch_private.dynamo import graph_breaks
 
@@ -71,9 +72,20 @@ class Target:
 
     def as_on_card(self, module: fx.GraphModule) -> fx.GraphModule:
         """Returns ``module``, rewritten in place with the casts and the attention kernels of a card that the CPU represents."""
-        if self.cuda_name is None or not self.is_represented:
+        if not self.is_represented:
             return module
-        return with_attention_of_cuda(with_autocast_of_cuda(module), (datasheet(self.cuda_name) or UNKNOWN_GPU).capability)
+        return with_attention_of_cuda(with_autocast_of_cuda(module), self.capability)
+
+    def fusing_attention(self) -> AbstractContextManager[None]:
+        """Returns the context in which Inductor's passes take the attention kernels of a card that the CPU represents."""
+        if not self.is_represented:
+            return contextlib.nullcontext()
+        return named_card.fusing_attention_by(functools.partial(attention_on_cuda, capability=self.capability))
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """CUDA compute capability of a card by name; that of a middling one for an unknown card."""
+        return (datasheet(self.cuda_name or "") or UNKNOWN_GPU).capability
 
     def free_bytes(self, device: torch.device, resident_bytes: int) -> int | None:
         """Returns the bytes that the step may allocate, ``resident_bytes`` of tensors aside; None if they are unknown."""
@@ -159,9 +171,10 @@ def joint_visitor(options: Options, target: Target, visit: Visitor[T]) -> Captur
         config = {**compat.mode_config(options.mode), **dict(options.inductor)}
         with contextlib.suppress(_Seen):
             decompositions = as_on_cuda() if target.is_represented else None
-            fake_tensors.trace_joint(
-                module, inputs, Partitioner(hand_over), options.compiler == "inductor", config, decompositions
-            )
+            with target.fusing_attention():
+                fake_tensors.trace_joint(
+                    module, inputs, Partitioner(hand_over), options.compiler == "inductor", config, decompositions
+                )
         return found
 
     return visit_captured

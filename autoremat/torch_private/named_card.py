@@ -19,6 +19,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoremat.planner.cost.devices import Datasheet
+from autoremat.torch_private.compat import rounds_to_tf32
 from autoremat.torch_private.hooks import Method, hooked, substituted
 
 CARD = torch.device("cuda", 0)
@@ -40,6 +41,27 @@ SHARED_KIB = {(7, 0): 96, (7, 5): 64, (8, 0): 163, (8, 6): 99, (8, 9): 99, (12, 
 def generates_triton() -> bool:
     """Returns True if Inductor can generate Triton code here, with or without a CUDA device."""
     return importlib.util.find_spec("triton") is not None
+
+
+@contextlib.contextmanager
+def fusing_attention_by(attention: Callable[..., torch.Tensor]) -> Iterator[None]:
+    """Makes Inductor write ``attention`` where it recognises an attention of single ops, while active.
+
+    On CUDA, Inductor leaves an attention in float32 as it is unless products may round to TF32.
+    """
+    from torch._inductor.fx_passes import fuse_attention
+
+    suits: Callable[[Any], bool] = fuse_attention._sfdp_params_check
+
+    def suits_on_card(match: Any) -> bool:
+        is_single = match.kwargs["query"].meta["val"].dtype is torch.float32
+        return suits(match) and (not is_single or rounds_to_tf32())
+
+    with (
+        substituted(fuse_attention, "_scaled_dot_product_attention", attention),
+        substituted(fuse_attention, "_sfdp_params_check", suits_on_card),
+    ):
+        yield
 
 
 # -- graphs ------------------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from typing import Any
 
 import models
 import torch
+from torch import nn
 
 import autoremat
 
@@ -23,16 +24,34 @@ STEPS = {
     "llama_autocast": ("llama", torch.float32, torch.float16),
     "resnet_float32": ("resnet", torch.float32, None),
     "unet_float32": ("unet", torch.float32, None),
+    "attention_float32": ("attention", torch.float32, None),
+    "attention_bfloat16": ("attention", torch.bfloat16, None),
 }
 """Model, its type, and the type of autocast."""
 
 OPTIONS = {"cost_model": "roofline", "memory_budget": 0.7, "on_infeasible": "best_effort"}
 
 
+class Attention(nn.Module):
+    """An attention of single ops, which Inductor recognises and fuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads = (layer(x).unflatten(-1, (4, 16)).transpose(1, 2).contiguous() for layer in (self.query, self.key, self.value))
+        query, key, value = heads
+        return (query @ key.transpose(-2, -1)).div(4.0).softmax(-1).matmul(value).square().mean()
+
+
 def built(name: str) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
     """Returns the step of that name and its inputs."""
     model, dtype, autocast = STEPS[name]
-    module, inputs = models.build(model, **({"layers": 1} if model in ("llama", "gpt2") else {}))
+    if model == "attention":
+        module, inputs = Attention(), (torch.randn(4, 128, 64),)
+    else:
+        module, inputs = models.build(model, **({"layers": 1} if model in ("llama", "gpt2") else {}))
     module = module.to(dtype)
     inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
     if autocast is None:
