@@ -20,7 +20,8 @@ from autoremat.options.options import Options
 from autoremat.planner.cost import datasheet
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.report import Report
-from autoremat.tools.trace import CapturedVisitor, Target, trace_captured
+from autoremat.tools.target import Target
+from autoremat.tools.trace import CapturedVisitor, trace_captured
 from autoremat.torch_private import compat, fake_tensors, inductor_lowering, named_card
 
 

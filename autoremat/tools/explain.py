@@ -21,7 +21,8 @@ from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
 from autoremat.report.report import Report
 from autoremat.tools.dry_run import dry_runs, refuse_step_profiles
-from autoremat.tools.trace import Target, Visitor, trace
+from autoremat.tools.target import Target
+from autoremat.tools.trace import Visitor, trace
 from autoremat.torch_private import compat
 
 T = TypeVar("T")

@@ -21,7 +21,8 @@ from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.planner.search.pareto_front import OURS, TORCH, Pareto, our_points, point_of, policy_points
 from autoremat.tools.dry_run import DryRun, dry_run
 from autoremat.tools.explain import Preview, preview_visitor
-from autoremat.tools.trace import CapturedVisitor, Target, joint_visitor, trace_captured
+from autoremat.tools.target import Target
+from autoremat.tools.trace import CapturedVisitor, joint_visitor, trace_captured
 from autoremat.torch_private import compat, fake_tensors
 
 TORCH_BUDGETS = tuple(tenths / 10 for tenths in range(10, 0, -1))

@@ -4,8 +4,8 @@ The path is the backend's own up to the partitioner, so the graphs are those tha
 each graph instead of the compiler. The code between two graphs continues with fake results.
 
 A CUDA device that is not present is represented by the CPU, because autograd refuses even fake CUDA tensors without a CUDA
-device. Only the parts that depend on the device follow CUDA's rules: attention kernels, workspaces, allocation rounding and
-rates.
+device. The parts that depend on the device follow CUDA's rules: attention kernels, autocast, decompositions, workspaces,
+allocation rounding and rates.
 """
 
 from __future__ import annotations
@@ -16,26 +16,22 @@ import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import fx, nn
 
-from autoremat.basics.errors import AutorematError, CaptureError, OptionsError, causes
+from autoremat.basics.errors import AutorematError, CaptureError, causes
 from autoremat.capture.capture import may_train
-from autoremat.capture.pricing import ROOFLINE
 from autoremat.capture.source_info import take_names
 from autoremat.compiler.breaks import one_of_several, what_dynamo_said
-from autoremat.compiler.joint_graph import JointGraph, PlanningContext, free_device_bytes
+from autoremat.compiler.joint_graph import JointGraph, PlanningContext
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.options.options import Options
-from autoremat.planner.cost import DATASHEETS, UNKNOWN_GPU, datasheet, device_memory
-from autoremat.tools.cuda_attention import attention_on_cuda, with_attention_of_cuda
-from autoremat.tools.cuda_autocast import with_autocast_of_cuda
-from autoremat.torch_private import compat, fake_tensors, named_card
+from autoremat.tools.target import Target, target_of
+from autoremat.torch_private import compat, fake_tensors
 from autoremat.torch_private.cuda_decompositions import as_on_cuda
 from autoremat.torch_private.dynamo import graph_breaks
 
@@ -50,89 +46,6 @@ CapturedVisitor = Callable[[fx.GraphModule, Sequence[Any]], Sequence[T]]
 
 SEARCH_DEPTH = 4
 """Depth of containers and attributes to which a function's models are searched."""
-
-
-@dataclass(frozen=True)
-class Target:
-    """The device to plan for, and the device of the fake tensors that represent it."""
-
-    traced_on: torch.device
-    cuda_name: str | None = None
-    """Name of the CUDA device that is planned for by its data sheet; None to plan for ``traced_on`` itself."""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def is_represented(self) -> bool:
-        """True if tensors of the CPU stand for those of a card."""
-        return self.cuda_name is not None and self.traced_on.type != "cuda"
-
-    def options_for(self, options: Options) -> Options:
-        """Returns ``options`` with the cost model that the device allows: a data sheet knows the roofline alone."""
-        return options if self.cuda_name is None else replace(options, cost_model=ROOFLINE)
-
-    def as_on_card(self, module: fx.GraphModule) -> fx.GraphModule:
-        """Returns ``module``, rewritten in place with the casts and the attention kernels of a card that the CPU represents."""
-        if not self.is_represented:
-            return module
-        return with_attention_of_cuda(with_autocast_of_cuda(module), self.capability)
-
-    def fusing_attention(self) -> AbstractContextManager[None]:
-        """Returns the context in which Inductor's passes take the attention kernels of a card that the CPU represents."""
-        if not self.is_represented:
-            return contextlib.nullcontext()
-        return named_card.fusing_attention_by(functools.partial(attention_on_cuda, capability=self.capability))
-
-    @property
-    def capability(self) -> tuple[int, int]:
-        """CUDA compute capability of a card by name; that of a middling one for an unknown card."""
-        return (datasheet(self.cuda_name or "") or UNKNOWN_GPU).capability
-
-    def free_bytes(self, device: torch.device, resident_bytes: int) -> int | None:
-        """Returns the bytes that the step may allocate, ``resident_bytes`` of tensors aside; None if they are unknown."""
-        if self.cuda_name is None:
-            return free_device_bytes(device)
-        memory = device_memory(self.cuda_name)
-        return None if memory is None else max(0, memory - resident_bytes)
-
-
-def target_of(device: str | torch.device | None, tensors: Iterable[torch.Tensor]) -> Target:
-    """Returns the target that ``device`` means for a step that reads ``tensors``.
-
-    ``device`` is a torch device, or the name of a CUDA GPU such as "H100-80GB". None means the device of the tensors. For
-    tensors without data (meta) it means CUDA if present, else the CPU.
-
-    Raises ``OptionsError`` for anything else.
-    """
-    if device is None:
-        found = next((t.device for t in tensors if t.device.type != "meta"), None)
-        if found is None:
-            found = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        return Target(found)
-    if isinstance(device, str) and device_memory(device) is not None:
-        return _named(device)
-    try:
-        parsed = torch.device(device)
-    except (RuntimeError, TypeError):
-        parsed = torch.device("meta")
-    if parsed.type == "cuda" and not torch.cuda.is_available():
-        return _named("cuda")
-    if parsed.type == "meta":
-        known = ", ".join(DATASHEETS)
-        raise OptionsError(
-            f'device={device!r} is not accepted. Accepted: a device of torch ("cpu", "cuda") or a CUDA card, by a name that '
-            f'contains one of {known}, with a size of its memory if that is another ("V100-16GB")'
-        )
-    return Target(parsed)
-
-
-def _named(name: str) -> Target:
-    """Returns the target for the CUDA device of that name, described by its data sheet."""
-    if torch.cuda.is_available():
-        return Target(torch.device("cuda"), name)
-    notes = [f"no CUDA device is here: traced on the CPU, planned by the figures of {name}"]
-    if device_memory(name) is None:
-        notes.append('no card is named: the figures are those of a middling one (name it, as in device="H100-80GB")')
-    return Target(torch.device("cpu"), name, tuple(notes))
 
 
 @dataclass
