@@ -86,19 +86,9 @@ VARIANTS = {
 }
 """For cuDNN the probability is a multiple of 1/16."""
 
-QUICK = ("cudnn", "grouped, causal, dropout")
-
-
-@pytest.mark.parametrize(
-    ("kernel", "variant"),
-    [
-        pytest.param(
-            kernel, variant, marks=() if (kernel, variant) == ("cudnn", "grouped, causal, dropout") else pytest.mark.slow
-        )
-        for kernel in ("flash", "efficient", "cudnn")
-        for variant in VARIANTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_attention_repeats_its_dropout(kernel, variant, monkeypatch):
     monkeypatch.setenv("EMULATED_ATTENTION", kernel)
     options = VARIANTS[variant]
@@ -168,6 +158,7 @@ class InFloat8(nn.Module):
         return x.float().square().sum()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_operands_in_float8_are_saved_with_one_byte():
     built = InFloat8(), (torch.randn(256, 64),)
