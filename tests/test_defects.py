@@ -168,6 +168,7 @@ def test_d2_predicted_peak_and_cost_are_monotone_in_the_budget(stack, monkeypatc
     assert all(low.cost_seconds >= high.cost_seconds for low, high in pairwise(plans))
 
 
+@pytest.mark.slow
 def test_d2_measured_peak_falls_with_the_budget_and_below_what_torch_reaches(stack):
     model, inputs = stack
 

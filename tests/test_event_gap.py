@@ -123,7 +123,8 @@ def test_skips_across_a_wide_middle_are_recomputed_at_their_readers():
     assert plan(graph, peak - 5).added_seconds == 1.0
 
 
-@pytest.mark.parametrize("seed", [0, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 7])
 def test_the_search_is_repeatable_and_never_loses_a_plan_that_fits(seed, monkeypatch):
     # A busy machine must not cut a neighbourhood short.
     monkeypatch.setattr(

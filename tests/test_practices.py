@@ -82,7 +82,8 @@ FLASH = "aten._scaled_dot_product_flash_attention_for_cpu.default"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernel is the CPU's")
-@pytest.mark.parametrize("share", [0.45, pytest.param(None, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.45, None])
 def test_of_flash_attention_the_output_and_the_log_sum_exp_are_saved(share):
     model, (tokens,) = build("llama", layers=2)
     seen, _ = planned(model, tokens, memory_budget=share)

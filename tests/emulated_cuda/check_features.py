@@ -86,6 +86,7 @@ VARIANTS = {
 }
 """For cuDNN the probability is a multiple of 1/16."""
 
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
 @pytest.mark.parametrize("variant", VARIANTS)
