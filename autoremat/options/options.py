@@ -52,13 +52,14 @@ COST_MODELS = ("roofline", "calibrated")
 PLANNING_ERROR_ACTIONS = ("fallback", "raise")
 OWN_KEYS = (
     "memory_budget", "auto_headroom", "time_limit", "compiler", "on_infeasible", "on_planning_error", "cost_model", "plan",
-    "policy", "save", "recompute", "chunk_loss", "progress",
+    "policy", "save", "recompute", "chunk_loss", "agreement", "progress",
 )  # fmt: skip
-PLANNING_KEYS = tuple(key for key in OWN_KEYS if key != "progress")
+PLANNING_KEYS = tuple(key for key in OWN_KEYS if key not in ("agreement", "progress"))
 
 _BUDGET_FORMS = f'{FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `auto_headroom`); an `autoremat.profile_step`'
 _PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
 _CHUNK_FORMS = '"auto", True, False or a number of parts, an int >= 2'
+_AGREEMENT_FORMS = '"auto", "off" or a list of ranks, such as torch.distributed.get_process_group_ranks(group)'
 _HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
 
@@ -89,6 +90,7 @@ class Options:
     - save, recompute: constraints on the results to save or to recompute, as patterns of module paths, ops or tensor names.
     - chunk_loss: chunking of the vocabulary projection, the loss and their gradients: "auto" (only if no other plan fits), True
         (also if predicted faster), an int >= 2 (always that many chunks), or False (never).
+    - agreement: the ranks of a distributed job that plan a shared graph alike: "auto" (all that compile it), "off" or a list.
     - progress: True to show the progress of slow compilations. No plan depends on it.
     - inductor: pairs for Inductor's config, sorted by key.
     - mode: the mode of `torch.compile`.
@@ -110,6 +112,7 @@ class Options:
     save: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     chunk_loss: bool | int | str = "auto"
+    agreement: str | tuple[int, ...] = field(default="auto", compare=False)
     progress: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
@@ -128,6 +131,7 @@ class Options:
             "save": _normalise_patterns(self.save, "save"),
             "recompute": _normalise_patterns(self.recompute, "recompute"),
             "chunk_loss": _normalise_chunks(self.chunk_loss),
+            "agreement": _normalise_agreement(self.agreement),
             "progress": flag(self.progress, "progress"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
@@ -233,6 +237,7 @@ class OptionValues(TypedDict, total=False):
     save: Collection[str]
     recompute: Collection[str]
     chunk_loss: bool | int | str
+    agreement: str | Sequence[int]
     progress: bool
 
 
@@ -331,6 +336,16 @@ def _normalise_chunks(value: object) -> bool | int | str:
     if count is None or count < 2:
         raise refused("chunk_loss", value, _CHUNK_FORMS)
     return count
+
+
+def _normalise_agreement(value: object) -> str | tuple[int, ...]:
+    """Returns the option ``agreement``, with ranks in ascending order."""
+    if value in ("auto", "off"):
+        return str(value)
+    ranks = [as_int(one) for one in value] if isinstance(value, list | tuple | range) else []
+    if not ranks or any(rank is None or rank < 0 for rank in ranks):
+        raise refused("agreement", value, _AGREEMENT_FORMS)
+    return tuple(sorted({rank for rank in ranks if rank is not None}))
 
 
 def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:
