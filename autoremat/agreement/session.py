@@ -131,14 +131,16 @@ def _described(error: BaseException) -> dict[str, Any]:
     if infeasible is not None:
         return {"infeasible": infeasible.figures()}
     lost = find_cause(error, AgreementError)
-    return {"text": str(lost) if lost is not None else f"{type(error).__name__}: {error}", "told": lost is not None}
+    if lost is not None:
+        return {"lost": lost.rank, "text": str(lost)}
+    return {"text": f"{type(error).__name__}: {error}"}
 
 
 def _restored(described: Mapping[str, Any], rank: int) -> AgreementError | BudgetInfeasible:
     """Returns the error that rank ``rank`` has described."""
     if "infeasible" not in described:
-        if described["told"]:
-            return AgreementError(described["text"], rank)
+        if "lost" in described:
+            return AgreementError(described["text"], described["lost"])
         return AgreementError(
             f"compiling a graph failed on rank {rank}, so all ranks that share it stop: {described['text']}", rank
         )

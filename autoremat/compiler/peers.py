@@ -18,6 +18,7 @@ from autoremat.agreement.channel import Channel
 from autoremat.agreement.rendezvous import Rendezvous
 from autoremat.agreement.session import Parts, Session
 from autoremat.basics.errors import AgreementError, BudgetInfeasible, BudgetWarning
+from autoremat.basics.progress import now
 from autoremat.compiler.attempts import Accept, Again, Attempt, Infeasible, Purpose, Rules, Verdict, next_step
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.planning import PlannedGraph, plan_graph
@@ -26,6 +27,7 @@ from autoremat.compiler.told_plan import TOLD, ToldPlan, plan_as_told, told
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan_file import graph_hash
+from autoremat.torch_private.pipelining import running_stage
 from autoremat.torch_private.processes import Job, job
 
 
@@ -118,7 +120,7 @@ class Members:
         if self.record is not None:
             report = self.record.report
             known = None if report is None or report.plan is None else ToldPlan.of_report(report)
-            return plan_graph(priced, context) if known is None else plan_as_told(priced, context, known)
+            return self._signed(plan_graph(priced, context) if known is None else plan_as_told(priced, context, known))
         self.session = self.session.split("graph", graph_hash(priced.graph))
         found: list[PlannedGraph] = []
 
@@ -129,8 +131,17 @@ class Members:
                 raise self.named(error) from None
             return told(found[0]).to_json()
 
+        if not self.session.leads:
+            now(f"waiting for the plan of rank {self.session.leader}")
         text = self.session.from_leader("plan", compute)
-        return found[0] if found else plan_as_told(priced, context, TOLD.read(ToldPlan, json.loads(text)))
+        return self._signed(found[0] if found else plan_as_told(priced, context, TOLD.read(ToldPlan, json.loads(text))))
+
+    def _signed(self, planned: PlannedGraph) -> PlannedGraph:
+        """Returns ``planned`` with the members in its report, if there are several."""
+        members = self.session.members
+        if planned.report is None or len(members) == 1:
+            return planned
+        return replace(planned, report=replace(planned.report, ranks=members))
 
     def verdict(self, attempts: Sequence[Attempt], rules: Rules) -> Verdict | None:
         if self.record is not None:
@@ -196,9 +207,12 @@ def joined(options: Options, place: str | None) -> Iterator[tuple[Peers, Options
     if present is None or ranks is None or place is None:
         yield ALONE, options
         return
-    channel = Channel(present)
+    channel, stage = Channel(present), running_stage()
+    elsewhere = () if stage is None else tuple(rank for rank in stage.group_ranks if rank != present.rank)
+    place = place if stage is None else f"{place}, stage {stage.index} of a pipeline"
+    now("waiting for the other ranks")
     with channel.alive():
-        meeting = _rendezvous_of(present).meet(place, ranks)
+        meeting = _rendezvous_of(present).meet(place, ranks, elsewhere)
         if meeting.missing:
             _warn_of_missing(meeting.missing, place)
         if len(meeting.members) == 1:
