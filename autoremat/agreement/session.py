@@ -29,6 +29,8 @@ class Session:
     """Number of rounds so far."""
     failed: bool = field(default=False, init=False)
     """True if an error has ended the session."""
+    part: Session | None = field(default=None, init=False)
+    """The session that replaces this one after a split."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -58,13 +60,19 @@ class Session:
         """Returns the result of ``compute`` on the leader."""
         return self.round(topic, None, lambda parts: compute())
 
+    @property
+    def present(self) -> Session:
+        """The session that this one has become by splits."""
+        return self if self.part is None else self.part.present
+
     def split(self, topic: str, kind: str) -> Session:
         """Returns the session of the members with the same ``kind``; this one if all have the same."""
         kinds = self.round(topic, kind, lambda parts: {str(rank): part for rank, part in parts.items()})
         alike = tuple(rank for rank in self.members if kinds[str(rank)] == kind)
         if alike == self.members:
             return self
-        return Session(self.channel, Meeting(f"{self.meeting.name}/{self.number}/{alike[0]}", alike, self.meeting.missing))
+        self.part = Session(self.channel, Meeting(f"{self.meeting.name}/{self.number}/{alike[0]}", alike, self.meeting.missing))
+        return self.part
 
     def fail(self, error: BaseException) -> None:
         """Ends the session on all members with ``error``, unless an error has ended it already."""

@@ -9,15 +9,13 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from autoremat.agreement.channel import Channel
-from autoremat.agreement.rendezvous import Rendezvous
+from autoremat.agreement.joining import session_at
 from autoremat.agreement.session import Parts, Session
-from autoremat.basics.errors import AgreementError, BudgetInfeasible, BudgetWarning
+from autoremat.basics.errors import AgreementError, BudgetInfeasible
 from autoremat.basics.progress import now
 from autoremat.compiler.attempts import Accept, Again, Attempt, Infeasible, Purpose, Rules, Verdict, next_step
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
@@ -28,7 +26,6 @@ from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan_file import graph_hash
 from autoremat.torch_private.pipelining import running_stage
-from autoremat.torch_private.processes import Job, job
 
 
 class Peers(Protocol):
@@ -192,10 +189,6 @@ def _read(data: dict[str, Any] | None) -> Verdict | None:
     return Infeasible(data["infeasible"]) if "infeasible" in data else Accept()
 
 
-_rendezvous: tuple[Job, Rendezvous] | None = None
-"""The job of this process and its meetings."""
-
-
 @contextlib.contextmanager
 def joined(options: Options, place: str | None) -> Iterator[tuple[Peers, Options]]:
     """Yields the peers that compile the graph at ``place`` together, and the options that all of them use.
@@ -203,56 +196,15 @@ def joined(options: Options, place: str | None) -> Iterator[tuple[Peers, Options
     A process without peers compiles alone, and so does one whose graph needs no plan (``place`` is None). An error of the body
     ends the compilation on all members.
     """
-    present, ranks = job(), _ranks(options)
-    if present is None or ranks is None or place is None:
-        yield ALONE, options
-        return
-    channel, stage = Channel(present), running_stage()
-    elsewhere = () if stage is None else tuple(rank for rank in stage.group_ranks if rank != present.rank)
-    place = place if stage is None else f"{place}, stage {stage.index} of a pipeline"
-    now("waiting for the other ranks")
-    with channel.alive():
-        meeting = _rendezvous_of(present).meet(place, ranks, elsewhere)
-        if meeting.missing:
-            _warn_of_missing(meeting.missing, place)
-        if len(meeting.members) == 1:
+    stage = None if place is None else running_stage()
+    if stage is not None:
+        place = f"{place}, stage {stage.index} of a pipeline"
+    with session_at(place, options.agreement, () if stage is None else stage.group_ranks) as session:
+        if session is None:
             yield ALONE, options
             return
-        members = Members(Session(channel, meeting))
-        try:
-            options = _agreed_options(members, options)
-            yield members, options
-        except Exception as error:
-            members.fail(error)
-            raise
-        if not members.session.failed:
-            members.session.close()
-
-
-def _ranks(options: Options) -> Sequence[int] | None:
-    """Returns the ranks that may compile a graph together with this process; None if there are none."""
-    present = job()
-    if present is None or options.agreement == "off":
-        return None
-    ranks = range(present.world_size) if isinstance(options.agreement, str) else options.agreement
-    return ranks if present.rank in ranks else None
-
-
-def _rendezvous_of(present: Job) -> Rendezvous:
-    global _rendezvous
-    if _rendezvous is None or _rendezvous[0] is not present:
-        _rendezvous = present, Rendezvous(Channel(present))
-    return _rendezvous[1]
-
-
-def _warn_of_missing(missing: Sequence[int], place: str) -> None:
-    ranks = ", ".join(map(str, missing))
-    warnings.warn(
-        f"ranks {ranks} did not come to compile {place}, so the others planned it without them. Their plans may differ, and "
-        'nothing that communicates is repeated. Pass agreement="off", or the list of the ranks that compile it',
-        BudgetWarning,
-        stacklevel=4,
-    )
+        members = Members(session)
+        yield members, _agreed_options(members, options)
 
 
 def _agreed_options(members: Members, options: Options) -> Options:
