@@ -16,6 +16,7 @@ from autoremat.compiler.replay_context import code_headroom_bytes, copies_for_cu
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
+from autoremat.planner.memory.reserved import reserved_for
 from autoremat.planner.multigraph.fronts import point_of
 from autoremat.planner.multigraph.ledger import PlanPoint
 from autoremat.planner.plans import plan_file
@@ -163,6 +164,7 @@ def report_of(
         minimum_unchunked_bytes=None if choice.whole is None else choice.whole.planning.smallest.peak_bytes,
         unknown_workspaces=captured.unknown_workspaces,
         constraint_warnings=choice.taken.constrained.warnings,
+        reserved=reserved_for(planned.plan.timeline) if planned.priced.captured.runs_on == "cuda" else None,
         **dataclasses.asdict(planned.priced.pricing),
     )
 

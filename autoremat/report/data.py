@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoremat.basics.codec import Codec, plain
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.memory.reserved import Reserved
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import PlanningResult
 from autoremat.report.decisions import Decision, ForwardValue, explain_values, module_class, op_name
@@ -130,6 +131,8 @@ class ReportData:
     """Minimum peak found without chunking the loss. None if no such plan was searched."""
     room_left_because: str = ""
     """Reason why the compiled code needs much less than the budget. Empty if it does not, or if no code was generated."""
+    reserved: Reserved | None = None
+    """Bytes that CUDA's caching allocator reserves for the plan. None on other devices."""
     ranks: tuple[int, ...] = ()
     """Ranks of a distributed job that share this plan; the first one planned. Empty if the process planned by itself."""
     unknown_workspaces: tuple[str, ...] = ()

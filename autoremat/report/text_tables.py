@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from autoremat.basics.display import PlainTable, named_figures, plain_table
 from autoremat.basics.display import as_text as as_text
 from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.planner.memory.reserved import Reserved
 from autoremat.report.data import ReportData, Total
 from autoremat.report.decisions import Decision, ForwardValue
 from autoremat.report.peak_snapshot import LiveTensor, PeakSnapshot
@@ -68,6 +69,8 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         rows.append(("chunked loss", f"{report.loss_chunks} chunks, so sums over tokens round differently{whole}"))
     if not report.within_budget:
         rows.insert(1, ("over the budget", f"by {format_bytes(report.peak_bytes - (report.budget_bytes or 0))}"))
+    if report.reserved is not None:
+        rows.append(("reserved by the allocator", _reserved_text(report.reserved)))
     if report.ranks:
         rows.append(("shared plan", f"that of rank {report.ranks[0]}, for ranks {', '.join(map(str, report.ranks))}"))
     if report.unknown_workspaces:
@@ -76,6 +79,19 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.others:
         rows.append(("other graphs", f"{len(report.others)}, see `others`"))
     return rows
+
+
+EXPANDABLE_GAIN = 0.03
+"""Share of the reserved bytes that expandable segments must save to be recommended."""
+
+
+def _reserved_text(reserved: Reserved) -> str:
+    """Returns the bytes that the allocator reserves, with the advice to let segments expand if that saves much."""
+    text, saved = format_bytes(reserved.default_bytes), reserved.default_bytes - reserved.expandable_bytes
+    if saved <= EXPANDABLE_GAIN * reserved.default_bytes:
+        return text
+    expandable = format_bytes(reserved.expandable_bytes)
+    return f"{text}; {expandable} with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 
 def place(moment: PeakSnapshot) -> str:
