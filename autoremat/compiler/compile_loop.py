@@ -70,7 +70,7 @@ def compile_graph(source: GraphSource, options: Options) -> CompiledGraph:
 
     Raises ``BudgetInfeasible`` if the code exceeds the budget with every plan that is tried.
     """
-    key = fingerprint(source.module, source.inputs, options)
+    key = fingerprint(source.module, source.inputs, options, source.may_repeat_collectives)
     record = records.load(key)
     is_shared = isinstance(options.memory_budget, Share)
     rules = Rules(options.on_infeasible, record is None and not is_shared, is_shared)
@@ -81,9 +81,15 @@ def compile_graph(source: GraphSource, options: Options) -> CompiledGraph:
     is_estimate = False
     while True:
         now("tracing", attempt=len(attempts) + 1)
-        context = PlanningContext(options, step.headroom_bytes, cuda_name=source.cuda_name, planners=planners)
+        context = PlanningContext(
+            options,
+            step.headroom_bytes,
+            cuda_name=source.cuda_name,
+            may_repeat_collectives=source.may_repeat_collectives,
+            planners=planners,
+        )
         partitioning = Partitioning(context)
-        identity = ("autoremat", source_hash(), key, step.headroom_bytes, options.on_infeasible)
+        identity = ("autoremat", source_hash(), key, step.headroom_bytes, options.on_infeasible, source.may_repeat_collectives)
         with caches():
             function, lowered, verdict = lower(source, partitioning, identity, _decision(attempts, rules, partitioning, step))
         is_estimate = is_estimate or lowered.is_estimate

@@ -38,7 +38,7 @@ from autoremat.options.defaults import note_compiled
 from autoremat.options.options import PLANNING_KEYS, Options
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.registry import explain_absence_by, note_graph
-from autoremat.torch_private import compat
+from autoremat.torch_private import compat, process_groups
 
 log = logging.getLogger("autoremat")
 
@@ -98,7 +98,9 @@ def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: 
     if not may_train(gm, example_inputs):
         return compat.compile_with_inductor(gm, example_inputs, patches, {})
     try:
-        found = compile_graph(GraphSource(gm, example_inputs, patches), parsed)
+        may_repeat = process_groups.is_only_rank()
+        source = GraphSource(gm, example_inputs, patches, may_repeat_collectives=may_repeat)
+        found = compile_graph(source, parsed)
         if found.record is not None:
             records.save(found.key, found.record)
         return published(found.function, found.report, parsed)
@@ -138,6 +140,6 @@ def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
     """Plans the graph and returns its halves as FX graphs, without generated code."""
     now("tracing")
-    partitioning = Partitioning(PlanningContext(options))
+    partitioning = Partitioning(PlanningContext(options, may_repeat_collectives=process_groups.is_only_rank()))
     compiled = compat.compile_uncompiled(gm, inputs, Partitioner(partitioning))
     return published(compiled, partitioning.report, options)
