@@ -5,7 +5,7 @@ workers.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from autoremat.basics.units import format_bytes
@@ -62,6 +62,15 @@ class StepProfileError(AutorematError, RuntimeError):
     """Raised if a step cannot be profiled: it compiles no graph, or it has no loss to differentiate."""
 
 
+class AgreementError(AutorematError, RuntimeError):
+    """Raised on all ranks that compile a graph together if one of them fails or is lost. ``rank`` is that one, or None."""
+
+    def __init__(self, message: str, rank: int | None = None) -> None:
+        """Makes the error. ``rank`` is the rank to look at first."""
+        super().__init__(message)
+        self.rank = rank
+
+
 class PlanInvalid(AutorematError):
     """Raised for a plan that fails the check that every plan must pass before it is used."""
 
@@ -102,6 +111,7 @@ class BudgetInfeasible(AutorematError):
         plan_file: str | None = None,
         unconstrained_bytes: int | None = None,
         remedy: str = "",
+        rank: int | None = None,
     ) -> None:
         """Makes the error and its message.
 
@@ -115,6 +125,7 @@ class BudgetInfeasible(AutorematError):
         - ``plan_file``: the stored plan that was to be applied; no other plan was tried.
         - ``unconstrained_bytes``: the minimum peak found without the user's constraints, if there are any.
         - ``remedy``: further advice.
+        - ``rank``: the rank of a distributed job whose plan or budget fails; None for this process.
         """
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
@@ -124,6 +135,7 @@ class BudgetInfeasible(AutorematError):
         self.plan_file = plan_file
         self.unconstrained_bytes = unconstrained_bytes
         self.remedies = (remedy,) if remedy else ()
+        self.rank = rank
         super().__init__(self._message())
 
     def advise(self, remedy: str) -> None:
@@ -132,8 +144,27 @@ class BudgetInfeasible(AutorematError):
             self.remedies = (remedy, *self.remedies)
             self.args = (self._message(),)
 
+    def figures(self) -> dict[str, Any]:
+        """Returns the arguments that make this error again, as JSON data."""
+        return {
+            "budget_bytes": self.budget_bytes,
+            "minimum_bytes": self.minimum_bytes,
+            "lower_bound_bytes": self.lower_bound_bytes,
+            "occupants": [asdict(occupant) for occupant in self.occupants],
+            "device": self.device,
+            "plan_file": self.plan_file,
+            "unconstrained_bytes": self.unconstrained_bytes,
+            "remedy": "; ".join(self.remedies),
+            "rank": self.rank,
+        }
+
+    def on_rank(self, rank: int) -> None:
+        """Names the rank of a distributed job that the error comes from."""
+        self.rank = rank
+        self.args = (self._message(),)
+
     def _message(self) -> str:
-        where = f" on {self.device}" if self.device else ""
+        where = (f" on {self.device}" if self.device else "") + (f" of rank {self.rank}" if self.rank is not None else "")
         lines = [f"no plan was found that keeps the step's peak memory{where} within the budget"]
         if self.plan_file:
             lines = [f"the stored plan {self.plan_file} does not keep the step's peak memory{where} within the budget"]

@@ -1,7 +1,8 @@
 """Builds a :class:`~autoremat.planner.graph.graph.Graph` from a joint FX graph, with maps back to FX nodes.
 
-Views, tuple unpacking and symbolic arithmetic are not ops. Nor is the wait for a collective: the collective is one op with it. They are *helpers*, which cost nothing and are recomputed wherever
-they are needed. Every other call becomes an op. Every storage that it allocates becomes a value.
+Views, tuple unpacking and symbolic arithmetic are not ops. They are *helpers*, which cost nothing and are recomputed wherever
+they are needed. Every other call becomes an op, a collective together with its waits
+(:mod:`autoremat.capture.communication`). Every storage that an op allocates becomes a value.
 
 The joint graph is traced forward first. The backward begins with the first op that depends on a tangent or that autograd
 traced. Later ops belong to it too, except those that the forward's outputs or effects need. A custom op that is not declared
@@ -128,9 +129,9 @@ class _Builder:
 
     def complete(self, wait: fx.Node) -> None:
         """Makes ``wait`` the holder of the results that it completes."""
-        alias: Alias = tuple(self.aliases.get(n) for n in wait.all_input_nodes)
-        self.aliases[wait] = alias if isinstance(wait.meta.get("val"), (tuple, list)) else alias[0]
-        for value in _flatten(alias):
+        held = tuple(self.aliases.get(n) for n in wait.all_input_nodes)
+        self.aliases[wait] = held if isinstance(wait.meta.get("val"), (tuple, list)) else held[0]
+        for value in _flatten(held):
             # The unpackings of a wait for several results become the holders later.
             self.value_nodes[value] = wait if self.aliases[wait] == value else None
 

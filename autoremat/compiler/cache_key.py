@@ -32,9 +32,7 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def fingerprint(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, may_repeat_collectives: bool = False
-) -> str:
+def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, may_repeat_collectives: bool = False) -> str:
     """Returns a hash of everything that determines the plan: graph, inputs, options, settings of torch and versions."""
     parts = [
         source_hash(),

@@ -21,12 +21,13 @@ from autoremat.basics.errors import ConstraintWarning
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.compiler import records
-from autoremat.compiler.attempts import Again, Attempt, Infeasible, Rules, Verdict, code_peak_bytes, next_step, unused_reason
+from autoremat.compiler.attempts import Again, Attempt, Infeasible, Rules, Verdict, code_peak_bytes, unused_reason
 from autoremat.compiler.cache_key import fingerprint, source_hash
 from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext, free_device_bytes
 from autoremat.compiler.lowering import Compiled, GraphSource, Lowered, lower
 from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.peers import ALONE, Peers
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.records import Record
 from autoremat.options.options import Options
@@ -65,13 +66,15 @@ class CompiledGraph:
     """The record to save; None if a record exists, or if planning failed. After a fallback the next process shall warn too."""
 
 
-def compile_graph(source: GraphSource, options: Options) -> CompiledGraph:
+def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -> CompiledGraph:
     """Returns the graph compiled by Inductor, after as many attempts as the generated code requires.
 
-    Raises ``BudgetInfeasible`` if the code exceeds the budget with every plan that is tried.
+    ``peers`` are the ranks that compile it together. Raises ``BudgetInfeasible`` if the code exceeds the budget with every plan
+    that is tried, and ``AgreementError`` if another rank fails.
     """
-    key = fingerprint(source.module, source.inputs, options, source.may_repeat_collectives)
-    record = records.load(key)
+    may_repeat = peers.may_repeat_collectives or source.may_repeat_collectives
+    key = fingerprint(source.module, source.inputs, options, may_repeat)
+    record = peers.agreed_record(records.load(key))
     is_shared = isinstance(options.memory_budget, Share)
     rules = Rules(options.on_infeasible, record is None and not is_shared, is_shared)
     step = Again(0 if record is None else record.extra_headroom_bytes)
@@ -85,13 +88,14 @@ def compile_graph(source: GraphSource, options: Options) -> CompiledGraph:
             options,
             step.headroom_bytes,
             cuda_name=source.cuda_name,
-            may_repeat_collectives=source.may_repeat_collectives,
+            may_repeat_collectives=may_repeat,
             planners=planners,
         )
-        partitioning = Partitioning(context)
-        identity = ("autoremat", source_hash(), key, step.headroom_bytes, options.on_infeasible, source.may_repeat_collectives)
+        partitioning = Partitioning(context, peers.plan, peers.fail)
+        identity = ("autoremat", source_hash(), key, step.headroom_bytes, options.on_infeasible, *peers.identity)
+        decide = _decision(attempts, lambda tried: peers.verdict(tried, rules), partitioning, step)  # noqa: B023
         with caches():
-            function, lowered, verdict = lower(source, partitioning, identity, _decision(attempts, rules, partitioning, step))
+            function, lowered, verdict = lower(source, partitioning, identity, decide)
         is_estimate = is_estimate or lowered.is_estimate
         planned = partitioning.planned
         if planned is None:
@@ -102,18 +106,18 @@ def compile_graph(source: GraphSource, options: Options) -> CompiledGraph:
                     warnings.warn(message, ConstraintWarning, stacklevel=2)
                 return CompiledGraph(function, report, key)
             if caches is compat.without_caches:  # the graph has no backward, although something requires a gradient
-                return CompiledGraph(function, None, key, Record(None))
+                return CompiledGraph(function, None, key, peers.signed(Record(None)))
             # Torch's caches answered, but the record of this compilation is lost. Compiling without caches restores it.
             caches = compat.without_caches
             continue
         attempts.append(attempt_of(planned, step, lowered, is_complete=function is not None))
-        verdict = verdict or next_step(attempts, rules)
+        verdict = verdict or peers.verdict(attempts, rules)
         if isinstance(verdict, Infeasible):
-            raise _error(planned, verdict)
+            raise peers.named(_error(planned, verdict))
         if not isinstance(verdict, Again):
             assert function is not None
             report = _completed(planned, attempts, record, is_estimate)
-            saved = None if partitioning.fell_back else Record(report, step.headroom_bytes)
+            saved = None if partitioning.fell_back else peers.signed(Record(report, step.headroom_bytes))
             return CompiledGraph(function, report, key, saved)
         _log_replan(verdict)
         step = verdict
@@ -146,7 +150,10 @@ def attempt_of(planned: PlannedGraph, step: Again, lowered: Lowered, is_complete
 
 
 def _decision(
-    attempts: list[Attempt], rules: Rules, partitioning: Partitioning, step: Again
+    attempts: list[Attempt],
+    verdict_on: Callable[[list[Attempt]], Verdict | None],
+    partitioning: Partitioning,
+    step: Again,
 ) -> Callable[[Lowered], Verdict | None]:
     """Returns the function that decides, from the code of one or both halves, on the present attempt."""
 
@@ -154,7 +161,7 @@ def _decision(
         planned = partitioning.planned
         if planned is None:
             return None
-        return next_step([*attempts, attempt_of(planned, step, lowered, is_complete=False)], rules)
+        return verdict_on([*attempts, attempt_of(planned, step, lowered, is_complete=False)])
 
     return decide
 

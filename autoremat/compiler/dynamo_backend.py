@@ -33,12 +33,13 @@ from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import Compiled, GraphSource
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.peers import joined
 from autoremat.compiler.publishing import published
 from autoremat.options.defaults import note_compiled
 from autoremat.options.options import PLANNING_KEYS, Options
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.registry import explain_absence_by, note_graph
-from autoremat.torch_private import compat, process_groups
+from autoremat.torch_private import compat
 
 log = logging.getLogger("autoremat")
 
@@ -98,9 +99,8 @@ def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: 
     if not may_train(gm, example_inputs):
         return compat.compile_with_inductor(gm, example_inputs, patches, {})
     try:
-        may_repeat = process_groups.is_only_rank()
-        source = GraphSource(gm, example_inputs, patches, may_repeat_collectives=may_repeat)
-        found = compile_graph(source, parsed)
+        with joined(parsed, source_info.begin_of(gm.graph)) as (peers, agreed):
+            found = compile_graph(GraphSource(gm, example_inputs, patches), agreed, peers)
         if found.record is not None:
             records.save(found.key, found.record)
         return published(found.function, found.report, parsed)
@@ -140,6 +140,9 @@ def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
     """Plans the graph and returns its halves as FX graphs, without generated code."""
     now("tracing")
-    partitioning = Partitioning(PlanningContext(options, may_repeat_collectives=process_groups.is_only_rank()))
-    compiled = compat.compile_uncompiled(gm, inputs, Partitioner(partitioning))
+    place = source_info.begin_of(gm.graph) if may_train(gm, inputs) else None
+    with joined(options, place) as (peers, agreed):
+        context = PlanningContext(agreed, may_repeat_collectives=peers.may_repeat_collectives)
+        partitioning = Partitioning(context, peers.plan, peers.fail)
+        compiled = compat.compile_uncompiled(gm, inputs, Partitioner(partitioning))
     return published(compiled, partitioning.report, options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -14,10 +15,11 @@ from autoremat.capture import communication
 from autoremat.capture.capture import Capture, capture, runs_on_type
 from autoremat.capture.pricing import priced
 from autoremat.compiler.torch_partition import torch_partition_peak
+from autoremat.ops.collectives import ranks_of
 from autoremat.options.options import Options
 from autoremat.passes import before_capture
 from autoremat.planner.cost import Interconnect, Links, Pricing
-from autoremat.planner.graph.graph import Graph, Role
+from autoremat.planner.graph.graph import Graph, Role, Trait
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.search.planner import Planner
 from autoremat.torch_private import compat
@@ -53,7 +55,7 @@ class PlanningContext:
     lowers: bool = True
     """True if Inductor's code decides in the end. False if the simulation alone decides."""
     may_repeat_collectives: bool = False
-    """True if all ranks follow this plan, so that they can repeat an all-gather together."""
+    """True if ranks that share the graph follow one plan, so that they can repeat an all-gather together."""
     interconnects: Mapping[str, Interconnect] = field(default_factory=dict)
     """Measured rates of process groups, by name. The rates of other groups are assumed."""
     planners: list[Planner] = field(default_factory=list)
@@ -117,6 +119,18 @@ class PricedGraph:
     def graph(self) -> Graph:
         """The planner's graph."""
         return self.captured.graph
+
+    @cached_property
+    def gathering_ranks(self) -> frozenset[int]:
+        """The ranks whose gathers the plan may repeat together with this one's; empty if it repeats none."""
+        ops = zip(self.graph.ops, self.captured.op_nodes, strict=True)
+        return frozenset().union(*(ranks_of(node) for op, node in ops if Trait.GATHER in op.traits))
+
+    def with_gathers_once(self) -> PricedGraph:
+        """Returns the graph without the permission to repeat a gather."""
+        ops = tuple(replace(op, traits=op.traits & ~Trait.GATHER | Trait.COLLECTIVE) if Trait.GATHER in op.traits else op
+                    for op in self.graph.ops)  # fmt: skip
+        return replace(self, captured=replace(self.captured, graph=replace(self.graph, ops=ops)))
 
     def torch_partition_peak(self) -> int | None:
         """Returns the simulated peak of torch's own partition without a budget, in bytes; None if it is unknown."""

@@ -102,15 +102,30 @@ def _chunked(
     for number in numbers:
         if wanted == "auto" and any(candidate.planning.plan is not None for candidate in found):
             return
-        joint = priced.captured.joint
-        module = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
-        module.meta = dict(joint.meta)
-        chunked = chunk_loss(module, int(number))
-        if any(candidate.chunks == chunked.chunks for candidate in found):
+        module, chunks = _module_with_chunks(priced, int(number))
+        if any(candidate.chunks == chunks for candidate in found):
             return  # there are too few rows for more chunks
-        again = capture_and_price(dataclasses.replace(priced.joint, module=module), context)
-        assert again is not None
-        yield contend(again, chunked.chunks)
+        yield contend(_priced_again(priced, context, module), chunks)
+
+
+def with_chunks(priced: PricedGraph, context: PlanningContext, number: int) -> PricedGraph:
+    """Returns the graph with its loss in ``number`` chunks. Raises ``ChunkingUnsupported`` if the loss cannot be chunked."""
+    module, _ = _module_with_chunks(priced, number)
+    return _priced_again(priced, context, module)
+
+
+def _module_with_chunks(priced: PricedGraph, number: int) -> tuple[fx.GraphModule, int]:
+    """Returns a copy of the joint graph with a chunked loss, and the number of its chunks."""
+    joint = priced.captured.joint
+    module = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
+    module.meta = dict(joint.meta)
+    return module, chunk_loss(module, number).chunks
+
+
+def _priced_again(priced: PricedGraph, context: PlanningContext, module: fx.GraphModule) -> PricedGraph:
+    again = capture_and_price(dataclasses.replace(priced.joint, module=module), context)
+    assert again is not None
+    return again
 
 
 def _warn(reason: str) -> None:

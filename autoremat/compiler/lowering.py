@@ -38,7 +38,7 @@ class GraphSource:
     """Name of the CUDA device that is planned for by its data sheet; None to plan for the device of the graph."""
 
     may_repeat_collectives: bool = False
-    """True if all ranks follow the plan of this graph."""
+    """True if all ranks are taken to follow one plan, because none of them runs this one."""
 
     @property
     def is_represented(self) -> bool:

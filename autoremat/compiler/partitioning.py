@@ -38,6 +38,8 @@ class Partitioning:
 
     context: PlanningContext
     plan: Callable[[PricedGraph, PlanningContext], PlannedGraph] = field(default_factory=lambda: plan_graph)
+    report_failure: Callable[[Exception], None] = lambda error: None
+    """Tells the ranks that share the graph about an error after which this one falls back."""
     planned: PlannedGraph | None = field(default=None, init=False)
     replay_context: ReplayContext = field(default_factory=ReplayContext, init=False)
     memory_first: bool = field(default=False, init=False)
@@ -68,6 +70,7 @@ class Partitioning:
                 raise
             if not options.falls_back:
                 raise planning_error(error, source_info.place_of(untouched)) from error
+            self.report_failure(error)
             joint.module.graph = untouched
             self.fall_back(error, source_info.place_of(untouched))
         return compat.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)

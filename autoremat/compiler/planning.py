@@ -140,10 +140,10 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
         is_last_plan=chosen.plan_file is not None or chosen.planning.plan is None,
         plan_file=chosen.plan_file,
     )
-    return dataclasses.replace(planned, report=_report_of(planned, choice, budget, soft_budget, start))
+    return dataclasses.replace(planned, report=report_of(planned, choice, budget, soft_budget, start))
 
 
-def _report_of(
+def report_of(
     planned: PlannedGraph, choice: ChunkingChoice, budget: int | None, soft_budget: int | None, start: float
 ) -> Report:
     """Returns the report of the plan, before code is generated. ``start`` is the time at which planning began."""

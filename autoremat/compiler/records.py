@@ -23,16 +23,19 @@ class Record:
 
     report: Report | None
     extra_headroom_bytes: int = 0
+    agreement: str = ""
+    """Name of the agreement of several ranks under which the code was made; empty for a process by itself."""
 
 
 def load(key: str) -> Record | None:
     """Returns the record of ``key``, or None if it is missing or unusable."""
     try:
         fields: dict[str, Any] = json.loads(read_text("reports", key) or "")
+        headroom, agreement = int(fields["extra_headroom_bytes"]), str(fields.get("agreement", ""))
         if fields["report"] is None:
-            return Record(None, int(fields["extra_headroom_bytes"]))
+            return Record(None, headroom, agreement)
         report = Report.from_json(json.dumps(fields["report"]))
-        return Record(dataclasses.replace(report, plan=_plan(key)), int(fields["extra_headroom_bytes"]))
+        return Record(dataclasses.replace(report, plan=_plan(key)), headroom, agreement)
     except UNUSABLE:
         return None
 
@@ -51,4 +54,5 @@ def save(key: str, record: Record) -> None:
     if record.report is not None and record.report.plan is not None:
         write_text("plans", key, record.report.plan.dumps())
     report = None if record.report is None else json.loads(record.report.to_json())
-    write_text("reports", key, json.dumps({"report": report, "extra_headroom_bytes": record.extra_headroom_bytes}))
+    fields = {"report": report, "extra_headroom_bytes": record.extra_headroom_bytes, "agreement": record.agreement}
+    write_text("reports", key, json.dumps(fields))

@@ -55,6 +55,11 @@ def workspace_bytes(node: fx.Node, runs_on: str) -> int:
     return joined + (made if "all_gather" in name else 0)
 
 
+def ranks_of(node: fx.Node) -> frozenset[int]:
+    """Returns the ranks that take part in a collective, as far as this process knows its group."""
+    return process_groups.ranks_of(_group(node))
+
+
 def _arguments(node: fx.Node) -> dict[str, Any]:
     schema = node.target._schema  # type: ignore[union-attr]
     return dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)

@@ -54,14 +54,15 @@ COST_MODELS = ("roofline", "calibrated")
 PLANNING_ERROR_ACTIONS = ("fallback", "raise")
 OWN_KEYS = (
     "memory_budget", "auto_headroom", "time_limit", "compiler", "on_infeasible", "on_planning_error", "cost_model", "plan",
-    "policy", "save", "recompute", "chunk_loss", "interconnect_bandwidth", "interconnect_latency", "progress",
+    "policy", "save", "recompute", "chunk_loss", "interconnect_bandwidth", "interconnect_latency", "agreement", "progress",
 )  # fmt: skip
-PLANNING_KEYS = tuple(key for key in OWN_KEYS if key != "progress")
+PLANNING_KEYS = tuple(key for key in OWN_KEYS if key not in ("agreement", "progress"))
 
 _BUDGET_FORMS = f'{FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `auto_headroom`); an `autoremat.profile_step`'
 _PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
 _CHUNK_FORMS = '"auto", True, False or a number of parts, an int >= 2'
 _BANDWIDTH_FORMS = 'text such as "50GB/s", a number of bytes per second >= 1, or None'
+_AGREEMENT_FORMS = '"auto", "off" or a list of ranks, such as torch.distributed.get_process_group_ranks(group)'
 _HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
 
@@ -95,6 +96,7 @@ class Options:
     - interconnect_bandwidth: bytes per second that one rank sends in a collective, such as "50GB/s"; None for the measured or
         assumed rate of each process group.
     - interconnect_latency: seconds of a collective beside its bytes; None for the measured or assumed ones.
+    - agreement: the ranks of a distributed job that plan a shared graph alike: "auto" (all that compile it), "off" or a list.
     - progress: True to show the progress of slow compilations. No plan depends on it.
     - inductor: pairs for Inductor's config, sorted by key.
     - mode: the mode of `torch.compile`.
@@ -118,6 +120,7 @@ class Options:
     chunk_loss: bool | int | str = "auto"
     interconnect_bandwidth: float | None = None
     interconnect_latency: float | None = None
+    agreement: str | tuple[int, ...] = field(default="auto", compare=False)
     progress: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
@@ -140,6 +143,7 @@ class Options:
             "interconnect_latency": None
             if self.interconnect_latency is None
             else positive_seconds(self.interconnect_latency, "interconnect_latency"),
+            "agreement": _normalise_agreement(self.agreement),
             "progress": flag(self.progress, "progress"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
@@ -247,6 +251,7 @@ class OptionValues(TypedDict, total=False):
     chunk_loss: bool | int | str
     interconnect_bandwidth: float | str | None
     interconnect_latency: float | None
+    agreement: str | Sequence[int]
     progress: bool
 
 
@@ -356,6 +361,16 @@ def _normalise_chunks(value: object) -> bool | int | str:
     if count is None or count < 2:
         raise refused("chunk_loss", value, _CHUNK_FORMS)
     return count
+
+
+def _normalise_agreement(value: object) -> str | tuple[int, ...]:
+    """Returns the option ``agreement``, with ranks in ascending order."""
+    if value in ("auto", "off"):
+        return str(value)
+    ranks = [as_int(one) for one in value] if isinstance(value, list | tuple | range) else []
+    if not ranks or any(rank is None or rank < 0 for rank in ranks):
+        raise refused("agreement", value, _AGREEMENT_FORMS)
+    return tuple(sorted({rank for rank in ranks if rank is not None}))
 
 
 def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:

@@ -37,14 +37,10 @@ def is_fake(name: str) -> bool:
     return group is not None and dist.get_backend(group) == "fake"
 
 
-def is_only_rank() -> bool:
-    """Returns True if no other rank could follow another plan.
-
-    There is no process group, it has one rank, or its backend is the fake one, in which no other rank exists.
-    """
-    if not (dist.is_available() and dist.is_initialized()):
-        return True
-    return dist.get_world_size() == 1 or dist.get_backend() == "fake"
+def ranks_of(name: str) -> frozenset[int]:
+    """Returns the global ranks of the group ``name``; an impossible one for an unknown group."""
+    group = _group(name)
+    return frozenset({-1}) if group is None else frozenset(dist.get_process_group_ranks(group))
 
 
 def identity() -> str:

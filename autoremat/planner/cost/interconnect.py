@@ -2,8 +2,8 @@
 
     seconds  =  latency  +  sent bytes / bandwidth
 
-``sent bytes`` are those that leave one rank. A gather over ``w`` ranks sends ``(w - 1) / w`` of the gathered bytes, as rings and
-trees do. An all-reduce sends twice that, because it is a reduce-scatter and a gather.
+``sent bytes`` are those that leave one rank. A gather over ``w`` ranks sends ``(w - 1) / w`` of the gathered bytes, as in a
+ring. An all-reduce sends twice that, because it is a reduce-scatter and a gather.
 """
 
 from __future__ import annotations

@@ -1,0 +1,147 @@
+"""A session: the messages of the members of a meeting while they compile one graph.
+
+Members proceed in *rounds*, which all of them run in the same sequence. In a round each member sends its part to the *leader*,
+the lowest rank. The leader makes one result of all parts, and every member receives it. An error on one member is the result
+of the round for all others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+from autoremat.agreement.channel import Channel
+from autoremat.agreement.rendezvous import Meeting
+from autoremat.basics.errors import AgreementError, BudgetInfeasible, Occupant, find_cause
+
+Parts = Mapping[int, Any]
+"""The parts of all members by rank, as JSON data."""
+
+
+@dataclass
+class Session:
+    """The rounds of one compilation. Its data are JSON data."""
+
+    channel: Channel
+    meeting: Meeting
+    number: int = field(default=0, init=False)
+    """Number of rounds so far."""
+    failed: bool = field(default=False, init=False)
+    """True if an error has ended the session."""
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The ranks of this session, in ascending order."""
+        return self.meeting.members
+
+    @property
+    def leader(self) -> int:
+        """The rank that decides for all."""
+        return self.members[0]
+
+    @property
+    def leads(self) -> bool:
+        """True if this process is the leader."""
+        return self.channel.rank == self.leader
+
+    def round(self, topic: str, part: Any, decide: Callable[[Parts], Any]) -> Any:
+        """Returns the result of a round, in which this member sends ``part``.
+
+        ``decide`` makes the result of all parts. It runs on the leader alone, and its error ends the session on all members.
+        Raises ``AgreementError``, or ``BudgetInfeasible``, if a member fails or is lost.
+        """
+        self.number += 1
+        return self._lead(topic, part, decide) if self.leads else self._follow(topic, part)
+
+    def from_leader(self, topic: str, compute: Callable[[], Any]) -> Any:
+        """Returns the result of ``compute`` on the leader."""
+        return self.round(topic, None, lambda parts: compute())
+
+    def split(self, topic: str, kind: str) -> Session:
+        """Returns the session of the members with the same ``kind``; this one if all have the same."""
+        kinds = self.round(topic, kind, lambda parts: {str(rank): part for rank, part in parts.items()})
+        alike = tuple(rank for rank in self.members if kinds[str(rank)] == kind)
+        if alike == self.members:
+            return self
+        return Session(self.channel, Meeting(f"{self.meeting.name}/{self.number}/{alike[0]}", alike, self.meeting.missing))
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the session on all members with ``error``, unless an error has ended it already."""
+        if not self.failed:
+            self.failed = True
+            self.number += 1
+            self.channel.write(self._result if self.leads else self._part(self.channel.rank), {"error": _described(error)})
+
+    def close(self) -> None:
+        """Ends the session after success of all members."""
+        self.round("end", None, lambda parts: None)
+        if self.leads:
+            rounds = range(1, self.number)
+            self.channel.delete(f"{self.meeting.name}/{number}/{rank}" for number in rounds for rank in self.members[1:])
+            self.channel.delete(f"{self.meeting.name}/{number}/result" for number in rounds)
+
+    @property
+    def _result(self) -> str:
+        return f"{self.meeting.name}/{self.number}/result"
+
+    def _part(self, rank: int) -> str:
+        return f"{self.meeting.name}/{self.number}/{rank}"
+
+    def _follow(self, topic: str, part: Any) -> Any:
+        """Sends ``part`` and returns the leader's result."""
+        self.channel.write(self._part(self.channel.rank), {"topic": topic, "part": part})
+        result = self.channel.wait(self._result, self.leader)
+        if "error" in result:
+            self._raise(result["error"], result.get("rank", self.leader))
+        return result["value"]
+
+    def _lead(self, topic: str, part: Any, decide: Callable[[Parts], Any]) -> Any:
+        """Returns the result of all parts, after it has been sent to all members."""
+        parts = {self.leader: part}
+        try:
+            for rank in self.members[1:]:
+                sent = self.channel.wait(self._part(rank), rank)
+                if "error" in sent:
+                    self.channel.write(self._result, {"error": sent["error"], "rank": rank})
+                    self._raise(sent["error"], rank)
+                if sent["topic"] != topic:
+                    raise AgreementError(
+                        f"rank {rank} is at {sent['topic']!r} of a compilation while rank {self.leader} is at {topic!r}: their "
+                        "caches or settings of torch differ"
+                    )
+                parts[rank] = sent["part"]
+            value = decide(parts)
+        except Exception as error:
+            if not self.failed:
+                self.failed = True
+                self.channel.write(self._result, {"error": _described(error), "rank": self.leader})
+            raise
+        self.channel.write(self._result, {"value": value})
+        return value
+
+    def _raise(self, described: Mapping[str, Any], rank: int) -> NoReturn:
+        self.failed = True
+        raise _restored(described, rank)
+
+
+def _described(error: BaseException) -> dict[str, Any]:
+    """Returns an error as JSON data. Errors are never pickled."""
+    infeasible = find_cause(error, BudgetInfeasible)
+    if infeasible is not None:
+        return {"infeasible": infeasible.figures()}
+    lost = find_cause(error, AgreementError)
+    return {"text": str(lost) if lost is not None else f"{type(error).__name__}: {error}", "told": lost is not None}
+
+
+def _restored(described: Mapping[str, Any], rank: int) -> AgreementError | BudgetInfeasible:
+    """Returns the error that rank ``rank`` has described."""
+    if "infeasible" not in described:
+        if described["told"]:
+            return AgreementError(described["text"], rank)
+        return AgreementError(
+            f"compiling a graph failed on rank {rank}, so all ranks that share it stop: {described['text']}", rank
+        )
+    figures = dict(described["infeasible"])
+    figures["occupants"] = [Occupant(**one) for one in figures["occupants"]]
+    return BudgetInfeasible(**{"rank": rank} | {name: value for name, value in figures.items() if value is not None})

@@ -1,0 +1,292 @@
+"""The ranks that compile a graph together, as the compile loop sees them.
+
+A process by itself plans and decides alone. Under an agreement one rank, the leader, plans. The others take its plan, check it
+on their own graph and send the peaks of their own code. One verdict per attempt holds for all, so all compile equally often.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import uuid
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
+
+from autoremat.agreement.channel import Channel
+from autoremat.agreement.rendezvous import Rendezvous
+from autoremat.agreement.session import Parts, Session
+from autoremat.basics.errors import AgreementError, BudgetInfeasible, BudgetWarning
+from autoremat.compiler.attempts import Accept, Again, Attempt, Infeasible, Purpose, Rules, Verdict, next_step
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.planning import PlannedGraph, plan_graph
+from autoremat.compiler.records import Record
+from autoremat.compiler.told_plan import TOLD, ToldPlan, plan_as_told, told
+from autoremat.options.options import Options
+from autoremat.planner.multigraph.ledger import Share
+from autoremat.planner.plans.plan_file import graph_hash
+from autoremat.torch_private.processes import Job, job
+
+
+class Peers(Protocol):
+    """Everything that a compilation asks about other ranks."""
+
+    @property
+    def may_repeat_collectives(self) -> bool:
+        """True if no rank that shares the graph follows another plan."""
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """The part of a name in torch's caches that keeps compilations under other agreements apart."""
+
+    def agreed_record(self, found: Record | None) -> Record | None:
+        """Returns the record to start from: ``found``, or None if not all ranks have one of the same compilation."""
+
+    def signed(self, record: Record) -> Record:
+        """Returns ``record`` with the name of the agreement under which it was made."""
+
+    def plan(self, priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
+        """Returns the graph with the plan for its budget."""
+
+    def verdict(self, attempts: Sequence[Attempt], rules: Rules) -> Verdict | None:
+        """Returns the verdict on the last attempt; None if Inductor shall go on with it."""
+
+    def named(self, error: Exception) -> Exception:
+        """Returns ``error`` with the rank that it comes from."""
+
+    def fail(self, error: Exception) -> None:
+        """Ends the compilation on all other ranks with ``error``."""
+
+
+class Alone:
+    """A process that compiles by itself."""
+
+    identity: tuple[object, ...] = ()
+
+    @property
+    def may_repeat_collectives(self) -> bool:
+        return job() is None
+
+    def agreed_record(self, found: Record | None) -> Record | None:
+        return found
+
+    def signed(self, record: Record) -> Record:
+        return record
+
+    def plan(self, priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
+        return plan_graph(priced, context)
+
+    def verdict(self, attempts: Sequence[Attempt], rules: Rules) -> Verdict | None:
+        return next_step(attempts, rules)
+
+    def named(self, error: Exception) -> Exception:
+        return error
+
+    def fail(self, error: Exception) -> None:
+        pass
+
+
+ALONE = Alone()
+
+
+@dataclass
+class Members:
+    """The members of a session."""
+
+    session: Session
+    binding: int | None = None
+    """The rank with the least budget; None if the budgets are equal."""
+    nonce: str = ""
+    """Name of the agreement under which the code is made. All members have the same."""
+    record: Record | None = None
+    """The record of an earlier process, if all members have one of the same agreement. Nothing is decided again then."""
+    joint: dict[int, Attempt] = field(default_factory=dict)
+    """The attempts by their number, with the largest peaks of all members. Only the leader has them."""
+
+    may_repeat_collectives = True
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        # Each rank has entries of its own. Otherwise one rank could find the code that another rank has just written.
+        return self.nonce, self.session.channel.rank
+
+    def agreed_record(self, found: Record | None) -> Record | None:
+        def compare(parts: Parts) -> dict[str, Any]:
+            names = set(parts.values())
+            is_warm = len(names) == 1 and "" not in names
+            return {"nonce": names.pop() if is_warm else uuid.uuid4().hex, "is_warm": is_warm}
+
+        result = self.session.round("record", "" if found is None else found.agreement, compare)
+        self.nonce, self.record = result["nonce"], found if result["is_warm"] else None
+        return self.record
+
+    def signed(self, record: Record) -> Record:
+        return replace(record, agreement=self.nonce)
+
+    def plan(self, priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
+        if self.record is not None:
+            report = self.record.report
+            known = None if report is None or report.plan is None else ToldPlan.of_report(report)
+            return plan_graph(priced, context) if known is None else plan_as_told(priced, context, known)
+        self.session = self.session.split("graph", graph_hash(priced.graph))
+        if priced.gathering_ranks:
+            # A rank that gathers with others than the members would wait for them in vain.
+            inside = priced.gathering_ranks <= set(self.session.members)
+            if not self.session.round("gathers", inside, lambda parts: all(parts.values())):
+                priced = priced.with_gathers_once()
+        found: list[PlannedGraph] = []
+
+        def compute() -> str:
+            try:
+                found.append(plan_graph(priced, context))
+            except BudgetInfeasible as error:
+                raise self.named(error) from None
+            return told(found[0]).to_json()
+
+        text = self.session.from_leader("plan", compute)
+        return found[0] if found else plan_as_told(priced, context, TOLD.read(ToldPlan, json.loads(text)))
+
+    def verdict(self, attempts: Sequence[Attempt], rules: Rules) -> Verdict | None:
+        if self.record is not None:
+            return next_step(attempts, rules)
+        last = attempts[-1]
+        part = {"peaks": {str(int(half)): peak for half, peak in last.code_peaks.items()}, "is_complete": last.is_complete}
+
+        def decide(parts: Parts) -> dict[str, Any] | None:
+            self.joint[len(attempts)] = _joined(last, parts)
+            return _written(next_step([self.joint[number + 1] for number in range(len(attempts))], rules))
+
+        return _read(self.session.round("verdict", part, decide))
+
+    def named(self, error: Exception) -> Exception:
+        if isinstance(error, BudgetInfeasible) and error.rank is None and self.binding is not None:
+            error.on_rank(self.binding)
+        return error
+
+    def fail(self, error: Exception) -> None:
+        self.session.fail(error)
+
+
+def _joined(attempt: Attempt, parts: Parts) -> Attempt:
+    """Returns ``attempt`` with the largest peak of each half on all members."""
+    peaks: dict[bool, int] = {}
+    for part in parts.values():
+        for half, peak in part["peaks"].items():
+            peaks[half == "1"] = max(peak, peaks.get(half == "1", 0))
+    return replace(attempt, code_peaks=peaks, is_complete=all(part["is_complete"] for part in parts.values()))
+
+
+def _written(verdict: Verdict | None) -> dict[str, Any] | None:
+    match verdict:
+        case Again(headroom, purpose):
+            return {"again": headroom, "purpose": purpose.name}
+        case Infeasible(minimum):
+            return {"infeasible": minimum}
+        case Accept():
+            return {}
+    return None
+
+
+def _read(data: dict[str, Any] | None) -> Verdict | None:
+    if data is None:
+        return None
+    if "again" in data:
+        return Again(data["again"], Purpose[data["purpose"]])
+    return Infeasible(data["infeasible"]) if "infeasible" in data else Accept()
+
+
+_rendezvous: tuple[Job, Rendezvous] | None = None
+"""The job of this process and its meetings."""
+
+
+@contextlib.contextmanager
+def joined(options: Options, place: str | None) -> Iterator[tuple[Peers, Options]]:
+    """Yields the peers that compile the graph at ``place`` together, and the options that all of them use.
+
+    A process without peers compiles alone, and so does one whose graph needs no plan (``place`` is None). An error of the body
+    ends the compilation on all members.
+    """
+    present, ranks = job(), _ranks(options)
+    if present is None or ranks is None or place is None:
+        yield ALONE, options
+        return
+    channel = Channel(present)
+    with channel.alive():
+        meeting = _rendezvous_of(present).meet(place, ranks)
+        if meeting.missing:
+            _warn_of_missing(meeting.missing, place)
+        if len(meeting.members) == 1:
+            yield ALONE, options
+            return
+        members = Members(Session(channel, meeting))
+        try:
+            options = _agreed_options(members, options)
+            yield members, options
+        except Exception as error:
+            members.fail(error)
+            raise
+        if not members.session.failed:
+            members.session.close()
+
+
+def _ranks(options: Options) -> Sequence[int] | None:
+    """Returns the ranks that may compile a graph together with this process; None if there are none."""
+    present = job()
+    if present is None or options.agreement == "off":
+        return None
+    ranks = range(present.world_size) if isinstance(options.agreement, str) else options.agreement
+    return ranks if present.rank in ranks else None
+
+
+def _rendezvous_of(present: Job) -> Rendezvous:
+    global _rendezvous
+    if _rendezvous is None or _rendezvous[0] is not present:
+        _rendezvous = present, Rendezvous(Channel(present))
+    return _rendezvous[1]
+
+
+def _warn_of_missing(missing: Sequence[int], place: str) -> None:
+    ranks = ", ".join(map(str, missing))
+    warnings.warn(
+        f"ranks {ranks} did not come to compile {place}, so the others planned it without them. Their plans may differ, and "
+        'nothing that communicates is repeated. Pass agreement="off", or the list of the ranks that compile it',
+        BudgetWarning,
+        stacklevel=4,
+    )
+
+
+def _agreed_options(members: Members, options: Options) -> Options:
+    """Returns ``options`` with the least budget of all members. Raises ``AgreementError`` if other options differ."""
+    budget = options.memory_budget
+    if isinstance(budget, Share):  # the leader's, because limits of several ranks may not go together
+        budget = "share"
+    part = {"budget": budget, "options": json.loads(replace(options, memory_budget=None).cache_key())}
+
+    def decide(parts: Parts) -> dict[str, Any]:
+        _compare_options(parts)
+        budgets = {rank: one["budget"] for rank, one in parts.items()}
+        kinds = {type(one) for one in budgets.values()}
+        if len(kinds) > 1:
+            raise AgreementError(f"ranks compile one graph under budgets of different kinds: {_by_rank(budgets)}")
+        if kinds & {int, float} and len(set(budgets.values())) > 1:
+            least = min(budgets, key=lambda rank: budgets[rank])
+            return {"budget": budgets[least], "binding": least}
+        return {"budget": budgets[members.session.leader], "binding": None}
+
+    agreed = members.session.round("options", part, decide)
+    members.binding = agreed["binding"]
+    return options if isinstance(options.memory_budget, Share) else replace(options, memory_budget=agreed["budget"])
+
+
+def _compare_options(parts: Parts) -> None:
+    """Raises ``AgreementError`` with the first option that differs between ranks."""
+    (_, first), *rest = parts.items()
+    for name, value in first["options"].items():
+        if any(part["options"].get(name) != value for _, part in rest):
+            values = {rank: part["options"].get(name) for rank, part in parts.items()}
+            raise AgreementError(f"ranks compile one graph under different options: {name} is {_by_rank(values)}")
+
+
+def _by_rank(values: dict[int, Any]) -> str:
+    return ", ".join(f"{value!r} on rank {rank}" for rank, value in values.items())

@@ -1,0 +1,121 @@
+"""The plan that a leader sends to the other ranks, and its application to their own graph."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, replace
+
+from autoremat.basics.codec import Codec, plain
+from autoremat.basics.errors import AgreementError
+from autoremat.compiler.infeasibility import infeasible
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, with_chunks
+from autoremat.compiler.planning import PlannedGraph, headroom_of_code, planner_of, report_of
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.plans.plan_file import difference, graph_hash
+from autoremat.planner.search.planner import PlanningResult
+from autoremat.report.report import Report
+
+TOLD = Codec(signed=True)
+
+
+@dataclass(frozen=True)
+class ToldPlan:
+    """A plan of another rank, with the figures of its search."""
+
+    plan: str
+    """The text of the plan, which holds the seconds of that rank's cost model."""
+    chunks: int
+    """Number of chunks of the loss."""
+    fits: bool
+    """True if the simulated peak keeps to the budget on that rank."""
+    budget_bytes: int | None
+    soft_budget_bytes: int | None
+    lower_bound_bytes: int
+    lower_bound_seconds: float
+    candidates: int
+    interrupted: bool
+
+    def to_json(self) -> str:
+        """Returns this as JSON text."""
+        return json.dumps(plain(self))
+
+    @classmethod
+    def of_report(cls, report: Report) -> ToldPlan:
+        """Returns the plan of an earlier compilation's report, which must have one."""
+        assert report.plan is not None
+        return cls(
+            plan=report.plan.dumps(),
+            chunks=report.loss_chunks,
+            fits=True,
+            budget_bytes=report.budget_bytes,
+            soft_budget_bytes=report.soft_budget_bytes,
+            lower_bound_bytes=report.lower_bound_bytes,
+            lower_bound_seconds=report.lower_bound_seconds or 0.0,
+            candidates=1,
+            interrupted=False,
+        )
+
+
+def told(planned: PlannedGraph) -> ToldPlan:
+    """Returns the plan of ``planned`` in the form in which other ranks receive it."""
+    report, planning = planned.report, planned.planning
+    assert report is not None
+    assert planning is not None
+    return ToldPlan(
+        plan=planned.plan.dumps(),
+        chunks=report.loss_chunks,
+        fits=planning.plan is not None,
+        budget_bytes=report.budget_bytes,
+        soft_budget_bytes=report.soft_budget_bytes,
+        lower_bound_bytes=planning.lower_bound_bytes,
+        lower_bound_seconds=planning.lower_bound_seconds,
+        candidates=planning.candidates,
+        interrupted=planning.interrupted,
+    )
+
+
+def plan_as_told(priced: PricedGraph, context: PlanningContext, message: ToldPlan) -> PlannedGraph:
+    """Returns the graph with another rank's plan, checked and simulated on this rank's graph.
+
+    Seconds are those of the other rank, so all reports are alike. Raises ``BudgetInfeasible`` if this rank's own peak exceeds
+    the budget, and ``PlanInvalid`` if the plan breaks a rule of this rank's graph.
+    """
+    start = time.perf_counter()
+    theirs = Plan.loads(message.plan, "the plan of another rank")
+    form = priced if message.chunks == 1 else with_chunks(priced, context, message.chunks)
+    whole, _ = planner_of(priced, context, message.soft_budget_bytes)
+    planner, constrained = planner_of(form, context, message.soft_budget_bytes)
+    graph = _with_seconds_of(theirs.graph, planner.graph)
+    plan = Plan.of(graph, theirs.schedule, theirs.label)
+    plan.check()
+    planning = PlanningResult(
+        plan=plan if message.fits else None,
+        baseline=whole.baseline,
+        smallest=plan,
+        lower_bound_bytes=message.lower_bound_bytes,
+        lower_bound_seconds=message.lower_bound_seconds,
+        candidates=message.candidates,
+        interrupted=message.interrupted,
+    )
+    headroom = headroom_of_code(priced) if context.fuses else 0
+    budget = message.budget_bytes
+    if budget is not None and context.must_fit and not context.decided_by_code and plan.peak_bytes + headroom > budget:
+        raise infeasible(planning, budget, form.captured.device.name, plan.peak_bytes + headroom)
+    planned = PlannedGraph(form, context, plan, None, headroom, planning, is_last_plan=not message.fits)
+    candidate = ChunkingCandidate(form, planner, constrained, planning, message.chunks)
+    choice = ChunkingChoice(candidate, None)
+    return replace(planned, report=report_of(planned, choice, budget, message.soft_budget_bytes, start))
+
+
+def _with_seconds_of(theirs: Graph, ours: Graph) -> Graph:
+    """Returns ``ours`` with the seconds of ``theirs``. Raises ``AgreementError`` if their structures differ."""
+    if graph_hash(theirs) != graph_hash(ours):
+        raise AgreementError(f"the plan of another rank is for another graph:\n{difference(theirs, ours)}")
+    ops = tuple(
+        replace(own, seconds=other.seconds, memory_bound_seconds=other.memory_bound_seconds)
+        for own, other in zip(ours.ops, theirs.ops, strict=True)
+    )
+    return replace(ours, ops=ops, saving_seconds_per_byte=theirs.saving_seconds_per_byte)
