@@ -105,9 +105,8 @@ def prepare_joint(
     if partitioners.has_recomputable_ops(joint):
         joint = partitioners.cleanup_recompute_tags(joint, is_default_partition=False)
     if not functorch_config.unsafe_allow_optimization_of_collectives:
-        by_model = {
-            node: node.meta.get("recompute") for node in joint.graph.nodes if may_repeat is not None and may_repeat(node)
-        }
+        free = [] if may_repeat is None else [node for node in joint.graph.nodes if may_repeat(node)]
+        by_model = {node: node.meta.get("recompute") for node in free}
         partitioners.force_save_collectives(joint)
         for node, policy in by_model.items():
             node.meta["recompute"] = policy

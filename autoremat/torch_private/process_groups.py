@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch.distributed as dist
 
 UNKNOWN_RANKS = 1 << 20
@@ -17,10 +19,8 @@ def _group(name: str) -> dist.ProcessGroup | None:
     """Returns the group of that name; None if this process does not know it."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
     try:
-        return _resolve_process_group(name)  # type: ignore[arg-type]
+        return cast("dist.ProcessGroup", dist.distributed_c10d._resolve_process_group(name))  # type: ignore[attr-defined]
     except (LookupError, ValueError, RuntimeError):
         return None
 
