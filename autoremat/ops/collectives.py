@@ -45,7 +45,7 @@ def workspace_bytes(node: fx.Node, runs_on: str) -> int:
     On CPUs, gloo gathers into one buffer and copies it into the results. It reduces and scatters a copy of the operands.
     Several operands of one call become one buffer first.
     """
-    if runs_on != "cpu" or process_groups.is_fake(_group(node)):
+    if _copies_nothing(node, runs_on):
         return 0
     name, made = node.target._schema.name, _bytes(node.meta.get("val"))  # type: ignore[union-attr]
     read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
@@ -53,6 +53,20 @@ def workspace_bytes(node: fx.Node, runs_on: str) -> int:
         return read
     joined = read if len(node.all_input_nodes) > 1 else 0
     return joined + (made if "all_gather" in name else 0)
+
+
+def _copies_nothing(node: fx.Node, runs_on: str) -> bool:
+    return runs_on != "cpu" or process_groups.is_fake(_group(node))
+
+
+def held_bytes(node: fx.Node, runs_on: str) -> int:
+    """Returns the bytes that a collective may hold for a moment after its wait; 0 on accelerators.
+
+    A thread of gloo reports that it is done before it lets go of the tensors.
+    """
+    if not op_traits.is_collective(node) or _copies_nothing(node, runs_on):
+        return 0
+    return max(_bytes(node.meta.get("val")), sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes))
 
 
 def ranks_of(node: fx.Node) -> frozenset[int]:

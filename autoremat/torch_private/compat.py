@@ -110,6 +110,8 @@ def prepare_joint(
         partitioners.force_save_collectives(joint)
         for node, policy in by_model.items():
             node.meta["recompute"] = policy
+            if policy is None:
+                del node.meta["recompute"]
     partitioners.force_save_effectful_ops(joint)
     partitioners.force_save_bw_mutation_src(joint)
     joint.recompile()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch.distributed as dist
 
 UNKNOWN_RANKS = 1 << 20
@@ -20,7 +18,7 @@ def _group(name: str) -> dist.ProcessGroup | None:
     if not (dist.is_available() and dist.is_initialized()):
         return None
     try:
-        return cast("dist.ProcessGroup", dist.distributed_c10d._resolve_process_group(name))  # type: ignore[attr-defined]
+        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
     except (LookupError, ValueError, RuntimeError):
         return None
 
