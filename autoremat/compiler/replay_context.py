@@ -7,7 +7,7 @@ from collections.abc import Collection
 import torch
 
 from autoremat.capture.capture import Capture
-from autoremat.ops.collectives import held_bytes
+from autoremat.ops.collectives import GLOO_THREADS, held_bytes
 from autoremat.planner.graph.graph import Graph, Role
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import compat
@@ -47,8 +47,8 @@ def copies_for_cuda_graphs_bytes(captured: Capture, kept_inputs: Collection[int]
 
 
 def held_too_long_bytes(captured: Capture) -> int:
-    """Returns the bytes of the largest tensors that a finished collective may still hold."""
-    return max((held_bytes(node, captured.runs_on) for node in captured.op_nodes), default=0)
+    """Returns the most bytes that finished collectives may still hold at any time."""
+    return GLOO_THREADS * max((held_bytes(node, captured.runs_on) for node in captured.op_nodes), default=0)
 
 
 def replay_context(captured: Capture, kept_inputs: Collection[int]) -> ReplayContext:

@@ -14,6 +14,10 @@ from autoremat.torch_private import process_groups
 from autoremat.torch_private.compat import most
 
 
+GLOO_THREADS = 2
+"""Threads of a gloo group, each of which works on one collective."""
+
+
 @dataclass(frozen=True)
 class GroupTraffic:
     """The communication of one call."""
@@ -60,13 +64,14 @@ def _copies_nothing(node: fx.Node, runs_on: str) -> bool:
 
 
 def held_bytes(node: fx.Node, runs_on: str) -> int:
-    """Returns the bytes that a collective may hold for a moment after its wait; 0 on accelerators.
+    """Returns the bytes that a collective holds for a moment after its wait; 0 on accelerators.
 
-    A thread of gloo reports that it is done before it lets go of the tensors.
+    A thread of gloo reports that it is done before it lets go of the operands, of the results and of its own buffers.
     """
     if not op_traits.is_collective(node) or _copies_nothing(node, runs_on):
         return 0
-    return max(_bytes(node.meta.get("val")), sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes))
+    read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
+    return max(_bytes(node.meta.get("val")), read) + workspace_bytes(node, runs_on)
 
 
 def ranks_of(node: fx.Node) -> frozenset[int]:
