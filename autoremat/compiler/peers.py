@@ -66,7 +66,7 @@ class Alone:
 
     @property
     def may_repeat_collectives(self) -> bool:
-        return job() is None
+        return job() is None  # other ranks may plan this graph too, without an agreement
 
     def agreed_record(self, found: Record | None) -> Record | None:
         return found

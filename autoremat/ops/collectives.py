@@ -13,7 +13,6 @@ from autoremat.planner.cost import Pattern, sent_bytes
 from autoremat.torch_private import process_groups
 from autoremat.torch_private.compat import most
 
-
 GLOO_THREADS = 2
 """Threads of a gloo group, each of which works on one collective."""
 
