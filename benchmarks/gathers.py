@@ -221,9 +221,10 @@ def tables(rows: Sequence[Row], runs: Sequence[Measured]) -> str:
             ]
     lines += [
         "",
-        f"measured: two gloo processes, hidden {SMALL['hidden_size']}; the least and the largest of {REPETITIONS} steps, the larger",
-        "rank. The threads of gloo let go of tensors late, which the budget allows for.",
-        f"{'compiler':11}{'share':>6}{'budget':>12}{'predicted':>12}{'least':>12}{'largest':>12}{'gathers again':>15}{'gradients':>11}",
+        f"measured: two gloo processes, hidden {SMALL['hidden_size']}; least and largest of {REPETITIONS} steps, larger rank",
+        "the threads of gloo let go of tensors late, for which the plan leaves bytes of the budget free",
+        f"{'compiler':11}{'share':>6}{'budget':>12}{'predicted':>12}{'least':>12}{'largest':>12}"
+        f"{'gathers again':>15}{'gradients':>11}",
     ]
     lines += [
         f"{run.compiler:11}{run.share:>6}{format_bytes(run.budget_bytes):>12}{format_bytes(run.predicted_bytes):>12}"
