@@ -348,6 +348,46 @@ def test_gathers_run_again_with_their_waits_in_the_order_of_the_plan(world, step
     assert names == planned_calls(report)
 
 
+@pytest.fixture
+def wait_for_all() -> Iterator[Callable[[list[Tensor]], list[Tensor]]]:
+    """The wait for several tensors, which earlier versions of torch lack. There it waits for one after the other."""
+    if hasattr(collectives, "wait_tensors"):
+        yield collectives.wait_tensors
+        return
+    library = torch.library.Library(NAMESPACE, "FRAGMENT")
+    library.define("wait_tensors(Tensor[] tensors) -> Tensor[]")
+    library.impl("wait_tensors", lambda tensors: list(map(collectives.wait_tensor, tensors)), "CPU")
+    library.impl("wait_tensors", lambda tensors: list(map(torch.empty_like, tensors)), "Meta")
+    yield collectives.wait_tensors
+    library._destroy()
+    collectives.__dict__.pop("wait_tensors", None)  # torch 2.13 leaves it there
+
+
+@in_world(1)
+def test_one_wait_for_several_gathers_belongs_to_them(world, wait_for_all):
+    class Gathered(_GatherTwo):
+        @staticmethod
+        def forward(ctx: Any, *shards: Tensor) -> tuple[Tensor, ...]:
+            group = dist.group.WORLD.group_name
+            return tuple(wait_for_all(collectives.all_gather_into_tensor_coalesced(list(shards), 1, group)))
+
+    def step(x: Tensor, *shards: Tensor) -> Tensor:
+        for first, second in zip(shards[::2], shards[1::2], strict=True):
+            for weight in Gathered.apply(first, second):
+                x = torch.tanh(x @ weight)
+        return x.square().mean()
+
+    tensors = inputs(1)
+    expected, _ = run(coalesced_step, tensors, backend="aot_eager")
+    gradients, names = run(step, tensors, backend="autoremat", options=LEAST)
+    report = autoremat.reports()[-1]
+    assert all(map(same_bits, gradients, expected))
+    assert set(again(report)) == {COALESCED}
+    runs = LAYERS // 2 + len(again(report))
+    assert names.count(f"{NAMESPACE}::wait_tensors") == names.count(f"{NAMESPACE}::all_gather_into_tensor_coalesced") == runs
+    assert not [op for op in report.plan.graph.ops if "wait_tensors" in op.target]
+
+
 @in_world(2)
 def test_the_simulated_peak_is_measured(world):
     tensors, step = inputs(2, layers=6), coalesced_step
