@@ -433,7 +433,7 @@ def test_generated_code_runs_collectives_in_the_order_of_the_plan(world):
     expected, _ = run(sharded_step, tensors, backend="inductor")
     gradients, names = run(sharded_step, tensors, backend="autoremat", options=LEAST | {"compiler": "inductor"})
     report = autoremat.reports()[-1]
-    assert len(again(report)) == 6
+    assert len(again(report)) >= 6
     assert names == planned_calls(report)
     for own, other in zip(gradients, expected, strict=True):
         torch.testing.assert_close(own, other, rtol=0.02, atol=1e-4)

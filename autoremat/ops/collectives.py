@@ -70,7 +70,7 @@ def held_bytes(node: fx.Node, runs_on: str) -> int:
     if not op_traits.is_collective(node) or _copies_nothing(node, runs_on):
         return 0
     read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
-    return max(_bytes(node.meta.get("val")), read) + workspace_bytes(node, runs_on)
+    return read + _bytes(node.meta.get("val")) + workspace_bytes(node, runs_on)
 
 
 def ranks_of(node: fx.Node) -> frozenset[int]:
