@@ -17,6 +17,7 @@ from autoremat import deprecated
 
 if TYPE_CHECKING:
     from autoremat import policies as policies
+    from autoremat.basics.errors import AgreementError as AgreementError
     from autoremat.basics.errors import AutorematError as AutorematError
     from autoremat.basics.errors import BudgetInfeasible as BudgetInfeasible
     from autoremat.basics.errors import BudgetWarning as BudgetWarning
@@ -38,11 +39,13 @@ if TYPE_CHECKING:
     from autoremat.planner.graph.graph import Graph as Graph
     from autoremat.planner.multigraph.step_profile import StepProfile as StepProfile
     from autoremat.planner.plans.plan import Plan as Plan
+    from autoremat.report.rank_reports import RankReports as RankReports
     from autoremat.report.registry import reports as reports
     from autoremat.report.report import Report as Report
     from autoremat.step_profile.profile import profile_step as profile_step
     from autoremat.tools.eager_checkpoint import selective_checkpoint_context as selective_checkpoint_context
     from autoremat.tools.explain import explain as explain
+    from autoremat.tools.gather_reports import gather_reports as gather_reports
     from autoremat.tools.max_batch import max_batch as max_batch
     from autoremat.tools.pareto import pareto as pareto
 
@@ -53,6 +56,7 @@ except PackageNotFoundError:  # used from a clone that is not installed
 
 _PUBLIC = {
     "basics.errors": (
+        "AgreementError",
         "AutorematError",
         "BudgetInfeasible",
         "BudgetWarning",
@@ -74,6 +78,7 @@ _PUBLIC = {
         "configure",
     ),
     "report.report": ("Report",),
+    "report.rank_reports": ("RankReports",),
     "report.registry": ("reports",),
     "ops.declarations": ("declare_pure",),
     "measure.peak": ("track_peak",),
@@ -82,6 +87,7 @@ _PUBLIC = {
     "step_profile.profile": ("profile_step",),
     "tools.explain": ("explain",),
     "tools.pareto": ("pareto",),
+    "tools.gather_reports": ("gather_reports",),
     "tools.max_batch": ("max_batch",),
     "tools.eager_checkpoint": ("selective_checkpoint_context",),
 }

@@ -46,7 +46,7 @@ import autoremat
 from autoremat.basics.errors import BudgetInfeasible
 from autoremat.capture.capture import Capture, capture
 from autoremat.capture.pricing import priced
-from autoremat.compiler import partitioning
+from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.torch_partition import schedule_of_partition
@@ -115,7 +115,7 @@ def _copied(joint: fx.GraphModule) -> fx.GraphModule:
 
 def recording(records: list[Recorded]) -> Callable[[PricedGraph, PlanningContext], PlannedGraph]:
     """`plan_graph`, leaving a record; the graph is copied, because it is rewritten afterwards."""
-    plan_graph = partitioning.plan_graph
+    plan_graph = peers.plan_graph
 
     def plan_and_record(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
         planned = plan_graph(priced, context)
@@ -189,7 +189,7 @@ class Bench:
         records: list[Recorded] = []
         options = {"memory_budget": budget, "cost_model": self.planned_by}
         try:
-            with mock.patch.object(partitioning, "plan_graph", recording(records)):
+            with mock.patch.object(peers, "plan_graph", recording(records)):
                 self.add(method, model, inputs, records, backend="autoremat", options=options)
         except BackendCompilerFailed as error:
             if not isinstance(error.inner_exception, BudgetInfeasible):

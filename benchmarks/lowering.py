@@ -21,7 +21,7 @@ import torch._inductor.config as inductor_config
 from torch import nn
 
 import autoremat
-from autoremat.compiler import compile_loop, partitioning
+from autoremat.compiler import compile_loop, peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.lowering import Lowered as Code
 from autoremat.compiler.partitioning import Partitioning
@@ -183,13 +183,13 @@ def without_kernels() -> Iterator[None]:
 def planned(name: str) -> autoremat.Report:
     """What is planned for a model without a budget; nothing is lowered."""
     model, inputs = build(name)
-    watch, plan_graph = Watch(), partitioning.plan_graph
+    watch, plan_graph = Watch(), peers.plan_graph
 
     def plan_and_stop(priced: PricedGraph, context: PlanningContext) -> Any:
         watch.planned = plan_graph(priced, context)
         raise Lowered
 
-    with uncached(), unittest.mock.patch.object(partitioning, "plan_graph", plan_and_stop), without_kernels():
+    with uncached(), unittest.mock.patch.object(peers, "plan_graph", plan_and_stop), without_kernels():
         torch.compile(model, backend="autoremat", options=PATIENT)(*inputs)
     return watch.report
 

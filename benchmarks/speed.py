@@ -32,7 +32,7 @@ from rich.table import Table
 from torch import fx
 from torch._functorch.partitioners import min_cut_rematerialization_partition
 
-from autoremat.compiler import partitioning
+from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.planning import PlannedGraph
@@ -58,7 +58,7 @@ def measured(name: str, share: float, repeats: int) -> Row:
     """Plan the model's joint graph, by us and by torch; nothing is lowered."""
     model, inputs = build(name)
     rows: list[Row] = []
-    partition, plan_graph = Partitioning.__call__, partitioning.plan_graph
+    partition, plan_graph = Partitioning.__call__, peers.plan_graph
 
     def timed(self: Partitioning, joint: JointGraph) -> Any:
         torchs = seconds_of(lambda: by_torch(joint.module, joint.inputs, share, dict(joint.keywords)), 1)

@@ -10,7 +10,7 @@ from unittest import mock
 
 import torch
 
-from autoremat.compiler import partitioning
+from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.planner.plans.plan import Plan
@@ -43,14 +43,14 @@ class Seen:
 def seen() -> Iterator[Seen]:
     """Collects the plans of what is compiled in the block."""
     found = Seen()
-    original = partitioning.plan_graph
+    original = peers.plan_graph
 
     def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
         planned = original(priced, context)
         found.plans.append(planned.plan)
         return planned
 
-    with mock.patch.object(partitioning, "plan_graph", plan_graph):
+    with mock.patch.object(peers, "plan_graph", plan_graph):
         yield found
 
 

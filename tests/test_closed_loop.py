@@ -10,7 +10,7 @@ import torch
 import autoremat
 from autoremat import Options
 from autoremat.basics.errors import BudgetInfeasible
-from autoremat.compiler import compile_loop, partitioning
+from autoremat.compiler import compile_loop, peers
 from autoremat.compiler.joint_graph import JointGraph
 from autoremat.compiler.lowering import GraphSource, Lowered
 from autoremat.compiler.partitioner import Partitioner
@@ -112,7 +112,7 @@ def test_a_region_that_could_not_be_planned_does_not_hide_the_report_around_it(m
 
     monkeypatch.setattr(compile_loop, "lower", region_first)
     if not planned_around:
-        monkeypatch.setattr(partitioning, "plan_graph", fails)
+        monkeypatch.setattr(peers, "plan_graph", fails)
         with pytest.warns(autoremat.FallbackWarning):
             found = compiled(None, on_planning_error="fallback")
     else:

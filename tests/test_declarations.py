@@ -15,7 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 import autoremat
 from autoremat import OptionsError
 from autoremat.capture.capture import capture
-from autoremat.compiler import partitioning
+from autoremat.compiler import peers
 from autoremat.ops import declarations
 from autoremat.passes import apply_plan
 from autoremat.planner.graph.graph import Graph, Trait
@@ -106,13 +106,13 @@ def nothing_declared(monkeypatch: pytest.MonkeyPatch) -> None:
 def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     """What is planned from here on."""
     found: list[Graph] = []
-    original = partitioning.plan_graph
+    original = peers.plan_graph
 
     def plan_graph(priced, context):
         found.append(priced.graph)
         return original(priced, context)
 
-    monkeypatch.setattr(partitioning, "plan_graph", plan_graph)
+    monkeypatch.setattr(peers, "plan_graph", plan_graph)
     return found
 
 

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat.compiler import partitioning, rewriting
+from autoremat.compiler import peers, rewriting
 from autoremat.planner.graph.graph import Graph, Role
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.min_cut import MinCut
@@ -149,9 +149,9 @@ def stack() -> tuple[Stack, tuple[torch.Tensor]]:
 def graph_of(model: nn.Module, inputs: Sequence[torch.Tensor], monkeypatch: pytest.MonkeyPatch) -> Graph:
     """The captured graph of the model's training step."""
     graphs = []
-    original = partitioning.plan_graph
+    original = peers.plan_graph
     monkeypatch.setattr(
-        partitioning, "plan_graph", lambda priced, context: (graphs.append(priced.graph), original(priced, context))[1]
+        peers, "plan_graph", lambda priced, context: (graphs.append(priced.graph), original(priced, context))[1]
     )
     compiled_by_us(model, memory_budget=None)(*inputs)
     return graphs[0]

@@ -10,6 +10,7 @@ import autoremat
 from autoremat.basics import errors
 from autoremat.basics.errors import (
     SUPPORTED_MINORS,
+    AgreementError,
     AutorematError,
     BudgetInfeasible,
     BudgetWarning,
@@ -118,6 +119,7 @@ def test_unsupported_torch_names_the_found_and_the_supported():
 
 ALL_ERRORS = [
     AutorematError("base"),
+    AgreementError("rank 1 has ended", 1),
     OptionsError("option"),
     UnsupportedTorchError("1.13"),
     CaptureError("capture"),
@@ -129,6 +131,7 @@ ALL_ERRORS = [
     infeasible(),
     infeasible(plan_file="plan.json"),
     infeasible(occupants=(), device=None),
+    infeasible(rank=3),
 ]
 
 

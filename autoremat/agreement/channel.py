@@ -71,7 +71,7 @@ class Channel:
             return json.loads(self.job.store.get(self.prefix + key))
 
     def wait(self, key: str, writer: int) -> Any:
-        """Returns the data at ``key`` once rank ``writer`` has written them.
+        """Returns the data at ``key`` once rank ``writer``, which sends heartbeats, has written them.
 
         Raises ``AgreementError`` if that rank falls silent.
         """
@@ -81,6 +81,19 @@ class Channel:
             if found is not None:
                 return found
             pulse.check()
+        raise AssertionError("pauses never end")
+
+    def wait_for_late(self, key: str, writer: int, seconds: float) -> Any:
+        """Returns the data at ``key`` once rank ``writer`` has written them. Raises ``AgreementError`` after ``seconds``."""
+        deadline = time.monotonic() + seconds
+        for _ in pauses():
+            found = self.read(key)
+            if found is not None:
+                return found
+            if time.monotonic() > deadline:
+                raise AgreementError(
+                    f"rank {writer} has not come within {seconds:g} s; all ranks have to make this call", writer
+                )
         raise AssertionError("pauses never end")
 
     def delete(self, keys: Iterable[str]) -> None:

@@ -29,6 +29,8 @@ class Session:
     """Number of rounds so far."""
     failed: bool = field(default=False, init=False)
     """True if an error has ended the session."""
+    part: Session | None = field(default=None, init=False)
+    """The session that replaces this one after a split."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -58,13 +60,19 @@ class Session:
         """Returns the result of ``compute`` on the leader."""
         return self.round(topic, None, lambda parts: compute())
 
+    @property
+    def present(self) -> Session:
+        """The session that this one has become by splits."""
+        return self if self.part is None else self.part.present
+
     def split(self, topic: str, kind: str) -> Session:
         """Returns the session of the members with the same ``kind``; this one if all have the same."""
         kinds = self.round(topic, kind, lambda parts: {str(rank): part for rank, part in parts.items()})
         alike = tuple(rank for rank in self.members if kinds[str(rank)] == kind)
         if alike == self.members:
             return self
-        return Session(self.channel, Meeting(f"{self.meeting.name}/{self.number}/{alike[0]}", alike, self.meeting.missing))
+        self.part = Session(self.channel, Meeting(f"{self.meeting.name}/{self.number}/{alike[0]}", alike, self.meeting.missing))
+        return self.part
 
     def fail(self, error: BaseException) -> None:
         """Ends the session on all members with ``error``, unless an error has ended it already."""
@@ -131,14 +139,16 @@ def _described(error: BaseException) -> dict[str, Any]:
     if infeasible is not None:
         return {"infeasible": infeasible.figures()}
     lost = find_cause(error, AgreementError)
-    return {"text": str(lost) if lost is not None else f"{type(error).__name__}: {error}", "told": lost is not None}
+    if lost is not None:
+        return {"lost": lost.rank, "text": str(lost)}
+    return {"text": f"{type(error).__name__}: {error}"}
 
 
 def _restored(described: Mapping[str, Any], rank: int) -> AgreementError | BudgetInfeasible:
     """Returns the error that rank ``rank`` has described."""
     if "infeasible" not in described:
-        if described["told"]:
-            return AgreementError(described["text"], rank)
+        if "lost" in described:
+            return AgreementError(described["text"], described["lost"])
         return AgreementError(
             f"compiling a graph failed on rank {rank}, so all ranks that share it stop: {described['text']}", rank
         )

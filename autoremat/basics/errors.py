@@ -164,10 +164,11 @@ class BudgetInfeasible(AutorematError):
         self.args = (self._message(),)
 
     def _message(self) -> str:
-        where = (f" on {self.device}" if self.device else "") + (f" of rank {self.rank}" if self.rank is not None else "")
-        lines = [f"no plan was found that keeps the step's peak memory{where} within the budget"]
+        where = f" on {self.device}" if self.device else ""
+        budget = "the budget" if self.rank is None else f"the budget of rank {self.rank}"
+        lines = [f"no plan was found that keeps the step's peak memory{where} within {budget}"]
         if self.plan_file:
-            lines = [f"the stored plan {self.plan_file} does not keep the step's peak memory{where} within the budget"]
+            lines = [f"the stored plan {self.plan_file} does not keep the step's peak memory{where} within {budget}"]
         figures = {
             "asked for (memory_budget)": self.budget_bytes,
             "peak of the stored plan" if self.plan_file else "minimum peak found": self.minimum_bytes,

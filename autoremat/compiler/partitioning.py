@@ -19,7 +19,8 @@ from autoremat.basics.errors import (
 )
 from autoremat.capture import source_info
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
-from autoremat.compiler.planning import PlannedGraph, plan_graph
+from autoremat.compiler.peers import ALONE
+from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.rewriting import rewrite
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.report.report import Report
@@ -37,7 +38,7 @@ class Partitioning:
     """
 
     context: PlanningContext
-    plan: Callable[[PricedGraph, PlanningContext], PlannedGraph] = field(default_factory=lambda: plan_graph)
+    plan: Callable[[PricedGraph, PlanningContext], PlannedGraph] = ALONE.plan
     report_failure: Callable[[Exception], None] = lambda error: None
     """Tells the ranks that share the graph about an error after which this one falls back."""
     planned: PlannedGraph | None = field(default=None, init=False)

@@ -9,15 +9,14 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from autoremat.agreement.channel import Channel
-from autoremat.agreement.rendezvous import Rendezvous
+from autoremat.agreement.joining import session_at
 from autoremat.agreement.session import Parts, Session
-from autoremat.basics.errors import AgreementError, BudgetInfeasible, BudgetWarning
+from autoremat.basics.errors import AgreementError, BudgetInfeasible
+from autoremat.basics.progress import now
 from autoremat.compiler.attempts import Accept, Again, Attempt, Infeasible, Purpose, Rules, Verdict, next_step
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.planning import PlannedGraph, plan_graph
@@ -26,7 +25,7 @@ from autoremat.compiler.told_plan import TOLD, ToldPlan, plan_as_told, told
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan_file import graph_hash
-from autoremat.torch_private.processes import Job, job
+from autoremat.torch_private.pipelining import running_stage
 
 
 class Peers(Protocol):
@@ -128,7 +127,7 @@ class Members:
         if self.record is not None:
             report = self.record.report
             known = None if report is None or report.plan is None else ToldPlan.of_report(report)
-            return plan_graph(priced, context) if known is None else plan_as_told(priced, context, known)
+            return self._signed(plan_graph(priced, context) if known is None else plan_as_told(priced, context, known))
         self.session = self.session.split("graph", graph_hash(priced.graph))
         if priced.gathering_ranks:
             # A rank that gathers with others than the members would wait for them in vain.
@@ -144,8 +143,17 @@ class Members:
                 raise self.named(error) from None
             return told(found[0]).to_json()
 
+        if not self.session.leads:
+            now(f"waiting for the plan of rank {self.session.leader}")
         text = self.session.from_leader("plan", compute)
-        return found[0] if found else plan_as_told(priced, context, TOLD.read(ToldPlan, json.loads(text)))
+        return self._signed(found[0] if found else plan_as_told(priced, context, TOLD.read(ToldPlan, json.loads(text))))
+
+    def _signed(self, planned: PlannedGraph) -> PlannedGraph:
+        """Returns ``planned`` with the members in its report, if there are several."""
+        members = self.session.members
+        if planned.report is None or len(members) == 1:
+            return planned
+        return replace(planned, report=replace(planned.report, ranks=members))
 
     def verdict(self, attempts: Sequence[Attempt], rules: Rules) -> Verdict | None:
         if self.record is not None:
@@ -196,10 +204,6 @@ def _read(data: dict[str, Any] | None) -> Verdict | None:
     return Infeasible(data["infeasible"]) if "infeasible" in data else Accept()
 
 
-_rendezvous: tuple[Job, Rendezvous] | None = None
-"""The job of this process and its meetings."""
-
-
 @contextlib.contextmanager
 def joined(options: Options, place: str | None) -> Iterator[tuple[Peers, Options]]:
     """Yields the peers that compile the graph at ``place`` together, and the options that all of them use.
@@ -207,53 +211,15 @@ def joined(options: Options, place: str | None) -> Iterator[tuple[Peers, Options
     A process without peers compiles alone, and so does one whose graph needs no plan (``place`` is None). An error of the body
     ends the compilation on all members.
     """
-    present, ranks = job(), _ranks(options)
-    if present is None or ranks is None or place is None:
-        yield ALONE, options
-        return
-    channel = Channel(present)
-    with channel.alive():
-        meeting = _rendezvous_of(present).meet(place, ranks)
-        if meeting.missing:
-            _warn_of_missing(meeting.missing, place)
-        if len(meeting.members) == 1:
+    stage = None if place is None else running_stage()
+    if stage is not None:
+        place = f"{place}, stage {stage.index} of a pipeline"
+    with session_at(place, options.agreement, () if stage is None else stage.group_ranks) as session:
+        if session is None:
             yield ALONE, options
             return
-        members = Members(Session(channel, meeting))
-        try:
-            options = _agreed_options(members, options)
-            yield members, options
-        except Exception as error:
-            members.fail(error)
-            raise
-        if not members.session.failed:
-            members.session.close()
-
-
-def _ranks(options: Options) -> Sequence[int] | None:
-    """Returns the ranks that may compile a graph together with this process; None if there are none."""
-    present = job()
-    if present is None or options.agreement == "off":
-        return None
-    ranks = range(present.world_size) if isinstance(options.agreement, str) else options.agreement
-    return ranks if present.rank in ranks else None
-
-
-def _rendezvous_of(present: Job) -> Rendezvous:
-    global _rendezvous
-    if _rendezvous is None or _rendezvous[0] is not present:
-        _rendezvous = present, Rendezvous(Channel(present))
-    return _rendezvous[1]
-
-
-def _warn_of_missing(missing: Sequence[int], place: str) -> None:
-    ranks = ", ".join(map(str, missing))
-    warnings.warn(
-        f"ranks {ranks} did not come to compile {place}, so the others planned it without them. Their plans may differ, and "
-        'nothing that communicates is repeated. Pass agreement="off", or the list of the ranks that compile it',
-        BudgetWarning,
-        stacklevel=4,
-    )
+        members = Members(session)
+        yield members, _agreed_options(members, options)
 
 
 def _agreed_options(members: Members, options: Options) -> Options:

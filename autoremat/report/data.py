@@ -132,6 +132,8 @@ class ReportData:
     """Minimum peak found without chunking the loss. None if no such plan was searched."""
     room_left_because: str = ""
     """Reason why the compiled code needs much less than the budget. Empty if it does not, or if no code was generated."""
+    ranks: tuple[int, ...] = ()
+    """Ranks of a distributed job that share this plan; the first one planned. Empty if the process planned by itself."""
     unknown_workspaces: tuple[str, ...] = ()
     """Kernels that may need more memory than counted, because their workspace is unknown and cannot be measured."""
 

@@ -68,6 +68,8 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         rows.append(("chunked loss", f"{report.loss_chunks} chunks, so sums over tokens round differently{whole}"))
     if not report.within_budget:
         rows.insert(1, ("over the budget", f"by {format_bytes(report.peak_bytes - (report.budget_bytes or 0))}"))
+    if report.ranks:
+        rows.append(("shared plan", f"that of rank {report.ranks[0]}, for ranks {', '.join(map(str, report.ranks))}"))
     if report.unknown_workspaces:
         rows.append(("unknown workspaces", f"{', '.join(report.unknown_workspaces)}: the peak may be higher by these"))
     rows += [("note", note) for note in report.notes]

@@ -20,6 +20,7 @@ from autoremat.compiler.joint_graph import free_device_bytes
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Moment, Share
 from autoremat.planner.multigraph.step_profile import Step, StepProfile
+from autoremat.step_profile.agreed_step import agreed_step
 from autoremat.step_profile.meter import meter_of
 from autoremat.step_profile.recording import Recording
 from autoremat.torch_private import autograd, compat
@@ -62,7 +63,8 @@ def profile_step(
     Raises ``BudgetInfeasible`` if no choice of plans fits, and ``OptionsError`` for options that are not accepted. Raises
     ``StepProfileError`` if no graph can be planned or the loss is no scalar with a gradient. Also raises it if a hook acts on
     each gradient as soon as it is computed, as an optimizer in the backward does. Hooks that torch runs in C++ are not
-    detected. ``DistributedDataParallel`` averages gradients across ranks in a step profile too, so all ranks have to profile.
+    detected. All ranks of a distributed job have to profile at the same time. They share the result: the least budget, and at
+    each moment the memory of the rank that needs the most.
     """
     if "memory_budget" in options_of(options):
         raise OptionsError("a step profile takes `memory_budget` as an argument of its own, not in `options`")
@@ -85,7 +87,9 @@ def profile_step(
         now("sharing out the budget")
         device = _device_of(taken)
         found = _step(taken, moments, device)
-        return found.shared_out(parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(device)))
+        budget = parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(device))
+        found, budget = agreed_step(found, budget, parsed)
+        return found.shared_out(budget)
 
 
 def _device_of(taken: Recording) -> torch.device:

@@ -1,0 +1,49 @@
+"""The step profile that all ranks of a distributed job use, made of the profiles of each."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from typing import Any
+
+from autoremat.agreement.joining import session_at
+from autoremat.agreement.session import Parts
+from autoremat.basics.codec import Codec, plain
+from autoremat.options.options import Options
+from autoremat.planner.multigraph.step_profile import Step
+
+CODEC = Codec(signed=True)
+
+
+def agreed_step(step: Step, budget: int | None, options: Options) -> tuple[Step, int | None]:
+    """Returns the step and the budget in bytes for all ranks that have profiled a step of the same graphs in the same order.
+
+    Each moment has the base bytes of the rank with the most. The budget is the least of all ranks. Plans and seconds are those
+    of the lowest rank. Without other ranks, ``step`` and ``budget`` return as they are.
+    """
+    with session_at("the profile of a step", options.agreement) as session:
+        if session is None:
+            return step, budget
+        alike = session.split("step", _structure(step))
+
+        def join(parts: Parts) -> dict[str, Any]:
+            steps = [CODEC.read(Step, part["step"]) for part in parts.values()]
+            budgets = [part["budget"] for part in parts.values() if part["budget"] is not None]
+            return {"step": plain(_joined(steps)), "budget": min(budgets, default=None)}
+
+        agreed = alike.round("profile", {"step": plain(step), "budget": budget}, join)
+    return CODEC.read(Step, agreed["step"]), agreed["budget"]
+
+
+def _structure(step: Step) -> str:
+    """Returns a hash of the step's graphs and of the order of their halves."""
+    parts = [*(graph.key for graph in step.graphs), *step.order, str(len(step.moments))]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def _joined(steps: list[Step]) -> Step:
+    """Returns the first step with the largest base bytes of all at each moment."""
+    first = steps[0]
+    moments = zip(*(step.moments for step in steps), strict=True)
+    most = tuple(replace(same[0], base_bytes=max(moment.base_bytes for moment in same)) for same in moments)
+    return replace(first, moments=most)

@@ -1,0 +1,247 @@
+"""Several processes that compile one graph: they plan it alike, whatever differs between them, and fail together."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from processes import RankResult, run_ranks, values
+from torch import nn
+
+import autoremat
+from autoremat.agreement import channel, rendezvous
+from autoremat.basics.errors import find_cause
+from autoremat.compiler import joint_graph, peers
+
+EAGER: dict[str, Any] = {"compiler": "aot_eager", "cost_model": "roofline"}
+SHARE = EAGER | {"memory_budget": 0.6}
+
+
+def blocks(width: int, depth: int) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(width, width), nn.GELU()) for _ in range(depth)])
+
+
+def step(options: dict[str, Any], width: int = 64, depth: int = 6, rows: int = 256) -> dict[str, Any]:
+    """The plan and the figures of a step, or its error."""
+    torch._dynamo.reset()
+    model = blocks(width, depth)
+    compiled = torch.compile(model, backend="autoremat", options=options)
+    begin = time.monotonic()
+    try:
+        compiled(torch.randn(rows, width)).square().mean().backward()
+    except Exception as error:
+        cause = find_cause(error, autoremat.AutorematError) or error
+        return {"error": type(cause).__name__, "text": str(cause), "rank": getattr(cause, "rank", None)}
+    report = autoremat.reports()[-1]
+    return {
+        "schedule": report.plan.schedule,
+        "budget": report.budget_bytes,
+        "added": (report.recompute_seconds, report.step_seconds),
+        "peak": report.peak_bytes,
+        "seconds": time.monotonic() - begin,
+        "gradients": [p.grad for p in model.parameters()],
+    }
+
+
+def with_costs_reversed(options: dict[str, Any]) -> dict[str, Any]:
+    """A step for which the dearest ops of this process are the cheapest ones."""
+    true = joint_graph.priced
+
+    def priced(captured: Any, cost_model: str) -> Any:
+        found, how = true(captured, cost_model)
+        dearest = max(op.seconds for op in found.graph.ops)
+        ops = tuple(dataclasses.replace(op, seconds=1.1 * dearest - op.seconds) for op in found.graph.ops)
+        return dataclasses.replace(found, graph=dataclasses.replace(found.graph, ops=ops)), how
+
+    joint_graph.priced = priced
+    try:
+        return step(options)
+    finally:
+        joint_graph.priced = true
+
+
+def without_capture(options: dict[str, Any]) -> dict[str, Any]:
+    """A step whose graph this process cannot capture, with the text of the warning if it falls back."""
+    true = joint_graph.capture
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("an unknown op")
+
+    joint_graph.capture = broken
+    try:
+        return step(options)
+    finally:
+        joint_graph.capture = true
+
+
+def falling_back(take: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
+    """The warning of a step that falls back."""
+    with pytest.warns(autoremat.FallbackWarning) as caught:
+        take(SHARE | {"on_planning_error": "fallback"})
+    return str(caught[0].message)
+
+
+def scenarios(rank: int) -> dict[str, Any]:
+    """Steps of one rank of two, by the thing that differs between the ranks."""
+    return {
+        "costs": (with_costs_reversed if rank else step)(SHARE),
+        "costs, each by itself": (with_costs_reversed if rank else step)(SHARE | {"agreement": "off"}),
+        "budget": step(EAGER | {"memory_budget": 600_000 if rank else 10**9}),
+        "infeasible": step(EAGER | {"memory_budget": 1000 if rank else 10**9}),
+        "kind of budget": step(EAGER | {"memory_budget": 0.5 if rank else 10**9}),
+        "options": step(SHARE | {"save": ["*.1"] if rank else []}),
+        "failure": (without_capture if rank else step)(SHARE),
+        "fallback": falling_back(without_capture if rank else step),
+        "sizes": step(SHARE, rows=256 + 64 * rank),
+        "time of arrival": time.sleep(2 * rank) or step(SHARE),
+        "order": [step(SHARE, depth=depth) for depth in ((8, 10) if rank else (10, 8))],
+        "nothing": step(SHARE),
+    }
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, tuple[Any, Any]]:
+    """The scenarios' results on both ranks, from two processes."""
+    first, second = values(run_ranks(scenarios, 2))
+    return {name: (first[name], second[name]) for name in first}
+
+
+@pytest.mark.parametrize("difference", ["costs", "time of arrival", "nothing", "budget"])
+def test_ranks_have_one_plan_although_something_differs(found, difference):
+    first, second = found[difference]
+    assert first["schedule"] == second["schedule"]
+    assert (first["added"], first["budget"]) == (second["added"], second["budget"])
+    assert all(map(torch.equal, first["gradients"], second["gradients"]))
+
+
+def test_without_agreement_ranks_plan_by_their_own_costs(found):
+    first, second = found["costs, each by itself"]
+    assert first["schedule"] != second["schedule"]
+
+
+def test_the_least_budget_holds_on_all_ranks(found):
+    assert [(one["budget"], one["peak"] <= 600_000) for one in found["budget"]] == [(600_000, True)] * 2
+
+
+def test_a_budget_that_fails_on_one_rank_fails_on_all(found):
+    first, second = found["infeasible"]
+    assert first == second
+    assert (first["error"], first["rank"]) == ("BudgetInfeasible", 1)
+    assert "within the budget of rank 1" in first["text"]
+    assert "1000 bytes" in first["text"]
+
+
+@pytest.mark.parametrize(
+    ("difference", "said"),
+    [("kind of budget", "1000000000 on rank 0, 0.5 on rank 1"), ("options", "save is [] on rank 0, ['*.1'] on rank 1")],
+)
+def test_options_that_differ_are_refused_on_all_ranks(found, difference, said):
+    assert [(one["error"], said in one["text"]) for one in found[difference]] == [("AgreementError", True)] * 2
+
+
+def test_planning_that_fails_on_one_rank_fails_on_all(found):
+    first, second = found["failure"]
+    assert (first["error"], first["rank"]) == ("AgreementError", 1)
+    assert "failed on rank 1" in first["text"]
+    assert "an unknown op" in first["text"]
+    assert second["error"] == "PlanningError"
+
+
+def test_all_ranks_fall_back_together(found):
+    assert all("an unknown op" in text for text in found["fallback"])
+
+
+def test_ranks_with_graphs_of_different_sizes_plan_by_themselves(found):
+    first, second = found["sizes"]
+    assert first["budget"] < second["budget"]
+
+
+def test_ranks_compile_in_opposite_order(found):
+    first, second = found["order"]
+    assert [one["budget"] for one in first] == [one["budget"] for one in reversed(second)]
+
+
+def ending(rank: int, lost: int, at: str) -> dict[str, Any]:
+    """A step in which one process ends while it plans, or before it does."""
+    channel.SILENCE = 3.0
+    if rank == lost:
+        place, name = (peers, "plan_graph") if at == "planning" else (joint_graph, "capture")
+        setattr(place, name, lambda *_, **__: os._exit(7))
+    return step(SHARE)
+
+
+@pytest.mark.parametrize(("lost", "at"), [(0, "planning"), pytest.param(1, "capture", marks=pytest.mark.slow)])
+def test_a_rank_that_is_killed_ends_the_compilation_on_the_others(lost, at):
+    found: list[RankResult] = run_ranks(ending, 2, args=(lost, at), timeout=60)
+    assert "ended with code 7" in found[lost].error
+    other = values([found[1 - lost]])[0]
+    assert (other["error"], other["rank"]) == ("AgreementError", lost)
+    assert f"rank {lost} has not answered for 3 s" in other["text"]
+
+
+def arriving(rank: int, seconds: float) -> dict[str, Any]:
+    time.sleep(seconds * rank)
+    return step(SHARE)
+
+
+@pytest.mark.slow
+def test_ranks_that_arrive_thirty_seconds_apart_have_one_plan():
+    first, second = values(run_ranks(arriving, 2, args=(30.0,)))
+    assert first["schedule"] == second["schedule"]
+    assert first["seconds"] >= 29
+
+
+def many_times(rank: int, repetitions: int) -> list[Any]:
+    """Steps of random depths after random pauses. One rank may find its budget infeasible or compile another graph."""
+    rendezvous.RECOMPILATION = 20.0
+    common, own, found = random.Random(0), random.Random(rank), []
+    for _ in range(repetitions):
+        depth, case = common.randint(1, 3), common.choice(["same", "same", "infeasible", "other"])
+        time.sleep(own.choice([0, 0, 0.3]))
+        budget = 1000 if case == "infeasible" and rank else 10**9
+        rows = 64 + (16 * rank if case == "other" else 0)
+        result = step(EAGER | {"memory_budget": budget}, width=16, depth=depth, rows=rows)
+        found.append((case, result.get("error"), result.get("schedule")))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_fifty_random_compilations_never_hang(ranks):
+    found = values(run_ranks(many_times, ranks, args=(50,), timeout=300))
+    for of_ranks in zip(*found, strict=True):
+        case = of_ranks[0][0]
+        assert {error for _, error, _ in of_ranks} == {"BudgetInfeasible" if case == "infeasible" else None}
+        assert case != "same" or len({schedule for _, _, schedule in of_ranks}) == 1
+
+
+def cached(rank: int, folders: tuple[str, ...]) -> dict[str, Any]:
+    """A step by Inductor with caches of its own for each rank."""
+    for name in ("AUTOREMAT_CACHE_DIR", "TORCHINDUCTOR_CACHE_DIR"):
+        os.environ[name] = str(Path(folders[rank]) / name)
+    planned: list[Any] = []
+    true = peers.plan_graph
+    peers.plan_graph = lambda *given: planned.append(1) or true(*given)
+    result = step({"memory_budget": 0.6, "cost_model": "roofline"})
+    return result | {"planned": len(planned)}
+
+
+@pytest.mark.slow
+def test_caches_of_single_ranks_have_no_influence(tmp_path):
+    folders = [str(tmp_path / name) for name in "abc"]
+    cold = values(run_ranks(cached, 2, args=(folders[:2],)))
+    mixed = values(run_ranks(cached, 2, args=((folders[0], folders[2]),)))
+    warm = values(run_ranks(cached, 2, args=((folders[0], folders[2]),)))
+    for found in (cold, mixed, warm):
+        assert found[0]["schedule"] == found[1]["schedule"] == cold[0]["schedule"]
+        assert found[0]["peak"] == found[1]["peak"] <= found[0]["budget"]
+    assert [one["planned"] >= 1 for one in (*cold, *mixed)] == [True, False] * 2
+    assert [one["planned"] for one in warm] == [0, 0]
