@@ -25,8 +25,8 @@ from autoremat.compiler.told_plan import TOLD, ToldPlan, plan_as_told, told
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan_file import graph_hash
-from autoremat.torch_private.processes import job
 from autoremat.torch_private.pipelining import running_stage
+from autoremat.torch_private.processes import job
 
 
 class Peers(Protocol):
