@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch.distributed as dist
 
 UNKNOWN_RANKS = 1 << 20
@@ -17,8 +19,9 @@ def _group(name: str) -> dist.ProcessGroup | None:
     """Returns the group of that name; None if this process does not know it."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
+    resolve: Callable[[str], dist.ProcessGroup] | None = getattr(dist.distributed_c10d, "_resolve_process_group", None)
     try:
-        return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[attr-defined,arg-type]
+        return None if resolve is None else resolve(name)
     except (LookupError, ValueError, RuntimeError):
         return None
 
