@@ -12,6 +12,7 @@ operand. Helpers (views, tuple unpacking) between a clone and its reader are clo
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch import fx
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.capture.capture import Alias, Capture
-from autoremat.planner.graph.graph import Role, Trait
+from autoremat.ops import op_traits
+from autoremat.planner.graph.graph import COMMUNICATES, Role
 from autoremat.planner.graph.schedule import Schedule
 
 RECOMPUTED = "autoremat_recompute_of"
@@ -77,11 +79,14 @@ class _Inserter:
             self.helpers[key] = self.clone(node)
         return self.helpers[key]
 
-    def clone(self, node: fx.Node) -> fx.Node:
-        """Clones ``node`` at the cursor, tags the clone as backward and returns it."""
+    def clone(self, node: fx.Node, operand: Callable[[fx.Node], fx.Node] | None = None) -> fx.Node:
+        """Clones ``node`` at the cursor, tags the clone as backward and returns it.
+
+        ``operand`` returns the node to read in place of an operand. By default that is the newest holder.
+        """
         assert self.cursor is not None
         with self.graph.inserting_before(self.cursor):
-            copy = self.graph.node_copy(node, self.resolve)
+            copy = self.graph.node_copy(node, operand or self.resolve)
         copy.name = self.graph._graph_namespace.create_name(f"{node.name}_recompute", None)
         copy.meta = dict(node.meta)
         copy.meta[RECOMPUTED] = node.name
@@ -95,35 +100,29 @@ class _Inserter:
     def repeat(self, index: int) -> None:
         """Clones op ``index`` at the cursor and records its results as the newest holders."""
         node, op = self.capture.op_nodes[index], self.capture.graph.ops[index]
-        copy = self.clone(node)
-        if Trait.COLLECTIVE in op.traits:
-            # A weaker tag would let the extraction move this op into the forward, because it is an effect and reads only
-            # forward values.
-            copy.meta["partitioner_tag"] = "must_be_in_backward"
+        copies = {node: self.clone(node)}
         for value in op.outputs:
             holder = self.capture.value_nodes[value]
-            if holder is node:
-                self.newest[value] = copy
-            elif holder is not None:
-                self.newest[value] = self.unpack(holder, node, copy)
+            if holder is not None:
+                self.newest[value] = self.complete(holder, node, copies)
+        if op.traits & COMMUNICATES:
+            # A weaker tag would let the extraction move these nodes into the forward, because they are effects and read only
+            # forward values.
+            for copy in copies.values():
+                copy.meta["partitioner_tag"] = "must_be_in_backward"
 
-    def unpack(self, holder: fx.Node, call: fx.Node, copy: fx.Node) -> fx.Node:
-        """Clones ``holder``, a (nested) unpacking of ``call``, so that it reads the clone ``copy``.
+    def complete(self, holder: fx.Node, call: fx.Node, copies: dict[fx.Node, fx.Node]) -> fx.Node:
+        """Clones ``holder``, a (nested) unpacking of ``call`` or a wait for it, so that it reads the clone of ``call``.
 
-        Raises ``PlanInvalid`` if ``holder`` does not unpack ``call``.
+        ``copies`` holds the clone of each node. Raises ``PlanInvalid`` if ``holder`` is neither.
         """
-        source = holder.args[0]
-        if holder.target is not operator.getitem or not isinstance(source, fx.Node):
-            raise PlanInvalid(f"{holder.name} does not unpack {call.name}")
-        inner = copy if source is call else self.unpack(source, call, copy)
-        assert self.cursor is not None
-        with self.graph.inserting_before(self.cursor):
-            clone = self.graph.call_function(operator.getitem, (inner, holder.args[1]))
-        clone.meta = dict(holder.meta)
-        clone.meta[RECOMPUTED] = holder.name
-        clone.meta["partitioner_tag"] = "is_backward"
-        clone.meta.pop("recompute", None)
-        return clone
+        if holder not in copies:
+            if holder.target is not operator.getitem and not op_traits.is_wait(holder):
+                raise PlanInvalid(f"{holder.name} does not unpack {call.name}")
+            for source in holder.all_input_nodes:
+                self.complete(source, call, copies)
+            copies[holder] = self.clone(holder, copies.__getitem__)
+        return copies[holder]
 
     def redirect(self, node: fx.Node) -> None:
         """Redirects the reads of ``node`` to the newest clones."""

@@ -12,6 +12,7 @@ from collections.abc import Collection
 import torch
 from torch import fx
 
+from autoremat.capture import communication
 from autoremat.capture.capture import Capture
 from autoremat.planner.graph.graph import Trait
 from autoremat.planner.graph.schedule import Schedule
@@ -43,7 +44,9 @@ def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) 
     for op in (*capture.graph.must_run, *random):
         # The extraction would also run an effect or a random draw in the backward if its operands are there, for example the
         # sizes that an assertion compares.
-        capture.op_nodes[op].meta["partitioner_tag"] = "must_be_in_forward"
+        call = capture.op_nodes[op]
+        for node in (call, *communication.waits_for(call)):
+            node.meta["partitioner_tag"] = "must_be_in_forward"
     forward_nodes = set(capture.op_nodes[: capture.graph.num_forward])
     symbols, opaque = [], []
     tainted: set[fx.Node] = set()

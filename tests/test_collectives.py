@@ -1,4 +1,4 @@
-"""Collectives run twice where the model orders it, as under torch, and nowhere else. One process is its own world."""
+"""Collectives run twice where the model orders it, as under torch. One process is its own world; others are pretended."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import autoremat
 from autoremat import Report
 from autoremat.basics.errors import ConstraintWarning
+from autoremat.compiler.peers import Alone
 from autoremat.planner.graph.graph import Constraint, Op, Trait
 from autoremat.report.decisions import Decision, Reason
 
@@ -103,25 +104,40 @@ def test_a_collective_that_the_model_recomputes_runs_as_often_as_under_torch(col
     gradients, names, report = planned(in_region(_collectives()[collective], region), LEAST | {"memory_budget": budget})
     assert Counter(names) == Counter(under_torch)
     assert all(same_bits(ours, theirs) for ours, theirs in zip(gradients, expected, strict=True))
-    waits = [value for value in report.values if value.op.endswith("wait_tensor.default")]
+    called = [value for value in report.values if value.op.startswith(NAMESPACE)]
     # Torch 2.11 forgets the order of a region without a policy inside an autograd function.
     forgotten = Counter(under_torch) == Counter(by_torch(collective, "none")[1])
     decision = (Decision.SAVED, Reason.COLLECTIVE) if forgotten else (Decision.RECOMPUTED, Reason.CONSTRAINT)
-    assert {(value.decision, value.reason) for value in waits} == {decision}
+    assert {(value.decision, value.reason) for value in called} == {decision}
     assert not forgotten or (torch.__version__.startswith("2.11.") and region == "checkpoint")
     sequence = [report.plan.graph.ops[index].target for index in report.plan.schedule.sequence]
-    assert names == [name.replace(".default", "").replace(".", "::") for name in sequence if name.startswith(NAMESPACE)]
+    calls = [name.replace(".default", "").replace(".", "::") for name in sequence if name.startswith(NAMESPACE)]
+    assert names == [name for call in calls for name in (call, f"{NAMESPACE}::wait_tensor")]
 
 
-def test_a_collective_that_nobody_orders_runs_once():
-    _, names, report = planned(_collectives()["all_gather"], LEAST)
-    assert Counter(names)[f"{NAMESPACE}::all_gather_into_tensor"] == 3
+@pytest.fixture
+def others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes other ranks exist, without an agreement with them."""
+    monkeypatch.setattr(Alone, "may_repeat_collectives", False)
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "all_reduce", "all_to_all"])
+def test_a_collective_that_nobody_orders_runs_once(others, collective):
+    _, names, report = planned(_collectives()[collective], LEAST)
+    assert Counter(names) == Counter(by_torch(collective, "none")[1])
     assert report.recomputed_ops > 0
 
 
-def test_a_pattern_does_not_make_a_collective_run_twice():
+@pytest.mark.parametrize("collective", ["all_reduce", "all_to_all"])
+def test_even_alone_only_gathers_run_again(collective):
+    _, names, report = planned(_collectives()[collective], LEAST)
+    assert Counter(names) == Counter(by_torch(collective, "none")[1])
+    assert report.recomputed_ops > 0
+
+
+def test_a_pattern_does_not_make_a_collective_run_twice(others):
     with pytest.warns(ConstraintWarning, match=r"may not run twice \(collective\)"):
-        _, names, _ = planned(_collectives()["all_gather"], LEAST | {"recompute": ("*wait_tensor*",)})
+        _, names, _ = planned(_collectives()["all_gather"], LEAST | {"recompute": ("*all_gather*",)})
     assert Counter(names)[f"{NAMESPACE}::all_gather_into_tensor"] == 3
 
 

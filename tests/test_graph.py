@@ -79,8 +79,9 @@ def test_an_op_with_any_trait_may_run_only_once(trait):
     assert not Op("p", "t", (), (), True, traits=trait | Trait.RANDOM).rematerializable
 
 
-def test_every_trait_forbids_repetition():
-    assert {t for t in Trait} == {t for t in NOT_REMATERIALIZABLE}
+def test_every_trait_but_that_of_gathers_forbids_repetition():
+    assert {t for t in Trait} == {t for t in NOT_REMATERIALIZABLE} | {Trait.GATHER}
+    assert Op("p", "t", (), (), True, traits=Trait.GATHER).rematerializable
     assert Op("p", "t", (), (), True).rematerializable
 
 

@@ -146,7 +146,7 @@ def wait_for_all(tensors: list[Tensor]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("wait", [wait_for_each, wait_for_all])
-def test_gathered_weights_are_planned_and_gathered_once(group, wait):
+def test_gathered_weights_are_gathered_as_often_as_planned(group, wait):
     if wait is wait_for_all and not hasattr(COLLECTIVES, "wait_tensors"):
         pytest.skip("this torch waits for one tensor at a time")
 
@@ -159,7 +159,9 @@ def test_gathered_weights_are_planned_and_gathered_once(group, wait):
     expected = gradients(compile_(gathering, "aot_eager"), *inputs)
     with Called() as called:
         found = gradients(compile_(gathering, **LEAST), *inputs)
-    assert called.names.count("all_gather_into_tensor_coalesced") == 1
+    gather, plan = "all_gather_into_tensor_coalesced", autoremat.reports()[-1].plan
+    planned = [plan.graph.ops[index].target for index in plan.schedule.sequence]
+    assert called.names.count(gather) == planned.count(f"_c10d_functional.{gather}.default") > 0
     assert all(map(same_bits, found, expected))
     assert autoremat.reports()[-1].recomputed_ops
 

@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autoremat.measure.signatures import arguments
-from autoremat.ops import declarations, op_traits
+from autoremat.ops import collectives, declarations, op_traits
 from autoremat.ops.work import FUSED_SHARE
 from autoremat.planner.graph.graph import Kind, Trait
 from autoremat.torch_private import compat, higher_order
@@ -93,12 +93,14 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool = False) 
 
 
 NO_KERNEL = Trait.EFFECTFUL | Trait.COLLECTIVE
-"""Traits of calls that take no memory from torch's allocator beside their results."""
+"""Traits of calls that take no memory from torch's allocator beside their results, collectives on CPUs aside."""
 
 
 def workspace_of(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], runs_on: str, fuses: bool) -> int | None:
     """Returns the bytes of the call's workspace; None if it is unknown."""
     traits = op_traits.traits_of(node)
+    if op_traits.is_collective(node):
+        return collectives.workspace_bytes(node, runs_on)
     if traits & NO_KERNEL or higher_order.triton_kernel(node) is not None:
         return 0  # a Triton kernel writes into buffers that it is given
     if Trait.OPAQUE in traits:

@@ -1,7 +1,8 @@
 """Builds a :class:`~autoremat.planner.graph.graph.Graph` from a joint FX graph, with maps back to FX nodes.
 
 Views, tuple unpacking and symbolic arithmetic are not ops. They are *helpers*, which cost nothing and are recomputed wherever
-they are needed. Every other call becomes an op. Every storage that it allocates becomes a value.
+they are needed. Every other call becomes an op, a collective together with its waits
+(:mod:`autoremat.capture.communication`). Every storage that an op allocates becomes a value.
 
 The joint graph is traced forward first. The backward begins with the first op that depends on a tangent or that autograd
 traced. Later ops belong to it too, except those that the forward's outputs or effects need. A custom op that is not declared
@@ -20,11 +21,11 @@ import torch
 from torch import fx
 
 from autoremat.basics.errors import CaptureError
-from autoremat.capture import call_cost
+from autoremat.capture import call_cost, communication
 from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
 from autoremat.planner.cost import Device, cpu_device, cuda_device, roofline_seconds, saving_seconds_per_byte
-from autoremat.planner.graph.graph import Graph, Op, Role, Trait, Value
+from autoremat.planner.graph.graph import Constraint, Graph, Op, Role, Trait, Value
 from autoremat.torch_private import compat, higher_order
 from autoremat.workspaces.measurement import one_graph
 
@@ -67,6 +68,7 @@ class _Builder:
     makes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
     maker: dict[int, fx.Node] = field(default_factory=dict)
     unknown_workspaces: frozenset[str] = frozenset()
+    may_repeat_collectives: bool = False
 
     def nbytes(self, tensor: torch.Tensor) -> int:
         """Returns the bytes of the tensor's storage; 0 if it is not on the model's device."""
@@ -115,6 +117,8 @@ class _Builder:
             raise CaptureError("runs on a stream of its own, and what is recomputed there would need to be waited for")
         if node.target is operator.getitem:
             self.unpack(node)
+        elif communication.awaited_call(node) is not None:
+            self.complete(node)
         elif op_traits.is_view(node):
             base = next((a for a in map(self.aliases.get, node.all_input_nodes) if a is not None), None)
             self.aliases[node] = _like(node.meta.get("val"), base)
@@ -123,6 +127,14 @@ class _Builder:
         else:
             self.compute(node)
 
+    def complete(self, wait: fx.Node) -> None:
+        """Makes ``wait`` the holder of the results that it completes."""
+        held = tuple(self.aliases.get(n) for n in wait.all_input_nodes)
+        self.aliases[wait] = held if isinstance(wait.meta.get("val"), (tuple, list)) else held[0]
+        for value in _flatten(held):
+            # The unpackings of a wait for several results become the holders later.
+            self.value_nodes[value] = wait if self.aliases[wait] == value else None
+
     def unpack(self, node: fx.Node) -> None:
         source, index = node.args
         held = self.aliases.get(source) if isinstance(source, fx.Node) else None
@@ -130,8 +142,14 @@ class _Builder:
         if isinstance(held, (tuple, dict)):
             alias = held[index]  # type: ignore[index]
         self.aliases[node] = alias
-        if isinstance(alias, int) and self.value_nodes[alias] is None and self.maker.get(alias) is _unpacked(node):
+        if isinstance(alias, int) and self.value_nodes[alias] is None and self.maker.get(alias) is self.call_of(node):
             self.value_nodes[alias] = node
+
+    def call_of(self, node: fx.Node) -> Any:
+        """Returns the op whose (nested) result ``node`` unpacks."""
+        call = _unpacked(node)
+        awaited = communication.awaited_call(call) if isinstance(call, fx.Node) else None
+        return call if awaited is None else awaited
 
     def compute(self, node: fx.Node) -> None:
         read = tuple(dict.fromkeys(v for n in node.all_input_nodes for v in _flatten(self.aliases.get(n))))
@@ -302,6 +320,8 @@ def _op(
         first = builder.makes[node][0]
         builder.values[first] = replace(builder.values[first], bytes=builder.values[first].bytes + cost.excess_bytes)
     traits = call_cost.traits_of(node)
+    if builder.may_repeat_collectives and communication.is_gathering(node):
+        traits = traits & ~Trait.COLLECTIVE | Trait.GATHER
     if overwritten.intersection(builder.reads[node]):
         traits |= Trait.READS_MUTATED_INPUT
     module, source = origin(node)
@@ -309,12 +329,18 @@ def _op(
     streams = builder.fuses and op_traits.stays_in_kernel(node)
     return Op(
         node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, seconds, cost.flops,
-        cost.moved_bytes, cost.workspace_bytes, op_traits.kind_of(node, runs_on), traits, op_traits.order_of(node), module,
+        cost.moved_bytes, cost.workspace_bytes, op_traits.kind_of(node, runs_on), traits, _order_of(node), module,
         source,
         () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
         op_traits.inlining_of(node, runs_on), (1 - call_cost.ARITHMETIC_SHARE) * seconds if streams else 0.0,
         op_traits.demanded(node),
     )  # fmt: skip
+
+
+def _order_of(node: fx.Node) -> Constraint:
+    """Returns the model's constraint on the op. A collective runs again only if the model orders that for its waits too."""
+    orders = {op_traits.order_of(part) for part in (node, *communication.waits_for(node))}
+    return orders.pop() if len(orders) == 1 else Constraint.SAVE if Constraint.SAVE in orders else Constraint.NONE
 
 
 def _in_place(builder: _Builder, node: fx.Node) -> tuple[int, ...]:
@@ -337,14 +363,21 @@ def runs_on_type(joint: fx.GraphModule, cuda_name: str | None) -> str:
     return compat.device_of(joint).type if cuda_name is None else "cuda"
 
 
-def capture(joint: fx.GraphModule, num_fwd_outputs: int, fuses: bool, cuda_name: str | None = None) -> Capture:
+def capture(
+    joint: fx.GraphModule,
+    num_fwd_outputs: int,
+    fuses: bool,
+    cuda_name: str | None = None,
+    may_repeat_collectives: bool = False,
+) -> Capture:
     """Returns the graph of a prepared joint module whose first ``num_fwd_outputs`` outputs are the forward's.
 
-    With ``cuda_name``, the traced device represents the CUDA device of that name. Raises ``CaptureError``, with the node's
+    With ``cuda_name``, the traced device represents the CUDA device of that name. With ``may_repeat_collectives``, all ranks
+    follow the plan, so an all-gather may run again. Raises ``CaptureError``, with the node's
     name, if a node is not understood.
     """
     device = compat.device_of(joint)
-    builder = _Builder(joint, num_fwd_outputs, device.type, fuses)
+    builder = _Builder(joint, num_fwd_outputs, device.type, fuses, may_repeat_collectives=may_repeat_collectives)
     for node in joint.graph.nodes:
         with _naming(node):
             builder.visit(node)

@@ -2,6 +2,8 @@
 
 - ``calibrated`` (the default): by the measured rates of the device (:mod:`autoremat.measure.calibration`).
 - ``roofline``: FLOPs and bytes by the rates of data sheets, as captured.
+
+Under both, collectives have the seconds of their process group's interconnect.
 """
 
 from __future__ import annotations
@@ -10,28 +12,53 @@ from dataclasses import replace
 
 import torch
 
+from autoremat.basics.units import format_bytes
 from autoremat.capture.capture import Capture
 from autoremat.measure.calibration import rates_of
-from autoremat.ops.op_traits import stays_in_kernel
+from autoremat.ops.collectives import traffic_of_group
+from autoremat.ops.op_traits import is_wait, stays_in_kernel
 from autoremat.ops.work import arithmetic_of, work_of
-from autoremat.planner.cost import CostSource, Pricing, Rates
+from autoremat.planner.cost import CostSource, Interconnect, Links, LinkSource, Pricing, Rates
 from autoremat.torch_private import compat
 
 ROOFLINE, CALIBRATED = "roofline", "calibrated"
 
 
-def priced(captured: Capture, cost_model: str) -> tuple[Capture, Pricing]:
+NO_LINKS = Links()
+
+
+def priced(captured: Capture, cost_model: str, links: Links = NO_LINKS) -> tuple[Capture, Pricing]:
     """Returns ``captured`` with the seconds of ``cost_model``, and a summary of their cost sources.
 
-    The first call for a device may measure for about 30 seconds.
+    ``links`` has the rates of process groups. The first call for a device may measure for about 30 seconds.
     """
     device = compat.device_of(captured.joint)
     rates = rates_of(device) if cost_model != ROOFLINE else None
-    if rates is None:
-        return captured, Pricing.of(cost_model, ((op.seconds, CostSource.ASSUMED) for op in captured.graph.ops))
-    captured, sources = by_rates(captured, rates)
+    sources = [CostSource.ASSUMED] * len(captured.graph.ops)
+    if rates is not None:
+        captured, sources = by_rates(captured, rates)
+    captured, used = _with_communication(captured, links)
+    for index, link in used.items():
+        sources[index] = CostSource.ASSUMED if link.source is LinkSource.ASSUMED else CostSource.CALIBRATED
     seconds = (op.seconds for op in captured.graph.ops)
-    return captured, Pricing.of(cost_model, zip(seconds, sources, strict=True))
+    shown = ", ".join(sorted({f"{format_bytes(int(link.bytes_per_second))}/s ({link.source.value})" for link in used.values()}))
+    return captured, Pricing.of(cost_model, zip(seconds, sources, strict=True), shown)
+
+
+def _with_communication(captured: Capture, links: Links) -> tuple[Capture, dict[int, Interconnect]]:
+    """Returns ``captured`` with the seconds of its collectives, and the interconnect of each.
+
+    A collective takes at least the seconds of its own memory traffic. A wait that is an op of its own takes none.
+    """
+    ops, used = list(captured.graph.ops), dict[int, Interconnect]()
+    for index, (node, op) in enumerate(zip(captured.op_nodes, ops, strict=True)):
+        call = traffic_of_group(node)
+        if is_wait(node):
+            ops[index] = replace(op, seconds=0.0)
+        elif call is not None:
+            used[index] = link = links.of(call.group, call.ranks, captured.device.name)
+            ops[index] = replace(op, seconds=max(op.seconds, link.seconds(call.sent_bytes)))
+    return (replace(captured, graph=replace(captured.graph, ops=tuple(ops))) if used else captured), used
 
 
 def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]]:

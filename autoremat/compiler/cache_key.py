@@ -19,7 +19,7 @@ from autoremat.capture.capture import device_of_inputs
 from autoremat.measure.calibration import device_name
 from autoremat.ops import declarations
 from autoremat.options.options import Options
-from autoremat.torch_private import compat, symbolic_sizes
+from autoremat.torch_private import compat, process_groups, symbolic_sizes
 
 
 @cache
@@ -32,7 +32,7 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> str:
+def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, may_repeat_collectives: bool = False) -> str:
     """Returns a hash of everything that determines the plan: graph, inputs, options, settings of torch and versions."""
     parts = [
         source_hash(),
@@ -50,6 +50,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
         device_name(device_of_inputs(gm, inputs)),
         compat.machine_fingerprint(),
         compat.configuration_fingerprint(),
+        f"{process_groups.identity()} {may_repeat_collectives}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -72,7 +72,8 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
     ``peers`` are the ranks that compile it together. Raises ``BudgetInfeasible`` if the code exceeds the budget with every plan
     that is tried, and ``AgreementError`` if another rank fails.
     """
-    key = fingerprint(source.module, source.inputs, options)
+    may_repeat = peers.may_repeat_collectives or source.may_repeat_collectives
+    key = fingerprint(source.module, source.inputs, options, may_repeat)
     record = peers.agreed_record(records.load(key))
     is_shared = isinstance(options.memory_budget, Share)
     rules = Rules(options.on_infeasible, record is None and not is_shared, is_shared)
@@ -83,7 +84,13 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
     is_estimate = False
     while True:
         now("tracing", attempt=len(attempts) + 1)
-        context = PlanningContext(options, step.headroom_bytes, cuda_name=source.cuda_name, planners=planners)
+        context = PlanningContext(
+            options,
+            step.headroom_bytes,
+            cuda_name=source.cuda_name,
+            may_repeat_collectives=may_repeat,
+            planners=planners,
+        )
         partitioning = Partitioning(context, peers.plan, peers.fail)
         identity = ("autoremat", source_hash(), key, step.headroom_bytes, options.on_infeasible, *peers.identity)
         decide = _decision(attempts, lambda tried: peers.verdict(tried, rules), partitioning, step)  # noqa: B023

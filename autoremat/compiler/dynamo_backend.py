@@ -142,6 +142,7 @@ def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Opti
     now("tracing")
     place = source_info.begin_of(gm.graph) if may_train(gm, inputs) else None
     with joined(options, place) as (peers, agreed):
-        partitioning = Partitioning(PlanningContext(agreed), peers.plan, peers.fail)
+        context = PlanningContext(agreed, may_repeat_collectives=peers.may_repeat_collectives)
+        partitioning = Partitioning(context, peers.plan, peers.fail)
         compiled = compat.compile_uncompiled(gm, inputs, Partitioner(partitioning))
     return published(compiled, partitioning.report, options)

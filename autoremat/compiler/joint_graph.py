@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import fx
 
 from autoremat.basics.progress import now
+from autoremat.capture import communication
 from autoremat.capture.capture import Capture, capture, runs_on_type
 from autoremat.capture.pricing import priced
 from autoremat.compiler.torch_partition import torch_partition_peak
+from autoremat.ops.collectives import ranks_of
 from autoremat.options.options import Options
 from autoremat.passes import before_capture
-from autoremat.planner.cost import Pricing
-from autoremat.planner.graph.graph import Graph, Role
+from autoremat.planner.cost import Interconnect, Links, Pricing
+from autoremat.planner.graph.graph import Graph, Role, Trait
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.search.planner import Planner
 from autoremat.torch_private import compat
@@ -51,6 +54,10 @@ class PlanningContext:
     """Name of the CUDA device that is planned for by its data sheet. Another device may stand in for it in the graph."""
     lowers: bool = True
     """True if Inductor's code decides in the end. False if the simulation alone decides."""
+    may_repeat_collectives: bool = False
+    """True if ranks that share the graph follow one plan, so that they can repeat an all-gather together."""
+    interconnects: Mapping[str, Interconnect] = field(default_factory=dict)
+    """Measured rates of process groups, by name. The rates of other groups are assumed."""
     planners: list[Planner] = field(default_factory=list)
     """Planners of earlier attempts. An attempt on an equal graph continues with the planner of that graph."""
 
@@ -113,6 +120,18 @@ class PricedGraph:
         """The planner's graph."""
         return self.captured.graph
 
+    @cached_property
+    def gathering_ranks(self) -> frozenset[int]:
+        """The ranks whose gathers the plan may repeat together with this one's; empty if it repeats none."""
+        ops = zip(self.graph.ops, self.captured.op_nodes, strict=True)
+        return frozenset().union(*(ranks_of(node) for op, node in ops if Trait.GATHER in op.traits))
+
+    def with_gathers_once(self) -> PricedGraph:
+        """Returns the graph without the permission to repeat a gather."""
+        ops = tuple(replace(op, traits=op.traits & ~Trait.GATHER | Trait.COLLECTIVE) if Trait.GATHER in op.traits else op
+                    for op in self.graph.ops)  # fmt: skip
+        return replace(self, captured=replace(self.captured, graph=replace(self.graph, ops=ops)))
+
     def torch_partition_peak(self) -> int | None:
         """Returns the simulated peak of torch's own partition without a budget, in bytes; None if it is unknown."""
         return torch_partition_peak(self.captured, self.joint.inputs, self.joint.keywords)
@@ -127,17 +146,22 @@ def prepare(joint: JointGraph, context: PlanningContext) -> JointGraph:
     """Returns the joint graph without dead code and common subexpressions, rewritten in place for the compiler."""
     now("reading the joint graph")
     compat.warn_of_torchs_budgets(joint.module)
-    module = compat.prepare_joint(joint.module, joint.num_forward_outputs)
+    may_repeat = communication.is_gathering if context.may_repeat_collectives else None
+    module = compat.prepare_joint(joint.module, joint.num_forward_outputs, may_repeat)
     before_capture(module, runs_on_type(module, context.cuda_name) if context.fuses else None)
     return replace(joint, module=module)
 
 
 def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGraph | None:
     """Returns the capture of a prepared joint graph, with the seconds of the cost model; None if it has no backward."""
-    captured = capture(joint.module, joint.num_forward_outputs, context.fuses, context.cuda_name)
+    captured = capture(
+        joint.module, joint.num_forward_outputs, context.fuses, context.cuda_name, context.may_repeat_collectives
+    )
     if captured.graph.single_phase:
         return None
-    return PricedGraph(joint, *priced(captured, context.options.cost_model), _kept_inputs(joint, captured))
+    options = context.options
+    links = Links(options.interconnect_bandwidth, options.interconnect_latency, context.interconnects)
+    return PricedGraph(joint, *priced(captured, options.cost_model, links), _kept_inputs(joint, captured))
 
 
 def _kept_inputs(joint: JointGraph, captured: Capture) -> frozenset[int]:

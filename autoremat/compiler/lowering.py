@@ -37,6 +37,9 @@ class GraphSource:
     cuda_name: str | None = None
     """Name of the CUDA device that is planned for by its data sheet; None to plan for the device of the graph."""
 
+    may_repeat_collectives: bool = False
+    """True if all ranks are taken to follow one plan, because none of them runs this one."""
+
     @property
     def is_represented(self) -> bool:
         """True if the device is not here, and tensors of the CPU stand for its tensors."""

@@ -26,10 +26,15 @@ from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan_file import graph_hash
 from autoremat.torch_private.pipelining import running_stage
+from autoremat.torch_private.processes import job
 
 
 class Peers(Protocol):
     """Everything that a compilation asks about other ranks."""
+
+    @property
+    def may_repeat_collectives(self) -> bool:
+        """True if no rank that shares the graph follows another plan."""
 
     @property
     def identity(self) -> tuple[object, ...]:
@@ -58,6 +63,10 @@ class Alone:
     """A process that compiles by itself."""
 
     identity: tuple[object, ...] = ()
+
+    @property
+    def may_repeat_collectives(self) -> bool:
+        return job() is None  # other ranks may plan this graph too, without an agreement
 
     def agreed_record(self, found: Record | None) -> Record | None:
         return found
@@ -95,6 +104,8 @@ class Members:
     joint: dict[int, Attempt] = field(default_factory=dict)
     """The attempts by their number, with the largest peaks of all members. Only the leader has them."""
 
+    may_repeat_collectives = True
+
     @property
     def identity(self) -> tuple[object, ...]:
         # Each rank has entries of its own. Otherwise one rank could find the code that another rank has just written.
@@ -119,6 +130,11 @@ class Members:
             known = None if report is None or report.plan is None else ToldPlan.of_report(report)
             return self._signed(plan_graph(priced, context) if known is None else plan_as_told(priced, context, known))
         self.session = self.session.split("graph", graph_hash(priced.graph))
+        if priced.gathering_ranks:
+            # A rank that gathers with others than the members would wait for them in vain.
+            inside = priced.gathering_ranks <= set(self.session.members)
+            if not self.session.round("gathers", inside, lambda parts: all(parts.values())):
+                priced = priced.with_gathers_once()
         found: list[PlannedGraph] = []
 
         def compute() -> str:

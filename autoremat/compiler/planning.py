@@ -12,7 +12,7 @@ from autoremat.basics.progress import now
 from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, choose_chunking
-from autoremat.compiler.replay_context import code_headroom_bytes, copies_for_cuda_graphs_bytes
+from autoremat.compiler.replay_context import code_headroom_bytes, copies_for_cuda_graphs_bytes, held_too_long_bytes
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
@@ -111,7 +111,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     soft_budget = find_soft_budget(priced, context)  # torch's partitioner has no time limit, so it is not part of the planner's
     now(f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s")
     planner, _ = planner_of(priced, context, soft_budget)
-    headroom = headroom_of_code(priced) if context.fuses else 0
+    headroom = headroom_of(priced, context)
     budget = budget_of(priced, context, planner.baseline.peak_bytes + headroom)
 
     def contend(form: PricedGraph, chunks: int) -> ChunkingCandidate:
@@ -187,6 +187,11 @@ def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | Non
         return None
     now("asking for torch's own partition")
     return priced.torch_partition_peak()
+
+
+def headroom_of(priced: PricedGraph, context: PlanningContext) -> int:
+    """Returns the bytes to keep free of the budget: those of generated code, and tensors that a collective holds too long."""
+    return held_too_long_bytes(priced.captured) + (headroom_of_code(priced) if context.fuses else 0)
 
 
 def headroom_of_code(priced: PricedGraph) -> int:

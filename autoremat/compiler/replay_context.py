@@ -7,6 +7,7 @@ from collections.abc import Collection
 import torch
 
 from autoremat.capture.capture import Capture
+from autoremat.ops.collectives import GLOO_THREADS, held_bytes
 from autoremat.planner.graph.graph import Graph, Role
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import compat
@@ -45,6 +46,11 @@ def copies_for_cuda_graphs_bytes(captured: Capture, kept_inputs: Collection[int]
     return sum(copied.values()) + sum(value.bytes for value in captured.graph.values if value.role is Role.TANGENT)
 
 
+def held_too_long_bytes(captured: Capture) -> int:
+    """Returns the most bytes that finished collectives may still hold at any time."""
+    return GLOO_THREADS * max((held_bytes(node, captured.runs_on) for node in captured.op_nodes), default=0)
+
+
 def replay_context(captured: Capture, kept_inputs: Collection[int]) -> ReplayContext:
     """Returns the context for the replay.
 
@@ -66,7 +72,7 @@ def replay_context(captured: Capture, kept_inputs: Collection[int]) -> ReplayCon
         held,
         captured.device.allocation_bytes,
         workspaces,
-        code_headroom_bytes(graph),
+        code_headroom_bytes(graph) + held_too_long_bytes(captured),
         {n.name: strides for n in inputs if (strides := _fixed_strides(n.meta.get("val"))) is not None},
         _copied_inputs(captured, kept_inputs),
     )

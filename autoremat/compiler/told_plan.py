@@ -11,7 +11,7 @@ from autoremat.basics.errors import AgreementError
 from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, with_chunks
-from autoremat.compiler.planning import PlannedGraph, headroom_of_code, planner_of, report_of
+from autoremat.compiler.planning import PlannedGraph, headroom_of, planner_of, report_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import difference, graph_hash
@@ -100,7 +100,7 @@ def plan_as_told(priced: PricedGraph, context: PlanningContext, message: ToldPla
         candidates=message.candidates,
         interrupted=message.interrupted,
     )
-    headroom = headroom_of_code(priced) if context.fuses else 0
+    headroom = headroom_of(priced, context)
     budget = message.budget_bytes
     if budget is not None and context.must_fit and not context.decided_by_code and plan.peak_bytes + headroom > budget:
         raise infeasible(planning, budget, form.captured.device.name, plan.peak_bytes + headroom)

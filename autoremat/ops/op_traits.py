@@ -29,6 +29,19 @@ PURE_NAMESPACES = frozenset({"aten", "prims", "quantized_decomposed", "inductor_
 
 COLLECTIVE_NAMESPACES = frozenset({"_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d"})
 
+ALL_GATHERS = frozenset({"_c10d_functional::all_gather_into_tensor", "_c10d_functional::all_gather_into_tensor_coalesced"})
+"""Collectives that may run again: they read one operand per rank and change nothing."""
+
+COLLECTIVES = ALL_GATHERS | {
+    "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::reduce_scatter_tensor_coalesced",
+    "_c10d_functional::all_reduce", "_c10d_functional::all_reduce_coalesced",
+    "_c10d_functional::all_to_all_single", "_c10d_functional::broadcast",
+}  # fmt: skip
+"""Collectives that write to none of their operands."""
+
+WAITS = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::wait_tensors"})
+"""Ops that wait for a collective and return its results. Torch has the second one since 2.15."""
+
 EFFECTS = frozenset(
     {
         "aten::_assert_scalar", "aten::_assert_async", "aten::_assert_tensor_metadata", "aten::sym_constrain_range",
@@ -97,6 +110,21 @@ def traits_of_op(op: torch._ops.OpOverload) -> Trait:
     elif op.namespace not in PURE_NAMESPACES:
         traits |= Trait.OPAQUE
     return traits
+
+
+def is_all_gather(node: fx.Node) -> bool:
+    """Returns True if the node gathers a tensor from all ranks of a group, and may do so again."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in ALL_GATHERS
+
+
+def is_collective(node: fx.Node) -> bool:
+    """Returns True if the node is a call to all ranks of a group that writes to none of its operands."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in COLLECTIVES
+
+
+def is_wait(node: fx.Node) -> bool:
+    """Returns True if the node waits for a collective."""
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.name in WAITS
 
 
 def chooses(node: fx.Node) -> bool:

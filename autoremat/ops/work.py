@@ -96,6 +96,8 @@ def _traffic(node: fx.Node, op: Op, launches: bool) -> Task:
         return Task(rate, picked)
     if rate is Rate.SCATTER:
         return Task(rate, op.bytes_moved)
+    if op_traits.is_collective(node):
+        return Task(Rate.STREAM, op.bytes_moved)
     if launches:
         return Task(Rate.STREAM if _arithmetic(node, launches) else Rate.GATHER, op.bytes_moved)
     return Task(Rate.STREAM, op.bytes_moved / FUSED_SHARE if op.kind is not Kind.REDUCTION else op.bytes_moved)

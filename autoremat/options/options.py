@@ -10,12 +10,14 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from autoremat.basics import environment
 from autoremat.basics.budget import FORMS_ANYWHERE, budget_bytes, parse_budget
 from autoremat.basics.checks import (
     MOST_BYTES,
+    as_float,
     as_int,
     flag,
     one_of,
@@ -52,13 +54,14 @@ COST_MODELS = ("roofline", "calibrated")
 PLANNING_ERROR_ACTIONS = ("fallback", "raise")
 OWN_KEYS = (
     "memory_budget", "auto_headroom", "time_limit", "compiler", "on_infeasible", "on_planning_error", "cost_model", "plan",
-    "policy", "save", "recompute", "chunk_loss", "agreement", "progress",
+    "policy", "save", "recompute", "chunk_loss", "interconnect_bandwidth", "interconnect_latency", "agreement", "progress",
 )  # fmt: skip
 PLANNING_KEYS = tuple(key for key in OWN_KEYS if key not in ("agreement", "progress"))
 
 _BUDGET_FORMS = f'{FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `auto_headroom`); an `autoremat.profile_step`'
 _PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
 _CHUNK_FORMS = '"auto", True, False or a number of parts, an int >= 2'
+_BANDWIDTH_FORMS = 'text such as "50GB/s", a number of bytes per second >= 1, or None'
 _AGREEMENT_FORMS = '"auto", "off" or a list of ranks, such as torch.distributed.get_process_group_ranks(group)'
 _HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
@@ -90,6 +93,9 @@ class Options:
     - save, recompute: constraints on the results to save or to recompute, as patterns of module paths, ops or tensor names.
     - chunk_loss: chunking of the vocabulary projection, the loss and their gradients: "auto" (only if no other plan fits), True
         (also if predicted faster), an int >= 2 (always that many chunks), or False (never).
+    - interconnect_bandwidth: bytes per second that one rank sends in a collective, such as "50GB/s"; None for the measured or
+        assumed rate of each process group.
+    - interconnect_latency: seconds of a collective beside its bytes; None for the measured or assumed ones.
     - agreement: the ranks of a distributed job that plan a shared graph alike: "auto" (all that compile it), "off" or a list.
     - progress: True to show the progress of slow compilations. No plan depends on it.
     - inductor: pairs for Inductor's config, sorted by key.
@@ -112,6 +118,8 @@ class Options:
     save: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     chunk_loss: bool | int | str = "auto"
+    interconnect_bandwidth: float | None = None
+    interconnect_latency: float | None = None
     agreement: str | tuple[int, ...] = field(default="auto", compare=False)
     progress: bool = field(default=True, compare=False)
 
@@ -131,6 +139,10 @@ class Options:
             "save": _normalise_patterns(self.save, "save"),
             "recompute": _normalise_patterns(self.recompute, "recompute"),
             "chunk_loss": _normalise_chunks(self.chunk_loss),
+            "interconnect_bandwidth": _normalise_bandwidth(self.interconnect_bandwidth),
+            "interconnect_latency": None
+            if self.interconnect_latency is None
+            else positive_seconds(self.interconnect_latency, "interconnect_latency"),
             "agreement": _normalise_agreement(self.agreement),
             "progress": flag(self.progress, "progress"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
@@ -237,6 +249,8 @@ class OptionValues(TypedDict, total=False):
     save: Collection[str]
     recompute: Collection[str]
     chunk_loss: bool | int | str
+    interconnect_bandwidth: float | str | None
+    interconnect_latency: float | None
     agreement: str | Sequence[int]
     progress: bool
 
@@ -305,6 +319,17 @@ def _normalise_headroom(value: object) -> int:
     if count is None or not 0 <= count <= MOST_BYTES:
         raise refused("auto_headroom", value, _HEADROOM_FORMS)
     return count
+
+
+def _normalise_bandwidth(value: object) -> float | None:
+    """Returns the option ``interconnect_bandwidth`` in bytes per second."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return float(text_to_bytes(value.strip().removesuffix("/s"), "interconnect_bandwidth", _BANDWIDTH_FORMS))
+    if isinstance(value, bool) or not isinstance(value, Real) or not 1 <= as_float(value) <= MOST_BYTES:
+        raise refused("interconnect_bandwidth", value, _BANDWIDTH_FORMS)
+    return as_float(value)
 
 
 def _normalise_plans(value: object) -> tuple[PlanFile, ...]:

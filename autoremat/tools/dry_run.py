@@ -67,7 +67,7 @@ class DryRun:
         options = replace(self.target.options_for(self.options), on_planning_error="raise")
         planned_by = with_bytes(options, device_of_inputs(module, inputs), self.free_bytes)
         patches = {**asked_config(self.options), **fake_tensors.RUNS_NOTHING}
-        source = GraphSource(self.target.as_on_card(module), inputs, patches, self.target.cuda_name)
+        source = GraphSource(self.target.as_on_card(module), inputs, patches, self.target.cuda_name, True)
         with self.target.fusing_attention(), inductor_lowering.without_kernels():
             return compile_graph(source, planned_by).report
 

@@ -137,6 +137,7 @@ def preview_visitor(options: Options, target: Target, resident_bytes: int, look:
         free_bytes=lambda device: target.free_bytes(device, resident_bytes),
         cuda_name=target.cuda_name,
         lowers=target.cuda_name is None,
+        may_repeat_collectives=True,
     )
 
     def visit(joint: JointGraph) -> T | None:

@@ -77,7 +77,7 @@ def joint_visitor(options: Options, target: Target, visit: Visitor[T]) -> Captur
 
         def hand_over(joint: JointGraph) -> compat.PartitionedModules:
             if joint.is_region:  # called by the surrounding graph
-                return Partitioning(PlanningContext(options, cuda_name=target.cuda_name))(joint)
+                return Partitioning(PlanningContext(options, cuda_name=target.cuda_name, may_repeat_collectives=True))(joint)
             found.append(visit(joint))
             raise _Seen
 

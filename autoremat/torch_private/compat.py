@@ -90,11 +90,13 @@ def is_with_effects(node: fx.Node) -> bool:
     return bool(aot_utils.is_with_effects(node))
 
 
-def prepare_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.GraphModule:
+def prepare_joint(
+    joint: fx.GraphModule, num_fwd_outputs: int, may_repeat: Callable[[fx.Node], bool] | None = None
+) -> fx.GraphModule:
     """Returns ``joint`` after the preparation that precedes the decisions of torch's partitioner.
 
     It removes dead code and merges common subexpressions. It tags the values that must be saved: borders of checkpoint regions,
-    collectives, effects and mutations.
+    collectives, effects and mutations. Collectives that ``may_repeat`` keep the tags of the model.
     """
     joint.graph.eliminate_dead_code()
     if functorch_config.cse:
@@ -103,7 +105,13 @@ def prepare_joint(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.GraphModule
     if partitioners.has_recomputable_ops(joint):
         joint = partitioners.cleanup_recompute_tags(joint, is_default_partition=False)
     if not functorch_config.unsafe_allow_optimization_of_collectives:
+        free = [] if may_repeat is None else [node for node in joint.graph.nodes if may_repeat(node)]
+        by_model = {node: node.meta.get("recompute") for node in free}
         partitioners.force_save_collectives(joint)
+        for node, policy in by_model.items():
+            node.meta["recompute"] = policy
+            if policy is None:
+                del node.meta["recompute"]
     partitioners.force_save_effectful_ops(joint)
     partitioners.force_save_bw_mutation_src(joint)
     joint.recompile()

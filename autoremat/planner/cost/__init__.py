@@ -7,6 +7,12 @@ from autoremat.planner.cost.devices import cpu_device as cpu_device
 from autoremat.planner.cost.devices import cuda_device as cuda_device
 from autoremat.planner.cost.devices import datasheet as datasheet
 from autoremat.planner.cost.devices import device_memory as device_memory
+from autoremat.planner.cost.interconnect import Interconnect as Interconnect
+from autoremat.planner.cost.interconnect import Links as Links
+from autoremat.planner.cost.interconnect import LinkSource as LinkSource
+from autoremat.planner.cost.interconnect import Pattern as Pattern
+from autoremat.planner.cost.interconnect import assumed_interconnect as assumed_interconnect
+from autoremat.planner.cost.interconnect import sent_bytes as sent_bytes
 from autoremat.planner.cost.rates import BATCH as BATCH
 from autoremat.planner.cost.rates import Curve as Curve
 from autoremat.planner.cost.rates import Rate as Rate

@@ -111,10 +111,16 @@ def _has(word: str, name: str) -> bool:
 
 def datasheet(name: str) -> Datasheet | None:
     """Returns the data sheet of the CUDA device ``name``, such as "NVIDIA A100-SXM4-40GB", or None if it is unknown."""
+    found = datasheet_name(name)
+    return None if found is None else DATASHEETS[found]
+
+
+def datasheet_name(name: str) -> str | None:
+    """Returns the row of the table for the CUDA device ``name``, or None if it is unknown."""
     others = {word for word in OTHER_CARDS if _has(word, name)}
     matches = [key for key in DATASHEETS if others <= {*key.split()} and all(_has(word, name) for word in key.split())]
     # The longest match wins: an "H100 PCIe" is not an "H100".
-    return DATASHEETS[max(matches, key=len)] if matches else None
+    return max(matches, key=len) if matches else None
 
 
 def device_memory(name: str) -> int | None:

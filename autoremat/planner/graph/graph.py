@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Trait(enum.Flag):
-    """Properties of an op that forbid a second execution."""
+    """Properties of an op that decide on a second execution."""
 
     NONE = 0
     RANDOM = enum.auto()
@@ -41,6 +41,9 @@ class Trait(enum.Flag):
     DATA_DEPENDENT = enum.auto()
     """Sizes or numbers follow from the contents of an input. Recomputed by other code, they might differ from those that the
     rest of the step uses."""
+    GATHER = enum.auto()
+    """An all-gather together with its wait. All ranks of its group follow the same plan, so they repeat it together. This is
+    the one trait that forbids nothing."""
 
 
 NOT_REMATERIALIZABLE = (
@@ -53,6 +56,9 @@ NOT_REMATERIALIZABLE = (
     | Trait.DISCONTINUOUS
     | Trait.DATA_DEPENDENT
 )
+
+COMMUNICATES = Trait.COLLECTIVE | Trait.GATHER
+"""Traits of ops that all ranks of a group run together, in the same sequence."""
 
 
 class Kind(enum.Enum):
@@ -159,7 +165,7 @@ class Op:
         """True if a second execution surely gives the same result and has no other effect.
 
         A collective counts as rematerializable if the model demands its recomputation. All ranks then repeat it alike, as under
-        torch's own checkpoints.
+        torch's own checkpoints. An all-gather is one without that demand where all ranks follow the same plan.
         """
         hindrance = self.traits & NOT_REMATERIALIZABLE
         return not hindrance or (hindrance is Trait.COLLECTIVE and self.constraint is Constraint.RECOMPUTE)

@@ -1,0 +1,76 @@
+"""Finds the nodes that belong to one collective: the call, the unpackings of its results, and the waits for them.
+
+A collective returns before its results are complete. The wait for a result returns the same memory, complete. Call and waits
+are one op of the graph, so a plan repeats all of them or none, and no incomplete result crosses into the backward.
+
+        shard ── all_gather_into_tensor ── wait_tensor ── view ── mm
+                 '----------- one op -------------'
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+import torch
+from torch import fx
+
+from autoremat.ops import op_traits
+from autoremat.torch_private import compat
+
+
+def awaited_call(wait: fx.Node) -> fx.Node | None:
+    """Returns the collective that ``wait`` completes as part of one op; None if the two stay ops of their own.
+
+    They stay apart if another node reads an incomplete result, if a result is awaited twice, or if the two belong to different
+    halves of the step.
+    """
+    if not op_traits.is_wait(wait) or not wait.all_input_nodes:
+        return None
+    calls = {_unpacked(operand) for operand in wait.all_input_nodes}
+    call = calls.pop()
+    return call if not calls and _is_awaited_once(call) else None
+
+
+def is_gathering(node: fx.Node) -> bool:
+    """Returns True if the node belongs to an all-gather that is one op with its waits."""
+    call = awaited_call(node) if op_traits.is_wait(node) else node
+    return call is not None and op_traits.is_all_gather(call) and bool(waits_for(call))
+
+
+def waits_for(call: fx.Node) -> tuple[fx.Node, ...]:
+    """Returns the waits that are one op with the collective ``call``; empty for any other call."""
+    found = (node for holder in _results(call) for node in holder.users if op_traits.is_wait(node))
+    return tuple(dict.fromkeys(found)) if _is_awaited_once(call) else ()
+
+
+def _is_awaited_once(call: fx.Node) -> bool:
+    if not op_traits.is_collective(call):
+        return False
+    readers = [node for holder in _results(call) for node in holder.users if node.target is not operator.getitem]
+    awaits = [node for node in readers if op_traits.is_wait(node)]
+    return (
+        bool(awaits)
+        and len(awaits) == len(readers)
+        and all(len(holder.users) <= 1 for holder in _results(call) if _holds_tensor(holder))
+        and all(_unpacked(operand) is call for node in awaits for operand in node.all_input_nodes)
+        and all(compat.is_traced_in_backward(node) == compat.is_traced_in_backward(call) for node in awaits)
+    )
+
+
+def _results(call: fx.Node) -> Iterator[fx.Node]:
+    """Yields the call and all unpackings of its results."""
+    yield call
+    for user in call.users:
+        if user.target is operator.getitem:
+            yield from _results(user)
+
+
+def _holds_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _unpacked(node: fx.Node) -> fx.Node:
+    while node.target is operator.getitem and isinstance(source := node.args[0], fx.Node):
+        node = source
+    return node

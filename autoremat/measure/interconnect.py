@@ -1,0 +1,61 @@
+"""Measures the interconnect of a process group by all-gathers of two sizes.
+
+The small one gives the latency. The time that the large one takes longer gives the bandwidth.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+import torch.distributed as dist
+
+from autoremat.planner.cost import Interconnect, LinkSource, Pattern, sent_bytes
+
+SMALL_BYTES, LARGE_BYTES = 4 * 2**10, 32 * 2**20
+"""Gathered bytes of the two measurements."""
+
+REPETITIONS = 5
+LEAST_SECONDS = 1e-7
+"""Least difference of the two measurements, for a group that sends nothing."""
+
+
+def measure_bandwidth(group: dist.ProcessGroup) -> Interconnect:
+    """Returns the interconnect of ``group``, the same on all of its ranks.
+
+    It is a collective: all ranks of the group must call it at the same point. It takes well below a second, and it allocates
+    twice :data:`LARGE_BYTES` on the group's device.
+    """
+    device = _device_of(group)
+    small, large = (_seconds_on_all_ranks(nbytes, group, device) for nbytes in (SMALL_BYTES, LARGE_BYTES))
+    sent = sent_bytes(Pattern.GATHER, LARGE_BYTES - SMALL_BYTES, max(group.size(), 2))
+    return Interconnect(sent / max(large - small, LEAST_SECONDS), small, LinkSource.MEASURED)
+
+
+def _device_of(group: dist.ProcessGroup) -> torch.device:
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _seconds_on_all_ranks(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> float:
+    """Returns the least seconds of an all-gather of ``nbytes``, on the slowest rank."""
+    shard = torch.zeros(nbytes // group.size(), dtype=torch.uint8, device=device)
+    gathered = torch.empty(shard.numel() * group.size(), dtype=torch.uint8, device=device)
+    least = min(_seconds(gathered, shard, group) for _ in range(REPETITIONS + 1))  # the first one also connects the ranks
+    slowest = torch.tensor([least], dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    return float(slowest.item())
+
+
+def _seconds(gathered: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> float:
+    _synchronize(shard.device)
+    start = time.perf_counter()
+    dist.all_gather_into_tensor(gathered, shard, group)
+    _synchronize(shard.device)
+    return time.perf_counter() - start
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

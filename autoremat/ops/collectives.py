@@ -1,0 +1,92 @@
+"""The communication of a collective: its process group and ranks, the bytes that each rank sends, and the memory it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.ops import op_traits
+from autoremat.planner.cost import Pattern, sent_bytes
+from autoremat.torch_private import process_groups
+from autoremat.torch_private.compat import most
+
+GLOO_THREADS = 2
+"""Threads of a gloo group, each of which works on one collective."""
+
+
+@dataclass(frozen=True)
+class GroupTraffic:
+    """The communication of one call."""
+
+    group: str
+    ranks: int
+    sent_bytes: float
+    """Bytes that each rank sends."""
+
+
+def traffic_of_group(node: fx.Node) -> GroupTraffic | None:
+    """Returns the communication of a collective; None for any other node.
+
+    The number of ranks is an argument of the call, else that of the group. The larger of operands and results counts: a gather
+    has few bytes before and all of them after, a reduce-scatter the other way round.
+    """
+    if not op_traits.is_collective(node):
+        return None
+    group, ranks = _group(node), _arguments(node).get("group_size")
+    ranks = ranks if isinstance(ranks, int) else process_groups.size_of(group)
+    pattern = Pattern.REDUCE if "all_reduce" in node.target._schema.name else Pattern.GATHER  # type: ignore[union-attr]
+    read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
+    return GroupTraffic(group, ranks, sent_bytes(pattern, max(read, _bytes(node.meta.get("val"))), ranks))
+
+
+def workspace_bytes(node: fx.Node, runs_on: str) -> int:
+    """Returns the bytes that a collective allocates beside its results until they are complete; 0 on accelerators.
+
+    On CPUs, gloo gathers into one buffer and copies it into the results. It reduces and scatters a copy of the operands.
+    Several operands of one call become one buffer first.
+    """
+    if _copies_nothing(node, runs_on):
+        return 0
+    name, made = node.target._schema.name, _bytes(node.meta.get("val"))  # type: ignore[union-attr]
+    read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
+    if "reduce_scatter" in name:
+        return read
+    joined = read if len(node.all_input_nodes) > 1 else 0
+    return joined + (made if "all_gather" in name else 0)
+
+
+def _copies_nothing(node: fx.Node, runs_on: str) -> bool:
+    return runs_on != "cpu" or process_groups.is_fake(_group(node))
+
+
+def held_bytes(node: fx.Node, runs_on: str) -> int:
+    """Returns the bytes that a collective holds for a moment after its wait; 0 on accelerators.
+
+    A thread of gloo reports that it is done before it lets go of the operands, of the results and of its own buffers.
+    """
+    if not op_traits.is_collective(node) or _copies_nothing(node, runs_on):
+        return 0
+    read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
+    return read + _bytes(node.meta.get("val")) + workspace_bytes(node, runs_on)
+
+
+def ranks_of(node: fx.Node) -> frozenset[int]:
+    """Returns the ranks that take part in a collective, as far as this process knows its group."""
+    return process_groups.ranks_of(_group(node))
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    schema = node.target._schema  # type: ignore[union-attr]
+    return dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+
+
+def _group(node: fx.Node) -> str:
+    return process_groups.name_of(_arguments(node).get("group_name"))
+
+
+def _bytes(value: Any) -> int:
+    tensors = (leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return sum(most(tensor.numel()) * tensor.element_size() for tensor in tensors)

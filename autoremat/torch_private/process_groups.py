@@ -1,0 +1,51 @@
+"""Torch's private names for process groups: their names, sizes and backends. This module sends nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+
+UNKNOWN_RANKS = 1 << 20
+"""Ranks of a group that this process does not know. The share that each rank sends is then nearly 1, its upper bound."""
+
+
+def name_of(group: object) -> str:
+    """Returns the name of the process group that a collective's argument holds: a name, or the group itself."""
+    return str(getattr(group, "group_name", group))
+
+
+def _group(name: str) -> dist.ProcessGroup | None:
+    """Returns the group of that name; None if this process does not know it."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    resolve: Callable[[str], dist.ProcessGroup] | None = getattr(dist.distributed_c10d, "_resolve_process_group", None)
+    try:
+        return None if resolve is None else resolve(name)
+    except (LookupError, ValueError, RuntimeError):
+        return None
+
+
+def size_of(name: str) -> int:
+    """Returns the number of ranks of the group ``name``."""
+    group = _group(name)
+    return UNKNOWN_RANKS if group is None else int(group.size())
+
+
+def is_fake(name: str) -> bool:
+    """Returns True if the group ``name`` sends nothing, because its other ranks do not exist."""
+    group = _group(name)
+    return group is not None and dist.get_backend(group) == "fake"
+
+
+def ranks_of(name: str) -> frozenset[int]:
+    """Returns the global ranks of the group ``name``; an impossible one for an unknown group."""
+    group = _group(name)
+    return frozenset({-1}) if group is None else frozenset(dist.get_process_group_ranks(group))
+
+
+def identity() -> str:
+    """Returns text that identifies the world of this process; empty without one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    return f"{dist.get_backend()} {dist.get_world_size()}"
