@@ -6,6 +6,9 @@ ends at its last read. Search, report and tests share this simulator.
 The count follows the definition of the budget. Inputs of the step cost nothing. Autograd holds tangents through the whole
 backward. The caller holds forward outputs and gradients from their allocation to the end of the step.
 
+If ``k`` calls of the graph are open at once, each of the other ``k - 1`` holds its saved tensors and outputs. These bytes are
+live beside every execution, in addition to ``graph.resident_bytes``.
+
 If the code generator fuses (``graph.fuses``), some values are never materialised: see :mod:`autoremat.planner.memory.fusion`.
 """
 
@@ -25,12 +28,27 @@ from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result of a simulation. ``bytes_at[i]`` is the bytes live while execution ``i`` of ``schedule.sequence`` runs."""
+    """The result of a simulation.
+
+    ``bytes_at[i]`` is the bytes live while execution ``i`` of ``schedule.sequence`` runs, with those of the other open calls.
+    """
 
     graph: Graph
     schedule: Schedule
     bytes_at: Numbers
     live_ranges: LiveRanges
+    held_bytes: int = 0
+    """Bytes that one open call holds between its forward and its backward: saved tensors and outputs."""
+
+    @property
+    def other_calls_bytes(self) -> int:
+        """The bytes of the other open calls."""
+        return (self.graph.in_flight - 1) * self.held_bytes
+
+    @property
+    def beside_bytes(self) -> int:
+        """The part of ``bytes_at`` that does not belong to the running call."""
+        return self.other_calls_bytes + self.graph.resident_bytes
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -62,6 +80,10 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     change = np.zeros(length + 2, dtype=np.int64)
     np.add.at(change, live_ranges.starts, sizes)
     np.subtract.at(change, live_ranges.ends + 1, sizes)
-    change[len(schedule.forward)] += graph.tangent_bytes
+    border = len(schedule.forward)
+    change[border] += graph.tangent_bytes
     bytes_at = np.cumsum(change)[:length] + arrays_of(graph).workspace_bytes[buffers.sequence]
-    return Timeline(graph, schedule, bytes_at, live_ranges)
+    held = int(sizes[(live_ranges.starts < border) & (live_ranges.ends >= border)].sum())
+    timeline = Timeline(graph, schedule, bytes_at, live_ranges, held)
+    bytes_at += timeline.beside_bytes
+    return timeline
