@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from autoremat.tools.explain import explain as explain
     from autoremat.tools.max_batch import max_batch as max_batch
     from autoremat.tools.pareto import pareto as pareto
+    from autoremat.tools.pipelines import in_flight as in_flight
 
 try:
     __version__ = version("autoremat")
@@ -82,6 +83,7 @@ _PUBLIC = {
     "step_profile.profile": ("profile_step",),
     "tools.explain": ("explain",),
     "tools.pareto": ("pareto",),
+    "tools.pipelines": ("in_flight",),
     "tools.max_batch": ("max_batch",),
     "tools.eager_checkpoint": ("selective_checkpoint_context",),
 }

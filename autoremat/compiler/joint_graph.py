@@ -107,6 +107,8 @@ class PricedGraph:
     pricing: Pricing
     kept_inputs: frozenset[int]
     """Numbers of the values that are inputs but neither parameters nor buffers. A saved input may stay live longer."""
+    accumulated_bytes: int = 0
+    """Bytes of the gradients of parameters, which are live beside the calls of later micro-batches."""
 
     @property
     def graph(self) -> Graph:
@@ -137,7 +139,19 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
     captured = capture(joint.module, joint.num_forward_outputs, context.fuses, context.cuda_name)
     if captured.graph.single_phase:
         return None
-    return PricedGraph(joint, *priced(captured, context.options.cost_model), _kept_inputs(joint, captured))
+    accumulated = _parameter_gradient_bytes(joint, captured)
+    if not isinstance(context.options.memory_budget, Share):
+        captured = replace(captured, graph=context.options.open_calls.of(captured.graph, accumulated))
+    return PricedGraph(joint, *priced(captured, context.options.cost_model), _kept_inputs(joint, captured), accumulated)
+
+
+def _parameter_gradient_bytes(joint: JointGraph, captured: Capture) -> int:
+    """Returns the bytes of the gradients of parameters that the backward computes."""
+    _, gradients = compat.joint_outputs(captured.joint, captured.num_fwd_outputs)  # one for each input of the forward
+    nodes = (gradients[index] for index in joint.static_inputs if index < len(gradients))
+    aliases = (captured.aliases.get(node) for node in nodes if isinstance(node, fx.Node))
+    values = {alias for alias in aliases if isinstance(alias, int)}
+    return sum(captured.graph.values[value].bytes for value in values.intersection(captured.graph.backward_outputs))
 
 
 def _kept_inputs(joint: JointGraph, captured: Capture) -> frozenset[int]:

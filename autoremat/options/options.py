@@ -38,6 +38,7 @@ from autoremat.options.renamed import renamed
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.policies import Policy
 from autoremat.planner.multigraph.ledger import Share
+from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
@@ -52,13 +53,14 @@ COST_MODELS = ("roofline", "calibrated")
 PLANNING_ERROR_ACTIONS = ("fallback", "raise")
 OWN_KEYS = (
     "memory_budget", "auto_headroom", "time_limit", "compiler", "on_infeasible", "on_planning_error", "cost_model", "plan",
-    "policy", "save", "recompute", "chunk_loss", "progress",
+    "policy", "save", "recompute", "chunk_loss", "in_flight", "accumulate", "progress",
 )  # fmt: skip
 PLANNING_KEYS = tuple(key for key in OWN_KEYS if key != "progress")
 
 _BUDGET_FORMS = f'{FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `auto_headroom`); an `autoremat.profile_step`'
 _PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
 _CHUNK_FORMS = '"auto", True, False or a number of parts, an int >= 2'
+_IN_FLIGHT_FORMS = "an int >= 1, or None to read it from the running pipeline schedule"
 _HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
 
@@ -89,6 +91,10 @@ class Options:
     - save, recompute: constraints on the results to save or to recompute, as patterns of module paths, ops or tensor names.
     - chunk_loss: chunking of the vocabulary projection, the loss and their gradients: "auto" (only if no other plan fits), True
         (also if predicted faster), an int >= 2 (always that many chunks), or False (never).
+    - in_flight: number of calls of a graph that are open at once, as in a pipeline; the budget bounds their sum. None reads it
+        from the schedule of `torch.distributed.pipelining` that runs, and is 1 without one.
+    - accumulate: True to count the gradients of earlier micro-batches, which are live beside a later one. None stands for True
+        in a pipeline of several micro-batches, and for False elsewhere.
     - progress: True to show the progress of slow compilations. No plan depends on it.
     - inductor: pairs for Inductor's config, sorted by key.
     - mode: the mode of `torch.compile`.
@@ -110,6 +116,8 @@ class Options:
     save: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
     chunk_loss: bool | int | str = "auto"
+    in_flight: int | OpenCalls | None = None
+    accumulate: bool | None = None
     progress: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
@@ -128,6 +136,8 @@ class Options:
             "save": _normalise_patterns(self.save, "save"),
             "recompute": _normalise_patterns(self.recompute, "recompute"),
             "chunk_loss": _normalise_chunks(self.chunk_loss),
+            "in_flight": _normalise_calls(self.in_flight),
+            "accumulate": None if self.accumulate is None else flag(self.accumulate, "accumulate"),
             "progress": flag(self.progress, "progress"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
@@ -177,6 +187,14 @@ class Options:
     def has_constraints(self) -> bool:
         """True if there is a policy or a constraint."""
         return bool(self.policy or self.save or self.recompute)
+
+    @property
+    def open_calls(self) -> OpenCalls:
+        """The calls that are open at once, as far as the options tell."""
+        if isinstance(self.in_flight, OpenCalls):
+            return self.in_flight
+        number = 1 if self.in_flight is None else self.in_flight
+        return OpenCalls(number, bool(self.accumulate), number)
 
     def cache_key(self) -> str:
         """Returns text that is equal, in every process, for options that lead to the same plan of the same graph.
@@ -233,6 +251,8 @@ class OptionValues(TypedDict, total=False):
     save: Collection[str]
     recompute: Collection[str]
     chunk_loss: bool | int | str
+    in_flight: int | None
+    accumulate: bool | None
     progress: bool
 
 
@@ -330,6 +350,16 @@ def _normalise_chunks(value: object) -> bool | int | str:
     count = as_int(value)
     if count is None or count < 2:
         raise refused("chunk_loss", value, _CHUNK_FORMS)
+    return count
+
+
+def _normalise_calls(value: object) -> int | OpenCalls | None:
+    """Returns the option ``in_flight``, with an int-like number as an int."""
+    if value is None or isinstance(value, OpenCalls):
+        return value
+    count = as_int(value)
+    if count is None or count < 1:
+        raise refused("in_flight", value, _IN_FLIGHT_FORMS)
     return count
 
 

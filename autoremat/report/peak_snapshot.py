@@ -144,7 +144,9 @@ def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
     found.append(LiveTensor(op.name, op.workspace_bytes, TensorCategory.WORKSPACE, op.module, op.source))
     others, name = plan.timeline.other_calls_bytes, f"saved tensors and outputs of {graph.in_flight - 1} other calls in flight"
     found.append(LiveTensor(name, others, TensorCategory.OTHER_CALLS, "", ""))
-    found.append(LiveTensor("gradients and outputs of earlier micro-batches", graph.resident_bytes, TensorCategory.RESIDENT, "", ""))
+    found.append(
+        LiveTensor("gradients and outputs of earlier micro-batches", graph.resident_bytes, TensorCategory.RESIDENT, "", "")
+    )
     return sorted((tensor for tensor in found if tensor.bytes), key=lambda tensor: (-tensor.bytes, tensor.name))
 
 

@@ -67,6 +67,8 @@ def profile_step(
     if "memory_budget" in options_of(options):
         raise OptionsError("a step profile takes `memory_budget` as an argument of its own, not in `options`")
     parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, compat.inductor_config_names)
+    if parsed.in_flight is not None or parsed.accumulate is not None:
+        raise OptionsError("a step profile counts the calls that are open at once itself: leave out in_flight and accumulate")
     if isinstance(parsed.memory_budget, StepProfile | Share):
         raise OptionsError("a step profile takes a budget of its own, not the result of another one")
     holds_compiled = _holds_compiled(function) if regional is None else regional

@@ -3,8 +3,8 @@
     gain of saving  =  seconds of the op, and of all recomputations that only it needs  -  seconds of saving
 
 A saved value occupies its bytes from its last use in the forward to its recomputation. Where it is live in any case, it needs
-no further memory. If ``k`` calls are open at once, the other ``k - 1`` hold the value during the whole step. Values are saved greedily by gain per byte. This happens in rounds, because each saved value changes the gain
-of the others.
+no further memory. If ``k`` calls are open at once, the other ``k - 1`` hold the value during the whole step. Values are saved
+greedily by gain per byte. This happens in rounds, because each saved value changes the gain of the others.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ inputs and results of the op. The rest of the budget must hold values from which
 recomputed. With a price per byte, the cheapest such choice is a minimum cut. Each price gives a lower bound (Lagrangian
 duality). The bound is concave in the price, so secants find its maximum.
 
-If ``k`` calls are open at once, the other ``k - 1`` hold at least the bytes of the cheapest choice at the border. A limit on the
-saved bytes follows, from the border and from every program point. The minimum cut at the border under this limit is a bound of
-its own.
+If ``k`` calls are open at once, the other ``k - 1`` hold at least the bytes of the smallest choice at the border. A limit on
+the saved bytes follows, from the border and from every program point. The minimum cut at the border under this limit is a bound
+of its own.
 
 The bounds hold for every plan that runs the forward once, in the given sequence, and recomputes in the backward as often as it
 likes.
