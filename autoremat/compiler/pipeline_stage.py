@@ -35,13 +35,13 @@ def _calls_of(stage: Stage, options: Options) -> OpenCalls:
     given = options.open_calls
     number = given.number if options.in_flight is not None else stage.in_flight or 1
     accumulates = stage.microbatches > 1 if options.accumulate is None else options.accumulate
-    return OpenCalls(number, accumulates, max(number, stage.microbatches if stage.keeps_outputs else 0))
+    kept = max(number, stage.microbatches if stage.keeps_outputs else 0)
+    return OpenCalls(number, accumulates, kept, sends_gradients=stage.index > 0 and stage.microbatches > 1)
 
 
 def _warn_of_profile() -> None:
     warnings.warn(
-        "in_flight and accumulate have no effect under a profiled step: its profile counts the calls that are open at once, and "
-        "the gradients that are there",
+        "in_flight and accumulate have no effect under a profiled step, whose profile counts open calls and gradients itself",
         BudgetWarning,
         stacklevel=2,
     )

@@ -86,7 +86,7 @@ def micro_batches(report: ReportData) -> list[tuple[str, str]]:
         rows.append(("calls in flight", f"{report.in_flight}: {others} saved + {own} peak of a call"))
     if report.resident_bytes:
         more, first = format_bytes(report.resident_bytes), format_bytes(report.peak_bytes - report.resident_bytes)
-        text = f"counted, with {more} of gradients and outputs of earlier ones; the first needs {first}"
+        text = f"counted, with {more} of earlier ones' gradients and outputs; the first needs {first}"
         rows.append(("later micro-batches", text))
     elif report.accumulated_bytes:
         more = format_bytes(report.accumulated_bytes)

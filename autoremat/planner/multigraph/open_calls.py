@@ -19,13 +19,17 @@ class OpenCalls:
     kept_outputs: int = 1
     """Number of calls whose outputs the caller holds at once. A pipeline keeps those of its last stage to the end."""
 
+    sends_gradients: bool = False
+    """True if the gradients of a call's inputs are live until the next call has computed its own. A pipeline sends them."""
+
     def resident_bytes(self, graph: Graph, accumulated_bytes: int) -> int:
         """Returns the bytes that are live beside all open calls of ``graph``.
 
         ``accumulated_bytes`` is the size of the gradients that later micro-batches add to.
         """
-        finished = max(0, self.kept_outputs - self.number)
-        return finished * output_bytes(graph) + (accumulated_bytes if self.accumulates else 0)
+        outputs = max(0, self.kept_outputs - self.number) * output_bytes(graph)
+        sent = sum(graph.values[v].bytes for v in graph.backward_outputs) - accumulated_bytes if self.sends_gradients else 0
+        return outputs + sent + (accumulated_bytes if self.accumulates else 0)
 
     def of(self, graph: Graph, accumulated_bytes: int) -> Graph:
         """Returns ``graph`` with these open calls."""
