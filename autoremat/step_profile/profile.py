@@ -85,14 +85,8 @@ def profile_step(
             torch.compiler.reset()
             listen()
         now("sharing out the budget")
-        device = _device_of(taken)
-        found = _step(taken, moments, device)
-        return found.shared_out(parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(device)))
-
-
-def _device_of(taken: Recording) -> torch.device:
-    """Returns the device whose memory the budget limits."""
-    return next((d for d in taken.devices if d.type != "cpu"), torch.device("cpu"))
+        found = _step(taken, moments, taken.device)
+        return found.shared_out(parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(taken.device)))
 
 
 def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], torch.Tensor]) -> list[Moment]:
@@ -101,10 +95,11 @@ def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], t
     for attempt in ("trace", "measure"):
         now(f"running it uncompiled, {'once more to measure it' if attempt == 'measure' else 'to trace it'}")
         with torch.random.fork_rng(devices):
-            meter = meter_of(_device_of(taken))
+            meter = meter_of(taken.device)
             taken.start(meter if attempt == "measure" else None)
             with meter if attempt == "measure" else contextlib.nullcontext():
                 _backward(loss(step()))
+    taken.leave_out_other_devices()
     if not any(graph.planned for graph in taken.graphs):
         said = what_dynamo_said(breaks)
         raise StepProfileError(
