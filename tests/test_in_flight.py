@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import subsets
-from strategies import chain, close_under_need, graphs
+from strategies import GraphBuilder, chain, close_under_need, graphs
 
 from autoremat import plan as plan_of
 from autoremat.basics.errors import OptionsError
-from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.graph import Graph, Kind, Role
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.multigraph.fronts import output_bytes, point_of
 from autoremat.planner.plans.plan import Plan
@@ -99,6 +99,19 @@ def test_more_calls_in_flight_recompute_more_at_the_same_budget():
 
 def with_baseline(graph: Graph, calls: int) -> int:
     return Planner(with_calls(graph, calls)).baseline.peak_bytes
+
+
+def test_a_saved_tensor_whose_buffer_the_backward_reuses_is_held():
+    build = GraphBuilder()
+    source, tangent = build.source(8), build.source(8, Role.TANGENT)
+    saved = build.op([source], 64, kind=Kind.EXTERN)
+    output = build.op([saved], 8, kind=Kind.EXTERN)
+    inside = build.op([saved], 64, forward=False, kind=Kind.POINTWISE, in_place=(saved,))
+    gradient = build.op([inside, tangent], 8, forward=False, kind=Kind.EXTERN)
+    graph = build.graph(forward_outputs=(output,), backward_outputs=(gradient,), fuses=True, in_flight=3)
+    plan = Planner(graph).baseline
+    assert plan.timeline.held_bytes == 72
+    assert plan.peak_bytes == effective_peak(graph, plan)
 
 
 def test_the_bound_is_close_on_a_chain():

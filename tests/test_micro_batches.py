@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autoremat
-from autoremat.basics.errors import BudgetWarning, OptionsError
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError
 from autoremat.measure.peak import track_peak
 
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
@@ -118,3 +118,46 @@ def test_a_step_profile_counts_by_itself():
     profile = autoremat.profile_step(Layers(), rows(64), options=EAGER, memory_budget=1.0)
     with pytest.warns(BudgetWarning, match="no effect under a profiled step"):
         torch.compile(Layers(), backend="autoremat", options=EAGER | {"memory_budget": profile, "in_flight": 2})(rows(64))
+
+
+def open_calls_peak(model: nn.Module, calls: int, options: dict[str, object]) -> int:
+    """Measured peak of a step whose calls are all open before the first backward, after a step that compiles."""
+    torch._dynamo.reset()
+    compiled, inputs = torch.compile(model, backend="autoremat", options={"cost_model": "roofline"} | options), rows(512)
+    compiled(inputs).backward()
+    model.zero_grad(set_to_none=True)
+    with track_peak("cpu") as peak:
+        for loss in [compiled(inputs) for _ in range(calls)]:
+            loss.backward()
+    return peak.bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", [0.9, 0.7, 0.5])
+def test_code_keeps_the_sum_of_its_open_calls_within_the_budget(share):
+    model = Layers()
+    measured = open_calls_peak(model, 4, {"memory_budget": share, "in_flight": 4})
+    report = autoremat.reports()[-1]
+    assert report.compiled_peak_bytes is not None
+    assert measured <= report.compiled_peak_bytes <= report.budget_bytes
+    assert measured >= 0.85 * report.compiled_peak_bytes
+    assert report.in_flight == 4
+
+
+@pytest.mark.slow
+def test_code_of_a_plan_for_one_call_exceeds_the_budget_of_four():
+    model = Layers()
+    budget = autoremat.explain(model, rows(512), options={"memory_budget": 0.6, "in_flight": 4}).budget_bytes
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)
+        assert open_calls_peak(model, 4, {"memory_budget": budget}) > budget
+    assert open_calls_peak(model, 4, {"memory_budget": budget, "in_flight": 4}) <= budget
+
+
+def test_an_infeasible_budget_names_the_other_calls():
+    with pytest.raises(BudgetInfeasible) as caught:
+        autoremat.explain(Layers(), rows(512), options=EAGER | {"memory_budget": "300KiB", "in_flight": 4})
+    (others,) = (one for one in caught.value.occupants if "3 other calls in flight" in one.name)
+    assert others.bytes > 0
+    assert sum(one.bytes for one in caught.value.occupants) == caught.value.minimum_bytes
+    assert caught.value.budget_bytes == 300 * 1024 < caught.value.lower_bound_bytes <= caught.value.minimum_bytes

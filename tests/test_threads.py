@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
@@ -147,6 +148,25 @@ def test_a_survey_leaves_the_compilations_of_other_threads_alone():
         profile = autoremat.profile_step(step, x, options={"compiler": "aot_eager"})
         assert reports.result(LIMIT) == 1
     assert len(profile.step.graphs) == 1
+
+
+def test_a_profile_leaves_calls_of_other_threads_and_graphs_of_other_devices_out():
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.ones(64, 16)
+    taken = Recording(Options(compiler="aot_eager"))
+    with intercepted_by(taken):
+        compiled = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager"})
+        compiled(x).sum().backward()
+        elsewhere(lambda: compiled(x).sum().backward())
+        assert len(taken.calls) == 1
+        assert len(taken.events) == 4
+    (graph,) = taken.graphs
+    assert graph.planned is not None
+    taken.leave_out_other_devices()
+    assert taken.graphs == [graph]
+    taken.graphs.append(replace(graph, key="another", device=torch.device("cuda", 1)))
+    taken.leave_out_other_devices()
+    assert taken.device == torch.device("cuda", 1)
+    assert [one.planned is None for one in taken.graphs] == [True, False]
 
 
 def test_a_checkpointed_region_ignores_modules_of_other_threads():

@@ -37,13 +37,17 @@ class Timeline:
     schedule: Schedule
     bytes_at: Numbers
     live_ranges: LiveRanges
-    held_bytes: int = 0
-    """Bytes that one open call holds between its forward and its backward: saved tensors and outputs."""
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """Bytes that one open call holds between its forward and its backward: saved tensors and outputs."""
+        return held_bytes(self.graph, self.schedule)
 
     @property
     def other_calls_bytes(self) -> int:
         """The bytes of the other open calls."""
-        return (self.graph.in_flight - 1) * self.held_bytes
+        others = self.graph.in_flight - 1
+        return others * self.held_bytes if others else 0
 
     @property
     def beside_bytes(self) -> int:
@@ -80,10 +84,17 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     change = np.zeros(length + 2, dtype=np.int64)
     np.add.at(change, live_ranges.starts, sizes)
     np.subtract.at(change, live_ranges.ends + 1, sizes)
-    border = len(schedule.forward)
-    change[border] += graph.tangent_bytes
+    change[len(schedule.forward)] += graph.tangent_bytes
     bytes_at = np.cumsum(change)[:length] + arrays_of(graph).workspace_bytes[buffers.sequence]
-    held = int(sizes[(live_ranges.starts < border) & (live_ranges.ends >= border)].sum())
-    timeline = Timeline(graph, schedule, bytes_at, live_ranges, held)
+    timeline = Timeline(graph, schedule, bytes_at, live_ranges)
     bytes_at += timeline.beside_bytes
     return timeline
+
+
+def held_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Returns the bytes that a call holds between its forward and its backward: saved tensors and outputs.
+
+    Live ranges do not tell them: the backward's first op may reuse the buffer of a saved tensor, whose range then ends before.
+    """
+    outputs = set(graph.forward_outputs).intersection(graph.forward_values)
+    return sum(graph.values[value].bytes for value in outputs.union(schedule.saved(graph)))
