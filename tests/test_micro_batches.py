@@ -45,6 +45,7 @@ def peak_of_step(model: nn.Module, size: int, options: dict[str, object], micro_
     return peak.bytes
 
 
+@pytest.mark.slow
 def test_max_batch_holds_for_every_micro_batch():
     model, budget = Layers(), 2 * MIB
     first = autoremat.max_batch(rows, model, budget, step=128, options=EAGER)
