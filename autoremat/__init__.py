@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from autoremat.tools.gather_reports import gather_reports as gather_reports
     from autoremat.tools.max_batch import max_batch as max_batch
     from autoremat.tools.pareto import pareto as pareto
+    from autoremat.tools.pipelines import in_flight as in_flight
 
 try:
     __version__ = version("autoremat")
@@ -88,6 +89,7 @@ _PUBLIC = {
     "tools.explain": ("explain",),
     "tools.pareto": ("pareto",),
     "tools.gather_reports": ("gather_reports",),
+    "tools.pipelines": ("in_flight",),
     "tools.max_batch": ("max_batch",),
     "tools.eager_checkpoint": ("selective_checkpoint_context",),
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
 
@@ -13,6 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import autoremat
+from autoremat.compiler import lowering, partitioning
 from autoremat.compiler.interception import active_interceptor, intercepted_by
 from autoremat.measure.timer import undisturbed
 from autoremat.options.options import Options
@@ -147,6 +150,25 @@ def test_a_survey_leaves_the_compilations_of_other_threads_alone():
     assert len(profile.step.graphs) == 1
 
 
+def test_a_profile_leaves_calls_of_other_threads_and_graphs_of_other_devices_out():
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.ones(64, 16)
+    taken = Recording(Options(compiler="aot_eager"))
+    with intercepted_by(taken):
+        compiled = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager"})
+        compiled(x).sum().backward()
+        elsewhere(lambda: compiled(x).sum().backward())
+        assert len(taken.calls) == 1
+        assert len(taken.events) == 4
+    (graph,) = taken.graphs
+    assert graph.planned is not None
+    taken.leave_out_other_devices()
+    assert taken.graphs == [graph]
+    taken.graphs.append(replace(graph, key="another", device=torch.device("cuda", 1)))
+    taken.leave_out_other_devices()
+    assert taken.device == torch.device("cuda", 1)
+    assert [one.planned is None for one in taken.graphs] == [True, False]
+
+
 def test_a_checkpointed_region_ignores_modules_of_other_threads():
     region, module = _Region(CheckpointContext({})), nn.Linear(1, 1)
     region.context.paths.names[id(module)] = "model"
@@ -168,49 +190,123 @@ def graph_of(width: int) -> tuple[fx.GraphModule, list[Tensor]]:
     return fx.symbolic_trace(compute), inputs
 
 
+POINTS = {
+    "before compilation": (compat, "compile_with_inductor"),
+    "planning": (partitioning, "plan_graph"),
+    "before lowering": (lowering, "before_lowering"),
+    "after code generation": (inductor_lowering, "_lowered_peak"),
+}
+"""Functions that run while a graph is compiled, each once or more."""
+
+
+class Visits:
+    """Calls a visitor in another thread, once at each of the points of a compilation, and waits for it."""
+
+    def __init__(self, visitor: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.visitor, self.results = visitor, {}
+        self.threads: set[int] = set()
+        for point, (module, name) in POINTS.items():
+            monkeypatch.setattr(module, name, self.wrapped(point, getattr(module, name)))
+        monkeypatch.setattr(inductor_lowering, "_pin_order", self.noted(inductor_lowering._pin_order))
+
+    def noted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, whose threads are kept."""
+
+        def run(*arguments: Any) -> Any:
+            self.threads.add(threading.get_ident())
+            return function(*arguments)
+
+        return run
+
+    def wrapped(self, point: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function`` after a visit, which takes place at the first call."""
+        noted = self.noted(function)
+
+        def run(*arguments: Any) -> Any:
+            if point not in self.results:
+                self.results[point] = None  # the visitor may come here too, if hooks do not keep to their thread
+                self.results[point] = elsewhere(lambda: self.visitor(point))
+            return noted(*arguments)
+
+        return run
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
-def test_a_lazy_backward_of_inductor_is_compiled_while_we_compile(monkeypatch):
-    """One thread runs the first backward of a model that plain Inductor compiled, while our hooks are active in another."""
-    options = {"memory_budget": "1MiB", "cost_model": "roofline"}
+def test_plain_inductor_compiles_and_runs_backwards_at_all_points_of_our_compilation(monkeypatch):
+    """Another thread compiles a model, and runs the first backward of an earlier one. It never meets our hooks."""
 
     def compile_ours() -> autoremat.Report:
         before = len(autoremat.reports())
-        with compat.without_caches():
-            autoremat.backend(*graph_of(96), options=options)
+        autoremat.backend(*graph_of(96), options={"memory_budget": "1MiB", "cost_model": "roofline"})
         (report,) = autoremat.reports()[before:]
         return report
 
-    alone = compile_ours()
-    active_now, done = threading.Event(), threading.Event()
-    compile_with_inductor, observed = compat.compile_with_inductor, []
+    def gradients(loss: Tensor, model: nn.Module) -> list[Tensor]:
+        return list(torch.autograd.grad(loss, list(model.parameters())))
 
-    def waiting(*arguments: Any) -> Any:
-        active_now.set()
-        assert done.wait(LIMIT), "the other thread's backward waits for us"
-        return compile_with_inductor(*arguments)
+    def model_of(point: str, width: int) -> nn.Module:
+        torch.manual_seed(width)
+        return nn.Sequential(nn.Linear(16, width + 8 * list(POINTS).index(point)), nn.Tanh(), nn.LazyLinear(1))
 
-    lowered_peak = inductor_lowering._lowered_peak
+    def visit(point: str) -> bool:
+        lazy, loss = known[point]
+        fresh = model_of(point, 144)
+        expected = gradients(fresh(x).sum(), fresh), gradients(lazy(x).sum(), lazy)
+        found = gradients(torch.compile(fresh)(x).sum(), fresh), gradients(loss, lazy)
+        return all(torch.allclose(a, b, atol=1e-5) for one, two in zip(found, expected, strict=True)
+                   for a, b in zip(one, two, strict=True))  # fmt: skip
 
-    def noted(lowering: Any, *arguments: Any) -> Any:
-        observed.append(threading.get_ident())
-        return lowered_peak(lowering, *arguments)
-
-    monkeypatch.setattr(compat, "compile_with_inductor", waiting)
-    monkeypatch.setattr(inductor_lowering, "_lowered_peak", noted)
-    torch.manual_seed(0)
-    model, x = nn.Sequential(nn.Linear(16, 80), nn.Tanh(), nn.Linear(80, 1)), torch.randn(64, 16)
-    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
-    with ThreadPoolExecutor(1) as pool, compat.without_caches():
-        loss = torch.compile(model)(x).sum()
-        ours = pool.submit(compile_ours)
-        assert active_now.wait(LIMIT)
-        try:
-            found = torch.autograd.grad(loss, list(model.parameters()))
-        finally:
-            done.set()
-        report = ours.result(LIMIT)
-    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(found, expected, strict=True))
-    assert observed
-    assert threading.get_ident() not in observed
+    x = torch.randn(64, 16)
+    with compat.without_caches():
+        alone = compile_ours()
+        known = {}
+        for point in POINTS:
+            model = model_of(point, 80)
+            model(x)
+            known[point] = model, torch.compile(model)(x).sum()
+        visits = Visits(visit, monkeypatch)
+        report = compile_ours()
+    assert visits.results == dict.fromkeys(POINTS, True)
+    assert visits.threads == {threading.get_ident()}
     assert (report.compiled_peak_bytes, report.replans) == (alone.compiled_peak_bytes, alone.replans)
+
+
+def test_a_substitute_acts_in_its_thread_and_is_put_back():
+    module = ModuleType("module")
+    module.double = double = lambda number: 2 * number
+    entered, left = threading.Event(), threading.Event()
+
+    def second() -> int:
+        with hooks.substituted(module, "double", lambda number: 20):
+            entered.set()
+            assert left.wait(LIMIT)
+            return module.double(5)
+
+    with ThreadPoolExecutor(1) as pool:
+        with hooks.substituted(module, "double", lambda number: 7):
+            other = pool.submit(second)
+            assert entered.wait(LIMIT)
+            assert module.double(5) == 7
+            assert hooks.unsubstituted(module, "double") is double
+            assert elsewhere(lambda: module.double(5)) == 10
+        assert module.double(5) == 10
+        left.set()
+        assert other.result(LIMIT) == 20
+    assert module.double is double
+
+
+class Classy:
+    """Stands for a class with a cached constructor."""
+
+    @classmethod
+    def create(cls, number: int) -> tuple[type, int]:
+        return cls, number
+
+
+def test_a_class_method_is_substituted_and_put_back():
+    with hooks.substituted(Classy, "create", lambda number: number):
+        assert Classy.create(5) == 5
+        assert elsewhere(lambda: Classy.create(5)) == (Classy, 5)
+    assert Classy.create(5) == (Classy, 5)
+    assert isinstance(vars(Classy)["create"], classmethod)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import warnings
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -120,3 +122,57 @@ def test_compiled_autograd_is_noticed(watch):
         compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})
         with pytest.warns(BudgetWarning, match="compiled autograd .* does not hold"):
             compiled(inputs)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_calls_in_flight_are_no_warning_and_further_ones_are(watch, calls):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    options = {**EAGER, "memory_budget": 1.0, "in_flight": calls}
+    compiled = torch.compile(model, backend="autoremat", options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for _ in range(2):  # steps of so many calls, the first of which is watched
+            watch.active = True
+            losses = [compiled(inputs).sum() for _ in range(calls)]
+            for loss in losses:
+                loss.backward()
+    watch.active = True
+    open_ones = [compiled(inputs).sum() for _ in range(calls)]
+    with pytest.warns(BudgetWarning, match=rf"one earlier call holds.*in_flight={calls + 1} counts so many") as caught:
+        open_ones.append(compiled(inputs).sum())
+    assert len(caught) == 1
+    assert ("in_flight counts, " in str(caught[0].message)) == (calls > 1)
+
+
+def test_calls_of_other_threads_are_not_counted(watch):
+    """Two threads that each keep the budget. A backward in yet another thread, as on CUDA, closes its call."""
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})
+    with ThreadPoolExecutor(1) as pool, warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        mine = compiled(inputs).sum()
+        other = pool.submit(lambda: compiled(inputs).sum()).result()
+        assert len(watch.open) == 2
+        pool.submit(mine.backward).result()
+        assert len(watch.open) == 1
+        other.backward()
+        assert not watch.open
+        assert not watch.active
+
+
+def test_the_watch_of_a_thread_sees_its_own_calls(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})
+    first = compiled(inputs).sum()
+
+    def twice() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kept = [compiled(inputs).sum() for _ in range(2)]
+        del kept
+        return [str(one.message) for one in caught if issubclass(one.category, BudgetWarning)]
+
+    with ThreadPoolExecutor(1) as pool:
+        (said,) = pool.submit(twice).result()
+    assert "one earlier call holds" in said
+    first.backward()

@@ -137,7 +137,7 @@ def attempt_of(planned: PlannedGraph, step: Again, lowered: Lowered, is_complete
     return Attempt(
         headroom_bytes=step.headroom_bytes,
         purpose=step.purpose,
-        code_peaks=lowered.code_peaks,
+        code_peaks={half: peak + planned.plan.timeline.beside_bytes for half, peak in lowered.code_peaks.items()},
         limits={half: planned.limit_bytes(half) for half in (False, True)},
         is_complete=is_complete,
         budget_bytes=planned.report.budget_bytes or 0,

@@ -34,6 +34,7 @@ from autoremat.compiler.lowering import Compiled, GraphSource
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.peers import joined
+from autoremat.compiler.pipeline_stage import with_open_calls
 from autoremat.compiler.publishing import published
 from autoremat.options.defaults import note_compiled
 from autoremat.options.options import PLANNING_KEYS, Options
@@ -84,7 +85,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options)
     parsed = _with_share(gm, example_inputs, parsed)
     if not may_train(gm, example_inputs):
         return _compile_planned(gm, example_inputs, parsed, patches)
-    parsed = with_bytes(parsed, device_of_inputs(gm, example_inputs))
+    parsed = with_open_calls(with_bytes(parsed, device_of_inputs(gm, example_inputs)))
 
     def compile_with(options: Options) -> Compiled:
         return _compile_planned(gm, example_inputs, options, patches)

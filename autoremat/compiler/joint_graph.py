@@ -114,6 +114,8 @@ class PricedGraph:
     pricing: Pricing
     kept_inputs: frozenset[int]
     """Numbers of the values that are inputs but neither parameters nor buffers. A saved input may stay live longer."""
+    accumulated_bytes: int = 0
+    """Bytes of the gradients of parameters, which are live beside the calls of later micro-batches."""
 
     @property
     def graph(self) -> Graph:
@@ -160,8 +162,20 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
     if captured.graph.single_phase:
         return None
     options = context.options
+    accumulated = _parameter_gradient_bytes(joint, captured)
+    if not isinstance(options.memory_budget, Share):
+        captured = replace(captured, graph=options.open_calls.of(captured.graph, accumulated))
     links = Links(options.interconnect_bandwidth, options.interconnect_latency, context.interconnects)
-    return PricedGraph(joint, *priced(captured, options.cost_model, links), _kept_inputs(joint, captured))
+    return PricedGraph(joint, *priced(captured, options.cost_model, links), _kept_inputs(joint, captured), accumulated)
+
+
+def _parameter_gradient_bytes(joint: JointGraph, captured: Capture) -> int:
+    """Returns the bytes of the gradients of parameters that the backward computes."""
+    _, gradients = compat.joint_outputs(captured.joint, captured.num_fwd_outputs)  # one for each input of the forward
+    nodes = (gradients[index] for index in joint.static_inputs if index < len(gradients))
+    aliases = (captured.aliases.get(node) for node in nodes if isinstance(node, fx.Node))
+    values = {alias for alias in aliases if isinstance(alias, int)}
+    return sum(captured.graph.values[value].bytes for value in values.intersection(captured.graph.backward_outputs))
 
 
 def _kept_inputs(joint: JointGraph, captured: Capture) -> frozenset[int]:

@@ -1,16 +1,20 @@
 """Warns if a step holds more memory than the plan of one graph counts.
 
-Each graph is planned as if it were alone. Two things add memory: other calls that are open at the same time, and backwards with
-``retain_graph=True``, which keep their saved tensors. Calls are watched until a step has ended in which every graph was known.
-Afterwards a watched graph costs one more Python call, until another graph is compiled.
+Each graph is planned as if it were alone, with its calls in flight. Three things add memory: further calls that are open at the
+same time, backwards with ``retain_graph=True``, which keep their saved tensors, and gradients of earlier micro-batches. Only
+calls of the same thread on the same device count together. The backward may run in any thread.
+
+Calls are watched until a step has ended in which every graph was known. Afterwards a watched graph costs one more Python call,
+until another graph is compiled.
 """
 
 from __future__ import annotations
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -20,6 +24,7 @@ from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
 from autoremat.report.report import Report
 from autoremat.torch_private.autograd import backward_node, keeps_graph
+from autoremat.torch_private.pipelining import infers_metadata
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,10 +40,11 @@ class Watched:
 
 @dataclass(frozen=True)
 class _Open:
-    """An open call of a graph on a device."""
+    """An open call of a graph on a device. ``thread`` is the one that ran its forward."""
 
     graph: Watched
     device: torch.device
+    thread: int = field(default_factory=threading.get_ident)
 
 
 class _Call:
@@ -61,10 +67,16 @@ class Watch:
     def __init__(self) -> None:
         self.active = False
         self.open: dict[int, _Open] = {}
+        self.first_calls: weakref.WeakKeyDictionary[Watched, Versions | None] = weakref.WeakKeyDictionary()
+        """Versions of the parameters at the first call of a graph, if gradients that stay could bring the next call over the
+        budget; None after that call."""
 
     def call(self, compiled: Callable[..., Any], graph: Watched, args: tuple[Any, ...]) -> Any:
         """Returns ``compiled(*args)``, a call of ``graph``, and records the call as open if it has a backward."""
+        if infers_metadata():
+            return compiled(*args)  # no part of a step
         device = _device_of(args)
+        self.judge_accumulated(graph, args)
         self.judge(graph, device)
         outputs = compiled(*args)
         node = backward_node(outputs, args)
@@ -77,8 +89,8 @@ class Watch:
 
     def close(self, call: int) -> None:
         """Closes the call with this identity, which holds no memory any more."""
-        if self.open.pop(call, None) is not None and not self.open:
-            self.active = False  # no open call means that the step has ended
+        if self.open.pop(call, None) is not None and not self.open:  # no open call means that the step has ended
+            self.active = any(versions is not None for versions in self.first_calls.values())
 
     def judge(self, graph: Watched, device: torch.device) -> None:
         """Warns if calling ``graph`` now brings the step on ``device`` over its budget.
@@ -86,8 +98,10 @@ class Watch:
         Backwards run in the reverse order of their forwards. Calls that are open now are therefore open again during this
         call's backward.
         """
-        here = [one for one in list(self.open.values()) if one.device == device]
-        earlier = [one for one in here if one.graph is graph or not graph.by_share]
+        thread, counted = threading.get_ident(), graph.report.in_flight - 1  # calls that the graph's own peak contains
+        here = [one for one in list(self.open.values()) if one.device == device and one.thread == thread]
+        own = [one for one in here if one.graph is graph]
+        earlier = own[counted:] + [one for one in here if one.graph is not graph and not graph.by_share]
         held, budget, peak = (
             sum(one.graph.report.saved_bytes for one in earlier),
             graph.report.budget_bytes,
@@ -95,24 +109,57 @@ class Watch:
         )
         if budget is None or not held or held + peak <= budget:
             return
-        self.active = False
-        self.open.clear()
+        self._end()
         calls = "one earlier call holds" if len(earlier) == 1 else f"{len(earlier)} earlier calls hold"
+        if counted:
+            calls += f", beside the {counted + 1} that in_flight counts,"
         alone = all(one.graph is graph for one in earlier)
+        remedy = f" For calls of one graph, in_flight={len(own) + 1} counts so many." if alone else ""
         _warn(
             f"several {'calls of one compiled graph' if alone else 'compiled graphs'} are live in one step: {calls} "
             f"{format_bytes(held)} for the backward while this one needs {format_bytes(peak)}, so far "
             f"{format_bytes(held + peak)} together, over the budget of {format_bytes(budget)} that each call keeps by itself. "
-            "Later calls add to that. autoremat.profile_step(...) measures the whole step and shares one budget among all calls"
+            f"Later calls add to that.{remedy} autoremat.profile_step(...) measures the whole step and shares one budget among "
+            "all calls"
         )
+
+    def judge_accumulated(self, graph: Watched, args: tuple[Any, ...]) -> None:
+        """Warns if gradients of an earlier micro-batch bring this call of ``graph`` over the budget.
+
+        The gradients are those of an earlier micro-batch if the parameters had none at the first call and did not change since.
+        """
+        budget, peak, more = graph.report.budget_bytes, graph.report.peak_bytes, graph.report.accumulated_bytes
+        counted = graph.by_share or graph.report.resident_bytes
+        if budget is None or counted or not more or peak + more <= budget:
+            return
+        parameters = [one for one in args if isinstance(one, torch.Tensor) and one.is_leaf and one.requires_grad]
+        versions: Versions = tuple((id(one), one._version) for one in parameters)
+        has_gradients = any(one.grad is not None for one in parameters)
+        if graph not in self.first_calls:
+            self.first_calls[graph] = None if has_gradients else versions
+            return
+        first, self.first_calls[graph] = self.first_calls[graph], None
+        if not has_gradients or first != versions:
+            return
+        self._end()
+        _warn(
+            f"this call adds to the gradients of an earlier micro-batch: their {format_bytes(more)} are live beside the "
+            f"{format_bytes(peak)} of the call, {format_bytes(peak + more)} together, over the budget of "
+            f"{format_bytes(budget)} that the first call keeps. Set accumulate=True to count them"
+        )
+
+    def _end(self) -> None:
+        """Ends the watch, because one warning is enough."""
+        self.active = False
+        self.open.clear()
+        self.first_calls.clear()
 
     def judge_kept(self, graph: Watched) -> None:
         """Warns if the saved tensors that ``retain_graph=True`` keeps can bring ``graph`` over its budget."""
         budget, saved, peak = graph.report.budget_bytes, graph.report.saved_bytes, graph.report.peak_bytes
         if budget is None or peak + saved <= budget or not self.active:
             return
-        self.active = False
-        self.open.clear()
+        self._end()
         _warn(
             f"a backward with retain_graph=True keeps the {format_bytes(saved)} that were saved for it, which the plan of "
             f"{format_bytes(peak)} frees one after the other: the step needs up to {format_bytes(peak + saved)}, over the "
@@ -129,6 +176,9 @@ def _device_of(args: Iterable[Any]) -> torch.device:
 def _warn(message: str) -> None:
     warnings.warn(message, BudgetWarning, stacklevel=3)
 
+
+Versions = tuple[tuple[int, int], ...]
+"""Identities of parameters with the numbers of their in-place changes."""
 
 _watch = Watch()
 

@@ -163,6 +163,7 @@ def report_of(
         code_headroom_bytes=planned.code_headroom_bytes,
         minimum_unchunked_bytes=None if choice.whole is None else choice.whole.planning.smallest.peak_bytes,
         unknown_workspaces=captured.unknown_workspaces,
+        accumulated_bytes=planned.priced.accumulated_bytes,
         constraint_warnings=choice.taken.constrained.warnings,
         reserved=reserved_for(planned.plan.timeline) if planned.priced.captured.runs_on == "cuda" else None,
         **dataclasses.asdict(planned.priced.pricing),

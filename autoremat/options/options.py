@@ -40,6 +40,7 @@ from autoremat.options.renamed import renamed
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.policies import Policy
 from autoremat.planner.multigraph.ledger import Share
+from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
@@ -54,7 +55,8 @@ COST_MODELS = ("roofline", "calibrated")
 PLANNING_ERROR_ACTIONS = ("fallback", "raise")
 OWN_KEYS = (
     "memory_budget", "auto_headroom", "time_limit", "compiler", "on_infeasible", "on_planning_error", "cost_model", "plan",
-    "policy", "save", "recompute", "chunk_loss", "interconnect_bandwidth", "interconnect_latency", "agreement", "progress",
+    "policy", "save", "recompute", "chunk_loss", "in_flight", "accumulate", "interconnect_bandwidth", "interconnect_latency",
+    "agreement", "progress",
 )  # fmt: skip
 PLANNING_KEYS = tuple(key for key in OWN_KEYS if key not in ("agreement", "progress"))
 
@@ -63,6 +65,7 @@ _PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.m
 _CHUNK_FORMS = '"auto", True, False or a number of parts, an int >= 2'
 _BANDWIDTH_FORMS = 'text such as "50GB/s", a number of bytes per second >= 1, or None'
 _AGREEMENT_FORMS = '"auto", "off" or a list of ranks, such as torch.distributed.get_process_group_ranks(group)'
+_IN_FLIGHT_FORMS = "an int >= 1, or None to read it from the running pipeline schedule"
 _HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
 
@@ -97,6 +100,10 @@ class Options:
         assumed rate of each process group.
     - interconnect_latency: seconds of a collective beside its bytes; None for the measured or assumed ones.
     - agreement: the ranks of a distributed job that plan a shared graph alike: "auto" (all that compile it), "off" or a list.
+    - in_flight: number of calls of a graph that are open at once, as in a pipeline; the budget bounds their sum. None reads it
+        from the schedule of `torch.distributed.pipelining` that runs, and is 1 without one.
+    - accumulate: True to count the gradients of earlier micro-batches, which are live beside a later one. None stands for True
+        in a pipeline of several micro-batches, and for False elsewhere.
     - progress: True to show the progress of slow compilations. No plan depends on it.
     - inductor: pairs for Inductor's config, sorted by key.
     - mode: the mode of `torch.compile`.
@@ -121,6 +128,8 @@ class Options:
     interconnect_bandwidth: float | None = None
     interconnect_latency: float | None = None
     agreement: str | tuple[int, ...] = field(default="auto", compare=False)
+    in_flight: int | OpenCalls | None = None
+    accumulate: bool | None = None
     progress: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
@@ -144,6 +153,8 @@ class Options:
             if self.interconnect_latency is None
             else positive_seconds(self.interconnect_latency, "interconnect_latency"),
             "agreement": _normalise_agreement(self.agreement),
+            "in_flight": _normalise_calls(self.in_flight),
+            "accumulate": None if self.accumulate is None else flag(self.accumulate, "accumulate"),
             "progress": flag(self.progress, "progress"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
@@ -193,6 +204,14 @@ class Options:
     def has_constraints(self) -> bool:
         """True if there is a policy or a constraint."""
         return bool(self.policy or self.save or self.recompute)
+
+    @property
+    def open_calls(self) -> OpenCalls:
+        """The calls that are open at once, as far as the options tell."""
+        if isinstance(self.in_flight, OpenCalls):
+            return self.in_flight
+        number = 1 if self.in_flight is None else self.in_flight
+        return OpenCalls(number, bool(self.accumulate), number)
 
     def cache_key(self) -> str:
         """Returns text that is equal, in every process, for options that lead to the same plan of the same graph.
@@ -252,6 +271,8 @@ class OptionValues(TypedDict, total=False):
     interconnect_bandwidth: float | str | None
     interconnect_latency: float | None
     agreement: str | Sequence[int]
+    in_flight: int | None
+    accumulate: bool | None
     progress: bool
 
 
@@ -371,6 +392,16 @@ def _normalise_agreement(value: object) -> str | tuple[int, ...]:
     if not ranks or any(rank is None or rank < 0 for rank in ranks):
         raise refused("agreement", value, _AGREEMENT_FORMS)
     return tuple(sorted({rank for rank in ranks if rank is not None}))
+
+
+def _normalise_calls(value: object) -> int | OpenCalls | None:
+    """Returns the option ``in_flight``, with an int-like number as an int."""
+    if value is None or isinstance(value, OpenCalls):
+        return value
+    count = as_int(value)
+    if count is None or count < 1:
+        raise refused("in_flight", value, _IN_FLIGHT_FORMS)
+    return count
 
 
 def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:

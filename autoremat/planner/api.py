@@ -107,6 +107,8 @@ def plan(
         raise OptionsError(
             "solver='ilp' counts every result as materialised, but this graph's code generator fuses. Use 'auto'"
         )
+    if solver == "ilp" and (graph.in_flight > 1 or graph.resident_bytes):
+        raise OptionsError("solver='ilp' counts one call, but this graph has several in flight. Use 'auto'")
     seconds = positive_seconds(time_limit, "time_limit")
     parsed = parse_budget(memory_budget, "memory_budget")
     budget = budget_bytes(parsed, single_phase.without_recomputation(graph).peak_bytes)

@@ -140,6 +140,15 @@ class ReportData:
     unknown_workspaces: tuple[str, ...] = ()
     """Kernels that may need more memory than counted, because their workspace is unknown and cannot be measured."""
 
+    in_flight: int = 1
+    """Number of calls of the graph that are open at once. All peaks count the others' saved tensors and outputs."""
+    held_bytes: int = 0
+    """Bytes that an open call holds between its forward and its backward: saved tensors and outputs."""
+    resident_bytes: int = 0
+    """Part of all peaks that is live beside the open calls: gradients of earlier micro-batches, outputs of finished calls."""
+    accumulated_bytes: int = 0
+    """Bytes of the gradients of parameters. Later micro-batches of a step find them live."""
+
     def __getattr__(self, name: str) -> Any:
         if name not in RENAMED:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -204,6 +213,9 @@ class ReportData:
             saved=_saved_tensors(graph, plan),
             time_limited=planning.interrupted,
             step_seconds=graph.step_seconds,
+            in_flight=graph.in_flight,
+            held_bytes=plan.timeline.held_bytes,
+            resident_bytes=graph.resident_bytes,
             gradient_bytes=sum(graph.values[v].bytes for v in graph.backward_outputs),
             lower_bound_seconds=planning.lower_bound_seconds if planning.lower_bound_seconds < math.inf else None,
             values=explain_values(plan, held_to if budget is None else budget - extra_headroom_bytes),

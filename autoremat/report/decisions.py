@@ -228,9 +228,11 @@ class _Explainer:
             return Reason.CHEAP, against(seconds, saving)
         if self.budget is not None:
             start, end = self.forward_end.get(value, self.num_forward - 1) + 1, self.again[index]
-            stretch = self.plan.timeline.bytes_at[start:end]
-            if len(stretch) and int(stretch.max()) + size > self.budget:
-                return Reason.BUDGET, self.moment(start + int(stretch.argmax()), size)
+            stretch, in_others = self.plan.timeline.bytes_at[start:end], (self.graph.in_flight - 1) * size
+            if len(stretch) and int(stretch.max()) + size + in_others > self.budget:
+                return Reason.BUDGET, self.moment(start + int(stretch.argmax()), size + in_others)
+            if in_others and self.plan.peak_bytes + in_others > self.budget:
+                return Reason.BUDGET, self.moment(self.plan.timeline.peak_position, in_others)
         if value in self.feeds and value not in self.read_by_backward:
             return Reason.NEEDED, ""
         return Reason.NO_GAIN, ""

@@ -53,6 +53,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         ("cost model", _sources(report)),
         ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}; {report.strategy}"),
         ("gradients", f"{format_bytes(report.gradient_bytes)} at the end of the step, whatever is recomputed"),
+        *micro_batches(report),
     ]  # fmt: skip
     if report.values:
         counts = {decision: sum(value.decision is decision for value in report.values) for decision in Decision}
@@ -92,6 +93,23 @@ def _reserved_text(reserved: Reserved) -> str:
         return text
     expandable = format_bytes(reserved.expandable_bytes)
     return f"{text}; {expandable} with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+
+def micro_batches(report: ReportData) -> list[tuple[str, str]]:
+    """Returns the figures of a step of several calls, each with its name: open calls, and first and later micro-batches."""
+    rows = []
+    beside = (report.in_flight - 1) * report.held_bytes + report.resident_bytes
+    if report.in_flight > 1:
+        others, own = f"{report.in_flight - 1} x {format_bytes(report.held_bytes)}", format_bytes(report.peak_bytes - beside)
+        rows.append(("calls in flight", f"{report.in_flight}: {others} saved + {own} peak of a call"))
+    if report.resident_bytes:
+        more, first = format_bytes(report.resident_bytes), format_bytes(report.peak_bytes - report.resident_bytes)
+        text = f"counted, with {more} of earlier ones' gradients and outputs; the first needs {first}"
+        rows.append(("later micro-batches", text))
+    elif report.accumulated_bytes:
+        more = format_bytes(report.accumulated_bytes)
+        rows.append(("later micro-batches", f"{more} more, if the gradients of earlier ones are kept (option accumulate)"))
+    return rows
 
 
 def place(moment: PeakSnapshot) -> str:

@@ -69,6 +69,8 @@ def profile_step(
     if "memory_budget" in options_of(options):
         raise OptionsError("a step profile takes `memory_budget` as an argument of its own, not in `options`")
     parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, compat.inductor_config_names)
+    if parsed.in_flight is not None or parsed.accumulate is not None:
+        raise OptionsError("a step profile counts the calls that are open at once itself: leave out in_flight and accumulate")
     if isinstance(parsed.memory_budget, StepProfile | Share):
         raise OptionsError("a step profile takes a budget of its own, not the result of another one")
     holds_compiled = _holds_compiled(function) if regional is None else regional
@@ -85,16 +87,10 @@ def profile_step(
             torch.compiler.reset()
             listen()
         now("sharing out the budget")
-        device = _device_of(taken)
-        found = _step(taken, moments, device)
-        budget = parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(device))
+        found = _step(taken, moments, taken.device)
+        budget = parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(taken.device))
         found, budget = agreed_step(found, budget, parsed)
         return found.shared_out(budget)
-
-
-def _device_of(taken: Recording) -> torch.device:
-    """Returns the device whose memory the budget limits."""
-    return next((d for d in taken.devices if d.type != "cpu"), torch.device("cpu"))
 
 
 def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], torch.Tensor]) -> list[Moment]:
@@ -103,10 +99,11 @@ def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], t
     for attempt in ("trace", "measure"):
         now(f"running it uncompiled, {'once more to measure it' if attempt == 'measure' else 'to trace it'}")
         with torch.random.fork_rng(devices):
-            meter = meter_of(_device_of(taken))
+            meter = meter_of(taken.device)
             taken.start(meter if attempt == "measure" else None)
             with meter if attempt == "measure" else contextlib.nullcontext():
                 _backward(loss(step()))
+    taken.leave_out_other_devices()
     if not any(graph.planned for graph in taken.graphs):
         said = what_dynamo_said(breaks)
         raise StepProfileError(

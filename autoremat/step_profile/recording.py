@@ -7,14 +7,16 @@ generated: forward and backward run op by op.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
+from autoremat.capture.capture import device_of_inputs
 from autoremat.compiler.cache_key import graph_key
+from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
@@ -38,6 +40,7 @@ class RecordedGraph:
 
     key: str
     planned: PlannedGraph | None
+    device: torch.device
 
     @property
     def plan(self) -> Plan:
@@ -77,8 +80,12 @@ class Recording:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.graphs: list[RecordedGraph] = []
-        self.devices: set[torch.device] = set()
         self.start(None)
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose memory the budget limits: that of the first graph on an accelerator, else the CPU."""
+        return next((graph.device for graph in self.graphs if graph.device.type != "cpu"), torch.device("cpu"))
 
     def start(self, meter: Meter | None) -> None:
         """Begins a step: drops earlier calls and events, and keeps the graphs."""
@@ -96,8 +103,12 @@ class Recording:
             compiled = autograd.trace_as_inductor_does(module, inputs, {**config, "custom_partitioner_fn": partitioner})
         else:
             compiled = compat.compile_uncompiled(gm, inputs, partitioner)
-        self.devices.update(t.device for t in inputs if isinstance(t, torch.Tensor))
-        return partial(self.run, self.number_of(RecordedGraph(key, partitioning.planned)), compiled)
+        graph = RecordedGraph(key, partitioning.planned, device_of_inputs(gm, inputs))
+        return partial(self.run, self.number_of(graph), compiled)
+
+    def leave_out_other_devices(self) -> None:
+        """Drops the plans of graphs on other devices, whose memory is no part of the step's budget."""
+        self.graphs = [graph if graph.device == self.device else replace(graph, planned=None) for graph in self.graphs]
 
     def number_of(self, graph: RecordedGraph) -> int:
         """Returns the number of ``graph``; several compilations of the same graph share the first one's number."""
@@ -114,7 +125,12 @@ class Recording:
         self.events.append(event)
 
     def run(self, graph: int, compiled: Compiled, *args: Any) -> Any:
-        """Runs one call of a graph and records the events of both its halves."""
+        """Runs one call of a graph and records the events of both its halves.
+
+        Calls of threads that do not belong to the profiled step are not recorded.
+        """
+        if active_interceptor() is not self:
+            return compiled(*args)
         call = len(self.calls)
         self.calls.append(graph)
         self.note(Event(call, backward=False, begins=True))

@@ -56,6 +56,8 @@ class Fit(Shown):
             f"  its peak is {format_bytes(self.report.predicted_peak_bytes)}, with {self.report.overhead:.1%} of the forward "
             "recomputed",
         ]
+        if self.report.resident_bytes:
+            lines.append(f"  {format_bytes(self.report.resident_bytes)} of it are gradients of earlier micro-batches")
         if self.next_minimum_bytes is not None:
             least = format_bytes(self.next_minimum_bytes)
             lines.append(f"  no plan was found for {self.next_size}: the minimum peak found for it is {least}")
@@ -74,6 +76,7 @@ def max_batch(
     options: Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
     lower: bool = False,
+    accumulate: bool | None = None,
 ) -> Fit:
     """Returns the largest multiple of ``step``, up to ``limit``, for which ``model_or_fn`` on ``make_inputs(size)`` fits.
 
@@ -84,6 +87,9 @@ def max_batch(
     ``memory_budget`` is in bytes, or text such as "60GiB", or "auto". ``options``, ``device`` and ``lower`` are those of
     ``autoremat.explain``. With ``lower=True``, generated code decides for each size that is tried.
 
+    With ``accumulate=True``, every micro-batch of a step fits that accumulates gradients. The first allocates them. Later ones
+    compute further gradients and add to these, so both are live. None means the option of the same name.
+
     Raises ``BudgetInfeasible`` if even ``step`` does not fit, and ``CaptureError`` if the step cannot be traced. Raises
     ``OptionsError`` for a budget that is not in bytes, and for an invalid ``step`` or ``limit``.
     """
@@ -92,6 +98,8 @@ def max_batch(
     if not 1 <= step <= limit:
         raise OptionsError(f"step={step}, limit={limit} is not accepted. Accepted: 1 <= step <= limit")
     wanted = {**options_of(options), "memory_budget": memory_budget, "on_infeasible": "raise"}
+    if accumulate is not None:
+        wanted["accumulate"] = accumulate
     parsed = Options.parse(wanted, None, compat.inductor_config_names)
 
     def outcome_of(count: int) -> Outcome:

@@ -1,4 +1,4 @@
-"""Hooks on methods of torch's private classes. A hook acts only in the thread that set it."""
+"""Hooks on torch's private methods, and substitutes for its functions. Both act only in the thread that set them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 Method = Callable[..., Any]
@@ -56,11 +57,62 @@ def _dispatching(owner: type, name: str) -> Method:
 
 
 @contextlib.contextmanager
-def substituted(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Replaces an attribute of a module or class while active, in all threads."""
-    before = inspect.getattr_static(owner, name)
-    setattr(owner, name, value)
+def substituted(owner: Any, name: str, value: Callable[..., Any]) -> Iterator[None]:
+    """Replaces a function of a module or class in this thread while active.
+
+    Other threads still call the function itself. Torch knows some of these functions by identity, so the function is put back
+    once no thread replaces it.
+    """
+    with _installing:
+        _substitute(owner, name)
+    token = _substitutes.set({**_substitutes.get(), (owner, name): value})
     try:
         yield
     finally:
-        setattr(owner, name, before)
+        _substitutes.reset(token)
+        with _installing:
+            _put_back(owner, name)
+
+
+def unsubstituted(owner: Any, name: str) -> Any:
+    """Returns the function of a module or class as it is while no thread replaces it."""
+    with _installing:
+        found = _replaced.get((owner, name))
+        return getattr(owner, name) if found is None else found.function
+
+
+@dataclass
+class _Replaced:
+    """A function that some thread replaces, the attribute that held it, and the number of replacements that are active."""
+
+    function: Callable[..., Any]
+    attribute: Any
+    active: int = 0
+
+
+_replaced: dict[tuple[Any, str], _Replaced] = {}
+_substitutes: ContextVar[Mapping[tuple[Any, str], Method]] = ContextVar(
+    "autoremat_substitutes", default=types.MappingProxyType({})
+)
+"""The active substitutes of this thread, by module or class and by name."""
+
+
+def _substitute(owner: Any, name: str) -> None:
+    key = (owner, name)
+    if key not in _replaced:
+        function = getattr(owner, name)
+
+        def dispatching(*args: Any, **kwargs: Any) -> Any:
+            return _substitutes.get().get(key, function)(*args, **kwargs)
+
+        _replaced[key] = _Replaced(function, inspect.getattr_static(owner, name))
+        setattr(owner, name, staticmethod(dispatching) if isinstance(owner, type) else dispatching)
+    _replaced[key].active += 1
+
+
+def _put_back(owner: Any, name: str) -> None:
+    found = _replaced[owner, name]
+    found.active -= 1
+    if not found.active:
+        setattr(owner, name, found.attribute)
+        del _replaced[owner, name]

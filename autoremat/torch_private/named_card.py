@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from autoremat.planner.cost.devices import Datasheet
 from autoremat.torch_private.compat import rounds_to_tf32
-from autoremat.torch_private.hooks import Method, hooked, substituted
+from autoremat.torch_private.hooks import Method, hooked, substituted, unsubstituted
 
 CARD = torch.device("cuda", 0)
 
@@ -51,7 +51,7 @@ def fusing_attention_by(attention: Callable[..., torch.Tensor]) -> Iterator[None
     """
     from torch._inductor.fx_passes import fuse_attention
 
-    suits: Callable[[Any], bool] = fuse_attention._sfdp_params_check
+    suits: Callable[[Any], bool] = unsubstituted(fuse_attention, "_sfdp_params_check")
 
     def suits_on_card(match: Any) -> bool:
         is_single = match.kwargs["query"].meta["val"].dtype is torch.float32
@@ -133,7 +133,8 @@ def _device_on_card(argument: Any) -> Any:
 def generating_for(sheet: Datasheet, name: str) -> Iterator[None]:
     """Makes Inductor generate code for the card ``name`` while active.
 
-    Compilations take turns in Dynamo, so no other compilation sees the answers about the card.
+    Other threads get their own answers about their devices. Only torch's interface of CUDA devices changes for all of them,
+    and without such a device they never ask for it.
     """
     from torch._dynamo import device_interface
     from torch._inductor import scheduler
@@ -144,7 +145,7 @@ def generating_for(sheet: Datasheet, name: str) -> Iterator[None]:
     capability: Callable[..., tuple[int, int]] = lambda *_: sheet.capability  # noqa: E731
     before = device_interface.get_interface_for_device("cuda")
     device_interface.register_interface_for_device("cuda", _interface(properties, sheet.capability))
-    uncached = DeviceProperties.create.__func__.__wrapped__  # type: ignore[attr-defined]
+    uncached = unsubstituted(DeviceProperties, "create").__func__.__wrapped__
     try:
         with (
             hooked(GraphLowering, "__init__", _lower_on_card),
@@ -154,7 +155,7 @@ def generating_for(sheet: Datasheet, name: str) -> Iterator[None]:
             substituted(torch.cuda, "current_device", lambda: CARD.index),
             substituted(scheduler, "has_triton", lambda: True),
             substituted(torch.utils._triton, "triton_hash_with_backend", lambda: ""),  # asks for the driver
-            substituted(DeviceProperties, "create", staticmethod(lambda device: uncached(DeviceProperties, device))),
+            substituted(DeviceProperties, "create", lambda device: uncached(DeviceProperties, device)),
         ):
             yield
     finally:

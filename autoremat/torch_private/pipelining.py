@@ -6,7 +6,7 @@ Nothing here imports ``torch.distributed.pipelining``. A process that has not im
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import FrameType, ModuleType
 from typing import Any
@@ -17,6 +17,8 @@ from autoremat.basics.checks import as_int, refused
 from autoremat.basics.errors import OptionsError
 
 STAGES, SCHEDULES = "torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules"
+
+METADATA_INFERENCE = "_forward_metadata_inference"
 
 OPENS, CLOSES, SPLITS = "F", ("B", "W"), ("I", "W")
 """Actions of a schedule: the one that opens a call, those that close it, and those of a backward that runs in two parts."""
@@ -36,6 +38,11 @@ class Stage:
     """Class name of the schedule; None if no schedule runs the stage."""
     splits_backward: bool = False
     """True if the schedule computes the gradients of inputs and of weights in two backwards, as zero-bubble schedules do."""
+    microbatches: int = 1
+    """Micro-batches of a step."""
+    keeps_outputs: bool = False
+    """True if the stage holds the outputs of all micro-batches to the end of the step: the last stage, unless
+    ``return_outputs=False``."""
 
 
 def running_stage() -> Stage | None:
@@ -47,23 +54,39 @@ def running_stage() -> Stage | None:
     if stages is None or schedules is None:
         return None
     stage: Any = None
-    for owner in _owners(sys._getframe(1)):
+    schedule: Any = None
+    returns_outputs = True
+    for variables in _variables_of_methods(sys._getframe(1)):
+        owner = variables.get("self")
         if stage is None and isinstance(owner, stages._PipelineStageBase):
             stage = owner
-        elif stage is not None and isinstance(owner, schedules._PipelineSchedule):
-            return _stage_of(stage, owner, schedules)
-    return None if stage is None else _stage_of(stage, None, schedules)
+        elif stage is not None and isinstance(owner, schedules._PipelineSchedule) and schedule in (None, owner):
+            schedule = owner
+            returns_outputs = returns_outputs and bool(variables.get("return_outputs", True))
+    return None if stage is None else _stage_of(stage, schedule, schedules, returns_outputs)
 
 
-def _owners(frame: FrameType | None) -> Iterator[object]:
-    """Yields the object whose method each frame of the call stack runs, the innermost first."""
+def infers_metadata() -> bool:
+    """Returns True if a stage runs only to learn the shapes of its results, before the first micro-batch."""
+    if STAGES not in sys.modules:
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == METADATA_INFERENCE:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _variables_of_methods(frame: FrameType | None) -> Iterator[Mapping[str, object]]:
+    """Yields the local variables of each method on the call stack, the innermost first."""
     while frame is not None:
         if frame.f_code.co_varnames[:1] == ("self",):
-            yield frame.f_locals.get("self")
+            yield frame.f_locals
         frame = frame.f_back
 
 
-def _stage_of(stage: Any, schedule: Any, schedules: ModuleType) -> Stage:
+def _stage_of(stage: Any, schedule: Any, schedules: ModuleType, returns_outputs: bool) -> Stage:
     splits = schedule is not None and splits_backward(schedule)
     return Stage(
         index=int(stage.stage_index),
@@ -72,6 +95,8 @@ def _stage_of(stage: Any, schedule: Any, schedules: ModuleType) -> Stage:
         in_flight=None if schedule is None or splits else _most_open(schedule, int(stage.stage_index), schedules),
         schedule=None if schedule is None else type(schedule).__name__,
         splits_backward=splits,
+        microbatches=1 if schedule is None else int(schedule._n_microbatches),
+        keeps_outputs=schedule is not None and bool(stage.is_last) and returns_outputs,
     )
 
 

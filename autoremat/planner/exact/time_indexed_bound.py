@@ -224,6 +224,8 @@ def tighten(graph: Graph, budget: int | None, time_limit: float, found: Planning
         budget is None
         or graph.fuses
         or graph.single_phase
+        or graph.in_flight > 1
+        or graph.resident_bytes
         or graph.num_forward == len(graph.ops)
         or found.is_converged(good_gap)
     ):

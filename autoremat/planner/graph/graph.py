@@ -195,6 +195,11 @@ class Graph:
     """
     most_reads: int = 4
     """Largest number of buffers that an expression may read if it is inlined into several readers."""
+    in_flight: int = 1
+    """Number of calls of the graph that are open at once, the running one included. A pipeline opens several."""
+    resident_bytes: int = 0
+    """Bytes that are live beside all calls, whatever is planned: gradients of earlier micro-batches, and outputs of finished
+    calls."""
 
     def __post_init__(self) -> None:
         self.verify()
@@ -275,7 +280,14 @@ class Graph:
         )
 
     def verify(self) -> None:
-        """Raises ``ValueError`` unless producers come before readers and forward ops before backward ops."""
+        """Raises ``ValueError`` unless producers come before readers and forward ops before backward ops, or for a number of
+        calls that a graph cannot have."""
+        calls = (self.in_flight, self.resident_bytes)
+        if self.in_flight < 1 or self.resident_bytes < 0 or (self.single_phase and calls != (1, 0)):
+            raise ValueError(
+                f"in_flight={self.in_flight} and resident_bytes={self.resident_bytes}: expected at least 1 and at least 0, and "
+                "exactly these in a graph without a backward"
+            )
         forward_flags = [op.forward for op in self.ops]
         if sorted(forward_flags, reverse=True) != forward_flags:
             raise ValueError("forward ops must all stand before the backward ops")

@@ -6,6 +6,9 @@ ends at its last read. Search, report and tests share this simulator.
 The count follows the definition of the budget. Inputs of the step cost nothing. Autograd holds tangents through the whole
 backward. The caller holds forward outputs and gradients from their allocation to the end of the step.
 
+If ``k`` calls of the graph are open at once, each of the other ``k - 1`` holds its saved tensors and outputs. These bytes are
+live beside every execution, in addition to ``graph.resident_bytes``.
+
 If the code generator fuses (``graph.fuses``), some values are never materialised: see :mod:`autoremat.planner.memory.fusion`.
 """
 
@@ -25,12 +28,31 @@ from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 
 @dataclass(frozen=True)
 class Timeline:
-    """The result of a simulation. ``bytes_at[i]`` is the bytes live while execution ``i`` of ``schedule.sequence`` runs."""
+    """The result of a simulation.
+
+    ``bytes_at[i]`` is the bytes live while execution ``i`` of ``schedule.sequence`` runs, with those of the other open calls.
+    """
 
     graph: Graph
     schedule: Schedule
     bytes_at: Numbers
     live_ranges: LiveRanges
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """Bytes that one open call holds between its forward and its backward: saved tensors and outputs."""
+        return held_bytes(self.graph, self.schedule)
+
+    @property
+    def other_calls_bytes(self) -> int:
+        """The bytes of the other open calls."""
+        others = self.graph.in_flight - 1
+        return others * self.held_bytes if others else 0
+
+    @property
+    def beside_bytes(self) -> int:
+        """The part of ``bytes_at`` that does not belong to the running call."""
+        return self.other_calls_bytes + self.graph.resident_bytes
 
     @cached_property
     def peak_bytes(self) -> int:
@@ -64,4 +86,15 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     np.subtract.at(change, live_ranges.ends + 1, sizes)
     change[len(schedule.forward)] += graph.tangent_bytes
     bytes_at = np.cumsum(change)[:length] + arrays_of(graph).workspace_bytes[buffers.sequence]
-    return Timeline(graph, schedule, bytes_at, live_ranges)
+    timeline = Timeline(graph, schedule, bytes_at, live_ranges)
+    bytes_at += timeline.beside_bytes
+    return timeline
+
+
+def held_bytes(graph: Graph, schedule: Schedule) -> int:
+    """Returns the bytes that a call holds between its forward and its backward: saved tensors and outputs.
+
+    Live ranges do not tell them: the backward's first op may reuse the buffer of a saved tensor, whose range then ends before.
+    """
+    outputs = set(graph.forward_outputs).intersection(graph.forward_values)
+    return sum(graph.values[value].bytes for value in outputs.union(schedule.saved(graph)))

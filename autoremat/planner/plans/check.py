@@ -62,7 +62,7 @@ def replayed_peak(graph: Graph, schedule: Schedule) -> int:
 
     The graph must not fuse, and the schedule must have passed :func:`check_executions`. Inputs cost nothing. Tangents count
     through the backward, and a workspace counts while its op runs. Live ranges of outputs that the caller holds count to the
-    end.
+    end. Every other open call holds what this one holds between its halves.
     """
     ops, sequence, num_forward = graph.ops, schedule.sequence, len(schedule.forward)
     sizes = [value.bytes for value in graph.values]
@@ -71,8 +71,10 @@ def replayed_peak(graph: Graph, schedule: Schedule) -> int:
     held = {v: p for p, index in enumerate(schedule.forward) for v in with_caller.intersection(ops[index].outputs)}
     frees = _frees(graph, schedule)
     live: dict[int, int] = {}  # the execution that computed the newest live range of each value
-    current = peak = 0
+    current = peak = between = 0
     for position, index in enumerate(sequence):
+        if position == num_forward:
+            between = current
         for value in ops[index].outputs:
             live[value] = position
             current += sizes[value]
@@ -81,7 +83,9 @@ def replayed_peak(graph: Graph, schedule: Schedule) -> int:
         for value in frees[position]:
             if held.get(value) != live.pop(value):
                 current -= sizes[value]
-    return peak
+    if num_forward == len(sequence):
+        between = current
+    return peak + (graph.in_flight - 1) * between + graph.resident_bytes if sequence else 0
 
 
 def _frees(graph: Graph, schedule: Schedule) -> list[list[int]]:

@@ -34,7 +34,7 @@ CODEC = Codec(
 
 def encode(graph: Graph, schedule: Schedule) -> dict[str, Any]:
     """Returns ``graph`` and ``schedule`` as JSON data; :func:`decode` reads them back."""
-    scalars = (f.name for f in dataclasses.fields(Graph) if f.name not in ("ops", "values"))
+    scalars = (f.name for f in dataclasses.fields(Graph) if f.name not in ("ops", "values") and not _is_later(f.name, graph))
     return {
         "forward": schedule.forward,
         "backward": schedule.backward,
@@ -52,6 +52,14 @@ def decode(record: dict[str, Any]) -> tuple[Graph, Schedule]:
     return graph, _schedule(record, graph)
 
 
+LATER = {f.name: f.default for f in dataclasses.fields(Graph) if f.name in ("in_flight", "resident_bytes")}
+"""Fields of a graph that plans of one call at a time do not have, with the values that they stand for."""
+
+
+def _is_later(name: str, graph: Graph) -> bool:
+    return name in LATER and getattr(graph, name) == LATER[name]
+
+
 def _table(kind: type, items: Sequence[Any]) -> dict[str, Any]:
     """Returns dataclass instances as a list of columns and a list of rows."""
     columns = [f.name for f in dataclasses.fields(kind)]
@@ -61,7 +69,7 @@ def _table(kind: type, items: Sequence[Any]) -> dict[str, Any]:
 def _graph(record: dict[str, Any]) -> Graph:
     """Returns the graph of a record. Raises ``ValueError`` for a number of an op or value that does not exist."""
     ops, values = _items(Op, record["ops"]), _items(Value, record["values"])
-    record = {CODEC.name(name): value for name, value in record.items()}
+    record = {**LATER, **{CODEC.name(name): value for name, value in record.items()}}
     scalars = (name for name in get_type_hints(Graph) if name not in ("ops", "values"))
     given = {name: CODEC.reader(get_type_hints(Graph)[name])(record[name]) for name in scalars}
     for op in ops:

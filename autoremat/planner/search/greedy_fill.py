@@ -3,8 +3,8 @@
     gain of saving  =  seconds of the op, and of all recomputations that only it needs  -  seconds of saving
 
 A saved value occupies its bytes from its last use in the forward to its recomputation. Where it is live in any case, it needs
-no further memory. Values are saved greedily by gain per byte. This happens in rounds, because each saved value changes the gain
-of the others.
+no further memory. If ``k`` calls are open at once, the other ``k - 1`` hold the value during the whole step. Values are saved
+greedily by gain per byte. This happens in rounds, because each saved value changes the gain of the others.
 """
 
 from __future__ import annotations
@@ -107,13 +107,16 @@ def fill(base: Plan, rebuild: Callable[[frozenset[int]], Plan], budget: int, sav
 
     ``rebuild`` schedules and simulates a saved set. At most ``saved_budget`` bytes are saved.
     """
-    plan = base
+    plan, others = base, base.graph.in_flight - 1
     for _ in range(settings.fill_rounds):
         live_bytes, saved, room = plan.timeline.bytes_at.copy(), set(plan.saved), saved_budget - plan.saved_bytes
+        top, raised = plan.peak_bytes, 0  # the largest of live_bytes, and the bytes by which other calls hold more than before
         for candidate in _candidates(plan):
-            stretch = live_bytes[candidate.start : candidate.end]
-            if candidate.bytes <= room and int(stretch.max(initial=0)) + candidate.bytes <= budget:
+            stretch, more = live_bytes[candidate.start : candidate.end], others * candidate.bytes
+            reached = max(top if others else 0, int(stretch.max(initial=0)) + candidate.bytes)
+            if candidate.bytes <= room and reached + raised + more <= budget:
                 stretch += candidate.bytes
+                top, raised = max(top, reached), raised + more
                 room -= candidate.bytes
                 saved.update(candidate.values)
         if len(saved) == len(plan.saved):

@@ -7,6 +7,10 @@ inputs and results of the op. The rest of the budget must hold values from which
 recomputed. With a price per byte, the cheapest such choice is a minimum cut. Each price gives a lower bound (Lagrangian
 duality). The bound is concave in the price, so secants find its maximum.
 
+If ``k`` calls are open at once, the other ``k - 1`` hold at least the bytes of the smallest choice at the border. A limit on
+the saved bytes follows, from the border and from every program point. The minimum cut at the border under this limit is a bound
+of its own.
+
 The bounds hold for every plan that runs the forward once, in the given sequence, and recomputes in the backward as often as it
 likes.
 """
@@ -14,6 +18,7 @@ likes.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -46,6 +51,9 @@ class Moments:
     def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False) -> None:
         self.graph, self.mincut = graph, mincut
         self.fixed = fixed_bytes(graph)
+        self.others = graph.in_flight - 1
+        self.output_bytes = sum(graph.values[v].bytes for v in set(graph.forward_outputs).intersection(graph.forward_values))
+        self.least_saved = self._least_bytes_of(self._border_cut) if self.others else 0.0
         self.chosen = self._choose()[: 1 if only_first else None]
         self.read_later: dict[int, frozenset[int]] = {}
         later = set(graph.backward_needs.intersection(graph.backward_outputs))
@@ -73,10 +81,26 @@ class Moments:
             return frozenset()
         return self.graph.backward_needs.intersection(op.inputs)
 
+    @property
+    def _beside_bytes(self) -> float:
+        """Lower bound on the bytes that do not belong to the running call."""
+        return self.graph.resident_bytes + self.others * (self.output_bytes + self.least_saved)
+
     def _room(self, moment: int, budget: int) -> float:
         """Returns the bytes of ``budget`` that are left at the program point for values that are free to choose."""
-        held = set(self.graph.forward_outputs)
-        return float(budget - self.fixed[moment] - sum(self.graph.values[v].bytes for v in self._there(moment) - held))
+        there = self._there(moment) - set(self.graph.forward_outputs)
+        return float(budget - self._beside_bytes - self.fixed[moment] - sum(self.graph.values[v].bytes for v in there))
+
+    def _room_for_saved(self, budget: int) -> float:
+        """Returns an upper bound on the saved bytes of one call within ``budget`` bytes, without the outputs."""
+        at_border = budget - self.graph.resident_bytes - self.graph.tangent_bytes
+        rooms = [at_border / (self.others + 1) - self.output_bytes]
+        rooms += [self.least_saved + (self._room(m, budget) - self._least_bytes(m)) / self.others for m in self.chosen]
+        return min(rooms)
+
+    def _border_cut(self, price: float) -> Cut:
+        """Returns the minimum cut for all values that the backward reads."""
+        return self.mincut.cut(price, needs=self.graph.backward_needs)
 
     def _cut(self, moment: int, price: float) -> Cut:
         """Returns the minimum cut for all values that the backward reads from the program point on."""
@@ -92,24 +116,35 @@ class Moments:
 
     def seconds(self, budget: int) -> float:
         """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits."""
-        return max((self._seconds_at(moment, budget) for moment in self.chosen), default=0.0)
+        seconds = [self._seconds_at(moment, budget) for moment in self.chosen]
+        if self.others:
+            seconds.append(self._seconds_within(self._border_cut, self.least_saved, self._room_for_saved(budget)))
+        return max(seconds, default=0.0)
 
     def _seconds_at(self, moment: int, budget: int) -> float:
-        """Returns the lower bound of one program point, by secants over the price."""
-        room = self._room(moment, budget)
-        rich = self._cut(moment, 0.0)
+        """Returns the lower bound of one program point."""
+        return self._seconds_within(
+            lambda price: self._cut(moment, price), self._least_bytes(moment), self._room(moment, budget)
+        )
+
+    def _seconds_within(self, cut: Callable[[float], Cut], least_bytes: float, room: float) -> float:
+        """Returns a lower bound on the seconds of any cut of at most ``room`` bytes, by secants over the price.
+
+        ``cut`` returns the minimum cut at a price. No cut has less than ``least_bytes``.
+        """
+        rich = cut(0.0)
         if rich.bytes <= room:
             return max(rich.bound, 0.0)
-        if self._least_bytes(moment) > room:
+        if least_bytes > room:
             return math.inf
-        lean = self._cut(moment, self.mincut.top_price)
+        lean = cut(self.mincut.top_price)
         best = 0.0
         for _ in range(settings.maximum_secants):
             if rich.bytes <= lean.bytes or lean.seconds <= rich.seconds:
                 break
             price = (lean.seconds - rich.seconds) / (rich.bytes - lean.bytes)
             crossing = rich.seconds + price * (rich.bytes - room)
-            middle = self._cut(moment, price)
+            middle = cut(price)
             best = max(best, middle.bound - price * room)
             if middle.seconds + price * (middle.bytes - room) >= crossing - 1e-6 * abs(crossing):
                 break
@@ -118,7 +153,8 @@ class Moments:
 
     def peak_bytes(self) -> int:
         """Returns a lower bound on the peak of any plan."""
-        return max(working_set_bytes(self.graph), self.moment_bytes())
+        beside, border = int(self._beside_bytes), int(self.output_bytes + self.least_saved) + self.graph.tangent_bytes
+        return max(working_set_bytes(self.graph) + beside, self.moment_bytes(), border + beside if self.others else 0)
 
     def moment_bytes(self) -> int:
         """Returns a lower bound on the bytes that are live at the program points: their maximum over all points."""
@@ -126,8 +162,11 @@ class Moments:
 
     def _least_bytes(self, moment: int) -> float:
         """Returns a lower bound on the bytes of any cut at a program point, as a whole number. Recomputation is not limited."""
+        return self._least_bytes_of(lambda price: self._cut(moment, price))
+
+    def _least_bytes_of(self, cut: Callable[[float], Cut]) -> float:
         price = self.mincut.top_price
-        least = (self._cut(moment, price).bound - float(self.mincut.costs.sum())) / price  # recomputing all costs no more
+        least = (cut(price).bound - float(self.mincut.costs.sum())) / price  # recomputing all costs no more
         return float(math.ceil(least - ROUNDING * max(1.0, abs(least))))
 
 

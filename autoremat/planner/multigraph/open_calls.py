@@ -1,0 +1,36 @@
+"""The calls of one graph that are open at once, and what their caller holds beside them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.multigraph.fronts import output_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class OpenCalls:
+    """Calls of a graph that are open at once during a step of several micro-batches."""
+
+    number: int = 1
+    """Most calls that are open at once, the running one included."""
+    accumulates: bool = False
+    """True if the gradients of earlier micro-batches are live beside a call, because later ones add to them."""
+    kept_outputs: int = 1
+    """Number of calls whose outputs the caller holds at once. A pipeline keeps those of its last stage to the end."""
+
+    sends_gradients: bool = False
+    """True if the gradients of a call's inputs are live until the next call has computed its own. A pipeline sends them."""
+
+    def resident_bytes(self, graph: Graph, accumulated_bytes: int) -> int:
+        """Returns the bytes that are live beside all open calls of ``graph``.
+
+        ``accumulated_bytes`` is the size of the gradients that later micro-batches add to.
+        """
+        outputs = max(0, self.kept_outputs - self.number) * output_bytes(graph)
+        sent = sum(graph.values[v].bytes for v in graph.backward_outputs) - accumulated_bytes if self.sends_gradients else 0
+        return outputs + sent + (accumulated_bytes if self.accumulates else 0)
+
+    def of(self, graph: Graph, accumulated_bytes: int) -> Graph:
+        """Returns ``graph`` with these open calls."""
+        return replace(graph, in_flight=self.number, resident_bytes=self.resident_bytes(graph, accumulated_bytes))

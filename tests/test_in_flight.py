@@ -1,0 +1,150 @@
+"""Several calls of a graph in flight: each further one holds what the plan saves, in search, bounds, check and report."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import subsets
+from strategies import GraphBuilder, chain, close_under_need, graphs
+
+from autoremat import plan as plan_of
+from autoremat.basics.errors import OptionsError
+from autoremat.planner.graph.graph import Graph, Kind, Role
+from autoremat.planner.graph.schedule import build_schedule
+from autoremat.planner.multigraph.fronts import output_bytes, point_of
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.lower_bounds import Moments
+from autoremat.planner.search.min_cut import MinCut
+from autoremat.planner.search.planner import Planner
+from autoremat.report.decisions import explain_values
+from autoremat.report.peak_snapshot import peak_of, profile_of
+
+CALLS = st.integers(1, 5)
+
+
+def with_calls(graph: Graph, calls: int, resident: int = 0) -> Graph:
+    return dataclasses.replace(graph, in_flight=calls, resident_bytes=resident)
+
+
+def effective_peak(graph: Graph, plan: Plan) -> int:
+    """The peak by the formula, from the plan of a single call."""
+    alone = Plan.of(with_calls(graph, 1), plan.schedule)
+    outputs = sum(graph.values[v].bytes for v in {v for v in graph.forward_outputs if graph.values[v].producer is not None})
+    held = point_of(alone).saved_bytes + outputs
+    return (graph.in_flight - 1) * held + alone.peak_bytes + graph.resident_bytes
+
+
+@settings(max_examples=60)
+@given(graphs(), CALLS, st.sampled_from([0, 100]), st.sampled_from([0.9, 0.7, 0.5]))
+def test_plans_keep_the_sum_of_all_open_calls_within_the_budget(graph, calls, resident, share):
+    graph = with_calls(graph, calls, resident)
+    planner = Planner(graph)
+    budget = int(share * planner.baseline.peak_bytes)
+    found = planner.find(budget)
+    assert planner.baseline.peak_bytes == effective_peak(graph, planner.baseline)
+    assert found.smallest.peak_bytes == effective_peak(graph, found.smallest)
+    assert found.lower_bound_bytes <= found.smallest.peak_bytes
+    if found.plan is not None:
+        found.plan.check()
+        assert effective_peak(graph, found.plan) == found.plan.peak_bytes <= budget
+        assert found.lower_bound_seconds <= found.plan.added_seconds * (1 + 1e-6) + 1e-9
+
+
+@settings(max_examples=60)
+@given(graphs(max_ops=12), st.integers(2, 4))
+def test_no_saved_set_beats_the_bounds(graph, calls):
+    graph = with_calls(graph, calls)
+    moments = Moments(graph, MinCut(graph))
+    for wanted in subsets(graph.forward_values):
+        plan = Plan.of(graph, build_schedule(graph, close_under_need(graph, set(wanted))))
+        assert moments.peak_bytes() <= plan.peak_bytes
+        if plan.peak_bytes:
+            assert moments.seconds(plan.peak_bytes) <= plan.added_seconds * (1 + 1e-6) + 1e-9
+
+
+@settings(max_examples=30)
+@given(graphs(max_ops=24, fuses=False), st.integers(2, 4))
+def test_the_check_counts_the_other_calls_without_the_simulator(graph, calls):
+    plan = Planner(with_calls(graph, calls)).baseline
+    plan.check()
+    assert Plan.loads(plan.dumps()).peak_bytes == plan.peak_bytes
+
+
+@settings(max_examples=20)
+@given(graphs())
+def test_snapshot_and_profile_add_up_to_the_peak(graph):
+    plan = Planner(with_calls(graph, 3, 64)).baseline
+    snapshot, profile = peak_of(plan), profile_of(plan)
+    assert snapshot is not None
+    assert profile is not None
+    assert sum(size for _, size in snapshot.by_sort) == snapshot.bytes == plan.peak_bytes == max(profile.totals)
+
+
+def test_more_calls_in_flight_recompute_more_at_the_same_budget():
+    graph = chain(40, size=100, saving_seconds_per_byte=0.0, forward_outputs=(40,))
+    budget = with_baseline(graph, 1)
+    added = []
+    for calls in (1, 2, 3, 4):
+        found = Planner(with_calls(graph, calls)).find(budget)
+        assert found.plan is not None
+        assert found.plan.peak_bytes <= budget
+        added.append(found.plan.added_seconds)
+    assert added[0] == 0.0
+    assert added == sorted(added)
+    assert added[3] > added[1] > 0.0
+
+
+def with_baseline(graph: Graph, calls: int) -> int:
+    return Planner(with_calls(graph, calls)).baseline.peak_bytes
+
+
+def test_a_saved_tensor_whose_buffer_the_backward_reuses_is_held():
+    build = GraphBuilder()
+    source, tangent = build.source(8), build.source(8, Role.TANGENT)
+    saved = build.op([source], 64, kind=Kind.EXTERN)
+    output = build.op([saved], 8, kind=Kind.EXTERN)
+    inside = build.op([saved], 64, forward=False, kind=Kind.POINTWISE, in_place=(saved,))
+    gradient = build.op([inside, tangent], 8, forward=False, kind=Kind.EXTERN)
+    graph = build.graph(forward_outputs=(output,), backward_outputs=(gradient,), fuses=True, in_flight=3)
+    plan = Planner(graph).baseline
+    assert plan.timeline.held_bytes == 72
+    assert plan.peak_bytes == effective_peak(graph, plan)
+
+
+def test_the_bound_is_close_on_a_chain():
+    graph = with_calls(chain(40, size=100, saving_seconds_per_byte=0.0, forward_outputs=(40,)), 4)
+    planner = Planner(graph)
+    for tenths in (9, 7, 5, 3):
+        found = planner.find(planner.baseline.peak_bytes * tenths // 10)
+        assert found.plan is not None
+        assert 0.0 < found.lower_bound_seconds <= found.plan.added_seconds
+        assert found.plan.added_seconds <= 1.2 * found.lower_bound_seconds + 3
+
+
+def test_the_reason_for_recomputing_is_the_budget_of_all_calls():
+    graph = with_calls(chain(20, size=100, saving_seconds_per_byte=0.0, forward_outputs=(20,)), 4)
+    planner = Planner(graph)
+    budget = planner.baseline.peak_bytes * 6 // 10
+    plan = planner.find(budget).plan
+    assert plan is not None
+    reasons = {value.reason.value for value in explain_values(plan, budget) if value.decision.value == "recomputed"}
+    assert "budget" in reasons
+
+
+def test_a_graph_of_one_phase_has_no_calls_in_flight():
+    with pytest.raises(ValueError, match="in_flight=2"):
+        dataclasses.replace(Graph.from_dag([1.0], [1], []), in_flight=2)
+    with pytest.raises(ValueError, match="in_flight=0"):
+        with_calls(chain(2), 0)
+
+
+def test_the_public_planner_counts_calls_in_flight():
+    graph = with_calls(chain(10, size=100, forward_outputs=(10,)), 3)
+    found = plan_of(graph, memory_budget=0.7)
+    assert found.peak_bytes <= found.budget_bytes
+    assert output_bytes(graph) == 100
+    with pytest.raises(OptionsError, match="several in flight"):
+        plan_of(graph, memory_budget=0.7, solver="ilp")
