@@ -132,6 +132,9 @@ class ReportData:
     """Reason why the compiled code needs much less than the budget. Empty if it does not, or if no code was generated."""
     unknown_workspaces: tuple[str, ...] = ()
     """Kernels that may need more memory than counted, because their workspace is unknown and cannot be measured."""
+    graph_pool_bytes: int | None = None
+    """Bytes that the pool of CUDA graphs keeps from its recording on, between steps too. They are part of
+    ``compiled_peak_bytes``. None without CUDA graphs."""
 
     def __getattr__(self, name: str) -> Any:
         if name not in RENAMED:
