@@ -142,7 +142,7 @@ def largest_difference(found: Sequence[torch.Tensor], expected: Sequence[torch.T
 
 
 def not_recorded() -> Line:
-    raise Skipped("kernels are interpreted on the emulated card, and a CUDA graph records launches")
+    raise Skipped("the emulated card records CUDA graphs and cannot replay them")
 
 
 def units(mode: str, rehearsed: bool) -> list[Unit]:
