@@ -170,7 +170,8 @@ def table_of(mode: str, rows: Sequence[Line]) -> Table:
     table = Table(title=f"{mode}: peaks of forward and backward, MiB above the step's start; seconds of a step")
     table.add_column("model", no_wrap=True)
     for column in ("budget", "planned", "replayed", "allocated", "to replayed", "tensors", "requested", "to tensors",
-                   "reserved", "since compiled", "pool", "attempts", "predicted, ms", "measured, ms", "gradient's error"):  # fmt: skip
+                   "reserved", "since compiled", "pool", "attempts", "predicted, ms", "measured, ms",
+                   "gradient's error"):  # fmt: skip
         table.add_column(column, justify="right")
     for row in rows:
         measured = row["measured"]

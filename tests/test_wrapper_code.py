@@ -245,6 +245,19 @@ def test_planar_images_are_copied_to_differentiate_their_convolution(strides, co
     assert replay_peak(source, {}, lambda name: 0, workspaces=needed) == 2 * 4 * 4 * 512 + 100 + copied
 
 
+def test_buffers_on_the_host_do_not_count_for_another_device():
+    source = f"""
+def call(args):
+    buf0 = empty_strided_cuda((10,), (1,), {FLOAT})
+    buf1 = {empty(100)}
+    buf2 = buf1; del buf1  # reuse
+    buf3 = empty_strided_cpu_pinned((100,), (1,), {FLOAT})
+    buf4 = empty_strided_cuda((20,), (1,), {FLOAT})
+"""
+    assert replay_peak(source, {}, lambda _: 0, device_type="cuda") == 120
+    assert replay_peak(source, {}, lambda _: 0) == 920
+
+
 def test_the_result_of_a_kernel_that_is_renamed_counts_under_its_new_name():
     body = f"""
         buf0 = {empty(10)}

@@ -33,8 +33,8 @@ Alias = int | None | tuple["Alias", ...] | dict[str, "Alias"]
 
 
 SEVERAL_STREAMS = (
-    "runs on a stream of its own, and what is recomputed there would need to be waited for. Keep code that switches streams out "
-    "of compiled graphs: put it into a function under torch.compiler.disable"
+    "runs on a stream of its own, and what is recomputed there would need to be waited for. Keep code that switches streams "
+    "out of compiled graphs: put it into a function under torch.compiler.disable"
 )
 
 

@@ -1,4 +1,4 @@
-"""CUDA graphs on the emulated card: recorded in their pool by torch's own manager, with the memory that the replay foretells."""
+"""CUDA graphs on the emulated card: recorded in their pool by torch's own manager, with the bytes of the replay."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def tensor_bytes(step: RecordedStep) -> tuple[int, int]:
     return max(pools), max(half.peak_bytes - (half.pool_bytes or 0) for half in step.halves.values())
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("split", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_recorded_step_needs_the_pool_and_what_lies_outside(split):
     module, inputs = on_card((Broken(split), (torch.randn(BATCH),)))
     reference = run_step(module, module, inputs).gradients

@@ -97,6 +97,7 @@ def test_a_graph_with_streams_is_not_planned():
     assert "torch.compiler.disable" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="earlier versions have no streams in graphs")
 def test_torch_itself_runs_graphs_with_streams_without_gradients_only():
     """If this fails because torch trains such graphs now, they are worth planning."""

@@ -78,8 +78,9 @@ def install(library: ctypes.CDLL) -> None:
     bindings._free_And_Remove_DeleterFn = lambda storage: library.emulated_free(ctypes.c_void_p(storage))
     bindings._cuda_checkPoolLiveAllocations = lambda *_: True
     nothing = (
-        "_cuda_releasePool", "_cuda_getCheckpointState", "_cuda_get_conv_benchmark_empty_cache", "_cuda_clearCublasWorkspaces", "_set_storage_access_error_msg",
-        "_set_storage_data_ptr_access_error_msg", "_host_emptyCache", "_cudnn_set_conv_benchmark_empty_cache",
+        "_cuda_releasePool", "_cuda_getCheckpointState", "_cuda_clearCublasWorkspaces", "_cuda_get_conv_benchmark_empty_cache",
+        "_cudnn_set_conv_benchmark_empty_cache", "_host_emptyCache", "_set_storage_access_error_msg",
+        "_set_storage_data_ptr_access_error_msg",
     )  # fmt: skip
     for name in nothing:
         setattr(bindings, name, lambda *_: None)

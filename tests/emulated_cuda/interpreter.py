@@ -89,7 +89,8 @@ def _with_large_blocks(init: Callable[..., None]) -> Callable[..., None]:
         room, hints = LARGEST_BLOCK, dict(self.size_hints or {})
         of_user = self.triton_meta["signature"] if "extra_launcher_args" in self.inductor_meta else ()
         for config in self.configs[:1]:
-            config.kwargs.update({name: value for name, value in self.triton_meta.get("constants", {}).items() if name in of_user})
+            constants = self.triton_meta.get("constants", {})
+            config.kwargs.update({name: value for name, value in constants.items() if name in of_user})
             for prefix in ("r0_", "x", "y", "z"):
                 block, size = f"{prefix.upper()}BLOCK", 1 << (max(1, int(hints.get(prefix, 1))) - 1).bit_length()
                 if prefix == "r0_":
