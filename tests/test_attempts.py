@@ -20,6 +20,7 @@ from autoremat.compiler.attempts import (
     Verdict,
     code_peak_bytes,
     next_step,
+    pool_bytes,
     unused_reason,
 )
 
@@ -227,3 +228,12 @@ def test_the_reason_for_unused_memory(codes, is_fastest, reason):
 def test_decisions_need_no_torch():
     code = "import sys, autoremat.compiler.attempts; print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_the_pool_of_cuda_graphs_is_that_of_the_accepted_code():
+    first = attempt(120, pool_bytes=110)
+    assert pool_bytes([first, attempt(90, pool_bytes=80, headroom_bytes=20)]) == 80
+    again = attempt({}, headroom_bytes=20, purpose=RETURN)  # a cache answered for the code of the second attempt
+    looser = attempt(105, pool_bytes=95, headroom_bytes=5, purpose=LOOSEN)
+    assert pool_bytes([first, attempt(90, pool_bytes=80, headroom_bytes=20), looser, again]) == 80
+    assert pool_bytes([attempt(90)]) is None

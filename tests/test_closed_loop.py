@@ -17,6 +17,7 @@ from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.planner.search.planner import Planner
 from autoremat.torch_private import compat
+from autoremat.torch_private.inductor_lowering import LoweredPeak
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
 
@@ -133,3 +134,12 @@ def test_what_torch_keeps_of_a_partitioner():
     assert partitioner.__getstate__() == {"identity": ("autoremat", 3), "partition": None}
     partitioner.release()
     assert partitioner.partition is None
+
+
+def test_both_halves_are_held_to_the_pool_of_cuda_graphs_at_its_largest():
+    forward = LoweredPeak(False, peak_bytes=700, pool_bytes=600)
+    backward = LoweredPeak(True, peak_bytes=950, pool_bytes=900)
+    assert Lowered.of({False: forward}) == Lowered({False: 700}, pool_bytes=600)
+    assert Lowered.of({False: forward, True: backward}) == Lowered({False: 1000, True: 950}, pool_bytes=900)
+    without = {False: LoweredPeak(False, 700), True: LoweredPeak(True, 950, is_estimate=True)}
+    assert Lowered.of(without) == Lowered({False: 700, True: 950}, is_estimate=True)

@@ -105,9 +105,10 @@ def peaks_of(measured: int, replayed: int, report: autoremat.Report) -> str:
     )
 
 
-@pytest.mark.skipif(EMULATED, reason="the emulated card has one stream and records no CUDA graph")
 @pytest.mark.parametrize("way", ["side stream", "CUDA graphs"])
 def test_other_ways_to_run_a_step_give_the_same_gradients(way, record_property):
+    if EMULATED and way == "CUDA graphs":
+        pytest.skip("the emulated card records CUDA graphs and cannot replay them")
     module, inputs = built("llama", torch.float32)
     reference = run_step(module, module, inputs).gradients
     torch._dynamo.reset()

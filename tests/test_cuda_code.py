@@ -141,7 +141,7 @@ def test_code_in_cpp_needs_what_code_in_python_needs():
 @pytest.mark.parametrize("replayed", [True, False])
 def test_code_that_is_not_replayed_is_said_to_be_estimated(monkeypatch, replayed):
     if not replayed:
-        monkeypatch.setattr(inductor_lowering, "replay_peak", lambda *_: None)
+        monkeypatch.setattr(inductor_lowering, "replay", lambda *_: None)
     report = explain(
         lambda x: torch.nn.functional.gelu(x).sum(),
         torch.ones(8, requires_grad=True),

@@ -32,12 +32,17 @@ def run(*files: str, marks: str, interpreted: bool = True) -> None:
 
 
 def test_the_card_and_small_steps_under_budgets():
-    run("check_card.py", "check_steps.py", "check_cuda_graphs.py", marks="not slow")
+    run("check_card.py", "check_steps.py", "check_cuda_graphs.py", "check_streams.py", marks="not slow")
 
 
 @pytest.mark.slow
 def test_models_under_budgets():
     run("check_steps.py", "check_features.py", marks="slow")
+
+
+@pytest.mark.slow
+def test_cuda_graphs_streams_and_kernels_of_the_user():
+    run("check_cuda_graphs.py", "check_streams.py", "check_user_kernels.py", marks="slow")
 
 
 @pytest.mark.slow

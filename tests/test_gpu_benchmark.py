@@ -163,5 +163,5 @@ def test_a_part_of_the_rehearsal(call, tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "results" / "rows.jsonl").read_text().splitlines()]
     (row,) = [line["row"] for line in lines if "row" in line]
     assert row["measured"]["allocated_bytes"] == row["tensor_bytes"] <= row["replayed_bytes"] <= row["budget_bytes"]
-    assert "CUDA graphs: skipped: kernels are interpreted" in done.stdout
+    assert "CUDA graphs: skipped: the emulated card records" in done.stdout
     assert "the same command goes on" in done.stdout

@@ -10,6 +10,7 @@ from collections import deque
 import pytest
 from strategies import chain
 
+from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.search.planner import Planner
 from autoremat.report import data, registry, text_tables
@@ -150,6 +151,12 @@ def test_text_of_a_report_without_saved_tensors_or_forward():
 
 def test_text_shows_the_compiled_peak_where_it_is_known():
     assert "peak of the generated code" in str(report_for(None, compiled_peak_bytes=3 * SIZE))
+
+
+def test_text_shows_the_pool_of_cuda_graphs():
+    report = dataclasses.replace(report_for(None, compiled_peak_bytes=3 * SIZE), graph_pool_bytes=2 * SIZE)
+    assert f"pool of CUDA graphs         {format_bytes(2 * SIZE)}" in str(report)
+    assert "pool of CUDA graphs" not in str(report_for(None))
 
 
 def test_summary_is_one_line():

@@ -1,15 +1,22 @@
-"""`replay_peak` on small sources in the form that Inductor generates."""
+"""The replay on small sources in the form that Inductor generates."""
 
 from __future__ import annotations
 
 import textwrap
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 
-from autoremat.planner.memory.wrapper_replay import replay_peak
+from autoremat.planner.memory.wrapper_replay import ReplayedPeak, replay
 
 FLOAT = "torch.float32"
+
+
+def replay_peak(*arguments: Any, **options: Any) -> int | None:
+    """The bytes that the code needs."""
+    replayed = replay(*arguments, **options)
+    return None if replayed is None else replayed.total_bytes
 
 
 def peak(body: str, inputs: Mapping[str, int] = {}, sizes: Mapping[str, int] = {}, held=(), round_to: int = 1) -> int | None:
@@ -238,6 +245,19 @@ def test_planar_images_are_copied_to_differentiate_their_convolution(strides, co
     assert replay_peak(source, {}, lambda name: 0, workspaces=needed) == 2 * 4 * 4 * 512 + 100 + copied
 
 
+def test_buffers_on_the_host_do_not_count_for_another_device():
+    source = f"""
+def call(args):
+    buf0 = empty_strided_cuda((10,), (1,), {FLOAT})
+    buf1 = {empty(100)}
+    buf2 = buf1; del buf1  # reuse
+    buf3 = empty_strided_cpu_pinned((100,), (1,), {FLOAT})
+    buf4 = empty_strided_cuda((20,), (1,), {FLOAT})
+"""
+    assert replay_peak(source, {}, lambda _: 0, device_type="cuda") == 120
+    assert replay_peak(source, {}, lambda _: 0) == 920
+
+
 def test_the_result_of_a_kernel_that_is_renamed_counts_under_its_new_name():
     body = f"""
         buf0 = {empty(10)}
@@ -434,11 +454,26 @@ def test_what_the_caller_of_partitions_holds_is_not_freed():
 
 def test_cuda_graphs_copy_inputs_that_can_move():
     # `x` is copied once, and its copy lives from partition to partition. `saved` comes from a CUDA graph. `buf5` is copied.
-    assert partitioned_peak(copied={"x": X}) == SAVED + X + 2 * BETWEEN
+    # The pool keeps the memory of the last partition's buffer, although the original of `buf5` is gone by then.
+    assert partitioned_peak(copied={"x": X}) == SAVED + X + 2 * BETWEEN + LAST
     # `saved` is copied too, as a tangent is; its original is freed unless the caller holds it.
-    assert partitioned_peak(copied={"x": X, "saved": SAVED}) == SAVED + X + 2 * BETWEEN
-    assert partitioned_peak(copied={"x": X, "saved": SAVED}, held=("saved",)) == 2 * SAVED + X + 2 * BETWEEN
-    assert partitioned_peak(copied={}) == SAVED + 2 * BETWEEN
+    assert partitioned_peak(copied={"x": X, "saved": SAVED}) == SAVED + X + 2 * BETWEEN + LAST
+    assert partitioned_peak(copied={"x": X, "saved": SAVED}, held=("saved",)) == 2 * SAVED + X + 2 * BETWEEN + LAST
+    assert partitioned_peak(copied={}) == SAVED + 2 * BETWEEN + LAST
+
+
+def test_the_pool_of_cuda_graphs_is_counted_apart():
+    def replayed(copied: Mapping[str, int] | None, workspaces: Mapping[str, Mapping[int, int]] = {}) -> ReplayedPeak | None:
+        sizes = {"buf3": SPECIAL}
+        return replay(PARTITIONED, {"saved": SAVED}, lambda name: sizes.get(name, 0), workspaces=workspaces, copied=copied)
+
+    assert replayed({"x": X}) == ReplayedPeak(pool_bytes=SAVED + X + BETWEEN + LAST, other_bytes=BETWEEN)
+    assert replayed({"x": X, "saved": SAVED}) == replayed({"x": X})
+    in_pool = SAVED + X + FIRST + SECOND + SPECIAL + 9000
+    assert replayed({"x": X}, {"special": {SPECIAL: 9000}}) == ReplayedPeak(in_pool, BETWEEN)
+    without_graphs = replayed(None)
+    assert without_graphs is not None
+    assert without_graphs.pool_bytes == 0
 
 
 def test_a_whole_graph_that_is_recorded_copies_its_inputs():

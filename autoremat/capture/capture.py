@@ -33,6 +33,12 @@ Alias = int | None | tuple["Alias", ...] | dict[str, "Alias"]
 """The memory that a node holds: a value number, None for no memory, or several of these by position or by name."""
 
 
+SEVERAL_STREAMS = (
+    "runs on a stream of its own, and what is recomputed there would need to be waited for. Keep code that switches streams "
+    "out of compiled graphs: put it into a function under torch.compiler.disable"
+)
+
+
 @dataclass(frozen=True)
 class Capture:
     """The planner's graph, and the FX node of each op and value."""
@@ -114,7 +120,7 @@ class _Builder:
 
     def call(self, node: fx.Node) -> None:
         if compat.orders_streams(node):
-            raise CaptureError("runs on a stream of its own, and what is recomputed there would need to be waited for")
+            raise CaptureError(SEVERAL_STREAMS)
         if node.target is operator.getitem:
             self.unpack(node)
         elif communication.awaited_call(node) is not None:

@@ -56,6 +56,8 @@ class Attempt:
     purpose: Purpose = Purpose.FIT
     code_peaks: Mapping[bool, int] = field(default_factory=dict)
     """Peaks of the halves with generated code. A cache may answer for the others."""
+    pool_bytes: int | None = None
+    """Part of the peaks that the pool of CUDA graphs keeps. None without CUDA graphs."""
     limits: Mapping[bool, int | None] = field(default_factory=dict)
     """Limits on the peaks of the halves; None for no limit."""
     is_complete: bool = True
@@ -232,6 +234,12 @@ def code_peak_bytes(attempts: Sequence[Attempt]) -> int | None:
         if attempt.headroom_bytes == last.headroom_bytes:
             peaks.update(attempt.code_peaks)
     return max(peaks.values()) if len(peaks) == 2 else None
+
+
+def pool_bytes(attempts: Sequence[Attempt]) -> int | None:
+    """Returns the bytes that the pool of CUDA graphs keeps with the accepted code; None without CUDA graphs."""
+    same = [attempt for attempt in attempts if attempt.headroom_bytes == attempts[-1].headroom_bytes]
+    return max((attempt.pool_bytes for attempt in same if attempt.pool_bytes is not None), default=None)
 
 
 def unused_reason(attempts: Sequence[Attempt], is_fastest: bool) -> str:

@@ -21,7 +21,7 @@ from autoremat.basics.errors import ConstraintWarning
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.compiler import records
-from autoremat.compiler.attempts import Again, Attempt, Infeasible, Rules, Verdict, code_peak_bytes, unused_reason
+from autoremat.compiler.attempts import Again, Attempt, Infeasible, Rules, Verdict, code_peak_bytes, pool_bytes, unused_reason
 from autoremat.compiler.cache_key import fingerprint, source_hash
 from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext, free_device_bytes
@@ -138,6 +138,7 @@ def attempt_of(planned: PlannedGraph, step: Again, lowered: Lowered, is_complete
         headroom_bytes=step.headroom_bytes,
         purpose=step.purpose,
         code_peaks={half: peak + planned.plan.timeline.beside_bytes for half, peak in lowered.code_peaks.items()},
+        pool_bytes=lowered.pool_bytes,
         limits={half: planned.limit_bytes(half) for half in (False, True)},
         is_complete=is_complete,
         budget_bytes=planned.report.budget_bytes or 0,
@@ -168,14 +169,14 @@ def _decision(
 
 def _completed(planned: PlannedGraph, attempts: list[Attempt], record: Record | None, is_estimate: bool) -> Report:
     """Returns the report with the peak of the accepted code."""
-    report, peak = planned.report, code_peak_bytes(attempts)
+    report, peak, pool = planned.report, code_peak_bytes(attempts), pool_bytes(attempts)
     assert report is not None
     if peak is None and record is not None and record.report is not None:
-        peak = record.report.compiled_peak_bytes
+        peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
     if peak is not None and planned.context.options.wants_whole_baseline:  # the code of the baseline may exceed its simulation
         report = dataclasses.replace(report, budget_bytes=max(peak, report.budget_bytes or 0))
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
-    report = report.compiled(peak, len(attempts) - 1, reason)
+    report = dataclasses.replace(report.compiled(peak, len(attempts) - 1, reason), graph_pool_bytes=pool)
     return dataclasses.replace(report, notes=(*report.notes, ESTIMATED)) if is_estimate else report
 
 

@@ -54,6 +54,19 @@ class Lowered:
     """Peaks in bytes of the forward (False) and the backward (True), for the halves with generated code."""
     is_estimate: bool = False
     """True if a peak is an estimate, because the code could not be replayed."""
+    pool_bytes: int | None = None
+    """Bytes that the pool of CUDA graphs keeps after both halves were recorded. None without CUDA graphs."""
+
+    @classmethod
+    def of(cls, halves: Mapping[bool, inductor_lowering.LoweredPeak]) -> Lowered:
+        """Returns the peaks of ``halves``, named by ``is_backward``.
+
+        Both halves are recorded into one pool, which keeps the most bytes that either of them needs.
+        """
+        pools = [half.pool_bytes for half in halves.values() if half.pool_bytes is not None]
+        pool = max(pools, default=None)
+        peaks = {name: half.peak_bytes - (half.pool_bytes or 0) + (pool or 0) for name, half in halves.items()}
+        return cls(peaks, any(half.is_estimate for half in halves.values()), pool)
 
 
 class _Rejected(Exception):
@@ -82,12 +95,11 @@ def lower(
     Inductor compiles the source, with ``partitioning`` under the name ``identity`` in torch's caches. After the code of each
     half, ``decide`` receives the peaks so far. None lets Inductor continue.
     """
-    found = Lowered({})
+    halves: dict[bool, inductor_lowering.LoweredPeak] = {}
 
     def observe(half: inductor_lowering.LoweredPeak) -> None:
-        nonlocal found
-        found = Lowered({**found.code_peaks, half.is_backward: half.peak_bytes}, found.is_estimate or half.is_estimate)
-        verdict = decide(found)
+        halves[half.is_backward] = half
+        verdict = decide(Lowered.of(halves))
         if verdict is not None:
             raise _Rejected(verdict)
 
@@ -109,7 +121,7 @@ def lower(
         rejected = find_cause(error, _Rejected)
         if rejected is None:
             raise
-        return None, found, rejected.verdict
+        return None, Lowered.of(halves), rejected.verdict
     finally:
         partitioner.release()
-    return compiled, found, None
+    return compiled, Lowered.of(halves), None

@@ -75,4 +75,5 @@ def replay_context(captured: Capture, kept_inputs: Collection[int]) -> ReplayCon
         code_headroom_bytes(graph) + held_too_long_bytes(captured),
         {n.name: strides for n in inputs if (strides := _fixed_strides(n.meta.get("val"))) is not None},
         _copied_inputs(captured, kept_inputs),
+        captured.runs_on,
     )

@@ -139,6 +139,9 @@ class ReportData:
     """Ranks of a distributed job that share this plan; the first one planned. Empty if the process planned by itself."""
     unknown_workspaces: tuple[str, ...] = ()
     """Kernels that may need more memory than counted, because their workspace is unknown and cannot be measured."""
+    graph_pool_bytes: int | None = None
+    """Bytes that the pool of CUDA graphs keeps from its recording on, between steps too. They are part of
+    ``compiled_peak_bytes``. None without CUDA graphs."""
 
     in_flight: int = 1
     """Number of calls of the graph that are open at once. All peaks count the others' saved tensors and outputs."""

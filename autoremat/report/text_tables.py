@@ -64,6 +64,9 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.compiled_peak_bytes is not None:
         because = f"; no more, because {report.room_left_because}" if report.room_left_because else ""
         rows.insert(2, ("peak of the generated code", format_bytes(report.compiled_peak_bytes) + because))
+    if report.graph_pool_bytes is not None:
+        pool = f"{format_bytes(report.graph_pool_bytes)}, kept between steps, part of the peak of the generated code"
+        rows.append(("pool of CUDA graphs", pool))
     if report.loss_chunks > 1:
         least = report.minimum_unchunked_bytes
         whole = "" if least is None else f"; without chunks the minimum peak found is {format_bytes(least)}"

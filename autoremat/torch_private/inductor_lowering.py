@@ -19,7 +19,7 @@ from torch import fx
 
 from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.progress import now
-from autoremat.planner.memory.wrapper_replay import ReplayContext, replay_peak
+from autoremat.planner.memory.wrapper_replay import ReplayContext, replay
 from autoremat.torch_private.hooks import Method, hooked
 from autoremat.torch_private.symbolic_sizes import most_of_expression
 
@@ -35,14 +35,21 @@ class LoweredPeak:
     peak_bytes: int
     is_estimate: bool = False
     """True if the generated code could not be replayed, so that the peak is estimated from the scheduler's buffers."""
+    pool_bytes: int | None = None
+    """Part of the peak that lies in the pool of CUDA graphs. None without CUDA graphs."""
 
 
-def _layout_bytes(buffer: Any) -> int:
-    """Returns the bytes of an Inductor buffer; 0 for a buffer that stands for several results or for none."""
+def _layout_bytes(buffer: Any, device_type: str = "cpu") -> int:
+    """Returns the bytes of an Inductor buffer; 0 for a buffer that stands for several results or for none.
+
+    A buffer on the host has none if the memory of another device counts.
+    """
     from torch._inductor.virtualized import V
 
     try:
         layout = buffer.get_layout()
+        if layout.device.type == "cpu" != device_type:
+            return 0
         return most_of_expression(layout.storage_size(), V.graph.sizevars) * int(layout.dtype.itemsize)
     except (AttributeError, NotImplementedError):
         return 0
@@ -56,7 +63,7 @@ def _strides(buffer: Any) -> tuple[object, ...]:
 
 
 def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
-    """Returns the peak of the scheduler's buffers, in bytes, for generated code that :func:`replay_peak` cannot read.
+    """Returns the peak of the scheduler's buffers, in bytes, for generated code that :func:`replay` cannot read.
 
     The estimate ignores in-place buffer reuse. It counts buffers in ``held`` as live until the end.
     """
@@ -84,23 +91,26 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
         counted = {}
         if lowering.is_backward:
             counted = {
-                name: _layout_bytes(buffer)
+                name: _layout_bytes(buffer, known.device_type)
                 for name, buffer in lowering.graph_inputs.items()
                 if not known.is_input(name, _strides(buffer))
             }
         held = {name for name in counted if name in known.held or name.startswith("tangents")}
 
         def buffer_bytes(name: str) -> int:
-            return _layout_bytes(lowering.get_buffer(name)) if lowering.try_get_buffer(name) is not None else 0
+            buffer = lowering.try_get_buffer(name)
+            return 0 if buffer is None else _layout_bytes(buffer, known.device_type)
 
         copied = known.copied_inputs
         if lowering.is_backward and copied is not None:  # what the forward saves is in the memory of CUDA graphs already
             copied = {name: size for name, size in counted.items() if name.startswith("tangents")}
-        replayed = replay_peak(source, counted, buffer_bytes, held, known.allocation_bytes, known.workspaces, copied)
-        peak = _scheduled_peak(lowering, held) if replayed is None else replayed
+        facts = known.allocation_bytes, known.workspaces, copied, known.device_type
+        replayed = replay(source, counted, buffer_bytes, held, *facts)
+        pool, other = (_scheduled_peak(lowering, held), 0) if replayed is None else (replayed.pool_bytes, replayed.other_bytes)
         if lowering.is_backward:  # outputs of the forward stay live although the backward does not read them
-            peak += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
-        return LoweredPeak(bool(lowering.is_backward), peak + known.code_headroom_bytes, replayed is None)
+            pool += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
+        peak = pool + other + known.code_headroom_bytes
+        return LoweredPeak(bool(lowering.is_backward), peak, replayed is None, pool if copied is not None else None)
 
 
 def _pin_order(scheduler: Any) -> None:

@@ -2,9 +2,11 @@
 
 | Module | Content |
 |---|---|
-| `device.cpp` | the device for ATen: memory, one stream, the CPU's kernels |
+| `device.cpp` | the device for ATen: memory, numbers of streams, the CPU's kernels |
 | `library` | builds and loads it |
 | `card` | an H100's properties and memory counters |
+| `streams` | streams and events |
+| `graphs` | recording of CUDA graphs, with their pool |
 | `triton_driver` | Triton's driver for it |
 | `attention` | the fused attention kernels as arithmetic |
 | `interpreter` | Triton's interpreter, fit for Inductor's kernels |
@@ -17,6 +19,6 @@
 | `check_*.py` | the tests, in a process of their own; `tests/test_emulated_cuda.py` runs them |
 
 The device belongs to the tests alone. Its events measure the host. It shows nothing of speed, workspaces of cuBLAS and cuDNN,
-fragmentation, autotuning, streams, races and recorded CUDA graphs. Triton's interpreter takes the place of Triton's compiler.
-Checks of code that is not run, such as the user's own kernels, therefore have a process without it.
+fragmentation, autotuning and races. It records CUDA graphs and replays none. Triton's interpreter takes the place of Triton's
+compiler. Checks of machine code therefore have a process without it.
 """

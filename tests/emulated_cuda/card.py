@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -76,26 +75,6 @@ def choose_attention(
     return EFFICIENT if aligned and not grouped and (half or dtype == b"Float") else MATH
 
 
-class Event:
-    """An event by the host's clock: on the card, everything has finished when its call returns."""
-
-    def __init__(self, enable_timing: bool = False, **_: Any) -> None:
-        self.seconds = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        self.seconds = time.perf_counter()
-
-    def synchronize(self) -> None:
-        pass
-
-    def query(self) -> bool:
-        return True
-
-    def elapsed_time(self, end: Event) -> float:
-        """Returns the milliseconds from this event to ``end``."""
-        return 1e3 * (end.seconds - self.seconds)
-
-
 def install() -> None:
     """Makes the card the CUDA device of this process."""
     device = library.load(choose_attention)
@@ -103,8 +82,10 @@ def install() -> None:
 
     _install_properties(torch, device)
     _install_generated_code(torch)
-    from emulated_cuda import attention, interpreter, triton_driver
+    from emulated_cuda import attention, graphs, interpreter, streams, triton_driver
 
+    streams.install()
+    graphs.install(device)
     triton_driver.install()
     attention.install()
     if os.environ.get("TRITON_INTERPRET") == "1":
@@ -116,11 +97,15 @@ def _install_properties(torch: Any, device: ctypes.CDLL) -> None:
     torch.version.cuda = "13.0"
     if not hasattr(torch._C, "_CudaDeviceProperties"):
         torch._C._CudaDeviceProperties = SimpleNamespace
-    torch._C._cuda_getCurrentRawStream = lambda index: 0
+    torch._C._cuda_getCurrentRawStream = lambda index: torch.accelerator.current_stream().stream_id
     torch._C._cuda_cudaCachingAllocator_is_enabled = lambda: True
 
+    def memory_bytes() -> tuple[int, int]:
+        everything = 0  # `Memory` in `device.cpp`
+        return device.emulated_live_bytes(everything), device.emulated_peak_bytes(everything)
+
     def statistics(device_index: Any = None) -> dict[str, int]:
-        live, peak = device.emulated_live_bytes(), device.emulated_peak_bytes()
+        live, peak = memory_bytes()
         kinds = ("allocated_bytes", "requested_bytes", "reserved_bytes", "active_bytes")
         return {f"{kind}.all.{when}": size for kind in kinds for when, size in (("current", live), ("peak", peak))}
 
@@ -148,9 +133,8 @@ def _install_properties(torch: Any, device: ctypes.CDLL) -> None:
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
     torch.cuda.get_rng_state = lambda device="cuda": torch.zeros(16, dtype=torch.uint8)
     torch.cuda.memory_stats = statistics
-    torch.cuda.Event = Event
-    torch.cuda.memory_allocated = lambda device_index=None: device.emulated_live_bytes()
-    torch.cuda.max_memory_allocated = lambda device_index=None: device.emulated_peak_bytes()
+    torch.cuda.memory_allocated = lambda device_index=None: memory_bytes()[0]
+    torch.cuda.max_memory_allocated = lambda device_index=None: memory_bytes()[1]
     torch.cuda.reset_peak_memory_stats = lambda device_index=None: device.emulated_reset_peak()
 
 

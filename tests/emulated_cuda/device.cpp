@@ -1,7 +1,8 @@
 // A CUDA device that is not there, for the CPU build of torch.
 //
 // Its memory is the host's. The allocator rounds as CUDA's caching allocator rounds, to 512 bytes, and counts the bytes in use
-// and their peak. Its kernels are the CPU's: every op that is not listed below falls back to them, on the same memory.
+// and their peak, those in the pool of CUDA graphs apart. Its kernels are the CPU's: every op that is not listed below falls
+// back to them, on the same memory.
 //
 // Torch asks for the hooks once, when it is imported, so this library is loaded before that.
 
@@ -23,7 +24,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <map>
+#include <mutex>
 #include <numeric>
+#include <utility>
 
 namespace {
 
@@ -39,18 +43,57 @@ const Device DEVICE(DeviceType::CUDA, 0);
 
 constexpr size_t GRANULARITY = 512;
 
-std::atomic<int64_t> live_bytes{0};
-std::atomic<int64_t> peak_bytes{0};
+struct Counter {
+  std::atomic<int64_t> live{0};
+  std::atomic<int64_t> peak{0};
+
+  void add(int64_t bytes) {
+    const int64_t now = live += bytes;
+    int64_t before = peak;
+    while (now > before && !peak.compare_exchange_weak(before, now)) {
+    }
+  }
+};
+
+enum Memory { ALL, POOL, OUTSIDE, MEMORIES };
+Counter counters[MEMORIES];
+thread_local bool uses_pool = false;
+
+// Blocks of the pool that are free, by size. Torch knows memory of the pool by its address, so no other memory gets it.
+std::multimap<size_t, void*> free_blocks;
+std::mutex free_blocks_mutex;
+
+void* take_block(size_t bytes) {
+  const std::lock_guard<std::mutex> lock(free_blocks_mutex);
+  const auto found = free_blocks.find(bytes);
+  if (found == free_blocks.end()) {
+    return std::aligned_alloc(GRANULARITY, bytes);
+  }
+  void* data = found->second;
+  free_blocks.erase(found);
+  return data;
+}
+
+void give_block(void* data, size_t bytes) {
+  const std::lock_guard<std::mutex> lock(free_blocks_mutex);
+  free_blocks.emplace(bytes, data);
+}
 
 struct Block {
   void* data;
   int64_t bytes;
+  Memory memory;
 };
 
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
-  live_bytes -= block->bytes;
-  std::free(block->data);
+  counters[ALL].live -= block->bytes;
+  counters[block->memory].live -= block->bytes;
+  if (block->memory == POOL) {
+    give_block(block->data, block->bytes);
+  } else {
+    std::free(block->data);
+  }
   delete block;
 }
 
@@ -60,11 +103,11 @@ struct Heap final : c10::Allocator {
       return {nullptr, DEVICE};
     }
     const size_t rounded = (bytes + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
-    auto* block = new Block{std::aligned_alloc(GRANULARITY, rounded), static_cast<int64_t>(rounded)};
-    const int64_t now = live_bytes += block->bytes;
-    int64_t before = peak_bytes;
-    while (now > before && !peak_bytes.compare_exchange_weak(before, now)) {
-    }
+    const Memory memory = uses_pool ? POOL : OUTSIDE;
+    void* data = memory == POOL ? take_block(rounded) : std::aligned_alloc(GRANULARITY, rounded);
+    auto* block = new Block{data, static_cast<int64_t>(rounded), memory};
+    counters[ALL].add(block->bytes);
+    counters[memory].add(block->bytes);
     return {block->data, block, &release, DEVICE};
   }
 
@@ -75,11 +118,14 @@ struct Heap final : c10::Allocator {
 
 Heap heap;
 
-// -- one device with one stream, on which everything has always finished -----------------------------------------------
+// -- one device, on whose streams everything has always finished -------------------------------------------------------
+
+thread_local c10::StreamId current_stream = 0;
+std::atomic<c10::StreamId> last_stream{0};
 
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
-  static Stream the_stream() {
-    return Stream(Stream::DEFAULT, DEVICE);
+  static Stream stream(c10::StreamId number) {
+    return Stream(Stream::UNSAFE, DEVICE, number);
   }
   Device exchangeDevice(Device) const override {
     return DEVICE;
@@ -88,22 +134,33 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
     return DEVICE;
   }
   Stream getStream(Device) const noexcept override {
-    return the_stream();
+    return stream(current_stream);
   }
   Stream getDefaultStream(Device) const override {
-    return the_stream();
+    return stream(0);
+  }
+  Stream getStreamFromGlobalPool(Device, bool) const override {
+    return stream(++last_stream);
   }
   Stream getNewStream(Device, int) const override {
-    return the_stream();
+    return stream(++last_stream);
   }
-  Stream exchangeStream(Stream) const noexcept override {
-    return the_stream();
+  Stream exchangeStream(Stream next) const noexcept override {
+    return stream(std::exchange(current_stream, next.id()));
   }
+  bool queryStream(const Stream&) const override {
+    return true;
+  }
+  void synchronizeStream(const Stream&) const override {}
   void record(void**, const Stream&, const DeviceIndex, const c10::EventFlag) const override {}
   void block(void*, const Stream&) const override {}
   bool queryEvent(void*) const override {
     return true;
   }
+  void synchronizeEvent(void*) const override {}
+  void synchronizeDevice(const DeviceIndex) const override {}
+  void destroyEvent(void*, const DeviceIndex) const noexcept override {}
+  void recordDataPtrOnStream(const c10::DataPtr&, const Stream&) const override {}
 };
 
 // -- tensors -----------------------------------------------------------------------------------------------------------
@@ -177,6 +234,8 @@ const Tensor& resize_(const Tensor& self, at::IntArrayRef sizes, std::optional<a
 at::Scalar local_scalar_dense(const Tensor& self) {
   return at::native::_local_scalar_dense_cpu(on_cpu(self));
 }
+
+void record_stream(Tensor&, Stream) {}
 
 bool equal(const Tensor& left, const Tensor& right) {
   return at::equal(on_cpu(left), on_cpu(right));
@@ -266,6 +325,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("resize_", resize_);
   library.impl("_local_scalar_dense", local_scalar_dense);
   library.impl("equal", equal);
+  library.impl("record_stream", record_stream);
   library.impl("as_strided", at::native::as_strided_tensorimpl);
   library.impl("view", static_cast<Tensor (*)(const Tensor&, at::IntArrayRef)>(at::native::view));
   library.impl(
@@ -289,15 +349,26 @@ void emulated_start(decltype(chooser) choose) {
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention);
 }
 
-int64_t emulated_live_bytes() {
-  return live_bytes;
+int64_t emulated_live_bytes(int memory) {
+  return counters[memory].live;
 }
 
-int64_t emulated_peak_bytes() {
-  return peak_bytes;
+int64_t emulated_peak_bytes(int memory) {
+  return counters[memory].peak;
 }
 
 void emulated_reset_peak() {
-  peak_bytes = live_bytes.load();
+  for (auto& counter : counters) {
+    counter.peak = counter.live.load();
+  }
+}
+
+// Makes this thread allocate in the pool of CUDA graphs, or outside.
+void emulated_use_pool(bool wanted) {
+  uses_pool = wanted;
+}
+
+void emulated_free(c10::StorageImpl* storage) {
+  storage->set_data_ptr_noswap(c10::DataPtr(nullptr, DEVICE));
 }
 }

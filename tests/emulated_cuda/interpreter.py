@@ -79,12 +79,18 @@ def _with_dense_operands(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_large_blocks(init: Callable[..., None]) -> Callable[..., None]:
-    """Returns the constructor of Inductor's tuner with one configuration, of the largest block that masks rely on."""
+    """Returns the constructor of Inductor's tuner with one configuration, of the largest block that masks rely on.
+
+    Constants of the user's kernels join the configuration, because the interpreter takes none by other ways.
+    """
 
     def call(self: Any, *arguments: Any, **options: Any) -> None:
         init(self, *arguments, **options)
         room, hints = LARGEST_BLOCK, dict(self.size_hints or {})
+        of_user = self.triton_meta["signature"] if "extra_launcher_args" in self.inductor_meta else ()
         for config in self.configs[:1]:
+            constants = self.triton_meta.get("constants", {})
+            config.kwargs.update({name: value for name, value in constants.items() if name in of_user})
             for prefix in ("r0_", "x", "y", "z"):
                 block, size = f"{prefix.upper()}BLOCK", 1 << (max(1, int(hints.get(prefix, 1))) - 1).bit_length()
                 if prefix == "r0_":

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import autoremat
+from autoremat.compiler.lowering import Lowered
 from autoremat.torch_private import inductor_lowering
 
 SEED = 7
@@ -50,15 +51,15 @@ def run_step(function: Callable[..., Tensor], module: nn.Module, inputs: tuple[T
 
 
 @contextlib.contextmanager
-def replayed_peaks() -> Iterator[dict[bool, int]]:
-    """Collects the peaks of both halves (backward: True) of the code that Inductor generates last."""
-    found: dict[bool, int] = {}
+def replayed_peaks() -> Iterator[dict[bool, inductor_lowering.LoweredPeak]]:
+    """Collects the peaks of both halves (backward: True) of the code that Inductor generates last, of its tensors alone."""
+    found: dict[bool, inductor_lowering.LoweredPeak] = {}
     original = inductor_lowering._lowered_peak
 
     def replay(lowering: Any, source: str, known: Any) -> Any:
         bare = original(lowering, source, dataclasses.replace(known, workspaces={}, code_headroom_bytes=0))
         assert not bare.is_estimate, "the generated code is not replayed"
-        found[bare.is_backward] = bare.peak_bytes
+        found[bare.is_backward] = bare
         return original(lowering, source, known)
 
     inductor_lowering._lowered_peak = replay
@@ -78,7 +79,7 @@ def planned_step(module: nn.Module, inputs: tuple[Tensor, ...], **options: Any) 
         compiled = torch.compile(module, backend="autoremat", options=options)
         run_step(compiled, module, inputs)
         result = run_step(compiled, module, inputs)
-    return PlannedStep(result, autoremat.reports()[-1], max(peaks.values()))
+    return PlannedStep(result, autoremat.reports()[-1], max(Lowered.of(peaks).code_peaks.values()))
 
 
 def on_card(built: tuple[nn.Module, tuple[Tensor, ...]], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:

@@ -10,7 +10,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 
-from emulated_cuda.card import CAPABILITY, PROCESSORS, SHARED_MEMORY_BYTES
+from emulated_cuda.card import CAPABILITY, PROCESSORS, PROPERTIES, SHARED_MEMORY_BYTES
 
 
 class Driver(DriverBase):  # type: ignore[misc]
@@ -20,6 +20,9 @@ class Driver(DriverBase):  # type: ignore[misc]
         get_device_properties=lambda device: {
             "max_shared_mem": SHARED_MEMORY_BYTES,
             "multiprocessor_count": PROCESSORS,
+            "sm_clock_rate": PROPERTIES.clock_rate,
+            "mem_clock_rate": PROPERTIES.memory_clock_rate,
+            "mem_bus_width": PROPERTIES.memory_bus_width,
         }
     )
 

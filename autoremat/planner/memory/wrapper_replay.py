@@ -4,6 +4,9 @@ Inductor's output for a graph is a Python function ``call(args)``. It allocates 
 names where it reuses memory, and deletes names after their last use. The replay follows only those statements, over an abstract
 heap. This gives the live bytes at each statement, with in-place reuse, buffer pools and extern kernels. No generated code is
 executed. Code that is split for CUDA graphs is joined first (:mod:`autoremat.planner.memory.partitioned_wrapper`).
+
+CUDA graphs keep their memory in a pool, which never gives memory back. So the pool and the memory outside of it have peaks of
+their own, and code needs the sum of both.
 """
 
 from __future__ import annotations
@@ -32,6 +35,19 @@ INPUT_PREFIXES = ("primals_", "fwd_rng_state", "bwd_rng_state")
 
 
 @dataclass(frozen=True)
+class ReplayedPeak:
+    """The most bytes that are live while code runs: in the pool of CUDA graphs, and outside of it."""
+
+    pool_bytes: int
+    other_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        """The bytes that the code needs. The pool keeps its most bytes, whenever the others have theirs."""
+        return self.pool_bytes + self.other_bytes
+
+
+@dataclass(frozen=True)
 class ReplayContext:
     """The facts about a graph that the replay of its code needs.
 
@@ -40,6 +56,7 @@ class ReplayContext:
     - ``workspaces``: workspace bytes by ATen op name and bytes of the results.
     - ``code_headroom_bytes``: further bytes that the code may allocate at any time.
     - ``input_strides``: strides of the step's inputs, where known.
+    - ``device_type``: type of the device whose memory counts.
     - ``copied_inputs``: bytes by name of the step's inputs that CUDA graphs copy into their memory, because the addresses can
       change. None without CUDA graphs.
     """
@@ -50,6 +67,7 @@ class ReplayContext:
     code_headroom_bytes: int = 0
     input_strides: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
     copied_inputs: Mapping[str, int] | None = None
+    device_type: str = "cpu"
 
     def is_input(self, name: str, strides: tuple[object, ...]) -> bool:
         """Returns True if the backward's input ``name`` is an input of the step.
@@ -68,18 +86,25 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
             yield from _statements(getattr(statement, block, []))
 
 
-def _code(source: str, has_cuda_graphs: bool) -> list[ast.stmt] | None:
-    """Returns the statements of the generated ``call`` and of the partitions that it calls; None for unknown code."""
+def _code(source: str, has_cuda_graphs: bool) -> tuple[list[ast.stmt] | None, Callable[[str], bool]]:
+    """Returns the statements of the generated ``call`` and of the partitions that it calls; None for unknown code.
+
+    The function that is returned beside them tells of a variable whether a CUDA graph records its allocation.
+    """
+    nothing, everything = (lambda _: False), (lambda _: True)
     functions = [n for n in ast.walk(ast.parse(as_python(source) or source)) if isinstance(n, ast.FunctionDef)]
     call = next((list(_statements(f.body)) for f in functions if f.name == "call"), None)
     numbered = [(match, f) for f in functions if (match := PARTITION.fullmatch(f.name))]
     partitions = {int(match[1]): list(_statements(f.body)) for match, f in numbered}
     if call is None:
-        return None
+        return None, nothing
     if partitions:
-        return joined(call, partitions)
-    return copies_of_inputs(call) if has_cuda_graphs else call
+        return joined(call, partitions), is_in_partition if has_cuda_graphs else nothing
+    return (copies_of_inputs(call), everything) if has_cuda_graphs else (call, nothing)
 
+
+HOST_BUFFER = "empty_strided_cpu"
+NO_MEMORY = ast.Constant(None)
 
 ALIASING = ("reinterpret_tensor", "copy_if_misaligned")
 """Functions that return the storage of their first argument. The second one copies only slices of a larger tensor."""
@@ -138,45 +163,69 @@ def _is_planar(value: ast.expr) -> bool:
 
 
 class _Heap:
-    """Storages and the names that refer to them. A storage without names is freed."""
+    """Storages and the names that refer to them. A storage without names is freed.
 
-    def __init__(self, round_to: int) -> None:
+    ``is_recorded(name)`` returns True for the variables whose storages lie in the pool of CUDA graphs.
+    """
+
+    def __init__(self, round_to: int, is_recorded: Callable[[str], bool]) -> None:
         self.names: dict[str, set[int]] = {}
         self.holders: dict[int, set[str]] = {}
         self.sizes: dict[int, int] = {}
-        self.fixed: set[int] = set()
-        """Storages that CUDA graphs read where they are: their own, and inputs whose addresses never change."""
-        self.live_bytes = self.peak = 0
+        self.pooled: set[int] = set()
+        """Storages in the pool. CUDA graphs read them where they are."""
+        self.live = {False: 0, True: 0}
+        """Live bytes outside of the pool (False) and in it (True)."""
+        self.peak = {False: 0, True: 0}
+        self.is_recorded = is_recorded
         self.planar: set[str] = set()
         """Names of images whose channels are not innermost."""
         self.round_to = round_to
 
-    def allocate(self, size: int, *names: str) -> None:
-        """Allocates a storage of ``size`` bytes, rounded up, that ``names`` refer to."""
+    @property
+    def live_bytes(self) -> int:
+        """Live bytes in the pool and outside."""
+        return sum(self.live.values())
+
+    @property
+    def replayed(self) -> ReplayedPeak:
+        """The peaks until now."""
+        return ReplayedPeak(pool_bytes=self.peak[True], other_bytes=self.peak[False])
+
+    def note_peak(self, in_pool: bool, workspace_bytes: int = 0) -> None:
+        """Raises the peak to the live bytes, with a workspace."""
+        self.peak[in_pool] = max(self.peak[in_pool], self.live[in_pool] + workspace_bytes)
+
+    def allocate(self, size: int, *names: str, in_pool: bool | None = None) -> None:
+        """Allocates a storage of ``size`` bytes, rounded up, that ``names`` refer to.
+
+        It lies in the pool if the first name is that of a recorded variable, unless ``in_pool`` says otherwise.
+        """
         storage = len(self.sizes)
+        in_pool = self.is_recorded(names[0]) if in_pool is None else in_pool
         self.sizes[storage] = -(-size // self.round_to) * self.round_to
         self.holders[storage] = set(names)
         for name in names:
             self.names.setdefault(name, set()).add(storage)
-            if is_in_partition(name):
-                self.fixed.add(storage)
-        self.live_bytes += self.sizes[storage]
-        self.peak = max(self.peak, self.live_bytes)
+        if in_pool:
+            self.pooled.add(storage)
+        self.live[in_pool] += self.sizes[storage]
+        self.note_peak(in_pool)
 
     def release(self, name: str) -> None:
         """Removes ``name`` and frees the storages that no other name refers to."""
         for storage in self.names.pop(name, set()):
             self.holders[storage].discard(name)
             if not self.holders[storage]:
-                self.live_bytes -= self.sizes[storage]
+                self.live[storage in self.pooled] -= self.sizes[storage]
 
     def copy(self, target: str, name: str, size: int) -> None:
-        """Binds ``target`` to a copy of ``name``, or to its storages if all are fixed.
+        """Binds ``target`` to a copy of ``name``, or to its storages if all are in the pool.
 
         ``size`` is the size of an input that does not count as live.
         """
         known = self.names.get(name, set())
-        if known <= self.fixed and (known or not size):
+        if known <= self.pooled and (known or not size):
             self.alias(target, name)
         else:
             self.allocate(self.bytes_of(name) or size, target)
@@ -216,7 +265,7 @@ def _unpackings(statements: list[ast.stmt]) -> dict[str, list[str]]:
     return found
 
 
-def replay_peak(
+def replay(
     source: str,
     input_bytes: Mapping[str, int],
     buffer_bytes: Callable[[str], int],
@@ -224,7 +273,8 @@ def replay_peak(
     round_to: int = 1,
     workspaces: Mapping[str, Mapping[int, int]] | None = None,
     copied: Mapping[str, int] | None = None,
-) -> int | None:
+    device_type: str = "cpu",
+) -> ReplayedPeak | None:
     """Returns the most bytes live while ``source`` runs, or None if the code has an unknown form.
 
     - ``input_bytes``: bytes by name of the inputs that count (saved activations).
@@ -233,16 +283,16 @@ def replay_peak(
     - ``round_to``: granularity of allocations in bytes.
     - ``workspaces``: workspace bytes by function name in the source and bytes of the results.
     - ``copied``: bytes by name of the inputs that CUDA graphs copy. None without CUDA graphs.
+    - ``device_type``: type of the device whose memory counts. Code for a GPU may have buffers on the host too.
     """
-    statements = _code(source, copied is not None)
+    statements, is_recorded = _code(source, copied is not None)
     if statements is None:
         return None
     parts = _unpackings(statements)
-    heap = _Heap(round_to)
+    heap = _Heap(round_to, is_recorded)
     for name, size in input_bytes.items():
-        heap.allocate(size, name, *(["(caller)"] if name in held else []))
-        if copied is not None and name not in copied:
-            heap.fixed.update(heap.names[name])
+        is_result = copied is not None and name not in copied  # of a recorded forward
+        heap.allocate(size, name, *(["(caller)"] if name in held else []), in_pool=is_result)
     for statement in statements:
         before = heap.live_bytes
         if isinstance(statement, ast.Delete):
@@ -254,12 +304,18 @@ def replay_peak(
             if _called_function(value) == COPIED:
                 _copy(heap, name, value, copied)
             else:
-                _assign(heap, name, value, parts, lambda name: buffer_bytes(name_in_code(name)))
+                counts = device_type == "cpu" or not _called_function(value).startswith(HOST_BUFFER)
+                _assign(heap, name, value if counts else NO_MEMORY, parts, lambda name: buffer_bytes(name_in_code(name)))
         if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
             made = heap.live_bytes - before or _written(statement.value, heap)
             needed = _workspace(statement.value, made, workspaces) + _reordered(statement.value, heap)
-            heap.peak = max(heap.peak, heap.live_bytes + needed)
-    return heap.peak
+            heap.note_peak(_is_recorded(statement, is_recorded), needed)
+    return heap.replayed
+
+
+def _is_recorded(statement: ast.stmt, is_recorded: Callable[[str], bool]) -> bool:
+    """Returns True if a CUDA graph records the call in ``statement``."""
+    return any(is_recorded(node.id) for node in ast.walk(statement) if isinstance(node, ast.Name))
 
 
 def _called_function(value: ast.expr) -> str:
@@ -318,6 +374,8 @@ def _assign(
         heap.release(name)
         heap.allocate(size, name)
         (heap.planar.add if _is_planar(value) else heap.planar.discard)(name)
+    elif value is NO_MEMORY:
+        heap.release(name)
     elif isinstance(value, ast.Call):
         heap.release(name)
         own = buffer_bytes(name)
