@@ -56,7 +56,7 @@ SMALL = {
     "num_key_value_heads": 2, "vocab_size": 512,
 }  # fmt: skip
 SMALL_BATCH, REPETITIONS = (2, 64), 4
-SHARES = {"aot_eager": (1.0, 0.8, 0.65, 0.55), "inductor": (1.0, 0.7, 0.55)}
+SHARES = {"aot_eager": (1.0, 0.8, 0.65, 0.55), "inductor": (0.6,)}
 """Measured budgets by compiler, as shares of the peak without recomputation."""
 
 ALL_GATHERS = ["_c10d_functional.all_gather*"]
@@ -257,8 +257,10 @@ def main() -> int:
         dist.destroy_process_group()
         write(rows, runs, arguments.output)
     if arguments.part != "simulated":
-        runs = [run for compiler, shares in SHARES.items() for run in measured(compiler, shares)]
-        write(rows, runs, arguments.output)
+        runs = []
+        for compiler, shares in SHARES.items():
+            runs += measured(compiler, shares)
+            write(rows, runs, arguments.output)
     print(tables(rows, runs))
     return 1 if any(run.peak_bytes > run.budget_bytes for run in runs) else 0
 

@@ -429,13 +429,13 @@ def test_what_gloo_allocates_beside_the_results_counts(world, share):
 @in_world(1)
 def test_generated_code_runs_collectives_in_the_order_of_the_plan(world):
     tensors = inputs(1, layers=6)
-    expected, _ = run(coalesced_step, tensors, backend="inductor")
-    gradients, names = run(coalesced_step, tensors, backend="autoremat", options=LEAST | {"compiler": "inductor"})
+    expected, _ = run(sharded_step, tensors, backend="inductor")
+    gradients, names = run(sharded_step, tensors, backend="autoremat", options=LEAST | {"compiler": "inductor"})
     report = autoremat.reports()[-1]
-    assert len(again(report)) >= 3
+    assert len(again(report)) >= 6
     assert names == planned_calls(report)
     for own, other in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(own, other, rtol=1e-4, atol=1e-6)
+        assert (own - other).norm() <= 0.05 * other.norm()  # 16 bits, which fused code rounds elsewhere
 
 
 def one_rank(rank: int, options: dict[str, Any]) -> tuple[list[Tensor], list[Tensor], list[str], list[str], list[int], int]:
