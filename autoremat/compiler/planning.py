@@ -149,6 +149,7 @@ def _report_of(
     """Returns the report of the plan, before code is generated. ``start`` is the time at which planning began."""
     assert planned.planning is not None
     captured, context = planned.priced.captured, planned.context
+    share = planned.priced.share_in(context.options)
     return Report.of(
         planned.planning,
         planned.plan,
@@ -163,6 +164,7 @@ def _report_of(
         minimum_unchunked_bytes=None if choice.whole is None else choice.whole.planning.smallest.peak_bytes,
         unknown_workspaces=captured.unknown_workspaces,
         constraint_warnings=choice.taken.constrained.warnings,
+        notes=(share.note,) if share is not None and share.note else (),
         **dataclasses.asdict(planned.priced.pricing),
     )
 

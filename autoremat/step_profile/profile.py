@@ -19,15 +19,11 @@ from autoremat.compiler.interception import intercepted_by
 from autoremat.compiler.joint_graph import free_device_bytes
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Moment, Share
-from autoremat.planner.multigraph.step_profile import Step, StepProfile
+from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepProfile
 from autoremat.step_profile.meter import meter_of
 from autoremat.step_profile.recording import Recording
 from autoremat.torch_private import autograd, compat
 from autoremat.torch_private.dynamo import graph_breaks
-
-HEADROOM = 0.05
-"""Share of a step's budget that stays free, because the peak of generated code differs from the simulated one."""
-
 
 def profile_step(
     function: Callable[..., Any],
@@ -214,5 +210,5 @@ def _step(taken: Recording, moments: list[Moment], device: torch.device) -> Step
         order=tuple(f"{'backward' if back else 'forward'} {number_of[g]}" for back, g in begun if g in number_of),
         device=str(device),
         others=tuple(graph.key for graph in taken.graphs if not graph.planned),
-        headroom=HEADROOM if taken.options.compiler == "inductor" else 0.0,
+        headroom=CODE_HEADROOM if taken.options.compiler == "inductor" else 0.0,
     )

@@ -11,6 +11,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -214,6 +215,42 @@ def inputs_written_afterwards(joint: fx.GraphModule) -> list[fx.Node]:
     written = {unwrapped(d.mutated_input) for d in described if isinstance(d, descriptors.InputMutationAOTOutput)}
     inputs: list[fx.Node] = joint.graph.find_nodes(op="placeholder")
     return [node for node in inputs if unwrapped(node.meta.get("desc")) in written]
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The nodes at the ends of a joint graph, by the positions of the inputs and outputs that Dynamo captured.
+
+    Inputs and outputs without such a position are missing.
+    """
+
+    inputs: dict[int, fx.Node]
+    outputs: dict[int, fx.Node]
+    gradients: tuple[tuple[int | None, fx.Node], ...]
+    """Each gradient with the position of its input; None for that of a parameter of the module itself."""
+
+
+def ends_of(joint: fx.GraphModule, num_fwd_outputs: int) -> Ends:
+    """Returns the nodes at the ends of ``joint``."""
+    (output,) = joint.graph.find_nodes(op="output")
+    nodes = torch.utils._pytree.arg_tree_leaves(*output.args)
+    described = list(zip(nodes, output.meta.get("desc", ()), strict=False))
+    plain_input, plain_output = descriptors.PlainAOTInput, descriptors.PlainAOTOutput
+    placeholders = [(node.meta.get("desc"), node) for node in joint.graph.find_nodes(op="placeholder")]
+    gradients = [
+        (d.grad_of.idx if isinstance(d.grad_of, plain_input) else None, node)
+        for node, d in described[num_fwd_outputs:]
+        if isinstance(d, descriptors.GradAOTOutput) and isinstance(node, fx.Node)
+    ]
+    return Ends(
+        inputs={d.idx: node for d, node in placeholders if isinstance(d, plain_input)},
+        outputs={
+            d.idx: node
+            for node, d in described[:num_fwd_outputs]
+            if isinstance(d, plain_output) and isinstance(node, fx.Node)
+        },
+        gradients=tuple(gradients),
+    )
 
 
 def extract_modules(

@@ -77,6 +77,8 @@ class Share:
     backward_peak_bytes: int
     borders: bool = False
     """True if values at the graph's borders that a plan keeps live count as saved (see ``fronts.point_of``)."""
+    note: str = ""
+    """A line for the report: the step to which the share belongs, if the backend itself shared out its budget."""
 
     @property
     def peak_bytes(self) -> int:
