@@ -15,7 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -35,9 +35,9 @@ from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Role
-from autoremat.planner.multigraph.frame import Border, Part, moments_of
-from autoremat.planner.multigraph.fronts import front_of, output_bytes, point_of
-from autoremat.planner.multigraph.ledger import Share
+from autoremat.planner.multigraph.frame import Border, Frame, Part
+from autoremat.planner.multigraph.fronts import border_values, front_of, output_bytes, point_of
+from autoremat.planner.multigraph.ledger import KnownBorders, Share
 from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepGraph, StepProfile
 from autoremat.planner.plans.plan import Plan
 from autoremat.torch_private import compat, ddp, fake_tensors
@@ -122,10 +122,15 @@ def _planned_together(split: ddp.Split, options: Options, patches: Mapping[str, 
     if not step.graphs:
         return None
     profile = _shared_out(step, options, split)
-    shares = [None if graph is None else profile.shares[graph] for graph in graphs]
-    noted = [None if s is None else dataclasses.replace(s, note=_note(n, split, profile)) for n, s in enumerate(shares)]
+    shares = [None if one is None else _share(profile, one, _note(n, split, profile)) for n, one in enumerate(graphs)]
     log.info("%d buckets of DistributedDataParallel share one budget: %s", split.count, profile.line())
-    return SharedBudget(profile, tuple(noted))
+    return SharedBudget(profile, tuple(shares))
+
+
+def _share(profile: StepProfile, graph: _Graph, note: str) -> Share | None:
+    """Returns the share of ``graph``."""
+    share = profile.shares[graph.number]
+    return None if share is None else dataclasses.replace(share, known=graph.known, note=note)
 
 
 def _shared_out(step: Step, options: Options, split: ddp.Split) -> StepProfile:
@@ -267,36 +272,32 @@ def _planned(bucket: ddp.Bucket, options: Options, patches: Mapping[str, Any]) -
     return found[0] if found else None
 
 
-def _step(traced: _Tracing) -> tuple[Step, list[int | None]]:
-    """Returns the step of the traced buckets, and for each bucket the index of its graph in the step."""
-    graphs: list[StepGraph] = []
-    numbers: list[int | None] = []
-    parts: list[Part] = []
+def _step(traced: _Tracing) -> tuple[Step, list[_Graph | None]]:
+    """Returns the step of the traced buckets, and each bucket's graph in it."""
     views = ddp.gradients_become_views()
-    for one in traced.parts:
-        if one.planned is None:
-            numbers.append(None)
-            parts.append(Part(None))
-            continue
-        numbers.append(len(graphs))
-        parts.append(_Ends(traced, one.bucket, one.planned.priced).part(len(graphs), one.planned, views))
-        graphs.append(_graph(one.planned, len(graphs)))
-    order = [f"forward {number}" for number in range(len(graphs))]
+    ends = [None if one.planned is None else _Ends(traced, one.bucket, one.planned) for one in traced.parts]
+    trained = [number for number, one in enumerate(ends) if one is not None]
+    parts = [Part(None) if one is None else one.part(trained.index(number), views) for number, one in enumerate(ends)]
+    frame = Frame(parts, traced.borders)
+    graphs = [None if one is None else one.graph(frame, number) for number, one in enumerate(ends)]
+    order = [f"forward {number}" for number in range(len(trained))]
     step = Step(
-        graphs=tuple(graphs),
-        moments=moments_of(parts, traced.borders),
+        graphs=tuple(graph.profiled for graph in graphs if graph is not None),
+        moments=frame.moments(),
         order=(*order, *(one.replace("forward", "backward") for one in reversed(order))),
         device=str(traced.device),
         headroom=CODE_HEADROOM if traced.options.compiler == "inductor" else 0.0,
     )
-    return step, numbers
+    return step, graphs
 
 
-def _graph(planned: PlannedGraph, number: int) -> StepGraph:
-    planner, kept = planned.planner, planned.priced.kept_inputs
-    assert planner is not None
-    source = next((op.source for op in planned.plan.graph.ops if op.source), "")
-    return StepGraph(f"bucket {number}", source, 1, front_of(planner, kept), point_of(planner.baseline, kept))
+@dataclass(frozen=True)
+class _Graph:
+    """A bucket's graph in the step, with the holders of the values at its borders."""
+
+    profiled: StepGraph
+    known: KnownBorders
+    number: int
 
 
 @dataclass(frozen=True)
@@ -305,49 +306,74 @@ class _Ends:
 
     traced: _Tracing
     bucket: ddp.Bucket
-    priced: PricedGraph
+    planned: PlannedGraph
 
-    def part(self, number: int, planned: PlannedGraph, views: bool) -> Part:
+    @property
+    def priced(self) -> PricedGraph:
+        """The bucket's graph."""
+        return self.planned.priced
+
+    @cached_property
+    def ends(self) -> compat.Ends:
+        """The nodes at the ends of the graph."""
+        return compat.ends_of(self.priced.joint.module, self.priced.joint.num_forward_outputs)
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """All plans that the search finds."""
+        assert self.planned.planner is not None
+        return self.planned.planner.search.spread_out()
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """The border of each value that is one, by the value's number."""
+        nodes = ((self.ends.inputs, self.bucket.inputs), (self.ends.outputs, self.bucket.outputs))
+        found = ((self._value(n), self.traced.place_of(_at(held, i))) for some, held in nodes for i, n in some.items())
+        return {value: place for value, place in found if value is not None and place is not None}
+
+    @cached_property
+    def free(self) -> set[int]:
+        """The inputs that exist before the step."""
+        return {value for value, place in self.places.items() if self.traced.borders[place].made_by is None}
+
+    def part(self, number: int, views: bool) -> Part:
         """Returns the bucket as a part of the step. ``views`` is True if gradients are moved into memory of the wrapper."""
-        assert planned.planner is not None
-        ends = compat.ends_of(self.priced.joint.module, self.priced.joint.num_forward_outputs)
-        inputs = {self._value(node): self.traced.place_of(self._at(self.bucket.inputs, i)) for i, node in ends.inputs.items()}
-        outputs = {
-            self._value(node): self.traced.place_of(self._at(self.bucket.outputs, i)) for i, node in ends.outputs.items()
-        }
-        plans = planned.planner.search.spread_out()
-        keeps = reduce(Counter.__and__, (self._kept(plan, inputs, outputs) for plan in plans))
-        return Part(number, output_bytes(self.priced.graph), self._finished_bytes(ends, views), keeps)
+        kept = (border_values(plan, self.priced.kept_inputs, self.free) for plan in self.plans)
+        counted = (Counter(self.places[value] for value in values if value in self.places) for values in kept)
+        return Part(number, output_bytes(self.priced.graph), self._finished_bytes(views), reduce(Counter.__and__, counted))
 
-    @staticmethod
-    def _at(values: Sequence[Any], position: int) -> Any:
-        return values[position] if position < len(values) else None
+    def graph(self, frame: Frame, number: int) -> _Graph:
+        """Returns the bucket as a graph of the step, at the place ``number`` of the frame."""
+        elsewhere = frame.held_elsewhere(number)
+        held = (value for value, place in self.places.items() if place in elsewhere)
+        known = KnownBorders(tuple(sorted(self.free)), tuple(sorted(held)))
+        planner, kept = self.planned.planner, self.priced.kept_inputs
+        assert planner is not None
+        source = next((op.source for op in self.priced.graph.ops if op.source), "")
+        baseline = point_of(planner.baseline, kept, known)
+        place = frame.parts[number].graph
+        assert place is not None
+        return _Graph(StepGraph(f"bucket {number}", source, 1, front_of(planner, kept, known), baseline), known, place)
 
     def _value(self, node: fx.Node) -> int | None:
         """Returns the number of the value that ``node`` holds; None unless it is a single one."""
         alias = self.priced.captured.aliases.get(node)
         return alias if isinstance(alias, int) else None
 
-    def _kept(
-        self, plan: Plan, inputs: Mapping[int | None, int | None], outputs: Mapping[int | None, int | None]
-    ) -> Counter[int]:
-        """Returns the borders that ``plan`` counts as saved, each with its number (see ``fronts.border_bytes``)."""
-        graph = plan.graph
-        read = {v for op in plan.schedule.backward for v in graph.ops[op].inputs} & self.priced.kept_inputs
-        saved = set(plan.saved).intersection(graph.forward_outputs)
-        places = [*(inputs.get(value) for value in read), *(outputs.get(value) for value in saved)]
-        return Counter(place for place in places if place is not None)
-
-    def _finished_bytes(self, ends: compat.Ends, views: bool) -> int:
+    def _finished_bytes(self, views: bool) -> int:
         """Returns the bytes of the gradients that stay when the backward has run."""
         values = self.priced.graph.values
         placeholders = self.priced.joint.module.graph.find_nodes(op="placeholder")
         static = {placeholders[index] for index in self.priced.joint.static_inputs}
         staying: set[int] = set()
-        for position, node in ends.gradients:
+        for position, node in self.ends.gradients:
             value = self._value(node)
-            is_parameter = position is None or ends.inputs[position] in static
-            stays = not views if is_parameter else self.traced.is_received(self._at(self.bucket.inputs, position or 0))
+            is_parameter = position is None or self.ends.inputs[position] in static
+            stays = not views if is_parameter else self.traced.is_received(_at(self.bucket.inputs, position or 0))
             if value is not None and stays and values[value].role is Role.COMPUTED:
                 staying.add(value)
         return sum(values[value].bytes for value in staying)
+
+
+def _at(values: Sequence[Any], position: int) -> Any:
+    return values[position] if position < len(values) else None

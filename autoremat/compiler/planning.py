@@ -90,7 +90,9 @@ class PlannedGraph:
 def ledger_point(plan: Plan, priced: PricedGraph, context: PlanningContext) -> PlanPoint:
     """Returns ``plan`` as a point in the ledger of the step."""
     share = priced.share_in(context.options)
-    return point_of(plan, priced.kept_inputs if share is not None and share.borders else None)
+    if share is None or not share.borders:
+        return point_of(plan)
+    return point_of(plan, priced.kept_inputs, share.known)
 
 
 def acceptance(priced: PricedGraph, context: PlanningContext) -> Callable[[Plan], bool] | None:

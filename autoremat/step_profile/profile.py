@@ -25,6 +25,7 @@ from autoremat.step_profile.recording import Recording
 from autoremat.torch_private import autograd, compat
 from autoremat.torch_private.dynamo import graph_breaks
 
+
 def profile_step(
     function: Callable[..., Any],
     *args: Any,

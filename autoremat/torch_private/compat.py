@@ -245,9 +245,7 @@ def ends_of(joint: fx.GraphModule, num_fwd_outputs: int) -> Ends:
     return Ends(
         inputs={d.idx: node for d, node in placeholders if isinstance(d, plain_input)},
         outputs={
-            d.idx: node
-            for node, d in described[:num_fwd_outputs]
-            if isinstance(d, plain_output) and isinstance(node, fx.Node)
+            d.idx: node for node, d in described[:num_fwd_outputs] if isinstance(d, plain_output) and isinstance(node, fx.Node)
         },
         gradients=tuple(gradients),
     )

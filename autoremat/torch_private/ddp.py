@@ -59,7 +59,8 @@ def current_split() -> Split | None:
         frame = frame.f_back
     if code is None or frame is None:
         return None
-    owner, node = (frame.f_locals.get(name) for name in code.co_varnames[:2])
+    owner: Any = frame.f_locals.get(code.co_varnames[0])
+    node = frame.f_locals.get(code.co_varnames[1])
     if not isinstance(owner, fx.Interpreter) or not isinstance(node, fx.Node):
         return None
     calls = [call for call in owner.module.graph.nodes if call.op == "call_module"]
@@ -132,7 +133,8 @@ def tracing_undone() -> Iterator[None]:
 
 def gradients_become_views() -> bool:
     """Returns True if the gradients of the model that runs now are moved into the buckets of ``DistributedDataParallel``."""
-    active = torch.nn.parallel.DistributedDataParallel._get_active_ddp_module()
+    wrapper: Any = torch.nn.parallel.DistributedDataParallel
+    active = wrapper._get_active_ddp_module()
     return bool(
         active is not None
         and getattr(active, "gradient_as_bucket_view", False)

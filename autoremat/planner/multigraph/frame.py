@@ -43,19 +43,19 @@ class Part:
     """For each border, the number of times that every plan of the graph counts it as saved."""
 
 
-def moments_of(parts: Sequence[Part], borders: Sequence[Border]) -> tuple[Moment, ...]:
-    """Returns the moments of the step."""
-    ledger = _Frame(parts, borders)
-    numbers = range(len(parts))
-    begun = [ledger.forward(number) for number in numbers]
-    ended = [moment for number in reversed(numbers) for moment in ledger.backward(number)]
-    return tuple(moment for moment in (*begun, ledger.between(), *ended) if moment is not None)
-
-
 @dataclass(frozen=True)
-class _Frame:
+class Frame:
+    """The graphs of a function in the sequence of their forwards, and the tensors at their borders."""
+
     parts: Sequence[Part]
     borders: Sequence[Border]
+
+    def moments(self) -> tuple[Moment, ...]:
+        """Returns the moments of the step."""
+        numbers = range(len(self.parts))
+        begun = [self.forward(number) for number in numbers]
+        ended = [moment for number in reversed(numbers) for moment in self.backward(number)]
+        return tuple(moment for moment in (*begun, self.between(), *ended) if moment is not None)
 
     def forward(self, number: int) -> Moment | None:
         """Returns the moment at which the forward of part ``number`` runs."""
@@ -81,8 +81,8 @@ class _Frame:
         after = Moment(before + finished + part.finished_bytes + waiting + added + new, self._open(number))
         if part.graph is None:
             return [after]
-        # The plan counts its outputs as live throughout; those that are live are among the borders.
-        base = self._borders_live(number + 1, None) - part.output_bytes + finished + waiting
+        # The plan counts its outputs as live throughout; those that something else holds are among the borders.
+        base = before - part.output_bytes + finished + waiting
         running = Moment(base, self._open(number), part.graph, backward=True)
         return [running, after]
 
@@ -95,13 +95,23 @@ class _Frame:
 
         ``read_from`` is the part whose forward runs: what it and later parts receive is live. None in the backward.
         """
-        kept = Counter[int]()
-        for part in self.parts[:number]:
-            kept.update(part.keeps)
+        kept = self._kept(number)
         return sum(
             border.bytes * (self._is_live(border, number, read_from, kept[place]) - kept[place])
             for place, border in enumerate(self.borders)
         )
+
+    def held_elsewhere(self, number: int) -> set[int]:
+        """Returns the borders that the base bytes count while the backward of part ``number`` runs."""
+        kept = self._kept(number)
+        return {place for place, border in enumerate(self.borders) if self._is_live(border, number, None, kept[place])}
+
+    def _kept(self, number: int) -> Counter[int]:
+        """Returns the borders that the plans of the parts before ``number`` count, each with the number of these plans."""
+        kept = Counter[int]()
+        for part in self.parts[:number]:
+            kept.update(part.keeps)
+        return kept
 
     def _is_live(self, border: Border, number: int, read_from: int | None, kept: int) -> bool:
         """Returns True if the border takes memory of the step."""
