@@ -61,7 +61,7 @@ def current_split() -> Split | None:
         return None
     owner: Any = frame.f_locals.get(code.co_varnames[0])
     node = frame.f_locals.get(code.co_varnames[1])
-    if not isinstance(owner, fx.Interpreter) or not isinstance(node, fx.Node):
+    if node is None or not isinstance(getattr(owner, "module", None), fx.GraphModule):
         return None
     calls = [call for call in owner.module.graph.nodes if call.op == "call_module"]
     return Split(owner, calls.index(node), len(calls))
