@@ -239,6 +239,11 @@ class _Tracing:
         key = compat.storage_key(tensor)
         return self.places.get(id(tensor) if key is None else key)
 
+    def is_shared(self, tensor: Any) -> bool:
+        """Returns True if several buckets receive ``tensor``. The gradient of the last waits for that of the first."""
+        place = self.place_of(tensor)
+        return place is not None and len(self.borders[place].read_by) > 1
+
     def is_received(self, tensor: Any) -> bool:
         """Returns True unless an earlier bucket made ``tensor``."""
         place = self.place_of(tensor)
@@ -369,7 +374,8 @@ class _Ends:
         for position, node in self.ends.gradients:
             value = self._value(node)
             is_parameter = position is None or self.ends.inputs[position] in static
-            stays = not views if is_parameter else self.traced.is_received(_at(self.bucket.inputs, position or 0))
+            tensor = None if position is None else _at(self.bucket.inputs, position)
+            stays = not views or self.traced.is_shared(tensor) if is_parameter else self.traced.is_received(tensor)
             if value is not None and stays and values[value].role is Role.COMPUTED:
                 staying.add(value)
         return sum(values[value].bytes for value in staying)

@@ -34,6 +34,7 @@ from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
 from autoremat.torch_private import compat
+from autoremat.torch_private.dynamo import sharded_inputs
 
 log = logging.getLogger("autoremat")
 
@@ -81,7 +82,10 @@ def compile_graph(source: GraphSource, options: Options) -> CompiledGraph:
     is_estimate = False
     while True:
         now("tracing", attempt=len(attempts) + 1)
-        context = PlanningContext(options, step.headroom_bytes, cuda_name=source.cuda_name, planners=planners)
+        sharded = sharded_inputs(source.module)
+        context = PlanningContext(
+            options, step.headroom_bytes, cuda_name=source.cuda_name, sharded_inputs=sharded, planners=planners
+        )
         partitioning = Partitioning(context)
         identity = ("autoremat", source_hash(), key, step.headroom_bytes, options.on_infeasible)
         with caches():

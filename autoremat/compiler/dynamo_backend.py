@@ -40,6 +40,7 @@ from autoremat.options.options import PLANNING_KEYS, Options
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.registry import explain_absence_by, note_graph
 from autoremat.torch_private import compat
+from autoremat.torch_private.dynamo import sharded_inputs
 
 log = logging.getLogger("autoremat")
 
@@ -144,6 +145,6 @@ def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
     """Plans the graph and returns its halves as FX graphs, without generated code."""
     now("tracing")
-    partitioning = Partitioning(PlanningContext(options))
+    partitioning = Partitioning(PlanningContext(options, sharded_inputs=sharded_inputs(gm)))
     compiled = compat.compile_uncompiled(gm, inputs, Partitioner(partitioning))
     return published(compiled, partitioning.report, options)

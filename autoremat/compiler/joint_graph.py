@@ -15,6 +15,7 @@ from autoremat.capture.pricing import priced
 from autoremat.compiler.torch_partition import torch_partition_peak
 from autoremat.options.options import Options
 from autoremat.passes import before_capture
+from autoremat.planner.constraints.returning_inputs import without_saved_copies
 from autoremat.planner.cost import Pricing
 from autoremat.planner.graph.graph import Graph, Role
 from autoremat.planner.multigraph.ledger import Share
@@ -51,6 +52,8 @@ class PlanningContext:
     """Name of the CUDA device that is planned for by its data sheet. Another device may stand in for it in the graph."""
     lowers: bool = True
     """True if Inductor's code decides in the end. False if the simulation alone decides."""
+    sharded_inputs: frozenset[int] = frozenset()
+    """Positions of the inputs that are parameters under ``fully_shard``: freed after the forward, back in the backward."""
     planners: list[Planner] = field(default_factory=list)
     """Planners of earlier attempts. An attempt on an equal graph continues with the planner of that graph."""
 
@@ -137,7 +140,18 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
     captured = capture(joint.module, joint.num_forward_outputs, context.fuses, context.cuda_name)
     if captured.graph.single_phase:
         return None
-    return PricedGraph(joint, *priced(captured, context.options.cost_model), _kept_inputs(joint, captured))
+    captured, pricing = priced(captured, context.options.cost_model)
+    captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, context)))
+    return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured))
+
+
+def _sharded(joint: JointGraph, captured: Capture, context: PlanningContext) -> frozenset[int]:
+    """Returns the numbers of the values that are sharded inputs. A nested region has none: its inputs are not Dynamo's."""
+    if not context.sharded_inputs or joint.is_region:
+        return frozenset()
+    inputs = compat.ends_of(joint.module, joint.num_forward_outputs).inputs
+    found = (captured.aliases.get(node) for position, node in inputs.items() if position in context.sharded_inputs)
+    return frozenset(value for value in found if isinstance(value, int))
 
 
 def _kept_inputs(joint: JointGraph, captured: Capture) -> frozenset[int]:

@@ -205,16 +205,18 @@ def inputs_written_afterwards(joint: fx.GraphModule) -> list[fx.Node]:
     value.
     """
 
-    def unwrapped(description: Any) -> Any:  # for tensor subclasses: from the description of a component to that of the whole
-        while hasattr(description, "base"):
-            description = description.base
-        return description
-
     (output,) = joint.graph.find_nodes(op="output")
-    described = map(unwrapped, output.meta.get("desc", ()))
-    written = {unwrapped(d.mutated_input) for d in described if isinstance(d, descriptors.InputMutationAOTOutput)}
+    described = map(_unwrapped, output.meta.get("desc", ()))
+    written = {_unwrapped(d.mutated_input) for d in described if isinstance(d, descriptors.InputMutationAOTOutput)}
     inputs: list[fx.Node] = joint.graph.find_nodes(op="placeholder")
-    return [node for node in inputs if unwrapped(node.meta.get("desc")) in written]
+    return [node for node in inputs if _unwrapped(node.meta.get("desc")) in written]
+
+
+def _unwrapped(description: Any) -> Any:
+    """Returns the description of a tensor for that of a component of it: of a tensor subclass's inner tensor."""
+    while hasattr(description, "base"):
+        description = description.base
+    return description
 
 
 @dataclass(frozen=True)
@@ -236,7 +238,7 @@ def ends_of(joint: fx.GraphModule, num_fwd_outputs: int) -> Ends:
     nodes = torch.utils._pytree.arg_tree_leaves(*output.args)
     described = list(zip(nodes, output.meta.get("desc", ()), strict=False))
     plain_input, plain_output = descriptors.PlainAOTInput, descriptors.PlainAOTOutput
-    placeholders = [(node.meta.get("desc"), node) for node in joint.graph.find_nodes(op="placeholder")]
+    placeholders = [(_unwrapped(node.meta.get("desc")), node) for node in joint.graph.find_nodes(op="placeholder")]
     gradients = [
         (d.grad_of.idx if isinstance(d.grad_of, plain_input) else None, node)
         for node, d in described[num_fwd_outputs:]

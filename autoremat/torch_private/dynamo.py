@@ -44,6 +44,27 @@ def copied_with_sources(module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
+def sharded_inputs(module: fx.GraphModule) -> frozenset[int]:
+    """Returns the positions of the inputs of a captured graph that are parameters of modules under ``fully_shard``.
+
+    Dynamo's sources show it, unless ``torch._dynamo.config.skip_fsdp_guards`` is off.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    return frozenset(i for i, node in enumerate(placeholders) if _is_sharded(getattr(node, SOURCE_OF_INPUT, None)))
+
+
+def _is_sharded(source: Any) -> bool:
+    from torch._dynamo import source as sources
+
+    of_module: Any = getattr(sources, "FSDPNNModuleSource", ())
+    chain = []
+    while source is not None:
+        chain.append(source)
+        source = getattr(source, "base", None)
+    is_parameter = any(getattr(one, "member", "") == "_parameters" for one in chain)
+    return is_parameter and any(isinstance(one, of_module) for one in chain)
+
+
 def graph_breaks() -> Counter[str]:
     """Returns the reasons of all graph breaks in this process, each with its count."""
     return Counter(counters["graph_break"])
