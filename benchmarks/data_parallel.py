@@ -11,7 +11,8 @@ gradient, relative to the largest entry. Under DistributedDataParallel the budge
 
 A peak is the least of several steps: gloo's own thread can hold a buffer a moment longer than the step needs it, and a CPU
 tracker does not see that this thread frees it. With ``--compiler aot_eager``, the plans run without generated code and are
-compared with torch's plans without generated code. Rows of earlier runs stay unless they are measured again. Writes benchmarks/results/data_parallel[_aot_eager].txt and .json.
+compared with torch's plans without generated code. Rows of earlier runs stay unless they are measured again. Writes
+benchmarks/results/data_parallel[_aot_eager].txt and .json.
 """
 
 from __future__ import annotations
@@ -205,8 +206,8 @@ def measure(rank: int, strategy: str, name: str, layers: int, compiler: str) -> 
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns the rows as text."""
     header = (
-        f"{'strategy':18} {'model':8} {'layers':>6} {'graphs':>6} {'plain MiB':>10} {'budget':>8} {'peak':>8} {'used':>6} {'recomputed':>10}"
-        f" {'loss':>8} {'gradient':>9}"
+        f"{'strategy':18} {'model':8} {'layers':>6} {'graphs':>6} {'plain MiB':>10} {'budget':>8} {'peak':>8} {'used':>6} "
+        f"{'recomputed':>10} {'loss':>8} {'gradient':>9}"
     )
     lines = [header]
     for row in rows:
