@@ -103,9 +103,9 @@ class Watch:
             f"several {'calls of one compiled graph' if alone else 'compiled graphs'} are live in one step: {calls} "
             f"{format_bytes(held)} for the backward while this one needs {format_bytes(peak)}, so far "
             f"{format_bytes(held + peak)} together, over the budget of {format_bytes(budget)} that each call keeps by itself. "
-            "Later calls add to that. Two lines share one budget among all calls (on every rank at the same time):\n"
-            "    profile = autoremat.profile_step(model, *batch, memory_budget=...)  # before compiling for the training\n"
-            '    model.compile(backend="autoremat", options={"memory_budget": profile})  # or each of its parts'
+            "Later calls add to that. autoremat.profile_step(model, *batch, memory_budget=...) measures the whole step and "
+            "shares one budget among all calls. Call it before training, on every rank at the same time, and pass its result "
+            "as memory_budget"
         )
 
     def judge_kept(self, graph: Watched) -> None:

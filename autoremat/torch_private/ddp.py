@@ -44,7 +44,8 @@ class Bucket:
 def is_split() -> bool:
     """Returns True if the graph that Dynamo compiles now was split into buckets."""
     context = TracingContext.try_get()
-    return getattr(context, "ddp_optimizer_ctx", None) is not None
+    marks = (getattr(context, "ddp_optimizer_ctx", None), getattr(context, "fakify_first_call", None))
+    return any(mark is not None and mark is not False for mark in marks)
 
 
 def current_split() -> Split | None:
