@@ -129,7 +129,7 @@ STRATEGIES: dict[str, Callable[..., Any]] = {
 def measured(make: Callable[[Compile], Any], arguments: Compile) -> tuple[int, float, list[torch.Tensor]]:
     """Returns the peak of a step that is compiled, its loss and its gradients."""
     torch.compiler.reset()
-    step, batch, model = make(arguments)
+    step, batch, model = make({"dynamic": False, **arguments})  # blocks of several sizes share their code
     peaks = []
     for number in range(3 + STEPS):
         model.zero_grad(set_to_none=True)
@@ -172,7 +172,7 @@ def budgets(make: Callable[[Compile], Any], plain: int, is_ddp: bool, compiler: 
     if is_ddp:
         minimum = minimum_of(make, options)
     else:
-        step, batch, _ = make({"backend": "autoremat", "options": options})
+        step, batch, _ = make({"dynamic": False, "backend": "autoremat", "options": options})
         profile = autoremat.profile_step(step, *batch, regional=True, options=options)
         minimum = profile.minimum_peak_bytes
     least = int(largest(minimum) * ABOVE_MINIMUM[compiler])
