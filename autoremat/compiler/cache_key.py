@@ -20,6 +20,7 @@ from autoremat.measure.calibration import device_name
 from autoremat.ops import declarations
 from autoremat.options.options import Options
 from autoremat.torch_private import compat, process_groups, symbolic_sizes
+from autoremat.torch_private.dynamo import sharded_inputs
 
 
 @cache
@@ -43,6 +44,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, may
         gm.print_readable(print_output=False),
         source_info.identity(gm) if options.has_constraints else "",
         *map(_describe, inputs),
+        f"{sorted(sharded_inputs(gm))}",
         symbolic_sizes.planned_identity(),
         f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')} {torch.get_num_threads()}",
         f"{torch.get_autocast_dtype('cpu')} {torch.get_autocast_dtype('cuda')} {torch.get_default_dtype()}",

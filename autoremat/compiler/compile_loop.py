@@ -35,6 +35,7 @@ from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
 from autoremat.torch_private import compat
+from autoremat.torch_private.dynamo import sharded_inputs
 
 log = logging.getLogger("autoremat")
 
@@ -88,6 +89,7 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
             options,
             step.headroom_bytes,
             cuda_name=source.cuda_name,
+            sharded_inputs=sharded_inputs(source.module),
             may_repeat_collectives=may_repeat,
             planners=planners,
         )

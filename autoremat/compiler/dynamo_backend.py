@@ -25,6 +25,7 @@ from autoremat.capture import source_info
 from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.compiler import records
 from autoremat.compiler.breaks import listen, one_of_several, seconds_in_dynamo, until_reset, what_dynamo_said
+from autoremat.compiler.buckets import sharing_one_budget
 from autoremat.compiler.cache_key import graph_key
 from autoremat.compiler.compile_loop import compile_graph, with_bytes
 from autoremat.compiler.dynamic_shapes import with_limits
@@ -41,6 +42,7 @@ from autoremat.options.options import PLANNING_KEYS, Options
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.registry import explain_absence_by, note_graph
 from autoremat.torch_private import compat
+from autoremat.torch_private.dynamo import sharded_inputs
 
 log = logging.getLogger("autoremat")
 
@@ -82,7 +84,12 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options)
     interceptor = active_interceptor()
     if interceptor is not None and may_train(gm, example_inputs):
         return interceptor.compile(gm, example_inputs, patches)
-    parsed = _with_share(gm, example_inputs, parsed)
+    with sharing_one_budget(gm, example_inputs, _with_share(gm, example_inputs, parsed), patches) as options:
+        return _compile_alone(gm, example_inputs, options, patches)
+
+
+def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options, patches: dict[str, Any]) -> Compiled:
+    """Returns the compiled graph under its own budget or its share of a step's."""
     if not may_train(gm, example_inputs):
         return _compile_planned(gm, example_inputs, parsed, patches)
     parsed = with_open_calls(with_bytes(parsed, device_of_inputs(gm, example_inputs)))
@@ -143,7 +150,9 @@ def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Opti
     now("tracing")
     place = source_info.begin_of(gm.graph) if may_train(gm, inputs) else None
     with joined(options, place) as (peers, agreed):
-        context = PlanningContext(agreed, may_repeat_collectives=peers.may_repeat_collectives)
+        context = PlanningContext(
+            agreed, may_repeat_collectives=peers.may_repeat_collectives, sharded_inputs=sharded_inputs(gm)
+        )
         partitioning = Partitioning(context, peers.plan, peers.fail)
         compiled = compat.compile_uncompiled(gm, inputs, Partitioner(partitioning))
     return published(compiled, partitioning.report, options)

@@ -18,6 +18,7 @@ from autoremat.compiler.torch_partition import torch_partition_peak
 from autoremat.ops.collectives import ranks_of
 from autoremat.options.options import Options
 from autoremat.passes import before_capture
+from autoremat.planner.constraints.returning_inputs import without_saved_copies
 from autoremat.planner.cost import Interconnect, Links, Pricing
 from autoremat.planner.graph.graph import Graph, Role, Trait
 from autoremat.planner.multigraph.ledger import Share
@@ -58,6 +59,8 @@ class PlanningContext:
     """True if ranks that share the graph follow one plan, so that they can repeat an all-gather together."""
     interconnects: Mapping[str, Interconnect] = field(default_factory=dict)
     """Measured rates of process groups, by name. The rates of other groups are assumed."""
+    sharded_inputs: frozenset[int] = frozenset()
+    """Positions of the inputs that are parameters under ``fully_shard``: freed after the forward, back in the backward."""
     planners: list[Planner] = field(default_factory=list)
     """Planners of earlier attempts. An attempt on an equal graph continues with the planner of that graph."""
 
@@ -166,7 +169,9 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
     if not isinstance(options.memory_budget, Share):
         captured = replace(captured, graph=options.open_calls.of(captured.graph, accumulated))
     links = Links(options.interconnect_bandwidth, options.interconnect_latency, context.interconnects)
-    return PricedGraph(joint, *priced(captured, options.cost_model, links), _kept_inputs(joint, captured), accumulated)
+    captured, pricing = priced(captured, options.cost_model, links)
+    captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, context)))
+    return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured), accumulated)
 
 
 def _parameter_gradient_bytes(joint: JointGraph, captured: Capture) -> int:
@@ -176,6 +181,15 @@ def _parameter_gradient_bytes(joint: JointGraph, captured: Capture) -> int:
     aliases = (captured.aliases.get(node) for node in nodes if isinstance(node, fx.Node))
     values = {alias for alias in aliases if isinstance(alias, int)}
     return sum(captured.graph.values[value].bytes for value in values.intersection(captured.graph.backward_outputs))
+
+
+def _sharded(joint: JointGraph, captured: Capture, context: PlanningContext) -> frozenset[int]:
+    """Returns the numbers of the values that are sharded inputs. A nested region has none: its inputs are not Dynamo's."""
+    if not context.sharded_inputs or joint.is_region:
+        return frozenset()
+    inputs = compat.ends_of(joint.module, joint.num_forward_outputs).inputs
+    found = (captured.aliases.get(node) for position, node in inputs.items() if position in context.sharded_inputs)
+    return frozenset(value for value in found if isinstance(value, int))
 
 
 def _kept_inputs(joint: JointGraph, captured: Capture) -> frozenset[int]:

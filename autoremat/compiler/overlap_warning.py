@@ -119,8 +119,9 @@ class Watch:
             f"several {'calls of one compiled graph' if alone else 'compiled graphs'} are live in one step: {calls} "
             f"{format_bytes(held)} for the backward while this one needs {format_bytes(peak)}, so far "
             f"{format_bytes(held + peak)} together, over the budget of {format_bytes(budget)} that each call keeps by itself. "
-            f"Later calls add to that.{remedy} autoremat.profile_step(...) measures the whole step and shares one budget among "
-            "all calls"
+            f"Later calls add to that.{remedy} autoremat.profile_step(model, *batch, memory_budget=...) measures the whole "
+            "step and shares one budget among all calls. Call it before training, on every rank at the same time, and pass its "
+            "result as memory_budget"
         )
 
     def judge_accumulated(self, graph: Watched, args: tuple[Any, ...]) -> None:

@@ -91,7 +91,9 @@ class PlannedGraph:
 def ledger_point(plan: Plan, priced: PricedGraph, context: PlanningContext) -> PlanPoint:
     """Returns ``plan`` as a point in the ledger of the step."""
     share = priced.share_in(context.options)
-    return point_of(plan, priced.kept_inputs if share is not None and share.borders else None)
+    if share is None or not share.borders:
+        return point_of(plan)
+    return point_of(plan, priced.kept_inputs, share.known)
 
 
 def acceptance(priced: PricedGraph, context: PlanningContext) -> Callable[[Plan], bool] | None:
@@ -150,6 +152,7 @@ def report_of(
     """Returns the report of the plan, before code is generated. ``start`` is the time at which planning began."""
     assert planned.planning is not None
     captured, context = planned.priced.captured, planned.context
+    share = planned.priced.share_in(context.options)
     return Report.of(
         planned.planning,
         planned.plan,
@@ -166,6 +169,7 @@ def report_of(
         accumulated_bytes=planned.priced.accumulated_bytes,
         constraint_warnings=choice.taken.constrained.warnings,
         reserved=reserved_for(planned.plan.timeline) if planned.priced.captured.runs_on == "cuda" else None,
+        notes=(share.note,) if share is not None and share.note else (),
         **dataclasses.asdict(planned.priced.pricing),
     )
 

@@ -14,20 +14,17 @@ from torch import nn
 from autoremat.basics.checks import options_of
 from autoremat.basics.errors import OptionsError, StepProfileError
 from autoremat.basics.progress import now, status_if_slow
+from autoremat.compiler.agreed_step import agreed_step
 from autoremat.compiler.breaks import listen, what_dynamo_said
 from autoremat.compiler.interception import intercepted_by
 from autoremat.compiler.joint_graph import free_device_bytes
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Moment, Share
-from autoremat.planner.multigraph.step_profile import Step, StepProfile
-from autoremat.step_profile.agreed_step import agreed_step
+from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepProfile
 from autoremat.step_profile.meter import meter_of
 from autoremat.step_profile.recording import Recording
 from autoremat.torch_private import autograd, compat
 from autoremat.torch_private.dynamo import graph_breaks
-
-HEADROOM = 0.05
-"""Share of a step's budget that stays free, because the peak of generated code differs from the simulated one."""
 
 
 def profile_step(
@@ -89,7 +86,7 @@ def profile_step(
         now("sharing out the budget")
         found = _step(taken, moments, taken.device)
         budget = parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(taken.device))
-        found, budget = agreed_step(found, budget, parsed)
+        found, budget = agreed_step(found, budget, parsed, "the profile of a step")
         return found.shared_out(budget)
 
 
@@ -215,5 +212,5 @@ def _step(taken: Recording, moments: list[Moment], device: torch.device) -> Step
         order=tuple(f"{'backward' if back else 'forward'} {number_of[g]}" for back, g in begun if g in number_of),
         device=str(device),
         others=tuple(graph.key for graph in taken.graphs if not graph.planned),
-        headroom=HEADROOM if taken.options.compiler == "inductor" else 0.0,
+        headroom=CODE_HEADROOM if taken.options.compiler == "inductor" else 0.0,
     )

@@ -28,7 +28,7 @@ from autoremat.planner.multigraph.step_profile import StepGraph
 from autoremat.planner.plans.plan import Plan
 from autoremat.step_profile.meter import Meter, Reading
 from autoremat.torch_private import autograd, compat
-from autoremat.torch_private.dynamo import copied_with_sources
+from autoremat.torch_private.dynamo import copied_with_sources, sharded_inputs
 from autoremat.torch_private.processes import job
 
 Compiled = Callable[..., Any]
@@ -96,7 +96,8 @@ class Recording:
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
         """Returns ``gm``, planned for the minimum peak, as a callable that records its calls."""
         key = graph_key(gm, inputs)
-        partitioning = Partitioning(PlanningContext(self.options, may_repeat_collectives=job() is None), plan_for_minimum_peak)
+        context = PlanningContext(self.options, may_repeat_collectives=job() is None, sharded_inputs=sharded_inputs(gm))
+        partitioning = Partitioning(context, plan_for_minimum_peak)
         partitioner = Partitioner(partitioning)
         if self.options.compiler == "inductor":
             module = copied_with_sources(gm)

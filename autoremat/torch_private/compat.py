@@ -11,6 +11,7 @@ import inspect
 import re
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -212,16 +213,52 @@ def inputs_written_afterwards(joint: fx.GraphModule) -> list[fx.Node]:
     value.
     """
 
-    def unwrapped(description: Any) -> Any:  # for tensor subclasses: from the description of a component to that of the whole
-        while hasattr(description, "base"):
-            description = description.base
-        return description
-
     (output,) = joint.graph.find_nodes(op="output")
-    described = map(unwrapped, output.meta.get("desc", ()))
-    written = {unwrapped(d.mutated_input) for d in described if isinstance(d, descriptors.InputMutationAOTOutput)}
+    described = map(_unwrapped, output.meta.get("desc", ()))
+    written = {_unwrapped(d.mutated_input) for d in described if isinstance(d, descriptors.InputMutationAOTOutput)}
     inputs: list[fx.Node] = joint.graph.find_nodes(op="placeholder")
-    return [node for node in inputs if unwrapped(node.meta.get("desc")) in written]
+    return [node for node in inputs if _unwrapped(node.meta.get("desc")) in written]
+
+
+def _unwrapped(description: Any) -> Any:
+    """Returns the description of a tensor for that of a component of it: of a tensor subclass's inner tensor."""
+    while hasattr(description, "base"):
+        description = description.base
+    return description
+
+
+@dataclass(frozen=True)
+class Ends:
+    """The nodes at the ends of a joint graph, by the positions of the inputs and outputs that Dynamo captured.
+
+    Inputs and outputs without such a position are missing.
+    """
+
+    inputs: dict[int, fx.Node]
+    outputs: dict[int, fx.Node]
+    gradients: tuple[tuple[int | None, fx.Node], ...]
+    """Each gradient with the position of its input; None for that of a parameter of the module itself."""
+
+
+def ends_of(joint: fx.GraphModule, num_fwd_outputs: int) -> Ends:
+    """Returns the nodes at the ends of ``joint``."""
+    (output,) = joint.graph.find_nodes(op="output")
+    nodes = torch.utils._pytree.arg_tree_leaves(*output.args)
+    described = list(zip(nodes, output.meta.get("desc", ()), strict=False))
+    plain_input, plain_output = descriptors.PlainAOTInput, descriptors.PlainAOTOutput
+    placeholders = [(_unwrapped(node.meta.get("desc")), node) for node in joint.graph.find_nodes(op="placeholder")]
+    gradients = [
+        (d.grad_of.idx if isinstance(d.grad_of, plain_input) else None, node)
+        for node, d in described[num_fwd_outputs:]
+        if isinstance(d, descriptors.GradAOTOutput) and isinstance(node, fx.Node)
+    ]
+    return Ends(
+        inputs={d.idx: node for d, node in placeholders if isinstance(d, plain_input)},
+        outputs={
+            d.idx: node for node, d in described[:num_fwd_outputs] if isinstance(d, plain_output) and isinstance(node, fx.Node)
+        },
+        gradients=tuple(gradients),
+    )
 
 
 def extract_modules(

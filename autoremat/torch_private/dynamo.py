@@ -16,6 +16,9 @@ from torch._dynamo.utils import counters
 RESUMED = "torch_dynamo_resume_in"
 """The prefix in the name of a function that resumes after a graph break."""
 
+BY_DDP = "DDPOptimizer"
+"""The begin of the reason by which torch marks a bucket of ``DistributedDataParallel`` as broken off."""
+
 WITHOUT_RNN = "RNN, GRU, or LSTM"
 """A phrase in the reason of a graph break at a module that Dynamo traces only with ``allow_rnn``."""
 
@@ -41,6 +44,27 @@ def copied_with_sources(module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
+def sharded_inputs(module: fx.GraphModule) -> frozenset[int]:
+    """Returns the positions of the inputs of a captured graph that are parameters of modules under ``fully_shard``.
+
+    Dynamo's sources show it, unless ``torch._dynamo.config.skip_fsdp_guards`` is off.
+    """
+    placeholders = module.graph.find_nodes(op="placeholder")
+    return frozenset(i for i, node in enumerate(placeholders) if _is_sharded(getattr(node, SOURCE_OF_INPUT, None)))
+
+
+def _is_sharded(source: Any) -> bool:
+    from torch._dynamo import source as sources
+
+    of_module: Any = getattr(sources, "FSDPNNModuleSource", ())
+    chain = []
+    while source is not None:
+        chain.append(source)
+        source = getattr(source, "base", None)
+    is_parameter = any(getattr(one, "member", "") == "_parameters" for one in chain)
+    return is_parameter and any(isinstance(one, of_module) for one in chain)
+
+
 def graph_breaks() -> Counter[str]:
     """Returns the reasons of all graph breaks in this process, each with its count."""
     return Counter(counters["graph_break"])
@@ -54,12 +78,14 @@ def in_few_words(reason: str) -> str:
 
 
 def graph_break_around(gm: fx.GraphModule) -> str | None:
-    """Returns the reason of the graph break after ``gm``; None if ``gm`` is the whole function.
+    """Returns the reason of the graph break after ``gm``; None if ``gm`` is the whole function, or a bucket of it.
 
     The result is empty if ``gm`` is the last part of a broken function: the reason is known for an earlier part.
     """
     ended: Any = getattr(gm, "compile_subgraph_reason", None)
     if getattr(ended, "graph_break", False):
+        if str(ended.reason).startswith(BY_DDP):  # buckets share one budget
+            return None
         return str(ended.reason)
     resumed = any(RESUMED in (node.meta.get("stack_trace") or "") for node in gm.graph.nodes)
     return "" if resumed else None

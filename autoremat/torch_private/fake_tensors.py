@@ -121,16 +121,26 @@ def trace_joint(
     ``inductor`` selects Inductor's decompositions and its passes over joint graphs, under ``config``. ``decompositions``
     replace Inductor's own. Returns normally if there is no backward.
     """
-    own = own_inputs(inputs)
+    trace_as_compiled(module, own_inputs(inputs), partition, inductor, {**config, **RUNS_NOTHING}, decompositions)
+
+
+def trace_as_compiled(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Partition,
+    inductor: bool,
+    config: Mapping[str, Any],
+    decompositions: dict[Any, Callable[..., Any]] | None = None,
+) -> None:
+    """Traces as :func:`trace_joint` does, with the inputs and the settings at hand, as in the graph's compilation."""
     try:
         if not inductor:
-            compat.compile_uncompiled(module, own, partition)
+            compat.compile_uncompiled(module, inputs, partition)
             return
         from torch._inductor.compile_fx import compile_fx
 
         with compat.without_caches():
-            patches = {**config, **RUNS_NOTHING, "custom_partitioner_fn": partition}
-            compile_fx(module, own, _no_code, patches, decompositions)
+            compile_fx(module, inputs, _no_code, {**config, "custom_partitioner_fn": partition}, decompositions)
     except Exception as error:
         if not any(isinstance(cause, _NoBackward) for cause in causes(error)):
             raise

@@ -68,6 +68,19 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True)
+class KnownBorders:
+    """Values at the borders of a graph of which the step's ledger knows who else holds them, by their numbers.
+
+    The graph's other values at its borders are held by nothing else while its backward runs.
+    """
+
+    free: tuple[int, ...] = ()
+    """Inputs that exist before the step. They take none of its memory."""
+    held_elsewhere: tuple[int, ...] = ()
+    """Values that the ledger counts by itself while the graph's backward runs."""
+
+
+@dataclass(frozen=True, slots=True)
 class Share:
     """Share of one graph in the step's budget: limits for the :class:`PlanPoint` of its plan. Accepted as a
     ``memory_budget``."""
@@ -77,6 +90,10 @@ class Share:
     backward_peak_bytes: int
     borders: bool = False
     """True if values at the graph's borders that a plan keeps live count as saved (see ``fronts.point_of``)."""
+    known: KnownBorders | None = None
+    """The holders of the values at the graph's borders; None if they are unknown."""
+    note: str = ""
+    """A line for the report: the step to which the share belongs, if the backend itself shared out its budget."""
 
     @property
     def peak_bytes(self) -> int:

@@ -175,5 +175,8 @@ class StepProfile(Shown):
 
 ORDER_SHOWN = 12
 
+CODE_HEADROOM = 0.05
+"""Share of a step's budget that stays free, because the peak of generated code differs from the simulated one."""
+
 Budget = int | float | str | Share | StepProfile | None
 """Types that are accepted as a ``memory_budget``."""

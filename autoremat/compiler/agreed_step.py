@@ -1,4 +1,4 @@
-"""The step profile that all ranks of a distributed job use, made of the profiles of each."""
+"""The step of several graphs that all ranks of a distributed job use, made of the steps of each."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from autoremat.planner.multigraph.step_profile import Step
 CODEC = Codec(signed=True)
 
 
-def agreed_step(step: Step, budget: int | None, options: Options) -> tuple[Step, int | None]:
-    """Returns the step and the budget in bytes for all ranks that have profiled a step of the same graphs in the same order.
+def agreed_step(step: Step, budget: int | None, options: Options, place: str) -> tuple[Step, int | None]:
+    """Returns the step and the budget in bytes for all ranks that have a step of the same graphs in the same order.
+
+    ``place`` is the place at which the ranks meet.
 
     Each moment has the base bytes of the rank with the most. The budget is the least of all ranks. Plans and seconds are those
     of the lowest rank. Without other ranks, ``step`` and ``budget`` return as they are.
     """
-    with session_at("the profile of a step", options.agreement) as session:
+    with session_at(place, options.agreement) as session:
         if session is None:
             return step, budget
         alike = session.split("step", _structure(step))

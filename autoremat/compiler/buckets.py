@@ -1,0 +1,387 @@
+"""One budget for the buckets into which torch splits a graph under ``DistributedDataParallel``.
+
+Torch hands each bucket to the backend by itself, in the sequence of the forward. When it hands over the first one, all buckets
+are traced and planned, without compiling or running any. Their plans share the budget by the ledger of the whole step, which
+is known without a measurement: the forwards run in sequence, the backwards in reverse. Each bucket is then compiled under its
+share, as under a step profile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, reduce
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+
+from autoremat.basics.errors import AutorematError, BudgetInfeasible, BudgetWarning, find_cause, planning_error
+from autoremat.basics.progress import now
+from autoremat.basics.units import format_bytes
+from autoremat.capture import source_info
+from autoremat.capture.call_cost import storage_bytes
+from autoremat.capture.capture import device_of_inputs, may_train
+from autoremat.compiler.agreed_step import agreed_step
+from autoremat.compiler.compile_loop import with_bytes
+from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
+from autoremat.compiler.partitioner import Partitioner
+from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
+from autoremat.options.options import Options
+from autoremat.planner.graph.graph import Role
+from autoremat.planner.multigraph.frame import Border, Frame, Part
+from autoremat.planner.multigraph.fronts import border_values, front_of, output_bytes, point_of
+from autoremat.planner.multigraph.ledger import KnownBorders, Share
+from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepGraph, StepProfile
+from autoremat.planner.plans.plan import Plan
+from autoremat.torch_private import compat, ddp, fake_tensors
+
+log = logging.getLogger("autoremat")
+
+
+@dataclass(frozen=True)
+class SharedBudget:
+    """The budget of a split graph. ``shares`` has the share of each bucket; None for a bucket without a choice of plans."""
+
+    profile: StepProfile
+    shares: tuple[Share | None, ...]
+
+
+_shared: WeakKeyDictionary[Any, SharedBudget | None] = WeakKeyDictionary()
+"""The budgets of the graphs that torch splits now. None if a graph could not be planned and falls back."""
+
+
+@contextlib.contextmanager
+def sharing_one_budget(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, patches: Mapping[str, Any]
+) -> Iterator[Options]:
+    """Gives the body the options for ``gm``: those with its share if it is a bucket, else ``options``.
+
+    A ``BudgetInfeasible`` of the body then names the budget and the minimum of all buckets together.
+    """
+    split = _split_of(options)
+    if split is None:
+        yield options
+        return
+    if split.number == 0:
+        options = with_bytes(options, device_of_inputs(gm, inputs))
+        _shared[split.owner] = _planned_together(split, options, patches)
+    shared = _shared.get(split.owner)
+    share = None if shared is None else shared.shares[split.number]
+    if shared is None or share is None:
+        yield options
+        return
+    try:
+        yield dataclasses.replace(options, memory_budget=share)
+    except Exception as error:
+        alone = find_cause(error, BudgetInfeasible)
+        if alone is None:
+            raise
+        raise _together(alone, shared, split) from error
+
+
+def _split_of(options: Options) -> ddp.Split | None:
+    """Returns the split whose bucket is compiled now; None if its buckets need no common budget."""
+    budget = options.memory_budget
+    if not isinstance(budget, int | float | str) or options.wants_whole_baseline or options.plan or not ddp.is_split():
+        return None
+    split = ddp.current_split()
+    if split is None:
+        warnings.warn(
+            "DistributedDataParallel splits this graph into buckets, but this version of torch does not show them: each keeps "
+            "memory_budget by itself, and together they may exceed it. Set torch._dynamo.config.optimize_ddp = False, or pass "
+            "the result of autoremat.profile_step as memory_budget",
+            BudgetWarning,
+            stacklevel=2,
+        )
+    return split
+
+
+def _planned_together(split: ddp.Split, options: Options, patches: Mapping[str, Any]) -> SharedBudget | None:
+    """Returns the budget of all buckets, shared out; None if one of them cannot be planned and falls back.
+
+    Raises ``BudgetInfeasible`` if no choice of plans fits and the options do not ask for the best effort.
+    """
+    now(f"planning {split.count} buckets together")
+    try:
+        with ddp.tracing_undone():
+            step, graphs = _step(_Tracing(split, options, patches))
+    except Exception as error:  # models and ops are open-ended, so any error may occur
+        if find_cause(error, AutorematError) is not None or find_cause(error, Warning) is not None:
+            raise
+        if not options.falls_back:
+            raise planning_error(error, f"the {split.count} buckets of a graph") from error
+        log.info("planning the buckets together failed", exc_info=error)
+        return None
+    if not step.graphs:
+        return None
+    profile = _shared_out(step, options, split)
+    shares = [None if one is None else _share(profile, one, _note(n, split, profile)) for n, one in enumerate(graphs)]
+    log.info("%d buckets of DistributedDataParallel share one budget: %s", split.count, profile.line())
+    return SharedBudget(profile, tuple(shares))
+
+
+def _share(profile: StepProfile, graph: _Graph, note: str) -> Share | None:
+    """Returns the share of ``graph``."""
+    share = profile.shares[graph.number]
+    return None if share is None else dataclasses.replace(share, known=graph.known, note=note)
+
+
+def _shared_out(step: Step, options: Options, split: ddp.Split) -> StepProfile:
+    """Returns the profile of the step under the budget of the options."""
+    budget = options.resolve_budget(step.baseline_peak_bytes, None)
+    step, budget = agreed_step(step, budget, options, f"{split.count} buckets of DistributedDataParallel")
+    try:
+        return step.shared_out(budget)
+    except BudgetInfeasible as error:
+        if options.on_infeasible == "best_effort":
+            warnings.warn(
+                f"the {split.count} buckets of DistributedDataParallel need {format_bytes(error.minimum_bytes)} together, over "
+                f"the budget of {format_bytes(error.budget_bytes)}: nothing smaller was found, and "
+                'on_infeasible="best_effort" runs it anyway',
+                BudgetWarning,
+                stacklevel=2,
+            )
+            return step.shared_out(error.minimum_bytes)
+        error.advise(_advice(split))
+        raise
+
+
+def _advice(split: ddp.Split) -> str:
+    return (
+        f"the figures are those of the {split.count} buckets of DistributedDataParallel together. "
+        "torch._dynamo.config.optimize_ddp = False compiles them as one graph, which shares memory better and overlaps no "
+        "communication; gradient_as_bucket_view=True keeps no second copy of the gradients"
+    )
+
+
+def _note(number: int, split: ddp.Split, profile: StepProfile) -> str:
+    return (
+        f"bucket {number + 1} of {split.count} of DistributedDataParallel: they share one budget of "
+        f"{format_bytes(profile.budget_bytes or 0)}, of which {format_bytes(profile.peak_bytes)} are planned (baseline "
+        f"{format_bytes(profile.baseline_peak_bytes)}, minimum {format_bytes(profile.minimum_peak_bytes)})"
+    )
+
+
+def _together(alone: BudgetInfeasible, shared: SharedBudget, split: ddp.Split) -> BudgetInfeasible:
+    """Returns the error of one bucket with the figures of all buckets."""
+    budget, excess = shared.profile.budget_bytes or 0, max(0, alone.minimum_bytes - alone.budget_bytes)
+    return BudgetInfeasible(
+        budget_bytes=budget,
+        minimum_bytes=budget + excess,
+        lower_bound_bytes=min(shared.profile.minimum_peak_bytes, budget),
+        occupants=alone.occupants,
+        device=alone.device,
+        unconstrained_bytes=alone.unconstrained_bytes,
+        remedy=f"bucket {split.number + 1} needs {format_bytes(excess)} more than its share; {_advice(split)}",
+    )
+
+
+# -- the step ----------------------------------------------------------------------------------------------------------
+
+
+class _Traced(Exception):
+    """Ends the tracing of a bucket after it has been planned."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Planned:
+    """A bucket and its plans. ``planned`` is None if the bucket has no backward."""
+
+    bucket: ddp.Bucket
+    planned: PlannedGraph | None
+
+
+class _Tracing:
+    """The traced buckets of a graph, and the tensors at their borders."""
+
+    def __init__(self, split: ddp.Split, options: Options, patches: Mapping[str, Any]) -> None:
+        self.options = options
+        buckets, received, returned = ddp.buckets_of(split)
+        self.device = device_of_inputs(buckets[0].module, [*received, *returned])
+        self.parts = [_Planned(bucket, _planned(bucket, options, patches)) for bucket in buckets]
+        self.places: dict[int, int] = {}
+        self.borders: list[Border] = []
+        for tensor in _tensors(received):
+            self._note_border(tensor, None)
+        for number, bucket in enumerate(buckets):
+            for tensor in _tensors(bucket.inputs):
+                place = self._note_border(tensor, None)
+                border = self.borders[place]
+                self.borders[place] = dataclasses.replace(border, read_by=(*border.read_by, number))
+            for tensor in _tensors(bucket.outputs):
+                self._note_border(tensor, number)
+        for tensor in _tensors(returned):
+            place = self._note_border(tensor, None)
+            self.borders[place] = dataclasses.replace(self.borders[place], leaves=True)
+
+    def _note_border(self, tensor: torch.Tensor, made_by: int | None) -> int:
+        """Returns the index of the border that holds ``tensor``, which is new if its storage is."""
+        place = self.place_of(tensor)
+        if place is not None:
+            return place
+        key = compat.storage_key(tensor)
+        self.places[id(tensor) if key is None else key] = len(self.borders)
+        needs_gradient = tensor.requires_grad and (made_by is not None or not isinstance(tensor, torch.nn.Parameter))
+        size = storage_bytes(tensor, self.device.type)
+        self.borders.append(Border(size, made_by, (), gradient_bytes=size if needs_gradient else 0))
+        return len(self.borders) - 1
+
+    def place_of(self, tensor: Any) -> int | None:
+        """Returns the index of the border that holds ``tensor``; None if there is none."""
+        if not isinstance(tensor, torch.Tensor):
+            return None
+        key = compat.storage_key(tensor)
+        return self.places.get(id(tensor) if key is None else key)
+
+    def is_shared(self, tensor: Any) -> bool:
+        """Returns True if several buckets receive ``tensor``. The gradient of the last waits for that of the first."""
+        place = self.place_of(tensor)
+        return place is not None and len(self.borders[place].read_by) > 1
+
+    def is_received(self, tensor: Any) -> bool:
+        """Returns True unless an earlier bucket made ``tensor``."""
+        place = self.place_of(tensor)
+        return place is None or self.borders[place].made_by is None
+
+
+def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+def _planned(bucket: ddp.Bucket, options: Options, patches: Mapping[str, Any]) -> PlannedGraph | None:
+    """Returns the bucket with its planner; None if it has no backward. No code is generated."""
+    if not may_train(bucket.module, bucket.inputs):
+        return None
+    source_info.take_names(bucket.module)
+    context = PlanningContext(options)
+    found: list[PlannedGraph] = []
+
+    def hand_over(joint: JointGraph) -> compat.PartitionedModules:
+        if joint.is_region:  # called by the surrounding graph
+            return Partitioning(context)(joint)
+        priced = capture_and_price(prepare(joint, context), context)
+        if priced is not None:
+            found.append(plan_for_minimum_peak(priced, context))
+        raise _Traced
+
+    with contextlib.suppress(_Traced):
+        fake_tensors.trace_as_compiled(
+            bucket.module, bucket.inputs, Partitioner(hand_over), options.compiler == "inductor", patches
+        )
+    return found[0] if found else None
+
+
+def _step(traced: _Tracing) -> tuple[Step, list[_Graph | None]]:
+    """Returns the step of the traced buckets, and each bucket's graph in it."""
+    views = ddp.gradients_become_views()
+    ends = [None if one.planned is None else _Ends(traced, one.bucket, one.planned) for one in traced.parts]
+    trained = [number for number, one in enumerate(ends) if one is not None]
+    parts = [Part(None) if one is None else one.part(trained.index(number), views) for number, one in enumerate(ends)]
+    frame = Frame(parts, traced.borders)
+    graphs = [None if one is None else one.graph(frame, number) for number, one in enumerate(ends)]
+    order = [f"forward {number}" for number in range(len(trained))]
+    step = Step(
+        graphs=tuple(graph.profiled for graph in graphs if graph is not None),
+        moments=frame.moments(),
+        order=(*order, *(one.replace("forward", "backward") for one in reversed(order))),
+        device=str(traced.device),
+        headroom=CODE_HEADROOM if traced.options.compiler == "inductor" else 0.0,
+    )
+    return step, graphs
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """A bucket's graph in the step, with the holders of the values at its borders."""
+
+    profiled: StepGraph
+    known: KnownBorders
+    number: int
+
+
+@dataclass(frozen=True)
+class _Ends:
+    """The borders of one bucket's graph."""
+
+    traced: _Tracing
+    bucket: ddp.Bucket
+    planned: PlannedGraph
+
+    @property
+    def priced(self) -> PricedGraph:
+        """The bucket's graph."""
+        return self.planned.priced
+
+    @cached_property
+    def ends(self) -> compat.Ends:
+        """The nodes at the ends of the graph."""
+        return compat.ends_of(self.priced.joint.module, self.priced.joint.num_forward_outputs)
+
+    @cached_property
+    def plans(self) -> list[Plan]:
+        """All plans that the search finds."""
+        assert self.planned.planner is not None
+        return self.planned.planner.search.spread_out()
+
+    @cached_property
+    def places(self) -> dict[int, int]:
+        """The border of each value that is one, by the value's number."""
+        nodes = ((self.ends.inputs, self.bucket.inputs), (self.ends.outputs, self.bucket.outputs))
+        found = ((self._value(n), self.traced.place_of(_at(held, i))) for some, held in nodes for i, n in some.items())
+        return {value: place for value, place in found if value is not None and place is not None}
+
+    @cached_property
+    def free(self) -> set[int]:
+        """The inputs that exist before the step."""
+        return {value for value, place in self.places.items() if self.traced.borders[place].made_by is None}
+
+    def part(self, number: int, views: bool) -> Part:
+        """Returns the bucket as a part of the step. ``views`` is True if gradients are moved into memory of the wrapper."""
+        kept = (border_values(plan, self.priced.kept_inputs, self.free) for plan in self.plans)
+        counted = (Counter(self.places[value] for value in values if value in self.places) for values in kept)
+        return Part(number, output_bytes(self.priced.graph), self._finished_bytes(views), reduce(Counter.__and__, counted))
+
+    def graph(self, frame: Frame, number: int) -> _Graph:
+        """Returns the bucket as a graph of the step, at the place ``number`` of the frame."""
+        elsewhere = frame.held_elsewhere(number)
+        held = (value for value, place in self.places.items() if place in elsewhere)
+        known = KnownBorders(tuple(sorted(self.free)), tuple(sorted(held)))
+        planner, kept = self.planned.planner, self.priced.kept_inputs
+        assert planner is not None
+        source = next((op.source for op in self.priced.graph.ops if op.source), "")
+        baseline = point_of(planner.baseline, kept, known)
+        place = frame.parts[number].graph
+        assert place is not None
+        return _Graph(StepGraph(f"bucket {number}", source, 1, front_of(planner, kept, known), baseline), known, place)
+
+    def _value(self, node: fx.Node) -> int | None:
+        """Returns the number of the value that ``node`` holds; None unless it is a single one."""
+        alias = self.priced.captured.aliases.get(node)
+        return alias if isinstance(alias, int) else None
+
+    def _finished_bytes(self, views: bool) -> int:
+        """Returns the bytes of the gradients that stay when the backward has run."""
+        values = self.priced.graph.values
+        placeholders = self.priced.joint.module.graph.find_nodes(op="placeholder")
+        static = {placeholders[index] for index in self.priced.joint.static_inputs}
+        staying: set[int] = set()
+        for position, node in self.ends.gradients:
+            value = self._value(node)
+            is_parameter = position is None or self.ends.inputs[position] in static
+            tensor = None if position is None else _at(self.bucket.inputs, position)
+            stays = not views or self.traced.is_shared(tensor) if is_parameter else self.traced.is_received(tensor)
+            if value is not None and stays and values[value].role is Role.COMPUTED:
+                staying.add(value)
+        return sum(values[value].bytes for value in staying)
+
+
+def _at(values: Sequence[Any], position: int) -> Any:
+    return values[position] if position < len(values) else None

@@ -1,0 +1,143 @@
+"""Torch's private names for data parallelism: the buckets into which Dynamo splits a graph, and the wrapper around a model.
+
+This module decides nothing about plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+
+from autoremat.torch_private.dynamo import copied_with_sources
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A graph of Dynamo that torch's ``DDPOptimizer`` has split, at the bucket that it compiles now.
+
+    ``owner`` is one object for all buckets of a graph. ``number`` counts the buckets in the sequence of the forward, from 0.
+    """
+
+    owner: Any
+    number: int
+    count: int
+
+
+@dataclass(frozen=True, eq=False)
+class Bucket:
+    """One bucket: a copy of its graph, its fake inputs, and the fake results of calling it."""
+
+    module: fx.GraphModule
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+
+
+def is_split() -> bool:
+    """Returns True if the graph that Dynamo compiles now was split into buckets."""
+    context = TracingContext.try_get()
+    marks = (getattr(context, "ddp_optimizer_ctx", None), getattr(context, "fakify_first_call", None))
+    return any(mark is not None and mark is not False for mark in marks)
+
+
+def current_split() -> Split | None:
+    """Returns the split whose bucket is compiled now; None if there is none, or if this version of torch does not show it."""
+    from torch._dynamo.backends import distributed
+
+    compiler: Any = getattr(distributed, "SubmodCompiler", None)
+    run_node = getattr(compiler, "run_node", None)
+    code = getattr(run_node, "__code__", None)
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if code is None or frame is None:
+        return None
+    owner: Any = frame.f_locals.get(code.co_varnames[0])
+    node = frame.f_locals.get(code.co_varnames[1])
+    if node is None or not isinstance(getattr(owner, "module", None), fx.GraphModule):
+        return None
+    calls = [call for call in owner.module.graph.nodes if call.op == "call_module"]
+    return Split(owner, calls.index(node), len(calls))
+
+
+def buckets_of(split: Split) -> tuple[Sequence[Bucket], Sequence[Any], Sequence[Any]]:
+    """Returns all buckets of ``split``, the tensors that the whole graph receives, and those that it returns.
+
+    Must be called while the first bucket is compiled, because later ones replace it. All tensors are fake; nothing runs.
+    """
+    owner = split.owner
+    walk = _Walk(owner)
+    with _running_fake(owner.fake_mode):
+        returned = walk.run(initial_env=dict(owner.env), enable_io_processing=False)
+    received = [value for node, value in owner.env.items() if node.op == "placeholder"]
+    return walk.found, received, list(torch.utils._pytree.tree_leaves(returned))
+
+
+@contextlib.contextmanager
+def _running_fake(mode: Any) -> Iterator[None]:
+    """Runs the body's tensors as fake ones, as torch does between two buckets."""
+    with mode, mock.patch.object(mode, "allow_non_fake_inputs", True):
+        yield
+
+
+class _Walk(fx.Interpreter):
+    """Calls the buckets of a split graph one by one on fake tensors, and keeps what each receives and returns."""
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__(owner.module, garbage_collect_values=False)
+        self.fake_mode = owner.fake_mode
+        self.found: list[Bucket] = []
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch._dynamo.utils import deepcopy_to_fake_tensor
+
+        module: Any = self.fetch_attr(str(target))
+        outputs = deepcopy_to_fake_tensor(module, self.fake_mode)(*args)
+        copied, single = _with_tuple(module)
+        if single and isinstance(outputs, (tuple, list)):  # torch has put a tuple around the result of the present bucket
+            outputs = outputs[0]
+        self.found.append(Bucket(copied, args, (outputs,) if single else tuple(outputs)))
+        return outputs
+
+
+def _with_tuple(module: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
+    """Returns a copy of ``module`` that returns a tuple, and True if callers expect a single value instead."""
+    copied = copied_with_sources(module)
+    (output,) = copied.graph.find_nodes(op="output")
+    if isinstance(output.args[0], (tuple, list)):
+        # Splitting never makes a tuple of one, so torch made this one.
+        return copied, len(output.args[0]) == 1
+    output.args = ((output.args[0],),)
+    copied.recompile()
+    return copied, True
+
+
+@contextlib.contextmanager
+def tracing_undone() -> Iterator[None]:
+    """Restores the attributes of Dynamo's tracing context after the body."""
+    context = TracingContext.try_get()
+    before = {} if context is None else dict(vars(context))
+    try:
+        yield
+    finally:
+        if context is not None:
+            vars(context).update(before)
+
+
+def gradients_become_views() -> bool:
+    """Returns True if the gradients of the model that runs now are moved into the buckets of ``DistributedDataParallel``."""
+    wrapper: Any = torch.nn.parallel.DistributedDataParallel
+    active = wrapper._get_active_ddp_module()
+    return bool(
+        active is not None
+        and getattr(active, "gradient_as_bucket_view", False)
+        and getattr(active, "require_backward_grad_sync", True)
+    )

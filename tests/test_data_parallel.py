@@ -1,0 +1,314 @@
+"""Budgets under data parallelism: buckets of ``DistributedDataParallel`` share one, and ``fully_shard`` frees parameters."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracles import same_bits
+from processes import run_ranks, values
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import autoremat
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, find_cause
+from autoremat.planner.constraints.returning_inputs import without_saved_copies
+from autoremat.planner.graph.graph import Constraint, Graph, Op, Role, Value
+from autoremat.planner.multigraph.frame import Border, Frame, Part
+
+# Dynamo looks at `.grad` of what it is handed after a graph break.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+ENVIRONMENT = {"AUTOREMAT_COST_MODEL": "roofline"}
+EAGER = {"compiler": "aot_eager"}
+WIDTH, ROWS = 256, 512
+
+LEAST_USED = 0.85
+"""Share of a budget that a step uses at least. A small step has few plans, and the next one needs more than the budget."""
+
+
+class Layer(nn.Module):
+    """A norm and two products, each followed by arithmetic that is cheap to recompute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(self.norm(x))
+        return x + torch.tanh(self.down(hidden * torch.sigmoid(torch.exp(-hidden * hidden))))
+
+
+class Layers(nn.Module):
+    """Layers and a scalar loss."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*(Layer() for _ in range(count)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).float().square().mean()
+
+
+def batch(seed: int = 0) -> Tensor:
+    return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def local(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return (gradient.to_local() if hasattr(gradient, "to_local") else gradient).clone()
+
+
+def measured(step: nn.Module, x: Tensor) -> tuple[int, list[Tensor]]:
+    """Returns the least peak of two steps that are compiled, and the gradients.
+
+    A thread of gloo can hold a buffer longer than the step needs it.
+    """
+    peaks = []
+    for number in range(5):
+        step.zero_grad(set_to_none=True)
+        if number < 3:  # compiles; the wrapper allocates its buckets anew after the first backward
+            step(x).backward()
+            continue
+        with autoremat.track_peak("cpu") as peak:
+            step(x).backward()
+        peaks.append(peak.bytes)
+    return min(peaks), [local(p.grad) for p in step.parameters()]
+
+
+def with_ddp(views: bool, **arguments: Any) -> nn.Module:
+    torch.compiler.reset()
+    return torch.compile(DistributedDataParallel(Layers(2), bucket_cap_mb=1, gradient_as_bucket_view=views), **arguments)
+
+
+def planned_ddp(views: bool, budget: object, **options: object) -> nn.Module:
+    return with_ddp(views, backend="autoremat", options={**EAGER, "memory_budget": budget, **options})
+
+
+def with_fsdp(whole: bool, reshard: bool = True, mixed: bool = False, **arguments: Any) -> nn.Module:
+    torch.compiler.reset()
+    model = Layers(2)
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (distributed.get_world_size(),))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if mixed else MixedPrecisionPolicy()
+    for layer in model.layers:
+        if not whole:
+            layer.compile(**arguments)
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
+    if whole:
+        model.compile(**arguments)
+    return model
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A group of this process alone."""
+    distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+# -- DistributedDataParallel --------------------------------------------------------------------------------------------
+
+
+def test_a_share_of_a_tiny_first_bucket_is_a_share_of_all(one_rank):
+    before = len(autoremat.reports())
+    planned_ddp(False, 0.75)(batch()).backward()
+    first, *_ = autoremat.reports()[before:]
+    assert first.gradient_bytes < 0.01 * 4 * sum(p.numel() for p in Layers(2).parameters())  # a layer norm alone
+    assert first.fits
+
+
+def test_an_infeasible_budget_names_the_minimum_of_all_buckets(one_rank):
+    with pytest.raises(Exception, match="buckets of DistributedDataParallel together") as caught:
+        planned_ddp(False, 1000)(batch())
+    error = find_cause(caught.value, BudgetInfeasible)
+    assert error is not None
+    assert "profile_step" not in str(error)
+    peak, _ = measured(planned_ddp(False, error.minimum_bytes), batch())
+    assert LEAST_USED * error.minimum_bytes <= peak <= error.minimum_bytes
+
+
+def test_the_best_effort_warns_once_for_all_buckets(one_rank):
+    with pytest.warns(BudgetWarning, match="buckets of DistributedDataParallel need") as caught:
+        planned_ddp(False, 1000, on_infeasible="best_effort")(batch()).backward()
+    assert sum("DistributedDataParallel" in str(one.message) for one in caught) == 1
+
+
+def test_a_failed_plan_falls_back_bucket_by_bucket(one_rank, monkeypatch):
+    from autoremat.compiler import buckets
+
+    monkeypatch.setattr(buckets.ddp, "buckets_of", lambda split: 1 / 0)
+    with pytest.raises(Exception, match="buckets of a graph"):
+        planned_ddp(False, 0.9)(batch())
+    planned_ddp(False, "1GiB", on_planning_error="fallback")(batch()).backward()
+
+
+def test_a_torch_that_does_not_show_its_buckets_is_warned_of(one_rank, monkeypatch):
+    from autoremat.compiler import buckets
+
+    monkeypatch.setattr(buckets.ddp, "current_split", lambda: None)
+    with pytest.warns(BudgetWarning, match="optimize_ddp = False"):
+        planned_ddp(False, "1GiB")(batch())
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A step of one rank under a budget."""
+
+    peak: int
+    budget: int
+    same_bits: bool
+    """True if the gradients have the bits of a step without a budget."""
+    notes: tuple[str, ...] = ()
+    """The notes of the reports, or the warnings of a step without a profile."""
+
+
+def check(results: list[Trained]) -> None:
+    for one in results:
+        assert LEAST_USED * one.budget <= one.peak <= one.budget
+        assert one.same_bits
+
+
+def train_ddp(rank: int, views: bool) -> Trained:
+    torch.set_num_threads(1)
+    plain, expected = measured(with_ddp(views, backend="aot_eager"), batch(rank))
+    budget, before = int(0.85 * plain), len(autoremat.reports())
+    peak, found = measured(planned_ddp(views, budget), batch(rank))
+    notes = tuple(report.notes[0] for report in autoremat.reports()[before:])
+    return Trained(peak, budget, all(map(same_bits, found, expected)), notes)
+
+
+def both(rank: int) -> tuple[Trained, Trained]:
+    """Trains in both ways, because a process costs more than a step."""
+    return train_ddp(rank, True), train_fsdp(rank, False, True, False)
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[tuple[Trained, Trained]]:
+    return values(run_ranks(both, 2, environment=ENVIRONMENT, timeout=600))
+
+
+def test_every_rank_keeps_the_budget_of_its_buckets(ranks):
+    check([ddp for ddp, _ in ranks])
+    for ddp, _ in ranks:
+        count = len(ddp.notes)
+        assert count > 3
+        assert [note.partition(" of Dist")[0] for note in ddp.notes] == [f"bucket {n + 1} of {count}" for n in range(count)]
+
+
+@pytest.mark.slow
+def test_gradients_beside_the_buckets_count():
+    check(values(run_ranks(train_ddp, 2, args=(False,), environment=ENVIRONMENT, timeout=600)))
+
+
+# -- the ledger ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_counts_a_border_once_whoever_holds_it():
+    """Graph 0 returns 10 bytes, which both keep; graph 1 returns 1 byte, and leaves 5 bytes of finished gradients."""
+    borders = (Border(10, 0, (1,), gradient_bytes=10), Border(1, 1, (), leaves=True, gradient_bytes=1))
+    parts = (Part(0, 10, 3, keeps={0: 1}), Part(1, 1, 5, keeps={0: 1}))
+    frame = Frame(parts, borders)
+    forward0, forward1, between, backward1, after1, backward0, after0 = frame.moments()
+    assert (forward0.base_bytes, forward0.open, forward0.running) == (0, (), 0)
+    assert (forward1.base_bytes, forward1.open) == (0, (0,))  # graph 0 counts the border
+    assert (between.base_bytes, between.open) == (10 - 20 + 1, (0, 1))  # both count it; the caller holds the loss
+    assert (backward1.base_bytes, backward1.open) == (1 - 1, (0,))  # its own output is live once
+    assert after1.base_bytes == 1 + 5 + 10  # the loss, finished gradients, the gradient for graph 0
+    assert (backward0.base_bytes, backward0.open) == (1 - 10 + 5, ())
+    assert after0.base_bytes == 1 + 5 + 3
+    assert frame.held_elsewhere(1) == {0, 1}
+    assert frame.held_elsewhere(0) == {1}
+
+
+def test_a_gradient_with_several_readers_waits_for_the_first_of_them():
+    borders = (Border(10, 0, (1, 2), gradient_bytes=10),)
+    moments = Frame((Part(0), Part(1), Part(2)), borders).moments()
+    base = {(m.running, m.backward): m.base_bytes for m in moments if m.running is not None}
+    assert base[1, False] == base[2, False] == 10  # held for the graphs that receive it
+    assert base[2, True] == 0
+    assert base[1, True] == 10  # the gradient from graph 2
+    assert base[0, True] == 0  # it is the tangent, which the plan counts
+
+
+# -- fully_shard --------------------------------------------------------------------------------------------------------
+
+
+def test_copies_of_returning_inputs_are_recomputed():
+    roles = (Role.INPUT, Role.INPUT, Role.COMPUTED, Role.COMPUTED, Role.COMPUTED, Role.COMPUTED)
+    producers = (None, None, 0, 1, 2, 3)
+    made = [Value(f"v{n}", 8, producer, role) for n, (role, producer) in enumerate(zip(roles, producers, strict=True))]
+    ops = (
+        Op("cast", "cast", (0,), (2,), True), Op("transpose", "clone", (2,), (3,), True),
+        Op("product", "mm", (1, 3), (4,), True, flops=9), Op("backward", "mm", (3, 4), (5,), False, flops=9),
+    )  # fmt: skip
+    graph = without_saved_copies(Graph(ops, tuple(made), (4,), (5,)), {0})
+    assert [op.constraint is Constraint.RECOMPUTE for op in graph.ops] == [True, True, False, False]
+    of_product = without_saved_copies(Graph(ops, tuple(made), (4,), (5,)), {0, 1})
+    assert of_product.ops[2].constraint is Constraint.NONE
+
+
+class Cast(nn.Module):
+    """A product with a copy of its weight in another type and layout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + (x.bfloat16() @ self.weight.bfloat16().t().contiguous()).float().tanh()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_copy_of_a_sharded_parameter_is_not_saved(one_rank, whole, sharded):
+    model, before = nn.Sequential(Cast(), Cast()), len(autoremat.reports())
+    for layer in model:
+        if not whole:
+            layer.compile(backend="autoremat", options=EAGER)
+        if sharded:
+            fully_shard(layer)
+    if sharded:
+        fully_shard(model)
+    if whole:
+        model.compile(backend="autoremat", options=EAGER)
+    model(torch.randn(ROWS, WIDTH)).sum().backward()
+    sizes = [tensor.bytes for report in autoremat.reports()[before:] for tensor in report.saved]
+    assert (2 * WIDTH * WIDTH in sizes) is not sharded
+
+
+def train_fsdp(rank: int, whole: bool, reshard: bool, mixed: bool) -> Trained:
+    torch.set_num_threads(1)
+    x = batch(rank)
+    plain, expected = measured(with_fsdp(whole, reshard, mixed, backend="aot_eager"), x)
+    model = with_fsdp(whole, reshard, mixed, backend="autoremat", options=EAGER)
+    profile = autoremat.profile_step(model, x, memory_budget=int(0.85 * plain), options=EAGER)
+    budget = int(profile.budget_bytes or 0)
+    options = {**EAGER, "memory_budget": profile}
+    peak, found = measured(with_fsdp(whole, reshard, mixed, backend="autoremat", options=options), x)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        alone = {**EAGER, "memory_budget": budget * 3 // 4}
+        with_fsdp(whole, reshard, mixed, backend="autoremat", options=alone)(x).backward()
+    told = tuple(str(one.message) for one in caught if issubclass(one.category, BudgetWarning))
+    return Trained(peak, budget, all(map(same_bits, found, expected)), told)
+
+
+def test_one_profile_is_the_budget_of_a_sharded_rank(ranks):
+    check([fsdp for _, fsdp in ranks])
+    for _, fsdp in ranks:
+        assert any("profile_step" in message and "every rank" in message for message in fsdp.notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("whole", "reshard", "mixed"), [(False, False, False), (False, True, True), (True, True, True)])
+def test_other_ways_to_shard(whole, reshard, mixed):
+    check(values(run_ranks(train_fsdp, 2, args=(whole, reshard, mixed), environment=ENVIRONMENT, timeout=600)))
