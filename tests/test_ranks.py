@@ -55,8 +55,8 @@ def with_costs_reversed(options: dict[str, Any]) -> dict[str, Any]:
     """A step for which the dearest ops of this process are the cheapest ones."""
     true = joint_graph.priced
 
-    def priced(captured: Any, cost_model: str) -> Any:
-        found, how = true(captured, cost_model)
+    def priced(*given: Any) -> Any:
+        found, how = true(*given)
         dearest = max(op.seconds for op in found.graph.ops)
         ops = tuple(dataclasses.replace(op, seconds=1.1 * dearest - op.seconds) for op in found.graph.ops)
         return dataclasses.replace(found, graph=dataclasses.replace(found.graph, ops=ops)), how
