@@ -196,6 +196,7 @@ def ranks() -> list[tuple[Trained, Trained]]:
     return values(run_ranks(both, 2, environment=ENVIRONMENT, timeout=600))
 
 
+@pytest.mark.slow
 def test_every_rank_keeps_the_budget_of_its_buckets(ranks):
     check([ddp for ddp, _ in ranks])
     for ddp, _ in ranks:
@@ -302,6 +303,7 @@ def train_fsdp(rank: int, whole: bool, reshard: bool, mixed: bool) -> Trained:
     return Trained(peak, budget, all(map(same_bits, found, expected)), told)
 
 
+@pytest.mark.slow
 def test_one_profile_is_the_budget_of_a_sharded_rank(ranks):
     check([fsdp for _, fsdp in ranks])
     for _, fsdp in ranks:

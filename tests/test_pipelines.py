@@ -87,6 +87,7 @@ def judge(results: list[tuple[dict[str, Any], dict[str, Any]]], used: float) -> 
         assert all((a == b).all() for a, b in zip(planned["gradients"], plain["gradients"], strict=True))
 
 
+@pytest.mark.slow
 def test_stages_keep_their_budgets_with_all_calls_in_flight():
     found = values(run_ranks(plain_and_planned, 2, args=("Schedule1F1B", {"memory_budget": 0.8})))
     assert [planned["in_flight"] for _, planned in found] == [2, 1]

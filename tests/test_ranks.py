@@ -178,7 +178,8 @@ def ending(rank: int, lost: int, at: str) -> dict[str, Any]:
     return step(SHARE)
 
 
-@pytest.mark.parametrize(("lost", "at"), [(0, "planning"), pytest.param(1, "capture", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("lost", "at"), [(0, "planning"), (1, "capture")])
+@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_compilation_on_the_others(lost, at):
     found: list[RankResult] = run_ranks(ending, 2, args=(lost, at), timeout=60)
     assert "ended with code 7" in found[lost].error

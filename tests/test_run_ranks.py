@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+import pytest
 from processes import run_ranks, values
 from torch import distributed, tensor
 
@@ -35,6 +36,7 @@ def test_the_error_of_one_rank_is_its_own() -> None:
     assert "ValueError: this rank fails" in (failed.error or "")
 
 
+@pytest.mark.slow
 def test_a_rank_that_takes_too_long_is_killed() -> None:
     fine, late = run_ranks(waiting, 2, timeout=8, group=False)
     assert fine.error is None

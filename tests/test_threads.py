@@ -152,7 +152,7 @@ def test_a_survey_leaves_the_compilations_of_other_threads_alone():
 
 def test_a_profile_leaves_calls_of_other_threads_and_graphs_of_other_devices_out():
     model, x = nn.Sequential(nn.Linear(16, 16), nn.Tanh()), torch.ones(64, 16)
-    taken = Recording(Options(compiler="aot_eager"))
+    taken = Recording(Options(compiler="aot_eager", cost_model="roofline"))
     with intercepted_by(taken):
         compiled = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager"})
         compiled(x).sum().backward()
