@@ -465,3 +465,19 @@ def test_two_ranks_repeat_the_same_gathers_under_an_agreement_and_none_without(a
         assert bool(repeated) == (agreement == "auto")
         assert agreement == "off" or max(peaks) <= budget
     assert ranks[0][2] == ranks[1][2]
+
+
+def measuring_rank(rank: int) -> tuple[str, tuple[int, ...], str]:
+    """The interconnect of the report, the ranks that share the plan, and the schedule."""
+    options = {"compiler": "aot_eager", "cost_model": "calibrated", "memory_budget": 0.9, "on_infeasible": "best_effort"}
+    run(sharded_step, inputs(2, seed=rank), backend="autoremat", options=options)
+    report = autoremat.reports()[-1]
+    return report.interconnect, report.ranks, str(report.plan.schedule)
+
+
+@pytest.mark.slow
+def test_ranks_measure_their_interconnect_together():
+    first, second = values(run_ranks(measuring_rank, 2))
+    assert first == second
+    assert first[0].endswith("/s (measured)")
+    assert first[1] == (0, 1)

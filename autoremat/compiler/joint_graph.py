@@ -15,7 +15,7 @@ from autoremat.capture import communication
 from autoremat.capture.capture import Capture, capture, runs_on_type
 from autoremat.capture.pricing import priced
 from autoremat.compiler.torch_partition import torch_partition_peak
-from autoremat.ops.collectives import ranks_of
+from autoremat.ops.collectives import group_of, ranks_of
 from autoremat.options.options import Options
 from autoremat.passes import before_capture
 from autoremat.planner.constraints.returning_inputs import without_saved_copies
@@ -124,6 +124,12 @@ class PricedGraph:
     def graph(self) -> Graph:
         """The planner's graph."""
         return self.captured.graph
+
+    @cached_property
+    def gathering_groups(self) -> tuple[str, ...]:
+        """The names of the process groups whose gathers the plan may repeat, in the sequence of the graph."""
+        ops = zip(self.graph.ops, self.captured.op_nodes, strict=True)
+        return tuple(dict.fromkeys(group_of(node) for op, node in ops if Trait.GATHER in op.traits))
 
     @cached_property
     def gathering_ranks(self) -> frozenset[int]:

@@ -18,10 +18,11 @@ from autoremat.agreement.session import Parts, Session
 from autoremat.basics.errors import AgreementError, BudgetInfeasible
 from autoremat.basics.progress import now
 from autoremat.compiler.attempts import Accept, Again, Attempt, Infeasible, Purpose, Rules, Verdict, next_step
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
 from autoremat.compiler.planning import PlannedGraph, plan_graph
 from autoremat.compiler.records import Record
 from autoremat.compiler.told_plan import TOLD, ToldPlan, plan_as_told, told
+from autoremat.measure.interconnect import interconnects_of
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan_file import graph_hash
@@ -133,7 +134,9 @@ class Members:
         if priced.gathering_ranks:
             # A rank that gathers with others than the members would wait for them in vain.
             inside = priced.gathering_ranks <= set(self.session.members)
-            if not self.session.round("gathers", inside, lambda parts: all(parts.values())):
+            if self.session.round("gathers", inside, lambda parts: all(parts.values())):
+                priced = _with_measured_links(priced, context)
+            else:
                 priced = priced.with_gathers_once()
         found: list[PlannedGraph] = []
 
@@ -175,6 +178,18 @@ class Members:
 
     def fail(self, error: Exception) -> None:
         self.session.fail(error)
+
+
+def _with_measured_links(priced: PricedGraph, context: PlanningContext) -> PricedGraph:
+    """Returns the graph with its gathers priced by the measured interconnects of their groups, which all members measure now.
+
+    Data sheets and options come instead where the cost model is "roofline" or the bandwidth is given.
+    """
+    if context.options.cost_model == "roofline" or context.options.interconnect_bandwidth is not None:
+        return priced
+    now("measuring the interconnect")
+    again = capture_and_price(priced.joint, replace(context, interconnects=interconnects_of(priced.gathering_groups)))
+    return priced if again is None else again
 
 
 def _joined(attempt: Attempt, parts: Parts) -> Attempt:

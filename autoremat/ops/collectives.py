@@ -35,7 +35,7 @@ def traffic_of_group(node: fx.Node) -> GroupTraffic | None:
     """
     if not op_traits.is_collective(node):
         return None
-    group, ranks = _group(node), _arguments(node).get("group_size")
+    group, ranks = group_of(node), _arguments(node).get("group_size")
     ranks = ranks if isinstance(ranks, int) else process_groups.size_of(group)
     pattern = Pattern.REDUCE if "all_reduce" in node.target._schema.name else Pattern.GATHER  # type: ignore[union-attr]
     read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
@@ -59,7 +59,7 @@ def workspace_bytes(node: fx.Node, runs_on: str) -> int:
 
 
 def _copies_nothing(node: fx.Node, runs_on: str) -> bool:
-    return runs_on != "cpu" or process_groups.is_fake(_group(node))
+    return runs_on != "cpu" or process_groups.is_fake(group_of(node))
 
 
 def held_bytes(node: fx.Node, runs_on: str) -> int:
@@ -75,7 +75,7 @@ def held_bytes(node: fx.Node, runs_on: str) -> int:
 
 def ranks_of(node: fx.Node) -> frozenset[int]:
     """Returns the ranks that take part in a collective, as far as this process knows its group."""
-    return process_groups.ranks_of(_group(node))
+    return process_groups.ranks_of(group_of(node))
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:
@@ -83,7 +83,8 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | dict(node.kwargs)
 
 
-def _group(node: fx.Node) -> str:
+def group_of(node: fx.Node) -> str:
+    """Returns the name of the process group of a collective."""
     return process_groups.name_of(_arguments(node).get("group_name"))
 
 

@@ -15,8 +15,8 @@ def name_of(group: object) -> str:
     return str(getattr(group, "group_name", group))
 
 
-def _group(name: str) -> dist.ProcessGroup | None:
-    """Returns the group of that name; None if this process does not know it."""
+def group_of(name: str) -> dist.ProcessGroup | None:
+    """Returns the process group of that name; None if this process does not know it."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
     resolve: Callable[[str], dist.ProcessGroup] | None = getattr(dist.distributed_c10d, "_resolve_process_group", None)
@@ -28,19 +28,19 @@ def _group(name: str) -> dist.ProcessGroup | None:
 
 def size_of(name: str) -> int:
     """Returns the number of ranks of the group ``name``."""
-    group = _group(name)
+    group = group_of(name)
     return UNKNOWN_RANKS if group is None else int(group.size())
 
 
 def is_fake(name: str) -> bool:
     """Returns True if the group ``name`` sends nothing, because its other ranks do not exist."""
-    group = _group(name)
+    group = group_of(name)
     return group is not None and dist.get_backend(group) == "fake"
 
 
 def ranks_of(name: str) -> frozenset[int]:
     """Returns the global ranks of the group ``name``; an impossible one for an unknown group."""
-    group = _group(name)
+    group = group_of(name)
     return frozenset({-1}) if group is None else frozenset(dist.get_process_group_ranks(group))
 
 
