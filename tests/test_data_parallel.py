@@ -291,7 +291,8 @@ def train_fsdp(rank: int, whole: bool, reshard: bool, mixed: bool) -> Trained:
     x = batch(rank)
     plain, expected = measured(with_fsdp(whole, reshard, mixed, backend="aot_eager"), x)
     model = with_fsdp(whole, reshard, mixed, backend="autoremat", options=EAGER)
-    profile = autoremat.profile_step(model, x, memory_budget=int(0.85 * plain), options=EAGER)
+    # With gradients in 32 bits, a thread of gloo may hold a large buffer for a moment while the step is profiled.
+    profile = autoremat.profile_step(model, x, memory_budget=int((0.92 if mixed else 0.85) * plain), options=EAGER)
     budget = int(profile.budget_bytes or 0)
     options = {**EAGER, "memory_budget": profile}
     peak, found = measured(with_fsdp(whole, reshard, mixed, backend="autoremat", options=options), x)

@@ -39,6 +39,7 @@ NAMESPACE = "_c10d_functional"
 GATHER, COALESCED = f"{NAMESPACE}.all_gather_into_tensor.default", f"{NAMESPACE}.all_gather_into_tensor_coalesced.default"
 EAGER: dict[str, Any] = {"compiler": "aot_eager", "cost_model": "roofline", "on_planning_error": "raise"}
 LEAST = EAGER | {"memory_budget": 1, "on_infeasible": "best_effort"}
+FAST: dict[str, Any] = {"interconnect_bandwidth": 1e12, "interconnect_latency": 1e-9}
 WIDTH, LAYERS, ROWS = 64, 4, 16
 
 Step = Callable[..., Tensor]
@@ -341,7 +342,7 @@ def test_activations_that_are_gathered_over_the_sequence_are_priced_alike(world)
 def test_gathers_run_again_with_their_waits_in_the_order_of_the_plan(world, step, gather):
     tensors = inputs(1)
     expected, _ = run(step, tensors, backend="aot_eager")
-    gradients, names = run(step, tensors, backend="autoremat", options=LEAST)
+    gradients, names = run(step, tensors, backend="autoremat", options=LEAST | FAST)
     report = autoremat.reports()[-1]
     assert all(map(same_bits, gradients, expected))
     assert set(again(report)) == {gather}
@@ -379,7 +380,7 @@ def test_one_wait_for_several_gathers_belongs_to_them(world, wait_for_all):
 
     tensors = inputs(1)
     expected, _ = run(coalesced_step, tensors, backend="aot_eager")
-    gradients, names = run(step, tensors, backend="autoremat", options=LEAST)
+    gradients, names = run(step, tensors, backend="autoremat", options=LEAST | FAST)
     report = autoremat.reports()[-1]
     assert all(map(same_bits, gradients, expected))
     assert set(again(report)) == {COALESCED}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 
 import autoremat
-from autoremat.compiler import lowering, partitioning
+from autoremat.compiler import lowering, peers
 from autoremat.compiler.interception import active_interceptor, intercepted_by
 from autoremat.measure.timer import undisturbed
 from autoremat.options.options import Options
@@ -192,7 +192,7 @@ def graph_of(width: int) -> tuple[fx.GraphModule, list[Tensor]]:
 
 POINTS = {
     "before compilation": (compat, "compile_with_inductor"),
-    "planning": (partitioning, "plan_graph"),
+    "planning": (peers, "plan_graph"),
     "before lowering": (lowering, "before_lowering"),
     "after code generation": (inductor_lowering, "_lowered_peak"),
 }
