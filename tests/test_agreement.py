@@ -120,6 +120,30 @@ def test_a_rank_that_recompiles_alone_goes_on_after_a_while_and_at_once_the_next
     assert len(caplog.records) == 1, "the second recompilation does not wait"
 
 
+def test_a_rank_that_never_came_is_waited_for_briefly_until_it_comes(monkeypatch):
+    monkeypatch.setattr(meetings, "PATIENCE", 0.3)
+    monkeypatch.setattr(meetings, "BRIEFLY", 0.1)
+    alone = threading.Event()
+
+    def body(channel):
+        rendezvous, seconds = Rendezvous(channel), []
+        if channel.rank:
+            assert alone.wait(LONG)
+            return rendezvous.meet("c", range(2)).members
+        for place in "ab":
+            begin = time.monotonic()
+            rendezvous.meet(place, range(2))
+            seconds.append(time.monotonic() - begin)
+        lost = set(rendezvous.lost)
+        monkeypatch.setattr(meetings, "BRIEFLY", LONG)
+        alone.set()
+        return rendezvous.meet("c", range(2)).members, seconds[1] < seconds[0], lost, rendezvous.lost
+
+    first, second = together(body, 2)
+    assert first == ((0, 1), True, {1}, set())
+    assert second == (0, 1)
+
+
 def test_only_the_ranks_that_are_named_are_expected():
     def body(channel):
         return None if channel.rank == 2 else Rendezvous(channel).meet("here", (0, 1)).members

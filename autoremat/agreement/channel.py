@@ -41,7 +41,11 @@ class Channel:
     """Reads and writes JSON data under keys of the job's store."""
 
     job: Job
-    prefix: str = "autoremat/"
+
+    @property
+    def prefix(self) -> str:
+        """The beginning of all keys. A store can outlive the process group, so each group of this process has its own."""
+        return f"autoremat/{self.job.number}/"
 
     @property
     def rank(self) -> int:
@@ -57,6 +61,11 @@ class Channel:
         """Writes ``data`` unless another rank has written there already. Returns the data that are there now."""
         with _connected(key):
             return json.loads(self.job.store.compare_set(self.prefix + key, "", json.dumps(data)))
+
+    def count(self, key: str) -> int:
+        """Returns the number of calls for this key on all ranks, the present one included."""
+        with _connected(key):
+            return int(self.job.store.add(self.prefix + key, 1))
 
     def has(self, *keys: str) -> bool:
         """Returns True if all ``keys`` have been written."""

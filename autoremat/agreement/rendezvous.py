@@ -5,9 +5,10 @@ A rank arrives under the name of the place in the user's code, and of its occurr
 - ranks of other pipeline stages, which the ranks of a stage name when they arrive;
 - ranks that wait at another place, and therefore for this one;
 - ranks that have compiled this place already and do not come within ``RECOMPILATION`` seconds: shapes may change on one rank;
-- ranks that do not come within ``PATIENCE`` seconds.
+- ranks that do not come within ``PATIENCE`` seconds, or ``BRIEFLY`` if they did not come to an earlier place either.
 
-The lowest rank that has arrived writes the list of members. A rank that comes later is not on it; it meets those that are left.
+The first rank that arrives waits for the others and writes the list of members; they only wait for the list, so a large job
+asks its store little. A rank that comes later is not on the list; it meets those that are left.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from autoremat.agreement.channel import Channel, Pulse, pauses
+from autoremat.agreement.channel import SILENCE, Channel, pauses
 
 log = logging.getLogger("autoremat")
 
@@ -28,6 +29,9 @@ PATIENCE = 300.0
 
 RECOMPILATION = 60.0
 """Seconds to wait for a rank that has compiled this place before."""
+
+BRIEFLY = 5.0
+"""Seconds to wait for a rank that did not come to an earlier place."""
 
 NOTICE = 10.0
 """Seconds after which a log line names the ranks that are missing."""
@@ -52,6 +56,8 @@ class Rendezvous:
     """Number of arrivals of this process at each place."""
     deserted: set[str] = field(default_factory=set)
     """Places at which recompilations of this process have waited in vain. They do not wait again."""
+    lost: set[int] = field(default_factory=set)
+    """Ranks that did not come in time, and have not come since."""
 
     def meet(self, place: str, ranks: Iterable[int], elsewhere: Collection[int] = ()) -> Meeting:
         """Returns the meeting of this process with those of ``ranks`` that compile the graph at ``place``.
@@ -63,10 +69,9 @@ class Rendezvous:
         self.arrivals[digest] += 1
         for generation in range(len(expected)):
             name = f"meet/{digest}/{occurrence}/{generation}"
-            here = _Place(self, place, digest, name, occurrence)
-            here.arrive(elsewhere)
-            meeting = here.wait(expected)
+            meeting = _Place(self, place, digest, name, occurrence, frozenset(expected)).meet(elsewhere)
             if self.channel.rank in meeting.members:
+                self.lost = (self.lost | set(meeting.missing)) - set(meeting.members)
                 return meeting
             expected -= set(meeting.members)
         raise AssertionError("the last generation has a single rank")
@@ -81,52 +86,57 @@ class _Place:
     digest: str
     name: str
     occurrence: int
+    expected: frozenset[int]
+    arrived: dict[int, list[int]] = field(default_factory=dict)
+    """The ranks that have arrived, each with the ranks that it knows to be elsewhere. Only the first rank reads them."""
 
     @property
     def channel(self) -> Channel:
         return self.rendezvous.channel
 
-    def arrive(self, elsewhere: Collection[int]) -> None:
-        """Announces this process."""
-        self.channel.write(f"{self.name}/{self.channel.rank}", sorted(elsewhere))
-        self.channel.write(f"at/{self.channel.rank}", self.name)
-
-    def wait(self, expected: Collection[int]) -> Meeting:
+    def meet(self, elsewhere: Collection[int]) -> Meeting:
         """Returns the meeting, once its members are known."""
-        begin, noticed, pulse = time.monotonic(), False, Pulse(self.channel, self.channel.rank)
+        self.channel.write(f"{self.name}/came/{self.channel.rank}", True)
+        self.channel.write(f"at/{self.channel.rank}", self.name)
+        number = self.channel.count(f"{self.name}/count")
+        self.channel.write(f"{self.name}/arrival/{number}", {"rank": self.channel.rank, "elsewhere": sorted(elsewhere)})
+        if number == 1:
+            self.channel.write_first(f"{self.name}/members", self.gathered())
+            first = self.channel.rank
+        else:
+            first = int(self.channel.wait_for_late(f"{self.name}/arrival/1", 0, SILENCE)["rank"])
+        found = self.channel.wait(f"{self.name}/members", first)
+        return Meeting(self.name, tuple(found["members"]), tuple(found["missing"]))
+
+    def gathered(self) -> dict[str, list[int]]:
+        """Returns the members, and the ranks that were expected and did not come in time."""
+        begin, noticed = time.monotonic(), False
         for _ in pauses():
-            members = self.channel.read(f"{self.name}/members")
-            if members is not None:
-                return Meeting(self.name, tuple(members["members"]), tuple(members["missing"]))
+            self.note_arrivals()
             waited = time.monotonic() - begin
-            arrived = self.arrived(expected)
-            absent = set(expected) - arrived.keys() - {rank for others in arrived.values() for rank in others}
+            absent = self.expected - self.arrived.keys() - {rank for others in self.arrived.values() for rank in others}
             awaited = {rank for rank in absent if self.may_come(rank, waited)}
-            if not awaited and self.channel.rank == min(arrived):
-                lost = sorted(rank for rank in absent if not self.waits_elsewhere(rank))
-                self.channel.write_first(f"{self.name}/members", {"members": sorted(arrived), "missing": lost})
-                if lost and self.occurrence:
-                    self.rendezvous.deserted.add(self.digest)
-            if pulse.rank != min(arrived):
-                pulse = Pulse(self.channel, min(arrived))
-            pulse.check()
-            if awaited and waited > NOTICE and not noticed:
+            if not awaited:
+                break
+            if waited > NOTICE and not noticed:
                 noticed = True
                 log.warning("%s", _notice(self.channel.rank, awaited, self.description))
-        raise AssertionError("pauses never end")
+        missing = sorted(rank for rank in absent if not self.waits_elsewhere(rank))
+        if missing and self.occurrence:
+            self.rendezvous.deserted.add(self.digest)
+        return {"members": sorted(self.arrived), "missing": missing}
 
-    def arrived(self, expected: Collection[int]) -> dict[int, list[int]]:
-        """Returns the ranks that have arrived, each with the ranks that it knows to be elsewhere."""
-        keys = {rank: f"{self.name}/{rank}" for rank in expected}
-        all_here = self.channel.has(*keys.values())
-        return {rank: self.channel.read(key) for rank, key in keys.items() if all_here or self.channel.has(key)}
+    def note_arrivals(self) -> None:
+        """Adds the ranks that have arrived since the last look."""
+        while (found := self.channel.read(f"{self.name}/arrival/{len(self.arrived) + 1}")) is not None:
+            self.arrived[int(found["rank"])] = found["elsewhere"]
 
     def may_come(self, rank: int, waited: float) -> bool:
         """Returns True if an absent rank may still come in time."""
-        if self.occurrence and self.channel.has(f"meet/{self.digest}/0/0/{rank}"):
+        if self.occurrence and self.channel.has(f"meet/{self.digest}/0/0/came/{rank}"):
             patience = 0.0 if self.digest in self.rendezvous.deserted else RECOMPILATION
         else:
-            patience = PATIENCE
+            patience = BRIEFLY if rank in self.rendezvous.lost else PATIENCE
         return waited < patience and not self.waits_elsewhere(rank)
 
     def waits_elsewhere(self, rank: int) -> bool:

@@ -19,6 +19,8 @@ class Job:
     world_size: int
     store: Any
     """The store of the default process group, with a connection of its own. Nobody else waits behind our requests."""
+    number: int = 1
+    """Number of the job among those that this process has joined."""
 
     def another_connection(self) -> Any:
         """Returns the store with a further connection, for another thread."""
@@ -42,7 +44,8 @@ def job() -> Job | None:
         if dist.get_world_size() == 1 or dist.get_backend() in IN_ONE_PROCESS:
             return None
         store = _cloned(dist.distributed_c10d._get_default_store())
-        _present = group, Job(dist.get_rank(), dist.get_world_size(), store)
+        number = 1 if _present is None else _present[1].number + 1
+        _present = group, Job(dist.get_rank(), dist.get_world_size(), store, number)
     return _present[1]
 
 
