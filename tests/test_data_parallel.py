@@ -29,7 +29,7 @@ ENVIRONMENT = {"AUTOREMAT_COST_MODEL": "roofline"}
 EAGER = {"compiler": "aot_eager"}
 WIDTH, ROWS = 256, 512
 
-LEAST_USED = 0.85
+LEAST_USED = 0.8
 """Share of a budget that a step uses at least. A small step has few plans, and the next one needs more than the budget."""
 
 
@@ -67,12 +67,12 @@ def local(gradient: Tensor | None) -> Tensor:
 
 
 def measured(step: nn.Module, x: Tensor) -> tuple[int, list[Tensor]]:
-    """Returns the least peak of two steps that are compiled, and the gradients.
+    """Returns the least peak of five steps that are compiled, and the gradients.
 
     A thread of gloo can hold a buffer longer than the step needs it.
     """
     peaks = []
-    for number in range(5):
+    for number in range(8):
         step.zero_grad(set_to_none=True)
         if number < 3:  # compiles; the wrapper allocates its buckets anew after the first backward
             step(x).backward()
@@ -289,10 +289,11 @@ def test_a_copy_of_a_sharded_parameter_is_not_saved(one_rank, whole, sharded):
 def train_fsdp(rank: int, whole: bool, reshard: bool, mixed: bool) -> Trained:
     torch.set_num_threads(1)
     x = batch(rank)
-    plain, expected = measured(with_fsdp(whole, reshard, mixed, backend="aot_eager"), x)
+    _, expected = measured(with_fsdp(whole, reshard, mixed, backend="aot_eager"), x)
     model = with_fsdp(whole, reshard, mixed, backend="autoremat", options=EAGER)
-    # With gradients in 32 bits, a thread of gloo may hold a large buffer for a moment while the step is profiled.
-    profile = autoremat.profile_step(model, x, memory_budget=int((0.92 if mixed else 0.85) * plain), options=EAGER)
+    unbounded = autoremat.profile_step(model, x, options=EAGER)
+    # Halfway, because a thread of gloo may hold a large buffer for a moment while the step is profiled.
+    profile = unbounded.within((unbounded.minimum_peak_bytes + unbounded.baseline_peak_bytes) // 2)
     budget = int(profile.budget_bytes or 0)
     options = {**EAGER, "memory_budget": profile}
     peak, found = measured(with_fsdp(whole, reshard, mixed, backend="autoremat", options=options), x)
