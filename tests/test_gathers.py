@@ -337,15 +337,21 @@ def test_activations_that_are_gathered_over_the_sequence_are_priced_alike(world)
 # -- execution -----------------------------------------------------------------------------------------------------------
 
 
-@in_world(1)
-@pytest.mark.parametrize(("step", "gather"), [(sharded_step, GATHER), (coalesced_step, COALESCED)])
-def test_gathers_run_again_with_their_waits_in_the_order_of_the_plan(world, step, gather):
+def repeated(step: Step, expected_of: Step, gather: str) -> tuple[Report, list[str]]:
+    """The report of ``step`` with the least memory, which repeats ``gather`` alone, and the collectives that ran."""
     tensors = inputs(1)
-    expected, _ = run(step, tensors, backend="aot_eager")
+    expected, _ = run(expected_of, tensors, backend="aot_eager")
     gradients, names = run(step, tensors, backend="autoremat", options=LEAST | FAST)
     report = autoremat.reports()[-1]
     assert all(map(same_bits, gradients, expected))
     assert set(again(report)) == {gather}
+    return report, names
+
+
+@in_world(1)
+@pytest.mark.parametrize(("step", "gather"), [(sharded_step, GATHER), (coalesced_step, COALESCED)])
+def test_gathers_run_again_with_their_waits_in_the_order_of_the_plan(world, step, gather):
+    report, names = repeated(step, expected_of=step, gather=gather)
     assert names == planned_calls(report)
 
 
@@ -378,12 +384,7 @@ def test_one_wait_for_several_gathers_belongs_to_them(world, wait_for_all):
                 x = torch.tanh(x @ weight)
         return x.square().mean()
 
-    tensors = inputs(1)
-    expected, _ = run(coalesced_step, tensors, backend="aot_eager")
-    gradients, names = run(step, tensors, backend="autoremat", options=LEAST | FAST)
-    report = autoremat.reports()[-1]
-    assert all(map(same_bits, gradients, expected))
-    assert set(again(report)) == {COALESCED}
+    report, names = repeated(step, expected_of=coalesced_step, gather=COALESCED)
     runs = LAYERS // 2 + len(again(report))
     assert names.count(f"{NAMESPACE}::wait_tensors") == names.count(f"{NAMESPACE}::all_gather_into_tensor_coalesced") == runs
     assert not [op for op in report.plan.graph.ops if "wait_tensors" in op.target]

@@ -92,17 +92,19 @@ class Channel:
             pulse.check()
         raise AssertionError("pauses never end")
 
-    def wait_for_late(self, key: str, writer: int, seconds: float) -> Any:
-        """Returns the data at ``key`` once rank ``writer`` has written them. Raises ``AgreementError`` after ``seconds``."""
+    def wait_for_late(self, key: str, seconds: float, writer: int | None = None) -> Any:
+        """Returns the data at ``key`` once they are written, by rank ``writer`` if it is known.
+
+        Raises ``AgreementError`` after ``seconds``.
+        """
         deadline = time.monotonic() + seconds
         for _ in pauses():
             found = self.read(key)
             if found is not None:
                 return found
             if time.monotonic() > deadline:
-                raise AgreementError(
-                    f"rank {writer} has not come within {seconds:g} s; all ranks have to make this call", writer
-                )
+                who = "another rank" if writer is None else f"rank {writer}"
+                raise AgreementError(f"{who} has not come within {seconds:g} s; all ranks have to make this call", writer)
         raise AssertionError("pauses never end")
 
     def delete(self, keys: Iterable[str]) -> None:

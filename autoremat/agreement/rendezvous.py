@@ -104,7 +104,7 @@ class _Place:
             self.channel.write_first(f"{self.name}/members", self.gathered())
             first = self.channel.rank
         else:
-            first = int(self.channel.wait_for_late(f"{self.name}/arrival/1", 0, SILENCE)["rank"])
+            first = int(self.channel.wait_for_late(f"{self.name}/arrival/1", SILENCE)["rank"])
         found = self.channel.wait(f"{self.name}/members", first)
         return Meeting(self.name, tuple(found["members"]), tuple(found["missing"]))
 

@@ -10,21 +10,16 @@ import operator
 import os
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from numbers import Real
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from autoremat.basics import environment
-from autoremat.basics.budget import FORMS_ANYWHERE, budget_bytes, parse_budget
+from autoremat.basics.budget import FORMS_ANYWHERE, budget_bytes
 from autoremat.basics.checks import (
-    MOST_BYTES,
-    as_float,
-    as_int,
     flag,
     one_of,
     options_of,
     positive_seconds,
     refused,
-    text_to_bytes,
     underscored,
 )
 from autoremat.basics.environment import BUDGET as ENVIRONMENT_VARIABLE
@@ -34,8 +29,8 @@ from autoremat.basics.environment import PROGRESS as PROGRESS_VARIABLE
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.progress import progress_in_environment, set_default
 from autoremat.basics.stable import stable
-from autoremat.basics.units import BYTE_FORMS, format_bytes
-from autoremat.options import defaults
+from autoremat.basics.units import format_bytes
+from autoremat.options import defaults, values
 from autoremat.options.renamed import renamed
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.policies import Policy
@@ -59,14 +54,6 @@ OWN_KEYS = (
     "agreement", "progress",
 )  # fmt: skip
 PLANNING_KEYS = tuple(key for key in OWN_KEYS if key not in ("agreement", "progress"))
-
-_BUDGET_FORMS = f'{FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `auto_headroom`); an `autoremat.profile_step`'
-_PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
-_CHUNK_FORMS = '"auto", True, False or a number of parts, an int >= 2'
-_BANDWIDTH_FORMS = 'text such as "50GB/s", a number of bytes per second >= 1, or None'
-_AGREEMENT_FORMS = '"auto", "off" or a list of ranks, such as torch.distributed.get_process_group_ranks(group)'
-_IN_FLIGHT_FORMS = "an int >= 1, or None to read it from the running pipeline schedule"
-_HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
 
 _configured: dict[str, object] = {}
@@ -134,8 +121,8 @@ class Options:
 
     def __post_init__(self) -> None:
         normalised = {
-            "memory_budget": _normalise_budget(self.memory_budget, "memory_budget"),
-            "auto_headroom": _normalise_headroom(self.auto_headroom),
+            "memory_budget": values.budget(self.memory_budget, "memory_budget"),
+            "auto_headroom": values.headroom(self.auto_headroom),
             "time_limit": positive_seconds(self.time_limit, "time_limit"),
             "compiler": one_of(COMPILERS, self.compiler, "compiler"),
             "on_infeasible": one_of(INFEASIBLE_ACTIONS, self.on_infeasible, "on_infeasible"),
@@ -143,17 +130,17 @@ class Options:
             "on_planning_error": None
             if self.on_planning_error is None
             else one_of(PLANNING_ERROR_ACTIONS, self.on_planning_error, "on_planning_error"),
-            "plan": _normalise_plans(self.plan),
+            "plan": values.plans(self.plan),
             "policy": policies.parse(self.policy),
-            "save": _normalise_patterns(self.save, "save"),
-            "recompute": _normalise_patterns(self.recompute, "recompute"),
-            "chunk_loss": _normalise_chunks(self.chunk_loss),
-            "interconnect_bandwidth": _normalise_bandwidth(self.interconnect_bandwidth),
+            "save": values.patterns(self.save, "save"),
+            "recompute": values.patterns(self.recompute, "recompute"),
+            "chunk_loss": values.chunks(self.chunk_loss),
+            "interconnect_bandwidth": values.bandwidth(self.interconnect_bandwidth),
             "interconnect_latency": None
             if self.interconnect_latency is None
             else positive_seconds(self.interconnect_latency, "interconnect_latency"),
-            "agreement": _normalise_agreement(self.agreement),
-            "in_flight": _normalise_calls(self.in_flight),
+            "agreement": values.agreement(self.agreement),
+            "in_flight": values.calls(self.in_flight),
             "accumulate": None if self.accumulate is None else flag(self.accumulate, "accumulate"),
             "progress": flag(self.progress, "progress"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
@@ -218,10 +205,10 @@ class Options:
 
         An "auto" budget also depends on the free bytes, so a cache key for its plan needs the resolved budget as well.
         """
-        values = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
-        values["inductor"] = dict(self.inductor)
-        values["policy"] = policies.identity(policies.parse(self.policy))
-        return json.dumps(stable(values), sort_keys=True)
+        parts = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        parts["inductor"] = dict(self.inductor)
+        parts["policy"] = policies.identity(policies.parse(self.policy))
+        return json.dumps(stable(parts), sort_keys=True)
 
     def resolve_budget(self, baseline_peak_bytes: int, free_bytes: int | None) -> int | None:
         """Returns the budget in bytes, or None for no bound.
@@ -322,86 +309,7 @@ def _budget_from_text(text: str) -> Budget:
             break
         except ValueError:
             continue
-    return _normalise_budget(value, ENVIRONMENT_VARIABLE)
-
-
-def _normalise_budget(value: object, name: str) -> Budget:
-    """Returns ``value`` as bytes (an int), a float in (0, 1], "auto", a step profile, a share or None."""
-    if isinstance(value, StepProfile | Share):
-        return value
-    if isinstance(value, str) and value.strip().lower() == "auto":
-        return "auto"
-    return parse_budget(value, name, _BUDGET_FORMS)
-
-
-def _normalise_headroom(value: object) -> int:
-    """Returns the auto headroom in bytes."""
-    count = text_to_bytes(value, "auto_headroom", _HEADROOM_FORMS) if isinstance(value, str) else as_int(value)
-    if count is None or not 0 <= count <= MOST_BYTES:
-        raise refused("auto_headroom", value, _HEADROOM_FORMS)
-    return count
-
-
-def _normalise_bandwidth(value: object) -> float | None:
-    """Returns the option ``interconnect_bandwidth`` in bytes per second."""
-    if value is None:
-        return None
-    if isinstance(value, str):
-        return float(text_to_bytes(value.strip().removesuffix("/s"), "interconnect_bandwidth", _BANDWIDTH_FORMS))
-    if isinstance(value, bool) or not isinstance(value, Real) or not 1 <= as_float(value) <= MOST_BYTES:
-        raise refused("interconnect_bandwidth", value, _BANDWIDTH_FORMS)
-    return as_float(value)
-
-
-def _normalise_plans(value: object) -> tuple[PlanFile, ...]:
-    """Returns the plans that ``value`` names. Raises PlanFileError for one that cannot be read."""
-    if value is None:
-        return ()
-    found = []
-    for one in value if isinstance(value, list | tuple) else [value]:
-        if not isinstance(one, str | os.PathLike | Plan | PlanFile):
-            raise refused("plan", one, "the path of a plan that Plan.save wrote, a Plan, or a sequence of these")
-        found.append(one if isinstance(one, PlanFile) else PlanFile.of(one))
-    return tuple(found)
-
-
-def _normalise_patterns(value: object, name: str) -> tuple[str, ...]:
-    """Returns the patterns without repetition."""
-    if isinstance(value, str) or not isinstance(value, Collection):
-        raise refused(name, value, _PATTERN_FORMS)
-    if wrong := [pattern for pattern in value if not isinstance(pattern, str) or not pattern.strip()]:
-        raise refused(name, wrong[0], _PATTERN_FORMS)
-    return tuple(dict.fromkeys(value))
-
-
-def _normalise_chunks(value: object) -> bool | int | str:
-    """Returns the option ``chunk_loss``, with int-like numbers of chunks as ints."""
-    if isinstance(value, bool) or value == "auto":
-        return value
-    count = as_int(value)
-    if count is None or count < 2:
-        raise refused("chunk_loss", value, _CHUNK_FORMS)
-    return count
-
-
-def _normalise_agreement(value: object) -> str | tuple[int, ...]:
-    """Returns the option ``agreement``, with ranks in ascending order."""
-    if value in ("auto", "off"):
-        return str(value)
-    ranks = [as_int(one) for one in value] if isinstance(value, list | tuple | range) else []
-    if not ranks or any(rank is None or rank < 0 for rank in ranks):
-        raise refused("agreement", value, _AGREEMENT_FORMS)
-    return tuple(sorted({rank for rank in ranks if rank is not None}))
-
-
-def _normalise_calls(value: object) -> int | OpenCalls | None:
-    """Returns the option ``in_flight``, with an int-like number as an int."""
-    if value is None or isinstance(value, OpenCalls):
-        return value
-    count = as_int(value)
-    if count is None or count < 1:
-        raise refused("in_flight", value, _IN_FLIGHT_FORMS)
-    return count
+    return values.budget(value, ENVIRONMENT_VARIABLE)
 
 
 def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:

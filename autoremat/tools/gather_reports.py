@@ -35,5 +35,5 @@ def gather_reports(ranks: Iterable[int] | None = None) -> RankReports:
         raise OptionsError(f"the job has ranks 0 to {present.world_size - 1}, and reports of rank {unknown[0]} are asked for")
     channel, name = Channel(present), f"reports/{next(_numbers)}"
     channel.write(f"{name}/{present.rank}", [report.to_json() for report in reports()])
-    texts = {rank: channel.wait_for_late(f"{name}/{rank}", rank, PATIENCE) for rank in wanted}
+    texts = {rank: channel.wait_for_late(f"{name}/{rank}", PATIENCE, rank) for rank in wanted}
     return RankReports({rank: tuple(map(Report.from_json, of_rank)) for rank, of_rank in texts.items()})
