@@ -33,7 +33,7 @@ from autoremat.compiler.compile_loop import with_bytes
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
-from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
+from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak, with_code
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Role
 from autoremat.planner.multigraph.frame import Border, Frame, Part
@@ -357,10 +357,11 @@ class _Ends:
         planner, kept = self.planned.planner, self.priced.kept_inputs
         assert planner is not None
         source = next((op.source for op in self.priced.graph.ops if op.source), "")
-        baseline = point_of(planner.baseline, kept, known)
+        points = (*front_of(planner, kept, known), point_of(planner.baseline, kept, known))
+        *front, baseline = (with_code(point, self.priced, self.planned.context) for point in points)
         place = frame.parts[number].graph
         assert place is not None
-        return _Graph(StepGraph(f"bucket {number}", source, 1, front_of(planner, kept, known), baseline), known, place)
+        return _Graph(StepGraph(f"bucket {number}", source, 1, tuple(front), baseline), known, place)
 
     def _value(self, node: fx.Node) -> int | None:
         """Returns the number of the value that ``node`` holds; None unless it is a single one."""

@@ -18,7 +18,7 @@ from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
 from autoremat.planner.memory.reserved import reserved_for
 from autoremat.planner.multigraph.fronts import point_of
-from autoremat.planner.multigraph.ledger import PlanPoint
+from autoremat.planner.multigraph.ledger import PlanPoint, Share
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner, PlanningResult
@@ -84,16 +84,18 @@ class PlannedGraph:
             return self.report.budget_bytes
         if not is_backward:
             return share.forward_peak_bytes
-        at_borders = ledger_point(self.plan, self.priced, self.context).backward_peak_bytes
+        at_borders = _point(self.plan, self.priced, share).backward_peak_bytes
         return share.backward_peak_bytes - (at_borders - point_of(self.plan).backward_peak_bytes)
 
 
-def ledger_point(plan: Plan, priced: PricedGraph, context: PlanningContext) -> PlanPoint:
-    """Returns ``plan`` as a point in the ledger of the step."""
-    share = priced.share_in(context.options)
-    if share is None or not share.borders:
-        return point_of(plan)
-    return point_of(plan, priced.kept_inputs, share.known)
+def with_code(point: PlanPoint, priced: PricedGraph, context: PlanningContext) -> PlanPoint:
+    """Returns ``point`` with the bytes that generated code may need beside its buffers."""
+    copies = layout_copies_bytes(priced.captured.op_nodes, priced.captured.runs_on) if context.fuses else 0
+    return point.with_code(headroom_of(priced, context), copies)
+
+
+def _point(plan: Plan, priced: PricedGraph, share: Share) -> PlanPoint:
+    return point_of(plan, priced.kept_inputs, share.known) if share.borders else point_of(plan)
 
 
 def acceptance(priced: PricedGraph, context: PlanningContext) -> Callable[[Plan], bool] | None:
@@ -101,7 +103,14 @@ def acceptance(priced: PricedGraph, context: PlanningContext) -> Callable[[Plan]
     share = priced.share_in(context.options)
     if share is None:
         return None
-    return lambda plan: share.holds(ledger_point(plan, priced, context), context.extra_headroom_bytes)
+
+    def holds(plan: Plan) -> bool:
+        point = _point(plan, priced, share)
+        # A share of buckets was made for points with code; a measured step leaves a part of the whole budget free instead.
+        counted = point if share.known is None else with_code(point, priced, context)
+        return share.holds(counted, context.extra_headroom_bytes)
+
+    return holds
 
 
 def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:

@@ -79,7 +79,9 @@ def profile_step(
     with status_if_slow("profiling the step", shown=parsed.progress):
         try:
             with intercepted_by(taken), _undone(function):
-                moments = _measured(taken, functools.partial(step, *args, **kwargs), loss or _loss_of)
+                # Under fully_shard these are the shards, which receive the gradients, and no leaves of the loss.
+                parameters = [parameter for module in _modules_of(function) for parameter in module.parameters()]
+                moments = _measured(taken, functools.partial(step, *args, **kwargs), loss or _loss_of, parameters)
         finally:
             torch.compiler.reset()
             listen()
@@ -90,7 +92,9 @@ def profile_step(
         return found.shared_out(budget)
 
 
-def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], torch.Tensor]) -> list[Moment]:
+def _measured(
+    taken: Recording, step: Callable[[], Any], loss: Callable[[Any], torch.Tensor], parameters: list[nn.Parameter]
+) -> list[Moment]:
     """Returns the moments of the step. Runs ``step`` once to trace it and once to measure it."""
     devices, breaks = _state_devices(), graph_breaks()
     for attempt in ("trace", "measure"):
@@ -99,7 +103,7 @@ def _measured(taken: Recording, step: Callable[[], Any], loss: Callable[[Any], t
             meter = meter_of(taken.device)
             taken.start(meter if attempt == "measure" else None)
             with meter if attempt == "measure" else contextlib.nullcontext():
-                _backward(loss(step()))
+                _backward(loss(step()), parameters)
     taken.leave_out_other_devices()
     if not any(graph.planned for graph in taken.graphs):
         said = what_dynamo_said(breaks)
@@ -126,20 +130,21 @@ def _loss_of(output: Any) -> torch.Tensor:
     return found
 
 
-def _backward(loss: torch.Tensor) -> None:
-    """Runs the backward of ``loss`` and restores the gradients of all leaves."""
+def _backward(loss: torch.Tensor, parameters: list[nn.Parameter]) -> None:
+    """Runs the backward of ``loss`` and restores the gradients of all leaves and ``parameters``."""
     if not loss.requires_grad:
         raise StepProfileError("the loss does not require a gradient: there is no backward to profile")
     leaves = autograd.leaves_of(loss)
     _refuse_hooks(leaves)
-    before = [leaf.grad for leaf in leaves]
-    for leaf in leaves:
-        leaf.grad = None
+    receiving = (*leaves, *parameters)
+    before = [tensor.grad for tensor in receiving]
+    for tensor in receiving:
+        tensor.grad = None
     try:
         loss.backward()  # type: ignore[no-untyped-call]
     finally:
-        for leaf, gradient in zip(leaves, before, strict=True):
-            leaf.grad = gradient
+        for tensor, gradient in zip(receiving, before, strict=True):
+            tensor.grad = gradient
 
 
 def _refuse_hooks(leaves: list[torch.Tensor]) -> None:
