@@ -351,12 +351,8 @@ def test_the_pool_of_cuda_graphs_has_segments_of_its_own():
 
 
 def test_the_halves_of_code_are_joined_by_the_names_of_saved_tensors():
-    forward = HalfAllocations(
-        ((0, 100), (1, 200), (2, 100), (0, FREED), (3, 50)), results=(("loss", 3), ("mul", 2))
-    )
-    backward = HalfAllocations(
-        ((0, 100), (1, 50), (2, 70), (0, FREED), (2, FREED)), arguments=(("mul", 0), ("tangents_1", 1))
-    )
+    forward = HalfAllocations(((0, 100), (1, 200), (2, 100), (0, FREED), (3, 50)), results=(("loss", 3), ("mul", 2)))
+    backward = HalfAllocations(((0, 100), (1, 50), (2, 70), (0, FREED), (2, FREED)), arguments=(("mul", 0), ("tangents_1", 1)))
     shift = 4
     assert joined(forward, backward).events == (
         *forward.events, (1, FREED),  # a local variable of the forward

@@ -122,7 +122,9 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
 def _names_of_results(lowering: Any) -> dict[str, str]:
     """Returns the name in the FX graph of each result, by its name in the code."""
     nodes = lowering.module.graph.output_node().args[0]
-    return {code: node.name for code, node in zip(lowering.get_output_names(), nodes, strict=False) if isinstance(node, fx.Node)}
+    return {
+        code: node.name for code, node in zip(lowering.get_output_names(), nodes, strict=False) if isinstance(node, fx.Node)
+    }
 
 
 def _pin_order(scheduler: Any) -> None:

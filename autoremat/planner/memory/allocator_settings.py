@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from autoremat.basics.errors import OptionsError
 
@@ -64,14 +65,17 @@ def allocator_settings(text: str) -> AllocatorSettings:
 
 
 def _refused(text: str) -> OptionsError:
-    return OptionsError(f"PYTORCH_CUDA_ALLOC_CONF={text!r} cannot be read. Accepted: {FORMS}, as in torch's CUDA semantics notes")
+    return OptionsError(
+        f"PYTORCH_CUDA_ALLOC_CONF={text!r} cannot be read. Accepted: {FORMS}, as in torch's CUDA semantics notes"
+    )
 
 
 def _with(settings: AllocatorSettings, key: str, value: str) -> AllocatorSettings:
     """Returns ``settings`` with one more. Raises ``ValueError`` for a value that is not accepted."""
     if key in FIELDS:
         field, read = FIELDS[key]
-        return replace(settings, **{field: read(value)})
+        changed: dict[str, Any] = {field: read(value)}
+        return replace(settings, **changed)
     if key in IGNORED and value != "native":
         return replace(settings, ignored=(*settings.ignored, f"{key}:{value}"))
     return settings

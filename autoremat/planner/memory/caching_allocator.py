@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from autoremat.planner.memory.allocator_settings import MIB, AllocatorSettings
@@ -279,7 +278,7 @@ class CachingAllocator:
 
 def _room(begin: Block, wanted: int) -> int:
     """Returns the bytes from ``begin`` on that are free or without memory, as far as ``wanted`` bytes need them."""
-    room, block = 0, begin
+    room, block = begin.bytes, begin.after
     while room < wanted and block is not None and block.is_free:
         room, block = room + block.bytes, block.after
     return room

@@ -28,8 +28,8 @@ class Reserved:
     bytes: int = 0
     """Bytes with the settings of this process. A budget counts them if ``count="reserved"``."""
     least_bytes: int = 0
-    """Least memory of the device that suffices with the settings of this process. The allocator then gives free segments back to
-    the driver, which waits for the device each time."""
+    """Least memory of the device that suffices with the settings of this process. The allocator then gives free segments back
+    to the driver, which waits for the device each time."""
     allocated_bytes: int = 0
     """Most allocated bytes at once, by the same replay."""
     pool_bytes: int | None = None
