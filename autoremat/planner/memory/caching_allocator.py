@@ -214,7 +214,7 @@ class CachingAllocator:
         """
         block = self._new(pool, wanted) if self._release_oversize(pool, wanted) else None
         if block is None:
-            self._release_all()
+            self.empty_cache()
             block = self._new(pool, wanted)
         if block is None:
             raise OutOfMemory(f"{wanted} bytes, with {self.reserved_bytes} reserved of {self.limit_bytes}")
@@ -233,7 +233,7 @@ class CachingAllocator:
             released += self._release(pool.free[-1])
         return released >= needed
 
-    def _release_all(self) -> None:
+    def empty_cache(self) -> None:
         """Returns all free segments to the driver, and all whole pages in free blocks of expandable segments."""
         for pool in self._pools.values():
             for block in list(pool.free):
