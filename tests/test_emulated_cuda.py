@@ -41,6 +41,11 @@ def test_models_under_budgets():
 
 
 @pytest.mark.slow
+def test_reserved_bytes_of_models():
+    run("check_reserved.py", marks="slow")
+
+
+@pytest.mark.slow
 def test_cuda_graphs_streams_and_kernels_of_the_user():
     run("check_cuda_graphs.py", "check_streams.py", "check_user_kernels.py", marks="slow")
 

@@ -112,6 +112,7 @@ class BudgetInfeasible(AutorematError):
         unconstrained_bytes: int | None = None,
         remedy: str = "",
         rank: int | None = None,
+        allocated_bytes: int | None = None,
     ) -> None:
         """Makes the error and its message.
 
@@ -126,6 +127,7 @@ class BudgetInfeasible(AutorematError):
         - ``unconstrained_bytes``: the minimum peak found without the user's constraints, if there are any.
         - ``remedy``: further advice.
         - ``rank``: the rank of a distributed job whose plan or budget fails; None for this process.
+        - ``allocated_bytes``: the allocated bytes of the plan of ``minimum_bytes``, if the budget counts reserved ones.
         """
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
@@ -136,6 +138,7 @@ class BudgetInfeasible(AutorematError):
         self.unconstrained_bytes = unconstrained_bytes
         self.remedies = (remedy,) if remedy else ()
         self.rank = rank
+        self.allocated_bytes = allocated_bytes
         super().__init__(self._message())
 
     def advise(self, remedy: str) -> None:
@@ -156,6 +159,7 @@ class BudgetInfeasible(AutorematError):
             "unconstrained_bytes": self.unconstrained_bytes,
             "remedy": "; ".join(self.remedies),
             "rank": self.rank,
+            "allocated_bytes": self.allocated_bytes,
         }
 
     def on_rank(self, rank: int) -> None:
@@ -174,6 +178,10 @@ class BudgetInfeasible(AutorematError):
             "peak of the stored plan" if self.plan_file else "minimum peak found": self.minimum_bytes,
             "proven lower bound": self.lower_bound_bytes,
         }
+        if self.allocated_bytes is not None:
+            names = ('asked for (memory_budget, count="reserved")', "least reserved bytes found", "proven lower bound")
+            figures = dict(zip(names, figures.values(), strict=True))
+            figures["allocated at the peak of that plan"] = self.allocated_bytes
         lines += _table([(f"{what}:", format_bytes(count), f"{count} bytes") for what, count in figures.items()], "<><")
         if self.occupants:
             lines += ["", self._occupants_title()]

@@ -20,6 +20,7 @@ from autoremat.measure.calibration import device_name
 from autoremat.ops import declarations
 from autoremat.options.options import Options
 from autoremat.torch_private import compat, process_groups, symbolic_sizes
+from autoremat.torch_private.allocator import settings_of_process
 from autoremat.torch_private.dynamo import sharded_inputs
 
 
@@ -50,6 +51,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, may
         f"{torch.get_autocast_dtype('cpu')} {torch.get_autocast_dtype('cuda')} {torch.get_default_dtype()}",
         f"{torch.are_deterministic_algorithms_enabled()} {compat.float32_precision()}",
         device_name(device_of_inputs(gm, inputs)),
+        f"{settings_of_process()}" if device_of_inputs(gm, inputs).type == "cuda" else "",
         compat.machine_fingerprint(),
         compat.configuration_fingerprint(),
         f"{process_groups.identity()} {may_repeat_collectives}",

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -21,8 +21,18 @@ from autoremat.basics.errors import ConstraintWarning
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.compiler import records
-from autoremat.compiler.attempts import Again, Attempt, Infeasible, Rules, Verdict, code_peak_bytes, pool_bytes, unused_reason
+from autoremat.compiler.attempts import (
+    Again,
+    Attempt,
+    Infeasible,
+    Rules,
+    Verdict,
+    allocated_peak_bytes,
+    pool_bytes,
+    unused_reason,
+)
 from autoremat.compiler.cache_key import fingerprint, source_hash
+from autoremat.compiler.counting import Codes, expandable_remedy
 from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext, free_device_bytes
 from autoremat.compiler.lowering import Compiled, GraphSource, Lowered, lower
@@ -31,6 +41,7 @@ from autoremat.compiler.peers import ALONE, Peers
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.records import Record
 from autoremat.options.options import Options
+from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
@@ -82,6 +93,7 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
     caches: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     planners: list[Planner] = []
     attempts: list[Attempt] = []
+    codes = Codes()
     is_estimate = False
     while True:
         now("tracing", attempt=len(attempts) + 1)
@@ -95,7 +107,7 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
         )
         partitioning = Partitioning(context, peers.plan, peers.fail)
         identity = ("autoremat", source_hash(), key, step.headroom_bytes, options.on_infeasible, *peers.identity)
-        decide = _decision(attempts, lambda tried: peers.verdict(tried, rules), partitioning, step)  # noqa: B023
+        decide = _decision(attempts, lambda tried: peers.verdict(tried, rules), partitioning, step, codes)  # noqa: B023
         with caches():
             function, lowered, verdict = lower(source, partitioning, identity, decide)
         is_estimate = is_estimate or lowered.is_estimate
@@ -112,13 +124,13 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
             # Torch's caches answered, but the record of this compilation is lost. Compiling without caches restores it.
             caches = compat.without_caches
             continue
-        attempts.append(attempt_of(planned, step, lowered, is_complete=function is not None))
+        attempts.append(attempt_of(planned, step, lowered, codes, is_complete=function is not None))
         verdict = verdict or peers.verdict(attempts, rules)
         if isinstance(verdict, Infeasible):
-            raise peers.named(_error(planned, verdict))
+            raise peers.named(_error(planned, verdict, attempts, codes))
         if not isinstance(verdict, Again):
             assert function is not None
-            report = _completed(planned, attempts, record, is_estimate)
+            report = _completed(planned, attempts, record, is_estimate, codes)
             saved = None if partitioning.fell_back else peers.signed(Record(report, step.headroom_bytes))
             return CompiledGraph(function, report, key, saved)
         _log_replan(verdict)
@@ -132,14 +144,19 @@ def _log_replan(verdict: Again) -> None:
     log.debug("planning again for %s %s the budget: %s", format_bytes(abs(verdict.headroom_bytes)), side, verdict.purpose.value)
 
 
-def attempt_of(planned: PlannedGraph, step: Again, lowered: Lowered, is_complete: bool) -> Attempt:
-    """Returns the facts about an attempt that decisions depend on."""
+def attempt_of(planned: PlannedGraph, step: Again, lowered: Lowered, codes: Codes, is_complete: bool) -> Attempt:
+    """Returns the facts about an attempt that decisions depend on. Adds the allocations of its code to ``codes``."""
     assert planned.report is not None
     assert planned.planning is not None
+    headroom = step.headroom_bytes + planned.fragmentation_bytes
+    known = codes.note(headroom, lowered.allocations)
+    allocated = {half: peak + planned.plan.timeline.beside_bytes for half, peak in lowered.code_peaks.items()}
+    counted = _reserved_peaks(planned, allocated, known) if planned.bounds_reserved else None
     return Attempt(
-        headroom_bytes=step.headroom_bytes,
+        headroom_bytes=headroom,
         purpose=step.purpose,
-        code_peaks={half: peak + planned.plan.timeline.beside_bytes for half, peak in lowered.code_peaks.items()},
+        code_peaks=allocated if counted is None else counted,
+        allocated_peaks=None if counted is None else allocated,
         pool_bytes=lowered.pool_bytes,
         limits={half: planned.limit_bytes(half) for half in (False, True)},
         is_complete=is_complete,
@@ -152,11 +169,27 @@ def attempt_of(planned: PlannedGraph, step: Again, lowered: Lowered, is_complete
     )
 
 
+def _reserved_peaks(
+    planned: PlannedGraph, allocated: Mapping[bool, int], known: Mapping[bool, HalfAllocations]
+) -> dict[bool, int]:
+    """Returns the reserved bytes of the halves with generated code. Those of the backward include the forward's.
+
+    Code that could not be replayed reserves as much more than it allocates as the simulated plan does.
+    """
+    assert planned.count is not None
+    if not allocated.keys() <= known.keys():
+        fragmentation = planned.count.plan_bytes(planned.plan) - planned.plan.peak_bytes - planned.code_headroom_bytes
+        return {half: peak + max(0, fragmentation) for half, peak in allocated.items()}
+    found = {half: known if half else {False: known[False]} for half in allocated}
+    return {half: planned.count.code_bytes(planned.plan, halves) for half, halves in found.items()}
+
+
 def _decision(
     attempts: list[Attempt],
     verdict_on: Callable[[list[Attempt]], Verdict | None],
     partitioning: Partitioning,
     step: Again,
+    codes: Codes,
 ) -> Callable[[Lowered], Verdict | None]:
     """Returns the function that decides, from the code of one or both halves, on the present attempt."""
 
@@ -164,27 +197,45 @@ def _decision(
         planned = partitioning.planned
         if planned is None:
             return None
-        return verdict_on([*attempts, attempt_of(planned, step, lowered, is_complete=False)])
+        return verdict_on([*attempts, attempt_of(planned, step, lowered, codes, is_complete=False)])
 
     return decide
 
 
-def _completed(planned: PlannedGraph, attempts: list[Attempt], record: Record | None, is_estimate: bool) -> Report:
-    """Returns the report with the peak of the accepted code."""
-    report, peak, pool = planned.report, code_peak_bytes(attempts), pool_bytes(attempts)
+def _completed(
+    planned: PlannedGraph, attempts: list[Attempt], record: Record | None, is_estimate: bool, codes: Codes
+) -> Report:
+    """Returns the report with the peak and the reserved bytes of the accepted code."""
+    report, peak, pool = planned.report, allocated_peak_bytes(attempts), pool_bytes(attempts)
     assert report is not None
+    halves = codes.note(attempts[-1].headroom_bytes, {})
+    if planned.count is not None and len(halves) == 2:
+        report = dataclasses.replace(report, reserved=planned.count.code_report(planned.plan, halves))
+    elif peak is None and record is not None and record.report is not None and record.report.reserved is not None:
+        report = dataclasses.replace(report, reserved=record.report.reserved)
     if peak is None and record is not None and record.report is not None:
         peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
     if peak is not None and planned.context.options.wants_whole_baseline:  # the code of the baseline may exceed its simulation
-        report = dataclasses.replace(report, budget_bytes=max(peak, report.budget_bytes or 0))
+        counted = dataclasses.replace(report, compiled_peak_bytes=peak).counted_bytes
+        report = dataclasses.replace(report, budget_bytes=max(counted, report.budget_bytes or 0))
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
     report = dataclasses.replace(report.compiled(peak, len(attempts) - 1, reason), graph_pool_bytes=pool)
     return dataclasses.replace(report, notes=(*report.notes, ESTIMATED)) if is_estimate else report
 
 
-def _error(planned: PlannedGraph, verdict: Infeasible) -> Exception:
+def _error(planned: PlannedGraph, verdict: Infeasible, attempts: list[Attempt], codes: Codes) -> Exception:
     """Returns the error for a graph whose code exceeds the budget with every plan that was tried."""
     report, planning = planned.report, planned.planning
     assert report is not None
     assert planning is not None
-    return infeasible(planning, report.budget_bytes or 0, report.device, verdict.minimum_bytes, planned.plan_file)
+    remedy, allocated = "", None
+    if planned.count is not None and planned.bounds_reserved:
+        least = next(one for one in attempts if one.peak_bytes == verdict.minimum_bytes)
+        allocated = max((least.allocated_peaks or {}).values(), default=None)
+        if halves := codes.note(least.headroom_bytes, {}):
+            reserved = planned.count.code_report(planned.plan, halves)
+            remedy = expandable_remedy(reserved, report.budget_bytes or 0)
+    return infeasible(
+        planning, report.budget_bytes or 0, report.device, verdict.minimum_bytes, planned.plan_file, remedy=remedy,
+        allocated=allocated,
+    )  # fmt: skip

@@ -28,6 +28,7 @@ from autoremat.compiler.breaks import listen, one_of_several, seconds_in_dynamo,
 from autoremat.compiler.buckets import sharing_one_budget
 from autoremat.compiler.cache_key import graph_key
 from autoremat.compiler.compile_loop import compile_graph, with_bytes
+from autoremat.compiler.counting import warn_without_effect
 from autoremat.compiler.dynamic_shapes import with_limits
 from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.joint_graph import PlanningContext
@@ -92,7 +93,9 @@ def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Op
     """Returns the compiled graph under its own budget or its share of a step's."""
     if not may_train(gm, example_inputs):
         return _compile_planned(gm, example_inputs, parsed, patches)
-    parsed = with_open_calls(with_bytes(parsed, device_of_inputs(gm, example_inputs)))
+    device = device_of_inputs(gm, example_inputs)
+    warn_without_effect(parsed, device.type)
+    parsed = with_open_calls(with_bytes(parsed, device))
 
     def compile_with(options: Options) -> Compiled:
         return _compile_planned(gm, example_inputs, options, patches)

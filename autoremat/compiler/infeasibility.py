@@ -30,16 +30,19 @@ def infeasible(
     plan_file: str | None = None,
     unconstrained: int | None = None,
     remedy: str = "",
+    allocated: int | None = None,
 ) -> BudgetInfeasible:
     """Returns the error that names the budget, the minimum peak and the tensors that are live at that peak."""
     smallest = planning.smallest
+    needed = minimum if allocated is None else allocated
     return BudgetInfeasible(
         budget_bytes=budget,
         minimum_bytes=smallest.peak_bytes if minimum is None else minimum,
         lower_bound_bytes=planning.lower_bound_bytes,
-        occupants=occupants_of(smallest, minimum),
+        occupants=occupants_of(smallest, needed),
         device=device,
         plan_file=plan_file,
         unconstrained_bytes=unconstrained,
         remedy=remedy,
+        allocated_bytes=allocated,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.passes import before_lowering
 from autoremat.planner.cost import UNKNOWN_GPU, datasheet
+from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.torch_private import compat, dynamo, inductor_lowering, named_card
 from autoremat.torch_private.cuda_decompositions import as_on_cuda
 
@@ -56,6 +57,8 @@ class Lowered:
     """True if a peak is an estimate, because the code could not be replayed."""
     pool_bytes: int | None = None
     """Bytes that the pool of CUDA graphs keeps after both halves were recorded. None without CUDA graphs."""
+    allocations: Mapping[bool, HalfAllocations] = field(default_factory=dict)
+    """The allocations of the halves whose code could be replayed."""
 
     @classmethod
     def of(cls, halves: Mapping[bool, inductor_lowering.LoweredPeak]) -> Lowered:
@@ -66,7 +69,8 @@ class Lowered:
         pools = [half.pool_bytes for half in halves.values() if half.pool_bytes is not None]
         pool = max(pools, default=None)
         peaks = {name: half.peak_bytes - (half.pool_bytes or 0) + (pool or 0) for name, half in halves.items()}
-        return cls(peaks, any(half.is_estimate for half in halves.values()), pool)
+        allocations = {name: half.allocations for name, half in halves.items() if half.allocations is not None}
+        return cls(peaks, any(half.is_estimate for half in halves.values()), pool, allocations)
 
 
 class _Rejected(Exception):

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from autoremat.basics.errors import BudgetInfeasible
 from autoremat.basics.progress import now
+from autoremat.compiler.counting import Count, expandable_remedy, find_within, judged
 from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, choose_chunking
@@ -16,7 +17,6 @@ from autoremat.compiler.replay_context import code_headroom_bytes, copies_for_cu
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
-from autoremat.planner.memory.reserved import reserved_for
 from autoremat.planner.multigraph.fronts import point_of
 from autoremat.planner.multigraph.ledger import PlanPoint, Share
 from autoremat.planner.plans import plan_file
@@ -50,6 +50,15 @@ class PlannedGraph:
     """True if no other plan can be tried: the plan is stored, or it has the minimum peak because none fits in simulation."""
     plan_file: str | None = None
     """Name of the plan file that is applied instead of a search."""
+    count: Count | None = None
+    """Counts reserved bytes; None on other devices than CUDA."""
+    fragmentation_bytes: int = 0
+    """Bytes by which the plan stays below a budget on reserved bytes, because more is reserved than allocated."""
+
+    @property
+    def bounds_reserved(self) -> bool:
+        """True if the budget bounds reserved bytes."""
+        return self.count is not None and self.count.is_bounded
 
     @property
     def is_binding(self) -> bool:
@@ -123,16 +132,28 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     now(f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s")
     planner, _ = planner_of(priced, context, soft_budget)
     headroom = headroom_of(priced, context)
-    budget = budget_of(priced, context, planner.baseline.peak_bytes + headroom)
+    count = Count.of(priced, context, headroom)
+    bounded = count if count is not None and count.is_bounded else None
+    baseline = planner.baseline.peak_bytes + headroom if bounded is None else bounded.plan_bytes(planner.baseline)
+    budget = budget_of(priced, context, baseline)
 
     def contend(form: PricedGraph, chunks: int) -> ChunkingCandidate:
         planner, constrained = planner_of(form, context, soft_budget)
         stored = stored_plan(form, context, planner)
         if stored is not None:
             file_name, plan = stored
-            return ChunkingCandidate(form, planner, constrained, planner.judge(plan, budget), chunks, file_name)
-        limit = None if budget is None else budget - headroom - context.extra_headroom_bytes
-        return ChunkingCandidate(form, planner, constrained, search(form, context, planner, constrained, limit), chunks)
+            found = planner.judge(plan, budget)
+            found = found if bounded is None or budget is None else judged(bounded, budget, found)
+            return ChunkingCandidate(form, planner, constrained, found, chunks, file_name)
+        limit, fragmentation = None if budget is None else budget - headroom - context.extra_headroom_bytes, 0
+        # A later attempt has a headroom that the code of an earlier one has shown.
+        if bounded is None or budget is None or limit is None or context.extra_headroom_bytes:
+            found = search(form, context, planner, constrained, limit)
+        else:
+            found, fragmentation = find_within(
+                bounded, budget, limit, lambda limit: search(form, context, planner, constrained, limit)
+            )
+        return ChunkingCandidate(form, planner, constrained, found, chunks, fragmentation_bytes=fragmentation)
 
     choice = choose_chunking(priced, context, contend)
     chosen = choice.taken
@@ -141,7 +162,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
         assert budget is not None
         plan = chosen.planning.smallest
         if context.must_fit and not priced.joint.is_region and not _may_fit(plan, chosen, context, budget):
-            raise _no_plan_fits(choice, context, budget, headroom)
+            raise _no_plan_fits(choice, context, budget, headroom, bounded)
     planned = PlannedGraph(
         priced=chosen.priced,
         context=context,
@@ -151,6 +172,8 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
         planning=dataclasses.replace(chosen.planning, baseline=planner.baseline),
         is_last_plan=chosen.plan_file is not None or chosen.planning.plan is None,
         plan_file=chosen.plan_file,
+        count=count,
+        fragmentation_bytes=chosen.fragmentation_bytes,
     )
     return dataclasses.replace(planned, report=report_of(planned, choice, budget, soft_budget, start))
 
@@ -165,7 +188,7 @@ def report_of(
     return Report.of(
         planned.planning,
         planned.plan,
-        planned.code_headroom_bytes + context.extra_headroom_bytes,
+        planned.code_headroom_bytes + context.extra_headroom_bytes + planned.fragmentation_bytes,
         budget_bytes=budget,
         soft_budget_bytes=soft_budget,
         planning_seconds=time.perf_counter() - start,
@@ -177,10 +200,17 @@ def report_of(
         unknown_workspaces=captured.unknown_workspaces,
         accumulated_bytes=planned.priced.accumulated_bytes,
         constraint_warnings=choice.taken.constrained.warnings,
-        reserved=reserved_for(planned.plan.timeline) if planned.priced.captured.runs_on == "cuda" else None,
-        notes=(share.note,) if share is not None and share.note else (),
+        reserved=None if planned.count is None else planned.count.plan_report(planned.plan),
+        count="reserved" if planned.bounds_reserved else "allocated",
+        notes=(*((share.note,) if share is not None and share.note else ()), *_notes_on(planned.count)),
         **dataclasses.asdict(planned.priced.pricing),
     )
+
+
+def _notes_on(count: Count | None) -> tuple[str, ...]:
+    """Returns a note on the settings of the allocator that the count of reserved bytes ignores; empty if there are none."""
+    ignored = () if count is None else count.settings.ignored
+    return (f"reserved bytes are counted without {', '.join(ignored)}",) if ignored else ()
 
 
 def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
@@ -276,12 +306,21 @@ def _may_fit(plan: Plan, chosen: ChunkingCandidate, context: PlanningContext, bu
     return context.decided_by_code and (accepts is None or accepts(plan)) and plan.peak_bytes <= budget * (1 + OPTIMISM)
 
 
-def _no_plan_fits(choice: ChunkingChoice, context: PlanningContext, budget: int, headroom: int) -> BudgetInfeasible:
-    """Returns the error that names the minimum peak found, and that without constraints if there are any."""
+def _no_plan_fits(
+    choice: ChunkingChoice, context: PlanningContext, budget: int, headroom: int, bounded: Count | None
+) -> BudgetInfeasible:
+    """Returns the error that names the minimum peak found, and that without constraints if there are any.
+
+    If the budget counts reserved bytes, the minimum is the reserved bytes of the plan of the minimum peak.
+    """
     chosen = choice.taken
     unconstrained = None
     if chosen.constrained.graph is not chosen.priced.graph:
         unconstrained = Planner(chosen.priced.graph, context.options.time_limit).search.smallest.peak_bytes
     device = chosen.priced.captured.device.name
     least = chosen.planning.smallest.peak_bytes + headroom  # the assumed peak of generated code
-    return infeasible(chosen.planning, budget, device, least, chosen.plan_file, unconstrained, choice.remedy)
+    if bounded is None:
+        return infeasible(chosen.planning, budget, device, least, chosen.plan_file, unconstrained, choice.remedy)
+    reserved = bounded.plan_report(chosen.planning.smallest)
+    remedy = "; ".join(filter(None, (expandable_remedy(reserved, budget), choice.remedy)))
+    return infeasible(chosen.planning, budget, device, reserved.bytes, chosen.plan_file, unconstrained, remedy, least)

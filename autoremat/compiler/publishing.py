@@ -34,7 +34,7 @@ def published(compiled: Compiled, report: Report | None, options: Options) -> Co
         )
     if not report.within_budget and report.budget_bytes is not None:
         warnings.warn(
-            f"the step needs {format_bytes(report.peak_bytes)}, over its budget of {format_bytes(report.budget_bytes)}: "
+            f"the step needs {format_bytes(report.counted_bytes)}, over its budget of {format_bytes(report.budget_bytes)}: "
             f'nothing smaller was found, and on_infeasible="best_effort" runs it anyway',
             BudgetWarning,
             stacklevel=2,

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from autoremat.basics.codec import Codec, plain
 from autoremat.basics.errors import AgreementError
+from autoremat.compiler.counting import Count
 from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, with_chunks
@@ -104,7 +105,8 @@ def plan_as_told(priced: PricedGraph, context: PlanningContext, message: ToldPla
     budget = message.budget_bytes
     if budget is not None and context.must_fit and not context.decided_by_code and plan.peak_bytes + headroom > budget:
         raise infeasible(planning, budget, form.captured.device.name, plan.peak_bytes + headroom)
-    planned = PlannedGraph(form, context, plan, None, headroom, planning, is_last_plan=not message.fits)
+    count = Count.of(priced, context, headroom)
+    planned = PlannedGraph(form, context, plan, None, headroom, planning, is_last_plan=not message.fits, count=count)
     candidate = ChunkingCandidate(form, planner, constrained, planning, message.chunks)
     choice = ChunkingChoice(candidate, None)
     return replace(planned, report=report_of(planned, choice, budget, message.soft_budget_bytes, start))

@@ -47,11 +47,12 @@ DEFAULT_AUTO_HEADROOM = 512 * 2**20  # the CUDA context, cuBLAS workspaces and f
 COMPILERS = ("inductor", "aot_eager")
 INFEASIBLE_ACTIONS = ("raise", "best_effort")
 COST_MODELS = ("roofline", "calibrated")
+COUNTS = ("allocated", "reserved")
 PLANNING_ERROR_ACTIONS = ("fallback", "raise")
 OWN_KEYS = (
     "memory_budget", "auto_headroom", "time_limit", "compiler", "on_infeasible", "on_planning_error", "cost_model", "plan",
     "policy", "save", "recompute", "chunk_loss", "in_flight", "accumulate", "interconnect_bandwidth", "interconnect_latency",
-    "agreement", "progress",
+    "agreement", "count", "progress",
 )  # fmt: skip
 PLANNING_KEYS = tuple(key for key in OWN_KEYS if key not in ("agreement", "progress"))
 
@@ -91,6 +92,7 @@ class Options:
         from the schedule of `torch.distributed.pipelining` that runs, and is 1 without one.
     - accumulate: True to count the gradients of earlier micro-batches, which are live beside a later one. None stands for True
         in a pipeline of several micro-batches, and for False elsewhere.
+    - count: the bytes that the budget bounds: "allocated", or on CUDA those "reserved" by the caching allocator.
     - progress: True to show the progress of slow compilations. No plan depends on it.
     - inductor: pairs for Inductor's config, sorted by key.
     - mode: the mode of `torch.compile`.
@@ -117,6 +119,7 @@ class Options:
     agreement: str | tuple[int, ...] = field(default="auto", compare=False)
     in_flight: int | OpenCalls | None = None
     accumulate: bool | None = None
+    count: str = "allocated"
     progress: bool = field(default=True, compare=False)
 
     def __post_init__(self) -> None:
@@ -142,6 +145,7 @@ class Options:
             "agreement": values.agreement(self.agreement),
             "in_flight": values.calls(self.in_flight),
             "accumulate": None if self.accumulate is None else flag(self.accumulate, "accumulate"),
+            "count": one_of(COUNTS, self.count, "count"),
             "progress": flag(self.progress, "progress"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
@@ -260,6 +264,7 @@ class OptionValues(TypedDict, total=False):
     agreement: str | Sequence[int]
     in_flight: int | None
     accumulate: bool | None
+    count: str
     progress: bool
 
 

@@ -135,6 +135,8 @@ class ReportData:
     """Reason why the compiled code needs much less than the budget. Empty if it does not, or if no code was generated."""
     reserved: Reserved | None = None
     """Bytes that CUDA's caching allocator reserves for the plan. None on other devices."""
+    count: str = "allocated"
+    """The bytes that the budget bounds: "allocated" or "reserved"."""
     ranks: tuple[int, ...] = ()
     """Ranks of a distributed job that share this plan; the first one planned. Empty if the process planned by itself."""
     unknown_workspaces: tuple[str, ...] = ()
@@ -176,9 +178,14 @@ class ReportData:
         return self.predicted_peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
 
     @property
+    def counted_bytes(self) -> int:
+        """The bytes that the budget bounds: the best-known peak, or the reserved bytes."""
+        return self.reserved.bytes if self.count == "reserved" and self.reserved is not None else self.peak_bytes
+
+    @property
     def within_budget(self) -> bool:
-        """True if the best-known peak is within the budget. Unknown workspaces are ignored."""
-        return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
+        """True if the counted bytes are within the budget. Unknown workspaces are ignored."""
+        return self.budget_bytes is None or self.counted_bytes <= self.budget_bytes
 
     @property
     def fits(self) -> bool:

@@ -37,6 +37,8 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         "" if report.soft_budget_bytes is None else f" (torch's own partition needs {format_bytes(report.soft_budget_bytes)})"
     )
     budget = f"none{ceiling}" if report.budget_bytes is None else format_bytes(report.budget_bytes)
+    if report.budget_bytes is not None and report.count == "reserved":
+        budget += " of reserved bytes"
     share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
     reserved = f", plus {format_bytes(report.code_headroom_bytes)} of code headroom" if report.code_headroom_bytes else ""
     least_reserve = reserved if report.compiled_peak_bytes is None else ""  # else it is in the figure, which is of code
@@ -72,7 +74,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         whole = "" if least is None else f"; without chunks the minimum peak found is {format_bytes(least)}"
         rows.append(("chunked loss", f"{report.loss_chunks} chunks, so sums over tokens round differently{whole}"))
     if not report.within_budget:
-        rows.insert(1, ("over the budget", f"by {format_bytes(report.peak_bytes - (report.budget_bytes or 0))}"))
+        rows.insert(1, ("over the budget", f"by {format_bytes(report.counted_bytes - (report.budget_bytes or 0))}"))
     if report.reserved is not None:
         rows.append(("reserved by the allocator", _reserved_text(report.reserved)))
     if report.ranks:
@@ -91,11 +93,14 @@ EXPANDABLE_GAIN = 0.03
 
 def _reserved_text(reserved: Reserved) -> str:
     """Returns the bytes that the allocator reserves, with the advice to let segments expand if that saves much."""
-    text, saved = format_bytes(reserved.default_bytes), reserved.default_bytes - reserved.expandable_bytes
-    if saved <= EXPANDABLE_GAIN * reserved.default_bytes:
-        return text
-    expandable = format_bytes(reserved.expandable_bytes)
-    return f"{text}; {expandable} with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+    parts = [f"{format_bytes(reserved.bytes)}, of which {reserved.fragmentation:.0%} is unused at the peak"]
+    if reserved.pool_bytes is not None:
+        parts.append(f"{format_bytes(reserved.pool_bytes)} of it for the pool of CUDA graphs")
+    if reserved.least_bytes < reserved.bytes:
+        parts.append(f"at least {format_bytes(reserved.least_bytes)}, with waits at the driver")
+    if reserved.bytes - reserved.expandable_bytes > EXPANDABLE_GAIN * reserved.bytes:
+        parts.append(f"{format_bytes(reserved.expandable_bytes)} with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True")
+    return "; ".join(parts)
 
 
 def micro_batches(report: ReportData) -> list[tuple[str, str]]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from autoremat.basics.progress import status_if_slow
+from autoremat.compiler.counting import warn_without_effect
 from autoremat.compiler.joint_graph import (
     JointGraph,
     PlanningContext,
@@ -142,6 +143,8 @@ def preview_visitor(options: Options, target: Target, resident_bytes: int, look:
 
     def visit(joint: JointGraph) -> T | None:
         priced = capture_and_price(prepare(joint, context), context)
+        if priced is not None:
+            warn_without_effect(context.options, priced.captured.runs_on)
         return None if priced is None else look(Preview(priced, context))
 
     return visit

@@ -62,7 +62,11 @@ def pareto(
         raise OptionsError(f"points={points} is not accepted. Accepted: 2 or more")
     if "memory_budget" in options_of(options):
         raise OptionsError("memory_budget has no meaning for pareto, which plans for many budgets: leave it out of the options")
-    parsed = Options.parse(options, None, compat.inductor_config_names)
+    if "count" in options_of(options):
+        raise OptionsError(
+            "count has no meaning for pareto, whose points are peaks of allocated bytes: leave it out of the options"
+        )
+    parsed = replace(Options.parse(options, None, compat.inductor_config_names), count="allocated")
 
     def look(preview: Preview) -> Pareto:
         preview = by_recomputation_alone(preview)

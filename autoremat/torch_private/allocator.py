@@ -1,14 +1,30 @@
-"""Torch's private names for measuring the allocations of one thread.
+"""Torch's private names for its allocators: the allocations of one thread, and the settings of the process.
 
 The measurement is independent of a profiler that records the process.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from autoremat.planner.memory.allocator_settings import AllocatorSettings, allocator_settings
+
+VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def settings_of_process() -> AllocatorSettings:
+    """Returns the settings of CUDA's caching allocator in this process.
+
+    They are those of the environment, or those that the process has set later. Raises ``OptionsError`` for text that torch does
+    not accept either.
+    """
+    present = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    text = "" if present is None else present()
+    return allocator_settings(text or next(filter(None, map(os.environ.get, VARIABLES)), ""))
 
 
 def can_see_allocations() -> bool:

@@ -19,6 +19,7 @@ from torch import fx
 
 from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.progress import now
+from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.wrapper_replay import ReplayContext, replay
 from autoremat.torch_private.hooks import Method, hooked
 from autoremat.torch_private.symbolic_sizes import most_of_expression
@@ -37,6 +38,8 @@ class LoweredPeak:
     """True if the generated code could not be replayed, so that the peak is estimated from the scheduler's buffers."""
     pool_bytes: int | None = None
     """Part of the peak that lies in the pool of CUDA graphs. None without CUDA graphs."""
+    allocations: HalfAllocations | None = None
+    """The allocations in sequence; None if the generated code could not be replayed."""
 
 
 def _layout_bytes(buffer: Any, device_type: str = "cpu") -> int:
@@ -110,7 +113,18 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
         if lowering.is_backward:  # outputs of the forward stay live although the backward does not read them
             pool += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
         peak = pool + other + known.code_headroom_bytes
-        return LoweredPeak(bool(lowering.is_backward), peak, replayed is None, pool if copied is not None else None)
+        allocations = None if replayed is None else replayed.allocations.with_names(_names_of_results(lowering))
+        return LoweredPeak(
+            bool(lowering.is_backward), peak, replayed is None, pool if copied is not None else None, allocations
+        )
+
+
+def _names_of_results(lowering: Any) -> dict[str, str]:
+    """Returns the name in the FX graph of each result, by its name in the code."""
+    nodes = lowering.module.graph.output_node().args[0]
+    return {
+        code: node.name for code, node in zip(lowering.get_output_names(), nodes, strict=False) if isinstance(node, fx.Node)
+    }
 
 
 def _pin_order(scheduler: Any) -> None:

@@ -45,6 +45,8 @@ PROPERTIES = SimpleNamespace(
 MATH, FLASH, EFFICIENT, CUDNN = 0, 1, 2, 3
 """Numbers of `at::SDPBackend`."""
 
+WHEN = ("current", "peak")
+
 KERNELS = {"math": MATH, "flash": FLASH, "efficient": EFFICIENT, "cudnn": CUDNN}
 ATTENTION_VARIABLE = "EMULATED_ATTENTION"
 """Environment variable with the name of the fused kernel that the card prefers: by default cuDNN's, as on a real H100."""
@@ -100,14 +102,23 @@ def _install_properties(torch: Any, device: ctypes.CDLL) -> None:
     torch._C._cuda_getCurrentRawStream = lambda index: torch.accelerator.current_stream().stream_id
     torch._C._cuda_cudaCachingAllocator_is_enabled = lambda: True
 
+    from emulated_cuda import segments
+
+    present = segments.Segments(segments.Log(device))
+    segments.present.append(present)
+
     def memory_bytes() -> tuple[int, int]:
         everything = 0  # `Memory` in `device.cpp`
         return device.emulated_live_bytes(everything), device.emulated_peak_bytes(everything)
 
     def statistics(device_index: Any = None) -> dict[str, int]:
-        live, peak = memory_bytes()
-        kinds = ("allocated_bytes", "requested_bytes", "reserved_bytes", "active_bytes")
-        return {f"{kind}.all.{when}": size for kind in kinds for when, size in (("current", live), ("peak", peak))}
+        kinds = dict.fromkeys(("allocated_bytes", "requested_bytes", "active_bytes"), memory_bytes())
+        kinds["reserved_bytes"] = present.bytes()
+        return {f"{kind}.all.{when}": size for kind, sizes in kinds.items() for when, size in zip(WHEN, sizes, strict=True)}
+
+    def reset_peaks(device_index: Any = None) -> None:
+        device.emulated_reset_peak()
+        present.reset_peak()
 
     answers = {
         "is_available": True,
@@ -125,8 +136,7 @@ def _install_properties(torch: Any, device: ctypes.CDLL) -> None:
         "is_bf16_supported": True,
         "is_tf32_supported": True,
         "mem_get_info": (MEMORY_BYTES, MEMORY_BYTES),
-        "memory_reserved": 0,
-        **dict.fromkeys(("init", "_lazy_init", "set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all")),
+        **dict.fromkeys(("init", "_lazy_init", "set_device", "synchronize", "manual_seed", "manual_seed_all")),
         "set_rng_state": None,
     }
     for name, answer in answers.items():  # a function of its own for each name: Dynamo has a rule for each
@@ -135,7 +145,10 @@ def _install_properties(torch: Any, device: ctypes.CDLL) -> None:
     torch.cuda.memory_stats = statistics
     torch.cuda.memory_allocated = lambda device_index=None: memory_bytes()[0]
     torch.cuda.max_memory_allocated = lambda device_index=None: memory_bytes()[1]
-    torch.cuda.reset_peak_memory_stats = lambda device_index=None: device.emulated_reset_peak()
+    torch.cuda.memory_reserved = lambda device_index=None: present.bytes()[0]
+    torch.cuda.max_memory_reserved = lambda device_index=None: present.bytes()[1]
+    torch.cuda.reset_peak_memory_stats = reset_peaks
+    torch.cuda.empty_cache = present.empty_cache
 
 
 def _install_generated_code(torch: Any) -> None:

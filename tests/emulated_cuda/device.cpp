@@ -28,6 +28,7 @@
 #include <mutex>
 #include <numeric>
 #include <utility>
+#include <vector>
 
 namespace {
 
@@ -79,14 +80,38 @@ void give_block(void* data, size_t bytes) {
   free_blocks.emplace(bytes, data);
 }
 
+// All allocations and frees in sequence: the number of an allocation, its bytes or FREED, and its part of the memory.
+constexpr int64_t FREED = -1;
+struct Event {
+  int64_t number;
+  int64_t bytes;
+  int64_t memory;
+};
+std::vector<Event> events;
+std::mutex events_mutex;
+
+int64_t log_allocation(int64_t bytes, Memory memory) {
+  const std::lock_guard<std::mutex> lock(events_mutex);
+  const auto number = static_cast<int64_t>(events.size());
+  events.push_back({number, bytes, memory});
+  return number;
+}
+
+void log_free(int64_t number, Memory memory) {
+  const std::lock_guard<std::mutex> lock(events_mutex);
+  events.push_back({number, FREED, memory});
+}
+
 struct Block {
   void* data;
   int64_t bytes;
   Memory memory;
+  int64_t number;
 };
 
 void release(void* context) {
   auto* block = static_cast<Block*>(context);
+  log_free(block->number, block->memory);
   counters[ALL].live -= block->bytes;
   counters[block->memory].live -= block->bytes;
   if (block->memory == POOL) {
@@ -105,7 +130,8 @@ struct Heap final : c10::Allocator {
     const size_t rounded = (bytes + GRANULARITY - 1) / GRANULARITY * GRANULARITY;
     const Memory memory = uses_pool ? POOL : OUTSIDE;
     void* data = memory == POOL ? take_block(rounded) : std::aligned_alloc(GRANULARITY, rounded);
-    auto* block = new Block{data, static_cast<int64_t>(rounded), memory};
+    const auto size = static_cast<int64_t>(rounded);
+    auto* block = new Block{data, size, memory, log_allocation(size, memory)};
     counters[ALL].add(block->bytes);
     counters[memory].add(block->bytes);
     return {block->data, block, &release, DEVICE};
@@ -361,6 +387,18 @@ void emulated_reset_peak() {
   for (auto& counter : counters) {
     counter.peak = counter.live.load();
   }
+}
+
+// Returns the number of events until now.
+int64_t emulated_events() {
+  const std::lock_guard<std::mutex> lock(events_mutex);
+  return static_cast<int64_t>(events.size());
+}
+
+// Copies the events from `begin` to `end`, of three numbers each.
+void emulated_copy_events(int64_t begin, int64_t end, int64_t* target) {
+  const std::lock_guard<std::mutex> lock(events_mutex);
+  std::memcpy(target, events.data() + begin, (end - begin) * sizeof(Event));
 }
 
 // Makes this thread allocate in the pool of CUDA graphs, or outside.

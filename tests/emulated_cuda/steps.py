@@ -13,7 +13,9 @@ from torch import Tensor, nn
 
 import autoremat
 from autoremat.compiler.lowering import Lowered
+from autoremat.planner.memory.allocations import Allocations, joined
 from autoremat.torch_private import inductor_lowering
+from emulated_cuda import segments
 
 SEED = 7
 
@@ -25,6 +27,8 @@ class StepResult:
     loss: float
     gradients: tuple[Tensor, ...]
     peak_bytes: int
+    allocations: Allocations
+    """The card's own allocations in sequence."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,8 @@ class PlannedStep:
     report: autoremat.Report
     replayed_bytes: int
     """Peak of the accepted code by replay, without workspaces and code headroom: the emulated card allocates neither."""
+    replayed: Allocations
+    """The allocations of the accepted code by replay, without both."""
 
 
 def run_step(function: Callable[..., Tensor], module: nn.Module, inputs: tuple[Tensor, ...]) -> StepResult:
@@ -42,12 +48,13 @@ def run_step(function: Callable[..., Tensor], module: nn.Module, inputs: tuple[T
     module.zero_grad(set_to_none=True)
     torch.manual_seed(SEED)
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    before, log = torch.cuda.memory_allocated(), segments.present[0].log
+    begin = len(log)
     loss = function(*inputs)
     loss.backward()
-    peak = torch.cuda.max_memory_allocated() - before
+    peak, allocations = torch.cuda.max_memory_allocated() - before, log.step_since(begin)
     gradients = tuple(p.grad.detach().cpu().clone() for p in module.parameters() if p.grad is not None)
-    return StepResult(float(loss.detach().cpu()), gradients, peak)
+    return StepResult(float(loss.detach().cpu()), gradients, peak, allocations)
 
 
 @contextlib.contextmanager
@@ -79,7 +86,9 @@ def planned_step(module: nn.Module, inputs: tuple[Tensor, ...], **options: Any) 
         compiled = torch.compile(module, backend="autoremat", options=options)
         run_step(compiled, module, inputs)
         result = run_step(compiled, module, inputs)
-    return PlannedStep(result, autoremat.reports()[-1], max(Lowered.of(peaks).code_peaks.values()))
+    lowered = Lowered.of(peaks)
+    replayed = joined(lowered.allocations[False], lowered.allocations[True])
+    return PlannedStep(result, autoremat.reports()[-1], max(lowered.code_peaks.values()), replayed)
 
 
 def on_card(built: tuple[nn.Module, tuple[Tensor, ...]], dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:

@@ -2,7 +2,8 @@
 
 The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp``; torch's "CUDA semantics" notes describe its settings.
 
-- Sizes are rounded up to 512 bytes. Blocks of at most 1 MiB come from the small pool, others from the large pool.
+- Sizes are rounded up to 512 bytes, or to a division of the next power of 2 (``roundup_power2_divisions``).
+- Blocks of at most 1 MiB come from the small pool, others from the large pool.
 - A *segment* is memory taken from the driver: 2 MiB in the small pool, 20 MiB for blocks below 10 MiB, for larger ones their
   size rounded up to 2 MiB. Segments stay reserved after their blocks are freed.
 - A request takes the smallest free block of its pool and stream that is large enough, at the lowest address. The rest is split
@@ -10,38 +11,34 @@ The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp``; torch's "C
 - A freed block merges with its free neighbours in the segment.
 - With *expandable segments*, each pool and stream has one segment that grows by pages of 2 MiB or 20 MiB, and every rest from
   512 bytes on is split off.
-- With a *largest split size*, larger blocks are never split, and serve only requests above that size and at most 20 MiB
-  smaller.
+- With a *largest split size*, larger blocks are never split. They serve only requests from that size on, and leave at most
+  20 MiB of rest.
+- If the driver has no more memory, free memory goes back to it: one oversize block, then all free segments and free pages.
 
-The replay never runs out of memory, so nothing is returned to the driver.
+The driver's memory is unlimited unless a limit is given. The limit then acts as ``torch.cuda.set_per_process_memory_fraction``.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-MIB = 2**20
+from autoremat.planner.memory.allocator_settings import MIB, AllocatorSettings
+
 ROUNDING = 512
 MOST_SMALL = MIB
-SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
+SMALL_SEGMENT = 2 * MIB
 LEAST_OWN_SEGMENT = 10 * MIB
 """Requests from this size on get a segment of their own size."""
 SEGMENT_ROUNDING = 2 * MIB
 
 ADDRESSES = 2**60
-"""Number of addresses in the range of a pool."""
+"""Number of addresses in the range of a pool, and so in an expandable segment."""
 
 
-@dataclass(frozen=True)
-class AllocatorSettings:
-    """The settings in ``PYTORCH_CUDA_ALLOC_CONF`` that the replay knows."""
-
-    expandable_segments: bool = False
-    largest_split_bytes: float = math.inf
-    """The setting ``max_split_size_mb``, in bytes."""
+class OutOfMemory(Exception):
+    """The driver's memory does not suffice, although all that is free went back to it."""
 
 
 @dataclass(eq=False)
@@ -52,11 +49,23 @@ class Block:
     bytes: int
     pool: _Pool
     is_free: bool = True
+    is_mapped: bool = True
+    """False for a range of addresses in an expandable segment that has no memory."""
     before: Block | None = None
     after: Block | None = None
 
     def __lt__(self, other: Block) -> bool:
         return (self.bytes, self.address) < (other.bytes, other.address)
+
+    @property
+    def is_available(self) -> bool:
+        """True for free memory."""
+        return self.is_free and self.is_mapped
+
+    @property
+    def bytes_with_growth(self) -> int:
+        """Bytes of the block, with the addresses behind it into which it can grow."""
+        return self.bytes + (0 if self.after is None or self.after.is_mapped else self.after.bytes)
 
 
 @dataclass(eq=False)
@@ -67,24 +76,33 @@ class _Pool:
     end: int
     """Address behind the pool's segments. Each pool has a range of addresses of its own, in which its segments follow."""
     free: list[Block] = field(default_factory=list)
-    last: Block | None = None
-    """The last block of the expandable segment."""
+    unmapped: list[Block] = field(default_factory=list)
+    """Ranges of the expandable segment without memory, by address. The last one is never used up."""
+
+
+def rounded(size: int, settings: AllocatorSettings) -> int:
+    """Returns the bytes that the allocator looks for if ``size`` bytes are requested."""
+    divisions = settings.divisions(size)
+    if divisions > 1 and size > ROUNDING * divisions:
+        step = (1 << (size.bit_length() - 1)) // divisions
+        return -(-size // step) * step
+    return max(ROUNDING, -(-size // ROUNDING) * ROUNDING)
 
 
 class CachingAllocator:
-    """The allocator's state. ``reserved_bytes`` never falls, so it is also the peak."""
+    """The allocator's state. ``limit_bytes`` is the driver's memory."""
 
-    def __init__(self, settings: AllocatorSettings | None = None) -> None:
-        self.settings = settings or AllocatorSettings()
-        self.allocated_bytes = self.peak_allocated_bytes = self.reserved_bytes = 0
+    def __init__(self, settings: AllocatorSettings | None = None, limit_bytes: float = math.inf) -> None:
+        self.settings, self.limit_bytes = settings or AllocatorSettings(), limit_bytes
+        self.allocated_bytes = self.peak_allocated_bytes = self.reserved_bytes = self.peak_reserved_bytes = 0
         self._pools: dict[tuple[bool, int], _Pool] = {}
 
     def allocate(self, size: int, stream: int = 0) -> Block:
-        """Returns a block of at least ``size`` bytes."""
-        wanted = max(ROUNDING, -(-size // ROUNDING) * ROUNDING)
+        """Returns a block of at least ``size`` bytes. Raises ``OutOfMemory`` if the driver has none."""
+        wanted = rounded(size, self.settings)
         small = wanted <= MOST_SMALL
         pool = self._pools.setdefault((small, stream), _Pool(small, len(self._pools) * ADDRESSES))
-        block = self._take(pool, wanted) or self._new(pool, wanted)
+        block = self._take(pool, wanted) or self._new(pool, wanted) or self._after_release(pool, wanted)
         if self._splits(block, wanted):
             self._split(block, wanted)
         block.is_free = False
@@ -96,10 +114,14 @@ class CachingAllocator:
         """Returns ``block`` to its pool."""
         self.allocated_bytes -= block.bytes
         block.is_free = True
+        self._add_free(block)
+
+    def _add_free(self, block: Block) -> None:
+        """Adds ``block``, with its free neighbours, to the free blocks of its pool."""
         for neighbour in (block.before, block.after):
-            if neighbour is not None and neighbour.is_free:
+            if neighbour is not None and neighbour.is_available:
                 _remove(block.pool.free, neighbour)
-                self._merge(block, neighbour)
+                _merge(block, neighbour)
         insort(block.pool.free, block)
 
     def _take(self, pool: _Pool, wanted: int) -> Block | None:
@@ -107,45 +129,141 @@ class CachingAllocator:
         at = bisect_left(pool.free, Block(-1, wanted, pool))
         if at == len(pool.free):
             return None
-        # The last block of an expandable segment can grow, so any other block fits better.
-        if pool.free[at] is pool.last and at + 1 < len(pool.free):
+        # The end of the mapped part of an expandable segment is kept for growth, if another block fits.
+        while at + 1 < len(pool.free) and pool.free[at + 1].bytes_with_growth < pool.free[at].bytes_with_growth:
             at += 1
         block, limit = pool.free[at], self.settings.largest_split_bytes
-        if wanted < limit <= block.bytes or (wanted >= limit and block.bytes >= wanted + LARGE_SEGMENT):
+        rest = block.bytes - wanted
+        if wanted < limit <= block.bytes or (wanted >= limit and rest >= self.settings.largest_rest_bytes):
             return None
         return pool.free.pop(at)
 
-    def _new(self, pool: _Pool, wanted: int) -> Block:
-        """Returns a block of new memory."""
+    def _new(self, pool: _Pool, wanted: int) -> Block | None:
+        """Returns a block of new memory; None if the driver has none."""
         if self.settings.expandable_segments:
             return self._grown(pool, wanted)
-        if wanted <= MOST_SMALL:
-            size = SMALL_SEGMENT
+        if wanted < LEAST_OWN_SEGMENT:
+            size = SMALL_SEGMENT if pool.is_small else self.settings.large_segment_bytes
         else:
-            size = LARGE_SEGMENT if wanted < LEAST_OWN_SEGMENT else -(-wanted // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
-        return self._reserve(pool, size)
-
-    def _grown(self, pool: _Pool, wanted: int) -> Block:
-        """Returns the end of the pool's expandable segment, after it has grown to ``wanted`` free bytes."""
-        page, last = SMALL_SEGMENT if pool.is_small else LARGE_SEGMENT, pool.last
-        present = last.bytes if last is not None and last.is_free else 0
-        if last is not None and present >= wanted:  # a block that the largest split size keeps from this request
-            _remove(pool.free, last)
-            return last
-        new = self._reserve(pool, -(-(wanted - present) // page) * page)
-        new.before, pool.last = last, new
-        if last is not None:
-            last.after = new
-            if last.is_free:
-                _remove(pool.free, last)
-                self._merge(new, last)
-        return new
-
-    def _reserve(self, pool: _Pool, size: int) -> Block:
-        block = Block(pool.end, size, pool)
+            size = -(-wanted // SEGMENT_ROUNDING) * SEGMENT_ROUNDING
+        if not self._reserve(size):
+            return None
         pool.end += size
+        return Block(pool.end - size, size, pool)
+
+    def _reserve(self, size: int) -> bool:
+        """Returns True if the driver has ``size`` bytes, which are reserved then."""
+        if self.reserved_bytes + size > self.limit_bytes:
+            return False
         self.reserved_bytes += size
+        self.peak_reserved_bytes = max(self.peak_reserved_bytes, self.reserved_bytes)
+        return True
+
+    def _grown(self, pool: _Pool, wanted: int) -> Block | None:
+        """Returns a block of the expandable segment after mapping memory at the lowest addresses that are wide enough.
+
+        Free memory before, between and behind these addresses is part of the block.
+        """
+        if not pool.unmapped:
+            pool.unmapped.append(Block(pool.end, ADDRESSES, pool, is_mapped=False))
+        begins = (b.before if b.before is not None and b.before.is_available else b for b in pool.unmapped)
+        block = next(begin for begin in begins if _room(begin, wanted) >= wanted)
+        while not block.is_mapped or block.bytes < wanted:
+            hole = block.after if block.is_mapped else block
+            assert hole is not None
+            mapped = self._mapped(hole, wanted - (block.bytes if block.is_mapped else 0))
+            if mapped is None:
+                return None
+            block = mapped
+        _remove(pool.free, block)
         return block
+
+    def _mapped(self, hole: Block, size: int) -> Block | None:
+        """Returns the free block that contains the first ``size`` bytes of ``hole`` (at most all), now with memory.
+
+        Returns None if the driver has none. Memory is mapped in whole pages.
+        """
+        pool = hole.pool
+        page = self._page_bytes(pool)
+        size = min(-(-size // page) * page, hole.bytes)
+        if not self._reserve(size):
+            return None
+        pool.unmapped.remove(hole)
+        rest = _cut(hole, size) if size < hole.bytes else None
+        hole.is_mapped = True
+        if rest is not None:
+            self._add_unmapped(rest)
+        self._add_free(hole)
+        return hole
+
+    def _add_unmapped(self, block: Block) -> None:
+        """Adds ``block``, with its neighbours without memory, to the addresses without memory."""
+        for neighbour in (block.before, block.after):
+            if neighbour is not None and not neighbour.is_mapped:
+                block.pool.unmapped.remove(neighbour)
+                _merge(block, neighbour)
+        insort(block.pool.unmapped, block, key=lambda one: one.address)
+
+    def _page_bytes(self, pool: _Pool) -> int:
+        return SMALL_SEGMENT if pool.is_small else self.settings.large_segment_bytes
+
+    def _after_release(self, pool: _Pool, wanted: int) -> Block:
+        """Returns a block of new memory after free memory has gone back to the driver.
+
+        First go as many oversize blocks of the pool as the request needs, then all free segments and pages.
+        """
+        block = self._new(pool, wanted) if self._release_oversize(pool, wanted) else None
+        if block is None:
+            self.empty_cache()
+            block = self._new(pool, wanted)
+        if block is None:
+            raise OutOfMemory(f"{wanted} bytes, with {self.reserved_bytes} reserved of {self.limit_bytes}")
+        return block
+
+    def _release_oversize(self, pool: _Pool, wanted: int) -> bool:
+        """Returns oversize blocks of together ``wanted`` bytes to the driver; False if there are none, or too few."""
+        least = self.settings.largest_split_bytes
+        if math.isinf(least):
+            return False
+        needed = max(wanted, int(least))
+        at, released = bisect_left(pool.free, Block(-1, needed, pool)), 0
+        if at < len(pool.free):
+            released = self._release(pool.free[at])
+        while released < needed and pool.free and pool.free[-1].bytes >= least:
+            released += self._release(pool.free[-1])
+        return released >= needed
+
+    def empty_cache(self) -> None:
+        """Returns all free segments to the driver, and all whole pages in free blocks of expandable segments."""
+        for pool in self._pools.values():
+            for block in list(pool.free):
+                if self.settings.expandable_segments:
+                    self._release_pages(block)
+                elif block.before is None and block.after is None:
+                    self._release(block)
+
+    def _release(self, block: Block) -> int:
+        """Returns a segment to the driver, and its bytes to the caller."""
+        _remove(block.pool.free, block)
+        self.reserved_bytes -= block.bytes
+        return block.bytes
+
+    def _release_pages(self, block: Block) -> None:
+        """Returns the whole pages in a free block to the driver."""
+        pool, page = block.pool, self._page_bytes(block.pool)
+        before = (pool.end - block.address) % page
+        pages = (block.bytes - before) // page * page
+        if pages <= 0:
+            return
+        _remove(pool.free, block)
+        middle = _cut(block, before) if before else block
+        if before:
+            insort(pool.free, block)
+        if pages < middle.bytes:
+            insort(pool.free, _cut(middle, pages))
+        middle.is_mapped = False
+        self.reserved_bytes -= pages
+        self._add_unmapped(middle)
 
     def _splits(self, block: Block, wanted: int) -> bool:
         """Returns True if the rest of ``block`` beyond ``wanted`` bytes is split off."""
@@ -155,43 +273,38 @@ class CachingAllocator:
         return wanted < self.settings.largest_split_bytes and rest > MOST_SMALL
 
     def _split(self, block: Block, wanted: int) -> None:
-        rest = Block(block.address + wanted, block.bytes - wanted, block.pool, before=block, after=block.after)
-        if block.after is not None:
-            block.after.before = rest
-        block.bytes, block.after = wanted, rest
-        if block.pool.last is block:
-            block.pool.last = rest
-        insort(block.pool.free, rest)
+        insort(block.pool.free, _cut(block, wanted))
 
-    def _merge(self, block: Block, neighbour: Block) -> None:
-        """Makes ``neighbour`` a part of ``block``."""
-        block.bytes += neighbour.bytes
-        if neighbour is block.before:
-            block.address, block.before = neighbour.address, neighbour.before
-            if block.before is not None:
-                block.before.after = block
-        else:
-            block.after = neighbour.after
-            if block.after is not None:
-                block.after.before = block
-        if block.pool.last is neighbour:
-            block.pool.last = block
+
+def _room(begin: Block, wanted: int) -> int:
+    """Returns the bytes from ``begin`` on that are free or without memory, as far as ``wanted`` bytes need them."""
+    room, block = begin.bytes, begin.after
+    while room < wanted and block is not None and block.is_free:
+        room, block = room + block.bytes, block.after
+    return room
+
+
+def _cut(block: Block, size: int) -> Block:
+    """Shortens ``block`` to ``size`` bytes and returns the rest, as a block behind it."""
+    rest = Block(block.address + size, block.bytes - size, block.pool, block.is_free, block.is_mapped, block, block.after)
+    if block.after is not None:
+        block.after.before = rest
+    block.bytes, block.after = size, rest
+    return rest
+
+
+def _merge(block: Block, neighbour: Block) -> None:
+    """Makes ``neighbour`` a part of ``block``."""
+    block.bytes += neighbour.bytes
+    if neighbour is block.before:
+        block.address, block.before = neighbour.address, neighbour.before
+        if block.before is not None:
+            block.before.after = block
+    else:
+        block.after = neighbour.after
+        if block.after is not None:
+            block.after.before = block
 
 
 def _remove(blocks: list[Block], block: Block) -> None:
     blocks.pop(bisect_left(blocks, block))
-
-
-Event = tuple[int, int]
-"""A number that identifies an allocation, with its bytes; or with -1 where it is freed."""
-
-
-def reserved_bytes(events: Iterable[Event], settings: AllocatorSettings | None = None) -> int:
-    """Returns the bytes that the allocator has reserved after ``events``, from an empty device."""
-    allocator, live = CachingAllocator(settings), dict[int, Block]()
-    for number, size in events:
-        if size < 0:
-            allocator.free(live.pop(number))
-        else:
-            live[number] = allocator.allocate(size)
-    return allocator.reserved_bytes

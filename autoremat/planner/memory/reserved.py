@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from autoremat.planner.graph.graph import Role
-from autoremat.planner.memory.caching_allocator import AllocatorSettings, Event, reserved_bytes
-from autoremat.planner.memory.simulator import Timeline
+from autoremat.planner.memory.allocations import FREED, Allocations, Event
+from autoremat.planner.memory.allocator_settings import AllocatorSettings
+from autoremat.planner.memory.caching_allocator import Block, CachingAllocator, OutOfMemory
 
 STEPS = 2
 """Steps that are replayed. The second one finds the segments of the first, cut into other pieces."""
+
+BISECTIONS = 6
+"""Halvings of the range in which the least memory of the device is sought."""
 
 
 @dataclass(frozen=True)
@@ -19,38 +22,88 @@ class Reserved:
     """Bytes that the allocator reserves for a step, beyond those of parameters and of other memory that exists anyway."""
 
     default_bytes: int
+    """Bytes without any setting of the allocator."""
     expandable_bytes: int
     """The same with ``PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True``."""
+    bytes: int = 0
+    """Bytes with the settings of this process. A budget counts them if ``count="reserved"``."""
+    least_bytes: int = 0
+    """Least memory of the device that suffices with the settings of this process. The allocator then gives free segments back
+    to the driver, which waits for the device each time."""
+    allocated_bytes: int = 0
+    """Most allocated bytes at once, by the same replay."""
+    pool_bytes: int | None = None
+    """Part of ``bytes`` that the pool of CUDA graphs keeps. None without CUDA graphs."""
+    is_expandable: bool = False
+    """True if this process has expandable segments."""
+    of_code: bool = False
+    """True if the sequence of allocations is that of generated code; False if it is that of the simulated plan."""
+
+    @property
+    def fragmentation(self) -> float:
+        """Share of the reserved bytes that is not allocated at the peak."""
+        return 1 - self.allocated_bytes / self.bytes if self.bytes else 0.0
 
 
-def reserved_for(timeline: Timeline) -> Reserved:
-    """Returns the bytes reserved for ``timeline``, by a replay from an empty device."""
-    settings = (AllocatorSettings(), AllocatorSettings(expandable_segments=True))
-    return Reserved(*(reserved_bytes(_steps(timeline), one) for one in settings))
+def reserved_for(allocations: Allocations, settings: AllocatorSettings, of_code: bool = False) -> Reserved:
+    """Returns the bytes reserved for a step, by a replay from an empty device."""
+    expandable = replace(AllocatorSettings(), expandable_segments=True)
+    pool, own = _split(allocations)
+    used = _replayed(own, settings)
+    in_pool = _replayed(pool, settings) if allocations.pooled else None
+    total = used.peak_reserved_bytes + (0 if in_pool is None else in_pool.peak_reserved_bytes)
+    return Reserved(
+        default_bytes=reserved_bytes(allocations, AllocatorSettings()),
+        expandable_bytes=reserved_bytes(allocations, expandable),
+        bytes=total,
+        least_bytes=total - used.peak_reserved_bytes + _least_bytes(own, settings, used),
+        allocated_bytes=used.peak_allocated_bytes + (0 if in_pool is None else in_pool.peak_allocated_bytes),
+        pool_bytes=None if in_pool is None else in_pool.peak_reserved_bytes,
+        is_expandable=settings.expandable_segments,
+        of_code=of_code,
+    )
 
 
-def _steps(timeline: Timeline) -> Iterator[Event]:
-    """Yields the allocations of consecutive steps. Each step frees all its memory at the end."""
-    step = list(_events(timeline))
+def reserved_bytes(allocations: Allocations, settings: AllocatorSettings) -> int:
+    """Returns the bytes reserved for a step. The pool of CUDA graphs has segments of its own."""
+    return sum(_replayed(events, settings).peak_reserved_bytes for events in _split(allocations))
+
+
+def _split(allocations: Allocations) -> tuple[Sequence[Event], Sequence[Event]]:
+    """Returns the events in the pool of CUDA graphs, and those outside of it."""
+    pooled, events = allocations.pooled, allocations.events
+    if not pooled:
+        return (), events
+    return [event for event in events if event[0] in pooled], [event for event in events if event[0] not in pooled]
+
+
+def _replayed(events: Sequence[Event], settings: AllocatorSettings, limit_bytes: float = math.inf) -> CachingAllocator:
+    """Returns the allocator after consecutive steps, each of which frees all its memory at the end.
+
+    Raises ``OutOfMemory`` if a step needs more than ``limit_bytes``.
+    """
+    allocator = CachingAllocator(settings, limit_bytes)
     for _ in range(STEPS):
-        yield from step
+        live: dict[int, Block] = {}
+        for number, size in events:
+            if size == FREED:
+                allocator.free(live.pop(number))
+            else:
+                live[number] = allocator.allocate(size)
+        for block in live.values():
+            allocator.free(block)
+    return allocator
 
 
-def _events(timeline: Timeline) -> Iterator[Event]:
-    """Yields the allocations and frees of one step, in sequence."""
-    graph, ranges, length = timeline.graph, list(timeline.live_ranges), len(timeline.schedule.sequence)
-    begins, ends = defaultdict[int, list[Event]](list), defaultdict[int, list[Event]](list)
-    for number, one in enumerate(ranges):
-        if size := graph.values[one.value].bytes:
-            begins[one.start].append((number, size))
-            ends[one.end].append((number, -1))
-    tangents = [value.bytes for value in graph.values if value.role is Role.TANGENT and value.bytes]
-    for number, size in enumerate(tangents, len(ranges)):
-        begins[len(timeline.schedule.forward)].append((number, size))
-        ends[length - 1].append((number, -1))
-    for position, op in enumerate(timeline.schedule.sequence):
-        yield from begins[position]
-        if workspace := graph.ops[op].workspace_bytes:
-            yield -1, workspace
-            yield -1, -1
-        yield from ends[position]
+def _least_bytes(events: Sequence[Event], settings: AllocatorSettings, free: CachingAllocator) -> int:
+    """Returns the least limit found under which the steps run. ``free`` is the replay without a limit."""
+    low, high = free.peak_allocated_bytes, free.peak_reserved_bytes
+    for _ in range(BISECTIONS):
+        middle = (low + high) // 2
+        try:
+            high = _replayed(events, settings, middle).peak_reserved_bytes
+        except OutOfMemory:
+            low = middle
+        if high <= low:
+            break
+    return high

@@ -92,9 +92,14 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
 
 
 def held_bytes(graph: Graph, schedule: Schedule) -> int:
-    """Returns the bytes that a call holds between its forward and its backward: saved tensors and outputs.
+    """Returns the bytes that a call holds between its forward and its backward: saved tensors and outputs."""
+    return sum(held_sizes(graph, schedule))
+
+
+def held_sizes(graph: Graph, schedule: Schedule) -> list[int]:
+    """Returns the bytes of each saved tensor and output of a call.
 
     Live ranges do not tell them: the backward's first op may reuse the buffer of a saved tensor, whose range then ends before.
     """
     outputs = set(graph.forward_outputs).intersection(graph.forward_values)
-    return sum(graph.values[value].bytes for value in outputs.union(schedule.saved(graph)))
+    return [graph.values[value].bytes for value in sorted(outputs.union(schedule.saved(graph)))]

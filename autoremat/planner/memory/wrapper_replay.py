@@ -12,9 +12,10 @@ their own, and code needs the sum of both.
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from autoremat.planner.memory.allocations import FREED, Event, HalfAllocations
 from autoremat.planner.memory.cpp_wrapper import as_python
 from autoremat.planner.memory.partitioned_wrapper import (
     COPIED,
@@ -40,6 +41,8 @@ class ReplayedPeak:
 
     pool_bytes: int
     other_bytes: int
+    allocations: HalfAllocations = field(default=HalfAllocations(()), compare=False, repr=False)
+    """The allocations in sequence. Names of results are those of the code."""
 
     @property
     def total_bytes(self) -> int:
@@ -102,6 +105,9 @@ def _code(source: str, has_cuda_graphs: bool) -> tuple[list[ast.stmt] | None, Ca
         return joined(call, partitions), is_in_partition if has_cuda_graphs else nothing
     return (copies_of_inputs(call), everything) if has_cuda_graphs else (call, nothing)
 
+
+WORKSPACE = "(workspace)"
+"""Name of the workspace of the call that runs."""
 
 HOST_BUFFER = "empty_strided_cpu"
 NO_MEMORY = ast.Constant(None)
@@ -180,6 +186,7 @@ class _Heap:
         self.is_recorded = is_recorded
         self.planar: set[str] = set()
         """Names of images whose channels are not innermost."""
+        self.events: list[Event] = []
         self.round_to = round_to
 
     @property
@@ -187,23 +194,27 @@ class _Heap:
         """Live bytes in the pool and outside."""
         return sum(self.live.values())
 
-    @property
-    def replayed(self) -> ReplayedPeak:
-        """The peaks until now."""
-        return ReplayedPeak(pool_bytes=self.peak[True], other_bytes=self.peak[False])
+    def note_peak(self, in_pool: bool) -> None:
+        """Raises the peak to the live bytes."""
+        self.peak[in_pool] = max(self.peak[in_pool], self.live[in_pool])
 
-    def note_peak(self, in_pool: bool, workspace_bytes: int = 0) -> None:
-        """Raises the peak to the live bytes, with a workspace."""
-        self.peak[in_pool] = max(self.peak[in_pool], self.live[in_pool] + workspace_bytes)
+    def use_workspace(self, size: int, in_pool: bool) -> None:
+        """Allocates and frees a workspace of ``size`` bytes."""
+        if size:
+            self.allocate(size, WORKSPACE, in_pool=in_pool, round_to=1)
+            self.release(WORKSPACE)
 
-    def allocate(self, size: int, *names: str, in_pool: bool | None = None) -> None:
+    def allocate(self, size: int, *names: str, in_pool: bool | None = None, round_to: int | None = None) -> None:
         """Allocates a storage of ``size`` bytes, rounded up, that ``names`` refer to.
 
         It lies in the pool if the first name is that of a recorded variable, unless ``in_pool`` says otherwise.
         """
         storage = len(self.sizes)
         in_pool = self.is_recorded(names[0]) if in_pool is None else in_pool
-        self.sizes[storage] = -(-size // self.round_to) * self.round_to
+        round_to = round_to or self.round_to
+        self.sizes[storage] = -(-size // round_to) * round_to
+        if size:
+            self.events.append((storage, self.sizes[storage]))
         self.holders[storage] = set(names)
         for name in names:
             self.names.setdefault(name, set()).add(storage)
@@ -218,6 +229,8 @@ class _Heap:
             self.holders[storage].discard(name)
             if not self.holders[storage]:
                 self.live[storage in self.pooled] -= self.sizes[storage]
+                if self.sizes[storage]:
+                    self.events.append((storage, FREED))
 
     def copy(self, target: str, name: str, size: int) -> None:
         """Binds ``target`` to a copy of ``name``, or to its storages if all are in the pool.
@@ -309,8 +322,17 @@ def replay(
         if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
             made = heap.live_bytes - before or _written(statement.value, heap)
             needed = _workspace(statement.value, made, workspaces) + _reordered(statement.value, heap)
-            heap.note_peak(_is_recorded(statement, is_recorded), needed)
-    return heap.replayed
+            heap.use_workspace(needed, _is_recorded(statement, is_recorded))
+    return ReplayedPeak(heap.peak[True], heap.peak[False], _allocations(heap, input_bytes, statements))
+
+
+def _allocations(heap: _Heap, arguments: Iterable[str], statements: Sequence[ast.stmt]) -> HalfAllocations:
+    """Returns the allocations of a half, with its arguments and the results that its last statement returns."""
+    value = next((one.value for one in reversed(statements) if isinstance(one, ast.Return)), None)
+    names = [_aliased(one) or "" for one in value.elts] if isinstance(value, ast.Tuple) else []
+    results = [(name, number) for name in names for number in sorted(heap.names.get(name, ())) if heap.sizes[number]]
+    received = [(name, number) for number, name in enumerate(arguments) if heap.sizes[number]]
+    return HalfAllocations(tuple(heap.events), frozenset(heap.pooled), tuple(received), tuple(results))
 
 
 def _is_recorded(statement: ast.stmt, is_recorded: Callable[[str], bool]) -> bool:

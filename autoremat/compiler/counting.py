@@ -1,0 +1,139 @@
+"""The bytes that a budget counts: allocated ones, or those that CUDA's caching allocator reserves for them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.units import format_bytes
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.options.options import Options
+from autoremat.planner.memory.allocations import Allocations, HalfAllocations, beside_sizes, joined, simulated
+from autoremat.planner.memory.allocator_settings import AllocatorSettings
+from autoremat.planner.memory.reserved import Reserved, reserved_bytes, reserved_for
+from autoremat.planner.multigraph.ledger import Share
+from autoremat.planner.multigraph.step_profile import StepProfile
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.planner import PlanningResult
+from autoremat.torch_private.allocator import settings_of_process
+
+TIGHTENINGS = 6
+"""Most searches for a plan whose simulated reserved bytes fit. Then the plan of the minimum peak is tried."""
+
+
+@dataclass(frozen=True)
+class Count:
+    """Counts reserved bytes under the settings of the allocator.
+
+    ``code_headroom_bytes`` are allocated beside the plan through the whole step.
+    """
+
+    settings: AllocatorSettings
+    code_headroom_bytes: int = 0
+    is_bounded: bool = False
+    """True if the budget bounds the reserved bytes; False if they are only reported."""
+
+    @classmethod
+    def of(cls, priced: PricedGraph, context: PlanningContext, code_headroom_bytes: int) -> Count | None:
+        """Returns the count for a graph; None on other devices than CUDA."""
+        if priced.captured.runs_on != "cuda":
+            return None
+        options = context.options
+        is_bounded = options.count == "reserved" and not (priced.joint.is_region or _lacks_effect(options, "cuda"))
+        return cls(settings_of_process(), code_headroom_bytes, is_bounded)
+
+    def _step(self, plan: Plan, allocations: Allocations) -> Allocations:
+        return allocations.beside([self.code_headroom_bytes, *beside_sizes(plan.timeline)])
+
+    def plan_bytes(self, plan: Plan) -> int:
+        """Returns the reserved bytes of a simulated plan."""
+        return reserved_bytes(self._step(plan, simulated(plan.timeline)), self.settings)
+
+    def plan_report(self, plan: Plan) -> Reserved:
+        """Returns all figures of a simulated plan."""
+        return reserved_for(self._step(plan, simulated(plan.timeline)), self.settings)
+
+    def code_bytes(self, plan: Plan, halves: Mapping[bool, HalfAllocations]) -> int:
+        """Returns the reserved bytes of the generated code of ``plan``, of which one half may be missing."""
+        return reserved_bytes(self._step(plan, _of_halves(halves)), self.settings)
+
+    def code_report(self, plan: Plan, halves: Mapping[bool, HalfAllocations]) -> Reserved:
+        """Returns all figures of the generated code of ``plan``."""
+        return reserved_for(self._step(plan, _of_halves(halves)), self.settings, of_code=True)
+
+
+def _of_halves(halves: Mapping[bool, HalfAllocations]) -> Allocations:
+    if len(halves) == 2:
+        return joined(halves[False], halves[True])
+    return next(iter(halves.values()))
+
+
+def find_within(count: Count, budget: int, limit: int, find: Callable[[int], PlanningResult]) -> tuple[PlanningResult, int]:
+    """Returns the best plan whose reserved bytes are within ``budget``, and the bytes by which its limit is below ``limit``.
+
+    ``find`` returns the plan for a limit on allocated bytes. The lower bounds are those for the first limit.
+    """
+    first = result = find(limit)
+    present = limit
+    for _ in range(TIGHTENINGS):
+        if result.plan is None:
+            break
+        excess = count.plan_bytes(result.plan) - budget
+        if excess <= 0:
+            return replace(result, lower_bound_seconds=first.lower_bound_seconds), limit - present
+        present = result.plan.peak_bytes - excess
+        result = find(present)
+    return judged(count, budget, replace(result, plan=result.smallest)), limit - result.smallest.peak_bytes
+
+
+def judged(count: Count, budget: int, result: PlanningResult) -> PlanningResult:
+    """Returns ``result`` without its plan if that reserves more than ``budget``."""
+    fits = result.plan is not None and count.plan_bytes(result.plan) <= budget
+    return result if fits else replace(result, plan=None)
+
+
+def expandable_remedy(reserved: Reserved, budget: int) -> str:
+    """Returns the advice to let segments expand, if the plan of the least reserved bytes fits then; else an empty text."""
+    if reserved.is_expandable or reserved.expandable_bytes > budget:
+        return ""
+    return (
+        "set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True: the allocator then reserves "
+        f"{format_bytes(reserved.expandable_bytes)} for this plan"
+    )
+
+
+@dataclass
+class Codes:
+    """The allocations of the code of each attempt, by the headroom of its plan. A cache may answer for one half later on."""
+
+    known: dict[int, dict[bool, HalfAllocations]] = field(default_factory=dict)
+
+    def note(self, headroom_bytes: int, halves: Mapping[bool, HalfAllocations]) -> Mapping[bool, HalfAllocations]:
+        """Adds ``halves`` and returns all that are known of the code of this plan."""
+        found = self.known.setdefault(headroom_bytes, {})
+        found.update(halves)
+        return found
+
+
+def _lacks_effect(options: Options, device_type: str) -> str:
+    """Returns the reason why ``count`` has no effect on graphs of a device; empty if it has one."""
+    if device_type != "cuda":
+        return f"the graph runs on {device_type}, and only the allocator of CUDA reserves segments"
+    if options.memory_budget is None:
+        return "there is no memory_budget"
+    if isinstance(options.memory_budget, Share | StepProfile):
+        return "several graphs share one budget, which is divided in allocated bytes"
+    return ""
+
+
+def warn_without_effect(options: Options, device_type: str) -> None:
+    """Warns with ``BudgetWarning`` if reserved bytes are asked for and not counted."""
+    reason = _lacks_effect(options, device_type) if options.count == "reserved" else ""
+    if reason:
+        warnings.warn(
+            f'count="reserved" has no effect: {reason}. A budget bounds allocated bytes there; leave count out',
+            BudgetWarning,
+            stacklevel=3,
+        )

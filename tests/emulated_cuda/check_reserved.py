@@ -1,0 +1,76 @@
+"""Reserved bytes on the emulated card: the card's own allocations against those that the replay of the code predicts."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autoremat.basics.errors import BudgetWarning
+from autoremat.planner.memory.allocations import FREED, Allocations
+from autoremat.planner.memory.allocator_settings import AllocatorSettings
+from autoremat.planner.memory.reserved import reserved_for
+from emulated_cuda import small_models
+from emulated_cuda.steps import on_card, planned_step
+
+SETTINGS = (AllocatorSettings(), AllocatorSettings(expandable_segments=True))
+
+
+def blocks() -> Any:
+    """Returns a network whose tensors have 0.5 to 12 MiB."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(256, 768 * (1 + n)), nn.GELU(), nn.Linear(768 * (1 + n), 256)) for n in range(4)]
+    return MeanSquare(nn.Sequential(*layers)), (torch.randn(1024, 256),)
+
+
+class MeanSquare(nn.Module):
+    def __init__(self, layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def sequence(step: Allocations) -> list[int]:
+    """Returns the bytes of the allocations in sequence, with a negative sign where they are freed; without the last frees.
+
+    Autograd frees the gradient of the loss behind the code.
+    """
+    sizes = {number: size for number, size in step.events if size != FREED}
+    found = [size if size != FREED else -sizes[number] for number, size in step.events]
+    while found and found[-1] < 0:
+        found.pop()
+    return found
+
+
+def check(built: Any, budget: float | None, count: str = "allocated") -> None:
+    options = {} if budget is None else {"memory_budget": budget, "count": count, "on_infeasible": "best_effort"}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", BudgetWarning)  # the best effort may exceed the budget
+        step = planned_step(*on_card(built), cost_model="roofline", **options)
+    assert sequence(step.result.allocations) == sequence(step.replayed)
+    for settings in SETTINGS:
+        predicted, found = reserved_for(step.replayed, settings), reserved_for(step.result.allocations, settings)
+        assert (found.bytes, found.allocated_bytes) == (predicted.bytes, predicted.allocated_bytes)
+    assert step.report.reserved is not None
+    assert step.report.reserved.of_code
+    if count == "reserved":
+        assert step.report.counted_bytes == step.report.reserved.bytes <= step.report.budget_bytes
+        assert reserved_for(step.result.allocations, AllocatorSettings()).bytes <= step.report.budget_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("budget", [None, 0.6])
+def test_a_network_reserves_what_its_code_predicts(budget):
+    check(blocks(), budget, "reserved")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", small_models.MODELS)
+def test_a_model_allocates_in_the_sequence_that_its_code_predicts(name):
+    for budget in (None, 0.7):
+        check(small_models.build(name), budget)
