@@ -243,6 +243,10 @@ class LedgerSettings:
 
     effort: float = 30.0
     """Limit on CP-SAT's deterministic time, which is about seconds. Beyond it the best choice found counts."""
+    effort_of_variants: float = 3.0
+    """The same limit if the calls of a graph may have different plans."""
+    gap: float = 0.01
+    """Share of the added seconds within which a choice of several plans per graph counts as the best."""
 
 
 @dataclass(frozen=True)
