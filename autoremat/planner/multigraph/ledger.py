@@ -9,13 +9,6 @@ bytes are the sum of three terms: ``base_bytes``, the saved bytes of the open ca
 controls ``base_bytes``. A call is *open* from its forward to its backward. A graph has one plan for all its calls, chosen from
 its Pareto front. Each term depends on a single graph, so the choice is the small integer program above. CP-SAT solves it in
 whole bytes and in one thread, so equal ledgers have equal solutions.
-
-If the calls of one graph can be told apart, each block that calls it is an entry ``g`` of its own in this program. Its entries
-then have at most ``variants`` different plans:
-
-    x[g, k] <= y[k]    for all entries g of the graph              sum over k of y[k] <= variants
-
-Two plans suffice if one moment binds, because a basic solution of the linear relaxation mixes two plans.
 """
 
 from __future__ import annotations
@@ -126,23 +119,6 @@ class Allocation:
     """Seconds of all calls."""
 
 
-@dataclass(frozen=True, slots=True)
-class Variants:
-    """Entries of a ledger that belong to the same graph."""
-
-    graph_of: tuple[int, ...]
-    """For each entry, the number of its graph."""
-    most: int = 1
-    """Maximum number of different plans of one graph."""
-
-    def entries(self) -> list[list[int]]:
-        """Returns, for each graph, the numbers of its entries."""
-        found: dict[int, list[int]] = {}
-        for entry, graph in enumerate(self.graph_of):
-            found.setdefault(graph, []).append(entry)
-        return list(found.values())
-
-
 def pareto(points: Iterable[PlanPoint]) -> tuple[PlanPoint, ...]:
     """Returns the points that no other point dominates, fastest first."""
     found: list[PlanPoint] = []
@@ -198,10 +174,10 @@ def distinct(moments: Iterable[Moment]) -> list[Moment]:
     return list(fullest_of.values())
 
 
-class _Model:
+class Model:
     """The integer program of the module's docstring."""
 
-    def __init__(self, fronts: Sequence[Front], moments: Sequence[Moment], variants: Variants | None = None) -> None:
+    def __init__(self, fronts: Sequence[Front], moments: Sequence[Moment]) -> None:
         from ortools.sat.python import cp_model
 
         self.cp_model: Any = cp_model
@@ -210,119 +186,93 @@ class _Model:
         self.chosen = [[self.model.new_bool_var(f"x[{g},{k}]") for k in range(len(front))] for g, front in enumerate(fronts)]
         for choices in self.chosen:
             self.model.add_exactly_one(choices)
-        self.mixes = False
-        for entries in [] if variants is None else variants.entries():
-            self._limit(entries, variants.most if variants is not None else 1)
-
-    def _limit(self, entries: Sequence[int], most: int) -> None:
-        """Limits the different plans of the ``entries``, which belong to one graph, to ``most``."""
-        if most == 1:
-            for entry in entries:
-                self.chosen[entry] = self.chosen[entries[0]]
-            return
-        if min(len(entries), len(self.fronts[entries[0]])) <= most:
-            return
-        self.mixes = True
-        used = [self.model.new_bool_var(f"y[{entries[0]},{k}]") for k in range(len(self.fronts[entries[0]]))]
-        self.model.add(sum(used) <= most)
-        for entry in entries:
-            for x, y in zip(self.chosen[entry], used, strict=True):
-                self.model.add_implication(x, y)
 
     def bytes_at(self, moment: Moment) -> Any:
         """Returns the live bytes at ``moment`` as an expression."""
-        terms: list[tuple[Any, int]] = []
+        terms: list[Any] = [moment.base_bytes]
         for graph, count in sorted(Counter(moment.open).items()):
-            terms += [(x, count * p.saved_bytes) for p, x in zip(self.fronts[graph], self.chosen[graph], strict=True)]
+            terms += [count * p.saved_bytes * x for p, x in zip(self.fronts[graph], self.chosen[graph], strict=True)]
         if moment.running is not None:
             running = zip(self.fronts[moment.running], self.chosen[moment.running], strict=True)
-            terms += [(x, p.peak_bytes(moment.backward)) for p, x in running]
-        return self._sum(terms) + moment.base_bytes
+            terms += [p.peak_bytes(moment.backward) * x for p, x in running]
+        return sum(terms)
 
-    def seconds(self, calls: Sequence[int]) -> Any:
-        """Returns the seconds above those of the fastest plans, in ``COST_UNITS``, as an expression."""
+    def keep_within(self, budget: int | Any) -> None:
+        """Bounds the live bytes at all moments by ``budget``, a number or a variable."""
+        for moment in self.moments:
+            self.model.add(self.bytes_at(moment) <= budget)
+
+    def minimize_peak(self) -> None:
+        """Asks for the smallest peak of the step."""
+        most = [PlanPoint(0.0, *(max(getattr(p, name) for p in front) for name in BYTES)) for front in self.fronts]
+        peak = self.model.new_int_var(0, max(0, step_peak(self.moments, most)), "peak")
+        self.keep_within(peak)
+        self.model.minimize(peak)
+
+    def minimize_seconds(self, calls: Sequence[int]) -> None:
+        """Asks for the fewest seconds of all calls above those of the fastest plans."""
         fastest = [min(p.seconds for p in front) for front in self.fronts]
         added = [[p.seconds - least for p in front] for front, least in zip(self.fronts, fastest, strict=True)]
         worst = sum(count * max(seconds) for count, seconds in zip(calls, added, strict=True)) or 1.0
-        terms: list[tuple[Any, int]] = []
-        for count, seconds, choices in zip(calls, added, self.chosen, strict=True):
-            terms += [(x, round(count * one / worst * COST_UNITS)) for one, x in zip(seconds, choices, strict=True)]
-        return self._sum(terms)
+        self.model.minimize(
+            sum(
+                round(count * one / worst * COST_UNITS) * x
+                for count, seconds, choices in zip(calls, added, self.chosen, strict=True)
+                for one, x in zip(seconds, choices, strict=True)
+            )
+        )
 
-    def _sum(self, terms: Sequence[tuple[Any, int]]) -> Any:
-        return self.cp_model.LinearExpr.weighted_sum([x for x, _ in terms], [weight for _, weight in terms])
+    def solve(
+        self, hint: Sequence[int] | None = None, effort: float = SETTINGS.ledger.effort, gap: float = 0.0
+    ) -> tuple[int, ...] | None:
+        """Returns the best choice found; None if there is none.
 
-    def solve(self, hint: Sequence[int] | None = None) -> tuple[int, ...] | None:
-        """Returns the best choice found; None if there is none."""
-        hinted: dict[int, tuple[Any, bool]] = {}
+        The search ends after ``effort`` in deterministic time, or within the share ``gap`` of the best objective.
+        """
         for graph, choices in enumerate(self.chosen if hint is not None else []):
-            hinted |= {x.index: (x, number == (hint or ())[graph]) for number, x in enumerate(choices)}
-        for x, value in hinted.values():  # entries may share variables
-            self.model.add_hint(x, value)
+            for number, x in enumerate(choices):
+                self.model.add_hint(x, number == (hint or ())[graph])
         solver = self.cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
-        solver.parameters.max_deterministic_time = SETTINGS.ledger.effort
-        if self.mixes:
-            solver.parameters.relative_gap_limit = SETTINGS.ledger.gap
-            solver.parameters.max_deterministic_time = SETTINGS.ledger.effort_of_variants
+        solver.parameters.max_deterministic_time = effort
+        solver.parameters.relative_gap_limit = gap
         if solver.solve(self.model) not in (self.cp_model.OPTIMAL, self.cp_model.FEASIBLE):
             return None
         return tuple(next(k for k, x in enumerate(choices) if solver.boolean_value(x)) for choices in self.chosen)
 
 
-def _outcome(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment], choice: Sequence[int]) -> Allocation:
+def outcome(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment], choice: Sequence[int]) -> Allocation:
+    """Returns the assignment ``choice`` with its peak and its seconds."""
     points = [front[k] for front, k in zip(fronts, choice, strict=True)]
     seconds = sum(count * point.seconds for count, point in zip(calls, points, strict=True))
     return Allocation(tuple(choice), step_peak(moments, points), seconds)
 
 
-def least_memory(
-    fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment], variants: Variants | None = None
-) -> Allocation:
-    """Returns the assignment with the smallest peak of the step that was found."""
-    one_plan = None if variants is None or variants.most == 1 else Variants(variants.graph_of)
-    before = None if one_plan is None else least_memory(fronts, calls, moments, one_plan)
-    model = _Model(fronts, moments, variants)
-    most = [PlanPoint(0.0, *(max(getattr(p, name) for p in front) for name in BYTES)) for front in fronts]
-    peak = model.model.new_int_var(0, max(0, step_peak(moments, most)), "peak")
-    for moment in model.moments:
-        model.model.add(model.bytes_at(moment) <= peak)
-    model.model.minimize(peak)
-    choice = model.solve(hint=None if before is None else before.choice)
+def least_memory(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment]) -> Allocation:
+    """Returns the assignment with the smallest peak of the step."""
+    model = Model(fronts, moments)
+    model.minimize_peak()
+    choice = model.solve()
     if choice is None:  # CP-SAT reached its limit before it found any choice
-        least = tuple(min(range(len(f)), key=lambda k: (f[k].saved_bytes, f[k].backward_peak_bytes)) for f in fronts)
-        choice = least if before is None else before.choice
-    found = _outcome(fronts, calls, moments, choice)
-    return found if before is None or found.peak_bytes < before.peak_bytes else before
+        choice = tuple(min(range(len(f)), key=lambda k: (f[k].saved_bytes, f[k].backward_peak_bytes)) for f in fronts)
+    return outcome(fronts, calls, moments, choice)
 
 
-def allocate(
-    fronts: Sequence[Front],
-    calls: Sequence[int],
-    moments: Sequence[Moment],
-    budget: int | None,
-    variants: Variants | None = None,
-) -> Allocation | None:
+def allocate(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment], budget: int | None) -> Allocation | None:
     """Returns the assignment of least seconds whose peak is at most ``budget`` bytes (None: no bound).
 
-    ``fronts[g]`` are the plans of entry ``g``, which is called ``calls[g]`` times. ``variants`` tells which entries belong to
-    one graph; None if each is a graph of its own. Returns None if no choice fits.
+    ``fronts[g]`` are the plans of graph ``g``, which is called ``calls[g]`` times. Returns None if no choice fits.
     """
     fastest = tuple(min(range(len(front)), key=lambda k: front[k]) for front in fronts)
-    freely = _outcome(fronts, calls, moments, fastest)
+    freely = outcome(fronts, calls, moments, fastest)
     if budget is None or freely.peak_bytes <= budget:
         return freely
-    smallest = least_memory(fronts, calls, moments, variants)
+    smallest = least_memory(fronts, calls, moments)
     if smallest.peak_bytes > budget:
         return None
-    model = _Model(fronts, moments, variants)
-    for moment in model.moments:
-        model.model.add(model.bytes_at(moment) <= budget)
-    model.model.minimize(model.seconds(calls))
-    one_plan = None
-    if model.mixes and variants is not None:
-        one_plan = allocate(fronts, calls, moments, budget, Variants(variants.graph_of))
-    choice = model.solve(hint=(one_plan or smallest).choice)
-    found = one_plan or smallest if choice is None else _outcome(fronts, calls, moments, choice)
-    return found if one_plan is None or found.seconds <= one_plan.seconds else one_plan
+    model = Model(fronts, moments)
+    model.keep_within(budget)
+    model.minimize_seconds(calls)
+    choice = model.solve(hint=smallest.choice)
+    return smallest if choice is None else outcome(fronts, calls, moments, choice)

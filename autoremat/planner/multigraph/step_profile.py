@@ -11,7 +11,8 @@ from autoremat.basics.display import PlainTable, Shown, named_figures, plain_tab
 from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.multigraph import ledger
-from autoremat.planner.multigraph.ledger import Moment, PlanPoint, Share, Variants
+from autoremat.planner.multigraph.ledger import Moment, PlanPoint, Share
+from autoremat.planner.multigraph.variants import Entries
 
 
 @dataclass(frozen=True)
@@ -70,12 +71,12 @@ class Step:
         Raises ``BudgetInfeasible`` if no choice of plans fits.
         """
         fronts, calls = [graph.front for graph in self.graphs], [graph.calls for graph in self.graphs]
-        variants = Variants(self.numbers, self.variants)
-        smallest = ledger.least_memory(fronts, calls, self.moments, variants)
+        entries = Entries(fronts, calls, self.moments, self.numbers, self.variants)
+        smallest = entries.least_memory()
         chosen = None
         if budget is not None:
-            chosen = ledger.allocate(fronts, calls, self.moments, int(budget * (1 - self.headroom)), variants)
-        chosen = chosen or ledger.allocate(fronts, calls, self.moments, budget, variants)
+            chosen = entries.allocate(int(budget * (1 - self.headroom)))
+        chosen = chosen or entries.allocate(budget)
         if chosen is None:
             assert budget is not None
             raise self._infeasible(self.points(smallest.choice), budget)
