@@ -247,13 +247,13 @@ class SingleBlock(nn.Module):
 
 
 class DiffusionTransformer(nn.Module):
-    """Joint blocks, then twice as many single blocks; the loss of a velocity."""
+    """Joint blocks, then three times as many single blocks; the loss of a velocity."""
 
     def __init__(self, joint: int) -> None:
         super().__init__()
         self.patches, self.words, self.time = nn.Linear(16, HIDDEN), nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(1, HIDDEN)
         self.joint = nn.ModuleList(JointBlock() for _ in range(joint))
-        self.single = nn.ModuleList(SingleBlock() for _ in range(2 * joint))
+        self.single = nn.ModuleList(SingleBlock() for _ in range(3 * joint))
         self.head = nn.Linear(HIDDEN, 16)
 
     def forward(self, patches: torch.Tensor, words: torch.Tensor, times: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
