@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -40,6 +41,7 @@ from autoremat.compiler.pipeline_stage import with_open_calls
 from autoremat.compiler.publishing import published
 from autoremat.options.defaults import note_compiled
 from autoremat.options.options import PLANNING_KEYS, Options
+from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.report.registry import explain_absence_by, note_graph
 from autoremat.torch_private import compat
@@ -90,7 +92,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options)
     def compile_with(budget: Budget) -> Compiled:
         module = copied_with_sources(gm) if len(budget_of) > 1 else gm  # the compiler takes ownership
         own = dataclasses.replace(parsed, memory_budget=budget)
-        with sharing_one_budget(module, example_inputs, own, patches) as options:
+        with sharing_one_budget(module, example_inputs, own, patches) as options, _advised(budget):
             return _compile_alone(module, example_inputs, options, patches)
 
     return compiled_for_blocks(budget_of, compile_with)
@@ -143,7 +145,7 @@ def _budgets(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Map
     if not isinstance(profile, StepProfile) or not may_train(gm, inputs):
         return {None: options.memory_budget}
     key = graph_key(gm, inputs)
-    shares = profile.shares_of(key) or profile.shares_beside(current_block())
+    shares = profile.shares_of(key) or profile.shares_of_block(current_block())
     if not shares and key not in profile.step.others:
         warnings.warn(
             "a graph is compiled that the profiled step did not have, under the whole budget of the step: the peaks of this "
@@ -152,6 +154,21 @@ def _budgets(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Map
             stacklevel=2,
         )
     return shares or {None: profile.budget_bytes}
+
+
+@contextlib.contextmanager
+def _advised(budget: Budget) -> Iterator[None]:
+    """Adds advice to a ``BudgetInfeasible`` of the body if the budget is a share of the profile of blocks."""
+    try:
+        yield
+    except Exception as error:
+        infeasible = find_cause(error, BudgetInfeasible)
+        if infeasible is not None and isinstance(budget, Share) and current_block() is not None:
+            infeasible.advise(
+                "the figures are those of one block in its share of the step's budget: for larger inputs than in the profiled "
+                "step, call profile_again() on the result of compile_blocks"
+            )
+        raise
 
 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:

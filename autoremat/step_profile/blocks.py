@@ -185,7 +185,8 @@ class CompiledBlocks(Shown):
         It has a code object of its own: Dynamo counts recompilations per code object, and drops none of those of others.
         """
         own = FunctionType(_call_block.__code__.replace(), _call_block.__globals__, "block")
-        options: dict[str, Any] = {**self._given, "memory_budget": memory_budget}
+        given = {key: value for key, value in self._given.items() if key != "accumulate"}  # the profile counts gradients
+        options: dict[str, Any] = {**given, "memory_budget": memory_budget}
         return torch.compile(own, backend="autoremat", options=options)
 
     def _has_gradients(self) -> bool:

@@ -54,7 +54,7 @@ class FirstSteps(Recording):
     def run(self, graph: int, compiled: Compiled, *args: Any) -> Any:
         """Runs one call of a graph, and begins a step with the first one."""
         if active_interceptor() is self and self.moments_found is None:
-            if self.has_ended or (self.calls and not self.waiting and not autograd.is_in_backward()):
+            if self.has_ended or self._is_abandoned():
                 self.settle()
             if not self.calls:
                 self._begin()
@@ -99,6 +99,12 @@ class FirstSteps(Recording):
                 self.moments_found = self.moments(meter.readings[: len(self.events) + 1])
                 return
         self._restart()
+
+    def _is_abandoned(self) -> bool:
+        """Returns True if the recorded calls have had no backward, or one that failed, and none can follow."""
+        if not self.calls or self.waiting or autograd.is_in_backward():
+            return False
+        return self.in_pass or not self.passes
 
     def _restart(self) -> None:
         self.start(None)

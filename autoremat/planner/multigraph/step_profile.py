@@ -173,7 +173,7 @@ class StepProfile(Shown):
         entries = zip(self.step.graphs, self.shares, strict=True)
         return {graph.block: share for graph, share in entries if graph.key == key}
 
-    def shares_beside(self, block: int | None) -> dict[int | None, Share | None]:
+    def shares_of_block(self, block: int | None) -> dict[int | None, Share | None]:
         """Returns the shares of the graph that ``block`` calls in the profiled step; empty unless there is exactly one.
 
         They bound the same graph for other inputs too.

@@ -108,13 +108,15 @@ class Entries:
         model = Model(fronts, self.moments)
         for members in self.members:
             self._limit(model, members)
+        gap = 0.0
         if budget is None:
             model.minimize_peak()
         else:
             model.keep_within(budget)
             model.minimize_seconds(self.calls)
+            gap = SETTINGS.ledger.gap
         hint = [plans.index(k) for plans, k in zip(kept, start.choice, strict=True)]
-        choice = model.solve(hint, SETTINGS.ledger.effort_of_variants, SETTINGS.ledger.gap)
+        choice = model.solve(hint, SETTINGS.ledger.effort_of_variants, gap)
         if choice is None:
             return start
         found = ledger.outcome(self.fronts, self.calls, self.moments, [plans[k] for plans, k in zip(kept, choice, strict=True)])
