@@ -42,6 +42,8 @@ if TYPE_CHECKING:
     from autoremat.report.rank_reports import RankReports as RankReports
     from autoremat.report.registry import reports as reports
     from autoremat.report.report import Report as Report
+    from autoremat.step_profile.blocks import CompiledBlocks as CompiledBlocks
+    from autoremat.step_profile.blocks import compile_blocks as compile_blocks
     from autoremat.step_profile.profile import profile_step as profile_step
     from autoremat.tools.eager_checkpoint import selective_checkpoint_context as selective_checkpoint_context
     from autoremat.tools.explain import explain as explain
@@ -85,6 +87,7 @@ _PUBLIC = {
     "measure.peak": ("track_peak",),
     "capture.tensor_names": ("name",),
     "compiler.dynamo_backend": ("backend",),
+    "step_profile.blocks": ("CompiledBlocks", "compile_blocks"),
     "step_profile.profile": ("profile_step",),
     "tools.explain": ("explain",),
     "tools.pareto": ("pareto",),

@@ -180,6 +180,99 @@ class UNet(nn.Module):
         return F.cross_entropy(self.head(images).mean((2, 3)), labels)
 
 
+class Attended(nn.Module):
+    """Attention over tokens, and its output projection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inwards, self.outwards = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def heads(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """Queries, keys and values."""
+        return [part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.inwards(x).chunk(3, -1)]
+
+    def mixed(self, heads: list[torch.Tensor]) -> torch.Tensor:
+        return F.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
+
+
+def modulated(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """Layer norm whose shift and scale the time step decides (Peebles and Xie, 2023)."""
+    return F.layer_norm(x, x.shape[-1:]) * (1 + scale[:, None]) + shift[:, None]
+
+
+class Stream(nn.Module):
+    """One of the two streams of a joint block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation, self.attention = nn.Linear(HIDDEN, 6 * HIDDEN), Attended()
+        self.mlp = nn.Sequential(nn.Linear(HIDDEN, 4 * HIDDEN), nn.GELU("tanh"), nn.Linear(4 * HIDDEN, HIDDEN))
+
+    def finish(self, x: torch.Tensor, mixed: torch.Tensor, parts: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        x = x + parts[2][:, None] * self.attention.outwards(mixed)
+        return x + parts[5][:, None] * self.mlp(modulated(x, parts[3], parts[4]))
+
+
+class JointBlock(nn.Module):
+    """Image and text tokens in two streams with one attention (Esser et al., 2024)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.image, self.text = Stream(), Stream()
+
+    def forward(self, image: torch.Tensor, text: torch.Tensor, time: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [stream.modulation(F.silu(time)).chunk(6, -1) for stream in (self.image, self.text)]
+        both = [
+            stream.attention.heads(modulated(x, part[0], part[1]))
+            for stream, x, part in zip((self.image, self.text), (image, text), parts, strict=True)
+        ]
+        mixed = self.image.attention.mixed([torch.cat(pair, 2) for pair in zip(*both, strict=True)])
+        count = image.shape[1]
+        return self.image.finish(image, mixed[:, :count], parts[0]), self.text.finish(text, mixed[:, count:], parts[1])
+
+
+class SingleBlock(nn.Module):
+    """All tokens in one stream, with attention and product side by side (Dehghani et al., 2023)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.modulation, self.attention = nn.Linear(HIDDEN, 3 * HIDDEN), Attended()
+        self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(5 * HIDDEN, HIDDEN)
+
+    def forward(self, x: torch.Tensor, time: torch.Tensor) -> torch.Tensor:
+        shift, scale, gate = self.modulation(F.silu(time)).chunk(3, -1)
+        normed = modulated(x, shift, scale)
+        mixed = self.attention.mixed(self.attention.heads(normed))
+        return x + gate[:, None] * self.down(torch.cat([mixed, F.gelu(self.up(normed), approximate="tanh")], -1))
+
+
+class DiffusionTransformer(nn.Module):
+    """Joint blocks, then three times as many single blocks; the loss of a velocity."""
+
+    def __init__(self, joint: int) -> None:
+        super().__init__()
+        self.patches, self.words, self.time = nn.Linear(16, HIDDEN), nn.Embedding(VOCABULARY, HIDDEN), nn.Linear(1, HIDDEN)
+        self.joint = nn.ModuleList(JointBlock() for _ in range(joint))
+        self.single = nn.ModuleList(SingleBlock() for _ in range(3 * joint))
+        self.head = nn.Linear(HIDDEN, 16)
+
+    def forward(self, patches: torch.Tensor, words: torch.Tensor, times: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        image, text, time = self.patches(patches), self.words(words), self.time(times)
+        for block in self.joint:
+            image, text = block(image, text, time)
+        x = torch.cat([text, image], 1)
+        for block in self.single:
+            x = block(x, time)
+        return F.mse_loss(self.head(x[:, text.shape[1] :]), target)
+
+
+def diffusion_transformer(joint: int) -> Built:
+    """A diffusion transformer with two kinds of blocks."""
+    patches = torch.randn(2 * BATCH, LENGTH, 16)
+    words = torch.randint(0, VOCABULARY, (2 * BATCH, LENGTH // 4))
+    return DiffusionTransformer(joint), (patches, words, torch.rand(2 * BATCH, 1), torch.randn_like(patches))
+
+
 MODELS: dict[str, Callable[[], Built]] = {
     **{f"gpt2-{n}": lambda n=n: gpt2(n) for n in (4, 12, 32, 80)},  # type: ignore[misc]
     **{f"llama-{n}": lambda n=n: llama(n) for n in (4, 12, 32, 80)},  # type: ignore[misc]

@@ -164,7 +164,7 @@ def test_a_survey_reads_well_and_is_a_budget():
     text = str(profile)
     for part in ("32.00 KiB", "15.10 KiB", "52.10 KiB", "3.00 s", "250.00 ms", "12", "1.00 KiB", "model.py:3", "..."):
         assert part in text, (part, text)
-    assert (profile.number_of("key"), profile.number_of("other")) == (0, None)
+    assert (profile.shares_of("key"), profile.shares_of("other")) == ({None: profile.shares[0]}, {})
     options = Options(memory_budget=profile)
     assert options.memory_budget is profile
     assert options.resolve_budget(7, None) == 2**15

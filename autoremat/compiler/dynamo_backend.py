@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import fx
@@ -24,6 +25,7 @@ from autoremat.basics.progress import now, status_if_slow
 from autoremat.capture import source_info
 from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.compiler import records
+from autoremat.compiler.blocks import compiled_for_blocks, current_block
 from autoremat.compiler.breaks import listen, one_of_several, seconds_in_dynamo, until_reset, what_dynamo_said
 from autoremat.compiler.buckets import sharing_one_budget
 from autoremat.compiler.cache_key import graph_key
@@ -40,10 +42,11 @@ from autoremat.compiler.pipeline_stage import with_open_calls
 from autoremat.compiler.publishing import published
 from autoremat.options.defaults import note_compiled
 from autoremat.options.options import PLANNING_KEYS, Options
-from autoremat.planner.multigraph.step_profile import StepProfile
+from autoremat.planner.multigraph.ledger import Share
+from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.report.registry import explain_absence_by, note_graph
 from autoremat.torch_private import compat
-from autoremat.torch_private.dynamo import sharded_inputs
+from autoremat.torch_private.dynamo import copied_with_sources, sharded_inputs
 
 log = logging.getLogger("autoremat")
 
@@ -85,8 +88,15 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options)
     interceptor = active_interceptor()
     if interceptor is not None and may_train(gm, example_inputs):
         return interceptor.compile(gm, example_inputs, patches)
-    with sharing_one_budget(gm, example_inputs, _with_share(gm, example_inputs, parsed), patches) as options:
-        return _compile_alone(gm, example_inputs, options, patches)
+    budget_of = _budgets(gm, example_inputs, parsed)
+
+    def compile_with(budget: Budget) -> Compiled:
+        module = copied_with_sources(gm) if len(budget_of) > 1 else gm  # the compiler takes ownership
+        own = dataclasses.replace(parsed, memory_budget=budget)
+        with sharing_one_budget(module, example_inputs, own, patches) as options, _advised(budget):
+            return _compile_alone(module, example_inputs, options, patches)
+
+    return compiled_for_blocks(budget_of, compile_with)
 
 
 def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options, patches: dict[str, Any]) -> Compiled:
@@ -131,21 +141,37 @@ def is_user_error(error: Exception) -> bool:
     return find_cause(error, AutorematError) is not None or find_cause(error, Warning) is not None
 
 
-def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Options:
-    """Returns ``options`` with the graph's share in place of a step profile."""
+def _budgets(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Mapping[int | None, Budget]:
+    """Returns the budget of each block that calls the graph: its share in place of a step profile. The block None stands for
+    all other calls."""
     profile = options.memory_budget
     if not isinstance(profile, StepProfile) or not may_train(gm, inputs):
-        return options
+        return {None: options.memory_budget}
     key = graph_key(gm, inputs)
-    known = profile.number_of(key)
-    if known is None and key not in profile.step.others:
+    shares = profile.shares_of(key) or profile.shares_of_block(current_block())
+    if not shares and key not in profile.step.others:
         warnings.warn(
             "a graph is compiled that the profiled step did not have, under the whole budget of the step: the peaks of this "
             "graph and of others can add up. Profile the function that is compiled, with inputs of these shapes",
             BudgetWarning,
             stacklevel=2,
         )
-    return dataclasses.replace(options, memory_budget=profile.budget_bytes if known is None else profile.shares[known])
+    return shares or {None: profile.budget_bytes}
+
+
+@contextlib.contextmanager
+def _advised(budget: Budget) -> Iterator[None]:
+    """Adds advice to a ``BudgetInfeasible`` of the body if the budget is a share of the profile of blocks."""
+    try:
+        yield
+    except Exception as error:
+        infeasible = find_cause(error, BudgetInfeasible)
+        if infeasible is not None and isinstance(budget, Share) and current_block() is not None:
+            infeasible.advise(
+                "the figures are those of one block in its share of the step's budget: for larger inputs than in the profiled "
+                "step, call profile_again() on the result of compile_blocks"
+            )
+        raise
 
 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:

@@ -243,6 +243,12 @@ class LedgerSettings:
 
     effort: float = 30.0
     """Limit on CP-SAT's deterministic time, which is about seconds. Beyond it the best choice found counts."""
+    plans_of_variants: int = 12
+    """Number of plans of one graph that are considered together, if its calls may have different plans."""
+    effort_of_variants: float = 1.0
+    """The limit on deterministic time for such a choice."""
+    gap: float = 0.01
+    """Share of the added seconds within which such a choice counts as the best."""
 
 
 @dataclass(frozen=True)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from autoremat.basics.checks import options_of
+from autoremat.basics.checks import as_int, options_of, refused
 from autoremat.basics.errors import OptionsError, StepProfileError
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.compiler.agreed_step import agreed_step
@@ -33,6 +34,7 @@ def profile_step(
     memory_budget: int | float | str | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     regional: bool | None = None,
+    variants: int = 3,
     options: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> StepProfile:
@@ -52,6 +54,8 @@ def profile_step(
       is that scalar, or its attribute ``loss``.
     - ``regional``: True if ``function`` contains parts that are compiled with this backend and is itself not to be compiled.
       The default is True for a module with compiled parts and for a result of ``torch.compile``.
+    - ``variants``: the maximum number of different plans of one graph. Only :func:`autoremat.compile_blocks` makes the calls
+      of a graph distinguishable; any other graph has one plan.
     - ``options``: those of ``torch.compile``, without ``memory_budget``.
 
     Everything that ``torch.compile`` has compiled in this process is compiled again at its next call, as after
@@ -70,6 +74,7 @@ def profile_step(
         raise OptionsError("a step profile counts the calls that are open at once itself: leave out in_flight and accumulate")
     if isinstance(parsed.memory_budget, StepProfile | Share):
         raise OptionsError("a step profile takes a budget of its own, not the result of another one")
+    variants = variants_of(variants)
     holds_compiled = _holds_compiled(function) if regional is None else regional
     step = function
     torch.compiler.reset()
@@ -86,10 +91,18 @@ def profile_step(
             torch.compiler.reset()
             listen()
         now("sharing out the budget")
-        found = _step(taken, moments, taken.device)
+        found = step_of(taken, moments, variants)
         budget = parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(taken.device))
         found, budget = agreed_step(found, budget, parsed, "the profile of a step")
         return found.shared_out(budget)
+
+
+def variants_of(value: object) -> int:
+    """Returns the number of variants. Raises ``OptionsError`` for anything but an int of at least 1."""
+    count = as_int(value)
+    if count is None or count < 1:
+        raise refused("variants", value, "an int >= 1, the maximum number of different plans of one graph")
+    return count
 
 
 def _measured(
@@ -199,23 +212,19 @@ def _undone(function: Any) -> Iterator[None]:
                 buffer.copy_(contents[key])
 
 
-def _step(taken: Recording, moments: list[Moment], device: torch.device) -> Step:
+def step_of(taken: Recording, moments: Sequence[Moment], variants: int) -> Step:
     """Returns the recorded step without the graphs that have no choice of plans."""
-    planned = [number for number, graph in enumerate(taken.graphs) if graph.planned]
-    number_of = {number: place for place, number in enumerate(planned)}
-    begun = ((event.backward, taken.calls[event.call]) for event in taken.events if event.begins)
+    callers = taken.callers
+    calls = Counter(taken.calls)
+    profiled = {number: taken.graphs[number].profiled() for number in {caller.graph for caller in callers}}
+    number_of = {graph: number for number, graph in enumerate(dict.fromkeys(caller.graph for caller in callers))}
+    begun = ((event.backward, taken.calls[event.call].graph) for event in taken.events if event.begins)
     return Step(
-        graphs=tuple(taken.graphs[number].profiled(taken.calls.count(number)) for number in planned),
-        moments=tuple(
-            replace(
-                moment,
-                open=tuple(number_of[g] for g in moment.open),
-                running=None if moment.running is None else number_of[moment.running],
-            )
-            for moment in moments
-        ),
+        graphs=tuple(replace(profiled[caller.graph], calls=calls[caller], block=caller.block) for caller in callers),
+        moments=tuple(moments),
         order=tuple(f"{'backward' if back else 'forward'} {number_of[g]}" for back, g in begun if g in number_of),
-        device=str(device),
+        device=str(taken.device),
         others=tuple(graph.key for graph in taken.graphs if not graph.planned),
         headroom=CODE_HEADROOM if taken.options.compiler == "inductor" else 0.0,
+        variants=variants,
     )

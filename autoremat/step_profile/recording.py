@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
+from torch.autograd.graph import Node
 
 from autoremat.capture.capture import device_of_inputs
+from autoremat.compiler.blocks import current_block
 from autoremat.compiler.cache_key import graph_key
 from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.joint_graph import PlanningContext
@@ -53,14 +55,23 @@ class RecordedGraph:
         assert self.planned is not None
         return point_of(plan, self.planned.priced.kept_inputs)
 
-    def profiled(self, calls: int) -> StepGraph:
-        """Returns the facts about the graph that the ledger of the step needs; ``calls`` is its number of calls."""
+    def profiled(self) -> StepGraph:
+        """Returns the facts about the graph that the ledger of the step needs, for a single call."""
         assert self.planned is not None
         planner = self.planned.planner
         assert planner is not None
         source = next((op.source for op in self.plan.graph.ops if op.source), "")
         front = front_of(planner, self.planned.priced.kept_inputs)
-        return StepGraph(self.key, source, calls, front, self.point(planner.baseline))
+        return StepGraph(self.key, source, 1, front, self.point(planner.baseline))
+
+
+class Caller(NamedTuple):
+    """A graph and the block that calls it."""
+
+    graph: int
+    """The graph's number in ``Recording.graphs``."""
+    block: int | None
+    """The block's number; None if the call cannot be told from others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +94,11 @@ class Recording:
         self.start(None)
 
     @property
+    def callers(self) -> list[Caller]:
+        """The callers of planned graphs, in the sequence of their first calls."""
+        return [caller for caller in dict.fromkeys(self.calls) if self.graphs[caller.graph].planned]
+
+    @property
     def device(self) -> torch.device:
         """The device whose memory the budget limits: that of the first graph on an accelerator, else the CPU."""
         return next((graph.device for graph in self.graphs if graph.device.type != "cpu"), torch.device("cpu"))
@@ -90,7 +106,7 @@ class Recording:
     def start(self, meter: Meter | None) -> None:
         """Begins a step: drops earlier calls and events, and keeps the graphs."""
         self.meter = meter
-        self.calls: list[int] = []
+        self.calls: list[Caller] = []
         self.events: list[Event] = []
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
@@ -133,15 +149,19 @@ class Recording:
         if active_interceptor() is not self:
             return compiled(*args)
         call = len(self.calls)
-        self.calls.append(graph)
+        self.calls.append(Caller(graph, current_block()))
         self.note(Event(call, backward=False, begins=True))
         outputs = compiled(*args)
         self.note(Event(call, backward=False, begins=False))
         node = autograd.backward_node(outputs, args)
         if node is not None:
-            node.register_prehook(partial(self.begin_backward, call))
-            node.register_hook(partial(self.end_backward, call))
+            self.follow(call, node)
         return outputs
+
+    def follow(self, call: int, node: Node) -> None:
+        """Records the begin and the end of a call's backward, whose autograd node is ``node``."""
+        node.register_prehook(partial(self.begin_backward, call))
+        node.register_hook(partial(self.end_backward, call))
 
     def begin_backward(self, call: int, tangents: Sequence[torch.Tensor | None]) -> None:
         """Records the begin of a backward, as an autograd hook."""
@@ -153,19 +173,28 @@ class Recording:
         self.note(Event(call, backward=True, begins=False))
 
     def moments(self, readings: Sequence[Reading]) -> list[Moment]:
-        """Returns the step's moments: the measured bytes minus the bytes that the executed plans control."""
-        ran = {number: graph.point(graph.plan) for number, graph in enumerate(self.graphs) if graph.planned}
+        """Returns the step's moments: the measured bytes minus the bytes that the executed plans control.
+
+        The moments refer to the entries of ``callers``.
+        """
+        number_of = {caller: number for number, caller in enumerate(self.callers)}
+        ran = {caller: self._point(caller.graph).saved_bytes for caller in number_of}
         open_calls: list[int] = []
         running: list[Event] = []
         found: list[Moment] = []
+
+        def is_open() -> tuple[tuple[int, ...], int]:
+            """Returns the callers of the open calls, and the bytes that they saved."""
+            callers = [self.calls[c] for c in open_calls if self.calls[c] in ran]
+            return tuple(number_of[caller] for caller in callers), sum(ran[caller] for caller in callers)
+
         for event, reading in zip((*self.events, None), readings, strict=True):
-            graphs = tuple(self.calls[c] for c in open_calls if self.calls[c] in ran)
-            saved = sum(ran[g].saved_bytes for g in graphs)
+            callers, saved = is_open()
             if not running:
-                found.append(Moment(reading.peak_bytes - saved, graphs))
+                found.append(Moment(reading.peak_bytes - saved, callers))
             if event is None:
                 break
-            graph = self.calls[event.call]
+            caller = self.calls[event.call]
             if not event.begins:
                 running.remove(Event(event.call, event.backward, begins=True))
                 if not event.backward:
@@ -176,14 +205,17 @@ class Recording:
                 own = 0
             elif event.call in open_calls:
                 open_calls.remove(event.call)
-                own = self._own_bytes(graph, event)
+                own = self._own_bytes(caller.graph, event)
             else:
                 continue  # a repeated backward of a retained graph; the ledger has already dropped its saved tensors
-            others = tuple(self.calls[c] for c in open_calls if self.calls[c] in ran)
-            base = reading.live_bytes - sum(ran[g].saved_bytes for g in others) - own
-            if graph in ran:
-                found.append(Moment(base, others, graph, event.backward))
+            others, saved = is_open()
+            if caller in ran:
+                found.append(Moment(reading.live_bytes - saved - own, others, number_of[caller], event.backward))
         return found
+
+    def _point(self, number: int) -> PlanPoint:
+        """Returns the plan that the graph with this number ran, as a point in the ledger."""
+        return self.graphs[number].point(self.graphs[number].plan)
 
     def _own_bytes(self, number: int, event: Event) -> int:
         """Returns the bytes that are live when a backward begins and that its peak counts."""
@@ -192,4 +224,4 @@ class Recording:
             return 0
         captured = graph.plan.graph
         handed = min(event.tangent_bytes, captured.tangent_bytes)
-        return graph.point(graph.plan).saved_bytes + output_bytes(captured) + handed
+        return self._point(number).saved_bytes + output_bytes(captured) + handed

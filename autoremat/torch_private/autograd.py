@@ -57,6 +57,32 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def is_in_backward() -> bool:
+    """Returns True if this thread runs a backward."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def when_backward_ends(callback: Callable[[], None]) -> None:
+    """Calls ``callback`` at the end of the running backward."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(callback)
+
+
+def call_without_compiling(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Returns the result of calling ``module`` with its hooks and without what ``module.compile`` installed."""
+    call: Any = module._call_impl
+    return call(*args, **kwargs)
+
+
+def install_call(module: torch.nn.Module, call: Callable[..., Any] | None) -> None:
+    """Makes ``call`` answer calls of ``module``, as ``module.compile`` does. None undoes that.
+
+    Copies and pickles of the module leave it out.
+    """
+    installed: Any = module
+    installed._compiled_call_impl = call
+
+
 def retraces_backwards() -> bool:
     """Returns True if compiled autograd traces backwards again, including those of compiled graphs."""
     from torch._dynamo import compiled_autograd, config
@@ -88,6 +114,13 @@ def hooks_after_gradients(leaf: torch.Tensor) -> list[Callable[..., Any]]:
     Hooks of torch's own data parallelism are not among them.
     """
     return list((leaf._post_accumulate_grad_hooks or {}).values())
+
+
+def is_optimized(module: torch.nn.Module) -> bool:
+    """Returns True if the module is a result of ``torch.compile``."""
+    from torch._dynamo import OptimizedModule
+
+    return isinstance(module, OptimizedModule)
 
 
 def is_compiled(module: torch.nn.Module) -> bool:

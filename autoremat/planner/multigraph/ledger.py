@@ -182,7 +182,7 @@ def distinct(moments: Iterable[Moment]) -> list[Moment]:
     return list(fullest_of.values())
 
 
-class _Model:
+class Model:
     """The integer program of the module's docstring."""
 
     def __init__(self, fronts: Sequence[Front], moments: Sequence[Moment]) -> None:
@@ -205,21 +205,53 @@ class _Model:
             terms += [p.peak_bytes(moment.backward) * x for p, x in running]
         return sum(terms)
 
-    def solve(self, hint: Sequence[int] | None = None) -> tuple[int, ...] | None:
-        """Returns the best choice found; None if there is none."""
+    def keep_within(self, budget: int | Any) -> None:
+        """Bounds the live bytes at all moments by ``budget``, a number or a variable."""
+        for moment in self.moments:
+            self.model.add(self.bytes_at(moment) <= budget)
+
+    def minimize_peak(self) -> None:
+        """Asks for the smallest peak of the step."""
+        most = [PlanPoint(0.0, *(max(getattr(p, name) for p in front) for name in BYTES)) for front in self.fronts]
+        peak = self.model.new_int_var(0, max(0, step_peak(self.moments, most)), "peak")
+        self.keep_within(peak)
+        self.model.minimize(peak)
+
+    def minimize_seconds(self, calls: Sequence[int]) -> None:
+        """Asks for the fewest seconds of all calls above those of the fastest plans."""
+        fastest = [min(p.seconds for p in front) for front in self.fronts]
+        added = [[p.seconds - least for p in front] for front, least in zip(self.fronts, fastest, strict=True)]
+        worst = sum(count * max(seconds) for count, seconds in zip(calls, added, strict=True)) or 1.0
+        self.model.minimize(
+            sum(
+                round(count * one / worst * COST_UNITS) * x
+                for count, seconds, choices in zip(calls, added, self.chosen, strict=True)
+                for one, x in zip(seconds, choices, strict=True)
+            )
+        )
+
+    def solve(
+        self, hint: Sequence[int] | None = None, effort: float = SETTINGS.ledger.effort, gap: float = 0.0
+    ) -> tuple[int, ...] | None:
+        """Returns the best choice found; None if there is none.
+
+        The search ends after ``effort`` in deterministic time, or within the share ``gap`` of the best objective.
+        """
         for graph, choices in enumerate(self.chosen if hint is not None else []):
             for number, x in enumerate(choices):
                 self.model.add_hint(x, number == (hint or ())[graph])
         solver = self.cp_model.CpSolver()
         solver.parameters.num_workers = 1
         solver.parameters.random_seed = 0
-        solver.parameters.max_deterministic_time = SETTINGS.ledger.effort
+        solver.parameters.max_deterministic_time = effort
+        solver.parameters.relative_gap_limit = gap
         if solver.solve(self.model) not in (self.cp_model.OPTIMAL, self.cp_model.FEASIBLE):
             return None
         return tuple(next(k for k, x in enumerate(choices) if solver.boolean_value(x)) for choices in self.chosen)
 
 
-def _outcome(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment], choice: Sequence[int]) -> Allocation:
+def outcome(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment], choice: Sequence[int]) -> Allocation:
+    """Returns the assignment ``choice`` with its peak and its seconds."""
     points = [front[k] for front, k in zip(fronts, choice, strict=True)]
     seconds = sum(count * point.seconds for count, point in zip(calls, points, strict=True))
     return Allocation(tuple(choice), step_peak(moments, points), seconds)
@@ -227,16 +259,12 @@ def _outcome(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Mo
 
 def least_memory(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment]) -> Allocation:
     """Returns the assignment with the smallest peak of the step."""
-    model = _Model(fronts, moments)
-    most = [PlanPoint(0.0, *(max(getattr(p, name) for p in front) for name in BYTES)) for front in fronts]
-    peak = model.model.new_int_var(0, max(0, step_peak(moments, most)), "peak")
-    for moment in model.moments:
-        model.model.add(model.bytes_at(moment) <= peak)
-    model.model.minimize(peak)
+    model = Model(fronts, moments)
+    model.minimize_peak()
     choice = model.solve()
     if choice is None:  # CP-SAT reached its limit before it found any choice
         choice = tuple(min(range(len(f)), key=lambda k: (f[k].saved_bytes, f[k].backward_peak_bytes)) for f in fronts)
-    return _outcome(fronts, calls, moments, choice)
+    return outcome(fronts, calls, moments, choice)
 
 
 def allocate(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment], budget: int | None) -> Allocation | None:
@@ -245,22 +273,14 @@ def allocate(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Mo
     ``fronts[g]`` are the plans of graph ``g``, which is called ``calls[g]`` times. Returns None if no choice fits.
     """
     fastest = tuple(min(range(len(front)), key=lambda k: front[k]) for front in fronts)
-    freely = _outcome(fronts, calls, moments, fastest)
+    freely = outcome(fronts, calls, moments, fastest)
     if budget is None or freely.peak_bytes <= budget:
         return freely
     smallest = least_memory(fronts, calls, moments)
     if smallest.peak_bytes > budget:
         return None
-    model = _Model(fronts, moments)
-    for moment in model.moments:
-        model.model.add(model.bytes_at(moment) <= budget)
-    worst = sum(count * max(p.seconds for p in front) for count, front in zip(calls, fronts, strict=True)) or 1.0
-    model.model.minimize(
-        sum(
-            round(count * p.seconds / worst * COST_UNITS) * x
-            for count, front, choices in zip(calls, fronts, model.chosen, strict=True)
-            for p, x in zip(front, choices, strict=True)
-        )
-    )
+    model = Model(fronts, moments)
+    model.keep_within(budget)
+    model.minimize_seconds(calls)
     choice = model.solve(hint=smallest.choice)
-    return smallest if choice is None else _outcome(fronts, calls, moments, choice)
+    return smallest if choice is None else outcome(fronts, calls, moments, choice)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoremat.basics.budget import budget_bytes, parse_budget
@@ -12,6 +12,7 @@ from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.multigraph import ledger
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint, Share
+from autoremat.planner.multigraph.variants import Entries
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class StepGraph:
     """Plans of the graph, fastest first."""
     baseline: PlanPoint
     """Plan of the graph without recomputation."""
+    block: int | None = None
+    """Number of the block that makes these calls, if the step's calls can be told apart (``compile_blocks``)."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class Step:
     """The graphs and moments of one step. The moments refer to graphs by their index in ``graphs``."""
 
     graphs: tuple[StepGraph, ...]
+    """A graph that several blocks call has one entry for each of them, with the same key."""
     moments: tuple[Moment, ...]
     order: tuple[str, ...]
     """Halves of the calls in the sequence in which they ran, such as ``"forward 0"``."""
@@ -43,6 +47,14 @@ class Step:
     """Share of the budget that the plans leave free as code headroom, if any choice fits that."""
     others: tuple[str, ...] = ()
     """Keys of graphs without a plan, because they save nothing for a backward."""
+    variants: int = 1
+    """Maximum number of different plans of one graph, for the blocks that call it."""
+
+    @cached_property
+    def numbers(self) -> tuple[int, ...]:
+        """For each entry of ``graphs``, the number of its graph: the place of its key among all keys."""
+        keys = list(dict.fromkeys(graph.key for graph in self.graphs))
+        return tuple(keys.index(graph.key) for graph in self.graphs)
 
     @cached_property
     def baseline_peak_bytes(self) -> int:
@@ -59,18 +71,19 @@ class Step:
         Raises ``BudgetInfeasible`` if no choice of plans fits.
         """
         fronts, calls = [graph.front for graph in self.graphs], [graph.calls for graph in self.graphs]
-        smallest = ledger.least_memory(fronts, calls, self.moments)
+        entries = Entries(fronts, calls, self.moments, self.numbers, self.variants)
+        smallest = entries.least_memory()
         chosen = None
         if budget is not None:
-            chosen = ledger.allocate(fronts, calls, self.moments, int(budget * (1 - self.headroom)))
-        chosen = chosen or ledger.allocate(fronts, calls, self.moments, budget)
+            chosen = entries.allocate(int(budget * (1 - self.headroom)))
+        chosen = chosen or entries.allocate(budget)
         if chosen is None:
             assert budget is not None
             raise self._infeasible(self.points(smallest.choice), budget)
         points = self.points(chosen.choice)
         limits: Sequence[Share | None] = [None] * len(points)
         if budget is not None:
-            limits = ledger.shares(self.moments, points, budget, borders=True)
+            limits = self._of_variants(points, ledger.shares(self.moments, points, budget, borders=True))
         return StepProfile(
             step=self,
             budget_bytes=budget,
@@ -81,16 +94,32 @@ class Step:
             shares=tuple(limits),
         )
 
+    def _of_variants(self, points: Sequence[PlanPoint], shares: Sequence[Share]) -> list[Share]:
+        """Returns the shares with the same limits for all entries of a graph that follow the same plan.
+
+        Such entries are compiled once, so the least room of all counts.
+        """
+        variants = list(zip(self.numbers, points, strict=True))
+        return [
+            replace(
+                share,
+                forward_peak_bytes=min(s.forward_peak_bytes for s, v in zip(shares, variants, strict=True) if v == variant),
+                backward_peak_bytes=min(s.backward_peak_bytes for s, v in zip(shares, variants, strict=True) if v == variant),
+            )
+            for share, variant in zip(shares, variants, strict=True)
+        ]
+
     def _infeasible(self, points: Sequence[PlanPoint], budget: int) -> BudgetInfeasible:
         """Returns the error that lists the memory at the step's peak, for the plans of the smallest peak."""
         moment = ledger.fullest(self.moments, points)
         occupants = [Occupant("what no plan decides", moment.base_bytes)]
-        for number in sorted(set(moment.open)):
-            count = moment.open.count(number)
-            name = f"saved by graph {number}" + (f" for {count} calls" if count > 1 else "")
-            occupants.append(Occupant(name, count * points[number].saved_bytes, "", self.graphs[number].source))
+        for number in sorted(set(self.numbers)):
+            calls = [entry for entry in moment.open if self.numbers[entry] == number]
+            name = f"saved by graph {number}" + (f" for {len(calls)} calls" if len(calls) > 1 else "")
+            saved = sum(points[entry].saved_bytes for entry in calls)
+            occupants.append(Occupant(name, saved, "", self.graphs[self.numbers.index(number)].source))
         if moment.running is not None:
-            name = f"{'backward' if moment.backward else 'forward'} of graph {moment.running}"
+            name = f"{'backward' if moment.backward else 'forward'} of graph {self.numbers[moment.running]}"
             # A negative base consists of values that the plan counts but that were not live in the measurement.
             peak = points[moment.running].peak_bytes(moment.backward) + min(0, moment.base_bytes)
             occupants.append(Occupant(name, peak, "", self.graphs[moment.running].source))
@@ -120,9 +149,9 @@ class StepProfile(Shown):
     added_seconds: float
     """Seconds of the whole step above those of each graph's fastest plan."""
     plans: tuple[PlanPoint, ...]
-    """For each graph of the step, the plan that is assigned to it."""
+    """For each entry of ``step.graphs``, the plan that is assigned to it."""
     shares: tuple[Share | None, ...]
-    """For each graph, the limits within which the backend finds its plan again. None without a budget."""
+    """For each entry of ``step.graphs``, the limits within which the backend finds its plan again. None without a budget."""
 
     @property
     def baseline_peak_bytes(self) -> int:
@@ -136,28 +165,50 @@ class StepProfile(Shown):
         """
         return self.step.shared_out(budget_bytes(parse_budget(memory_budget, "memory_budget"), self.baseline_peak_bytes))
 
-    def number_of(self, key: str) -> int | None:
-        """Returns the index of the graph with this key; None if the profiled step has no such graph."""
-        return next((number for number, graph in enumerate(self.step.graphs) if graph.key == key), None)
+    def shares_of(self, key: str) -> dict[int | None, Share | None]:
+        """Returns the share of each block that calls the graph with this key; the block is None for all other calls.
+
+        The result is empty for a graph that the profiled step does not have.
+        """
+        entries = zip(self.step.graphs, self.shares, strict=True)
+        return {graph.block: share for graph, share in entries if graph.key == key}
+
+    def shares_of_block(self, block: int | None) -> dict[int | None, Share | None]:
+        """Returns the shares of the graph that ``block`` calls in the profiled step; empty unless there is exactly one.
+
+        They bound the same graph for other inputs too.
+        """
+        keys = {graph.key for graph in self.step.graphs if graph.block == block is not None}
+        return self.shares_of(keys.pop()) if len(keys) == 1 else {}
+
+    @property
+    def variants(self) -> list[tuple[int, PlanPoint, list[StepGraph]]]:
+        """The plans of all graphs: the number of the graph, its plan, and the entries of ``step.graphs`` that follow it."""
+        found: dict[tuple[int, PlanPoint], list[StepGraph]] = {}
+        for number, plan, graph in zip(self.step.numbers, self.plans, self.step.graphs, strict=True):
+            found.setdefault((number, plan), []).append(graph)
+        return [(number, plan, graphs) for (number, plan), graphs in sorted(found.items(), key=lambda one: one[0][0])]
 
     def line(self) -> str:
         """Returns the one-line representation."""
         budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
         return (
             f"{budget}, peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.peak_bytes)}, smallest "
-            f"{format_bytes(self.minimum_peak_bytes)}, {len(self.plans)} graphs"
+            f"{format_bytes(self.minimum_peak_bytes)}, {len(set(self.step.numbers))} graphs"
         )
 
     def tables(self) -> Sequence[PlainTable]:
         """Returns the printed tables."""
-        columns = ("graph", "calls", "saves per call", "of", "peak of a call", "added per call", "begins at")
-        table = plain_table("", columns, numbers=6)
-        for number, (graph, plan) in enumerate(zip(self.step.graphs, self.plans, strict=True)):
-            fastest = graph.front[0]
+        has_blocks = any(graph.block is not None for graph in self.step.graphs)
+        columns = ["graph", "calls", "saves per call", "of", "peak of a call", "added per call", "begins at"]
+        table = plain_table("", [*columns[:1], "blocks", *columns[1:]] if has_blocks else columns, numbers=6 + has_blocks)
+        for number, plan, graphs in self.variants:
+            fastest = graphs[0].front[0]
+            blocks = [in_ranges([graph.block for graph in graphs if graph.block is not None])] if has_blocks else []
             table.add_row(
-                str(number), str(graph.calls), format_bytes(plan.saved_bytes), format_bytes(fastest.saved_bytes),
-                format_bytes(max(plan.forward_peak_bytes, plan.backward_peak_bytes)),
-                format_seconds(plan.seconds - fastest.seconds), graph.source or "-",
+                str(number), *blocks, str(sum(graph.calls for graph in graphs)), format_bytes(plan.saved_bytes),
+                format_bytes(fastest.saved_bytes), format_bytes(max(plan.forward_peak_bytes, plan.backward_peak_bytes)),
+                format_seconds(plan.seconds - fastest.seconds), graphs[0].source or "-",
             )  # fmt: skip
         return [named_figures(self._figures()), table]
 
@@ -171,6 +222,17 @@ class StepProfile(Shown):
             ("added", f"{format_seconds(self.added_seconds)} estimated"),
             ("order", order),
         ]
+
+
+def in_ranges(numbers: Iterable[int]) -> str:
+    """Returns ascending numbers as text such as "0-20, 24"; "-" without numbers."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "-"
 
 
 ORDER_SHOWN = 12

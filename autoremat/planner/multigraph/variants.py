@@ -1,0 +1,192 @@
+"""Several plans for the calls of one graph, if the blocks that call it can be told apart.
+
+    x[e, k] = 1: entry e gets plan k            y[g, k] = 1: a block that calls graph g gets plan k
+    x[e, k] <= y[g(e), k]                       sum over k of y[g, k] <= variants
+
+An *entry* is one block that calls one graph. The rest of the program is that of the ledger, with entries in place of graphs.
+
+With one binding moment two plans per graph suffice but for rounding, because a basic solution of the linear relaxation has
+two fractional weights. So the relaxation selects a few plans of each graph, and CP-SAT chooses among them. The result is at
+least as good as the best single plan per graph. Of equal blocks, those with fewer saved bytes come first: what they save stays
+live while the gradients of later blocks accumulate.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import linprog
+
+from autoremat.planner.multigraph import ledger
+from autoremat.planner.multigraph.ledger import Allocation, Front, Model, Moment
+from autoremat.planner.settings import SETTINGS
+
+Vector = NDArray[np.float64]
+
+SOLVED = 0
+"""SciPy's status code of a solved program."""
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The entries of a step: blocks and the graphs that they call. Moments refer to entries."""
+
+    fronts: Sequence[Front]
+    """For each entry, the plans of its graph. Entries of one graph have the same."""
+    calls: Sequence[int]
+    moments: Sequence[Moment]
+    graph_of: Sequence[int]
+    """For each entry, the number of its graph. The numbers begin at 0, in the sequence of the first entries."""
+    variants: int = 1
+    """Maximum number of different plans of one graph."""
+
+    @cached_property
+    def members(self) -> list[list[int]]:
+        """For each graph, its entries."""
+        found: list[list[int]] = [[] for _ in range(max(self.graph_of, default=-1) + 1)]
+        for entry, graph in enumerate(self.graph_of):
+            found[graph].append(entry)
+        return found
+
+    @property
+    def mixes(self) -> bool:
+        """True if a graph may have several plans."""
+        return self.variants > 1 and any(len(members) > 1 and len(self.fronts[members[0]]) > 1 for members in self.members)
+
+    def least_memory(self) -> Allocation:
+        """Returns the assignment with the smallest peak that was found."""
+        single = self._expanded(ledger.least_memory(*self._by_graph))
+        assert single is not None
+        return self._mixed(single, None) if self.mixes else single
+
+    def allocate(self, budget: int | None) -> Allocation | None:
+        """Returns the assignment of least seconds that was found for a peak of at most ``budget`` bytes (None: no bound).
+
+        Returns None if no choice fits.
+        """
+        single = self._expanded(ledger.allocate(*self._by_graph, budget))
+        if budget is None or not self.mixes or (single is not None and self._is_fastest(single)):
+            return single
+        start = single or self.least_memory()
+        return None if start.peak_bytes > budget else self._mixed(start, budget)
+
+    @cached_property
+    def _by_graph(self) -> tuple[list[Front], list[int], list[Moment]]:
+        """The fronts, calls and moments of the graphs, each with one plan."""
+        moments = [
+            replace(
+                moment,
+                open=tuple(self.graph_of[entry] for entry in moment.open),
+                running=None if moment.running is None else self.graph_of[moment.running],
+            )
+            for moment in self.moments
+        ]
+        calls = [sum(self.calls[entry] for entry in members) for members in self.members]
+        return [self.fronts[members[0]] for members in self.members], calls, moments
+
+    def _expanded(self, found: Allocation | None) -> Allocation | None:
+        """Returns the assignment to graphs as one to entries."""
+        return None if found is None else replace(found, choice=tuple(found.choice[graph] for graph in self.graph_of))
+
+    def _is_fastest(self, found: Allocation) -> bool:
+        return all(
+            front[k].seconds == min(p.seconds for p in front) for front, k in zip(self.fronts, found.choice, strict=True)
+        )
+
+    def _mixed(self, start: Allocation, budget: int | None) -> Allocation:
+        """Returns an assignment of several plans per graph that is at least as good as ``start``.
+
+        It takes the least seconds within ``budget``, or has the least peak without one.
+        """
+        kept = self._promising(budget, start)
+        fronts = [[self.fronts[entry][k] for k in plans] for entry, plans in enumerate(kept)]
+        model = Model(fronts, self.moments)
+        for members in self.members:
+            self._limit(model, members)
+        gap = 0.0
+        if budget is None:
+            model.minimize_peak()
+        else:
+            model.keep_within(budget)
+            model.minimize_seconds(self.calls)
+            gap = SETTINGS.ledger.gap
+        hint = [plans.index(k) for plans, k in zip(kept, start.choice, strict=True)]
+        choice = model.solve(hint, SETTINGS.ledger.effort_of_variants, gap)
+        if choice is None:
+            return start
+        found = ledger.outcome(self.fronts, self.calls, self.moments, [plans[k] for plans, k in zip(kept, choice, strict=True)])
+        found = self._lean_first(found, found.peak_bytes if budget is None else budget)
+        figures = [(one.peak_bytes if budget is None else one.seconds) for one in (start, found)]
+        return found if figures[1] < figures[0] else start
+
+    def _limit(self, model: Model, members: Sequence[int]) -> None:
+        """Limits the different plans of one graph to the number of variants."""
+        plans = range(len(model.chosen[members[0]]))
+        used = [model.model.new_bool_var(f"y[{members[0]},{k}]") for k in plans]
+        model.model.add(sum(used) <= self.variants)
+        for entry in members:
+            for x, y in zip(model.chosen[entry], used, strict=True):
+                model.model.add_implication(x, y)
+
+    def _lean_first(self, found: Allocation, limit: int) -> Allocation:
+        """Returns the assignment with the leaner plans first among equal blocks, if its peak is at most ``limit`` bytes."""
+        choice = list(found.choice)
+        for members in self.members:
+            for count in sorted({self.calls[entry] for entry in members}):
+                equal = [entry for entry in members if self.calls[entry] == count]
+                plans = sorted((found.choice[entry] for entry in equal), key=lambda k: self.fronts[equal[0]][k].saved_bytes)
+                for entry, plan in zip(equal, plans, strict=True):
+                    choice[entry] = plan
+        ordered = ledger.outcome(self.fronts, self.calls, self.moments, choice)
+        return ordered if ordered.peak_bytes <= limit else found
+
+    def _promising(self, budget: int | None, start: Allocation) -> list[list[int]]:
+        """Returns, for each entry, the plans to choose from: those with the least reduced costs in the linear relaxation.
+
+        A plan with a positive weight has reduced cost 0. The plans of ``start`` are among them.
+        """
+        sizes = [len(front) for front in self.fronts]
+        begins = [0, *np.cumsum(sizes).tolist()]
+        costs, weights = self._relaxed(budget, sizes, begins)
+        kept: list[list[int]] = [[] for _ in self.fronts]
+        for members in self.members:
+            stretches = [slice(begins[entry], begins[entry + 1]) for entry in members]
+            least = np.min([costs[stretch] for stretch in stretches], axis=0).round(9)
+            weight = np.max([weights[stretch] for stretch in stretches], axis=0)
+            best = np.lexsort((-weight, least))[: SETTINGS.ledger.plans_of_variants].tolist()
+            plans = sorted({*best, *(start.choice[entry] for entry in members)})
+            for entry in members:
+                kept[entry] = plans
+        return kept
+
+    def _relaxed(self, budget: int | None, sizes: list[int], begins: list[int]) -> tuple[Vector, Vector]:
+        """Returns the reduced costs and the weights of all plans in the relaxation; zeros if it has no solution.
+
+        Without a budget, a last variable is the peak to minimize. Seconds and bytes are scaled to about 1.
+        """
+        rows = np.zeros((len(self.moments), begins[-1]))
+        for row, moment in zip(rows, self.moments, strict=True):
+            for entry, count in Counter(moment.open).items():
+                row[begins[entry] : begins[entry + 1]] += [count * p.saved_bytes for p in self.fronts[entry]]
+            if moment.running is not None:
+                peaks = [p.peak_bytes(moment.backward) for p in self.fronts[moment.running]]
+                row[begins[moment.running] : begins[moment.running + 1]] += peaks
+        base = np.array([moment.base_bytes for moment in self.moments], dtype=float)
+        each = np.repeat(np.eye(len(sizes)), sizes, axis=1)
+        scale = float(rows.max(initial=1.0))
+        if budget is None:
+            rows = np.hstack([rows, np.full((len(rows), 1), -scale)])
+            each = np.hstack([each, np.zeros((len(each), 1))])
+            objective, room = np.array([0.0] * begins[-1] + [1.0]), -base
+        else:
+            seconds = [count * p.seconds for count, front in zip(self.calls, self.fronts, strict=True) for p in front]
+            objective, room = np.array(seconds) / (max(seconds) or 1.0), budget - base
+        found = linprog(objective, rows / scale, room / scale, each, np.ones(len(sizes)), method="highs")
+        if found.status != SOLVED:
+            return np.zeros(begins[-1]), np.zeros(begins[-1])
+        return found.lower.marginals[: begins[-1]], found.x[: begins[-1]]

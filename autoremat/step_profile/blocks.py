@@ -1,0 +1,245 @@
+"""``autoremat.compile_blocks``: compiles equal blocks one by one, with a few plans for one budget."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from autoremat.basics.checks import options_of
+from autoremat.basics.display import PlainTable, Shown, named_figures
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
+from autoremat.basics.progress import now, status_if_slow
+from autoremat.basics.units import format_bytes
+from autoremat.compiler.agreed_step import agreed_step
+from autoremat.compiler.blocks import running_block
+from autoremat.compiler.interception import active_interceptor, intercepted_by
+from autoremat.compiler.joint_graph import free_device_bytes
+from autoremat.options.options import Options
+from autoremat.planner.multigraph.ledger import Share
+from autoremat.planner.multigraph.step_profile import StepProfile
+from autoremat.step_profile.first_steps import FirstSteps
+from autoremat.step_profile.profile import profile_step, step_of, variants_of
+from autoremat.torch_private import autograd, compat
+
+
+def compile_blocks(
+    blocks: nn.Module | Iterable[nn.Module],
+    memory_budget: int | float | str | None = None,
+    *,
+    variants: int = 3,
+    step: Callable[[], Any] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> CompiledBlocks:
+    """Compiles each block in place, as ``block.compile`` does, and returns the blocks with their plans.
+
+    Equal blocks share one graph. The graph gets at most ``variants`` plans, each is compiled once, and every block follows one
+    of them. The compile time therefore does not grow with the number of blocks. All other code stays as it is.
+
+    The budget bounds the peak of the whole step, because the memory around the blocks is measured:
+
+    - With ``step``, it is measured at once. ``step()`` runs forward and loss of one training step; see
+      :func:`autoremat.profile_step`. The budget counts from the start of ``step``.
+    - Without ``step``, it is measured in the second training step. The first two steps run without generated code, on the plans
+      of the minimum peak. The budget counts from the first call of a block.
+
+    Arguments:
+
+    - ``blocks``: an ``nn.ModuleList``, an ``nn.Sequential`` or another iterable of modules. Their kinds may differ.
+    - ``memory_budget``: the budget of the step, in bytes, as text such as "60GiB", or "auto". A float is a share of the step's
+      peak without recomputation. None takes the configured budget.
+    - ``variants``: the maximum number of different plans of one graph.
+    - ``loss``: maps the result of ``step()`` to the scalar to differentiate; by default the result itself, or its ``loss``.
+    - ``options``: those of ``torch.compile``. With ``accumulate``, the gradients of earlier micro-batches count.
+
+    Raises ``BudgetInfeasible`` if no choice of plans fits, at once with ``step``, else in the third training step. Raises
+    ``OptionsError`` for arguments that are not accepted, and ``StepProfileError`` if the step cannot be measured.
+    """
+    found = CompiledBlocks(_modules(blocks), memory_budget, variants_of(variants), options)
+    if step is not None:
+        found.profile_with(step, loss)
+    elif loss is not None:
+        raise OptionsError("`loss` is a function of the result of `step()`: pass step=... too")
+    return found
+
+
+class CompiledBlocks(Shown):
+    """Blocks that are compiled one by one. ``print`` shows which blocks follow which plan."""
+
+    def __init__(
+        self,
+        blocks: Sequence[nn.Module],
+        memory_budget: int | float | str | None,
+        variants: int,
+        options: Mapping[str, Any] | None,
+    ) -> None:
+        """Compiles ``blocks`` in place; for the arguments see :func:`autoremat.compile_blocks`."""
+        self._given = dict(options_of(options))
+        if "memory_budget" in self._given:
+            raise OptionsError("compile_blocks takes `memory_budget` as an argument of its own, not in `options`")
+        own = {} if memory_budget is None else {"memory_budget": memory_budget}
+        self._options = Options.parse({**self._given, **own}, None, compat.inductor_config_names)
+        if isinstance(self._options.memory_budget, StepProfile | Share):
+            raise OptionsError("compile_blocks takes a budget of its own, not the result of profile_step: pass step=... to it")
+        if self._options.in_flight is not None:
+            raise OptionsError("compile_blocks counts the calls that are open at once itself: leave out in_flight")
+        self.blocks, self.variants = tuple(blocks), variants
+        self._profile: StepProfile | None = None
+        self._without_plan = self._compiled(memory_budget=None)
+        self.profile_again()
+        for number, block in enumerate(self.blocks):
+            autograd.install_call(block, _Call(self, number, block))
+
+    @property
+    def profile(self) -> StepProfile | None:
+        """The profile of the step, with the plan of each block; None before the memory around the blocks is known."""
+        return self._profile
+
+    def profile_with(self, step: Callable[[], Any], loss: Callable[[Any], torch.Tensor] | None = None) -> None:
+        """Profiles ``step()`` now and plans by it; see :func:`autoremat.profile_step`."""
+        if self._options.accumulate is not None:
+            raise OptionsError("`step` shows one micro-batch, without the gradients of others: leave out accumulate, or step")
+        profile = profile_step(
+            step,
+            memory_budget=_in_bytes_or_share(self._options),
+            loss=loss,
+            regional=True,
+            variants=self.variants,
+            options=self._given,
+        )
+        self._use(profile)
+
+    def profile_again(self) -> None:
+        """Measures the next two training steps and plans anew, such as for larger inputs."""
+        self._profile = None
+        self._first_steps: FirstSteps | None = FirstSteps(self._options, self._has_gradients)
+        self._recorded = self._compiled(memory_budget=None)
+
+    def within(self, memory_budget: int | float | str | None) -> StepProfile:
+        """Plans the same step under another budget, and returns its profile. The blocks compile again at their next calls.
+
+        Raises ``BudgetInfeasible`` if no choice of plans fits, and ``StepProfileError`` before the step is measured.
+        """
+        if self._profile is None:
+            raise StepProfileError("the step is not measured yet: run two training steps, or pass step=... to compile_blocks")
+        self._use(self._profile.within(memory_budget))
+        return self._profile
+
+    def line(self) -> str:
+        """Returns the one-line representation."""
+        state = "not measured yet" if self._profile is None else self._profile.line()
+        return f"{len(self.blocks)} blocks, {state}"
+
+    def tables(self) -> Sequence[PlainTable]:
+        """Returns the printed tables."""
+        if self._profile is not None:
+            return self._profile.tables()
+        return [named_figures([("blocks", str(len(self.blocks))), ("plans", "made after two training steps")])]
+
+    def call(self, number: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns the result of one call of a block."""
+        if not torch.is_grad_enabled():
+            return self._without_plan(block, *args, **kwargs)
+        with running_block(number):
+            if active_interceptor() is not None:  # profile_step
+                return self._recorded(block, *args, **kwargs)
+            if self._first_steps is not None and not self._may_plan(self._first_steps):
+                with intercepted_by(self._first_steps):
+                    return self._recorded(block, *args, **kwargs)
+            return self._planned(block, *args, **kwargs)
+
+    def _may_plan(self, first: FirstSteps) -> bool:
+        """Returns True if the step is measured; it is then planned."""
+        if first.has_ended and first.moments_found is None:
+            first.settle()
+        if first.moments_found is None:
+            return False
+        with status_if_slow("planning the blocks", shown=self._options.progress):
+            now("sharing out the budget")
+            found = step_of(first, first.moments_found, self.variants)
+            budget = self._options.resolve_budget(found.baseline_peak_bytes, free_device_bytes(first.device))
+            found, budget = agreed_step(found, budget, self._options, "the profile of blocks")
+            try:
+                profile = found.shared_out(budget)
+            except BudgetInfeasible as error:
+                if self._options.on_infeasible != "best_effort":
+                    raise
+                warnings.warn(_best_effort(error), BudgetWarning, stacklevel=5)
+                profile = found.shared_out(error.minimum_bytes)
+        self._use(profile)
+        return True
+
+    def _use(self, profile: StepProfile) -> None:
+        """Makes the blocks follow their plans in ``profile`` from their next calls on."""
+        self._profile, self._first_steps = profile, None
+        self._planned = self._compiled(memory_budget=profile)
+
+    def _compiled(self, memory_budget: StepProfile | None) -> Callable[..., Any]:
+        """Returns a compiled function that calls a block.
+
+        It has a code object of its own: Dynamo counts recompilations per code object, and drops none of those of others.
+        """
+        own = FunctionType(_call_block.__code__.replace(), _call_block.__globals__, "block")
+        given = {key: value for key, value in self._given.items() if key != "accumulate"}  # the profile counts gradients
+        options: dict[str, Any] = {**given, "memory_budget": memory_budget}
+        return torch.compile(own, backend="autoremat", options=options)
+
+    def _has_gradients(self) -> bool:
+        return any(parameter.grad is not None for block in self.blocks for parameter in block.parameters())
+
+
+def _call_block(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Returns the result of the block ``self``. The name of the argument keeps it out of module paths."""
+    return autograd.call_without_compiling(self, *args, **kwargs)
+
+
+class _Call:
+    """Answers the calls of one block."""
+
+    def __init__(self, owner: CompiledBlocks, number: int, block: nn.Module) -> None:
+        self.owner, self.number, self.block = owner, number, block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a function around the block is compiled, and the block with it
+            return autograd.call_without_compiling(self.block, *args, **kwargs)
+        return self.owner.call(self.number, self.block, args, kwargs)
+
+
+def _modules(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    """Returns the blocks, each once. Raises ``OptionsError`` for anything that is no container of modules."""
+    forms = "an nn.ModuleList, an nn.Sequential or a list of modules"
+    if isinstance(blocks, nn.ModuleDict):
+        blocks = list(blocks.values())
+    if not isinstance(blocks, Iterable):
+        raise OptionsError(f"`blocks` is a {type(blocks).__name__}. Accepted: {forms}")
+    found = list(blocks)
+    if not found or not all(isinstance(block, nn.Module) for block in found):
+        wrong = next((type(block).__name__ for block in found if not isinstance(block, nn.Module)), None)
+        raise OptionsError(f"`blocks` {'is empty' if wrong is None else f'has a {wrong}'}. Accepted: {forms}")
+    found = list({id(block): block for block in found}.values())
+    numbers = {id(block): number for number, block in enumerate(found)}
+    for number, block in enumerate(found):
+        if autograd.is_optimized(block):
+            raise OptionsError(f"block {number} is a result of torch.compile: pass the module that it compiles")
+        inner = next((numbers[id(part)] for part in block.modules() if part is not block and id(part) in numbers), None)
+        if inner is not None:
+            raise OptionsError(f"block {number} contains block {inner}: a block is compiled as a whole, so pass one of them")
+    return found
+
+
+def _in_bytes_or_share(options: Options) -> int | float | str | None:
+    budget = options.memory_budget
+    assert not isinstance(budget, StepProfile | Share)
+    return budget
+
+
+def _best_effort(error: BudgetInfeasible) -> str:
+    return (
+        f"the step needs {format_bytes(error.minimum_bytes)}, over its budget of {format_bytes(error.budget_bytes)}: nothing "
+        'smaller was found, and on_infeasible="best_effort" runs it anyway'
+    )

@@ -1,0 +1,242 @@
+"""Blocks compiled one by one against the whole graph: cost at the same peak, measured peaks, compilations, compile time.
+
+    python benchmarks/blocks.py                                  # Llama, GPT-2 and a diffusion transformer; 8, 16, 32 blocks
+    python benchmarks/blocks.py --models llama --layers 8        # measures some rows again; the others stay
+    python benchmarks/blocks.py --skip-times                     # without the compile times
+
+Inductor compiles on a CPU. Budgets lie between the minimum peak of the blocks and their peak without recomputation. "Added" is
+the time of recomputation and of saved tensors above that of the fastest plan, by the cost model, as a share of the step. The
+plan of the whole graph has at most the predicted peak of the blocks. Each compile time is that of a process with empty caches,
+the lean budget, and one step; the device is calibrated before. The blocks' time includes the profile of the step. Written to
+`benchmarks/results/blocks.txt` and `.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import unittest.mock
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from lowering import PATIENT, ROOT, Built, Lowered, Watch, batched, uncached, without_kernels
+from model_zoo import diffusion_transformer, gpt2, llama
+from torch import nn
+from torch.nn import functional as F
+
+import autoremat
+from autoremat.basics.units import format_bytes
+from autoremat.compiler import peers
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.planning import PlannedGraph
+
+SHARES = (0.05, 0.25, 0.45, 0.65, 0.85)
+"""Budgets, as shares of the way from the minimum peak of the blocks to their peak without recomputation."""
+
+
+class Head(nn.Module):
+    """The vocabulary projection and the loss, which is a block of its own: eager code would hold the logits several times."""
+
+    def __init__(self, projection: nn.Module) -> None:
+        super().__init__()
+        self.projection = projection
+
+    def forward(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.projection(hidden)[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
+
+
+class LanguageModel(nn.Module):
+    """A causal model of Hugging Face, with its head and loss in one module."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.inner = model.model if hasattr(model, "model") else model.transformer
+        self.head = Head(model.lm_head)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(input_ids=tokens).last_hidden_state, tokens)
+
+
+def language_model(built: Built) -> Built:
+    model, inputs = batched(built, 4)
+    return LanguageModel(model.model), inputs
+
+
+BUILDERS = {
+    "llama": lambda count: language_model(llama(count)),
+    "gpt2": lambda count: language_model(gpt2(count)),
+    "diffusion": lambda count: diffusion_transformer(count // 4),
+}
+LAYERS = (8, 16, 32)
+
+
+def build(name: str, count: int) -> Built:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    model, inputs = BUILDERS[name](count)
+    return model.train(), inputs
+
+
+def blocks_of(model: Any) -> list[nn.Module]:
+    """The blocks of a model of ``BUILDERS``; the last one of a language model is its head."""
+    if hasattr(model, "joint"):
+        return [*model.joint, *model.single]
+    layers = model.inner.layers if hasattr(model.inner, "layers") else model.inner.h
+    return [*layers, model.head]
+
+
+def whole(name: str, count: int) -> PlannedGraph:
+    """The whole graph with its planner; nothing is lowered."""
+    model, inputs = build(name, count)
+    watch, plan_graph = Watch(), peers.plan_graph
+
+    def plan_and_stop(priced: PricedGraph, context: PlanningContext) -> Any:
+        watch.planned = plan_graph(priced, context)
+        raise Lowered
+
+    with uncached(), unittest.mock.patch.object(peers, "plan_graph", plan_and_stop), without_kernels():
+        torch.compile(model, backend="autoremat", options=PATIENT)(*inputs)
+    assert watch.planned is not None
+    return watch.planned
+
+
+def measured(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
+    """Bytes of the second step."""
+    model(*inputs).backward()
+    model.zero_grad(set_to_none=True)
+    with autoremat.track_peak("cpu") as peak:
+        model(*inputs).backward()
+    model.zero_grad(set_to_none=True)
+    return peak.bytes
+
+
+def rows(name: str, count: int) -> list[dict[str, Any]]:
+    """A row for each budget."""
+    graph = whole(name, count)
+    planner, step_seconds = graph.planner, graph.plan.graph.step_seconds
+    assert planner is not None
+    fastest = planner.fastest()
+    assert fastest is not None
+    model, inputs = build(name, count)
+    compiled = autoremat.compile_blocks(blocks_of(model), 1.0, step=lambda: model(*inputs), options=PATIENT)
+    assert compiled.profile is not None
+    least, most = compiled.profile.minimum_peak_bytes, compiled.profile.baseline_peak_bytes
+    result = []
+    for share in SHARES:
+        profile = compiled.within(int(least + share * (most - least)))
+        before = len(autoremat.reports())
+        peak = measured(model, inputs)
+        same_peak = planner.choose(profile.peak_bytes)
+        added = None if same_peak is None else (same_peak.cost_seconds - fastest.cost_seconds) / step_seconds
+        result.append(
+            {
+                "model": name, "blocks": count, "share": share, "budget": profile.budget_bytes, "predicted": profile.peak_bytes,
+                "measured": peak, "added": profile.added_seconds / step_seconds, "added by the whole graph": added,
+                "plans": [len({p for m, p, _ in profile.variants if m == n}) for n in sorted(set(profile.step.numbers))],
+                "compilations": len(autoremat.reports()) - before,
+            }
+        )  # fmt: skip
+        print(result[-1], flush=True)
+    return result
+
+
+def compile_seconds(name: str, count: int, method: str) -> float:
+    """Seconds of compilation and first step, in this process."""
+    model, inputs = build(name, count)
+    begin = time.perf_counter()
+    if method == "blocks":
+        autoremat.compile_blocks(blocks_of(model), 0.5, step=lambda: model(*inputs))
+        model(*inputs).backward()
+    elif method == "whole":
+        torch.compile(model, backend="autoremat", options={"memory_budget": 0.5})(*inputs).backward()
+    else:
+        torch.compile(model)(*inputs).backward()
+    return time.perf_counter() - begin
+
+
+def times(name: str, count: int) -> dict[str, Any]:
+    """The compile times of all methods, each in a process of its own with empty caches."""
+    found: dict[str, Any] = {"model": name, "blocks": count}
+    for method in ("blocks", "whole", "inductor"):
+        with tempfile.TemporaryDirectory() as cache:
+            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
+            command = [sys.executable, __file__, "--only-time", method, "--models", name, "--layers", str(count)]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+        found["one by one" if method == "blocks" else method] = float(done.stdout.splitlines()[-1])
+        print(found, flush=True)
+    return found
+
+
+def text_of(results: dict[str, list[dict[str, Any]]]) -> str:
+    """The tables of all rows."""
+    columns = ("budget", "predicted", "measured")
+    lines = [
+        f"{'model':<10} {'blocks':>6} {'share':>6}" + "".join(f" {c:>11}" for c in columns)
+        + f" {'added':>8} {'whole graph':>12} {'difference':>11} {'plans':>7} {'compiled':>9}"
+    ]  # fmt: skip
+    for row in results["rows"]:
+        added, other = row["added"], row["added by the whole graph"]
+        whole_graph = "-" if other is None else f"{other:.2%}"
+        difference = "-" if other is None else f"{added - other:+.2%}"
+        plans = "+".join(map(str, row["plans"]))
+        lines.append(
+            f"{row['model']:<10} {row['blocks']:>6} {row['share']:>6.0%}"
+            + "".join(f" {format_bytes(row[c]):>11}" for c in columns)
+            + f" {added:>8.2%} {whole_graph:>12} {difference:>11} {plans:>7} {row['compilations']:>9}"
+        )
+    if results["times"]:
+        heads = f"{'model':<10} {'blocks':>6} {'one by one':>11} {'whole graph':>12} {'ratio':>6} {'Inductor, whole':>16}"
+        lines += ["", "Compile time and first step, in seconds", heads]
+        for row in results["times"]:
+            ratio = row["whole"] / row["one by one"]
+            lines.append(
+                f"{row['model']:<10} {row['blocks']:>6} {row['one by one']:>11.1f} {row['whole']:>12.1f} {ratio:>6.1f} "
+                f"{row['inductor']:>16.1f}"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The new rows, and the old ones of other models and sizes, in the sequence of the models."""
+    replaced = {(row["model"], row["blocks"]) for row in new}
+    rows = [row for row in old if (row["model"], row["blocks"]) not in replaced] + new
+    return sorted(rows, key=lambda row: (list(BUILDERS).index(row["model"]), row["blocks"], row.get("share", 0.0)))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
+    parser.add_argument("--layers", nargs="+", type=int, default=list(LAYERS))
+    parser.add_argument("--skip-rows", action="store_true", help="measures no peaks")
+    parser.add_argument("--skip-times", action="store_true", help="measures no compile times")
+    parser.add_argument("--only-time", choices=["blocks", "whole", "inductor"], help=argparse.SUPPRESS)
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    if arguments.only_time:
+        print(compile_seconds(arguments.models[0], arguments.layers[0], arguments.only_time))
+        return
+    file = arguments.output / "blocks.json"
+    results = json.loads(file.read_text()) if file.exists() else {"rows": [], "times": []}
+    for count in arguments.layers:
+        for name in arguments.models:
+            if not arguments.skip_rows:
+                results["rows"] = merged(results["rows"], rows(name, count))
+            if not arguments.skip_times:
+                results["times"] = merged(results["times"], [times(name, count)])
+            file.write_text(json.dumps(results, indent=2) + "\n")
+            (arguments.output / "blocks.txt").write_text(text_of(results))
+    print(text_of(results))
+    if any(row["measured"] > row["budget"] for row in results["rows"]):
+        raise SystemExit("a measured peak is over its budget")
+
+
+if __name__ == "__main__":
+    main()

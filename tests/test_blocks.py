@@ -1,0 +1,390 @@
+"""Blocks compiled one by one: their plans against brute force, budgets held, and what a training loop may do to them."""
+
+from __future__ import annotations
+
+import copy
+import io
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import same_bits
+from test_survey import EAGER, ROWS, WIDTH, Block, Layered, gradients
+from torch import nn
+
+import autoremat
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
+from autoremat.planner.multigraph.ledger import Moment, PlanPoint, pareto, step_peak
+from autoremat.planner.multigraph.step_profile import Step, StepGraph, in_ranges
+from autoremat.planner.multigraph.variants import Entries
+
+# Dynamo looks at `.grad` of what an eager module hands to a block.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+# -- the planner's half: no torch ----------------------------------------------------------------------------------------
+
+POINTS = st.builds(PlanPoint, st.integers(0, 5).map(float), *[st.integers(0, 60)] * 3)
+
+
+@st.composite
+def entries(draw) -> Entries:
+    """One or two graphs that up to four blocks call."""
+    graph_of = draw(st.sampled_from([(0, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 1), (0, 0), (0,)]))
+    fronts = [pareto(draw(st.lists(POINTS, min_size=1, max_size=4))) for _ in range(2)]
+    blocks = st.integers(0, len(graph_of) - 1)
+    moments = st.builds(Moment, st.integers(-5, 40), st.lists(blocks, max_size=4).map(tuple), st.none() | blocks, st.booleans())
+    return Entries(
+        [fronts[graph] for graph in graph_of],
+        draw(st.lists(st.integers(1, 2), min_size=len(graph_of), max_size=len(graph_of))),
+        draw(st.lists(moments, min_size=1, max_size=6)),
+        graph_of,
+        draw(st.integers(1, 3)),
+    )
+
+
+def all_choices(step: Entries) -> list[tuple[int, float]]:
+    """(peak, seconds) of every choice with few enough plans per graph."""
+    found = []
+    for choice in product(*(range(len(front)) for front in step.fronts)):
+        if all(len({choice[entry] for entry in members}) <= step.variants for members in step.members):
+            points = [front[k] for front, k in zip(step.fronts, choice, strict=True)]
+            seconds = sum(count * point.seconds for count, point in zip(step.calls, points, strict=True))
+            found.append((step_peak(step.moments, points), seconds))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(entries(), st.integers(0, 300))
+def test_the_plans_of_the_blocks_are_the_best_of_all_that_fit(step, budget):
+    found = step.allocate(budget)
+    fitting = [seconds for peak, seconds in all_choices(step) if peak <= budget]
+    assert (found is None) == (not fitting)
+    if found is not None:
+        points = [front[k] for front, k in zip(step.fronts, found.choice, strict=True)]
+        assert found.peak_bytes == step_peak(step.moments, points) <= budget
+        assert found.seconds == min(fitting)
+        for members in step.members:
+            assert len({found.choice[entry] for entry in members}) <= step.variants
+
+
+@settings(max_examples=100, deadline=None)
+@given(entries())
+def test_the_least_peak_of_the_blocks_is_that_of_all_choices(step):
+    assert max(0, step.least_memory().peak_bytes) == max(0, min(peak for peak, _ in all_choices(step)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(POINTS, min_size=2, max_size=5), st.integers(2, 5), st.integers(0, 300))
+def test_two_plans_are_at_most_one_block_dearer_than_any_number_if_one_moment_binds(points, count, budget):
+    front = pareto(points)
+    moments = [Moment(0, tuple(range(count)))]
+    two, any_number = (Entries([front] * count, [1] * count, moments, [0] * count, n).allocate(budget) for n in (2, count))
+    assert (two is None) == (any_number is None)
+    if two is not None:
+        assert any_number.seconds <= two.seconds <= any_number.seconds + front[-1].seconds - front[0].seconds
+
+
+def chain(blocks: int, gradient: int = 5) -> list[Moment]:
+    """Equal blocks in sequence; each leaves a gradient."""
+    numbers = range(blocks)
+    forwards = [Moment(0, tuple(range(n)), n) for n in numbers]
+    return [*forwards, *(Moment(gradient * (blocks - 1 - n), tuple(range(n)), n, backward=True) for n in reversed(numbers))]
+
+
+RICH, LEAN = PlanPoint(0.0, 100, 100, 140), PlanPoint(1.0, 10, 90, 150)
+
+
+def step_of_blocks(blocks: int, variants: int) -> Step:
+    graphs = tuple(StepGraph("key", "model.py:3", 1, (RICH, LEAN), RICH, block) for block in range(blocks))
+    return Step(graphs, tuple(chain(blocks)), (), "cpu", variants=variants)
+
+
+def test_the_first_blocks_are_lean_and_the_last_ones_rich():
+    one, two = (step_of_blocks(8, variants).shared_out(600) for variants in (1, 2))
+    assert set(one.plans) == {LEAN}
+    assert two.plans == (LEAN,) * 3 + (RICH,) * 5
+    assert two.peak_bytes == 3 * 10 + 4 * 100 + 140
+    assert two.added_seconds == 3.0 < one.added_seconds == 8.0
+    # Equal plans have equal limits, so that each is compiled once, and any plans within the limits fit together.
+    assert len(set(two.shares)) == 2
+    assert all(share.holds(plan) for share, plan in zip(two.shares, two.plans, strict=True))
+    assert list(two.shares_of("key")) == list(range(8))
+    assert two.shares_of("other") == {}
+    assert two.shares_of_block(3) == two.shares_of("key")
+    assert two.shares_of_block(None) == two.shares_of_block(8) == {}
+    lines = [line.split()[:3] for line in str(two).splitlines() if "model.py:3" in line]
+    assert lines == [["0", "0-2", "3"], ["0", "3-7", "5"]]
+
+
+def test_an_impossible_budget_names_the_blocks_of_a_graph_together():
+    with pytest.raises(BudgetInfeasible) as raised:
+        step_of_blocks(8, 3).shared_out(100)
+    error = raised.value
+    assert (error.budget_bytes, error.minimum_bytes) == (100, 6 * 10 + 150 + 5)  # the last block is rich: its peak is lower
+    assert [one.bytes for one in error.occupants] == [150, 60, 5]
+    assert [one.name for one in error.occupants][:2] == ["backward of graph 0", "saved by graph 0 for 6 calls"]
+
+
+def test_ranges_of_numbers():
+    assert in_ranges([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
+    assert in_ranges([]) == "-"
+
+
+# -- the blocks of a model ------------------------------------------------------------------------------------------------
+
+
+def layered(layers: int = 6) -> tuple[Layered, torch.Tensor]:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    return Layered(layers), torch.randint(0, 50, (ROWS,))
+
+
+def measured(model: nn.Module, inputs: torch.Tensor) -> int:
+    """The peak of a step whose blocks are compiled."""
+    gradients(model, model, inputs)
+    model.zero_grad(set_to_none=True)
+    with autoremat.track_peak("cpu") as peak:
+        model(inputs).backward()
+    return peak.bytes
+
+
+def train(model: nn.Module, inputs: torch.Tensor, steps: int) -> list[float]:
+    """Losses of a training loop."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(inputs)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_blocks_keep_the_budget_of_the_step_with_few_compilations_and_the_same_bits():
+    model, inputs = layered(12)
+    expected = gradients(model, model, inputs)
+    names = list(model.state_dict())
+    blocks = autoremat.compile_blocks(model.layers, 0.6, step=lambda: model(inputs), options=EAGER)
+    assert len(blocks.profile.step.graphs) == 12
+    assert len(set(blocks.profile.step.numbers)) == 1
+    peaks = []
+    for budget in (0.6, 0.8, blocks.profile.minimum_peak_bytes):
+        profile = blocks.within(budget)
+        before = len(autoremat.reports())
+        peaks.append(measured(model, inputs))
+        assert len(autoremat.reports()) - before == len(profile.variants) <= 3
+        assert 0.9 * profile.peak_bytes <= peaks[-1] <= profile.peak_bytes <= profile.budget_bytes
+        assert all(same_bits(a, b) for a, b in zip(gradients(model, model, inputs), expected, strict=True))
+    assert peaks[2] < peaks[0] < peaks[1]
+    assert list(model.state_dict()) == names
+    assert "blocks" in str(blocks)
+    assert "12 blocks" in repr(blocks)
+
+
+def test_several_plans_are_cheaper_than_one():
+    model, inputs = layered(8)
+    steps = {
+        variants: autoremat.compile_blocks(model.layers, 1.0, variants=variants, step=lambda: model(inputs), options=EAGER)
+        for variants in (1, 3)
+    }
+    budget = (steps[1].profile.minimum_peak_bytes + steps[1].profile.baseline_peak_bytes) // 2
+    one, three = (steps[variants].within(budget) for variants in (1, 3))
+    assert len(one.variants) == 1 < len(three.variants) <= 3
+    assert three.added_seconds < one.added_seconds
+
+
+def test_without_a_step_the_second_training_step_is_measured():
+    model, inputs = layered()
+    plain = copy.deepcopy(model)
+    blocks = autoremat.compile_blocks(model.layers, 0.7, options=EAGER)
+    torch.manual_seed(1)
+    losses = train(model, inputs, 4)
+    torch.manual_seed(1)
+    assert losses == train(plain, inputs, 4)
+    profile = blocks.profile
+    assert profile.peak_bytes <= profile.budget_bytes == int(0.7 * profile.baseline_peak_bytes)
+    peak = measured(model, inputs)
+    before_blocks = 2 * ROWS * WIDTH * 4  # the embedding's result, which the profile does not see, and its gradient
+    assert 0.9 * profile.peak_bytes <= peak <= profile.peak_bytes + before_blocks
+
+
+def test_without_a_step_an_impossible_budget_is_an_error_in_the_third_step():
+    model, inputs = layered(3)
+    autoremat.compile_blocks(model.layers, 1000, options=EAGER)
+    train(model, inputs, 2)
+    for _ in range(2):
+        with pytest.raises(BudgetInfeasible) as raised:
+            train(model, inputs, 1)
+        assert raised.value.budget_bytes == 1000 < raised.value.minimum_bytes
+    blocks = autoremat.compile_blocks(model.layers, 1000, options={**EAGER, "on_infeasible": "best_effort"})
+    train(model, inputs, 2)
+    with pytest.warns(BudgetWarning, match="best_effort"):
+        train(model, inputs, 1)
+    assert blocks.profile.peak_bytes == blocks.profile.minimum_peak_bytes
+
+
+class TwoKinds(nn.Module):
+    """Blocks of two kinds, of which one returns two tensors."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Block(0.0), Block(0.0)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.a(x + y), self.b(y)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.pairs = nn.ModuleList(self.Pair() for _ in range(3))
+        self.singles = nn.ModuleList(Block(0.0) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        y = x.tanh()
+        for pair in self.pairs:
+            x, y = pair(x, y=y)
+        for single in self.singles:
+            x = single(x)
+        return (x + y).square().mean()
+
+
+def test_blocks_of_two_kinds_share_one_budget():
+    torch.compiler.reset()
+    model, inputs = TwoKinds(), torch.randn(ROWS, WIDTH)
+    expected = gradients(model, model, inputs)
+    blocks = autoremat.compile_blocks([*model.pairs, *model.singles], 0.7, step=lambda: model(inputs), options=EAGER)
+    profile = blocks.profile
+    assert [graph.block for graph in profile.step.graphs] == list(range(6))
+    assert profile.step.numbers == (0, 0, 0, 1, 1, 1)
+    before = len(autoremat.reports())
+    assert measured(model, inputs) <= profile.peak_bytes <= profile.budget_bytes
+    assert len(autoremat.reports()) - before == len(profile.variants) <= 6
+    assert all(same_bits(a, b) for a, b in zip(gradients(model, model, inputs), expected, strict=True))
+
+
+def test_several_forwards_before_their_backwards_are_open_calls():
+    model, inputs = layered(4)
+
+    def both() -> torch.Tensor:
+        return model(inputs) + model(inputs.flip(0))
+
+    blocks = autoremat.compile_blocks(model.layers, 0.7, step=both, options=EAGER)
+    assert [graph.calls for graph in blocks.profile.step.graphs] == [2] * 4
+    both().backward()
+    model.zero_grad(set_to_none=True)
+    with autoremat.track_peak("cpu") as peak:
+        both().backward()
+    assert 0.9 * blocks.profile.peak_bytes <= peak.bytes <= blocks.profile.peak_bytes <= blocks.profile.budget_bytes
+
+
+def test_gradients_of_earlier_micro_batches_count():
+    peaks = {}
+    for accumulate in (False, True):
+        model, inputs = layered(4)
+        blocks = autoremat.compile_blocks(model.layers, 1.0, options={**EAGER, "accumulate": accumulate})
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in range(8):
+            model(inputs).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        peaks[accumulate] = blocks.profile.baseline_peak_bytes
+    of_gradients = sum(p.nbytes for p in model.layers[0].parameters())
+    assert peaks[True] >= peaks[False] + of_gradients
+
+
+def test_calls_without_gradients_and_forwards_without_backward_do_not_disturb():
+    model, inputs = layered(3)
+    blocks = autoremat.compile_blocks(model.layers, 0.8, options=EAGER)
+    model.eval()
+    with torch.no_grad():
+        before = model(inputs)
+    model(inputs)  # never differentiated
+    assert torch.equal(before, model(inputs))
+    model.train()
+    train(model, inputs, 1)
+    model(inputs)
+    train(model, inputs, 2)
+    assert blocks.profile is not None
+    with torch.no_grad():
+        model.eval()(inputs)
+    assert measured(model.train(), inputs) > 0
+
+
+def test_other_inputs_keep_to_the_limits_of_the_block():
+    model, inputs = layered(3)
+    blocks = autoremat.compile_blocks(model.layers, 0.9, step=lambda: model(inputs), options=EAGER)
+    assert measured(model, inputs[: ROWS // 2]) <= blocks.profile.budget_bytes
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        model(torch.randint(0, 50, (20 * ROWS,)))
+    assert isinstance(raised.value.inner_exception, BudgetInfeasible)
+    assert "profile_again" in str(raised.value.inner_exception)
+    larger = torch.randint(0, 50, (4 * ROWS,))
+    blocks.profile_again()
+    assert blocks.profile is None
+    train(model, larger, 3)
+    assert blocks.profile is not None
+
+
+def test_models_with_compiled_blocks_are_copied_pickled_and_compiled_again():
+    model, inputs = layered(3)
+    blocks = autoremat.compile_blocks(model.layers, 0.8, step=lambda: model(inputs), options=EAGER)
+    model.eval()
+    expected = model(inputs)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(other(inputs), expected)
+        assert other.layers[0]._compiled_call_impl is None
+    whole = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})
+    before = len(autoremat.reports())
+    assert torch.equal(whole(inputs), expected)
+    assert len(autoremat.reports()) == before + 1  # one graph, which contains the blocks
+    autoremat.compile_blocks(model.layers, 0.9, options=EAGER)  # takes the place of the first call
+    train(model, inputs, 3)
+    assert blocks.profile.budget_bytes < blocks.profile.baseline_peak_bytes
+
+
+def test_a_profile_measures_in_no_other_profiler():
+    model, inputs = layered(2)
+    autoremat.compile_blocks(model.layers, 0.8, options=EAGER)
+    train(model, inputs, 1)
+    with autoremat.track_peak("cpu"), pytest.raises(StepProfileError, match="step="):
+        model(inputs)
+    train(model, inputs, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"blocks": nn.Linear(2, 2)}, "`blocks` is a Linear"),
+        ({"blocks": []}, "is empty"),
+        ({"blocks": [nn.Linear(2, 2), "layer"]}, "has a str"),
+        ({"variants": 0}, "variants=0"),
+        ({"options": {"memory_budget": 1}}, "argument of its own"),
+        ({"options": {"in_flight": 2}}, "in_flight"),
+        ({"loss": torch.sum}, "step="),
+        ({"memory_budget": -1}, "memory_budget"),
+        ({"step": lambda: None, "options": {"accumulate": True}}, "accumulate"),
+    ],
+)
+def test_arguments_that_are_not_accepted(arguments, match):
+    with pytest.raises(OptionsError, match=match):
+        autoremat.compile_blocks(**{"blocks": nn.Sequential(nn.Linear(2, 2)), **arguments})
+
+
+def test_blocks_within_blocks_and_compiled_modules_are_refused():
+    model, _ = layered(2)
+    with pytest.raises(OptionsError, match="block 0 contains block 1"):
+        autoremat.compile_blocks([model, model.layers[0]])
+    with pytest.raises(OptionsError, match=r"result of torch\.compile"):
+        autoremat.compile_blocks([torch.compile(model)])
+    blocks = autoremat.compile_blocks([model.layers[0], model.layers[0]], options=EAGER)
+    assert len(blocks.blocks) == 1
+    with pytest.raises(StepProfileError, match="two training steps"):
+        blocks.within(0.5)
