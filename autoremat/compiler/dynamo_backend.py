@@ -39,10 +39,11 @@ from autoremat.compiler.pipeline_stage import with_open_calls
 from autoremat.compiler.publishing import published
 from autoremat.options.defaults import note_compiled
 from autoremat.options.options import PLANNING_KEYS, Options
+from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.registry import explain_absence_by, note_graph
 from autoremat.torch_private import compat
-from autoremat.torch_private.dynamo import sharded_inputs
+from autoremat.torch_private.dynamo import passed_bytes, sharded_inputs
 
 log = logging.getLogger("autoremat")
 
@@ -84,7 +85,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options)
     interceptor = active_interceptor()
     if interceptor is not None and may_train(gm, example_inputs):
         return interceptor.compile(gm, example_inputs, patches)
-    with sharing_one_budget(gm, example_inputs, _with_share(gm, example_inputs, parsed), patches) as options:
+    own = _with_device_bytes(gm, example_inputs, _with_share(gm, example_inputs, parsed))
+    with sharing_one_budget(gm, example_inputs, own, patches) as options:
         return _compile_alone(gm, example_inputs, options, patches)
 
 
@@ -143,6 +145,14 @@ def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
             stacklevel=2,
         )
     return dataclasses.replace(options, memory_budget=profile.budget_bytes if known is None else profile.shares[known])
+
+
+def _with_device_bytes(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Options:
+    """Returns ``options`` with the bytes that a device budget leaves for the graph in place of it."""
+    if not isinstance(options.memory_budget, DeviceBudget) or not may_train(gm, inputs):
+        return options
+    given = passed_bytes(gm, inputs, device_of_inputs(gm, inputs))
+    return options.on_device(given, with_open_calls(options).open_calls.accumulates)
 
 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:

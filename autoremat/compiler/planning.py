@@ -169,6 +169,7 @@ def report_of(
         accumulated_bytes=planned.priced.accumulated_bytes,
         constraint_warnings=choice.taken.constrained.warnings,
         reserved=reserved_for(planned.plan.timeline) if planned.priced.captured.runs_on == "cuda" else None,
+        device_ledger=context.options.device_ledger,
         notes=(share.note,) if share is not None and share.note else (),
         **dataclasses.asdict(planned.priced.pricing),
     )
@@ -275,4 +276,7 @@ def _no_plan_fits(choice: ChunkingChoice, context: PlanningContext, budget: int,
         unconstrained = Planner(chosen.priced.graph, context.options.time_limit).search.smallest.peak_bytes
     device = chosen.priced.captured.device.name
     least = chosen.planning.smallest.peak_bytes + headroom  # the assumed peak of generated code
-    return infeasible(chosen.planning, budget, device, least, chosen.plan_file, unconstrained, choice.remedy)
+    error = infeasible(chosen.planning, budget, device, least, chosen.plan_file, unconstrained, choice.remedy)
+    if context.options.device_ledger is not None:
+        context.options.device_ledger.advise(error)
+    return error
