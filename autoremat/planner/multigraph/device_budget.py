@@ -38,6 +38,9 @@ NAMES = {
 EARLIER_GRADIENTS = "gradients of earlier micro-batches"
 INPUTS = "inputs of the graph"
 
+SMALL = 0.05
+"""Share of a part's bytes below which a row gets no advice."""
+
 
 @dataclass(frozen=True, slots=True)
 class LedgerRow:
@@ -140,11 +143,13 @@ class DeviceBudget(Shown):
         )
 
     def advice(self, part: StepPart) -> str:
-        """Returns the largest row of ``part``, and the advice of all its rows, the largest first."""
+        """Returns the largest row of ``part``, and the advice of all its rows that are not small, the largest first."""
         rows = sorted((row for row in self.rows if part in row.live), key=lambda row: -row.bytes)
         if not rows:
             return ""
-        advice = "; ".join(f"{row.name} ({format_bytes(row.bytes)}): {row.remedy}" for row in rows if row.remedy)
+        least = SMALL * sum(row.bytes for row in rows)
+        helped = [row for row in rows if row.remedy and row.bytes >= least]
+        advice = "; ".join(f"{row.name} ({format_bytes(row.bytes)}): {row.remedy}" for row in helped)
         return f"the largest row of the ledger is {rows[0].name}" + (f". {advice}" if advice else "")
 
     def advise(self, error: BudgetInfeasible) -> None:
