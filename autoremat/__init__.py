@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from autoremat.basics.errors import BudgetInfeasible as BudgetInfeasible
     from autoremat.basics.errors import BudgetWarning as BudgetWarning
     from autoremat.basics.errors import ConstraintWarning as ConstraintWarning
+    from autoremat.basics.errors import DeviceTooSmall as DeviceTooSmall
     from autoremat.basics.errors import FallbackWarning as FallbackWarning
+    from autoremat.basics.errors import OptimizerUnpredictable as OptimizerUnpredictable
     from autoremat.basics.errors import OptionsError as OptionsError
     from autoremat.basics.errors import PlanFileError as PlanFileError
     from autoremat.basics.errors import PlanInvalid as PlanInvalid
@@ -31,12 +33,15 @@ if TYPE_CHECKING:
     from autoremat.basics.errors import UnsupportedTorchError as UnsupportedTorchError
     from autoremat.capture.tensor_names import name as name
     from autoremat.compiler.dynamo_backend import backend as backend
+    from autoremat.device_memory.budget import device_budget as device_budget
     from autoremat.measure.peak import track_peak as track_peak
     from autoremat.ops.declarations import declare_pure as declare_pure
     from autoremat.options.options import Options as Options
     from autoremat.options.options import configure as configure
     from autoremat.planner.api import plan as plan
     from autoremat.planner.graph.graph import Graph as Graph
+    from autoremat.planner.multigraph.device_budget import DeviceBudget as DeviceBudget
+    from autoremat.planner.multigraph.device_budget import OptimizerMemory as OptimizerMemory
     from autoremat.planner.multigraph.step_profile import StepProfile as StepProfile
     from autoremat.planner.plans.plan import Plan as Plan
     from autoremat.report.rank_reports import RankReports as RankReports
@@ -68,6 +73,8 @@ _PUBLIC = {
         "PlanFileError",
         "PlanInvalid",
         "StepProfileError",
+        "DeviceTooSmall",
+        "OptimizerUnpredictable",
         "PlanningError",
         "FallbackWarning",
         "UnsupportedTorchError",
@@ -76,6 +83,8 @@ _PUBLIC = {
     "planner.plans.plan": ("Plan",),
     "planner.api": ("plan",),
     "planner.multigraph.step_profile": ("StepProfile",),
+    "planner.multigraph.device_budget": ("DeviceBudget", "OptimizerMemory"),
+    "device_memory.budget": ("device_budget",),
     "options.options": (
         "Options",
         "configure",

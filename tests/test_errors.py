@@ -16,7 +16,9 @@ from autoremat.basics.errors import (
     BudgetWarning,
     CaptureError,
     ChunkingUnsupported,
+    DeviceTooSmall,
     Occupant,
+    OptimizerUnpredictable,
     OptionsError,
     PlanFileError,
     PlanInvalid,
@@ -132,6 +134,8 @@ ALL_ERRORS = [
     infeasible(plan_file="plan.json"),
     infeasible(occupants=(), device=None),
     infeasible(rank=3),
+    OptimizerUnpredictable("optimizer"),
+    DeviceTooSmall(part="first step", budget_bytes=1, minimum_bytes=2, lower_bound_bytes=2, occupants=[Occupant("state", 2)]),
 ]
 
 

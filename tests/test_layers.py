@@ -34,6 +34,7 @@ LAYERS = (
     "measure",
     "workspaces",
     "capture",
+    "device_memory",
     "passes",
     "compiler",
     "step_profile",

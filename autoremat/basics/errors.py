@@ -62,6 +62,10 @@ class StepProfileError(AutorematError, RuntimeError):
     """Raised if a step cannot be profiled: it compiles no graph, or it has no loss to differentiate."""
 
 
+class OptimizerUnpredictable(AutorematError, RuntimeError):
+    """Raised if an optimizer's step does not run on fake tensors, so that its memory cannot be predicted."""
+
+
 class AgreementError(AutorematError, RuntimeError):
     """Raised on all ranks that compile a graph together if one of them fails or is lost. ``rank`` is that one, or None."""
 
@@ -211,6 +215,30 @@ class BudgetInfeasible(AutorematError):
             relaxed = f"{self.unconstrained_bytes} bytes ({format_bytes(self.unconstrained_bytes)})"
             advice.insert(1, f"relax policy, save or recompute: without them the minimum peak found is {relaxed}")
         return [*advice[:1], *self.remedies, *advice[1:]]
+
+
+class DeviceTooSmall(BudgetInfeasible):
+    """Raised if the memory that no plan decides exceeds a device by itself. ``occupants`` are the rows of its ledger.
+
+    Byte counts are those of the whole device: ``budget_bytes`` is its memory, ``minimum_bytes`` the need of ``part``.
+    """
+
+    def __init__(self, *, part: str, **figures: Any) -> None:
+        """Makes the error. ``part`` names the part of the step; ``figures`` are those of ``BudgetInfeasible``."""
+        self.part = part
+        super().__init__(**figures)
+
+    def _message(self) -> str:
+        where = f" ({self.device})" if self.device else ""
+        lines = [f"the device{where} is too small for {self.part}, whatever is recomputed"]
+        figures = {"memory of the device": self.budget_bytes, "needed, without any plan": self.minimum_bytes}
+        lines += _table([(f"{what}:", format_bytes(count), f"{count} bytes") for what, count in figures.items()], "<><")
+        lines += ["", "Ledger:", *_table([(format_bytes(one.bytes), one.name) for one in self.occupants], "><")]
+        lines += ["", "What would help:", *(f"  - {advice}" for advice in self._advice())]
+        return "\n".join(lines)
+
+    def _advice(self) -> list[str]:
+        return [*self.remedies, "use a device with more memory, or shard parameters and optimizer state over several"]
 
 
 class BudgetWarning(UserWarning):

@@ -40,8 +40,10 @@ from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.peers import ALONE, Peers
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.records import Record
+from autoremat.device_memory.live_optimizers import rows_to_come
 from autoremat.options.options import Options
 from autoremat.planner.memory.allocations import HalfAllocations
+from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
@@ -58,11 +60,17 @@ def with_bytes(
 ) -> Options:
     """Returns ``options`` with the bytes that are free on ``device`` now in place of ``"auto"``.
 
-    The cache key and the plan then use the same number. ``free_bytes`` returns it for devices that are not here.
+    State that live optimizers will allocate does not count as free. The cache key and the plan then use the same number.
+    ``free_bytes`` returns it for devices that are not here.
     """
     if options.memory_budget != "auto":
         return options
-    return replace(options, memory_budget=options.resolve_budget(0, (free_bytes or free_device_bytes)(device)))
+    free = (free_bytes or free_device_bytes)(device)
+    budget, rows = options.resolve_budget(0, free), rows_to_come(device) if free_bytes is None else ()
+    if not rows or free is None:
+        return replace(options, memory_budget=budget)
+    ledger = DeviceBudget(free, rows, options.auto_headroom, f"memory that is free on {device}")
+    return replace(options, memory_budget=ledger).on_device(0, options.open_calls.accumulates)
 
 
 @dataclass(frozen=True)
@@ -235,7 +243,10 @@ def _error(planned: PlannedGraph, verdict: Infeasible, attempts: list[Attempt], 
         if halves := codes.note(least.headroom_bytes, {}):
             reserved = planned.count.code_report(planned.plan, halves)
             remedy = expandable_remedy(reserved, report.budget_bytes or 0)
-    return infeasible(
+    error = infeasible(
         planning, report.budget_bytes or 0, report.device, verdict.minimum_bytes, planned.plan_file, remedy=remedy,
         allocated=allocated,
     )  # fmt: skip
+    if report.device_ledger is not None:
+        report.device_ledger.advise(error)
+    return error

@@ -42,11 +42,12 @@ from autoremat.compiler.pipeline_stage import with_open_calls
 from autoremat.compiler.publishing import published
 from autoremat.options.defaults import note_compiled
 from autoremat.options.options import PLANNING_KEYS, Options
+from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.report.registry import explain_absence_by, note_graph
 from autoremat.torch_private import compat
-from autoremat.torch_private.dynamo import copied_with_sources, sharded_inputs
+from autoremat.torch_private.dynamo import copied_with_sources, passed_bytes, sharded_inputs
 
 log = logging.getLogger("autoremat")
 
@@ -92,7 +93,7 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options)
 
     def compile_with(budget: Budget) -> Compiled:
         module = copied_with_sources(gm) if len(budget_of) > 1 else gm  # the compiler takes ownership
-        own = dataclasses.replace(parsed, memory_budget=budget)
+        own = _with_device_bytes(module, example_inputs, dataclasses.replace(parsed, memory_budget=budget))
         with sharing_one_budget(module, example_inputs, own, patches) as options, _advised(budget):
             return _compile_alone(module, example_inputs, options, patches)
 
@@ -172,6 +173,14 @@ def _advised(budget: Budget) -> Iterator[None]:
                 "step, call profile_again() on the result of compile_blocks"
             )
         raise
+
+
+def _with_device_bytes(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Options:
+    """Returns ``options`` with the bytes that a device budget leaves for the graph in place of it."""
+    if not isinstance(options.memory_budget, DeviceBudget) or not may_train(gm, inputs):
+        return options
+    given = passed_bytes(gm, inputs, device_of_inputs(gm, inputs))
+    return options.on_device(given, with_open_calls(options).open_calls.accumulates)
 
 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:

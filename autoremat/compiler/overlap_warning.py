@@ -130,7 +130,8 @@ class Watch:
         The gradients are those of an earlier micro-batch if the parameters had none at the first call and did not change since.
         """
         budget, peak, more = graph.report.budget_bytes, graph.report.peak_bytes, graph.report.accumulated_bytes
-        counted = graph.by_share or graph.report.resident_bytes
+        ledger = graph.report.device_ledger
+        counted = graph.by_share or graph.report.resident_bytes or (ledger is not None and ledger.counts_gradients)
         if budget is None or counted or not more or peak + more <= budget:
             return
         parameters = [one for one in args if isinstance(one, torch.Tensor) and one.is_leaf and one.requires_grad]
@@ -146,7 +147,8 @@ class Watch:
         _warn(
             f"this call adds to the gradients of an earlier micro-batch: their {format_bytes(more)} are live beside the "
             f"{format_bytes(peak)} of the call, {format_bytes(peak + more)} together, over the budget of "
-            f"{format_bytes(budget)} that the first call keeps. Set accumulate=True to count them"
+            f"{format_bytes(budget)} that the first call keeps. "
+            + ("Set accumulate=True to count them" if ledger is None else "Give device_budget the number: accumulate=...")
         )
 
     def _end(self) -> None:

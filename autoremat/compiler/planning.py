@@ -202,6 +202,7 @@ def report_of(
         constraint_warnings=choice.taken.constrained.warnings,
         reserved=None if planned.count is None else planned.count.plan_report(planned.plan),
         count="reserved" if planned.bounds_reserved else "allocated",
+        device_ledger=context.options.device_ledger,
         notes=(*((share.note,) if share is not None and share.note else ()), *_notes_on(planned.count)),
         **dataclasses.asdict(planned.priced.pricing),
     )
@@ -320,7 +321,11 @@ def _no_plan_fits(
     device = chosen.priced.captured.device.name
     least = chosen.planning.smallest.peak_bytes + headroom  # the assumed peak of generated code
     if bounded is None:
-        return infeasible(chosen.planning, budget, device, least, chosen.plan_file, unconstrained, choice.remedy)
-    reserved = bounded.plan_report(chosen.planning.smallest)
-    remedy = "; ".join(filter(None, (expandable_remedy(reserved, budget), choice.remedy)))
-    return infeasible(chosen.planning, budget, device, reserved.bytes, chosen.plan_file, unconstrained, remedy, least)
+        error = infeasible(chosen.planning, budget, device, least, chosen.plan_file, unconstrained, choice.remedy)
+    else:
+        reserved = bounded.plan_report(chosen.planning.smallest)
+        remedy = "; ".join(filter(None, (expandable_remedy(reserved, budget), choice.remedy)))
+        error = infeasible(chosen.planning, budget, device, reserved.bytes, chosen.plan_file, unconstrained, remedy, least)
+    if context.options.device_ledger is not None:
+        context.options.device_ledger.advise(error)
+    return error

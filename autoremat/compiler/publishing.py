@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import warnings
 
@@ -26,6 +27,7 @@ def published(compiled: Compiled, report: Report | None, options: Options) -> Co
     """
     if report is None:
         return compiled
+    report = dataclasses.replace(report, device_ledger=options.device_ledger)  # a record may have the ledger of another device
     if report.unknown_workspaces and report.budget_bytes is not None:
         log.warning(
             "the budget may be exceeded by the workspaces of %s, which are not known (of an op of your own, "

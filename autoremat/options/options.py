@@ -8,8 +8,9 @@ import difflib
 import json
 import operator
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from autoremat.basics import environment
@@ -26,7 +27,7 @@ from autoremat.basics.environment import BUDGET as ENVIRONMENT_VARIABLE
 from autoremat.basics.environment import COST_MODEL as COST_MODEL_VARIABLE
 from autoremat.basics.environment import POLICY as POLICY_VARIABLE
 from autoremat.basics.environment import PROGRESS as PROGRESS_VARIABLE
-from autoremat.basics.errors import OptionsError
+from autoremat.basics.errors import BudgetWarning, OptionsError
 from autoremat.basics.progress import progress_in_environment, set_default
 from autoremat.basics.stable import stable
 from autoremat.basics.units import format_bytes
@@ -34,6 +35,7 @@ from autoremat.options import defaults, values
 from autoremat.options.renamed import renamed
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.policies import Policy
+from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
@@ -68,7 +70,7 @@ class Options:
 
     - memory_budget: bound on the peak of forward and backward, above the live bytes at the start of the step. It is in bytes
         (int), a share of the baseline's peak (float in (0, 1]), "auto", or None for no bound. A `StepProfile` divides the
-        budget of a step of several graphs.
+        budget of a step of several graphs. A `DeviceBudget` is the memory of a whole device.
     - auto_headroom: bytes that "auto" keeps free on the CUDA device.
     - time_limit: seconds that planning one graph may take.
     - compiler: the compiler of the planned graphs: "inductor", or "aot_eager", which runs them uncompiled.
@@ -121,6 +123,8 @@ class Options:
     accumulate: bool | None = None
     count: str = "allocated"
     progress: bool = field(default=True, compare=False)
+    device_ledger: DeviceBudget | None = field(default=None, compare=False)
+    """The ledger of a device budget, whose bytes for the graph are the ``memory_budget``. No option of the user."""
 
     def __post_init__(self) -> None:
         normalised = {
@@ -210,6 +214,8 @@ class Options:
         An "auto" budget also depends on the free bytes, so a cache key for its plan needs the resolved budget as well.
         """
         parts = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
+        if isinstance(self.memory_budget, DeviceBudget):
+            parts["memory_budget"] = self.memory_budget.budget_bytes
         parts["inductor"] = dict(self.inductor)
         parts["policy"] = policies.identity(policies.parse(self.policy))
         return json.dumps(stable(parts), sort_keys=True)
@@ -227,8 +233,32 @@ class Options:
                 Share(peak_bytes=budget) | StepProfile(budget_bytes=budget)
             ):  # a graph outside the step profile has the whole budget
                 return budget
+            case DeviceBudget() as device:
+                return device.budget_bytes
             case budget:
                 return budget_bytes(budget, baseline_peak_bytes)
+
+    def on_device(self, input_bytes: int, counts_gradients: bool) -> "Options":
+        """Returns the options with the bytes that a device budget leaves for one graph, and its ledger; else the same options.
+
+        ``input_bytes`` is the size of the graph's inputs. ``counts_gradients`` is True if the plans count the gradients of
+        earlier micro-batches themselves. Raises ``DeviceTooSmall`` if the ledger alone exceeds the device, or warns of it if
+        the best effort is asked for.
+        """
+        if not isinstance(self.memory_budget, DeviceBudget):
+            return self
+        ledger = self.memory_budget.of_graph(input_bytes, counts_gradients)
+        if self.on_infeasible == "raise":
+            ledger.check()
+        elif not ledger.fits(1):
+            needed = format_bytes(ledger.device_bytes(1) + ledger.reserve_bytes)
+            warnings.warn(
+                f"the ledger of the device needs {needed} of {format_bytes(ledger.total_bytes)}, whatever is recomputed: "
+                f"{ledger.advice(ledger.binding(1))}",
+                BudgetWarning,
+                stacklevel=2,
+            )
+        return replace(self, memory_budget=max(1, ledger.budget_bytes), device_ledger=ledger)
 
     def _resolve_auto(self, free_bytes: int | None) -> int:
         if free_bytes is None:

@@ -7,13 +7,17 @@ from numbers import Real
 from autoremat.basics.budget import FORMS_ANYWHERE, parse_budget
 from autoremat.basics.checks import MOST_BYTES, as_float, as_int, refused, text_to_bytes
 from autoremat.basics.units import BYTE_FORMS
+from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
 
-BUDGET_FORMS = f'{FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `auto_headroom`); an `autoremat.profile_step`'
+BUDGET_FORMS = (
+    f'{FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `auto_headroom`); an `autoremat.profile_step`; '
+    "an `autoremat.device_budget`"
+)
 PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
 CHUNK_FORMS = '"auto", True, False or a number of parts, an int >= 2'
 BANDWIDTH_FORMS = 'text such as "50GB/s", a number of bytes per second >= 1, or None'
@@ -23,8 +27,8 @@ HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
 
 def budget(value: object, name: str) -> Budget:
-    """Returns ``value`` as bytes (an int), a float in (0, 1], "auto", a step profile, a share or None."""
-    if isinstance(value, StepProfile | Share):
+    """Returns ``value`` as bytes (an int), a float in (0, 1], "auto", a step profile, a share, a device budget or None."""
+    if isinstance(value, StepProfile | Share | DeviceBudget):
         return value
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"

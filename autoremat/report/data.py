@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from autoremat.basics.codec import Codec, plain
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.memory.reserved import Reserved
+from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import PlanningResult
 from autoremat.report.decisions import Decision, ForwardValue, explain_values, module_class, op_name
@@ -145,6 +146,8 @@ class ReportData:
     """Bytes that the pool of CUDA graphs keeps from its recording on, between steps too. They are part of
     ``compiled_peak_bytes``. None without CUDA graphs."""
 
+    device_ledger: DeviceBudget | None = None
+    """The ledger of the whole device. None unless the budget is a device budget, or "auto" with a live optimizer."""
     in_flight: int = 1
     """Number of calls of the graph that are open at once. All peaks count the others' saved tensors and outputs."""
     held_bytes: int = 0
@@ -190,7 +193,16 @@ class ReportData:
     @property
     def fits(self) -> bool:
         """True if the step is known to stay within the budget: the best-known peak fits, and all workspaces are known."""
-        return self.budget_bytes is None or (self.within_budget and not self.unknown_workspaces)
+        return self.budget_bytes is None or (
+            self.within_budget
+            and not self.unknown_workspaces
+            and (self.device_ledger is None or self.device_ledger.fits(self.peak_bytes))
+        )
+
+    @property
+    def predicted_device_bytes(self) -> int | None:
+        """Predicted peak of the whole device over all steps, the optimizer's included. None without a ledger of the device."""
+        return None if self.device_ledger is None else self.device_ledger.device_bytes(self.peak_bytes)
 
     @classmethod
     def of(cls, planning: PlanningResult, plan: Plan, extra_headroom_bytes: int = 0, **fields: Any) -> Self:

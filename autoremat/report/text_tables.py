@@ -8,6 +8,7 @@ from autoremat.basics.display import PlainTable, named_figures, plain_table
 from autoremat.basics.display import as_text as as_text
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.memory.reserved import Reserved
+from autoremat.planner.multigraph.device_budget import NAMES, DeviceBudget
 from autoremat.report.data import ReportData, Total
 from autoremat.report.decisions import Decision, ForwardValue
 from autoremat.report.peak_snapshot import LiveTensor, PeakSnapshot
@@ -18,6 +19,8 @@ SAVED_TENSORS_SHOWN, SORTS_SHOWN = 10, 4
 def tables(report: ReportData) -> list[PlainTable]:
     """Returns tables of the figures and of the largest saved tensors, a screen of text."""
     found = [named_figures(figures(report))]
+    if report.device_ledger is not None:
+        found.append(report.device_ledger.table(report.peak_bytes))
     if report.saved:
         tensors = plain_table("largest saved tensors", ("bytes", "op", "module", "source"), numbers=1)
         for tensor in report.saved[:SAVED_TENSORS_SHOWN]:
@@ -75,6 +78,8 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         rows.append(("chunked loss", f"{report.loss_chunks} chunks, so sums over tokens round differently{whole}"))
     if not report.within_budget:
         rows.insert(1, ("over the budget", f"by {format_bytes(report.counted_bytes - (report.budget_bytes or 0))}"))
+    if report.device_ledger is not None:
+        rows.insert(1, ("device", _device_text(report.device_ledger, report.peak_bytes)))
     if report.reserved is not None:
         rows.append(("reserved by the allocator", _reserved_text(report.reserved)))
     if report.ranks:
@@ -85,6 +90,14 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.others:
         rows.append(("other graphs", f"{len(report.others)}, see `others`"))
     return rows
+
+
+def _device_text(ledger: DeviceBudget, peak_bytes: int) -> str:
+    """Returns the predicted peak of the whole device, and the part of the step that has it."""
+    peak, total = format_bytes(ledger.device_bytes(peak_bytes)), format_bytes(ledger.total_bytes)
+    reserve = f", {format_bytes(ledger.reserve_bytes)} of them kept free" if ledger.reserve_bytes else ""
+    name = f" ({ledger.device})" if ledger.device else ""
+    return f"predicted peak {peak} of {total}{name}{reserve}; it binds in {NAMES[ledger.binding(peak_bytes)]}"
 
 
 EXPANDABLE_GAIN = 0.03
@@ -114,7 +127,7 @@ def micro_batches(report: ReportData) -> list[tuple[str, str]]:
         more, first = format_bytes(report.resident_bytes), format_bytes(report.peak_bytes - report.resident_bytes)
         text = f"counted, with {more} of earlier ones' gradients and outputs; the first needs {first}"
         rows.append(("later micro-batches", text))
-    elif report.accumulated_bytes:
+    elif report.accumulated_bytes and (report.device_ledger is None or not report.device_ledger.counts_gradients):
         more = format_bytes(report.accumulated_bytes)
         rows.append(("later micro-batches", f"{more} more, if the gradients of earlier ones are kept (option accumulate)"))
     return rows

@@ -17,9 +17,10 @@ from autoremat.basics.errors import OptionsError, StepProfileError
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.compiler.agreed_step import agreed_step
 from autoremat.compiler.breaks import listen, what_dynamo_said
+from autoremat.compiler.compile_loop import with_bytes
 from autoremat.compiler.interception import intercepted_by
-from autoremat.compiler.joint_graph import free_device_bytes
 from autoremat.options.options import Options
+from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Moment, Share
 from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepProfile
 from autoremat.step_profile.meter import meter_of
@@ -31,7 +32,7 @@ from autoremat.torch_private.dynamo import graph_breaks
 def profile_step(
     function: Callable[..., Any],
     *args: Any,
-    memory_budget: int | float | str | None = None,
+    memory_budget: int | float | str | DeviceBudget | None = None,
     loss: Callable[[Any], torch.Tensor] | None = None,
     regional: bool | None = None,
     variants: int = 3,
@@ -48,8 +49,8 @@ def profile_step(
     Gradients, random states and buffers are restored afterwards. The buffers are those of the modules that ``function`` is, is
     bound to or closes over. All other side effects of ``function`` occur twice.
 
-    - ``memory_budget``: the budget of the whole step, in bytes, as text such as "60GiB", or "auto". A float is a share of the
-      step's peak without recomputation; None sets no limit.
+    - ``memory_budget``: the budget of the whole step, in bytes, as text such as "60GiB", a device budget, or "auto". A float is
+      a share of the step's peak without recomputation; None sets no limit.
     - ``loss``: a function from the result of ``function`` to the scalar tensor to differentiate. By default the result itself
       is that scalar, or its attribute ``loss``.
     - ``regional``: True if ``function`` contains parts that are compiled with this backend and is itself not to be compiled.
@@ -92,7 +93,10 @@ def profile_step(
             listen()
         now("sharing out the budget")
         found = step_of(taken, moments, variants)
-        budget = parsed.resolve_budget(found.baseline_peak_bytes, free_device_bytes(taken.device))
+        passed = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        inputs = sum(t.untyped_storage().nbytes() for t in passed if t.device.type == taken.device.type)
+        parsed = with_bytes(parsed.on_device(inputs, counts_gradients=False), taken.device)
+        budget = parsed.resolve_budget(found.baseline_peak_bytes, None)
         found, budget = agreed_step(found, budget, parsed, "the profile of a step")
         return found.shared_out(budget)
 

@@ -23,6 +23,7 @@ from autoremat.report.report import Report
 from autoremat.tools.target import Target
 from autoremat.tools.trace import CapturedVisitor, trace_captured
 from autoremat.torch_private import compat, fake_tensors, inductor_lowering, named_card
+from autoremat.torch_private.dynamo import passed_bytes
 
 
 def refuse_step_profiles(options: Options) -> None:
@@ -65,7 +66,9 @@ class DryRun:
         """Returns the report of the final plan with the peak of its code; None if the graph has no backward."""
         inputs = fake_tensors.own_inputs(inputs)
         options = replace(self.target.options_for(self.options), on_planning_error="raise")
-        planned_by = with_bytes(options, device_of_inputs(module, inputs), self.free_bytes)
+        device = device_of_inputs(module, inputs)
+        options = options.on_device(passed_bytes(module, inputs, device), options.open_calls.accumulates)
+        planned_by = with_bytes(options, device, self.free_bytes)
         patches = {**asked_config(self.options), **fake_tensors.RUNS_NOTHING}
         source = GraphSource(self.target.as_on_card(module), inputs, patches, self.target.cuda_name, True)
         with self.target.fusing_attention(), inductor_lowering.without_kernels():

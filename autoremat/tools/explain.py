@@ -20,6 +20,8 @@ from autoremat.compiler.joint_graph import (
 )
 from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
+from autoremat.planner.cost import device_memory
+from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
 from autoremat.tools.dry_run import dry_runs, refuse_step_profiles
 from autoremat.tools.target import Target
@@ -72,7 +74,8 @@ def explain(
 
     The model and its inputs may be real, fake or on the meta device, because only shapes and types count. ``options`` are those
     of the backend. ``device`` is the device to plan for: a device of torch, or a CUDA GPU by name, such as "H100-80GB", present
-    or not. None means the device of the model. ``memory_budget="auto"`` is the free memory of a present device. For a GPU given
+    or not. None means the device of the model, or the card that a device budget names. ``memory_budget="auto"`` is the free
+    memory of a present device. For a GPU given
     by name it is the GPU's memory minus parameters, buffers and inputs.
 
     After graph breaks the report describes the graph with the highest peak without recomputation, and ``Report.others`` the
@@ -99,6 +102,7 @@ def explain_by(
     lower: bool = False,
 ) -> Report:
     """Returns the result of :func:`explain` for parsed options."""
+    device = card_of(options) if device is None else device
     if not lower:
         found, notes = previews(model_or_fn, args, kwargs, options, device, Preview.report_and_doubt)
         lower = any(doubtful for _, doubtful in found)
@@ -111,6 +115,12 @@ def explain_by(
     own = [report.notes for report in reports]
     others = tuple(dataclasses.replace(r, notes=(*own[i], *notes[:-1])) for i, r in enumerate(reports) if i != main)
     return dataclasses.replace(reports[main], notes=(*own[main], *notes), others=others)
+
+
+def card_of(options: Options) -> str | None:
+    """Returns the card that a device budget names; None for other budgets and for devices of torch."""
+    budget = options.memory_budget
+    return budget.device if isinstance(budget, DeviceBudget) and device_memory(budget.device) is not None else None
 
 
 def previews(
@@ -143,8 +153,11 @@ def preview_visitor(options: Options, target: Target, resident_bytes: int, look:
 
     def visit(joint: JointGraph) -> T | None:
         priced = capture_and_price(prepare(joint, context), context)
-        if priced is not None:
-            warn_without_effect(context.options, priced.captured.runs_on)
-        return None if priced is None else look(Preview(priced, context))
+        if priced is None:
+            return None
+        warn_without_effect(context.options, priced.captured.runs_on)
+        inputs = sum(priced.graph.values[number].bytes for number in priced.kept_inputs)
+        own = context.options.on_device(inputs, context.options.open_calls.accumulates)
+        return look(Preview(priced, dataclasses.replace(context, options=own)))
 
     return visit

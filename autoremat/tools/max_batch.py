@@ -14,6 +14,7 @@ from autoremat.basics.errors import BudgetInfeasible, OptionsError
 from autoremat.basics.progress import status_if_slow
 from autoremat.basics.units import format_bytes
 from autoremat.options.options import Options
+from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
 from autoremat.tools.explain import explain_by
 from autoremat.torch_private import compat, fake_tensors
@@ -69,7 +70,7 @@ class Fit(Shown):
 def max_batch(
     make_inputs: Callable[[int], Any],
     model_or_fn: Callable[..., Any],
-    memory_budget: int | str,
+    memory_budget: int | str | DeviceBudget,
     *,
     step: int = 1,
     limit: int = 1 << 20,
@@ -84,8 +85,8 @@ def max_batch(
     single argument. Its tensors are fake, so sizes beyond the memory of this machine can be tried. The search assumes that a
     larger size needs more memory. It plans for a few sizes only, guided by their peaks.
 
-    ``memory_budget`` is in bytes, or text such as "60GiB", or "auto". ``options``, ``device`` and ``lower`` are those of
-    ``autoremat.explain``. With ``lower=True``, generated code decides for each size that is tried.
+    ``memory_budget`` is in bytes, or text such as "60GiB", a device budget, or "auto". ``options``, ``device`` and ``lower``
+    are those of ``autoremat.explain``. With ``lower=True``, generated code decides for each size that is tried.
 
     With ``accumulate=True``, every micro-batch of a step fits that accumulates gradients. The first allocates them. Later ones
     compute further gradients and add to these, so both are live. None means the option of the same name.

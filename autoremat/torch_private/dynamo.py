@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 from torch._dynamo.utils import counters
+
+from autoremat.torch_private.compat import size_hint, storage_key
 
 RESUMED = "torch_dynamo_resume_in"
 """The prefix in the name of a function that resumes after a graph break."""
 
 BY_DDP = "DDPOptimizer"
 """The begin of the reason by which torch marks a bucket of ``DistributedDataParallel`` as broken off."""
+
+STATIC_INPUT = "_dynamo_static_input_type"
+"""A key of the placeholders of parameters and buffers, whose addresses never change."""
 
 WITHOUT_RNN = "RNN, GRU, or LSTM"
 """A phrase in the reason of a graph break at a module that Dynamo traces only with ``allow_rnn``."""
@@ -51,6 +57,16 @@ def sharded_inputs(module: fx.GraphModule) -> frozenset[int]:
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     return frozenset(i for i, node in enumerate(placeholders) if _is_sharded(getattr(node, SOURCE_OF_INPUT, None)))
+
+
+def passed_bytes(module: fx.GraphModule, inputs: Sequence[Any], device: torch.device) -> int:
+    """Returns the bytes of the storages on ``device`` that a captured graph is passed, beside parameters and buffers."""
+    found = {}
+    for node, tensor in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
+        is_static = STATIC_INPUT in (node.meta.get("tensor_dict") or {}) or isinstance(tensor, torch.nn.Parameter)
+        if isinstance(tensor, torch.Tensor) and tensor.device == device and not is_static:
+            found[storage_key(tensor)] = size_hint(tensor.untyped_storage().nbytes())
+    return sum(found.values())
 
 
 def _is_sharded(source: Any) -> bool:

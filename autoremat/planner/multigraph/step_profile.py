@@ -11,6 +11,7 @@ from autoremat.basics.display import PlainTable, Shown, named_figures, plain_tab
 from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.multigraph import ledger
+from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint, Share
 from autoremat.planner.multigraph.variants import Entries
 
@@ -158,11 +159,14 @@ class StepProfile(Shown):
         """Peak of the step without recomputation."""
         return self.step.baseline_peak_bytes
 
-    def within(self, memory_budget: int | float | str | None) -> StepProfile:
+    def within(self, memory_budget: int | float | str | DeviceBudget | None) -> StepProfile:
         """Returns the profile of the same step under another budget, without running the step.
 
         Raises ``BudgetInfeasible`` if no choice of plans fits.
         """
+        if isinstance(memory_budget, DeviceBudget):
+            memory_budget.check()
+            return self.step.shared_out(memory_budget.budget_bytes)
         return self.step.shared_out(budget_bytes(parse_budget(memory_budget, "memory_budget"), self.baseline_peak_bytes))
 
     def shares_of(self, key: str) -> dict[int | None, Share | None]:
@@ -240,5 +244,5 @@ ORDER_SHOWN = 12
 CODE_HEADROOM = 0.05
 """Share of a step's budget that stays free, because the peak of generated code differs from the simulated one."""
 
-Budget = int | float | str | Share | StepProfile | None
+Budget = int | float | str | Share | StepProfile | DeviceBudget | None
 """Types that are accepted as a ``memory_budget``."""

@@ -1,0 +1,196 @@
+"""``autoremat.device_budget``: a memory budget from the memory of a whole device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from autoremat.basics.checks import as_int, flag, refused, text_to_bytes
+from autoremat.basics.errors import OptionsError
+from autoremat.basics.units import BYTE_FORMS
+from autoremat.device_memory.inventory import Inventory
+from autoremat.device_memory.optimizer_run import optimizer_memory
+from autoremat.planner.cost import DATASHEETS, device_memory
+from autoremat.planner.multigraph.device_budget import DeviceBudget, LedgerRow, OptimizerMemory, StepPart
+
+CONTEXT = 512 * 2**20
+"""Bytes of a CUDA context with the code of libraries, where no device is here to tell."""
+
+RESERVE = 512 * 2**20
+"""Bytes that stay free on a CUDA device: fragments, and workspaces of libraries such as cuBLAS."""
+
+CUDA_BLOCK = 512
+"""Bytes of which a block of CUDA's caching allocator is a multiple."""
+
+TOTAL_FORMS = (
+    f'an int > 0 (bytes); a string such as {BYTE_FORMS}; a CUDA card by name, such as "H100-80GB"; "auto" (the memory of the '
+    "CUDA device that holds the model)"
+)
+BYTES_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
+OPTIMIZER_FORMS = "an optimizer of torch, a sequence of them, an OptimizerMemory with measured figures, or None"
+
+
+def device_budget(
+    total: int | str,
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer] | OptimizerMemory | None = None,
+    *,
+    accumulate: int = 1,
+    set_to_none: bool = True,
+    others: Mapping[str, Any] | None = None,
+    reserve: int | str | None = None,
+    context: int | str | None = None,
+    device: str | torch.device | None = None,
+) -> DeviceBudget:
+    """Returns the budget that a whole device leaves for forward and backward, with the ledger of the other memory.
+
+    The result is accepted as a ``memory_budget``. Every part of training fits then: first and later steps, all micro-batches,
+    and the optimizer's own steps. The optimizer's memory is predicted by running its ``step`` on fake tensors, for a first step
+    and later ones. Nothing real is allocated or changed. Inputs of compiled graphs are counted when they are compiled.
+
+    - ``total``: memory of the device, in bytes or as text such as "24GiB"; a CUDA card by name, such as "H100-80GB", here or
+      not; or "auto" for the whole memory of the CUDA device that holds the model.
+    - ``model``: the module that is trained, as wrapped by ``DistributedDataParallel`` or ``fully_shard``. It may be on the meta
+      device.
+    - ``optimizer``: the optimizer or several that step one after the other, or an ``OptimizerMemory`` with measured figures.
+      None counts no optimizer.
+    - ``accumulate``: number of micro-batches in one step of the optimizer.
+    - ``set_to_none``: False if ``zero_grad(set_to_none=False)`` keeps gradients from one step to the next.
+    - ``others``: further memory by name: modules such as an EMA copy, tensors, or bytes.
+    - ``reserve``: bytes to keep free: by default 512 MiB on CUDA and none on a CPU.
+    - ``context``: bytes outside torch's allocator. By default they are measured on a CUDA device that is here, 512 MiB on
+      others, and none on a CPU.
+    - ``device``: the device of ``total``; None means a card named by ``total``, else the device of the model.
+
+    Raises ``OptimizerUnpredictable`` if a step does not run on fake tensors, and ``OptionsError`` for other values. A ledger
+    that alone exceeds the device raises ``DeviceTooSmall`` where it is used.
+    """
+    count = as_int(accumulate)
+    if count is None or count < 1:
+        raise refused("accumulate", accumulate, "an int >= 1")
+    kept = StepPart(0) if flag(set_to_none, "set_to_none") else StepPart.LATER_STEP | StepPart.LATER_MICRO_BATCH
+    kept |= StepPart.LATER_MICRO_BATCH if count > 1 else StepPart(0)
+    place = _place_of(total, model, device)
+    inventory = Inventory(place.device_type, place.rounding, place.moved)
+    rows = [LedgerRow("context and libraries", place.context_bytes() if context is None else _bytes(context, "context"))]
+    rows += inventory.rows_of_model(model, kept)
+    memory = _optimizer_memory(optimizer, place)
+    rows += [] if memory is None else memory.rows(_fewer_temporaries(optimizer))
+    rows += inventory.rows_of_others(others or {})
+    notes = (*place.notes, *(() if memory is None else memory.notes))
+    free = place.reserve_bytes if reserve is None else _bytes(reserve, "reserve")
+    return DeviceBudget(place.total_bytes(total), (), free, place.name, count, notes).with_rows(*rows)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The device whose memory is shared out."""
+
+    name: str
+    device_type: str
+    """Type of the tensors that stand for those of the device: "cpu" for a CUDA device that is not here."""
+    is_cuda: bool = False
+    index: int | None = None
+    """Number of the CUDA device, if it is here."""
+    moved: bool = False
+    """True if all tensors of the model stand for tensors of the device, although they are elsewhere."""
+
+    @property
+    def stands_for_cuda(self) -> bool:
+        """True if tensors of the CPU stand for those of a CUDA device that is not here."""
+        return self.is_cuda and self.index is None
+
+    @property
+    def rounding(self) -> int:
+        return CUDA_BLOCK if self.is_cuda else 1
+
+    @property
+    def reserve_bytes(self) -> int:
+        return RESERVE if self.is_cuda else 0
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        return ("no such device is here: the context is assumed",) if self.stands_for_cuda else ()
+
+    def total_bytes(self, total: int | str) -> int:
+        """Returns the memory of the device in bytes."""
+        if isinstance(total, str) and total.strip().lower() == "auto":
+            if self.index is None:
+                raise OptionsError(f'total="auto" needs a model on a CUDA device. Accepted elsewhere: {TOTAL_FORMS}')
+            return int(torch.cuda.mem_get_info(self.index)[1])
+        if isinstance(total, str) and (memory := device_memory(total)) is not None:
+            return memory
+        return _bytes(total, "total", TOTAL_FORMS, least=1)
+
+    def context_bytes(self) -> int:
+        """Returns the bytes outside torch's allocator: those in use now on a device that is here, else assumed ones."""
+        if not self.is_cuda:
+            return 0
+        if self.index is None:
+            return CONTEXT
+        free, total = torch.cuda.mem_get_info(self.index)
+        return max(0, int(total - free - torch.cuda.memory_reserved(self.index)))
+
+
+def _place_of(total: int | str, model: nn.Module, device: str | torch.device | None) -> _Place:
+    """Returns the device of ``total``. Raises ``OptionsError`` for a device that is neither torch's nor a known card."""
+    named = str(device) if device is not None else total if isinstance(total, str) else ""
+    own = next((t.device for t in _tensors(model)), torch.device("cpu"))
+    if device_memory(named) is not None:
+        return _on_cuda(named, own, own.type == "cuda")
+    try:
+        asked = own if device is None else torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        forms = f"a device of torch, or a CUDA card by a name that contains one of {', '.join(DATASHEETS)}"
+        raise refused("device", device, forms) from error
+    if asked.type == "cuda":
+        return _on_cuda(str(asked), asked, torch.cuda.is_available(), moved=own.type != "cuda")
+    kind = "cpu" if asked.type == "meta" else asked.type
+    return _Place(kind, kind, moved=own.type != kind)
+
+
+def _on_cuda(name: str, device: torch.device, is_here: bool, moved: bool = False) -> _Place:
+    """Returns a CUDA device; one that is not here is represented by the CPU."""
+    if not is_here:
+        return _Place(name, "cpu", is_cuda=True, moved=True)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return _Place(name, "cuda", is_cuda=True, index=index, moved=moved)
+
+
+def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _bytes(value: object, name: str, forms: str = BYTES_FORMS, least: int = 0) -> int:
+    """Returns ``value`` in bytes. Raises ``OptionsError`` for other forms."""
+    count = text_to_bytes(value, name, forms) if isinstance(value, str) else as_int(value)
+    if count is None or count < least:
+        raise refused(name, value, forms)
+    return count
+
+
+def _optimizer_memory(optimizer: object, place: _Place) -> OptimizerMemory | None:
+    """Returns the memory of the optimizer, predicted unless it is given."""
+    if optimizer is None or isinstance(optimizer, OptimizerMemory):
+        return optimizer
+    given = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    several = [one for one in given if isinstance(one, Optimizer)]
+    if len(several) < len(given):
+        raise refused("optimizer", optimizer, OPTIMIZER_FORMS)
+    to = torch.device(place.device_type) if place.moved else None
+    return optimizer_memory(several, place.device_type, place.rounding, to, place.stands_for_cuda)
+
+
+def _fewer_temporaries(optimizer: object) -> str:
+    """Returns advice that makes the temporaries of the optimizer's step smaller."""
+    several = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    groups = [group for one in several if isinstance(one, Optimizer) for group in one.param_groups]
+    if any("fused" in group and not group["fused"] for group in groups):
+        return "fused=True has none, and foreach=False has those of one parameter at a time"
+    return "foreach=False has those of one parameter at a time" if any("foreach" in group for group in groups) else ""

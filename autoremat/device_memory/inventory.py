@@ -1,0 +1,100 @@
+"""The tensors that exist beside a plan: parameters, buffers, gradients, buckets, shards and the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from autoremat.basics.checks import as_int, refused, text_to_bytes
+from autoremat.basics.errors import OptionsError
+from autoremat.planner.multigraph.device_budget import COMPILED, EARLIER_GRADIENTS, UPDATES, LedgerRow, StepPart
+from autoremat.torch_private.compat import storage_key
+from autoremat.torch_private.fake_optimizers import local
+from autoremat.torch_private.fully_sharded import gathered_groups
+from autoremat.torch_private.live_bytes import rounded
+
+OTHER_FORMS = 'a dict of names to modules, tensors or bytes, such as {"EMA": ema_model, "cache": "1GiB"}'
+
+
+@dataclass
+class Inventory:
+    """Sums the bytes of storages on one device, each storage once."""
+
+    device_type: str
+    rounding: int = 1
+    moved: bool = False
+    """True if all tensors count, because those of another device stand for ones on the device."""
+
+    def __post_init__(self) -> None:
+        self.seen: set[int] = set()
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        """Returns True for tensors on the device."""
+        return self.moved or tensor.device.type == self.device_type
+
+    def bytes_of(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Returns the bytes of the storages of ``tensors`` that were not counted before; of a distributed tensor its shard."""
+        total = 0
+        for tensor in map(local, tensors):
+            key = storage_key(tensor)
+            if self.counts(tensor) and key not in self.seen:
+                size = tensor.numel() * tensor.element_size() if key is None else tensor.untyped_storage().nbytes()
+                total += rounded(size, self.rounding)
+                if key is not None:
+                    self.seen.add(key)
+        return total
+
+    def gradient_bytes(self, parameters: Iterable[torch.Tensor]) -> int:
+        """Returns the bytes of dense gradients, one for each parameter that requires one."""
+        found = {id(p): local(p) for p in parameters if p.requires_grad}.values()
+        return sum(rounded(p.numel() * p.element_size(), self.rounding) for p in found if self.counts(p))
+
+    def rows_of_model(self, model: nn.Module, kept_in: StepPart) -> Iterator[LedgerRow]:
+        """Yields the rows of a model: parameters, buffers, gradients, and the buffers of its parallelism.
+
+        ``kept_in`` are the parts of forward and backward in which earlier gradients are live.
+        """
+        parameters = list(model.parameters())
+        lower = "hold parameters in fewer bits, or shard them"
+        yield LedgerRow("parameters", self.bytes_of(parameters), remedy=lower)
+        yield LedgerRow("buffers", self.bytes_of(model.buffers()))
+        gradients, viewed = self.gradient_bytes(parameters), False
+        if isinstance(model, DistributedDataParallel):
+            viewed = bool(model.gradient_as_bucket_view)
+            advice = "" if viewed else "gradient_as_bucket_view=True makes gradients views of the buckets"
+            yield LedgerRow("buckets of DistributedDataParallel", gradients, remedy=advice)
+        if not viewed:  # else gradients are part of the buckets
+            yield LedgerRow("gradients", gradients, UPDATES, "train fewer parameters, or an optimizer in the backward")
+            advice = "accumulate=1 and zero_grad(set_to_none=True) free them before the forward"
+            yield LedgerRow(EARLIER_GRADIENTS, gradients if kept_in else 0, kept_in, advice)
+        yield LedgerRow("gathered parameters of fully_shard", self.gathered_bytes(model), COMPILED)
+
+    def gathered_bytes(self, model: nn.Module) -> int:
+        """Returns the bytes that ``fully_shard`` holds at most: groups that stay, the running, the next and the reduced one."""
+        groups = list(gathered_groups(model))
+        kept = sum(size for size, is_freed in groups if not is_freed)
+        freed = sorted((size for size, is_freed in groups if is_freed), reverse=True)
+        return kept + sum(freed[:2]) + max((size for size, _ in groups), default=0)
+
+    def rows_of_others(self, others: Mapping[str, Any]) -> Iterator[LedgerRow]:
+        """Yields a row for each of the user's own: a module, tensors, or bytes. Raises ``OptionsError`` for other values."""
+        if not isinstance(others, Mapping):
+            raise refused("others", others, OTHER_FORMS)
+        for name, value in others.items():
+            if isinstance(value, nn.Module):
+                size = self.bytes_of((*value.parameters(), *value.buffers()))
+            elif isinstance(value, str):
+                size = text_to_bytes(value, f"others[{name!r}]", OTHER_FORMS)
+            elif not isinstance(value, torch.Tensor) and (count := as_int(value)) is not None and count >= 0:
+                size = count
+            else:
+                leaves = torch.utils._pytree.tree_leaves(value)
+                if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+                    raise OptionsError(f"others[{name!r}] is not accepted. Accepted: {OTHER_FORMS}")
+                size = self.bytes_of(leaves)
+            yield LedgerRow(str(name), size)

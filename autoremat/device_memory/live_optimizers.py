@@ -1,0 +1,54 @@
+"""Finds the optimizers of this process, whose state ``memory_budget="auto"`` must not hand out before it exists."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from collections.abc import Iterator
+
+import torch
+from torch.optim import Optimizer
+
+from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable
+from autoremat.device_memory.inventory import Inventory
+from autoremat.device_memory.optimizer_run import optimizer_memory, parameters_of, unwrapped
+from autoremat.planner.multigraph.device_budget import UPDATES, LedgerRow
+
+CUDA_BLOCK = 512
+
+
+def live_optimizers(device: torch.device) -> list[Optimizer]:
+    """Returns the optimizers of this process with parameters on ``device`` that require gradients."""
+    found = {id(optimizer): optimizer for optimizer in map(unwrapped, _all_optimizers())}
+    return [o for o in found.values() if any(p.device == device and p.requires_grad for p in parameters_of([o]))]
+
+
+def _all_optimizers() -> Iterator[Optimizer]:
+    """Yields the optimizers among Python's objects, by their own types: proxies and lazy objects are not asked."""
+    return (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer) and hasattr(thing, "param_groups"))
+
+
+def rows_to_come(device: torch.device) -> tuple[LedgerRow, ...]:
+    """Returns the ledger's rows for the memory that live optimizers will allocate on ``device``; none without one to come.
+
+    Warns with ``BudgetWarning`` if the memory of an optimizer cannot be predicted.
+    """
+    optimizers = live_optimizers(device)
+    if not optimizers:
+        return ()
+    rounding = CUDA_BLOCK if device.type == "cuda" else 1
+    try:
+        memory = optimizer_memory(optimizers, device.type, rounding)
+    except OptimizerUnpredictable as error:
+        warnings.warn(
+            f'memory_budget="auto" hands out all free memory, because the optimizer\'s state is unknown: {error}. Pass '
+            'memory_budget=autoremat.device_budget("auto", model, optimizer)',
+            BudgetWarning,
+            stacklevel=2,
+        )
+        return ()
+    if memory.state_bytes <= memory.existing_bytes:
+        return ()
+    gradients = Inventory(device.type, rounding).gradient_bytes(parameters_of(optimizers))
+    rows = [row for row in memory.rows() if row.name != "optimizer state"]  # it is not free memory any more
+    return tuple(row for row in (*rows, LedgerRow("gradients", gradients, UPDATES)) if row.bytes)

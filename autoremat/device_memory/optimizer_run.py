@@ -1,0 +1,95 @@
+"""Predicts the memory of an optimizer by running its own ``step`` on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch.optim import Optimizer
+
+from autoremat.basics.errors import OptimizerUnpredictable
+from autoremat.planner.multigraph.device_budget import OptimizerMemory
+from autoremat.torch_private.fake_optimizers import FakeCopies, choosing_as_for_real_tensors, fake_copy, step_of
+from autoremat.torch_private.fake_tensors import new_mode
+from autoremat.torch_private.live_bytes import LiveBytes
+
+LATER_STEPS = 2
+"""Steps that are run after the first one. The largest peak counts."""
+
+
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Returns the optimizer of torch inside of wrappers such as Accelerate's."""
+    inner = getattr(optimizer, "optimizer", None)
+    return unwrapped(inner) if isinstance(inner, Optimizer) else optimizer
+
+
+def parameters_of(optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """Returns the parameters of the optimizers, each once."""
+    groups = (group for optimizer in optimizers for group in optimizer.param_groups)
+    return list({id(p): p for group in groups for p in group["params"]}.values())
+
+
+def optimizer_memory(
+    optimizers: Sequence[Optimizer],
+    device_type: str,
+    rounding: int = 1,
+    to: torch.device | None = None,
+    stands_for_cuda: bool = False,
+) -> OptimizerMemory:
+    """Returns the memory of the optimizers on ``device_type``: their real steps run on fake tensors, in sequence.
+
+    Every parameter that requires a gradient has a dense one. Tensors count in multiples of ``rounding`` bytes, and
+    as if they were on the device ``to``, unless it is None. With ``stands_for_cuda``, the CPU stands for a CUDA device that is
+    not here: where the user left the choice open, optimizers take their default of CUDA devices, foreach. Nothing of the real
+    optimizers changes.
+
+    Raises ``OptimizerUnpredictable`` if a step does not run on fake tensors.
+    """
+    mode = new_mode()
+    copies = FakeCopies(mode, to)
+    live = LiveBytes(mode, device_type, rounding)
+    copied = [fake_copy(unwrapped(optimizer), copies) for optimizer in optimizers]
+    for parameter in parameters_of(copied):
+        live.count(parameter, 0)
+        if parameter.requires_grad:
+            with mode, torch.no_grad():
+                parameter.grad = torch.empty_like(parameter)
+            live.count(parameter.grad, 0)
+    for _, tensor in copies.made.values():
+        live.count(tensor)
+    if stands_for_cuda:
+        _choose_as_on_cuda(copied)
+    existing, peaks = live.live, []
+    for number in range(1 + LATER_STEPS):
+        live.peak = live.live
+        for original, optimizer in zip(optimizers, copied, strict=True):
+            _step(optimizer, type(unwrapped(original)).__name__, live)
+        peaks.append(live.peak)
+        if number == 0:
+            state = live.live
+    notes: tuple[str, ...] = ()
+    if live.assumed_numbers:
+        notes = ("the optimizer reads numbers of tensors, which its run on fake tensors takes as 1",)
+    return OptimizerMemory(max(state, live.live), peaks[0], max(peaks[1:]), existing, notes)
+
+
+def _step(optimizer: Optimizer, name: str, live: LiveBytes) -> None:
+    """Runs one step. Raises ``OptimizerUnpredictable`` for any error in it."""
+    try:
+        with choosing_as_for_real_tensors(), live:
+            step_of(optimizer)()
+    except Exception as error:  # the code of optimizers is open-ended
+        raise OptimizerUnpredictable(
+            f"a step of {name} does not run on fake tensors ({type(error).__name__}: {str(error).partition(chr(10))[0]}), so "
+            "its memory is unknown. Run one step, measure state and peak above parameters and gradients, and give them "
+            "in place of the optimizer: optimizer=autoremat.OptimizerMemory(state_bytes=..., later_step_bytes=...)"
+        ) from error
+
+
+def _choose_as_on_cuda(optimizers: Iterable[Optimizer]) -> None:
+    """Sets what the optimizers would choose for parameters on a CUDA device, for parameters on the CPU that stand for them."""
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        if group.get("foreach", True) is None and not group.get("fused") and not group.get("differentiable"):
+            group["foreach"] = True
+        if group.get("capturable"):  # keeps only the counts of steps on the device
+            group["capturable"] = False

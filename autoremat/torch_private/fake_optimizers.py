@@ -1,0 +1,107 @@
+"""Torch's private names for a copy of an optimizer whose tensors are fake.
+
+This module decides nothing about plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+
+from autoremat.torch_private.live_bytes import is_number, is_wrapper
+
+HOOKS = (
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
+)  # fmt: skip
+"""Attributes that hold the user's hooks. A copy has none."""
+
+OWN_METHODS = ("step", "zero_grad")
+"""Methods that schedulers of the learning rate and others replace on an instance. The copy has those of its class."""
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the local shard of a distributed tensor; any other tensor as it is."""
+    shard = getattr(tensor, "_local_tensor", None)
+    return shard if isinstance(shard, torch.Tensor) else tensor
+
+
+class FakeCopies:
+    """Fake copies of real tensors, one for each tensor."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device | None = None) -> None:
+        """Makes the copies on ``device``; None for the device of each tensor."""
+        self.mode, self.device = mode, device
+        self.made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the copy of ``tensor``: of its local shard, if it is distributed. Single numbers on the CPU stay real."""
+        if id(tensor) not in self.made:
+            self.made[id(tensor)] = tensor, self._copy(tensor)
+        return self.made[id(tensor)][1]
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        own = local(tensor).detach()
+        if is_number(own) and not isinstance(own, FakeTensor) and not tensor.requires_grad:
+            return own.clone()
+        if is_wrapper(own):  # such as state of 8 bits
+            return self.mode.from_tensor(own, static_shapes=True)
+        with self.mode, torch.no_grad():
+            size, stride = tuple(own.size()), tuple(own.stride())
+            device = own.device if self.device is None else self.device
+            made = torch.empty_strided(size, stride, dtype=own.dtype, device=device)
+        return made.requires_grad_(tensor.requires_grad)
+
+
+def fake_copy(optimizer: Optimizer, copies: FakeCopies) -> Optimizer:
+    """Returns a copy of ``optimizer`` without its hooks. Its parameters, gradients and state are fake ``copies``."""
+    copied: Optimizer = object.__new__(type(optimizer))
+    seen: dict[int, Any] = {}
+    for name, value in vars(optimizer).items():
+        if name not in OWN_METHODS:
+            setattr(copied, name, OrderedDict() if name in HOOKS else _faked(value, copies, seen))
+    return copied
+
+
+def _faked(value: Any, copies: FakeCopies, seen: dict[int, Any]) -> Any:
+    """Returns ``value`` with fake tensors, through lists, tuples and dicts. Other objects are shared with the original."""
+    if isinstance(value, torch.Tensor):
+        return copies.of(value)
+    if id(value) in seen:
+        return seen[id(value)]
+    if type(value) in (dict, OrderedDict, defaultdict):
+        made: Any = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
+        seen[id(value)] = made
+        made.update({_faked(key, copies, seen): _faked(one, copies, seen) for key, one in value.items()})
+        return made
+    if type(value) is list:
+        items: list[Any] = []
+        seen[id(value)] = items
+        items.extend(_faked(one, copies, seen) for one in value)
+        return items
+    return tuple(_faked(one, copies, seen) for one in value) if type(value) is tuple else value
+
+
+def step_of(optimizer: Optimizer) -> Callable[[], Any]:
+    """Returns the step of the optimizer's class, without the hooks that torch runs around it."""
+    step: Any = type(optimizer).step
+    inner = step.__wrapped__ if getattr(step, "hooked", False) else step
+    return lambda: inner(optimizer)
+
+
+@contextlib.contextmanager
+def choosing_as_for_real_tensors() -> Iterator[None]:
+    """Makes optimizers choose between foreach and a loop for fake tensors as for real ones, while active."""
+    supported: list[Any] = torch_optimizer._foreach_supported_types
+    supported.append(FakeTensor)
+    try:
+        yield
+    finally:
+        supported.remove(FakeTensor)

@@ -1,0 +1,37 @@
+"""Torch's private names for models under ``fully_shard`` (FSDP2).
+
+This module decides nothing about plans.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import distributed, nn
+
+
+def gathered_groups(model: nn.Module) -> Iterator[tuple[int, bool]]:
+    """Yields, for each group of parameters that is gathered as a whole, its gathered bytes and True if it is freed after use.
+
+    The root's own parameters stay gathered between forward and backward.
+    """
+    if not distributed.is_available():
+        return
+    from torch.distributed.fsdp import FSDPModule
+
+    taken: set[int] = set()
+    shards = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for module in reversed(shards):  # inner ones first
+        own = [p for p in module.parameters() if id(p) not in taken]
+        taken.update(map(id, own))
+        group: Any = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
+        kept = module is shards[0] or getattr(group, "post_forward_mesh_info", True) is None
+        yield sum(p.numel() * _gathered_type(p, group).itemsize for p in own), not kept
+
+
+def _gathered_type(parameter: torch.Tensor, group: Any) -> torch.dtype:
+    """Returns the type in which a parameter is gathered."""
+    found: Any = getattr(getattr(group, "mp_policy", None), "param_dtype", None)
+    return found if isinstance(found, torch.dtype) else parameter.dtype

@@ -1,0 +1,486 @@
+"""The budget of a whole device: its ledger, the optimizer's predicted memory, and the measured peak of all steps."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import json
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from eight_bit import EightBitAdam
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import autoremat
+from autoremat.basics.errors import causes, find_cause
+from autoremat.compiler.compile_loop import with_bytes
+from autoremat.compiler.records import Record, load, save
+from autoremat.device_memory.live_optimizers import live_optimizers, rows_to_come
+from autoremat.device_memory.optimizer_run import optimizer_memory
+from autoremat.planner.multigraph.device_budget import EARLIER_GRADIENTS, INPUTS, LedgerRow, StepPart
+from autoremat.report.report import Report
+
+UNCOMPILED = {"compiler": "aot_eager", "cost_model": "roofline"}
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "SGD": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
+    "AdamW foreach": functools.partial(torch.optim.AdamW, foreach=True),
+    "AdamW fused": functools.partial(torch.optim.AdamW, fused=True),
+    "AdamW loop": functools.partial(torch.optim.AdamW, foreach=False),
+    "Adafactor": torch.optim.Adafactor,
+    "8-bit Adam": EightBitAdam,
+}
+TOKENS = torch.randint(64, (8, 32))
+
+
+class Model(nn.Module):
+    """Residual blocks between an embedding and a loss, with a buffer."""
+
+    def __init__(self, layers: int = 4, width: int = 64) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, width)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+                                    for _ in range(layers))  # fmt: skip
+        self.head = nn.Linear(width, 64)
+        self.register_buffer("scale", torch.ones(width))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x) * self.scale
+        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
+
+
+def bytes_of(tensors: Any) -> int:
+    return sum(t.untyped_storage().nbytes() for t in tensors)
+
+
+def row(budget: autoremat.DeviceBudget, name: str) -> LedgerRow:
+    (found,) = [one for one in budget.rows if one.name == name]
+    return found
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    leaves = torch.utils._pytree.tree_leaves([list(state.values()) for state in optimizer.state.values()])
+    return bytes_of(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def measured_updates(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[int, int]:
+    """The peaks of a first and of a second step, in bytes above the memory that is live before the first."""
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    tracker = autoremat.track_peak("cpu")
+    with tracker:
+        optimizer.step()
+        tracker.mark()
+        optimizer.step()
+    (end,), timeline = tracker.marks, tracker.timeline
+    return max(level for time, level in timeline if time <= end), max(level for time, level in timeline if time >= end)
+
+
+# -- the optimizer -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_predicted_memory_of_an_optimizer_is_the_measured_one(name):
+    model = Model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    predicted = optimizer_memory([optimizer], "cpu")
+    first, later = measured_updates(optimizer, model)
+    assert predicted.existing_bytes == 0
+    assert predicted.state_bytes == pytest.approx(state_bytes(optimizer), rel=0.01)
+    assert predicted.first_step_bytes == pytest.approx(first, rel=0.01)
+    assert predicted.later_step_bytes == pytest.approx(later, rel=0.01)
+
+
+@pytest.mark.parametrize("kind", ["Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD"])
+@pytest.mark.parametrize("foreach", [False, True])
+def test_optimizers_of_torch_are_predicted(kind, foreach):
+    model = nn.Linear(64, 64)
+    optimizer = getattr(torch.optim, kind)(model.parameters(), foreach=foreach)
+    predicted = optimizer_memory([optimizer], "cpu")
+    first, later = (peak + predicted.existing_bytes for peak in measured_updates(optimizer, model))
+    assert predicted.state_bytes == pytest.approx(state_bytes(optimizer), rel=0.02)
+    assert predicted.first_step_bytes == pytest.approx(first, rel=0.02)
+    assert predicted.later_step_bytes == pytest.approx(later, rel=0.02)
+
+
+def test_a_prediction_changes_nothing_of_the_optimizer():
+    model = Model(1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)  # replaces the method `step` of the instance
+    calls: list[object] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
+    measured_updates(optimizer, model)
+    before, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters()]
+    calls.clear()
+    predicted = optimizer_memory([optimizer], "cpu")
+    assert predicted.existing_bytes == predicted.state_bytes == state_bytes(optimizer)
+    assert not calls
+    assert scheduler.last_epoch == 0
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    assert all(a is b.grad for a, b in zip(gradients, model.parameters(), strict=True))
+    after = optimizer.state_dict()
+    assert json.dumps(before["param_groups"]) == json.dumps(after["param_groups"])
+    for old, new in zip(before["state"].values(), after["state"].values(), strict=True):
+        assert all(torch.equal(old[key], new[key]) for key in old)
+
+
+def test_numbers_that_a_step_reads_are_assumed_and_noted():
+    model = Model(1)
+    assert "reads numbers" in str(autoremat.device_budget("1GiB", model, EightBitAdam(model.parameters())))
+    assert "reads numbers" not in str(autoremat.device_budget("1GiB", model, torch.optim.AdamW(model.parameters())))
+
+
+class Sorting(torch.optim.SGD):
+    """Steps only where gradients are not zero: the sizes of its temporaries depend on data."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad[p.grad != 0].sum()
+
+
+def test_an_optimizer_that_cannot_be_predicted_says_so_and_takes_figures():
+    model = Model(1)
+    with pytest.raises(autoremat.OptimizerUnpredictable, match=r"step of Sorting does not run .*OptimizerMemory\(state_bytes"):
+        autoremat.device_budget("1GiB", model, Sorting(model.parameters()))
+    figures = autoremat.OptimizerMemory(state_bytes=1000, later_step_bytes=1500)
+    budget = autoremat.device_budget("1GiB", model, figures)
+    assert row(budget, "optimizer state after the first step").bytes == 1000
+    assert row(budget, "temporaries of the optimizer's first step").bytes == 500
+
+
+def test_several_optimizers_add_up_and_wrappers_are_looked_through():
+    model = Model(2)
+    halves = [torch.optim.AdamW(part.parameters()) for part in (model.blocks, model.head)]
+    together = optimizer_memory(halves, "cpu")
+    assert together.state_bytes == sum(optimizer_memory([one], "cpu").state_bytes for one in halves)
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            self.optimizer = inner
+
+    assert optimizer_memory([Wrapper(halves[0])], "cpu") == optimizer_memory([halves[0]], "cpu")
+
+
+def test_a_wrapper_of_tensors_counts_its_inner_ones():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Doubling(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                if not state:
+                    state["pair"] = TwoTensor(torch.zeros_like(p), torch.zeros_like(p))
+                state["pair"].add_(1.0)
+
+    model = nn.Linear(64, 64, bias=False)
+    assert optimizer_memory([Doubling(model.parameters(), lr=1.0)], "cpu").state_bytes == 2 * bytes_of(model.parameters())
+
+
+# -- the ledger --------------------------------------------------------------------------------------------------------
+
+
+def test_the_ledger_has_a_row_for_each_kind_of_memory():
+    model, ema = Model(), Model()
+    model.tied = model.head.weight
+    optimizer = torch.optim.AdamW(model.parameters())
+    others = {"EMA": ema, "teacher's logits": torch.zeros(10), "cache": "1KiB"}
+    budget = autoremat.device_budget("64MiB", model, optimizer, accumulate=4, others=others, reserve="1MiB", context=100)
+    parameters = bytes_of(model.parameters())
+    sizes = {one.name: one.bytes for one in budget.rows}
+    assert sizes["parameters"] == sizes["gradients"] == sizes[EARLIER_GRADIENTS] == parameters
+    assert sizes["buffers"] == 256
+    assert sizes["EMA"] == parameters + 256
+    assert (sizes["teacher's logits"], sizes["cache"], sizes["context and libraries"]) == (40, 1024, 100)
+    assert budget.bytes_in(StepPart.FIRST_STEP) == 2 * (parameters + 256) + 40 + 1024 + 100
+    assert budget.bytes_in(StepPart.LATER_MICRO_BATCH) > budget.bytes_in(StepPart.LATER_STEP)
+    assert budget.budget_bytes == 2**26 - 2**20 - budget.bytes_in(StepPart.LATER_MICRO_BATCH)
+    assert "EMA" in str(budget)
+    assert "for forward and backward" in repr(budget)
+
+
+def test_gradients_that_stay_count_in_later_steps():
+    model = Model(1)
+    assert row(autoremat.device_budget("1GiB", model, set_to_none=False), EARLIER_GRADIENTS).live == (
+        StepPart.LATER_STEP | StepPart.LATER_MICRO_BATCH
+    )
+    assert not autoremat.device_budget("1GiB", model).counts_gradients
+
+
+def test_frozen_parameters_have_no_gradients():
+    model = Model(1)
+    model.embed.requires_grad_(False)
+    budget = autoremat.device_budget("1GiB", model)
+    assert row(budget, "gradients").bytes == bytes_of(model.parameters()) - bytes_of(model.embed.parameters())
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_the_buckets_of_data_parallelism_count(views):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(Model(1), gradient_as_bucket_view=views)
+        budget = autoremat.device_budget("1GiB", model, torch.optim.AdamW(model.parameters()), accumulate=2)
+    finally:
+        torch.distributed.destroy_process_group()
+    gradients = bytes_of(model.parameters())
+    assert row(budget, "buckets of DistributedDataParallel").bytes == gradients
+    assert ("gradients" in {one.name for one in budget.rows}) is not views
+
+
+def test_a_sharded_model_counts_its_shard_and_what_is_gathered():
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("fake", store=torch.testing._internal.distributed.fake_pg.FakeStore(), rank=0,
+                                         world_size=2)  # fmt: skip
+    try:
+        model = Model(2)
+        whole, block = bytes_of(model.parameters()), bytes_of(model.blocks[0].parameters())
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        for part in model.blocks:
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        budget = autoremat.device_budget("1GiB", model, torch.optim.AdamW(model.parameters()))
+    finally:
+        torch.distributed.destroy_process_group()
+    assert row(budget, "parameters").bytes == whole // 2
+    assert row(budget, "optimizer state after the first step").bytes == pytest.approx(whole, rel=0.01)
+    root = whole - 2 * block
+    assert row(budget, "gathered parameters of fully_shard").bytes == root + 2 * block + max(root, block)
+
+
+def test_a_card_by_name_has_its_data_sheets_memory_and_the_defaults_of_cuda():
+    with torch.device("meta"):
+        model = Model()
+    here = autoremat.device_budget("80GB", model, torch.optim.AdamW(model.parameters()))
+    card = autoremat.device_budget("H100-80GB", model, torch.optim.AdamW(model.parameters()))
+    assert card.total_bytes == 80 * 10**9
+    assert row(card, "context and libraries").bytes == 2**29 == card.reserve_bytes
+    assert "context and libraries" not in {one.name for one in here.rows}
+    copies = "temporaries of the optimizer's later steps"
+    assert row(card, copies).bytes > 2 * row(here, copies).bytes  # foreach, by default
+    fused = autoremat.device_budget("H100-80GB", model, torch.optim.AdamW(model.parameters(), fused=True))
+    assert copies not in {one.name for one in fused.rows}
+
+
+@pytest.mark.parametrize(
+    ("keywords", "said"),
+    [
+        ({"total": "lots"}, "total='lots' is not accepted"),
+        ({"total": 0}, "total=0 is not accepted"),
+        ({"total": "auto"}, "needs a model on a CUDA device"),
+        ({"accumulate": 0}, "accumulate=0 is not accepted"),
+        ({"optimizer": "adam"}, "optimizer='adam' is not accepted"),
+        ({"others": {"EMA": object()}}, r"others\['EMA'\] is not accepted"),
+        ({"device": "abacus"}, "device='abacus' is not accepted"),
+        ({"reserve": -1}, "reserve=-1 is not accepted"),
+    ],
+)
+def test_values_that_are_not_accepted(keywords, said):
+    with pytest.raises(autoremat.OptionsError, match=said):
+        autoremat.device_budget(**{"total": "1GiB", "model": nn.Linear(2, 2), **keywords})
+
+
+# -- the budget --------------------------------------------------------------------------------------------------------
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, budget: Any, accumulate: int, **options: Any) -> int:
+    """The peak of three steps, in bytes above an empty process."""
+    compiled = torch.compile(model, backend="autoremat", options={**UNCOMPILED, "memory_budget": budget, **options})
+    compiled(TOKENS.clone()).backward()
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    assert not state_bytes(optimizer)
+    with autoremat.track_peak("cpu") as peak:
+        for _ in range(3):
+            for _ in range(accumulate):
+                (compiled(TOKENS.clone()) / accumulate).backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+    return peak.bytes + bytes_of(model.parameters()) + bytes_of(model.buffers())
+
+
+def tight(
+    model: nn.Module, optimizer: torch.optim.Optimizer, accumulate: int = 1, share: float = 0.3
+) -> autoremat.DeviceBudget:
+    """The budget of a device with room for a plan that recomputes: ``share`` of the way from the least peak to the baseline."""
+    budget = autoremat.device_budget("1GiB", model, optimizer, accumulate=accumulate)
+    report = autoremat.explain(model, TOKENS, options={**UNCOMPILED, "memory_budget": budget})
+    peak = report.minimum_peak_bytes + share * (report.baseline_peak_bytes - report.minimum_peak_bytes)
+    total = max(report.device_ledger.device_bytes(int(peak)), budget.update_bytes + TOKENS.nbytes)
+    return autoremat.device_budget(total, model, optimizer, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("name", ["SGD", "AdamW foreach", "8-bit Adam"])
+def test_the_predicted_peak_of_the_device_is_the_measured_one(name, accumulate):
+    model = Model()
+    optimizer = OPTIMIZERS[name](model.parameters())
+    budget = tight(model, optimizer, accumulate)
+    peak = trained(model, optimizer, budget, accumulate)
+    report = autoremat.reports()[-1]
+    assert report.fits
+    assert report.recomputed_ops > 0
+    assert report.predicted_device_bytes == pytest.approx(peak, rel=0.03)
+    assert peak <= budget.total_bytes
+    assert row(report.device_ledger, INPUTS).bytes == TOKENS.nbytes
+    assert report.budget_bytes == report.device_ledger.budget_bytes
+
+
+def test_the_optimizers_step_can_bind():
+    model = Model(2, 256)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    budget = tight(model, optimizer, share=0)
+    peak = trained(model, optimizer, budget, 1)
+    report = autoremat.reports()[-1]
+    assert report.device_ledger.binding(report.peak_bytes) is StepPart.LATER_UPDATE
+    assert report.predicted_device_bytes == pytest.approx(peak, rel=0.03)
+    assert "it binds in the optimizer's later steps" in str(report)
+
+
+def test_a_step_that_alone_exceeds_the_device_is_refused_whatever_is_planned():
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    needed = autoremat.device_budget("1GiB", model, optimizer).update_bytes + TOKENS.nbytes
+    budget = autoremat.device_budget(needed - TOKENS.nbytes - 1, model, optimizer)
+    assert not budget.fits()
+    with pytest.raises(autoremat.DeviceTooSmall) as raised:
+        autoremat.explain(model, TOKENS, options={**UNCOMPILED, "memory_budget": budget})
+    error = raised.value
+    assert error.minimum_bytes == needed
+    assert "the optimizer's later steps, whatever is recomputed" in str(error)
+    assert error.occupants[0].name == "optimizer state after the first step"
+    assert sum(one.bytes for one in error.occupants) == needed
+    assert "fused=True" in str(error)
+    fused = autoremat.device_budget(needed - 1, model, torch.optim.AdamW(model.parameters(), fused=True))
+    assert fused.update_bytes + TOKENS.nbytes < needed
+
+
+def test_a_plan_that_does_not_fit_names_the_largest_row():
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    total = autoremat.device_budget("1GiB", model, optimizer).update_bytes + 2**16
+    with pytest.raises(Exception, match="no plan was found") as raised:
+        trained(model, optimizer, autoremat.device_budget(total, model, optimizer, accumulate=4), 4)
+    error = find_cause(raised.value, autoremat.BudgetInfeasible)
+    assert "the largest row of the ledger is optimizer state after the first step" in str(error)
+    assert "accumulate=1" in str(error)
+    assert len(list(causes(raised.value))) >= 1
+
+
+def test_best_effort_runs_and_warns():
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    budget = autoremat.device_budget("1MiB", model, optimizer)
+    with pytest.warns(autoremat.BudgetWarning) as warned:
+        trained(model, optimizer, budget, 1, on_infeasible="best_effort")
+    assert any("whatever is recomputed" in str(one.message) for one in warned)
+    assert not autoremat.reports()[-1].fits
+
+
+def test_gradients_that_a_plan_counts_leave_the_ledger():
+    model = Model()
+    budget = autoremat.device_budget("1GiB", model, accumulate=4)
+    by_ledger = autoremat.explain(model, TOKENS, options={**UNCOMPILED, "memory_budget": budget})
+    by_plan = autoremat.explain(model, TOKENS, options={**UNCOMPILED, "memory_budget": budget, "accumulate": True})
+    assert by_plan.resident_bytes == bytes_of(model.parameters())
+    assert by_plan.predicted_device_bytes == by_ledger.predicted_device_bytes
+
+
+def test_accumulation_is_not_warned_of_if_the_ledger_has_it():
+    model = Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        trained(model, optimizer, autoremat.device_budget("4MiB", model, optimizer, accumulate=3), 3)
+    with pytest.warns(autoremat.BudgetWarning, match="Give device_budget the number: accumulate="):
+        torch.compiler.reset()
+        compiled = torch.compile(model, backend="autoremat", options={
+            **UNCOMPILED, "memory_budget": autoremat.device_budget("2.7MiB", model, optimizer)})  # fmt: skip
+        compiled(TOKENS).backward()
+        compiled(TOKENS).backward()
+
+
+def test_the_cache_key_has_the_bytes_alone():
+    model = Model(1)
+    budget = autoremat.device_budget("1GiB", model)
+    resolved = autoremat.Options(memory_budget=budget).on_device(100, counts_gradients=False)
+    assert resolved.cache_key() == autoremat.Options(memory_budget=resolved.memory_budget).cache_key()
+    assert resolved == autoremat.Options(memory_budget=resolved.memory_budget)
+    with pytest.raises(autoremat.OptionsError, match="device_ledger"):
+        autoremat.Options.parse({"device_ledger": budget})
+
+
+def test_a_report_keeps_the_ledger_as_data():
+    model = Model(1)
+    budget = autoremat.device_budget("1GiB", model, torch.optim.AdamW(model.parameters()), accumulate=2)
+    report = autoremat.explain(model, TOKENS, options={**UNCOMPILED, "memory_budget": budget})
+    again = Report.from_json(report.to_json())
+    assert again.device_ledger == report.device_ledger
+    assert again.predicted_device_bytes == report.predicted_device_bytes
+    assert "peak of the plan" in str(again)
+    save("device", Record(report))
+    assert load("device").report.device_ledger == report.device_ledger
+
+
+def test_explain_plans_for_the_card_that_the_budget_names():
+    with torch.device("meta"):
+        model = Model()
+    budget = autoremat.device_budget("A100-40GB", model, torch.optim.AdamW(model.parameters()))
+    report = autoremat.explain(model, TOKENS, options={"compiler": "aot_eager", "memory_budget": budget})
+    assert any("A100-40GB" in note for note in report.notes)
+    assert report.within_budget
+    assert report.predicted_device_bytes < 40 * 10**9
+
+
+def test_max_batch_and_configure_take_a_device_budget():
+    model = Model()
+    budget = autoremat.device_budget("8MiB", model, torch.optim.AdamW(model.parameters()))
+    fit = autoremat.max_batch(lambda n: torch.zeros(n, 32, dtype=torch.long), model, budget, options=UNCOMPILED)
+    assert fit.report.predicted_device_bytes <= 8 * 2**20
+    assert fit.next_minimum_bytes > fit.report.budget_bytes - 2 * 32 * 8
+    autoremat.configure(memory_budget=budget)
+    assert autoremat.Options.parse().memory_budget == budget
+
+
+def test_a_step_profile_takes_a_device_budget():
+    model = Model()
+    budget = autoremat.device_budget("4MiB", model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2)
+    profile = autoremat.profile_step(model, TOKENS, memory_budget=budget, options=UNCOMPILED)
+    assert profile.budget_bytes == budget.budget_bytes - TOKENS.nbytes
+    assert profile.within(budget).budget_bytes == budget.budget_bytes
+
+
+# -- "auto" ------------------------------------------------------------------------------------------------------------
+
+
+def test_auto_leaves_room_for_state_that_does_not_exist_yet(monkeypatch):
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    device = torch.device("cpu")
+    assert optimizer in live_optimizers(device)
+    monkeypatch.setattr("autoremat.device_memory.live_optimizers.live_optimizers", lambda device: [optimizer])
+    monkeypatch.setattr("autoremat.compiler.compile_loop.free_device_bytes", lambda device: 2**30)
+    options = with_bytes(autoremat.Options(memory_budget="auto", auto_headroom=2**20), device)
+    to_come = optimizer_memory([optimizer], "cpu").state_bytes
+    assert options.memory_budget == 2**30 - 2**20 - to_come
+    assert options.device_ledger is not None
+    measured_updates(optimizer, model)
+    assert rows_to_come(device) == ()
+    assert with_bytes(autoremat.Options(memory_budget="auto", auto_headroom=2**20), device).memory_budget == 2**30 - 2**20
+
+
+def test_auto_warns_of_an_optimizer_that_cannot_be_predicted(monkeypatch):
+    optimizer = Sorting(Model(1).parameters())
+    monkeypatch.setattr("autoremat.device_memory.live_optimizers.live_optimizers", lambda device: [optimizer])
+    with pytest.warns(autoremat.BudgetWarning, match=r'device_budget\("auto", model, optimizer\)'):
+        assert rows_to_come(torch.device("cpu")) == ()
