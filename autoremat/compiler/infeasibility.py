@@ -30,8 +30,12 @@ def infeasible(
     plan_file: str | None = None,
     unconstrained: int | None = None,
     remedy: str = "",
+    **time_figures: float | int | None,
 ) -> BudgetInfeasible:
-    """Returns the error that names the budget, the minimum peak and the tensors that are live at that peak."""
+    """Returns the error that names the budget, the minimum peak and the tensors that are live at that peak.
+
+    ``time_figures`` are those of a budget of time, if there is one.
+    """
     smallest = planning.smallest
     return BudgetInfeasible(
         budget_bytes=budget,
@@ -42,4 +46,5 @@ def infeasible(
         plan_file=plan_file,
         unconstrained_bytes=unconstrained,
         remedy=remedy,
+        **time_figures,  # type: ignore[arg-type]
     )

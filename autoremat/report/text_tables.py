@@ -73,6 +73,8 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         rows.append(("chunked loss", f"{report.loss_chunks} chunks, so sums over tokens round differently{whole}"))
     if not report.within_budget:
         rows.insert(1, ("over the budget", f"by {format_bytes(report.peak_bytes - (report.budget_bytes or 0))}"))
+    if report.max_slowdown is not None:
+        rows.insert(1, ("budget of time", time_text(report)))
     if report.reserved is not None:
         rows.append(("reserved by the allocator", _reserved_text(report.reserved)))
     if report.ranks:
@@ -83,6 +85,18 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.others:
         rows.append(("other graphs", f"{len(report.others)}, see `others`"))
     return rows
+
+
+def time_text(report: ReportData) -> str:
+    """Returns the predicted slow-down beside the allowed one, and the budget that binds."""
+    fastest, slowdown = format_seconds(report.fastest_seconds or 0.0), max(report.slowdown or 0.0, 0.0)
+    allowed = f"{report.max_slowdown:.1%} more than the {fastest} of the fastest plan; predicted {slowdown:.1%}"
+    if not report.keeps_time:
+        return f"{allowed}, OVER it, because memory_budget takes precedence"
+    if report.binding_budget:
+        return f"{allowed}; {report.binding_budget} binds"
+    least = "no plan needs less memory" if report.budget_bytes is None else "neither budget binds"
+    return f"{allowed}; {least}"
 
 
 EXPANDABLE_GAIN = 0.03

@@ -63,6 +63,8 @@ def pareto(
     if "memory_budget" in options_of(options):
         raise OptionsError("memory_budget has no meaning for pareto, which plans for many budgets: leave it out of the options")
     parsed = Options.parse(options, None, compat.inductor_config_names)
+    if parsed.max_slowdown is not None:
+        raise OptionsError("max_slowdown has no meaning for pareto, which lists the time of many plans: leave it out")
 
     def look(preview: Preview) -> Pareto:
         preview = by_recomputation_alone(preview)
