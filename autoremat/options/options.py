@@ -101,7 +101,6 @@ class Options:
     """
 
     memory_budget: Budget = None
-    max_slowdown: float | str | None = None
     auto_headroom: int = DEFAULT_AUTO_HEADROOM
     time_limit: float = 10.0
     compiler: str = "inductor"
@@ -121,6 +120,7 @@ class Options:
     in_flight: int | OpenCalls | None = None
     accumulate: bool | None = None
     progress: bool = field(default=True, compare=False)
+    max_slowdown: float | str | None = None
 
     def __post_init__(self) -> None:
         normalised = {

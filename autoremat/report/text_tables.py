@@ -89,14 +89,12 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
 
 def time_text(report: ReportData) -> str:
     """Returns the predicted slow-down beside the allowed one, and the budget that binds."""
-    fastest, slowdown = format_seconds(report.fastest_seconds or 0.0), max(report.slowdown or 0.0, 0.0)
-    allowed = f"{report.max_slowdown:.1%} more than the {fastest} of the fastest plan; predicted {slowdown:.1%}"
+    slowdown, fastest = max(report.slowdown or 0.0, 0.0), format_seconds(report.fastest_seconds or 0.0)
+    over = f"{slowdown:.1%} over the {fastest} of the fastest plan"
     if not report.keeps_time:
-        return f"{allowed}, OVER it, because memory_budget takes precedence"
-    if report.binding_budget:
-        return f"{allowed}; {report.binding_budget} binds"
-    least = "no plan needs less memory" if report.budget_bytes is None else "neither budget binds"
-    return f"{allowed}; {least}"
+        return f"{over}, MORE than the allowed {report.max_slowdown:.1%}"
+    idle = "no plan needs less memory" if report.budget_bytes is None else "neither budget binds"
+    return f"{over}, allowed {report.max_slowdown:.1%}; {f'{report.binding_budget} binds' if report.binding_budget else idle}"
 
 
 EXPANDABLE_GAIN = 0.03
