@@ -164,11 +164,15 @@ _html = click.option("--html", type=_Output(), metavar="FILE",
                      help="Also write the report, with pictures, as one HTML file.")  # fmt: skip
 
 
+_max_slowdown = click.option("--max-slowdown", metavar="SHARE", help="At most so much more time than the fastest plan: 0.03, "
+                             "or free. Default: no bound.")  # fmt: skip
+
+
 _lower = click.option("--lower", is_flag=True,
                       help="Also generate the code, without its kernels, and show what memory that needs.")  # fmt: skip
 
 
-def _options(further: tuple[str, ...], budget: str | None = None) -> dict[str, Any]:
+def _options(further: tuple[str, ...], budget: str | None = None, max_slowdown: str | None = None) -> dict[str, Any]:
     """The backend's options, as ``torch.compile(options=...)`` takes them."""
     options: dict[str, Any] = {}
     for one in further:
@@ -176,12 +180,14 @@ def _options(further: tuple[str, ...], budget: str | None = None) -> dict[str, A
         if not equals:
             raise click.BadParameter(f"{one!r} is not of the form KEY=VALUE", param_hint="--option")
         options[key] = _number_or_text(value)
-    return options if budget is None else options | {"memory_budget": _number_or_text(budget)}
+    own = {"memory_budget": budget, "max_slowdown": max_slowdown}
+    return options | {key: _number_or_text(text) for key, text in own.items() if text is not None}
 
 
 @main.command()
 @_planning
 @click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or a share such as 0.5. Default: no bound.")
+@_max_slowdown
 @click.option("--values", is_flag=True, help="Also show what becomes of the largest values of the forward, and why.")
 @click.option("--totals", type=click.Choice(["module", "op"]), help="Also show sums by kind of module or by op.")
 @click.option("--peak", is_flag=True, help="Also show what is live where memory is fullest.")
@@ -191,6 +197,7 @@ def _options(further: tuple[str, ...], budget: str | None = None) -> dict[str, A
 def explain(
     target: str,
     budget: str | None,
+    max_slowdown: str | None,
     device: str | None,
     further: tuple[str, ...],
     as_json: bool,
@@ -207,7 +214,8 @@ def explain(
     arguments, and model(inputs) returns the loss. The model may be on the meta device.
     """
     model, args, kwargs = _step(target)
-    found = autoremat.explain(model, *args, options=_options(further, budget), device=device, lower=lower, **kwargs)
+    options = _options(further, budget, max_slowdown)
+    found = autoremat.explain(model, *args, options=options, device=device, lower=lower, **kwargs)
     if save_plan is not None and found.plan is not None:
         found.plan.save(save_plan)
     if html is not None:
@@ -257,6 +265,7 @@ def pareto(
 @main.command("max-batch", short_help="Find the largest size that fits a budget.")
 @_planning
 @click.option("--budget", metavar="BUDGET", required=True, help="6GiB, bytes, or auto.")
+@_max_slowdown
 @click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Try multiples of this size only.")
 @click.option("--limit", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="The largest size to try.")
 @_lower
@@ -266,6 +275,7 @@ def max_batch(
     further: tuple[str, ...],
     as_json: bool,
     budget: str,
+    max_slowdown: str | None,
     step: int,
     limit: int,
     lower: bool,
@@ -281,7 +291,7 @@ def max_batch(
         _number_or_text(budget),
         step=step,
         limit=limit,
-        options=_options(further),
+        options=_options(further, max_slowdown=max_slowdown),
         device=device,
         lower=lower,
     )

@@ -4,6 +4,7 @@ Errors keep their attributes when they are pickled, because they cross process b
 workers.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
@@ -117,6 +118,9 @@ class BudgetInfeasible(AutorematError):
         remedy: str = "",
         rank: int | None = None,
         allocated_bytes: int | None = None,
+        max_slowdown: float | None = None,
+        least_slowdown: float | None = None,
+        untimed_bytes: int | None = None,
     ) -> None:
         """Makes the error and its message.
 
@@ -132,6 +136,10 @@ class BudgetInfeasible(AutorematError):
         - ``remedy``: further advice.
         - ``rank``: the rank of a distributed job whose plan or budget fails; None for this process.
         - ``allocated_bytes``: the allocated bytes of the plan of ``minimum_bytes``, if the budget counts reserved ones.
+        - ``max_slowdown``: the budget of time, as a share beyond the fastest plan's; None if there is none. With it,
+          ``minimum_bytes`` is the minimum peak found within that time.
+        - ``least_slowdown``: the slow-down of the fastest plan found within the budget of memory; None if none fits.
+        - ``untimed_bytes``: the minimum peak found without a budget of time.
         """
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
@@ -143,6 +151,9 @@ class BudgetInfeasible(AutorematError):
         self.remedies = (remedy,) if remedy else ()
         self.rank = rank
         self.allocated_bytes = allocated_bytes
+        self.max_slowdown = max_slowdown
+        self.least_slowdown = least_slowdown
+        self.untimed_bytes = untimed_bytes
         super().__init__(self._message())
 
     def advise(self, remedy: str) -> None:
@@ -164,6 +175,9 @@ class BudgetInfeasible(AutorematError):
             "remedy": "; ".join(self.remedies),
             "rank": self.rank,
             "allocated_bytes": self.allocated_bytes,
+            "max_slowdown": self.max_slowdown,
+            "least_slowdown": self.least_slowdown,
+            "untimed_bytes": self.untimed_bytes,
         }
 
     def on_rank(self, rank: int) -> None:
@@ -177,21 +191,29 @@ class BudgetInfeasible(AutorematError):
         lines = [f"no plan was found that keeps the step's peak memory{where} within {budget}"]
         if self.plan_file:
             lines = [f"the stored plan {self.plan_file} does not keep the step's peak memory{where} within {budget}"]
+        least = "minimum peak found" if self.max_slowdown is None else "minimum peak found within max_slowdown"
         figures = {
             "asked for (memory_budget)": self.budget_bytes,
-            "peak of the stored plan" if self.plan_file else "minimum peak found": self.minimum_bytes,
+            "peak of the stored plan" if self.plan_file else least: self.minimum_bytes,
+            "minimum peak found at any slow-down": self.untimed_bytes,
             "proven lower bound": self.lower_bound_bytes,
         }
         if self.allocated_bytes is not None:
             names = ('asked for (memory_budget, count="reserved")', "least reserved bytes found", "proven lower bound")
-            figures = dict(zip(names, figures.values(), strict=True))
+            figures = dict(zip(names, figures.values(), strict=False))
             figures["allocated at the peak of that plan"] = self.allocated_bytes
-        lines += _table([(f"{what}:", format_bytes(count), f"{count} bytes") for what, count in figures.items()], "<><")
+        rows = [(f"{what}:", format_bytes(n), f"{n} bytes") for what, n in figures.items() if n is not None]
+        if self.max_slowdown is not None:
+            lines[0] += f", and its time within {self.max_slowdown:.1%} of the fastest plan's"
+            found = "no plan fits" if self.least_slowdown is None else f"{self.least_slowdown:.1%}"
+            rows += [("asked for (max_slowdown):", f"{self.max_slowdown:.1%}", "")]
+            rows += [("least slow-down found within memory_budget:", found, "")]
+        lines += _table(rows, "<><")
         if self.occupants:
             lines += ["", self._occupants_title()]
             shown = self.occupants[:OCCUPANTS_SHOWN]
-            rows = [(format_bytes(one.bytes), one.name, one.module or "-", one.source or "-") for one in shown]
-            lines += _table([("bytes", "tensor", "module", "source"), *rows], "><<<")
+            live = [(format_bytes(one.bytes), one.name, one.module or "-", one.source or "-") for one in shown]
+            lines += _table([("bytes", "tensor", "module", "source"), *live], "><<<")
         lines += ["", "What would help:", *(f"  - {advice}" for advice in self._advice())]
         return "\n".join(lines)
 
@@ -207,6 +229,11 @@ class BudgetInfeasible(AutorematError):
             "use a smaller batch or a shorter sequence",
             'set on_infeasible="best_effort" to run at the minimum peak found anyway',
         ]
+        if self.max_slowdown is not None:
+            advice[2] = 'set on_infeasible="best_effort" to keep to memory_budget as far as possible, whatever the time'
+        if self.least_slowdown is not None:
+            enough = math.ceil(self.least_slowdown * 1000) / 1000
+            advice.insert(1, f"raise max_slowdown to {enough:g}, at which memory_budget is met")
         if self.plan_file:
             advice.insert(1, "leave out the option `plan`: another plan may fit")
         elif self.lower_bound_bytes <= self.budget_bytes:

@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from autoremat.basics.errors import AutorematError, BudgetInfeasible, BudgetWarning, find_cause, planning_error
+from autoremat.basics.errors import AutorematError, BudgetInfeasible, BudgetWarning, OptionsError, find_cause, planning_error
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.capture import source_info
@@ -100,6 +100,11 @@ def _split_of(options: Options) -> ddp.Split | None:
             "the result of autoremat.profile_step as memory_budget",
             BudgetWarning,
             stacklevel=2,
+        )
+    elif options.max_slowdown is not None:
+        raise OptionsError(
+            "max_slowdown bounds the time of one graph, and DistributedDataParallel splits this one into buckets that share "
+            "memory_budget: leave one of them out, or set torch._dynamo.config.optimize_ddp = False"
         )
     return split
 

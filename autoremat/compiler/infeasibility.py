@@ -31,8 +31,12 @@ def infeasible(
     unconstrained: int | None = None,
     remedy: str = "",
     allocated: int | None = None,
+    **time_figures: float | int | None,
 ) -> BudgetInfeasible:
-    """Returns the error that names the budget, the minimum peak and the tensors that are live at that peak."""
+    """Returns the error that names the budget, the minimum peak and the tensors that are live at that peak.
+
+    ``time_figures`` are those of a budget of time, if there is one.
+    """
     smallest = planning.smallest
     needed = minimum if allocated is None else allocated
     return BudgetInfeasible(
@@ -45,4 +49,5 @@ def infeasible(
         unconstrained_bytes=unconstrained,
         remedy=remedy,
         allocated_bytes=allocated,
+        **time_figures,  # type: ignore[arg-type]
     )

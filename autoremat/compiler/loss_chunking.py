@@ -6,6 +6,7 @@ Chunking changes the rounding of results. By default, chunked candidates are pla
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,9 +15,12 @@ from torch import fx
 
 from autoremat.basics.errors import BudgetWarning, ChunkingUnsupported
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
+from autoremat.options.options import Options
 from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
 from autoremat.planner.constraints.constraints import ConstrainedGraph
+from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.torch_private import fake_tensors
 
 NUMBERS_OF_CHUNKS = (8, 16)
@@ -37,6 +41,24 @@ class ChunkingCandidate:
     """Name of the plan file that is applied instead of a search."""
     fragmentation_bytes: int = 0
     """Bytes by which the plan stays below a budget on reserved bytes, because more is reserved than allocated."""
+    time: TimeBudget | None = None
+    """The budget of time; None if there is none."""
+    least: Plan | None = None
+    """The plan of the minimum peak found within the budget of time, if no plan keeps to both budgets."""
+
+    def keeps_time_with(self, plan: Plan) -> bool:
+        """Returns True if ``plan`` keeps to the budget of time, if there is one."""
+        return self.time is None or self.time.keeps(plan)
+
+    @property
+    def keeps_time(self) -> bool:
+        """True if the plan, if there is one, keeps to the budget of time."""
+        return self.planning.plan is None or self.keeps_time_with(self.planning.plan)
+
+    @property
+    def fits(self) -> bool:
+        """True if there is a plan within all budgets."""
+        return self.planning.plan is not None and self.keeps_time
 
     @property
     def step_seconds(self) -> float:
@@ -86,10 +108,18 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
         if asked:
             _warn(str(reason))
         found = found or [contend(priced, 1)]
-    fitting = [candidate for candidate in found if candidate.planning.plan is not None]
+    fitting = [candidate for candidate in found if candidate.fits]
+    fitting = fitting or [candidate for candidate in found if candidate.planning.plan is not None]
     if fitting:
-        return ChunkingChoice(min(fitting, key=lambda candidate: candidate.step_seconds), whole)
+        return ChunkingChoice(min(fitting, key=_rank_under(context.options)), whole, remedy)
     return ChunkingChoice(min(found, key=lambda candidate: candidate.planning.smallest.peak_bytes), whole, remedy)
+
+
+def _rank_under(options: Options) -> Callable[[ChunkingCandidate], float]:
+    """Returns the figure of a candidate that shall be least: its seconds, or its peak under a budget of time alone."""
+    if options.memory_budget is None and options.max_slowdown is not None:
+        return lambda candidate: candidate.planning.plan.peak_bytes if candidate.planning.plan is not None else math.inf
+    return lambda candidate: candidate.step_seconds
 
 
 def _chunked(
@@ -102,7 +132,7 @@ def _chunked(
     wanted = context.options.chunk_loss
     numbers = (wanted,) if type(wanted) is int else NUMBERS_OF_CHUNKS
     for number in numbers:
-        if wanted == "auto" and any(candidate.planning.plan is not None for candidate in found):
+        if wanted == "auto" and any(candidate.fits for candidate in found):
             return
         module, chunks = _module_with_chunks(priced, int(number))
         if any(candidate.chunks == chunks for candidate in found):

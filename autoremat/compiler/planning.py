@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from autoremat.basics.errors import BudgetInfeasible
 from autoremat.basics.progress import now
@@ -21,7 +22,8 @@ from autoremat.planner.multigraph.fronts import point_of
 from autoremat.planner.multigraph.ledger import PlanPoint, Share
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.planner.search.planner import ROUNDING, Planner, PlanningResult
+from autoremat.planner.search.time_budget import TimeBudget, least_peak, least_peak_result
 from autoremat.report.report import Report
 from autoremat.torch_private import compat
 from autoremat.workspaces.formulas import layout_copies_bytes
@@ -136,32 +138,40 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     bounded = count if count is not None and count.is_bounded else None
     baseline = planner.baseline.peak_bytes + headroom if bounded is None else bounded.plan_bytes(planner.baseline)
     budget = budget_of(priced, context, baseline)
+    times: list[TimeBudget | None] = []  # one budget of time for all forms of the graph, that of the first one
 
     def contend(form: PricedGraph, chunks: int) -> ChunkingCandidate:
         planner, constrained = planner_of(form, context, soft_budget)
+        times.append(times[0] if times else time_budget_of(form, context, planner))
         stored = stored_plan(form, context, planner)
         if stored is not None:
             file_name, plan = stored
             found = planner.judge(plan, budget)
             found = found if bounded is None or budget is None else judged(bounded, budget, found)
             return ChunkingCandidate(form, planner, constrained, found, chunks, file_name)
-        limit, fragmentation = None if budget is None else budget - headroom - context.extra_headroom_bytes, 0
+        limit = None if budget is None else budget - headroom - context.extra_headroom_bytes
+        least, fragmentation = None, 0
         # A later attempt has a headroom that the code of an earlier one has shown.
         if bounded is None or budget is None or limit is None or context.extra_headroom_bytes:
-            found = search(form, context, planner, constrained, limit)
+            found = search(form, context, planner, constrained, limit, times[0])
+            if times[0] is not None and limit is not None:
+                found, least = _within_both(planner, found, limit, times[0])
         else:
             found, fragmentation = find_within(
                 bounded, budget, limit, lambda limit: search(form, context, planner, constrained, limit)
             )
-        return ChunkingCandidate(form, planner, constrained, found, chunks, fragmentation_bytes=fragmentation)
+        return ChunkingCandidate(
+            form, planner, constrained, found, chunks, fragmentation_bytes=fragmentation, time=times[0], least=least
+        )
 
     choice = choose_chunking(priced, context, contend)
     chosen = choice.taken
     plan = chosen.planning.plan
-    if plan is None:
+    if plan is None or not chosen.keeps_time:
         assert budget is not None
-        plan = chosen.planning.smallest
-        if context.must_fit and not priced.joint.is_region and not _may_fit(plan, chosen, context, budget):
+        fits = plan is not None  # then it takes too long
+        plan = plan or chosen.planning.smallest
+        if context.must_fit and not priced.joint.is_region and (fits or not _may_fit(plan, chosen, context, budget)):
             raise _no_plan_fits(choice, context, budget, headroom, bounded)
     planned = PlannedGraph(
         priced=chosen.priced,
@@ -204,6 +214,7 @@ def report_of(
         count="reserved" if planned.bounds_reserved else "allocated",
         device_ledger=context.options.device_ledger,
         notes=(*((share.note,) if share is not None and share.note else ()), *_notes_on(planned.count)),
+        **time_figures(planned, choice.taken.time, choice.taken.least),
         **dataclasses.asdict(planned.priced.pricing),
     )
 
@@ -212,6 +223,28 @@ def _notes_on(count: Count | None) -> tuple[str, ...]:
     """Returns a note on the settings of the allocator that the count of reserved bytes ignores; empty if there are none."""
     ignored = () if count is None else count.settings.ignored
     return (f"reserved bytes are counted without {', '.join(ignored)}",) if ignored else ()
+
+
+def time_figures(planned: PlannedGraph, time: TimeBudget | None, least: Plan | None) -> dict[str, Any]:
+    """Returns the fields of a report on the budget of time; empty if there is none.
+
+    ``least`` has the minimum peak within the time, if no plan keeps to both budgets.
+    """
+    if time is None:
+        return {}
+    assert planned.planning is not None
+    slowdown = time.slowdown(planned.plan)
+    if planned.context.options.memory_budget is None:
+        binding = "max_slowdown" if planned.plan.peak_bytes > planned.planning.smallest.peak_bytes else ""
+    else:
+        binding = "memory_budget" if slowdown > ROUNDING else ""
+    return {
+        "max_slowdown": time.max_slowdown,
+        "slowdown": slowdown,
+        "fastest_seconds": time.fastest_seconds,
+        "binding_budget": binding,
+        "timed_minimum_bytes": None if least is None else least.peak_bytes,
+    }
 
 
 def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
@@ -227,7 +260,7 @@ def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | Non
     Without a budget the plan should not exceed that peak.
     """
     options = context.options
-    told = options.memory_budget is not None or options.plan or options.policy
+    told = options.is_bounded or options.plan or options.policy
     if told or priced.joint.is_region or not context.fuses:
         return None
     now("asking for torch's own partition")
@@ -260,7 +293,7 @@ def budget_of(priced: PricedGraph, context: PlanningContext, baseline_bytes: int
 
 def constraints_of(options: Options) -> Constraints:
     """Returns the constraints of the options. With a budget, a policy only demands recomputation."""
-    return Constraints(options.save, options.recompute, policies.parse(options.policy), exact=options.memory_budget is None)
+    return Constraints(options.save, options.recompute, policies.parse(options.policy), exact=not options.is_bounded)
 
 
 def planner_of(priced: PricedGraph, context: PlanningContext, soft_budget: int | None) -> tuple[Planner, ConstrainedGraph]:
@@ -279,6 +312,15 @@ def planner_of(priced: PricedGraph, context: PlanningContext, soft_budget: int |
     return planner, constrained
 
 
+def time_budget_of(priced: PricedGraph, context: PlanningContext, planner: Planner) -> TimeBudget | None:
+    """Returns the budget of time beside the fastest plan of ``planner``; None if there is none.
+
+    A nested region has none, because the surrounding graph may recompute it whole.
+    """
+    allowed = context.options.allowed_slowdown
+    return None if allowed is None or priced.joint.is_region else TimeBudget.of(planner, allowed)
+
+
 def stored_plan(priced: PricedGraph, context: PlanningContext, planner: Planner) -> tuple[str, Plan] | None:
     """Returns the stored plan of the options for this graph, with the name of its file; None if the options have none.
 
@@ -291,11 +333,20 @@ def stored_plan(priced: PricedGraph, context: PlanningContext, planner: Planner)
 
 
 def search(
-    priced: PricedGraph, context: PlanningContext, planner: Planner, constrained: ConstrainedGraph, limit: int | None
+    priced: PricedGraph,
+    context: PlanningContext,
+    planner: Planner,
+    constrained: ConstrainedGraph,
+    limit: int | None,
+    time: TimeBudget | None = None,
 ) -> PlanningResult:
-    """Returns the best plan found with a simulated peak of at most ``limit`` bytes. Without a budget, a policy's plan is
-    taken."""
-    if context.options.memory_budget is None and constrained.candidate is not None:
+    """Returns the best plan found with a simulated peak of at most ``limit`` bytes.
+
+    With a budget of time alone, it has the least peak within that time. Without a budget, a policy's plan is taken.
+    """
+    if time is not None and limit is None:
+        return least_peak_result(planner, time)
+    if not context.options.is_bounded and constrained.candidate is not None:
         constrained.candidate.plan.check()
         return planner.judge(constrained.candidate.plan, None)
     return planner.find(limit, acceptance(priced, context))
@@ -304,7 +355,22 @@ def search(
 def _may_fit(plan: Plan, chosen: ChunkingCandidate, context: PlanningContext, budget: int) -> bool:
     """Returns True if Inductor's code for ``plan`` may fit, although the simulated peak exceeds the budget."""
     accepts = acceptance(chosen.priced, context)
-    return context.decided_by_code and (accepts is None or accepts(plan)) and plan.peak_bytes <= budget * (1 + OPTIMISM)
+    accepted = chosen.keeps_time_with(plan) and (accepts is None or accepts(plan))
+    return context.decided_by_code and accepted and plan.peak_bytes <= budget * (1 + OPTIMISM)
+
+
+def _within_both(planner: Planner, found: PlanningResult, limit: int, time: TimeBudget) -> tuple[PlanningResult, Plan | None]:
+    """Returns the result for both budgets and, if the plan found for the bytes takes too long, the least peak within the time.
+
+    That search may find a plan that keeps to both. It has a time limit of its own.
+    """
+    if found.plan is not None and time.keeps(found.plan):
+        return found, None
+    planner.restart()
+    least = least_peak(planner, time)
+    if least is not None and least.peak_bytes <= limit:
+        return dataclasses.replace(found, plan=least), None
+    return found, least
 
 
 def _no_plan_fits(
@@ -319,6 +385,8 @@ def _no_plan_fits(
     if chosen.constrained.graph is not chosen.priced.graph:
         unconstrained = Planner(chosen.priced.graph, context.options.time_limit).search.smallest.peak_bytes
     device = chosen.priced.captured.device.name
+    if chosen.time is not None:
+        return _no_plan_keeps_both(choice, context, budget, headroom, unconstrained)
     least = chosen.planning.smallest.peak_bytes + headroom  # the assumed peak of generated code
     if bounded is None:
         error = infeasible(chosen.planning, budget, device, least, chosen.plan_file, unconstrained, choice.remedy)
@@ -329,3 +397,28 @@ def _no_plan_fits(
     if context.options.device_ledger is not None:
         context.options.device_ledger.advise(error)
     return error
+
+
+def _no_plan_keeps_both(
+    choice: ChunkingChoice, context: PlanningContext, budget: int, headroom: int, unconstrained: int | None
+) -> BudgetInfeasible:
+    """Returns the error that names the minimum peak within the time, and the least slow-down within the bytes."""
+    taken, observed = choice.taken, max(0, context.extra_headroom_bytes)
+    forms = [form for form in (taken, choice.whole) if form is not None]
+    found = [(form.least, form.planning) for form in forms if form.least is not None]
+    assert taken.time is not None
+    least, planning = min(found, key=lambda pair: pair[0].peak_bytes)
+    # The code of earlier attempts needed more than simulated. At the last attempt nothing is left of the budget, so the excess
+    # is unknown, but plans within the time have failed.
+    minimum = least.peak_bytes + headroom + (observed if observed < budget else 0)
+    return infeasible(
+        dataclasses.replace(planning, smallest=least),
+        budget,
+        taken.priced.captured.device.name,
+        max(minimum, budget + 1),
+        unconstrained=unconstrained,
+        remedy=choice.remedy,
+        max_slowdown=taken.time.max_slowdown,
+        least_slowdown=None if taken.planning.plan is None else taken.time.slowdown(taken.planning.plan),
+        untimed_bytes=min(form.planning.smallest.peak_bytes for form in forms) + headroom,
+    )

@@ -41,6 +41,15 @@ def published(compiled: Compiled, report: Report | None, options: Options) -> Co
             BudgetWarning,
             stacklevel=2,
         )
+    if not report.keeps_time:
+        warnings.warn(
+            f"the step is predicted to take {report.slowdown:.1%} longer than under the fastest plan, over its max_slowdown of "
+            f"{report.max_slowdown:.1%}: no plan found within memory_budget ({format_bytes(report.budget_bytes or 0)}) is fast "
+            f"enough, and within that time the minimum peak found is {format_bytes(report.timed_minimum_bytes or 0)}. "
+            'on_infeasible="best_effort" runs the step anyway',
+            BudgetWarning,
+            stacklevel=2,
+        )
     log.info("%s", report.summary())
     trace_artifact("autoremat_report", report.to_json)
     add_report(report)

@@ -17,6 +17,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import difference, graph_hash
 from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.report.report import Report
 
 TOLD = Codec(signed=True)
@@ -38,6 +39,8 @@ class ToldPlan:
     lower_bound_seconds: float
     candidates: int
     interrupted: bool
+    fastest_seconds: float | None = None
+    """Seconds of the step under the fastest plan; None without a budget of time."""
 
     def to_json(self) -> str:
         """Returns this as JSON text."""
@@ -57,6 +60,7 @@ class ToldPlan:
             lower_bound_seconds=report.lower_bound_seconds or 0.0,
             candidates=1,
             interrupted=False,
+            fastest_seconds=report.fastest_seconds,
         )
 
 
@@ -75,6 +79,7 @@ def told(planned: PlannedGraph) -> ToldPlan:
         lower_bound_seconds=planning.lower_bound_seconds,
         candidates=planning.candidates,
         interrupted=planning.interrupted,
+        fastest_seconds=report.fastest_seconds,
     )
 
 
@@ -107,7 +112,9 @@ def plan_as_told(priced: PricedGraph, context: PlanningContext, message: ToldPla
         raise infeasible(planning, budget, form.captured.device.name, plan.peak_bytes + headroom)
     count = Count.of(priced, context, headroom)
     planned = PlannedGraph(form, context, plan, None, headroom, planning, is_last_plan=not message.fits, count=count)
-    candidate = ChunkingCandidate(form, planner, constrained, planning, message.chunks)
+    allowed, fastest = context.options.allowed_slowdown, message.fastest_seconds
+    time_budget = None if allowed is None or fastest is None else TimeBudget(fastest, allowed)
+    candidate = ChunkingCandidate(form, planner, constrained, planning, message.chunks, time=time_budget)
     choice = ChunkingChoice(candidate, None)
     return replace(planned, report=report_of(planned, choice, budget, message.soft_budget_bytes, start))
 

@@ -52,9 +52,9 @@ COST_MODELS = ("roofline", "calibrated")
 COUNTS = ("allocated", "reserved")
 PLANNING_ERROR_ACTIONS = ("fallback", "raise")
 OWN_KEYS = (
-    "memory_budget", "auto_headroom", "time_limit", "compiler", "on_infeasible", "on_planning_error", "cost_model", "plan",
-    "policy", "save", "recompute", "chunk_loss", "in_flight", "accumulate", "interconnect_bandwidth", "interconnect_latency",
-    "agreement", "count", "progress",
+    "memory_budget", "max_slowdown", "auto_headroom", "time_limit", "compiler", "on_infeasible", "on_planning_error",
+    "cost_model", "plan", "policy", "save", "recompute", "chunk_loss", "in_flight", "accumulate", "interconnect_bandwidth",
+    "interconnect_latency", "agreement", "count", "progress",
 )  # fmt: skip
 PLANNING_KEYS = tuple(key for key in OWN_KEYS if key not in ("agreement", "progress"))
 
@@ -71,6 +71,8 @@ class Options:
     - memory_budget: bound on the peak of forward and backward, above the live bytes at the start of the step. It is in bytes
         (int), a share of the baseline's peak (float in (0, 1]), "auto", or None for no bound. A `StepProfile` divides the
         budget of a step of several graphs. A `DeviceBudget` is the memory of a whole device.
+    - max_slowdown: bound on the time of the step, as a share of the fastest plan's time beyond that. By itself it asks for the
+        least peak within that time; beside `memory_budget` it only bounds the plan's time. "free" costs nothing measurable.
     - auto_headroom: bytes that "auto" keeps free on the CUDA device.
     - time_limit: seconds that planning one graph may take.
     - compiler: the compiler of the planned graphs: "inductor", or "aot_eager", which runs them uncompiled.
@@ -123,12 +125,14 @@ class Options:
     accumulate: bool | None = None
     count: str = "allocated"
     progress: bool = field(default=True, compare=False)
+    max_slowdown: float | str | None = None
     device_ledger: DeviceBudget | None = field(default=None, compare=False)
     """The ledger of a device budget, whose bytes for the graph are the ``memory_budget``. No option of the user."""
 
     def __post_init__(self) -> None:
         normalised = {
             "memory_budget": values.budget(self.memory_budget, "memory_budget"),
+            "max_slowdown": values.slowdown(self.max_slowdown),
             "auto_headroom": values.headroom(self.auto_headroom),
             "time_limit": positive_seconds(self.time_limit, "time_limit"),
             "compiler": one_of(COMPILERS, self.compiler, "compiler"),
@@ -155,6 +159,17 @@ class Options:
         }
         if normalised["plan"] and (normalised["policy"] or normalised["save"] or normalised["recompute"]):
             raise OptionsError("`plan` applies a stored plan as it is: policy, save and recompute cannot be given beside it")
+        if normalised["max_slowdown"] is not None and normalised["count"] == "reserved":
+            raise OptionsError(
+                'max_slowdown searches among peaks of allocated bytes: leave it out, or leave out count="reserved"'
+            )
+        if normalised["max_slowdown"] is not None and normalised["plan"]:
+            raise OptionsError("`plan` applies a stored plan as it is: max_slowdown cannot be given beside it")
+        if normalised["max_slowdown"] is not None and isinstance(normalised["memory_budget"], StepProfile | Share):
+            raise OptionsError(
+                "max_slowdown bounds the time of one graph, and a step profile divides one budget among several: leave one of "
+                "them out. `StepProfile.within(bytes).added_seconds` shows the time of the whole step under another budget"
+            )
         if not isinstance(self.mode, str | None):
             raise refused("mode", self.mode, "a mode of torch.compile, a string, or None")
         for name, value in normalised.items():
@@ -184,6 +199,16 @@ class Options:
                     raise _unknown_key(key, known)
         merged: dict[str, Any] = _environment(own.keys() | _configured.keys()) | _configured | own
         return cls(**merged, inductor=tuple(foreign.items()), mode=mode)
+
+    @property
+    def allowed_slowdown(self) -> float | None:
+        """The share by which a plan may take longer than the fastest one; None for no bound."""
+        return values.slowdown(self.max_slowdown)
+
+    @property
+    def is_bounded(self) -> bool:
+        """True if there is a budget of memory or of time."""
+        return self.memory_budget is not None or self.max_slowdown is not None
 
     @property
     def falls_back(self) -> bool:
@@ -278,6 +303,7 @@ class OptionValues(TypedDict, total=False):
     """The options that :func:`configure` takes, in the forms that users write."""
 
     memory_budget: Budget
+    max_slowdown: float | str | None
     auto_headroom: int | str
     time_limit: float
     compiler: str

@@ -13,6 +13,7 @@ from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
+from autoremat.planner.settings import SETTINGS
 
 BUDGET_FORMS = (
     f'{FORMS_ANYWHERE}; "auto" (what is free on the CUDA device, less `auto_headroom`); an `autoremat.profile_step`; '
@@ -23,6 +24,7 @@ CHUNK_FORMS = '"auto", True, False or a number of parts, an int >= 2'
 BANDWIDTH_FORMS = 'text such as "50GB/s", a number of bytes per second >= 1, or None'
 AGREEMENT_FORMS = '"auto", "off" or a list of ranks, such as torch.distributed.get_process_group_ranks(group)'
 IN_FLIGHT_FORMS = "an int >= 1, or None to read it from the running pipeline schedule"
+SLOWDOWN_FORMS = 'a share in [0, 1], such as 0.03 for 3 %; "free" (costs nothing measurable); None (no bound)'
 HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
 
@@ -51,6 +53,17 @@ def bandwidth(value: object) -> float | None:
         return float(text_to_bytes(value.strip().removesuffix("/s"), "interconnect_bandwidth", BANDWIDTH_FORMS))
     if isinstance(value, bool) or not isinstance(value, Real) or not 1 <= as_float(value) <= MOST_BYTES:
         raise refused("interconnect_bandwidth", value, BANDWIDTH_FORMS)
+    return as_float(value)
+
+
+def slowdown(value: object) -> float | None:
+    """Returns the option ``max_slowdown`` as a share of the time of the fastest plan."""
+    if value is None:
+        return None
+    if value == "free":
+        return SETTINGS.search.free_slowdown
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= as_float(value) <= 1:
+        raise refused("max_slowdown", value, SLOWDOWN_FORMS)
     return as_float(value)
 
 

@@ -65,6 +65,12 @@ class SearchSettings:
     """Number of levels of the peak to which memory is filled if a graph shares its budget with others."""
     soft_budget_cost: float = 0.05
     """Maximum cost of a plan within the soft budget over the fastest plan, as a share of the step, by the cost model."""
+    time_levels: int = 128
+    """Number of equal steps between the minimum peak found and the peak of the fastest plan, for a budget of time."""
+    time_stride: int = 4
+    """Number of these steps by which ruin and recreate descends, while its plans keep to the time."""
+    free_slowdown: float = 0.005
+    """Share of the step that ``max_slowdown="free"`` allows. Repeated measurements of one step differ by more."""
     splits: int = 4
     """Number of splits of a single-phase graph. One is at the op with the most live bytes, the others at the fullest op of each
     stretch."""

@@ -157,6 +157,19 @@ class ReportData:
     accumulated_bytes: int = 0
     """Bytes of the gradients of parameters. Later micro-batches of a step find them live."""
 
+    max_slowdown: float | None = None
+    """Budget of time: the share by which the step may take longer than under the fastest plan. None if there is none, as for
+    the next two figures."""
+    slowdown: float | None = None
+    """Share by which the step takes longer than under the fastest plan, by the cost model."""
+    fastest_seconds: float | None = None
+    """Seconds of the step under the fastest plan, by the cost model."""
+    binding_budget: str = ""
+    """The budget that decides on the plan beside a budget of time, "max_slowdown" or "memory_budget"; empty if neither does."""
+
+    timed_minimum_bytes: int | None = None
+    """Simulated minimum peak found within ``max_slowdown``, if that exceeds the budget of memory."""
+
     def __getattr__(self, name: str) -> Any:
         if name not in RENAMED:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
@@ -191,6 +204,11 @@ class ReportData:
         return self.budget_bytes is None or self.counted_bytes <= self.budget_bytes
 
     @property
+    def keeps_time(self) -> bool:
+        """True if the predicted time of the step keeps to ``max_slowdown``, if that is given."""
+        return self.max_slowdown is None or self.slowdown is None or self.slowdown <= self.max_slowdown + TIME_TOLERANCE
+
+    @property
     def fits(self) -> bool:
         """True if the step is known to stay within the budget: the best-known peak fits, and all workspaces are known."""
         return self.budget_bytes is None or (
@@ -213,6 +231,7 @@ class ReportData:
         graph, budget = plan.graph, fields.get("budget_bytes")
         ceiling = fields.get("soft_budget_bytes")
         held_to = ceiling if ceiling is not None and plan.peak_bytes <= ceiling else None
+        held_to = held_to if fields.get("max_slowdown") is None else plan.peak_bytes
         plan = dataclasses.replace(
             plan,
             budget_bytes=budget,
@@ -303,6 +322,9 @@ def _saved_tensors(graph: Graph, plan: Plan) -> tuple[SavedTensor, ...]:
         found.append(SavedTensor(value.name, value.bytes, op, value.module, value.source))
     return tuple(found)
 
+
+TIME_TOLERANCE = 1e-6
+"""Slow-down that counts as none."""
 
 RENAMED = {
     "inner": "compiler",

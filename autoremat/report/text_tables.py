@@ -76,10 +76,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         least = report.minimum_unchunked_bytes
         whole = "" if least is None else f"; without chunks the minimum peak found is {format_bytes(least)}"
         rows.append(("chunked loss", f"{report.loss_chunks} chunks, so sums over tokens round differently{whole}"))
-    if not report.within_budget:
-        rows.insert(1, ("over the budget", f"by {format_bytes(report.counted_bytes - (report.budget_bytes or 0))}"))
-    if report.device_ledger is not None:
-        rows.insert(1, ("device", _device_text(report.device_ledger, report.peak_bytes)))
+    rows[1:1] = _budgets(report)
     if report.reserved is not None:
         rows.append(("reserved by the allocator", _reserved_text(report.reserved)))
     if report.ranks:
@@ -92,12 +89,34 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     return rows
 
 
+def _budgets(report: ReportData) -> list[tuple[str, str]]:
+    """Returns the figures of the budget of time and of the device, each with its name, and the excess over the budget."""
+    rows = []
+    if report.max_slowdown is not None:
+        rows.append(("budget of time", time_text(report)))
+    if report.device_ledger is not None:
+        rows.append(("device", _device_text(report.device_ledger, report.peak_bytes)))
+    if not report.within_budget:
+        rows.append(("over the budget", f"by {format_bytes(report.counted_bytes - (report.budget_bytes or 0))}"))
+    return rows
+
+
 def _device_text(ledger: DeviceBudget, peak_bytes: int) -> str:
     """Returns the predicted peak of the whole device, and the part of the step that has it."""
     peak, total = format_bytes(ledger.device_bytes(peak_bytes)), format_bytes(ledger.total_bytes)
     reserve = f", {format_bytes(ledger.reserve_bytes)} of them kept free" if ledger.reserve_bytes else ""
     name = f" ({ledger.device})" if ledger.device else ""
     return f"predicted peak {peak} of {total}{name}{reserve}; it binds in {NAMES[ledger.binding(peak_bytes)]}"
+
+
+def time_text(report: ReportData) -> str:
+    """Returns the predicted slow-down beside the allowed one, and the budget that binds."""
+    slowdown, fastest = max(report.slowdown or 0.0, 0.0), format_seconds(report.fastest_seconds or 0.0)
+    over = f"{slowdown:.1%} over the {fastest} of the fastest plan"
+    if not report.keeps_time:
+        return f"{over}, MORE than the allowed {report.max_slowdown:.1%}"
+    idle = "no plan needs less memory" if report.budget_bytes is None else "neither budget binds"
+    return f"{over}, allowed {report.max_slowdown:.1%}; {f'{report.binding_budget} binds' if report.binding_budget else idle}"
 
 
 EXPANDABLE_GAIN = 0.03

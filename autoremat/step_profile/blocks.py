@@ -20,6 +20,7 @@ from autoremat.compiler.blocks import running_block
 from autoremat.compiler.interception import active_interceptor, intercepted_by
 from autoremat.compiler.joint_graph import free_device_bytes
 from autoremat.options.options import Options
+from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.step_profile.first_steps import FirstSteps
@@ -106,7 +107,7 @@ class CompiledBlocks(Shown):
             raise OptionsError("`step` shows one micro-batch, without the gradients of others: leave out accumulate, or step")
         profile = profile_step(
             step,
-            memory_budget=_in_bytes_or_share(self._options),
+            memory_budget=_budget_of_a_step(self._options),
             loss=loss,
             regional=True,
             variants=self.variants,
@@ -120,7 +121,7 @@ class CompiledBlocks(Shown):
         self._first_steps: FirstSteps | None = FirstSteps(self._options, self._has_gradients)
         self._recorded = self._compiled(memory_budget=None)
 
-    def within(self, memory_budget: int | float | str | None) -> StepProfile:
+    def within(self, memory_budget: int | float | str | DeviceBudget | None) -> StepProfile:
         """Plans the same step under another budget, and returns its profile. The blocks compile again at their next calls.
 
         Raises ``BudgetInfeasible`` if no choice of plans fits, and ``StepProfileError`` before the step is measured.
@@ -162,7 +163,8 @@ class CompiledBlocks(Shown):
         with status_if_slow("planning the blocks", shown=self._options.progress):
             now("sharing out the budget")
             found = step_of(first, first.moments_found, self.variants)
-            budget = self._options.resolve_budget(found.baseline_peak_bytes, free_device_bytes(first.device))
+            options = self._options.on_device(0, counts_gradients=self._options.open_calls.accumulates)
+            budget = options.resolve_budget(found.baseline_peak_bytes, free_device_bytes(first.device))
             found, budget = agreed_step(found, budget, self._options, "the profile of blocks")
             try:
                 profile = found.shared_out(budget)
@@ -232,7 +234,7 @@ def _modules(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     return found
 
 
-def _in_bytes_or_share(options: Options) -> int | float | str | None:
+def _budget_of_a_step(options: Options) -> int | float | str | DeviceBudget | None:
     budget = options.memory_budget
     assert not isinstance(budget, StepProfile | Share)
     return budget

@@ -71,6 +71,8 @@ def profile_step(
     if "memory_budget" in options_of(options):
         raise OptionsError("a step profile takes `memory_budget` as an argument of its own, not in `options`")
     parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, compat.inductor_config_names)
+    if parsed.max_slowdown is not None:
+        raise OptionsError("max_slowdown bounds the time of one graph, and a step profile divides bytes among several")
     if parsed.in_flight is not None or parsed.accumulate is not None:
         raise OptionsError("a step profile counts the calls that are open at once itself: leave out in_flight and accumulate")
     if isinstance(parsed.memory_budget, StepProfile | Share):

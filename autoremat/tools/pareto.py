@@ -67,6 +67,8 @@ def pareto(
             "count has no meaning for pareto, whose points are peaks of allocated bytes: leave it out of the options"
         )
     parsed = replace(Options.parse(options, None, compat.inductor_config_names), count="allocated")
+    if parsed.max_slowdown is not None:
+        raise OptionsError("max_slowdown has no meaning for pareto, which lists the time of many plans: leave it out")
 
     def look(preview: Preview) -> Pareto:
         preview = by_recomputation_alone(preview)

@@ -217,18 +217,27 @@ class Search:
             rebuild = partial(self.plan, segmentation=base.segmentation, label="filled")
             self.filled.append(Candidate(fill(base.plan, rebuild, budget, saved_budget), base.segmentation))
 
-    def recreate(self, budget: int) -> None:
-        """Improves the cheapest filled candidates within ``budget`` bytes, of different segmentations, by ruin and recreate."""
+    def recreate(self, budget: int, suffices: Callable[[Plan], bool] = lambda plan: False) -> None:
+        """Improves the cheapest filled candidates within ``budget`` bytes, of different segmentations, by ruin and recreate.
+
+        A plan that ``suffices`` ends it.
+        """
         bases: dict[Segmentation, Candidate] = {}
         for candidate in sorted(self.filled, key=lambda c: c.plan.cost_seconds):
             if candidate.plan.peak_bytes <= budget:
                 bases.setdefault(candidate.segmentation, candidate)
         worth = self.least_cost + settings.recreation_gain * self.graph.step_seconds
         patience = effort(settings.recreation_work, settings.recreation_limits, self.graph.num_forward)
+
+        def is_good(plan: Plan) -> bool:
+            return self.interrupted or plan.cost_seconds <= worth or suffices(plan)
+
         for segmentation, base in islice(bases.items(), settings.recreation_bases):
             rebuild = partial(self.plan, segmentation=segmentation, label="recreated")
-            found = recreate(base.plan, rebuild, budget, patience, lambda p: self.interrupted or p.cost_seconds <= worth)
+            found = recreate(base.plan, rebuild, budget, patience, is_good)
             self.filled.append(Candidate(found, segmentation))
+            if suffices(found):
+                break
 
     def cheapest(self, budget: int) -> Plan | None:
         """Returns the cheapest plan found within ``budget`` bytes, after greedy fill and ruin and recreate. None if no plan

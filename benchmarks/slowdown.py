@@ -1,0 +1,277 @@
+"""Measured slow-downs and peaks of plans for `max_slowdown`, beside torch's lowest peak at the same measured time.
+
+    python benchmarks/slowdown.py                                 # six models, about 20 minutes on two idle cores
+    python benchmarks/slowdown.py --models gpt2-4 resnet-18       # measures these again; rows of other models stay
+
+Each model is compiled by Inductor for every plan: the fastest one (a budget that never binds), one for each `max_slowdown`,
+and torch's own at several values of `activation_memory_budget`, of which 1 is Inductor alone. All plans then run in turn, in an
+order that reverses each round. A slow-down is the median, over the rounds, of the ratio to the fastest plan's step in the same
+round, so noise hits all alike. Torch's lowest peak is that among its plans that are at most one point slower than ours. Only an
+idle machine gives figures worth keeping. Torch's caches stay on, so a second run compiles little. Written to
+`benchmarks/results/slowdown.*`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import model_zoo
+import torch
+import torch._dynamo.config as dynamo_config
+import torch._functorch.config as functorch_config
+from model_zoo import Built
+from rich.console import Console
+from rich.table import Table
+from torch import fx, nn
+from torch._inductor.compile_fx import compile_fx
+
+import autoremat
+
+ROOT = Path(__file__).resolve().parent.parent
+SIZES = {"HIDDEN": 256, "BATCH": 4, "LENGTH": 256}
+"""Constants of `model_zoo`: in its own sizes much of a step is the time of calls."""
+
+MODELS: dict[str, Callable[[], Built]] = {
+    "gpt2-4": lambda: model_zoo.gpt2(4),
+    "llama-4": lambda: model_zoo.llama(4),
+    "bert-4": lambda: model_zoo.bert(4),
+    "t5-2": lambda: model_zoo.t5(2),
+    "vit-4": lambda: model_zoo.vit(4),
+    "resnet-18": lambda: model_zoo.resnet("basic", [2, 2, 2, 2]),
+}
+ASKED = (0.0, 0.01, 0.03, 0.1)
+TORCH_BUDGETS = (1.0, 0.9, 0.7, 0.5, 0.3, 0.1)
+FASTEST = "fastest"
+UNBOUNDED = "1TiB"
+WARM_ROUNDS = 3
+TOLERANCE = 0.01
+"""Slow-down beyond the asked one that counts as met, and beyond ours at which a plan of torch's counts as equally fast."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One plan of one model. Bytes are above what is live when the step begins; slow-downs are beside the fastest plan."""
+
+    model: str
+    method: str
+    step_seconds: float
+    slowdown: float
+    peak_bytes: int
+    asked: float | None = None
+    """`max_slowdown`; None for the fastest plan and for torch's."""
+    predicted: float | None = None
+    """Slow-down by the cost model."""
+    predicted_bytes: int | None = None
+    """Peak of the generated code."""
+    planning_seconds: float | None = None
+
+
+class Bench:
+    """All plans of one model: compiled one after another, then run in turn."""
+
+    def __init__(self, name: str, rounds: int) -> None:
+        self.name, self.rounds = name, rounds
+        self.steps: dict[str, Callable[[], None]] = {}
+        self.reports: dict[str, autoremat.Report] = {}
+        self.models: list[nn.Module] = []
+
+    def rows(self) -> list[Row]:
+        """One row for each plan, the fastest one first."""
+        self.add(FASTEST, memory_budget=UNBOUNDED)
+        for asked in ASKED:
+            self.add(f"max_slowdown={asked:g}", max_slowdown=asked)
+        for budget in TORCH_BUDGETS:
+            with functorch_config.patch(activation_memory_budget=budget):
+                self.add(f"torch {budget:g}")
+        samples, peaks = self.samples(), {method: self.peak(step) for method, step in self.steps.items()}
+        rows = []
+        for method, seconds in samples.items():
+            ratios = [own / fastest for own, fastest in zip(seconds, samples[FASTEST], strict=True)]
+            report = self.reports.get(method)
+            ours = report is not None and report.max_slowdown is not None
+            rows.append(
+                Row(
+                    model=self.name,
+                    method=method,
+                    step_seconds=statistics.median(seconds),
+                    slowdown=statistics.median(ratios) - 1,
+                    peak_bytes=peaks[method],
+                    asked=report.max_slowdown if report and ours else None,
+                    predicted=report.slowdown if report and ours else None,
+                    predicted_bytes=None if report is None else report.compiled_peak_bytes,
+                    planning_seconds=None if report is None else report.planning_seconds,
+                )
+            )
+        return rows
+
+    def add(self, method: str, **options: Any) -> None:
+        """Compile a fresh model by running a first step; without options by Inductor alone."""
+        torch.manual_seed(0)
+        model, inputs = MODELS[self.name]()
+
+        def plain(gm: fx.GraphModule, inputs: Any) -> Any:  # a backend of its own, for which Dynamo takes no earlier code
+            return compile_fx(gm, inputs)
+
+        keywords: dict[str, Any] = {"backend": "autoremat", "options": {**options, "time_limit": 60}}
+        compiled = torch.compile(model, **(keywords if options else {"backend": plain}))
+
+        def step() -> None:
+            model.zero_grad(set_to_none=True)
+            compiled(*inputs).backward()
+
+        begin = time.perf_counter()
+        step()
+        print(f"{self.name}, {method}: compiled in {time.perf_counter() - begin:.1f} s", flush=True)
+        self.steps[method] = step
+        self.models.append(model)
+        if options:
+            self.reports[method] = autoremat.reports()[-1]
+
+    def samples(self) -> dict[str, list[float]]:
+        """Seconds of each plan's step in each round."""
+        found: dict[str, list[float]] = {method: [] for method in self.steps}
+        for turn in range(WARM_ROUNDS + self.rounds):
+            order = list(self.steps) if turn % 2 else list(reversed(self.steps))
+            for method in order:
+                begin = time.perf_counter()
+                self.steps[method]()
+                if turn >= WARM_ROUNDS:
+                    found[method].append(time.perf_counter() - begin)
+        return found
+
+    def peak(self, step: Callable[[], None]) -> int:
+        """The measured peak of a step that starts without gradients."""
+        for model in self.models:
+            model.zero_grad(set_to_none=True)
+        gc.collect()
+        with autoremat.track_peak("cpu") as peak:
+            step()
+        return peak.bytes
+
+
+def torchs_lowest(rows: list[Row], slowdown: float) -> Row | None:
+    """The row of torch's with the lowest peak among those that are as fast as `slowdown`."""
+    fast = [row for row in rows if row.method.startswith("torch") and row.slowdown <= slowdown + TOLERANCE]
+    return min(fast, key=lambda row: row.peak_bytes, default=None)
+
+
+def table_of(rows: list[Row]) -> Table:
+    table = Table(title="Plans for max_slowdown; slow-downs in % beside the fastest plan, peaks in MiB")
+    table.add_column("model", no_wrap=True)
+    columns = ("asked", "predicted", "measured", "step, ms", "code", "peak", "fastest's", "torch's lowest", "ours/torch's")
+    for column in (*columns, "planned, s"):
+        table.add_column(column, justify="right")
+    for name in dict.fromkeys(row.model for row in rows):
+        own = [row for row in rows if row.model == name]
+        fastest = next(row for row in own if row.method == FASTEST)
+        for row in own:
+            if row.asked is None:
+                continue
+            theirs = torchs_lowest(own, row.slowdown)
+            table.add_row(
+                name, f"{100 * row.asked:.0f}", f"{100 * (row.predicted or 0):.1f}", f"{100 * row.slowdown:.1f}",
+                f"{1e3 * row.step_seconds:.1f}", mebibytes(row.predicted_bytes), mebibytes(row.peak_bytes),
+                mebibytes(fastest.peak_bytes), mebibytes(None if theirs is None else theirs.peak_bytes),
+                "-" if theirs is None else f"{row.peak_bytes / theirs.peak_bytes:.2f}", f"{row.planning_seconds or 0:.1f}",
+            )  # fmt: skip
+    return table
+
+
+def torch_table_of(rows: list[Row]) -> Table:
+    table = Table(title="Torch's plans; 1 is Inductor alone")
+    table.add_column("model", no_wrap=True)
+    for column in ("budget", "measured", "step, ms", "peak"):
+        table.add_column(column, justify="right")
+    for row in rows:
+        if row.method.startswith("torch"):
+            figures = (f"{100 * row.slowdown:.1f}", f"{1e3 * row.step_seconds:.1f}", mebibytes(row.peak_bytes))
+            table.add_row(row.model, row.method.removeprefix("torch "), *figures)
+    return table
+
+
+def mebibytes(count: int | None) -> str:
+    return "-" if count is None else f"{count / 2**20:.2f}"
+
+
+def verdicts(rows: list[Row]) -> dict[str, str]:
+    """What the rows show, in a word each."""
+    asked = [row for row in rows if row.asked is not None]
+    kept = [row for row in asked if row.asked is not None and row.slowdown <= row.asked + TOLERANCE]
+    falling = rising = 0
+    for one, other in zip(asked, asked[1:], strict=False):
+        if one.model == other.model:
+            falling += other.peak_bytes <= one.peak_bytes
+            rising += other.peak_bytes > one.peak_bytes
+    pairs = [(row, torchs_lowest([r for r in rows if r.model == row.model], row.slowdown)) for row in asked]
+    ratios = [row.peak_bytes / theirs.peak_bytes for row, theirs in pairs if theirs is not None]
+    return {
+        "measured slow-down at most the asked one and a point": f"{len(kept)} of {len(asked)}",
+        "peak no higher than for the next smaller max_slowdown": f"{falling} of {falling + rising}",
+        "geometric mean of our peak over torch's lowest at the same time": f"{statistics.geometric_mean(ratios):.2f}"
+        if ratios
+        else "-",
+        "lower peak than torch's": f"{sum(ratio < 1 for ratio in ratios)} of {len(ratios)}",
+    }
+
+
+def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
+    """slowdown.txt and slowdown.json in `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "slowdown.txt").open("w") as file:
+        for console in (Console(width=130), Console(width=130, file=file)):
+            console.print(", ".join(f"{key}: {value}" for key, value in setup.items()), highlight=False)
+            console.print(table_of(rows))
+            console.print(torch_table_of(rows))
+            for what, verdict in verdicts(rows).items():
+                console.print(f"{what}: {verdict}", highlight=False)
+    record = setup | {"verdicts": verdicts(rows), "rows": [asdict(row) for row in rows]}
+    (folder / "slowdown.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def known_rows(folder: Path, setup: dict[str, Any]) -> dict[str, list[Row]]:
+    """The rows, by model, that an earlier run with the same setup has written."""
+    path = folder / "slowdown.json"
+    record = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    same = all(record.get(key) == value for key, value in setup.items())
+    found: dict[str, list[Row]] = {}
+    for fields in record["rows"] if same else ():
+        found.setdefault(fields["model"], []).append(Row(**fields))
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--rounds", type=int, default=25, help="timed steps of each plan")
+    parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    arguments = parser.parse_args()
+    for constant, size in SIZES.items():
+        setattr(model_zoo, constant, size)
+    dynamo_config.recompile_limit = 10_000  # one code object is compiled once for each plan
+    setup = {
+        "torch": torch.__version__,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "rounds": arguments.rounds,
+        "sizes": SIZES,
+    }
+    rows = known_rows(arguments.output, setup)
+    for name in arguments.models:
+        torch._dynamo.reset()
+        begin = time.perf_counter()
+        rows[name] = Bench(name, arguments.rounds).rows()
+        print(f"{name}: {time.perf_counter() - begin:.0f} s, load {os.getloadavg()[0]:.1f}", flush=True)
+        write([row for known in MODELS for row in rows.get(known, ())], setup, arguments.output)
+
+
+if __name__ == "__main__":
+    main()

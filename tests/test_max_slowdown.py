@@ -1,0 +1,259 @@
+"""The budget of time: the planner's search, the option, its report and its errors."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from strategies import chain, graphs, training_chain
+from torch import nn
+
+import autoremat
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError
+from autoremat.options.options import Options
+from autoremat.planner.search.planner import ROUNDING, Planner
+from autoremat.planner.search.time_budget import TimeBudget, least_peak, least_peak_result
+from autoremat.planner.settings import SETTINGS
+from autoremat.report.report import Report
+
+EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
+SLOWDOWNS = (0.0, 0.005, 0.01, 0.03, 0.1, 0.3, 1.0)
+MIB = 1 << 20
+
+blocks = [nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32), nn.LayerNorm(32)) for _ in range(4)]
+model = nn.Sequential(*blocks)
+X = torch.randn(256, 32)
+
+
+def loss(x: torch.Tensor) -> torch.Tensor:
+    return model(x).square().mean()
+
+
+def explained(**options: object) -> Report:
+    return autoremat.explain(loss, X, options=EAGER | options)
+
+
+# -- the planner -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60)
+@given(graphs(), st.sampled_from(SLOWDOWNS))
+def test_the_plan_keeps_to_the_time_and_needs_no_more_than_the_fastest(graph, allowed):
+    planner = Planner(graph, 60.0)
+    time = TimeBudget.of(planner, allowed)
+    plan, fastest = least_peak(planner, time), planner.fastest()
+    assert plan is not None
+    assert fastest is not None
+    assert time.slowdown(fastest) == pytest.approx(0.0, abs=ROUNDING)
+    step = graph.step_seconds
+    assert step + plan.cost_seconds <= (1 + allowed + 2 * ROUNDING) * (step + fastest.cost_seconds)
+    assert plan.peak_bytes <= fastest.peak_bytes
+    plan.check()
+
+
+@settings(max_examples=40)
+@given(graphs())
+def test_a_larger_slowdown_ends_at_no_higher_level(graph):
+    peaks = []
+    for allowed in SLOWDOWNS:
+        planner = Planner(graph, 60.0)
+        plan = least_peak(planner, TimeBudget.of(planner, allowed))
+        assert plan is not None
+        peaks.append(plan.peak_bytes)
+    for before, after in zip(peaks, peaks[1:], strict=False):
+        assert after <= before
+
+
+@settings(max_examples=20)
+@given(graphs(), st.sampled_from(SLOWDOWNS))
+def test_equal_questions_have_equal_answers(graph, allowed):
+    used, fresh = Planner(graph, 60.0), Planner(graph, 60.0)
+    used.choose(used.baseline.peak_bytes // 2)
+    used.restart()
+    plans = [least_peak(planner, TimeBudget.of(planner, allowed)) for planner in (used, fresh)]
+    assert plans[0] is not None
+    assert plans[1] is not None
+    assert plans[0].schedule == plans[1].schedule
+
+
+def test_peaks_of_a_chain_fall_with_the_allowed_time():
+    planner = Planner(training_chain(24, size=MIB), 60.0)  # 48 ops of a second
+    plans = [least_peak(planner, TimeBudget.of(planner, allowed)) for allowed in (0.0, 0.05, 0.1, 0.2, 1.0)]
+    found = [(plan.peak_bytes // MIB, len(plan.recomputed)) for plan in plans if plan is not None]
+    assert found[:4] == [(25, 0), (23, 2), (21, 4), (16, 9)]
+    assert plans[-1].peak_bytes == planner.search.smallest.peak_bytes
+
+
+def test_no_plan_is_as_fast_as_a_faster_form_of_the_graph():
+    planner = Planner(chain(8), 60.0)
+    time = TimeBudget(TimeBudget.of(planner, 0.0).fastest_seconds / 2, 0.5)
+    assert least_peak(planner, time) is None
+    assert least_peak_result(planner, time).plan is None
+
+
+def test_a_step_without_seconds_is_never_slower():
+    graph = chain(6, seconds=0.0, saving_seconds_per_byte=0.0)
+    planner = Planner(graph, 60.0)
+    plan = least_peak(planner, TimeBudget.of(planner, 0.0))
+    assert plan is not None
+    assert plan.peak_bytes == planner.search.smallest.peak_bytes
+
+
+# -- the option --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["3%", "fast", -0.1, 1.5, 3, True, float("nan"), [0.03]])
+def test_other_values_are_refused(value):
+    with pytest.raises(OptionsError, match="max_slowdown=.*such as 0.03 for 3 %"):
+        Options.parse({"max_slowdown": value})
+
+
+def test_values():
+    assert Options.parse({"max-slowdown": 0}).max_slowdown == 0.0
+    assert Options.parse({"max_slowdown": "free"}).max_slowdown == SETTINGS.search.free_slowdown
+    assert Options.parse({}).max_slowdown is None
+    one, other = (Options.parse({"max_slowdown": share}).cache_key() for share in (0.03, 0.1))
+    assert one != other
+
+
+def test_a_stored_plan_and_a_step_profile_exclude_it(tmp_path):
+    plan = explained().plan
+    with pytest.raises(OptionsError, match="`plan` applies a stored plan as it is: max_slowdown"):
+        Options.parse({"plan": plan, "max_slowdown": 0.03})
+    profile = autoremat.profile_step(loss, X, memory_budget="1GiB", options=EAGER)
+    with pytest.raises(OptionsError, match="a step profile divides one budget among several"):
+        Options.parse({"memory_budget": profile, "max_slowdown": 0.03})
+    with pytest.raises(OptionsError, match="a step profile divides bytes"):
+        autoremat.profile_step(loss, X, memory_budget="1GiB", options=EAGER | {"max_slowdown": 0.03})
+    with pytest.raises(OptionsError, match="no meaning for pareto"):
+        autoremat.pareto(loss, X, options={"max_slowdown": 0.03})
+
+
+# -- one graph ---------------------------------------------------------------------------------------------------------
+
+
+def test_alone_it_asks_for_the_least_peak_within_the_time():
+    reports = [explained(max_slowdown=allowed) for allowed in (0, "free", 0.03, 0.1, 1.0)]
+    peaks = [report.predicted_peak_bytes for report in reports]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[-1] == reports[0].minimum_peak_bytes < peaks[0]
+    for report in reports:
+        assert report.slowdown <= report.max_slowdown + 1e-9
+        assert report.budget_bytes is None
+        assert report.fits
+        assert report.soft_budget_bytes is None
+    assert [report.binding_budget for report in reports[2:]] == ["max_slowdown", "max_slowdown", ""]
+    assert "allowed 3.0%; max_slowdown binds" in str(reports[2])
+    assert "no plan needs less memory" in str(reports[-1])
+    assert Report.from_json(reports[2].to_json()).slowdown == reports[2].slowdown
+
+
+def test_beside_a_budget_of_memory_it_bounds_the_time():
+    alone, both = explained(memory_budget=0.7), explained(memory_budget=0.7, max_slowdown=0.5)
+    assert both.predicted_peak_bytes == alone.predicted_peak_bytes
+    assert both.binding_budget == "memory_budget"
+    assert "memory_budget binds" in str(both)
+    idle = explained(memory_budget=1.0, max_slowdown=0.5)
+    assert idle.binding_budget == ""
+    assert "neither budget binds" in str(idle)
+
+
+def test_the_error_names_both_figures_and_either_helps():
+    with pytest.raises(BudgetInfeasible) as raised:
+        explained(memory_budget=0.5, max_slowdown=0.01)
+    error = raised.value
+    assert error.max_slowdown == 0.01
+    assert error.least_slowdown > 0.01
+    assert error.budget_bytes < error.minimum_bytes
+    assert error.untimed_bytes < error.budget_bytes
+    assert sum(occupant.bytes for occupant in error.occupants) == error.minimum_bytes
+    assert "minimum peak found within max_slowdown" in str(error)
+    assert f"raise memory_budget to {error.minimum_bytes}" in str(error)
+    assert "raise max_slowdown to" in str(error)
+    assert explained(memory_budget=error.minimum_bytes, max_slowdown=0.01).fits
+    enough = float(str(error).partition("raise max_slowdown to ")[2].partition(",")[0])
+    assert explained(memory_budget=0.5, max_slowdown=enough).fits
+    again = BudgetInfeasible(**json.loads(json.dumps(error.figures() | {"occupants": []})) | {"remedy": ""})
+    assert again.least_slowdown == error.least_slowdown
+
+
+def test_the_error_says_if_no_plan_fits_the_memory():
+    with pytest.raises(BudgetInfeasible) as raised:
+        explained(memory_budget=1000, max_slowdown=0.01)
+    assert raised.value.least_slowdown is None
+    assert raised.value.minimum_bytes > raised.value.untimed_bytes > 1000
+    assert "least slow-down found within memory_budget:  no plan fits" in str(raised.value)
+    assert "raise max_slowdown" not in str(raised.value)
+
+
+def test_by_best_effort_the_memory_takes_precedence():
+    options = {"memory_budget": 0.5, "max_slowdown": 0.01, "on_infeasible": "best_effort"}
+    report = explained(**options)
+    assert report.within_budget
+    assert not report.keeps_time
+    assert report.timed_minimum_bytes > report.budget_bytes
+    assert "MORE than the allowed 1.0%" in str(report)
+    torch._dynamo.reset()
+    with pytest.warns(BudgetWarning, match="over its max_slowdown of 1.0%.*within that time the minimum peak"):
+        torch.compile(loss, backend="autoremat", options=EAGER | options)(X).backward()
+
+
+def test_a_policy_demands_recomputation_within_the_time():
+    exact, bounded = explained(policy="full"), explained(policy="full", max_slowdown=0.0)
+    assert bounded.slowdown <= 1e-9
+    assert bounded.predicted_peak_bytes <= exact.predicted_peak_bytes or bounded.recompute_seconds <= exact.recompute_seconds
+    assert bounded.recomputed_ops > 0
+
+
+def test_chunks_of_the_loss_are_compared_by_their_peaks():
+    head = nn.Linear(16, 512)
+    tokens = torch.randint(512, (256,))
+
+    def token_loss(x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(head(x), tokens)
+
+    hidden = torch.randn(256, 16)
+    plain = autoremat.explain(token_loss, hidden, options=EAGER | {"max_slowdown": 1.0})
+    chunked = autoremat.explain(token_loss, hidden, options=EAGER | {"max_slowdown": 1.0, "chunk_loss": True})
+    always = autoremat.explain(token_loss, hidden, options=EAGER | {"max_slowdown": 0.0, "chunk_loss": 8})
+    assert plain.loss_chunks == 1
+    assert chunked.loss_chunks > 1
+    assert chunked.predicted_peak_bytes < plain.predicted_peak_bytes
+    assert always.loss_chunks == 8
+    assert always.slowdown == pytest.approx(0.0, abs=1e-9)
+
+
+def test_gradients_stay_the_same():
+    torch._dynamo.reset()
+    loss(X).backward()
+    expected = [parameter.grad.clone() for parameter in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    torch.compile(loss, backend="autoremat", options=EAGER | {"max_slowdown": 0.1})(X).backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, atol=1e-4, rtol=1e-4)
+    report = autoremat.reports()[-1]
+    assert report.max_slowdown == 0.1
+    assert report.recomputed_ops > 0
+    model.zero_grad(set_to_none=True)
+
+
+def test_max_batch_keeps_to_the_time():
+    options = EAGER | {"max_slowdown": 0.01}
+    fit = autoremat.max_batch(lambda rows: torch.randn(rows, 32), loss, "400KiB", step=64, limit=256, options=options)
+    assert fit.size < 256
+    assert fit.report.slowdown <= 0.01
+    assert explained(memory_budget="400KiB").fits  # of 256 rows, but slower
+
+
+@pytest.mark.slow
+def test_generated_code_is_taken_at_any_peak():
+    torch._dynamo.reset()
+    report = autoremat.explain(loss, X, options={"cost_model": "roofline", "max_slowdown": 0.1}, lower=True)
+    assert report.compiled_peak_bytes is not None
+    assert report.replans == 0
+    assert report.slowdown <= 0.1
+    assert dataclasses.replace(report, max_slowdown=None).keeps_time
