@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 from emulated_cuda import library  # noqa: E402
 
-STAGES = ("tests", "launches", "duels", "CUDA graphs")
+STAGES = ("tests", "launches", "duels", "reserved", "CUDA graphs")
 """In the order of their worth."""
 
 TEST_FILES = ("test_cuda.py", "test_measure.py", "test_practices.py")

@@ -1,5 +1,7 @@
 """Predicted and measured peaks on a CUDA device: six models under six budgets, with and without CUDA graphs.
 
+In the stage "reserved", the budgets count reserved bytes.
+
 `benchmarks/gpu.py` runs this script, several times if need be. Budgets lie between the smallest peak and the peak without a
 budget, both by the simulator. Each row has the peak of the plan, the replayed peak of its code and what the allocator counted.
 """
@@ -37,7 +39,11 @@ MODELS = ("llama", "gpt2", "bert", "vit", "resnet", "unet")
 RANDOM = ("bert",)
 """Models with dropout, whose masks differ from those of the uncompiled model."""
 
-MODES: dict[str, dict[str, Any]] = {"launches": {}, "CUDA graphs": {"triton.cudagraphs": True}}
+MODES: dict[str, dict[str, Any]] = {
+    "launches": {},
+    "reserved": {"count": "reserved"},
+    "CUDA graphs": {"triton.cudagraphs": True},
+}
 """Options of each way to run the same step, by the name of its stage."""
 
 ROUNDS, STEPS_PER_SAMPLE = 5, 2
@@ -59,6 +65,8 @@ class Row:
     """The same without both."""
     pool_bytes: int | None
     """The part of the replayed peak that the pool of CUDA graphs keeps. None without CUDA graphs."""
+    predicted_reserved_bytes: int
+    """Segments for the code's allocations, by the replay of the allocator's rules."""
     measured: Memory
     """With CUDA graphs it is near nothing: the pool was allocated when the step was recorded."""
     reserved_since_compilation_bytes: int
@@ -86,16 +94,18 @@ def uncompiled(name: str) -> list[torch.Tensor] | None:
 
 
 @functools.cache
-def bounds(name: str) -> tuple[float, float]:
-    """Returns the least and the largest budget of a model."""
+def bounds(name: str, reserved: bool) -> tuple[float, float]:
+    """Returns the least and the largest budget of a model. The least one of reserved bytes can be too small."""
     report = planned(name)
     least, most = (peak + report.code_headroom_bytes for peak in (report.minimum_peak_bytes, report.predicted_peak_bytes))
+    if reserved and report.reserved is not None:
+        most = report.reserved.bytes
     return least * MARGIN_OF_MINIMUM, most
 
 
 def row(name: str, mode: str, share: float) -> Line:
     """Returns the row of one unit. A budget below the smallest peak is replaced by one slightly above it."""
-    least, most = bounds(name)
+    least, most = bounds(name, mode == "reserved")
     try:
         return asdict(budgeted(name, mode, share, int(least + share * (most - least))))
     except BackendCompilerFailed as error:
@@ -127,6 +137,7 @@ def budgeted(name: str, mode: str, share: float, budget: int) -> Row:
         replayed_bytes=watch.attempts[-1].code_bytes,
         tensor_bytes=max(Lowered.of(halves).code_peaks.values()),
         pool_bytes=report.graph_pool_bytes,
+        predicted_reserved_bytes=0 if report.reserved is None else report.reserved.bytes,
         measured=measured,
         reserved_since_compilation_bytes=reserved,
         attempts=len(watch.attempts),
@@ -147,7 +158,8 @@ def not_recorded() -> Line:
 
 def units(mode: str, rehearsed: bool) -> list[Unit]:
     """Returns the units of a mode, the tightest budget of all models first."""
-    names = [(share, name) for share in (SHARES[1:2] if rehearsed else SHARES) for name in MODELS]
+    shares = SHARES[1:2] if rehearsed else SHARES[1::2] if mode == "reserved" else SHARES
+    names = [(share, name) for share in shares for name in MODELS]
     recorded = mode != "CUDA graphs" or not rehearsed
     return [
         Unit(f"{name} at {share:.0%}", functools.partial(row, name, mode, share) if recorded else not_recorded)
@@ -170,8 +182,8 @@ def table_of(mode: str, rows: Sequence[Line]) -> Table:
     table = Table(title=f"{mode}: peaks of forward and backward, MiB above the step's start; seconds of a step")
     table.add_column("model", no_wrap=True)
     for column in ("budget", "planned", "replayed", "allocated", "to replayed", "tensors", "requested", "to tensors",
-                   "reserved", "since compiled", "pool", "attempts", "predicted, ms", "measured, ms",
-                   "gradient's error"):  # fmt: skip
+                   "reserved", "predicted", "to predicted", "since compiled", "pool", "attempts", "predicted, ms",
+                   "measured, ms", "gradient's error"):  # fmt: skip
         table.add_column(column, justify="right")
     for row in rows:
         measured = row["measured"]
@@ -182,7 +194,8 @@ def table_of(mode: str, rows: Sequence[Line]) -> Table:
             *(mebibytes(allocated), f"{needed_bytes(row) / row['replayed_bytes'] - 1:+.1%}"),
             *map(mebibytes, (tensors, requested)),
             "" if row["pool_bytes"] is not None else f"{requested / tensors - 1:+.1%}",
-            *map(mebibytes, (measured["reserved_bytes"], row["reserved_since_compilation_bytes"])),
+            *reserved_cells(row),
+            mebibytes(row["reserved_since_compilation_bytes"]),
             "" if row["pool_bytes"] is None else mebibytes(row["pool_bytes"]),
             str(row["attempts"]),
             *(f"{1e3 * row[key]:.2f}" for key in ("predicted_seconds", "measured_seconds")),
@@ -191,9 +204,21 @@ def table_of(mode: str, rows: Sequence[Line]) -> Table:
     return table
 
 
+def reserved_cells(row: Line) -> tuple[str, str, str]:
+    """Returns the measured and the predicted reserved bytes, and their difference.
+
+    With CUDA graphs the measured step reserves next to nothing. Earlier rows have no prediction.
+    """
+    measured, predicted = row["measured"]["reserved_bytes"], row.get("predicted_reserved_bytes", 0)
+    if not predicted or row["pool_bytes"] is not None:
+        return mebibytes(measured), mebibytes(predicted) if predicted else "", ""
+    return mebibytes(measured), mebibytes(predicted), f"{measured / predicted - 1:+.1%}"
+
+
 def verdict(rows: Sequence[Line]) -> str:
     """Returns how the predictions compare with the card."""
-    over = [f"{row['model']} at {row['share']:.0%}" for row in rows if row["measured"]["allocated_bytes"] > row["budget_bytes"]]
+    counted = "reserved_bytes" if rows[0]["mode"] == "reserved" else "allocated_bytes"
+    over = [f"{row['model']} at {row['share']:.0%}" for row in rows if row["measured"][counted] > row["budget_bytes"]]
     errors = sorted(needed_bytes(row) / row["replayed_bytes"] - 1 for row in rows)
     needed = "allocated" if rows[0]["pool_bytes"] is None else "segments since compilation"
     return (

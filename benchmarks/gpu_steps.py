@@ -26,7 +26,7 @@ class Memory:
     requested_bytes: int
     """What the tensors asked for."""
     reserved_bytes: int
-    """Segments that the allocator took from the device after it had given all free ones back."""
+    """Segments that the allocator took from the device in two steps, after it had given all free ones back."""
 
 
 def training_step(model: nn.Module, compiled: Callable[..., torch.Tensor], inputs: tuple[torch.Tensor, ...]) -> Step:
@@ -53,6 +53,9 @@ def memory_of(model: nn.Module, step: Step) -> Memory:
     step()
     torch.cuda.synchronize()
     after = torch.cuda.memory_stats()
+    step()  # finds the segments of the first one, cut into other pieces
+    torch.cuda.synchronize()
+    after["reserved_bytes.all.peak"] = torch.cuda.memory_stats()["reserved_bytes.all.peak"]
     return Memory(*(after[f"{kind}_bytes.all.peak"] - before[f"{kind}_bytes.all.current"] for kind in kinds))
 
 

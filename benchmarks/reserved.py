@@ -28,22 +28,23 @@ import autoremat
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CARD = "H100-80GB"
-SIZES = {"HIDDEN": 512, "HEADS": 8, "BATCH": 8, "LENGTH": 1024, "VOCABULARY": 8192, "IMAGES": 32}
+SIZES = {"HIDDEN": 512, "HEADS": 8, "BATCH": 8, "LENGTH": 1024, "VOCABULARY": 8192, "IMAGES": 256}
 """Of the models, instead of those that suit a CPU."""
 
 MODELS: dict[str, Callable[[], model_zoo.Built]] = {
     "llama": lambda: model_zoo.llama(2),
     "gpt2": lambda: model_zoo.gpt2(2),
     "vit": lambda: model_zoo.vit(2),
-    "resnet": lambda: model_zoo.resnet("basic", [2, 2, 2, 2]),
-    "unet": lambda: (model_zoo.UNet((32, 64, 128)), model_zoo.images(128)),
+    "resnet": lambda: model_zoo.resnet("basic", [1, 1, 1, 1]),
+    "unet": lambda: (model_zoo.UNet((32, 64)), model_zoo.images(128)),
 }
-SHARES = (0.7, 0.55)
+SHARE = 0.7
 EXPANDABLE = "expandable_segments:True"
 CASES: tuple[tuple[str, str, float | None], ...] = (
     ("allocated", "", None),
-    *((count, "", share) for share in SHARES for count in ("allocated", "reserved")),
-    ("reserved", EXPANDABLE, SHARES[0]),
+    ("allocated", "", SHARE),
+    ("reserved", "", SHARE),
+    ("reserved", EXPANDABLE, SHARE),
 )
 """The bytes that the budget counts, the settings of the allocator, and the budget as a share of the baseline."""
 

@@ -7,6 +7,7 @@ is from the replayed one.
 from __future__ import annotations
 
 import os
+import random
 import subprocess
 import sys
 import warnings
@@ -22,6 +23,8 @@ from torch import Tensor, nn
 
 import autoremat
 from autoremat.basics.errors import BudgetWarning
+from autoremat.planner.memory.caching_allocator import Block, CachingAllocator
+from autoremat.torch_private.allocator import settings_of_process
 
 pytestmark = pytest.mark.gpu
 
@@ -159,3 +162,24 @@ def test_a_plan_made_without_the_card_is_taken_from_its_file(name, dtype, tmp_pa
     peaks = peaks_of(step.result.peak_bytes, step.replayed_bytes, step.report)
     record_property("plan", f"predicted {stored.peak_bytes}, {peaks}")
     assert step.report.recomputed_ops > 0
+
+
+@pytest.mark.parametrize("largest", [4096, 3 * 2**20, 40 * 2**20])
+def test_the_replay_of_the_allocator_reserves_what_the_card_reserves(largest):
+    """Random requests on a stream of their own, whose pools are empty at the start."""
+    draw, replayed = random.Random(largest), CachingAllocator(settings_of_process())
+    live: list[tuple[Tensor, Block]] = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        for _ in range(200):
+            if live and draw.random() < 0.45:
+                tensor, block = live.pop(draw.randrange(len(live)))
+                del tensor
+                replayed.free(block)
+            else:
+                size = draw.randint(1, largest)
+                tensor = torch.empty(size, dtype=torch.uint8, device="cuda")
+                live.append((tensor, replayed.allocate(size)))
+                del tensor
+            assert torch.cuda.memory_reserved() - before == replayed.reserved_bytes

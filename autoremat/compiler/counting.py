@@ -19,8 +19,9 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import PlanningResult
 from autoremat.torch_private.allocator import settings_of_process
 
-TIGHTENINGS = 6
-"""Most searches for a plan whose simulated reserved bytes fit. Then the plan of the minimum peak is tried."""
+TIGHTENINGS, SPREAD = 6, 6
+"""Most searches for a plan whose simulated reserved bytes fit, each below the last by its excess; and the number of further
+searches, evenly over the range of peaks."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +74,28 @@ def _of_halves(halves: Mapping[bool, HalfAllocations]) -> Allocations:
 def find_within(count: Count, budget: int, limit: int, find: Callable[[int], PlanningResult]) -> tuple[PlanningResult, int]:
     """Returns the best plan whose reserved bytes are within ``budget``, and the bytes by which its limit is below ``limit``.
 
-    ``find`` returns the plan for a limit on allocated bytes. The lower bounds are those for the first limit.
+    ``find`` returns the plan for a limit on allocated bytes. The lower bounds are those for the first limit. If no plan fits,
+    the smallest one in the result is that of the least reserved bytes.
     """
-    first = result = find(limit)
-    present = limit
-    for _ in range(TIGHTENINGS):
-        if result.plan is None:
+    first = find(limit)
+    least, present = first.smallest.peak_bytes, limit
+    # More is not always reserved for more, so plans in the whole range of peaks are tried in the end.
+    further = iter([least + (limit - least) * part // SPREAD for part in reversed(range(SPREAD))] if limit > least else [])
+    tried: list[tuple[int, Plan]] = []
+    while True:
+        result = first if present == limit else find(present)
+        plan = result.plan or result.smallest
+        reserved = count.plan_bytes(plan)
+        if reserved <= budget:
+            return replace(result, plan=plan, lower_bound_seconds=first.lower_bound_seconds), limit - present
+        tried.append((reserved, plan))
+        tighter = min(present, plan.peak_bytes) - (reserved - budget)
+        following = tighter if len(tried) <= TIGHTENINGS and tighter >= least else next(further, None)
+        if following is None:
             break
-        excess = count.plan_bytes(result.plan) - budget
-        if excess <= 0:
-            return replace(result, lower_bound_seconds=first.lower_bound_seconds), limit - present
-        present = result.plan.peak_bytes - excess
-        result = find(present)
-    return judged(count, budget, replace(result, plan=result.smallest)), limit - result.smallest.peak_bytes
+        present = following
+    _, best = min(tried, key=lambda one: one[0])
+    return replace(result, plan=None, smallest=best, lower_bound_seconds=first.lower_bound_seconds), limit - best.peak_bytes
 
 
 def judged(count: Count, budget: int, result: PlanningResult) -> PlanningResult:

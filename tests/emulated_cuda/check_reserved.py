@@ -52,15 +52,17 @@ def check(built: Any, budget: float | None, count: str = "allocated") -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", BudgetWarning)  # the best effort may exceed the budget
         step = planned_step(*on_card(built), cost_model="roofline", **options)
-    assert sequence(step.result.allocations) == sequence(step.replayed)
+    own = step.result.allocations
+    assert own is not None
+    assert sequence(own) == sequence(step.replayed)
     for settings in SETTINGS:
-        predicted, found = reserved_for(step.replayed, settings), reserved_for(step.result.allocations, settings)
+        predicted, found = reserved_for(step.replayed, settings), reserved_for(own, settings)
         assert (found.bytes, found.allocated_bytes) == (predicted.bytes, predicted.allocated_bytes)
     assert step.report.reserved is not None
     assert step.report.reserved.of_code
     if count == "reserved":
         assert step.report.counted_bytes == step.report.reserved.bytes <= step.report.budget_bytes
-        assert reserved_for(step.result.allocations, AllocatorSettings()).bytes <= step.report.budget_bytes
+        assert reserved_for(own, AllocatorSettings()).bytes <= step.report.budget_bytes
 
 
 @pytest.mark.slow

@@ -80,12 +80,15 @@ void give_block(void* data, size_t bytes) {
   free_blocks.emplace(bytes, data);
 }
 
-// All allocations and frees in sequence: the number of an allocation, its bytes or FREED, and its part of the memory.
+thread_local c10::StreamId current_stream = 0;
+
+// All allocations and frees in sequence: the number of an allocation, its bytes or FREED, its part of the memory, its stream.
 constexpr int64_t FREED = -1;
 struct Event {
   int64_t number;
   int64_t bytes;
   int64_t memory;
+  int64_t stream;
 };
 std::vector<Event> events;
 std::mutex events_mutex;
@@ -93,13 +96,13 @@ std::mutex events_mutex;
 int64_t log_allocation(int64_t bytes, Memory memory) {
   const std::lock_guard<std::mutex> lock(events_mutex);
   const auto number = static_cast<int64_t>(events.size());
-  events.push_back({number, bytes, memory});
+  events.push_back({number, bytes, memory, current_stream});
   return number;
 }
 
 void log_free(int64_t number, Memory memory) {
   const std::lock_guard<std::mutex> lock(events_mutex);
-  events.push_back({number, FREED, memory});
+  events.push_back({number, FREED, memory, current_stream});
 }
 
 struct Block {
@@ -146,7 +149,6 @@ Heap heap;
 
 // -- one device, on whose streams everything has always finished -------------------------------------------------------
 
-thread_local c10::StreamId current_stream = 0;
 std::atomic<c10::StreamId> last_stream{0};
 
 struct Guard final : c10::impl::NoOpDeviceGuardImpl<DeviceType::CUDA> {
@@ -395,7 +397,7 @@ int64_t emulated_events() {
   return static_cast<int64_t>(events.size());
 }
 
-// Copies the events from `begin` to `end`, of three numbers each.
+// Copies the events from `begin` to `end`, of four numbers each.
 void emulated_copy_events(int64_t begin, int64_t end, int64_t* target) {
   const std::lock_guard<std::mutex> lock(events_mutex);
   std::memcpy(target, events.data() + begin, (end - begin) * sizeof(Event));

@@ -24,19 +24,19 @@ class Log:
     def __len__(self) -> int:
         return int(self.device.emulated_events())
 
-    def since(self, begin: int) -> list[tuple[int, int, bool]]:
-        """Returns the events from `begin` on: numbers, bytes or `FREED`, and True if they are in the pool of CUDA graphs."""
+    def since(self, begin: int) -> list[tuple[int, int, bool, int]]:
+        """Returns the events from `begin` on: numbers, bytes or `FREED`, True in the pool of CUDA graphs, and streams."""
         end = len(self)
-        numbers = (ctypes.c_int64 * (3 * (end - begin)))()
+        numbers = (ctypes.c_int64 * (4 * (end - begin)))()
         self.device.emulated_copy_events(ctypes.c_int64(begin), ctypes.c_int64(end), numbers)
-        triples = zip(*[iter(numbers)] * 3, strict=True)
-        return [(number, size, memory == POOL_MEMORY) for number, size, memory in triples]
+        rows = zip(*[iter(numbers)] * 4, strict=True)
+        return [(number, size, memory == POOL_MEMORY, stream) for number, size, memory, stream in rows]
 
     def step_since(self, begin: int) -> Allocations:
         """Returns the events from `begin` on as the allocations of a step."""
         events = [event for event in self.since(begin) if event[0] >= begin]  # others free what was there before
-        pooled = frozenset(number for number, _, in_pool in events if in_pool)
-        return Allocations(tuple((number, size) for number, size, _ in events), pooled)
+        pooled = frozenset(number for number, _, in_pool, _ in events if in_pool)
+        return Allocations(tuple((number, size) for number, size, _, _ in events), pooled)
 
 
 class Segments:
@@ -51,11 +51,11 @@ class Segments:
         """Replays the events since the last call."""
         events = self.log.since(self.read)
         self.read += len(events)
-        for number, size, in_pool in events:
+        for number, size, in_pool, stream in events:
             if size == FREED:
                 self.allocators[in_pool].free(self.live.pop(number))
             else:
-                self.live[number] = self.allocators[in_pool].allocate(size)
+                self.live[number] = self.allocators[in_pool].allocate(size, stream)
 
     def bytes(self) -> tuple[int, int]:
         """Returns the bytes that are reserved now, and the most until now."""

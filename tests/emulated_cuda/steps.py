@@ -27,8 +27,8 @@ class StepResult:
     loss: float
     gradients: tuple[Tensor, ...]
     peak_bytes: int
-    allocations: Allocations
-    """The card's own allocations in sequence."""
+    allocations: Allocations | None
+    """The emulated card's own allocations in sequence. None on a real card."""
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,12 @@ def run_step(function: Callable[..., Tensor], module: nn.Module, inputs: tuple[T
     module.zero_grad(set_to_none=True)
     torch.manual_seed(SEED)
     torch.cuda.reset_peak_memory_stats()
-    before, log = torch.cuda.memory_allocated(), segments.present[0].log
-    begin = len(log)
+    before, log = torch.cuda.memory_allocated(), next((one.log for one in segments.present), None)
+    begin = 0 if log is None else len(log)
     loss = function(*inputs)
     loss.backward()
-    peak, allocations = torch.cuda.max_memory_allocated() - before, log.step_since(begin)
+    peak = torch.cuda.max_memory_allocated() - before
+    allocations = None if log is None else log.step_since(begin)
     gradients = tuple(p.grad.detach().cpu().clone() for p in module.parameters() if p.grad is not None)
     return StepResult(float(loss.detach().cpu()), gradients, peak, allocations)
 
