@@ -2,7 +2,7 @@
 
     python benchmarks/blocks.py                                  # Llama, GPT-2 and a diffusion transformer; 8, 16, 32 blocks
     python benchmarks/blocks.py --models llama --layers 8        # measures some rows again; the others stay
-    python benchmarks/blocks.py --skip-times                     # without the compile times
+    python benchmarks/blocks.py --parts rows                     # without the compile times
 
 Inductor compiles on a CPU. Budgets lie between the minimum peak of the blocks and that without recomputation. "Added" is
 the time of recomputation and of saved tensors above that of the fastest plan, by the cost model, as a share of the step. The
@@ -156,17 +156,15 @@ def compile_seconds(name: str, count: int, method: str) -> float:
     if method == "blocks":
         autoremat.compile_blocks(blocks_of(model), 0.5, step=lambda: model(*inputs))
         model(*inputs).backward()
-    elif method == "whole":
-        torch.compile(model, backend="autoremat", options={"memory_budget": 0.5})(*inputs).backward()
     else:
-        torch.compile(model)(*inputs).backward()
+        torch.compile(model, backend="autoremat", options={"memory_budget": 0.5})(*inputs).backward()
     return time.perf_counter() - begin
 
 
 def times(name: str, count: int) -> dict[str, Any]:
     """The compile times of all methods, each in a process of its own with empty caches."""
     found: dict[str, Any] = {"model": name, "blocks": count}
-    for method in ("blocks", "whole", "inductor"):
+    for method in ("blocks", "whole"):
         with tempfile.TemporaryDirectory() as cache:
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
             command = [sys.executable, __file__, "--only-time", method, "--models", name, "--layers", str(count)]
@@ -194,13 +192,12 @@ def text_of(results: dict[str, list[dict[str, Any]]]) -> str:
             + f" {added:>8.2%} {whole_graph:>12} {difference:>11} {plans:>7} {row['compilations']:>9}"
         )
     if results["times"]:
-        heads = f"{'model':<10} {'blocks':>6} {'one by one':>11} {'whole graph':>12} {'ratio':>6} {'Inductor, whole':>16}"
+        heads = f"{'model':<10} {'blocks':>6} {'one by one':>11} {'whole graph':>12} {'ratio':>6}"
         lines += ["", "Compile time and first step, in seconds", heads]
         for row in results["times"]:
             ratio = row["whole"] / row["one by one"]
             lines.append(
-                f"{row['model']:<10} {row['blocks']:>6} {row['one by one']:>11.1f} {row['whole']:>12.1f} {ratio:>6.1f} "
-                f"{row['inductor']:>16.1f}"
+                f"{row['model']:<10} {row['blocks']:>6} {row['one by one']:>11.1f} {row['whole']:>12.1f} {ratio:>6.1f}"
             )
     return "\n".join(lines) + "\n"
 
@@ -216,9 +213,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--layers", nargs="+", type=int, default=list(LAYERS))
-    parser.add_argument("--skip-rows", action="store_true", help="measures no peaks")
-    parser.add_argument("--skip-times", action="store_true", help="measures no compile times")
-    parser.add_argument("--only-time", choices=["blocks", "whole", "inductor"], help=argparse.SUPPRESS)
+    parser.add_argument("--parts", nargs="+", choices=["rows", "times"], default=["rows", "times"])
+    parser.add_argument("--only-time", choices=["blocks", "whole"], help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -229,12 +225,11 @@ def main() -> None:
     results = json.loads(file.read_text()) if file.exists() else {"rows": [], "times": []}
     for count in arguments.layers:
         for name in arguments.models:
-            if not arguments.skip_rows:
-                results["rows"] = merged(results["rows"], rows(name, count))
-            if not arguments.skip_times:
-                results["times"] = merged(results["times"], [times(name, count)])
-            file.write_text(json.dumps(results, indent=2) + "\n")
-            (arguments.output / "blocks.txt").write_text(text_of(results))
+            for kind, measure in (("rows", rows), ("times", lambda name, count: [times(name, count)])):
+                if kind in arguments.parts:
+                    results[kind] = merged(results[kind], measure(name, count))
+                    file.write_text(json.dumps(results, indent=2) + "\n")
+                    (arguments.output / "blocks.txt").write_text(text_of(results))
     print(text_of(results))
     if any(row["measured"] > row["budget"] for row in results["rows"]):
         raise SystemExit("a measured peak is over its budget")

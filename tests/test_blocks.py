@@ -350,6 +350,23 @@ def test_models_with_compiled_blocks_are_copied_pickled_and_compiled_again():
     assert blocks.profile.budget_bytes < blocks.profile.baseline_peak_bytes
 
 
+def test_a_difference_between_equal_blocks_is_a_warning():
+    class Numbered(Block):
+        def __init__(self, number: int) -> None:
+            super().__init__(0.0)
+            self.number = number
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if self.number < 10 else x
+
+    model, inputs = layered(2)
+    model.layers = nn.ModuleList(Numbered(number) for number in range(2))
+    blocks = autoremat.compile_blocks(model.layers, 1.0, step=lambda: model(inputs), options=EAGER)
+    assert len(set(blocks.profile.step.numbers)) == 1
+    with pytest.warns(BudgetWarning, match=r"block 1 is compiled again.*TORCH_LOGS=recompiles"):
+        model(inputs)
+
+
 def test_a_profile_measures_in_no_other_profiler():
     model, inputs = layered(2)
     autoremat.compile_blocks(model.layers, 0.8, options=EAGER)

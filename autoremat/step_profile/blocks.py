@@ -8,7 +8,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autoremat.basics.checks import options_of
 from autoremat.basics.display import PlainTable, Shown, named_figures
@@ -16,7 +16,9 @@ from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsErro
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.basics.units import format_bytes
 from autoremat.compiler.agreed_step import agreed_step
-from autoremat.compiler.blocks import running_block
+from autoremat.compiler.blocks import current_block, running_block
+from autoremat.compiler.cache_key import graph_key
+from autoremat.compiler.dynamo_backend import backend
 from autoremat.compiler.interception import active_interceptor, intercepted_by
 from autoremat.compiler.joint_graph import free_device_bytes
 from autoremat.options.options import Options
@@ -185,9 +187,18 @@ class CompiledBlocks(Shown):
         It has a code object of its own: Dynamo counts recompilations per code object, and drops none of those of others.
         """
         own = FunctionType(_call_block.__code__.replace(), _call_block.__globals__, "block")
+        compiled: set[str] = set()
+
+        def autoremat(gm: fx.GraphModule, inputs: Sequence[Any], **keywords: Any) -> Callable[..., Any]:
+            key = graph_key(gm, inputs)
+            if key in compiled and memory_budget is not None:
+                _warn_of_recompilation()
+            compiled.add(key)
+            return backend(gm, inputs, **keywords)
+
         given = {key: value for key, value in self._given.items() if key != "accumulate"}  # the profile counts gradients
         options: dict[str, Any] = {**given, "memory_budget": memory_budget}
-        return torch.compile(own, backend="autoremat", options=options)
+        return torch.compile(own, backend=autoremat, options=options)
 
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for block in self.blocks for parameter in block.parameters())
@@ -236,6 +247,17 @@ def _in_bytes_or_share(options: Options) -> int | float | str | None:
     budget = options.memory_budget
     assert not isinstance(budget, StepProfile | Share)
     return budget
+
+
+def _warn_of_recompilation() -> None:
+    number = current_block()
+    warnings.warn(
+        f"the graph of block {number} is compiled again, although an equal block has it: Dynamo found a difference between the "
+        "two, such as a number of the layer that the forward reads. TORCH_LOGS=recompiles names it. Beyond "
+        "torch._dynamo.config.recompile_limit such blocks run uncompiled and without a plan",
+        BudgetWarning,
+        stacklevel=2,
+    )
 
 
 def _best_effort(error: BudgetInfeasible) -> str:
