@@ -127,6 +127,16 @@ def test_an_impossible_budget_names_the_blocks_of_a_graph_together():
     assert [one.name for one in error.occupants][:2] == ["backward of graph 0", "saved by graph 0 for 6 calls"]
 
 
+def test_code_that_exceeds_its_share_gets_more_room():
+    step = step_of_blocks(8, 2)
+    higher = step.with_higher_peaks(3, 0.5)
+    assert {graph.front for graph in higher.graphs} == {(PlanPoint(0.0, 100, 150, 210), PlanPoint(1.0, 10, 135, 225))}
+    assert step.with_higher_peaks(8, 0.5) == step
+    before, after = (one.shared_out(600) for one in (step, higher))
+    assert after.added_seconds > before.added_seconds
+    assert min(share.backward_peak_bytes for share in after.shares) >= 210
+
+
 def test_ranges_of_numbers():
     assert in_ranges([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
     assert in_ranges([]) == "-"
