@@ -127,6 +127,16 @@ def test_an_impossible_budget_names_the_blocks_of_a_graph_together():
     assert [one.name for one in error.occupants][:2] == ["backward of graph 0", "saved by graph 0 for 6 calls"]
 
 
+def test_code_that_exceeds_its_share_gets_more_room():
+    step = step_of_blocks(8, 2)
+    higher = step.with_higher_peaks(3, 0.5)
+    assert {graph.front for graph in higher.graphs} == {(PlanPoint(0.0, 100, 150, 210), PlanPoint(1.0, 10, 135, 225))}
+    assert step.with_higher_peaks(8, 0.5) == step
+    before, after = (one.shared_out(600) for one in (step, higher))
+    assert after.added_seconds > before.added_seconds
+    assert min(share.backward_peak_bytes for share in after.shares) >= 210
+
+
 def test_ranges_of_numbers():
     assert in_ranges([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
     assert in_ranges([]) == "-"
@@ -348,6 +358,23 @@ def test_models_with_compiled_blocks_are_copied_pickled_and_compiled_again():
     autoremat.compile_blocks(model.layers, 0.9, options=EAGER)  # takes the place of the first call
     train(model, inputs, 3)
     assert blocks.profile.budget_bytes < blocks.profile.baseline_peak_bytes
+
+
+def test_a_difference_between_equal_blocks_is_a_warning():
+    class Numbered(Block):
+        def __init__(self, number: int) -> None:
+            super().__init__(0.0)
+            self.number = number
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if self.number < 10 else x
+
+    model, inputs = layered(2)
+    model.layers = nn.ModuleList(Numbered(number) for number in range(2))
+    blocks = autoremat.compile_blocks(model.layers, 1.0, step=lambda: model(inputs), options=EAGER)
+    assert len(set(blocks.profile.step.numbers)) == 1
+    with pytest.warns(BudgetWarning, match=r"block 1 is compiled again.*TORCH_LOGS=recompiles"):
+        model(inputs)
 
 
 def test_a_profile_measures_in_no_other_profiler():

@@ -39,7 +39,7 @@ def agreed_step(step: Step, budget: int | None, options: Options, place: str) ->
 
 def _structure(step: Step) -> str:
     """Returns a hash of the step's graphs and of the order of their halves."""
-    parts = [*(graph.key for graph in step.graphs), *step.order, str(len(step.moments))]
+    parts = [*(f"{graph.key} {graph.block}" for graph in step.graphs), *step.order, str(len(step.moments))]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

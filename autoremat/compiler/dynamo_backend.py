@@ -169,8 +169,9 @@ def _advised(budget: Budget) -> Iterator[None]:
         infeasible = find_cause(error, BudgetInfeasible)
         if infeasible is not None and isinstance(budget, Share) and current_block() is not None:
             infeasible.advise(
-                "the figures are those of one block in its share of the step's budget: for larger inputs than in the profiled "
-                "step, call profile_again() on the result of compile_blocks"
+                "the figures are those of one block in its share of the step's budget, and generated code may need more than "
+                "its plan: raise the budget of the step. For larger inputs than in the profiled step, call profile_again() on "
+                "the result of compile_blocks"
             )
         raise
 

@@ -2,35 +2,46 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from autoremat.basics.checks import options_of
 from autoremat.basics.display import PlainTable, Shown, named_figures
-from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError, find_cause
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.basics.units import format_bytes
 from autoremat.compiler.agreed_step import agreed_step
-from autoremat.compiler.blocks import running_block
+from autoremat.compiler.blocks import current_block, running_block
+from autoremat.compiler.cache_key import graph_key
+from autoremat.compiler.dynamo_backend import backend
 from autoremat.compiler.interception import active_interceptor, intercepted_by
 from autoremat.compiler.joint_graph import free_device_bytes
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Share
-from autoremat.planner.multigraph.step_profile import StepProfile
+from autoremat.planner.multigraph.step_profile import Step, StepProfile
 from autoremat.step_profile.first_steps import FirstSteps
 from autoremat.step_profile.profile import profile_step, step_of, variants_of
 from autoremat.torch_private import autograd, compat
 
+log = logging.getLogger("autoremat")
+
+HIGHER_PEAKS = 0.1
+"""Share by which the peaks of a block's plans are raised if its generated code exceeds its share."""
+
+MOST_GIVEN_WAY = 4
+"""Number of times that blocks are planned again for that reason."""
+
 
 def compile_blocks(
     blocks: nn.Module | Iterable[nn.Module],
-    memory_budget: int | float | str | None = None,
+    memory_budget: int | float | str | DeviceBudget | None = None,
     *,
     variants: int = 3,
     step: Callable[[], Any] | None = None,
@@ -75,7 +86,7 @@ class CompiledBlocks(Shown):
     def __init__(
         self,
         blocks: Sequence[nn.Module],
-        memory_budget: int | float | str | None,
+        memory_budget: int | float | str | DeviceBudget | None,
         variants: int,
         options: Mapping[str, Any] | None,
     ) -> None:
@@ -105,19 +116,13 @@ class CompiledBlocks(Shown):
         """Profiles ``step()`` now and plans by it; see :func:`autoremat.profile_step`."""
         if self._options.accumulate is not None:
             raise OptionsError("`step` shows one micro-batch, without the gradients of others: leave out accumulate, or step")
-        profile = profile_step(
-            step,
-            memory_budget=_budget_of_a_step(self._options),
-            loss=loss,
-            regional=True,
-            variants=self.variants,
-            options=self._given,
-        )
-        self._use(profile)
+        profile = profile_step(step, loss=loss, regional=True, variants=self.variants, options=self._given)
+        self._given_way = 0
+        self._plan(profile.step)
 
     def profile_again(self) -> None:
         """Measures the next two training steps and plans anew, such as for larger inputs."""
-        self._profile = None
+        self._profile, self._given_way = None, 0
         self._first_steps: FirstSteps | None = FirstSteps(self._options, self._has_gradients)
         self._recorded = self._compiled(memory_budget=None)
 
@@ -128,6 +133,7 @@ class CompiledBlocks(Shown):
         """
         if self._profile is None:
             raise StepProfileError("the step is not measured yet: run two training steps, or pass step=... to compile_blocks")
+        self._given_way = 0
         self._use(self._profile.within(memory_budget))
         return self._profile
 
@@ -152,7 +158,25 @@ class CompiledBlocks(Shown):
             if self._first_steps is not None and not self._may_plan(self._first_steps):
                 with intercepted_by(self._first_steps):
                     return self._recorded(block, *args, **kwargs)
-            return self._planned(block, *args, **kwargs)
+            try:
+                return self._planned(block, *args, **kwargs)
+            except Exception as error:
+                if find_cause(error, BudgetInfeasible) is None or not self._gives_way(number):
+                    raise
+            return self.call(number, block, args, kwargs)
+
+    def _gives_way(self, number: int) -> bool:
+        """Plans again with higher peaks for the graphs of a block whose generated code does not fit its share.
+
+        Returns False if that was done too often, or if the code decides nothing. Raises ``BudgetInfeasible`` for the whole step
+        if no choice of plans is left.
+        """
+        if self._profile is None or self._options.compiler != "inductor" or self._given_way >= MOST_GIVEN_WAY:
+            return False
+        self._given_way += 1
+        log.info("the code of block %d exceeds its share: planning the blocks again", number)
+        self._use(self._profile.step.with_higher_peaks(number, HIGHER_PEAKS).shared_out(self._profile.budget_bytes))
+        return True
 
     def _may_plan(self, first: FirstSteps) -> bool:
         """Returns True if the step is measured; it is then planned."""
@@ -162,23 +186,27 @@ class CompiledBlocks(Shown):
             return False
         with status_if_slow("planning the blocks", shown=self._options.progress):
             now("sharing out the budget")
-            found = step_of(first, first.moments_found, self.variants)
-            options = self._options.on_device(0, counts_gradients=self._options.open_calls.accumulates)
-            budget = options.resolve_budget(found.baseline_peak_bytes, free_device_bytes(first.device))
-            found, budget = agreed_step(found, budget, self._options, "the profile of blocks")
-            try:
-                profile = found.shared_out(budget)
-            except BudgetInfeasible as error:
-                if self._options.on_infeasible != "best_effort":
-                    raise
-                warnings.warn(_best_effort(error), BudgetWarning, stacklevel=5)
-                profile = found.shared_out(error.minimum_bytes)
-        self._use(profile)
+            self._plan(step_of(first, first.moments_found, self.variants))
         return True
+
+    def _plan(self, found: Step) -> None:
+        """Divides the budget of the options among the graphs of the measured step."""
+        options = self._options.on_device(0, counts_gradients=self._options.open_calls.accumulates)
+        budget = options.resolve_budget(found.baseline_peak_bytes, free_device_bytes(torch.device(found.device)))
+        found, budget = agreed_step(found, budget, self._options, "the profile of blocks")
+        try:
+            profile = found.shared_out(budget)
+        except BudgetInfeasible as error:
+            if self._options.on_infeasible != "best_effort":
+                raise
+            warnings.warn(_best_effort(error), BudgetWarning, stacklevel=5)
+            profile = found.shared_out(error.minimum_bytes)
+        self._use(profile)
 
     def _use(self, profile: StepProfile) -> None:
         """Makes the blocks follow their plans in ``profile`` from their next calls on."""
         self._profile, self._first_steps = profile, None
+        self._recorded = self._compiled(memory_budget=None)  # the old one holds the recording, with all its plans
         self._planned = self._compiled(memory_budget=profile)
 
     def _compiled(self, memory_budget: StepProfile | None) -> Callable[..., Any]:
@@ -187,9 +215,18 @@ class CompiledBlocks(Shown):
         It has a code object of its own: Dynamo counts recompilations per code object, and drops none of those of others.
         """
         own = FunctionType(_call_block.__code__.replace(), _call_block.__globals__, "block")
+        compiled: set[str] = set()
+
+        def autoremat(gm: fx.GraphModule, inputs: Sequence[Any], **keywords: Any) -> Callable[..., Any]:
+            key = graph_key(gm, inputs)
+            if key in compiled and memory_budget is not None:
+                _warn_of_recompilation()
+            compiled.add(key)
+            return backend(gm, inputs, **keywords)
+
         given = {key: value for key, value in self._given.items() if key != "accumulate"}  # the profile counts gradients
         options: dict[str, Any] = {**given, "memory_budget": memory_budget}
-        return torch.compile(own, backend="autoremat", options=options)
+        return torch.compile(own, backend=autoremat, options=options)
 
     def _has_gradients(self) -> bool:
         return any(parameter.grad is not None for block in self.blocks for parameter in block.parameters())
@@ -234,10 +271,15 @@ def _modules(blocks: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     return found
 
 
-def _budget_of_a_step(options: Options) -> int | float | str | DeviceBudget | None:
-    budget = options.memory_budget
-    assert not isinstance(budget, StepProfile | Share)
-    return budget
+def _warn_of_recompilation() -> None:
+    number = current_block()
+    warnings.warn(
+        f"the graph of block {number} is compiled again, although an equal block has it: Dynamo found a difference between the "
+        "two, such as a number of the layer that the forward reads. TORCH_LOGS=recompiles names it. Beyond "
+        "torch._dynamo.config.recompile_limit such blocks run uncompiled and without a plan",
+        BudgetWarning,
+        stacklevel=2,
+    )
 
 
 def _best_effort(error: BudgetInfeasible) -> str:

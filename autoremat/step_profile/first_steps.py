@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import fx
 from torch.autograd.graph import Node
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from autoremat.basics.errors import StepProfileError
 from autoremat.compiler.interception import active_interceptor
@@ -44,6 +46,7 @@ class FirstSteps(Recording):
         self.is_traced = False
         self.disturbed = self.waited = self.passes = 0
         self.waiting: set[int] = set()
+        self._before_update: RemovableHandle | None = None
         self.in_pass = self.has_ended = self.compiles = False
 
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
@@ -86,7 +89,12 @@ class FirstSteps(Recording):
 
         Not during a backward, whose end would bring a stopped profiler back.
         """
+        if self.moments_found is not None:
+            return
         meter, is_complete = self.meter, self.has_ended
+        if self._before_update is not None:
+            self._before_update.remove()
+            self._before_update = None
         if meter is not None:
             with contextlib.suppress(RuntimeError) if not is_complete else contextlib.nullcontext():
                 meter.__exit__(None, None, None)
@@ -125,6 +133,12 @@ class FirstSteps(Recording):
                 "or `track_peak`: begin these after two steps, or pass step=... to compile_blocks, which measures at once"
             ) from error
         self.start(meter)
+        self._before_update = register_optimizer_step_pre_hook(self._settle_before_update)
+
+    def _settle_before_update(self, *_: Any) -> None:
+        """Stops the measurement before the optimizer's own step, which is no part of it."""
+        if self.has_ended and not autograd.is_in_backward():
+            self.settle()
 
     def _pass_ended(self, step: list[Event]) -> None:
         """Ends the recorded step with the pass after which no call waits for its backward."""

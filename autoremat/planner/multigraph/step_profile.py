@@ -95,6 +95,17 @@ class Step:
             shares=tuple(limits),
         )
 
+    def with_higher_peaks(self, block: int, share: float) -> Step:
+        """Returns the step with peaks higher by this share for the graphs that ``block`` calls, in all their plans."""
+        keys = {graph.key for graph in self.graphs if graph.block == block}
+
+        def higher(point: PlanPoint) -> PlanPoint:
+            forward, backward = (int(point.peak_bytes(half) * (1 + share)) for half in (False, True))
+            return replace(point, forward_peak_bytes=forward, backward_peak_bytes=backward)
+
+        fronts = {graph.key: tuple(map(higher, graph.front)) for graph in self.graphs if graph.key in keys}
+        return replace(self, graphs=tuple(replace(graph, front=fronts.get(graph.key, graph.front)) for graph in self.graphs))
+
     def _of_variants(self, points: Sequence[PlanPoint], shares: Sequence[Share]) -> list[Share]:
         """Returns the shares with the same limits for all entries of a graph that follow the same plan.
 
