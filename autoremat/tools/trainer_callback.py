@@ -22,7 +22,7 @@ def device_budget_callback(total: int | str = "auto", others: Mapping[str, Any] 
     """
     from transformers import TrainerCallback
 
-    class DeviceBudgetCallback(TrainerCallback):  # type: ignore[misc]
+    class DeviceBudgetCallback(TrainerCallback):
         """Sets the memory budget of the process from the memory of its device."""
 
         budget = None

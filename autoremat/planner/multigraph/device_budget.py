@@ -156,7 +156,11 @@ class DeviceBudget(Shown):
         """Adds to the error of a plan which row of the ledger leaves it so little."""
         part = max((part for part in self.parts if part in COMPILED), key=self.bytes_in)
         held = format_bytes(self.bytes_in(part))
-        error.advise(f"the ledger takes {held} of {format_bytes(self.total_bytes)} in the {NAMES[part]}; {self.advice(part)}")
+        more = self.total_bytes + error.minimum_bytes - error.budget_bytes
+        error.advise(
+            f"the ledger of the device takes {held} of {format_bytes(self.total_bytes)} in {NAMES[part]}, and a device of "
+            f"{format_bytes(more)} would fit; {self.advice(part)}"
+        )
 
     def line(self) -> str:
         """Returns the one-line representation."""
