@@ -55,8 +55,8 @@ def device_budget(
 
     - ``total``: memory of the device, in bytes or as text such as "24GiB"; a CUDA card by name, such as "H100-80GB", here or
       not; or "auto" for the whole memory of the CUDA device that holds the model.
-    - ``model``: the module that is trained, or several, wrapped by ``DistributedDataParallel`` or ``fully_shard`` where training
-      wraps them. Modules may be on the meta device.
+    - ``model``: the module that is trained, or several, wrapped by ``DistributedDataParallel`` or ``fully_shard`` as in
+      training. Modules may be on the meta device.
     - ``optimizer``: the optimizer or several that step one after the other, or an ``OptimizerMemory`` with measured figures.
       None counts no optimizer.
     - ``accumulate``: number of micro-batches in one step of the optimizer.

@@ -77,7 +77,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if not report.within_budget:
         rows.insert(1, ("over the budget", f"by {format_bytes(report.peak_bytes - (report.budget_bytes or 0))}"))
     if report.device_ledger is not None:
-        rows.insert(1, ("device", _device_text(report.device_ledger, report.peak_bytes)))
+        rows.insert(1, ("device", _device_text(report, report.device_ledger)))
     if report.reserved is not None:
         rows.append(("reserved by the allocator", _reserved_text(report.reserved)))
     if report.ranks:
@@ -90,12 +90,12 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     return rows
 
 
-def _device_text(ledger: DeviceBudget, peak_bytes: int) -> str:
+def _device_text(report: ReportData, ledger: DeviceBudget) -> str:
     """Returns the predicted peak of the whole device, and the part of the step that has it."""
-    peak, total = format_bytes(ledger.device_bytes(peak_bytes)), format_bytes(ledger.total_bytes)
+    peak, total = format_bytes(report.predicted_device_bytes or 0), format_bytes(ledger.total_bytes)
     reserve = f", {format_bytes(ledger.reserve_bytes)} of them kept free" if ledger.reserve_bytes else ""
     name = f" ({ledger.device})" if ledger.device else ""
-    return f"predicted peak {peak} of {total}{name}{reserve}; it binds in {NAMES[ledger.binding(peak_bytes)]}"
+    return f"predicted peak {peak} of {total}{name}{reserve}; it binds in {NAMES[ledger.binding(report.peak_bytes)]}"
 
 
 EXPANDABLE_GAIN = 0.03

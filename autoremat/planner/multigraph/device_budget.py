@@ -108,7 +108,11 @@ class DeviceBudget(Shown):
 
     def fits(self, peak_bytes: int = 0) -> bool:
         """Returns True if the device holds every part of the step under a plan of ``peak_bytes``, with the reserve."""
-        return self.device_bytes(peak_bytes) + self.reserve_bytes <= self.total_bytes
+        return self.holds(self.device_bytes(peak_bytes))
+
+    def holds(self, device_bytes: int) -> bool:
+        """Returns True if the device holds ``device_bytes`` beside the reserve."""
+        return device_bytes + self.reserve_bytes <= self.total_bytes
 
     def with_rows(self, *rows: LedgerRow) -> DeviceBudget:
         """Returns the ledger with further rows. Rows of no bytes are left out."""
