@@ -24,6 +24,9 @@ CONTEXT = 512 * 2**20
 RESERVE = 512 * 2**20
 """Bytes that stay free on a CUDA device: fragments, and workspaces of libraries such as cuBLAS."""
 
+CPU_RESERVE = 64 * 2**10
+"""Bytes that stay free on a CPU: numbers of eager code, such as a loss that the caller keeps."""
+
 CUDA_BLOCK = 512
 """Bytes of which a block of CUDA's caching allocator is a multiple."""
 
@@ -62,7 +65,7 @@ def device_budget(
     - ``accumulate``: number of micro-batches in one step of the optimizer.
     - ``set_to_none``: False if ``zero_grad(set_to_none=False)`` keeps gradients from one step to the next.
     - ``others``: further memory by name: modules such as an EMA copy, tensors, or bytes.
-    - ``reserve``: bytes to keep free: by default 512 MiB on CUDA and none on a CPU.
+    - ``reserve``: bytes to keep free: by default 512 MiB on CUDA and 64 KiB on a CPU.
     - ``context``: bytes outside torch's allocator. By default they are measured on a CUDA device that is here, 512 MiB on
       others, and none on a CPU.
     - ``device``: the device of ``total``; None means a card named by ``total``, else the device of the model.
@@ -112,7 +115,7 @@ class _Place:
 
     @property
     def reserve_bytes(self) -> int:
-        return RESERVE if self.is_cuda else 0
+        return RESERVE if self.is_cuda else CPU_RESERVE
 
     @property
     def notes(self) -> tuple[str, ...]:
