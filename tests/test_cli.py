@@ -257,7 +257,7 @@ def test_max_batch_finds_the_largest_size(training):
         (["{}"], 2, "not of the form MODULE:FUNCTION"),
         (["{}:nothing"], 2, "nothing"),
         (["{}:number"], 2, "is no function"),
-        (["{}:wrong"], 2, "should return (model, inputs), and returns int"),
+        (["{}:wrong"], 2, "should return (model, inputs) or (model, inputs, optimizer), and returns int"),
         (["nowhere:loss"], 2, "there is no module 'nowhere'"),
         (["{}.py:loss"], 2, "(a module is named without .py)"),
         (["{}:sized"], 2, "sized is called with nothing here: missing a required argument: 'batch'"),

@@ -144,7 +144,8 @@ def _with_share(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> 
             BudgetWarning,
             stacklevel=2,
         )
-    return dataclasses.replace(options, memory_budget=profile.budget_bytes if known is None else profile.shares[known])
+    budget = profile.budget_bytes if known is None else profile.shares[known]
+    return dataclasses.replace(options, memory_budget=budget, device_ledger=profile.device_ledger)
 
 
 def _with_device_bytes(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Options:

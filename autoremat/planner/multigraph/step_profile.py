@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autoremat.basics.budget import budget_bytes, parse_budget
@@ -124,6 +124,8 @@ class StepProfile(Shown):
     """For each graph of the step, the plan that is assigned to it."""
     shares: tuple[Share | None, ...]
     """For each graph, the limits within which the backend finds its plan again. None without a budget."""
+    device_ledger: DeviceBudget | None = None
+    """The ledger of the whole device, if the budget is a device budget."""
 
     @property
     def baseline_peak_bytes(self) -> int:
@@ -137,7 +139,8 @@ class StepProfile(Shown):
         """
         if isinstance(memory_budget, DeviceBudget):
             memory_budget.check()
-            return self.step.shared_out(memory_budget.budget_bytes)
+            found = self.step.shared_out(memory_budget.budget_bytes)
+            return replace(found, device_ledger=memory_budget.of_step(found.peak_bytes))
         return self.step.shared_out(budget_bytes(parse_budget(memory_budget, "memory_budget"), self.baseline_peak_bytes))
 
     def number_of(self, key: str) -> int | None:
