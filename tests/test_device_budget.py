@@ -460,6 +460,35 @@ def test_a_step_profile_takes_a_device_budget():
     profile = autoremat.profile_step(model, TOKENS, memory_budget=budget, options=UNCOMPILED)
     assert profile.budget_bytes == budget.budget_bytes - TOKENS.nbytes
     assert profile.within(budget).budget_bytes == budget.budget_bytes
+    torch.compile(model, backend="autoremat", options={**UNCOMPILED, "memory_budget": profile})(TOKENS).backward()
+    report = autoremat.reports()[-1]
+    assert report.device_ledger == profile.device_ledger
+    assert report.predicted_device_bytes == budget.of_graph(TOKENS.nbytes, False).device_bytes(profile.peak_bytes)
+
+
+@pytest.mark.parametrize("views", [False, True])
+def test_the_peak_of_buckets_that_share_a_budget_is_that_of_the_step(views):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(Model(3), bucket_cap_mb=0.2, gradient_as_bucket_view=views)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        budget = autoremat.device_budget("8MiB", model, optimizer, accumulate=2)
+        compiled = torch.compile(model, backend="autoremat", options={**UNCOMPILED, "memory_budget": budget})
+        for _ in range(2):  # the wrapper allocates its buckets anew after the first backward
+            compiled(TOKENS.clone()).backward()
+            model.zero_grad(set_to_none=True)
+        with autoremat.track_peak("cpu") as peak:
+            for _ in range(2):
+                for _ in range(2):
+                    (compiled(TOKENS.clone()) / 2).backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+    finally:
+        torch.distributed.destroy_process_group()
+    ledger = autoremat.reports()[-1].device_ledger
+    assert ledger.step_peak_bytes > 0
+    held = sum(row(ledger, name).bytes for name in ("parameters", "buffers", "buckets of DistributedDataParallel"))
+    assert autoremat.reports()[-1].predicted_device_bytes == pytest.approx(peak.bytes + held, rel=0.03)
 
 
 # -- "auto" ------------------------------------------------------------------------------------------------------------
