@@ -117,25 +117,25 @@ def _load(target: str) -> Callable[..., Any]:
     return found
 
 
-def _made(target: str, *size: int) -> tuple[Any, Any]:
-    """The model and its inputs, as the function returns them."""
+def _made(target: str, *size: int) -> tuple[Any, Any, Any]:
+    """The model, its inputs and its optimizer, as the function returns them; None for an optimizer that it does not return."""
     function = _load(target)
     try:
         inspect.signature(function).bind(*size)
     except TypeError as error:
         raise click.UsageError(f"{target} is called with {'the size' if size else 'nothing'} here: {error}") from error
     made = function(*size)
-    if not (isinstance(made, tuple) and len(made) == 2 and callable(made[0])):
-        raise click.UsageError(f"{target} should return (model, inputs), and returns {type(made).__name__}")
-    return made
+    if not (isinstance(made, tuple) and len(made) in (2, 3) and callable(made[0])):
+        expected = "(model, inputs) or (model, inputs, optimizer)"
+        raise click.UsageError(f"{target} should return {expected}, and returns {type(made).__name__}")
+    return made[0], made[1], made[2] if len(made) == 3 else None
 
 
-def _step(target: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """The model, the positional and the keyword arguments of the step that the function returns."""
-    model, inputs = _made(target)
+def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The positional and the keyword arguments that ``inputs`` stand for."""
     if isinstance(inputs, Mapping):
-        return model, (), dict(inputs)
-    return model, tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
+        return (), dict(inputs)
+    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
 
 
 def _number_or_text(text: str) -> Any:
@@ -172,7 +172,32 @@ _lower = click.option("--lower", is_flag=True,
                       help="Also generate the code, without its kernels, and show what memory that needs.")  # fmt: skip
 
 
-def _options(further: tuple[str, ...], budget: str | None = None, max_slowdown: str | None = None) -> dict[str, Any]:
+def _whole_device(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of a budget from the memory of a whole device."""
+    for decorate in (
+        click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True,
+                     help="With --device-memory: micro-batches in one step of the optimizer."),
+        click.option("--optimizer", metavar="NAME", help="With --device-memory: a class of torch.optim, such as AdamW, where "
+                     "the function returns no optimizer."),
+        click.option("--device-memory", metavar="TOTAL", help="In place of --budget: the memory of the whole device, 24GiB or "
+                     "a card such as H100-80GB. Parameters, gradients and optimizer are counted."),
+    ):  # fmt: skip
+        command = decorate(command)
+    return command
+
+
+def _device_budget(total: str, model: Any, optimizer: Any, name: str | None, accumulate: int) -> autoremat.DeviceBudget:
+    """The budget that a device of ``total`` memory leaves; ``name`` is a class of torch.optim, for want of an ``optimizer``."""
+    modules = list(importlib.import_module("autoremat.tools.trace").models_in(model))
+    if optimizer is None and name is not None:
+        kind = getattr(importlib.import_module("torch.optim"), name, None)
+        if not isinstance(kind, type):
+            raise click.BadParameter(f"torch.optim has no class {name!r}", param_hint="--optimizer")
+        optimizer = kind([parameter for module in modules for parameter in module.parameters()])
+    return autoremat.device_budget(_number_or_text(total), modules, optimizer, accumulate=accumulate)
+
+
+def _options(further: tuple[str, ...], budget: Any = None, max_slowdown: str | None = None) -> dict[str, Any]:
     """The backend's options, as ``torch.compile(options=...)`` takes them."""
     options: dict[str, Any] = {}
     for one in further:
@@ -180,14 +205,27 @@ def _options(further: tuple[str, ...], budget: str | None = None, max_slowdown: 
         if not equals:
             raise click.BadParameter(f"{one!r} is not of the form KEY=VALUE", param_hint="--option")
         options[key] = _number_or_text(value)
-    own = {"memory_budget": budget, "max_slowdown": max_slowdown}
-    return options | {key: _number_or_text(text) for key, text in own.items() if text is not None}
+    slowdown = None if max_slowdown is None else _number_or_text(max_slowdown)
+    own = {"memory_budget": budget, "max_slowdown": slowdown}
+    return options | {key: value for key, value in own.items() if value is not None}
+
+
+def _budget_of(budget: str | None, total: str | None, model: Any, optimizer: Any, name: str | None, accumulate: int) -> Any:
+    """The budget of a command: bytes or a share, or that of a whole device; None without one."""
+    if total is None:
+        if name is not None or accumulate > 1:
+            raise click.UsageError("--optimizer and --accumulate need --device-memory")
+        return None if budget is None else _number_or_text(budget)
+    if budget is not None:
+        raise click.UsageError("--budget and --device-memory exclude each other")
+    return _device_budget(total, model, optimizer, name, accumulate)
 
 
 @main.command()
 @_planning
 @click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or a share such as 0.5. Default: no bound.")
 @_max_slowdown
+@_whole_device
 @click.option("--values", is_flag=True, help="Also show what becomes of the largest values of the forward, and why.")
 @click.option("--totals", type=click.Choice(["module", "op"]), help="Also show sums by kind of module or by op.")
 @click.option("--peak", is_flag=True, help="Also show what is live where memory is fullest.")
@@ -207,14 +245,18 @@ def explain(
     lower: bool,
     html: Path | None,
     save_plan: Path | None,
+    device_memory: str | None,
+    optimizer: str | None,
+    accumulate: int,
 ) -> None:
     """Plan a training step without running it.
 
-    MODULE:FUNCTION takes nothing and returns (model, inputs): inputs is a tensor, a tuple of arguments or a dict of keyword
-    arguments, and model(inputs) returns the loss. The model may be on the meta device.
+    MODULE:FUNCTION takes nothing and returns (model, inputs) or (model, inputs, optimizer): inputs is a tensor, a tuple of
+    arguments or a dict of keyword arguments, and model(inputs) returns the loss. The model may be on the meta device.
     """
-    model, args, kwargs = _step(target)
-    options = _options(further, budget, max_slowdown)
+    model, inputs, own = _made(target)
+    args, kwargs = _arguments(inputs)
+    options = _options(further, _budget_of(budget, device_memory, model, own, optimizer, accumulate), max_slowdown)
     found = autoremat.explain(model, *args, options=options, device=device, lower=lower, **kwargs)
     if save_plan is not None and found.plan is not None:
         found.plan.save(save_plan)
@@ -251,7 +293,8 @@ def pareto(
     MODULE:FUNCTION is that of `autoremat explain`. Besides ours, the plans of fixed policies and of torch's partitioner, and
     the lower bound.
     """
-    model, args, kwargs = _step(target)
+    model, inputs, _ = _made(target)
+    args, kwargs = _arguments(inputs)
     kwargs = kwargs if torch_too else {**kwargs, "torch_budgets": ()}
     found = autoremat.pareto(model, *args, points=points, options=_options(further), device=device, lower=lower, **kwargs)
     if picture is not None:
@@ -264,8 +307,9 @@ def pareto(
 
 @main.command("max-batch", short_help="Find the largest size that fits a budget.")
 @_planning
-@click.option("--budget", metavar="BUDGET", required=True, help="6GiB, bytes, or auto.")
+@click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or auto.")
 @_max_slowdown
+@_whole_device
 @click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Try multiples of this size only.")
 @click.option("--limit", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="The largest size to try.")
 @_lower
@@ -274,21 +318,28 @@ def max_batch(
     device: str | None,
     further: tuple[str, ...],
     as_json: bool,
-    budget: str,
+    budget: str | None,
     max_slowdown: str | None,
     step: int,
     limit: int,
     lower: bool,
+    device_memory: str | None,
+    optimizer: str | None,
+    accumulate: int,
 ) -> None:
     """The largest batch, or other size, that fits a budget.
 
-    MODULE:FUNCTION takes the size and returns (model, inputs). Nothing is allocated for the sizes that are tried.
+    MODULE:FUNCTION takes the size and returns (model, inputs) or (model, inputs, optimizer). Nothing is allocated for the
+    sizes that are tried.
     """
-    model, _ = _made(target, step)
+    model, _, own = _made(target, step)
+    bound = _budget_of(budget, device_memory, model, own, optimizer, accumulate)
+    if bound is None:
+        raise click.UsageError("one of --budget and --device-memory is required")
     found = autoremat.max_batch(
         lambda size: _made(target, size)[1],
         model,
-        _number_or_text(budget),
+        bound,
         step=step,
         limit=limit,
         options=_options(further, max_slowdown=max_slowdown),

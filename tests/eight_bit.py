@@ -23,7 +23,7 @@ def dequantised(bits: torch.Tensor, scale: torch.Tensor, like: torch.Tensor) -> 
 
 
 class EightBitAdam(torch.optim.Optimizer):
-    """Adam whose moments are stored in 8 bits, and in full only for the parameter that is stepped. Skips steps that overflow."""
+    """Adam whose moments are stored in 8 bits, and in full only for the parameter that is stepped."""
 
     def __init__(self, params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas})

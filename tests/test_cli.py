@@ -150,6 +150,10 @@ def mistaken():
 def unequal():
     return nn.Linear(3, 1), torch.randn(256, 32)
 
+def stepped():
+    model, x = net()
+    return lambda x: model(x).square().mean(), (x,), torch.optim.SGD(model.parameters(), lr=0.1)
+
 def wrong():
     return 7
 
@@ -191,6 +195,34 @@ def test_explain_for_a_device_that_is_not_here_as_json(training):
     assert "H100" in report.device
 
 
+def test_explain_counts_a_whole_device(training):
+    arguments = ("explain", f"{training}:loss", "--device-memory", "H100-80GB", "--accumulate", 4, "-o", "compiler=aot_eager")
+    done = run(*arguments, "--optimizer", "AdamW", "--json")
+    assert done.exit_code == 0, done.output
+    report = Report.from_json(done.stdout)
+    assert "H100" in report.device
+    assert report.device_ledger.accumulate == 4
+    assert "optimizer state after the first step" in {row.name for row in report.device_ledger.rows}
+    returned = Report.from_json(run(*(str(one).replace(":loss", ":stepped") for one in arguments), "--json").stdout)
+    assert returned.device_ledger.rows != report.device_ledger.rows
+    assert "ledger of the device" in run(*arguments).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--device-memory", "1KiB", "--optimizer", "SGD"], 1, "the device (cpu) is too small"),
+        (["--device-memory", "1GiB", "--budget", "1GiB"], 2, "--budget and --device-memory exclude each other"),
+        (["--optimizer", "SGD"], 2, "--optimizer and --accumulate need --device-memory"),
+        (["--device-memory", "1GiB", "--optimizer", "Nonsense"], 2, "torch.optim has no class 'Nonsense'"),
+    ],
+)
+def test_wrong_devices_are_one_line(training, arguments, code, text):
+    done = run("explain", f"{training}:loss", "-o", "compiler=aot_eager", *arguments)
+    assert done.exit_code == code
+    assert text in done.stderr
+
+
 def test_pareto_lists_plans_and_bounds(training):
     arguments = ("pareto", f"{training}:loss", "--points", 3, "--no-torch", "-o", "compiler=aot_eager")
     done = run(*arguments, "--picture", "pareto.png")
@@ -225,7 +257,7 @@ def test_max_batch_finds_the_largest_size(training):
         (["{}"], 2, "not of the form MODULE:FUNCTION"),
         (["{}:nothing"], 2, "nothing"),
         (["{}:number"], 2, "is no function"),
-        (["{}:wrong"], 2, "should return (model, inputs), and returns int"),
+        (["{}:wrong"], 2, "should return (model, inputs) or (model, inputs, optimizer), and returns int"),
         (["nowhere:loss"], 2, "there is no module 'nowhere'"),
         (["{}.py:loss"], 2, "(a module is named without .py)"),
         (["{}:sized"], 2, "sized is called with nothing here: missing a required argument: 'batch'"),

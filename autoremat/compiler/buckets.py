@@ -36,6 +36,7 @@ from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak, with_code
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Role
+from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.frame import Border, Frame, Part
 from autoremat.planner.multigraph.fronts import border_values, front_of, output_bytes, point_of
 from autoremat.planner.multigraph.ledger import KnownBorders, Share
@@ -52,6 +53,8 @@ class SharedBudget:
 
     profile: StepProfile
     shares: tuple[Share | None, ...]
+    ledger: DeviceBudget | None = None
+    """The ledger of the whole device, if the budget comes from one."""
 
 
 _shared: WeakKeyDictionary[Any, SharedBudget | None] = WeakKeyDictionary()
@@ -79,7 +82,7 @@ def sharing_one_budget(
         yield options
         return
     try:
-        yield dataclasses.replace(options, memory_budget=share)
+        yield dataclasses.replace(options, memory_budget=share, device_ledger=shared.ledger)
     except Exception as error:
         alone = find_cause(error, BudgetInfeasible)
         if alone is None:
@@ -130,7 +133,8 @@ def _planned_together(split: ddp.Split, options: Options, patches: Mapping[str, 
     profile = _shared_out(step, options, split)
     shares = [None if one is None else _share(profile, one, _note(n, split, profile)) for n, one in enumerate(graphs)]
     log.info("%d buckets of DistributedDataParallel share one budget: %s", split.count, profile.line())
-    return SharedBudget(profile, tuple(shares))
+    ledger = options.device_ledger
+    return SharedBudget(profile, tuple(shares), None if ledger is None else ledger.of_step(profile.peak_bytes))
 
 
 def _share(profile: StepProfile, graph: _Graph, note: str) -> Share | None:

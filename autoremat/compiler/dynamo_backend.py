@@ -90,6 +90,8 @@ def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options)
     if interceptor is not None and may_train(gm, example_inputs):
         return interceptor.compile(gm, example_inputs, patches)
     budget_of = _budgets(gm, example_inputs, parsed)
+    if isinstance(parsed.memory_budget, StepProfile):
+        parsed = dataclasses.replace(parsed, device_ledger=parsed.memory_budget.device_ledger)
 
     def compile_with(budget: Budget) -> Compiled:
         module = copied_with_sources(gm) if len(budget_of) > 1 else gm  # the compiler takes ownership

@@ -24,6 +24,9 @@ CONTEXT = 512 * 2**20
 RESERVE = 512 * 2**20
 """Bytes that stay free on a CUDA device: fragments, and workspaces of libraries such as cuBLAS."""
 
+CPU_RESERVE = 64 * 2**10
+"""Bytes that stay free on a CPU: numbers of eager code, such as a loss that the caller keeps."""
+
 CUDA_BLOCK = 512
 """Bytes of which a block of CUDA's caching allocator is a multiple."""
 
@@ -37,7 +40,7 @@ OPTIMIZER_FORMS = "an optimizer of torch, a sequence of them, an OptimizerMemory
 
 def device_budget(
     total: int | str,
-    model: nn.Module,
+    model: nn.Module | Sequence[nn.Module],
     optimizer: Optimizer | Sequence[Optimizer] | OptimizerMemory | None = None,
     *,
     accumulate: int = 1,
@@ -55,14 +58,14 @@ def device_budget(
 
     - ``total``: memory of the device, in bytes or as text such as "24GiB"; a CUDA card by name, such as "H100-80GB", here or
       not; or "auto" for the whole memory of the CUDA device that holds the model.
-    - ``model``: the module that is trained, as wrapped by ``DistributedDataParallel`` or ``fully_shard``. It may be on the meta
-      device.
+    - ``model``: the module that is trained, or several, wrapped by ``DistributedDataParallel`` or ``fully_shard`` as in
+      training. Modules may be on the meta device.
     - ``optimizer``: the optimizer or several that step one after the other, or an ``OptimizerMemory`` with measured figures.
       None counts no optimizer.
     - ``accumulate``: number of micro-batches in one step of the optimizer.
     - ``set_to_none``: False if ``zero_grad(set_to_none=False)`` keeps gradients from one step to the next.
     - ``others``: further memory by name: modules such as an EMA copy, tensors, or bytes.
-    - ``reserve``: bytes to keep free: by default 512 MiB on CUDA and none on a CPU.
+    - ``reserve``: bytes to keep free: by default 512 MiB on CUDA and 64 KiB on a CPU.
     - ``context``: bytes outside torch's allocator. By default they are measured on a CUDA device that is here, 512 MiB on
       others, and none on a CPU.
     - ``device``: the device of ``total``; None means a card named by ``total``, else the device of the model.
@@ -75,10 +78,11 @@ def device_budget(
         raise refused("accumulate", accumulate, "an int >= 1")
     kept = StepPart(0) if flag(set_to_none, "set_to_none") else StepPart.LATER_STEP | StepPart.LATER_MICRO_BATCH
     kept |= StepPart.LATER_MICRO_BATCH if count > 1 else StepPart(0)
-    place = _place_of(total, model, device)
+    modules = [model] if isinstance(model, nn.Module) else list(model)
+    place = _place_of(total, modules, device)
     inventory = Inventory(place.device_type, place.rounding, place.moved)
     rows = [LedgerRow("context and libraries", place.context_bytes() if context is None else _bytes(context, "context"))]
-    rows += inventory.rows_of_model(model, kept)
+    rows += inventory.rows_of_models(modules, kept)
     memory = _optimizer_memory(optimizer, place)
     rows += [] if memory is None else memory.rows(_fewer_temporaries(optimizer))
     rows += inventory.rows_of_others(others or {})
@@ -111,7 +115,7 @@ class _Place:
 
     @property
     def reserve_bytes(self) -> int:
-        return RESERVE if self.is_cuda else 0
+        return RESERVE if self.is_cuda else CPU_RESERVE
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -137,10 +141,10 @@ class _Place:
         return max(0, int(total - free - torch.cuda.memory_reserved(self.index)))
 
 
-def _place_of(total: int | str, model: nn.Module, device: str | torch.device | None) -> _Place:
+def _place_of(total: int | str, modules: Sequence[nn.Module], device: str | torch.device | None) -> _Place:
     """Returns the device of ``total``. Raises ``OptionsError`` for a device that is neither torch's nor a known card."""
     named = str(device) if device is not None else total if isinstance(total, str) else ""
-    own = next((t.device for t in _tensors(model)), torch.device("cpu"))
+    own = next((t.device for t in _tensors(modules)), torch.device("cpu"))
     if device_memory(named) is not None:
         return _on_cuda(named, own, own.type == "cuda")
     try:
@@ -162,9 +166,10 @@ def _on_cuda(name: str, device: torch.device, is_here: bool, moved: bool = False
     return _Place(name, "cuda", is_cuda=True, index=index, moved=moved)
 
 
-def _tensors(model: nn.Module) -> Iterator[torch.Tensor]:
-    yield from model.parameters()
-    yield from model.buffers()
+def _tensors(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
+    for module in modules:
+        yield from module.parameters()
+        yield from module.buffers()
 
 
 def _bytes(value: object, name: str, forms: str = BYTES_FORMS, least: int = 0) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,27 +54,28 @@ class Inventory:
         found = {id(p): local(p) for p in parameters if p.requires_grad}.values()
         return sum(rounded(p.numel() * p.element_size(), self.rounding) for p in found if self.counts(p))
 
-    def rows_of_model(self, model: nn.Module, kept_in: StepPart) -> Iterator[LedgerRow]:
-        """Yields the rows of a model: parameters, buffers, gradients, and the buffers of its parallelism.
+    def rows_of_models(self, models: Sequence[nn.Module], kept_in: StepPart) -> Iterator[LedgerRow]:
+        """Yields the rows of models: parameters, buffers, gradients, and the buffers of their parallelism.
 
         ``kept_in`` are the parts of forward and backward in which earlier gradients are live.
         """
-        parameters = list(model.parameters())
-        lower = "hold parameters in fewer bits, or shard them"
-        yield LedgerRow("parameters", self.bytes_of(parameters), remedy=lower)
-        yield LedgerRow("buffers", self.bytes_of(model.buffers()))
-        gradients, viewed = self.gradient_bytes(parameters), False
-        if isinstance(model, DistributedDataParallel):
-            viewed = bool(model.gradient_as_bucket_view)
-            advice = "" if viewed else "gradient_as_bucket_view=True makes gradients views of the buckets"
-            yield LedgerRow("buckets of DistributedDataParallel", gradients, remedy=advice)
-        if not viewed:  # else gradients are part of the buckets
-            yield LedgerRow("gradients", gradients, UPDATES, "train fewer parameters, or an optimizer in the backward")
-            advice = "accumulate=1 and zero_grad(set_to_none=True) free them before the forward"
-            yield LedgerRow(EARLIER_GRADIENTS, gradients if kept_in else 0, kept_in, advice)
-        yield LedgerRow("gathered parameters of fully_shard", self.gathered_bytes(model), COMPILED)
+        parameters = {id(p): p for model in models for p in model.parameters()}
+        yield LedgerRow("parameters", self.bytes_of(parameters.values()), remedy="hold parameters in fewer bits, or shard them")
+        yield LedgerRow("buffers", self.bytes_of(buffer for model in models for buffer in model.buffers()))
+        parallel = [model for model in models if isinstance(model, DistributedDataParallel)]
+        views = {id(p) for model in parallel if model.gradient_as_bucket_view for p in model.parameters()}
+        in_buckets = self.gradient_bytes(p for model in parallel for p in model.parameters())
+        advice = "" if views else "gradient_as_bucket_view=True makes gradients views of the buckets"
+        yield LedgerRow("buckets of DistributedDataParallel", in_buckets, remedy=advice)
+        gradients = self.gradient_bytes(p for p in parameters.values() if id(p) not in views)
+        yield LedgerRow("gradients", gradients, UPDATES, "train fewer parameters, or an optimizer in the backward")
+        advice = "accumulate=1 and zero_grad(set_to_none=True) free them before the forward"
+        yield LedgerRow(EARLIER_GRADIENTS, gradients if kept_in else 0, kept_in, advice)
+        gathered = sum(map(self.gathered_bytes, models))
+        yield LedgerRow("gathered parameters of fully_shard", gathered, COMPILED, "shard smaller modules")
 
-    def gathered_bytes(self, model: nn.Module) -> int:
+    @staticmethod
+    def gathered_bytes(model: nn.Module) -> int:
         """Returns the bytes that ``fully_shard`` holds at most: groups that stay, the running, the next and the reduced one."""
         groups = list(gathered_groups(model))
         kept = sum(size for size, is_freed in groups if not is_freed)

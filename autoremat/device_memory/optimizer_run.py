@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from autoremat.basics.errors import OptimizerUnpredictable
 from autoremat.planner.multigraph.device_budget import OptimizerMemory
-from autoremat.torch_private.fake_optimizers import FakeCopies, choosing_as_for_real_tensors, fake_copy, step_of
+from autoremat.torch_private.fake_optimizers import FakeCopies, as_in_training, fake_copy, step_of
 from autoremat.torch_private.fake_tensors import new_mode
 from autoremat.torch_private.live_bytes import LiveBytes
 
@@ -45,38 +45,39 @@ def optimizer_memory(
 
     Raises ``OptimizerUnpredictable`` if a step does not run on fake tensors.
     """
-    mode = new_mode()
-    copies = FakeCopies(mode, to)
-    live = LiveBytes(mode, device_type, rounding)
+    with as_in_training():
+        return _run(optimizers, LiveBytes(new_mode(), device_type, rounding), to, stands_for_cuda)
+
+
+def _run(optimizers: Sequence[Optimizer], live: LiveBytes, to: torch.device | None, stands_for_cuda: bool) -> OptimizerMemory:
+    """Returns the memory that ``live`` counts in steps of fake copies of the optimizers."""
+    copies = FakeCopies(live.mode, to)
     copied = [fake_copy(unwrapped(optimizer), copies) for optimizer in optimizers]
     for parameter in parameters_of(copied):
         live.count(parameter, 0)
         if parameter.requires_grad:
-            with mode, torch.no_grad():
+            with live.mode, torch.no_grad():
                 parameter.grad = torch.empty_like(parameter)
             live.count(parameter.grad, 0)
     for _, tensor in copies.made.values():
         live.count(tensor)
     if stands_for_cuda:
         _choose_as_on_cuda(copied)
-    existing, peaks = live.live, []
-    for number in range(1 + LATER_STEPS):
+    existing, peaks, states = live.live, [], []
+    for _ in range(1 + LATER_STEPS):
         live.peak = live.live
         for original, optimizer in zip(optimizers, copied, strict=True):
             _step(optimizer, type(unwrapped(original)).__name__, live)
         peaks.append(live.peak)
-        if number == 0:
-            state = live.live
-    notes: tuple[str, ...] = ()
-    if live.assumed_numbers:
-        notes = ("the optimizer reads numbers of tensors, which its run on fake tensors takes as 1",)
-    return OptimizerMemory(max(state, live.live), peaks[0], max(peaks[1:]), existing, notes)
+        states.append(live.live)
+    note = "the optimizer reads numbers of tensors, which its run on fake tensors takes as 1"
+    return OptimizerMemory(max(states), peaks[0], max(peaks[1:]), existing, (note,) if live.assumed_numbers else ())
 
 
 def _step(optimizer: Optimizer, name: str, live: LiveBytes) -> None:
     """Runs one step. Raises ``OptimizerUnpredictable`` for any error in it."""
     try:
-        with choosing_as_for_real_tensors(), live:
+        with live:
             step_of(optimizer)()
     except Exception as error:  # the code of optimizers is open-ended
         raise OptimizerUnpredictable(

@@ -214,13 +214,16 @@ class ReportData:
         return self.budget_bytes is None or (
             self.within_budget
             and not self.unknown_workspaces
-            and (self.device_ledger is None or self.device_ledger.fits(self.peak_bytes))
+            and (self.device_ledger is None or self.device_ledger.holds(self.predicted_device_bytes or 0))
         )
 
     @property
     def predicted_device_bytes(self) -> int | None:
         """Predicted peak of the whole device over all steps, the optimizer's included. None without a ledger of the device."""
-        return None if self.device_ledger is None else self.device_ledger.device_bytes(self.peak_bytes)
+        if self.device_ledger is None:
+            return None
+        kept = max(0, (self.graph_pool_bytes or 0) - self.gradient_bytes)  # a pool stays, and gradients are part of it
+        return max(self.device_ledger.device_bytes(self.peak_bytes), self.device_ledger.update_bytes + kept)
 
     @classmethod
     def of(cls, planning: PlanningResult, plan: Plan, extra_headroom_bytes: int = 0, **fields: Any) -> Self:

@@ -95,18 +95,18 @@ def _budgets(report: ReportData) -> list[tuple[str, str]]:
     if report.max_slowdown is not None:
         rows.append(("budget of time", time_text(report)))
     if report.device_ledger is not None:
-        rows.append(("device", _device_text(report.device_ledger, report.peak_bytes)))
+        rows.append(("device", _device_text(report, report.device_ledger)))
     if not report.within_budget:
         rows.append(("over the budget", f"by {format_bytes(report.counted_bytes - (report.budget_bytes or 0))}"))
     return rows
 
 
-def _device_text(ledger: DeviceBudget, peak_bytes: int) -> str:
+def _device_text(report: ReportData, ledger: DeviceBudget) -> str:
     """Returns the predicted peak of the whole device, and the part of the step that has it."""
-    peak, total = format_bytes(ledger.device_bytes(peak_bytes)), format_bytes(ledger.total_bytes)
+    peak, total = format_bytes(report.predicted_device_bytes or 0), format_bytes(ledger.total_bytes)
     reserve = f", {format_bytes(ledger.reserve_bytes)} of them kept free" if ledger.reserve_bytes else ""
     name = f" ({ledger.device})" if ledger.device else ""
-    return f"predicted peak {peak} of {total}{name}{reserve}; it binds in {NAMES[ledger.binding(peak_bytes)]}"
+    return f"predicted peak {peak} of {total}{name}{reserve}; it binds in {NAMES[ledger.binding(report.peak_bytes)]}"
 
 
 def time_text(report: ReportData) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from types import FunctionType
 from typing import Any
 
@@ -175,7 +176,8 @@ class CompiledBlocks(Shown):
             return False
         self._given_way += 1
         log.info("the code of block %d exceeds its share: planning the blocks again", number)
-        self._use(self._profile.step.with_higher_peaks(number, HIGHER_PEAKS).shared_out(self._profile.budget_bytes))
+        higher = self._profile.step.with_higher_peaks(number, HIGHER_PEAKS).shared_out(self._profile.budget_bytes)
+        self._use(replace(higher, device_ledger=self._profile.device_ledger))
         return True
 
     def _may_plan(self, first: FirstSteps) -> bool:
@@ -201,7 +203,8 @@ class CompiledBlocks(Shown):
                 raise
             warnings.warn(_best_effort(error), BudgetWarning, stacklevel=5)
             profile = found.shared_out(error.minimum_bytes)
-        self._use(profile)
+        ledger = options.device_ledger
+        self._use(profile if ledger is None else replace(profile, device_ledger=ledger.of_step(profile.peak_bytes)))
 
     def _use(self, profile: StepProfile) -> None:
         """Makes the blocks follow their plans in ``profile`` from their next calls on."""

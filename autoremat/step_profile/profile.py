@@ -100,7 +100,8 @@ def profile_step(
         parsed = with_bytes(parsed.on_device(inputs, counts_gradients=False), taken.device)
         budget = parsed.resolve_budget(found.baseline_peak_bytes, None)
         found, budget = agreed_step(found, budget, parsed, "the profile of a step")
-        return found.shared_out(budget)
+        shared, ledger = found.shared_out(budget), parsed.device_ledger
+        return replace(shared, device_ledger=None if ledger is None else ledger.of_step(shared.peak_bytes))
 
 
 def variants_of(value: object) -> int:

@@ -151,6 +151,11 @@ def _minimum_bytes(outcome: Outcome) -> int:
     return max(one.minimum_peak_bytes for one in (outcome, *outcome.others))
 
 
+def _excess_bytes(outcome: Outcome) -> int:
+    """Returns the minimum peak found minus the budget, in bytes; negative for a size that fits."""
+    return _minimum_bytes(outcome) - (outcome.budget_bytes or 0)
+
+
 @dataclass
 class _Search:
     """A bisection that takes its first guesses from a straight line through two peaks."""
@@ -192,7 +197,7 @@ class _Search:
     def on_a_line(self) -> int:
         """Returns the count whose peak would equal the budget if peaks lay on the line through the two nearest known ones."""
         nearest = sorted(self.outcomes, key=lambda count: abs(count - self.fits))[:2]
-        (first, below), (second, above) = sorted((count, _minimum_bytes(self.outcomes[count])) for count in nearest)
-        budget = self.outcomes[first].budget_bytes or 0
+        # A device budget shrinks with the inputs, so the line is that of the excess over the budget.
+        (first, below), (second, above) = sorted((count, _excess_bytes(self.outcomes[count])) for count in nearest)
         slope = (above - below) / (second - first)
-        return int(first + (budget - below) / slope) if slope > 0 else 2 * second
+        return int(first - below / slope) if slope > 0 else 2 * second

@@ -144,7 +144,7 @@ def trace_captured(
 
     Models are found in the closures of a function and in the globals that it names.
     """
-    models = list(dict.fromkeys(_models_in(model_or_fn)))
+    models = list(dict.fromkeys(models_in(model_or_fn)))
     own = [t for model in models for t in (*model.parameters(), *model.buffers())]
     given = [leaf for leaf in torch.utils._pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
     target = target_of(device, [*own, *given])
@@ -275,7 +275,7 @@ def _refill(container: object, before: list[object]) -> Iterable[Any]:
     return dict(zip(before[::2], before[1::2], strict=True)) if isinstance(container, dict) else before
 
 
-def _models_in(thing: object, depth: int = SEARCH_DEPTH, seen: set[int] | None = None) -> Iterator[nn.Module]:
+def models_in(thing: object, depth: int = SEARCH_DEPTH, seen: set[int] | None = None) -> Iterator[nn.Module]:
     """Yields the modules that a call of ``thing`` may reach."""
     seen = set() if seen is None else seen
     if id(thing) in seen or depth < 0:
@@ -285,7 +285,7 @@ def _models_in(thing: object, depth: int = SEARCH_DEPTH, seen: set[int] | None =
         yield thing
         return
     for inner in _inside(thing):
-        yield from _models_in(inner, depth - 1, seen)
+        yield from models_in(inner, depth - 1, seen)
 
 
 def _inside(thing: object) -> list[object]:

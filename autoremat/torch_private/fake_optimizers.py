@@ -9,9 +9,11 @@ import contextlib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._guards import tracing
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
@@ -97,11 +99,15 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 @contextlib.contextmanager
-def choosing_as_for_real_tensors() -> Iterator[None]:
-    """Makes optimizers choose between foreach and a loop for fake tensors as for real ones, while active."""
+def as_in_training() -> Iterator[None]:
+    """Makes optimizers take the paths for fake tensors that they take for real ones, while active.
+
+    They choose between foreach and a loop by the types of tensors, and have paths of their own while torch compiles.
+    """
     supported: list[Any] = torch_optimizer._foreach_supported_types
     supported.append(FakeTensor)
     try:
-        yield
+        with mock.patch.object(torch.compiler, "_is_compiling_flag", False), tracing(None), unset_fake_temporarily():
+            yield
     finally:
         supported.remove(FakeTensor)

@@ -72,6 +72,8 @@ class DeviceBudget(Shown):
     """Number of micro-batches in one step of the optimizer."""
     notes: tuple[str, ...] = ()
     """Assumptions behind the figures."""
+    step_peak_bytes: int = 0
+    """Peak of a step of several graphs that share the budget, above the ledger; 0 for a graph by itself."""
 
     @property
     def parts(self) -> tuple[StepPart, ...]:
@@ -100,15 +102,20 @@ class DeviceBudget(Shown):
 
     def binding(self, peak_bytes: int) -> StepPart:
         """Returns the part of the step with the device's peak under a plan of ``peak_bytes``; the latest of equal ones."""
+        peak_bytes = max(peak_bytes, self.step_peak_bytes)
         return max(reversed(self.parts), key=lambda part: self.bytes_in(part, peak_bytes))
 
     def device_bytes(self, peak_bytes: int) -> int:
         """Returns the peak of the whole device under a plan of ``peak_bytes``, without the reserve."""
-        return self.bytes_in(self.binding(peak_bytes), peak_bytes)
+        return self.bytes_in(self.binding(peak_bytes), max(peak_bytes, self.step_peak_bytes))
 
     def fits(self, peak_bytes: int = 0) -> bool:
         """Returns True if the device holds every part of the step under a plan of ``peak_bytes``, with the reserve."""
-        return self.device_bytes(peak_bytes) + self.reserve_bytes <= self.total_bytes
+        return self.holds(self.device_bytes(peak_bytes))
+
+    def holds(self, device_bytes: int) -> bool:
+        """Returns True if the device holds ``device_bytes`` beside the reserve."""
+        return device_bytes + self.reserve_bytes <= self.total_bytes
 
     def with_rows(self, *rows: LedgerRow) -> DeviceBudget:
         """Returns the ledger with further rows. Rows of no bytes are left out."""
@@ -121,6 +128,10 @@ class DeviceBudget(Shown):
         """
         kept = tuple(row for row in self.rows if not (counts_gradients and row.name == EARLIER_GRADIENTS))
         return replace(self, rows=kept).with_rows(LedgerRow(INPUTS, input_bytes, remedy="use a smaller batch"))
+
+    def of_step(self, peak_bytes: int) -> DeviceBudget:
+        """Returns the ledger of a step of several graphs with a common peak of ``peak_bytes``."""
+        return replace(self, step_peak_bytes=peak_bytes)
 
     def check(self) -> None:
         """Raises ``DeviceTooSmall`` if no plan fits, because the ledger alone exceeds the device."""
@@ -156,7 +167,11 @@ class DeviceBudget(Shown):
         """Adds to the error of a plan which row of the ledger leaves it so little."""
         part = max((part for part in self.parts if part in COMPILED), key=self.bytes_in)
         held = format_bytes(self.bytes_in(part))
-        error.advise(f"the ledger takes {held} of {format_bytes(self.total_bytes)} in the {NAMES[part]}; {self.advice(part)}")
+        more = self.total_bytes + error.minimum_bytes - error.budget_bytes
+        error.advise(
+            f"the ledger of the device takes {held} of {format_bytes(self.total_bytes)} in {NAMES[part]}, and a device of "
+            f"{format_bytes(more)} would fit; {self.advice(part)}"
+        )
 
     def line(self) -> str:
         """Returns the one-line representation."""
@@ -179,9 +194,10 @@ class DeviceBudget(Shown):
 
     def table(self, peak_bytes: int | None = None) -> PlainTable:
         """Returns the rows of the ledger by parts of the step, in bytes. A plan's ``peak_bytes`` add a row."""
-        parts = self.parts
+        parts, name = self.parts, "peak of the plans" if self.step_peak_bytes else "peak of the plan"
+        peak_bytes = None if peak_bytes is None else max(peak_bytes, self.step_peak_bytes)
         table = plain_table("ledger of the device", (*(SHORT[part] for part in parts), "memory"), numbers=len(parts))
-        plan = () if peak_bytes is None else (LedgerRow("peak of the plan", peak_bytes, COMPILED),)
+        plan = () if peak_bytes is None else (LedgerRow(name, peak_bytes, COMPILED),)
         for row in (*self.rows, *plan):
             table.add_row(*(format_bytes(row.bytes) if part in row.live else "" for part in parts), row.name)
         table.add_row(*(format_bytes(self.bytes_in(part, peak_bytes or 0)) for part in parts), "sum")

@@ -164,6 +164,8 @@ class StepProfile(Shown):
     """For each entry of ``step.graphs``, the plan that is assigned to it."""
     shares: tuple[Share | None, ...]
     """For each entry of ``step.graphs``, the limits within which the backend finds its plan again. None without a budget."""
+    device_ledger: DeviceBudget | None = None
+    """The ledger of the whole device, if the budget is a device budget."""
 
     @property
     def baseline_peak_bytes(self) -> int:
@@ -177,7 +179,8 @@ class StepProfile(Shown):
         """
         if isinstance(memory_budget, DeviceBudget):
             memory_budget.check()
-            return self.step.shared_out(memory_budget.budget_bytes)
+            found = self.step.shared_out(memory_budget.budget_bytes)
+            return replace(found, device_ledger=memory_budget.of_step(found.peak_bytes))
         return self.step.shared_out(budget_bytes(parse_budget(memory_budget, "memory_budget"), self.baseline_peak_bytes))
 
     def shares_of(self, key: str) -> dict[int | None, Share | None]:
