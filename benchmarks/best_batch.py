@@ -32,6 +32,7 @@ from rich.table import Table
 from torch import nn
 
 import autoremat
+from autoremat.tools.best_batch import BestBatch
 
 ROOT = Path(__file__).resolve().parent.parent
 SIZES = {"HIDDEN": 192, "LENGTH": 128}
@@ -74,6 +75,22 @@ class Verdict:
     """Share of the measured best's samples per second that the predicted best lacks."""
 
 
+@dataclass(frozen=True)
+class Step:
+    """Forward and backward of a compiled model."""
+
+    model: nn.Module
+    compiled: Callable[[torch.Tensor], torch.Tensor]
+    inputs: torch.Tensor
+
+    def __call__(self) -> None:
+        self.forget_gradients()
+        self.compiled(self.inputs).backward()
+
+    def forget_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+
+
 def tokens(size: int) -> torch.Tensor:
     return torch.randint(0, model_zoo.VOCABULARY, (size, model_zoo.LENGTH))
 
@@ -85,7 +102,7 @@ def measured(name: str, rounds: int) -> list[Row]:
     most = autoremat.explain(model, tokens(BATCHES[-1]), options={"memory_budget": "1TiB"}, lower=True).peak_bytes
     budgets = {share: int(share * most) for share in SHARES}
     planned = {share: planned_for(model, budget) for share, budget in budgets.items()}
-    steps: dict[tuple[float, int], Callable[[], None]] = {}
+    steps: dict[tuple[float, int], Step] = {}
     for share, budget in budgets.items():
         for one in planned[share].tried:
             if one.fits:
@@ -103,28 +120,23 @@ def measured(name: str, rounds: int) -> list[Row]:
     ]  # fmt: skip
 
 
-def planned_for(model: nn.Module, budget: int) -> autoremat.tools.best_batch.BestBatch:
+def planned_for(model: nn.Module, budget: int) -> BestBatch:
     """The sizes as planned with the code that is generated, as the backend plans them."""
     return autoremat.best_batch(tokens, model, budget, candidates=BATCHES, lower=True)
 
 
-def compiled_step(name: str, size: int, budget: int) -> Callable[[], None]:
+def compiled_step(name: str, size: int, budget: int) -> Step:
     """Forward and backward of a fresh model, compiled for that size and budget."""
     torch.manual_seed(0)
     model, inputs = MODELS[name](), tokens(size)
     compiled = torch.compile(model, backend="autoremat", dynamic=False, options={"memory_budget": budget})
-
-    def step() -> None:
-        model.zero_grad(set_to_none=True)
-        compiled(inputs).backward()
-
-    begin = time.perf_counter()
+    step, begin = Step(model, compiled, inputs), time.perf_counter()
     step()
     print(f"{name}, {size} within {budget / 2**20:.1f} MiB: compiled in {time.perf_counter() - begin:.1f} s", flush=True)
     return step
 
 
-def samples_of(steps: dict[tuple[float, int], Callable[[], None]], rounds: int) -> dict[tuple[float, int], list[float]]:
+def samples_of(steps: dict[tuple[float, int], Step], rounds: int) -> dict[tuple[float, int], list[float]]:
     """Seconds of each step in each round."""
     found: dict[tuple[float, int], list[float]] = {key: [] for key in steps}
     for turn in range(WARM_ROUNDS + rounds):
@@ -136,8 +148,9 @@ def samples_of(steps: dict[tuple[float, int], Callable[[], None]], rounds: int) 
     return found
 
 
-def peak_of(step: Callable[[], None]) -> int:
-    """The measured peak of a step; gradients of the step before are live at its start and freed at once."""
+def peak_of(step: Step) -> int:
+    """The measured peak of a step that starts without gradients."""
+    step.forget_gradients()
     with autoremat.track_peak("cpu") as peak:
         step()
     return peak.bytes
