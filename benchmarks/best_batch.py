@@ -99,7 +99,7 @@ def measured(name: str, rounds: int) -> list[Row]:
     """The rows of a model."""
     torch.manual_seed(0)
     model = MODELS[name]()
-    most = autoremat.explain(model, tokens(BATCHES[-1]), options={"memory_budget": "1TiB"}, lower=True).peak_bytes
+    most = autoremat.explain(model, tokens(BATCHES[-1]), options={"memory_budget": "1TiB"}).peak_bytes
     budgets = {share: int(share * most) for share in SHARES}
     planned = {share: planned_for(model, budget) for share, budget in budgets.items()}
     steps: dict[tuple[float, int], Step] = {}
@@ -121,8 +121,8 @@ def measured(name: str, rounds: int) -> list[Row]:
 
 
 def planned_for(model: nn.Module, budget: int) -> BestBatch:
-    """The sizes as planned with the code that is generated, as the backend plans them."""
-    return autoremat.best_batch(tokens, model, budget, candidates=BATCHES, lower=True)
+    """The sizes as planned, without their code."""
+    return autoremat.best_batch(tokens, model, budget, candidates=BATCHES)
 
 
 def compiled_step(name: str, size: int, budget: int) -> Step:
@@ -178,7 +178,7 @@ def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
     """best_batch.txt and best_batch.json in `folder`."""
     table = Table(title="Samples per second by size and budget")
     table.add_column("model", no_wrap=True)
-    columns = ("budget, MiB", "share", "size", "predicted", "measured", "recomputed %", "code, MiB", "peak, MiB")
+    columns = ("budget, MiB", "share", "size", "predicted", "measured", "recomputed %", "simulated, MiB", "peak, MiB")
     for column in columns:
         table.add_column(column, justify="right")
     for row in rows:
