@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from autoremat.step_profile.blocks import CompiledBlocks as CompiledBlocks
     from autoremat.step_profile.blocks import compile_blocks as compile_blocks
     from autoremat.step_profile.profile import profile_step as profile_step
+    from autoremat.tools.best_batch import best_batch as best_batch
     from autoremat.tools.eager_checkpoint import selective_checkpoint_context as selective_checkpoint_context
     from autoremat.tools.explain import explain as explain
     from autoremat.tools.gather_reports import gather_reports as gather_reports
@@ -103,6 +104,7 @@ _PUBLIC = {
     "tools.gather_reports": ("gather_reports",),
     "tools.pipelines": ("in_flight",),
     "tools.max_batch": ("max_batch",),
+    "tools.best_batch": ("best_batch",),
     "tools.eager_checkpoint": ("selective_checkpoint_context",),
 }
 """The public names by module."""

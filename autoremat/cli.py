@@ -5,6 +5,7 @@ Exit codes: 0 all went well; 1 no plan within the budget; 2 wrong usage or input
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import inspect
 import json
@@ -351,6 +352,61 @@ def max_batch(
         return
     report = json.loads(found.report.to_json())
     click.echo(json.dumps({"size": found.size, "next_size": found.next_size, "tried": found.tried, "report": report}))
+
+
+@main.command("best-batch", short_help="Find the size with the most samples per second within a budget.")
+@_planning
+@click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or auto.")
+@_max_slowdown
+@_whole_device
+@click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Try multiples of this size only.")
+@click.option("--limit", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="The largest size to try.")
+@click.option("--size", "sizes", type=click.IntRange(min=1), multiple=True, help="Try this size; may be repeated.")
+@click.option("--seconds-per-step", type=click.FloatRange(min=0), default=0.0, help="Seconds of a step beside its batch.")
+@_lower
+def best_batch(
+    target: str,
+    device: str | None,
+    further: tuple[str, ...],
+    as_json: bool,
+    budget: str | None,
+    max_slowdown: str | None,
+    step: int,
+    limit: int,
+    sizes: tuple[int, ...],
+    seconds_per_step: float,
+    lower: bool,
+    device_memory: str | None,
+    optimizer: str | None,
+    accumulate: int,
+) -> None:
+    """The batch with the most samples per predicted second within a budget.
+
+    MODULE:FUNCTION is that of `autoremat max-batch`.
+    """
+    model, _, own = _made(target, sizes[0] if sizes else step)
+    bound = _budget_of(budget, device_memory, model, own, optimizer, accumulate)
+    if bound is None:
+        raise click.UsageError("one of --budget and --device-memory is required")
+    found = autoremat.best_batch(
+        lambda size: _made(target, size)[1],
+        model,
+        bound,
+        step=step,
+        limit=limit,
+        candidates=sizes or None,
+        seconds_per_step=seconds_per_step,
+        options=_options(further, max_slowdown=max_slowdown),
+        device=device,
+        lower=lower,
+    )
+    if not as_json:
+        click.echo(str(found))
+        return
+    tried, report = [dataclasses.asdict(one) for one in found.tried], json.loads(found.report.to_json())
+    click.echo(
+        json.dumps({"size": found.size, "samples_per_second": found.samples_per_second, "tried": tried, "report": report})
+    )
 
 
 # -- what was planned --------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from autoremat.compiler.torch_partition import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH
 from autoremat.tools.explain import previews
-from autoremat.tools.max_batch import _Search
+from autoremat.tools.max_batch import SizeSearch
 from autoremat.torch_private import compat, fake_tensors
 
 
@@ -175,7 +175,7 @@ def test_the_next_size_is_larger_though_a_smaller_one_did_not_fit():
             return BudgetInfeasible(budget_bytes=100, minimum_bytes=101, lower_bound_bytes=0)
         return types.SimpleNamespace(minimum_peak_bytes=count, budget_bytes=100, others=())
 
-    search = _Search(outcome_of, 17, outcomes={8: outcome_of(8), 16: outcome_of(16)}, fits=16)
+    search = SizeSearch(outcome_of, 17, outcomes={8: outcome_of(8), 16: outcome_of(16)}, fits=16)
     search.outcomes[17] = outcome_of(17)
     assert search.misses == 17
 
@@ -192,7 +192,7 @@ def test_the_search_finds_the_last_that_fits(slope, start, power, largest):
             return BudgetInfeasible(budget_bytes=budget, minimum_bytes=peak(count), lower_bound_bytes=0)
         return types.SimpleNamespace(minimum_peak_bytes=peak(count), budget_bytes=budget, others=())
 
-    search = _Search(outcome_of, 10**6)
+    search = SizeSearch(outcome_of, 10**6)
     search.run()
     assert peak(search.fits) <= budget
     assert search.misses == search.fits + 1

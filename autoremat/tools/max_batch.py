@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +21,9 @@ from autoremat.tools.explain import explain_by
 from autoremat.torch_private import compat, fake_tensors
 
 Call = tuple[Sequence[Any], Mapping[str, Any]]
+
+Outcome = Report | BudgetInfeasible
+"""The result for one size: the report of a plan that fits, or the error that none fits."""
 
 FASTEST = 16
 """Maximum ratio of the next size to the largest size that fits, however little memory that one needs."""
@@ -94,27 +98,9 @@ def max_batch(
     Raises ``BudgetInfeasible`` if even ``step`` does not fit, and ``CaptureError`` if the step cannot be traced. Raises
     ``OptionsError`` for a budget that is not in bytes, and for an invalid ``step`` or ``limit``.
     """
-    if isinstance(memory_budget, float) or memory_budget is None:
-        raise OptionsError(f'memory_budget={memory_budget!r}: max_batch needs bytes, as in "60GiB", or "auto"')
-    if not 1 <= step <= limit:
-        raise OptionsError(f"step={step}, limit={limit} is not accepted. Accepted: 1 <= step <= limit")
-    wanted = {**options_of(options), "memory_budget": memory_budget, "on_infeasible": "raise"}
-    if accumulate is not None:
-        wanted["accumulate"] = accumulate
-    parsed = Options.parse(wanted, None, compat.inductor_config_names)
-
-    def outcome_of(count: int) -> Outcome:
-        with fake_tensors.new_mode():
-            given = make_inputs(count * step)
-        args, kwargs = _call(given)
-        try:
-            with status_if_slow(f"trying {count * step} (size number {len(search.outcomes) + 1})"):
-                return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
-        except BudgetInfeasible as error:  # the backend would raise this error too
-            return error
-
+    parsed = options_for_sizes("max_batch", memory_budget, step, limit, options, accumulate)
+    search = SizeSearch(planning_sizes(make_inputs, model_or_fn, parsed, step, device, lower), limit // step)
     with status_if_slow("looking for the largest size that fits", shown=parsed.progress):
-        search = _Search(outcome_of, limit // step)
         search.run()
     fitting = search.outcomes.get(search.fits)
     if not isinstance(fitting, Report):
@@ -126,11 +112,57 @@ def max_batch(
         search.fits * step,
         fitting,
         None if miss is None else miss * step,
-        None if miss is None else _minimum_bytes(search.outcomes[miss]),
+        None if miss is None else minimum_bytes_of(search.outcomes[miss]),
         tuple(
-            (count * step, _minimum_bytes(outcome), isinstance(outcome, Report)) for count, outcome in search.outcomes.items()
+            (count * step, minimum_bytes_of(outcome), isinstance(outcome, Report)) for count, outcome in search.outcomes.items()
         ),
     )
+
+
+def options_for_sizes(
+    tool: str,
+    memory_budget: object,
+    step: int,
+    limit: int,
+    options: Mapping[str, Any] | None,
+    accumulate: bool | None,
+) -> Options:
+    """Returns the options under which ``tool`` plans steps of several sizes.
+
+    Raises ``OptionsError`` for a budget that is not in bytes, and for an invalid ``step`` or ``limit``.
+    """
+    if isinstance(memory_budget, float) or memory_budget is None:
+        raise OptionsError(f'memory_budget={memory_budget!r}: {tool} needs bytes, as in "60GiB", or "auto"')
+    if not 1 <= step <= limit:
+        raise OptionsError(f"step={step}, limit={limit} is not accepted. Accepted: 1 <= step <= limit")
+    wanted = {**options_of(options), "memory_budget": memory_budget, "on_infeasible": "raise"}
+    if accumulate is not None:
+        wanted["accumulate"] = accumulate
+    return Options.parse(wanted, None, compat.inductor_config_names)
+
+
+def planning_sizes(
+    make_inputs: Callable[[int], Any],
+    model_or_fn: Callable[..., Any],
+    options: Options,
+    step: int,
+    device: str | torch.device | None,
+    lower: bool,
+) -> Callable[[int], Outcome]:
+    """Returns the function that plans a step of ``count * step`` samples, given ``count``."""
+    numbers = itertools.count(1)
+
+    def outcome_of(count: int) -> Outcome:
+        with fake_tensors.new_mode():
+            given = make_inputs(count * step)
+        args, kwargs = _call(given)
+        try:
+            with status_if_slow(f"trying {count * step} (size number {next(numbers)})"):
+                return explain_by(model_or_fn, args, kwargs, options, device, lower)
+        except BudgetInfeasible as error:  # the backend would raise this error too
+            return error
+
+    return outcome_of
 
 
 def _call(given: Any) -> Call:
@@ -140,11 +172,7 @@ def _call(given: Any) -> Call:
     return (given, {}) if isinstance(given, (tuple, list)) else ((given,), {})
 
 
-Outcome = Report | BudgetInfeasible
-"""The result for one size: the report of a plan that fits, or the error that none fits."""
-
-
-def _minimum_bytes(outcome: Outcome) -> int:
+def minimum_bytes_of(outcome: Outcome) -> int:
     """Returns the minimum peak found in bytes; for several graphs the largest of their minimum peaks."""
     if isinstance(outcome, BudgetInfeasible):
         return outcome.minimum_bytes
@@ -153,11 +181,11 @@ def _minimum_bytes(outcome: Outcome) -> int:
 
 def _excess_bytes(outcome: Outcome) -> int:
     """Returns the minimum peak found minus the budget, in bytes; negative for a size that fits."""
-    return _minimum_bytes(outcome) - (outcome.budget_bytes or 0)
+    return minimum_bytes_of(outcome) - (outcome.budget_bytes or 0)
 
 
 @dataclass
-class _Search:
+class SizeSearch:
     """A bisection that takes its first guesses from a straight line through two peaks."""
 
     outcome_of: Callable[[int], Outcome]
