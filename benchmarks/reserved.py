@@ -4,8 +4,8 @@
     python benchmarks/reserved.py --models llama gpt2
 
 Each model is planned without a budget, and under shares of its baseline that count allocated or reserved bytes. Inductor
-generates the code of each plan and compiles no kernel. Rows of earlier runs stay unless they are measured again. Written to `benchmarks/results/reserved.txt` and `.json`. The exit code
-is 1 if a budget on reserved bytes does not hold by the replay of the code.
+generates the code of each plan and compiles no kernel. Rows of earlier runs stay unless they are measured again. Written to
+`benchmarks/results/reserved.txt` and `.json`. The exit code is 1 if a budget on reserved bytes does not hold by the replay.
 """
 
 from __future__ import annotations
