@@ -4,8 +4,8 @@
     python benchmarks/reserved.py --models llama gpt2
 
 Each model is planned without a budget, and under shares of its baseline that count allocated or reserved bytes. Inductor
-generates the code of each plan and compiles no kernel. Written to `benchmarks/results/reserved.txt` and `.json`. The exit code
-is 1 if a budget on reserved bytes does not hold by the replay of the code.
+generates the code of each plan and compiles no kernel. Rows of earlier runs stay unless they are measured again. Written to
+`benchmarks/results/reserved.txt` and `.json`. The exit code is 1 if a budget on reserved bytes does not hold by the replay.
 """
 
 from __future__ import annotations
@@ -174,21 +174,31 @@ def main() -> int:
     arguments = parser.parse_args()
     for size, amount in SIZES.items():
         setattr(model_zoo, size, amount)
-    rows = []
     for name in arguments.models:
-        for case in CASES:
-            rows.append(row(name, *case))
-            print(rows[-1], flush=True)
-    text, holds = verdict(rows)
-    if arguments.models == list(MODELS):
-        with (RESULTS / "reserved.txt").open("w") as file:
-            file.write(HEAD + "\n")
-            Console(file=file, width=160).print(table_of(rows))
-            file.write(text + "\n")
-        (RESULTS / "reserved.json").write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+        write([row(name, *case) for case in CASES])
+    rows = known_rows()
     Console(width=160).print(table_of(rows))
+    text, holds = verdict(rows)
     print(text)
     return 0 if holds else 1
+
+
+def known_rows() -> list[Row]:
+    """Returns the rows of this and earlier runs."""
+    file = RESULTS / "reserved.json"
+    return [Row(**one) for one in json.loads(file.read_text())] if file.exists() else []
+
+
+def write(found: list[Row]) -> None:
+    """Writes the rows of a model. Those of other models stay."""
+    names = {one.model for one in found}
+    rows = [one for one in known_rows() if one.model not in names] + found
+    rows.sort(key=lambda one: list(MODELS).index(one.model))
+    (RESULTS / "reserved.json").write_text(json.dumps([asdict(one) for one in rows], indent=1) + "\n")
+    with (RESULTS / "reserved.txt").open("w") as file:
+        file.write(HEAD + "\n")
+        Console(file=file, width=160).print(table_of(rows))
+        file.write(verdict(rows)[0] + "\n")
 
 
 if __name__ == "__main__":
