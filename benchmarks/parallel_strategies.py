@@ -266,7 +266,13 @@ def measure(rank: int, strategy: str, name: str, layers: int, compiler: str) -> 
     for budget, given in budgets(make, largest(plain_peak), strategy, compiler):
         before = len(autoremat.reports())
         options = {"memory_budget": given, "compiler": compiler}
-        peak, loss, gradients = measured(make, {"backend": "autoremat", "options": options})
+        try:
+            peak, loss, gradients = measured(make, {"backend": "autoremat", "options": options})
+        except Exception as error:
+            if find_cause(error, BudgetInfeasible) is None:
+                raise
+            rows.append({"error": f"infeasible at {budget / 2**20:.2f} MiB"})  # on all ranks
+            continue
         pairs = zip(gradients, expected, strict=True)
         worst = max(float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(1e-12)) for ours, theirs in pairs)
         reports = autoremat.reports()[before:]
@@ -298,7 +304,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def merged(ranks: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the largest figures over the ranks."""
+    """Returns the largest figures over the ranks; their error, if they have one."""
     return {key: max(row[key] for row in ranks) for key in ranks[0]}
 
 
