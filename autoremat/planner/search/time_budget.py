@@ -62,23 +62,11 @@ def _fastest(planner: Planner) -> Plan:
 
 
 def least_peak(planner: Planner, time: TimeBudget) -> Plan | None:
-    """Returns the plan of the least peak found that keeps to ``time``; None if no plan does.
-
-    Budgets are levels of a fixed grid, from the minimum peak found to the peak of the fastest plan. A bisection finds the
-    lowest level at which greedy fill keeps to the time. Ruin and recreate then descends from there. The outcome at one level
-    depends on no other level, so the level that the search ends at never rises with the allowed time.
-    """
-    descent = _Descent(planner, time)
-    if descent.best is None:
-        return None
-    fails, level = -1, settings.time_levels
-    while level - fails > 1:
-        middle = (fails + level) // 2
-        fails, level = (fails, middle) if descent.keeps_at(middle) else (middle, level)
-    stride = settings.time_stride
-    while level > 0 and descent.keeps_at((level - 1) // stride * stride, thorough=True):
-        level = (level - 1) // stride * stride
-    descent.best.check()
+    """Returns the plan of the least peak found that keeps to ``time``; None if no plan does."""
+    descent = Descent(planner, time)
+    descent.run()
+    if descent.best is not None:
+        descent.best.check()
     return descent.best
 
 
@@ -89,23 +77,44 @@ def least_peak_result(planner: Planner, time: TimeBudget) -> PlanningResult:
     return replace(judged, plan=plan, smallest=search.smallest, candidates=search.simulated, interrupted=search.interrupted)
 
 
-class _Descent:
-    """The levels of one search for the least peak, and the best plan seen."""
+class Descent:
+    """The search for the least budget whose plan keeps to a budget of time.
+
+    Budgets are levels of a fixed grid, from the minimum peak found to the peak of the fastest plan. The outcome at one level
+    depends on no other level, so the level at which the search ends never rises with the allowed time. Peaks lie below their
+    levels, and can be a little higher for more time.
+    """
 
     def __init__(self, planner: Planner, time: TimeBudget) -> None:
-        self.planner, self.time = planner, time
+        self.planner, self.time, self.level = planner, time, settings.time_levels
         self.least, self.most = planner.search.smallest.peak_bytes, _fastest(planner).peak_bytes
-        self.known = self.best = min(filter(time.keeps, planner.search.unfilled), key=_rank, default=None)
+        self.known = min(filter(time.keeps, planner.search.unfilled), key=_rank, default=None)
+        self.best = self.known
+        """The plan of the least peak seen that keeps to the time."""
 
-    def keeps_at(self, level: int, thorough: bool = False) -> bool:
+    def run(self) -> None:
+        """Finds the lowest level at which greedy fill keeps to the time, and descends from there by ruin and recreate."""
+        if self.known is None:
+            return
+        fails, stride = -1, settings.time_stride
+        while self.level - fails > 1:
+            middle = (fails + self.level) // 2
+            fails, self.level = (fails, middle) if self._keeps_at(middle) else (middle, self.level)
+        while self.level > 0 and self._keeps_at((self.level - 1) // stride * stride, thorough=True):
+            self.level = (self.level - 1) // stride * stride
+
+    def bytes_at(self, level: int) -> int:
+        """Returns the budget of a level in bytes."""
+        return self.least + (self.most - self.least) * level // settings.time_levels
+
+    def _keeps_at(self, level: int, thorough: bool = False) -> bool:
         """Returns True if a plan within the budget of ``level`` keeps to the time, by greedy fill alone or, if ``thorough``, by
         ruin and recreate too."""
-        budget = self.least + (self.most - self.least) * level // settings.time_levels
+        budget, search = self.bytes_at(level), self.planner.search
         if self.known is not None and self.known.peak_bytes <= budget:
             return True
         if self.time.excludes(self.planner, budget):
             return False
-        search = self.planner.search
         search.filled = []
         search.fill(budget)
         if thorough:
