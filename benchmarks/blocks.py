@@ -22,6 +22,7 @@ import tempfile
 import time
 import unittest.mock
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,7 +119,7 @@ def measured(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
     return peak.bytes
 
 
-def rows(name: str, count: int) -> list[dict[str, Any]]:
+def rows(name: str, count: int, shares: Sequence[float] = SHARES) -> list[dict[str, Any]]:
     """A row for each budget."""
     graph = whole(name, count)
     planner, step_seconds = graph.planner, graph.plan.graph.step_seconds
@@ -131,7 +132,7 @@ def rows(name: str, count: int) -> list[dict[str, Any]]:
     least = compiled.profile.minimum_peak_bytes / (1 - CODE_HEADROOM)
     most = compiled.profile.baseline_peak_bytes
     result = []
-    for share in SHARES:
+    for share in shares:
         profile = compiled.within(int(least + share * (most - least)))
         before = len(autoremat.reports())
         peak = measured(model, inputs)
@@ -205,8 +206,8 @@ def text_of(results: dict[str, list[dict[str, Any]]]) -> str:
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The new rows, and the old ones of other models and sizes, in the sequence of the models."""
-    replaced = {(row["model"], row["blocks"]) for row in new}
-    rows = [row for row in old if (row["model"], row["blocks"]) not in replaced] + new
+    replaced = {(row["model"], row["blocks"], row.get("share")) for row in new}
+    rows = [row for row in old if (row["model"], row["blocks"], row.get("share")) not in replaced] + new
     return sorted(rows, key=lambda row: (list(BUILDERS).index(row["model"]), row["blocks"], row.get("share", 0.0)))
 
 
@@ -214,6 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--layers", nargs="+", type=int, default=list(LAYERS))
+    parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
     parser.add_argument("--parts", nargs="+", choices=["rows", "times"], default=["rows", "times"])
     parser.add_argument("--only-time", choices=["blocks", "whole"], help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
@@ -226,11 +228,11 @@ def main() -> None:
     results = json.loads(file.read_text()) if file.exists() else {"rows": [], "times": []}
     for count in arguments.layers:
         for name in arguments.models:
-            for kind, measure in (("rows", rows), ("times", lambda name, count: [times(name, count)])):
-                if kind in arguments.parts:
-                    results[kind] = merged(results[kind], measure(name, count))
-                    file.write_text(json.dumps(results, indent=2) + "\n")
-                    (arguments.output / "blocks.txt").write_text(text_of(results))
+            for kind in arguments.parts:
+                new = rows(name, count, arguments.shares) if kind == "rows" else [times(name, count)]
+                results[kind] = merged(results[kind], new)
+                file.write_text(json.dumps(results, indent=2) + "\n")
+                (arguments.output / "blocks.txt").write_text(text_of(results))
     print(text_of(results))
     if any(row["measured"] > row["budget"] for row in results["rows"]):
         raise SystemExit("a measured peak is over its budget")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from itertools import product
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import same_bits
+from processes import run_ranks
 from test_survey import EAGER, ROWS, WIDTH, Block, Layered, gradients
 from torch import nn
 
@@ -375,6 +377,30 @@ def test_a_difference_between_equal_blocks_is_a_warning():
     assert len(set(blocks.profile.step.numbers)) == 1
     with pytest.warns(BudgetWarning, match=r"block 1 is compiled again.*TORCH_LOGS=recompiles"):
         model(inputs)
+
+
+def sharded(rank: int) -> tuple[list[float], list[object], int]:
+    """Losses, plans and compilations of a rank that trains sharded blocks."""
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")  # Dynamo's, about `.grad`
+    model, inputs = layered(4)
+    blocks = autoremat.compile_blocks(model.layers, 0.8, options=EAGER)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    losses = train(model, inputs, 4)
+    return losses, [(plan.saved_bytes, len(graphs)) for _, plan, graphs in blocks.profile.variants], len(autoremat.reports())
+
+
+@pytest.mark.slow
+def test_ranks_with_sharded_blocks_share_one_profile():
+    first, second = run_ranks(sharded, 2)
+    assert first.error is None, first.error
+    assert second.error is None, second.error
+    assert first.value[1:] == second.value[1:]
+    assert 1 <= first.value[2] <= 3
+    assert first.value[0][-1] < first.value[0][0]
 
 
 def test_a_profile_measures_in_no_other_profiler():

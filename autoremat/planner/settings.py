@@ -251,6 +251,8 @@ class LedgerSettings:
     """Limit on CP-SAT's deterministic time, which is about seconds. Beyond it the best choice found counts."""
     plans_of_variants: int = 12
     """Number of plans of one graph that are considered together, if its calls may have different plans."""
+    worth_of_a_plan: float = 0.02
+    """Share of the added seconds that one more plan per graph must save."""
     effort_of_variants: float = 1.0
     """The limit on deterministic time for such a choice."""
     gap: float = 0.01

@@ -33,10 +33,10 @@ from autoremat.torch_private import autograd, compat
 
 log = logging.getLogger("autoremat")
 
-HIGHER_PEAKS = 0.1
+HIGHER_PEAKS = 0.05
 """Share by which the peaks of a block's plans are raised if its generated code exceeds its share."""
 
-MOST_GIVEN_WAY = 4
+MOST_GIVEN_WAY = 6
 """Number of times that blocks are planned again for that reason."""
 
 

@@ -28,6 +28,9 @@ from autoremat.planner.settings import SETTINGS
 
 Vector = NDArray[np.float64]
 
+ROUNDING = 1e-12
+"""Seconds that two sums of equal seconds may differ by."""
+
 SOLVED = 0
 """SciPy's status code of a solved program."""
 
@@ -67,13 +70,22 @@ class Entries:
     def allocate(self, budget: int | None) -> Allocation | None:
         """Returns the assignment of least seconds that was found for a peak of at most ``budget`` bytes (None: no bound).
 
-        Returns None if no choice fits.
+        A further plan per graph must save a share of the added seconds, because it costs a compilation. Returns None if no
+        choice fits.
         """
         single = self._expanded(ledger.allocate(*self._by_graph, budget))
-        if budget is None or not self.mixes or (single is not None and self._is_fastest(single)):
+        if budget is None or not self.mixes or (single is not None and self._added(single) <= 0.0):
             return single
         start = single or self.least_memory()
-        return None if start.peak_bytes > budget else self._mixed(start, budget)
+        if start.peak_bytes > budget:
+            return None
+        found = self._mixed(start, budget)
+        tolerated = self._added(found) * (1 + SETTINGS.ledger.worth_of_a_plan) + ROUNDING
+        for variants in range(1, self.variants):
+            fewer = replace(self, variants=variants).allocate(budget)
+            if fewer is not None and self._added(fewer) <= tolerated:
+                return fewer
+        return found
 
     @cached_property
     def _by_graph(self) -> tuple[list[Front], list[int], list[Moment]]:
@@ -93,10 +105,10 @@ class Entries:
         """Returns the assignment to graphs as one to entries."""
         return None if found is None else replace(found, choice=tuple(found.choice[graph] for graph in self.graph_of))
 
-    def _is_fastest(self, found: Allocation) -> bool:
-        return all(
-            front[k].seconds == min(p.seconds for p in front) for front, k in zip(self.fronts, found.choice, strict=True)
-        )
+    def _added(self, found: Allocation) -> float:
+        """Returns the seconds above those of the fastest plans."""
+        fastest = [count * min(p.seconds for p in front) for count, front in zip(self.calls, self.fronts, strict=True)]
+        return found.seconds - sum(fastest)
 
     def _mixed(self, start: Allocation, budget: int | None) -> Allocation:
         """Returns an assignment of several plans per graph that is at least as good as ``start``.
