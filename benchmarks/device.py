@@ -101,7 +101,6 @@ def peaks(
     own = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in (*model.parameters(), *model.buffers())}
     gc.collect()
     tracker = autoremat.track_peak("cpu")
-    ends = []
     with tracker:
         for _ in range(steps):
             for _ in range(accumulate):
@@ -133,19 +132,13 @@ def measure(name: str, optimizer: str, accumulate: int, compiler: str, steps: in
     assert ledger is not None
     predicted, peak = report.predicted_device_bytes, max(measured)
     assert predicted is not None
-    first = max(ledger.bytes_in(part, report.peak_bytes) for part in first_parts(ledger))
     return {
         "model": name, "optimizer": optimizer, "accumulate": accumulate, "compiler": compiler, "device": total,
-        "predicted": predicted, "measured": peak, "off": predicted / peak - 1, "first_predicted": first,
-        "first_measured": measured[0], "first_off": first / measured[0] - 1, "later_measured": max(measured[1:]),
+        "predicted": predicted, "measured": peak, "off": predicted / peak - 1,
+        "first_measured": measured[0], "later_measured": max(measured[1:]),
         "binds": ledger.binding(report.peak_bytes).name, "recomputed": report.recomputed_ops, "graphs": len(reports),
         "fits": report.fits,
     }  # fmt: skip
-
-
-def first_parts(ledger: autoremat.DeviceBudget) -> list[Any]:
-    """Returns the parts of the first step."""
-    return [part for part in ledger.parts if part.name in ("FIRST_STEP", "FIRST_UPDATE")]
 
 
 def fails(row: dict[str, Any]) -> bool:

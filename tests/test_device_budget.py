@@ -187,6 +187,19 @@ def test_a_wrapper_of_tensors_counts_its_inner_ones():
     assert optimizer_memory([Doubling(model.parameters(), lr=1.0)], "cpu").state_bytes == 2 * bytes_of(model.parameters())
 
 
+def test_an_optimizer_is_predicted_during_compilation_as_outside_of_it():
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters())
+    found = []
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        found.append(optimizer_memory([optimizer], "cpu"))
+        return module.forward
+
+    torch.compile(model, backend=backend)(torch.randn(2, 64))
+    assert found == [optimizer_memory([optimizer], "cpu")]
+
+
 # -- the ledger --------------------------------------------------------------------------------------------------------
 
 
@@ -446,7 +459,7 @@ def test_explain_plans_for_the_card_that_the_budget_names():
 def test_max_batch_and_configure_take_a_device_budget():
     model = Model()
     budget = autoremat.device_budget("8MiB", model, torch.optim.AdamW(model.parameters()))
-    fit = autoremat.max_batch(lambda n: torch.zeros(n, 32, dtype=torch.long), model, budget, step=16, options=UNCOMPILED)
+    fit = autoremat.max_batch(lambda n: torch.zeros(n, 32, dtype=torch.long), model, budget, step=32, options=UNCOMPILED)
     assert fit.report.predicted_device_bytes <= 8 * 2**20
     assert fit.report.budget_bytes == budget.budget_bytes - fit.size * 32 * 8
     assert fit.next_minimum_bytes > budget.budget_bytes - fit.next_size * 32 * 8
@@ -470,9 +483,9 @@ def test_a_step_profile_takes_a_device_budget():
 def test_the_peak_of_buckets_that_share_a_budget_is_that_of_the_step(views):
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        model = DistributedDataParallel(Model(3), bucket_cap_mb=0.2, gradient_as_bucket_view=views)
+        model = DistributedDataParallel(Model(3, 128), bucket_cap_mb=1, gradient_as_bucket_view=views)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-        budget = autoremat.device_budget("8MiB", model, optimizer, accumulate=2)
+        budget = autoremat.device_budget("32MiB", model, optimizer, accumulate=2)
         compiled = torch.compile(model, backend="autoremat", options={**UNCOMPILED, "memory_budget": budget})
         for _ in range(2):  # the wrapper allocates its buckets anew after the first backward
             compiled(TOKENS.clone()).backward()

@@ -32,7 +32,7 @@ def run(*files: str, marks: str, interpreted: bool = True) -> None:
 
 
 def test_the_card_and_small_steps_under_budgets():
-    run("check_card.py", "check_steps.py", "check_cuda_graphs.py", "check_streams.py", marks="not slow")
+    run("check_card.py", "check_device.py", "check_steps.py", "check_cuda_graphs.py", "check_streams.py", marks="not slow")
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -60,3 +61,17 @@ def test_auto_leaves_room_for_the_state_to_come():
     assert report.device_ledger is not None
     assert report.budget_bytes <= free - 2**29 - state
     assert optimizer.state == {}
+
+
+@pytest.mark.parametrize(
+    "how", [{"fused": True}, {"foreach": False}, {"capturable": True}, {"capturable": True, "foreach": False}]
+)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_optimizers_on_the_card_are_predicted(kind, how):
+    model, _, _ = parts()
+    budget = autoremat.device_budget("64MiB", model, kind(model.parameters(), **how))
+    rows = {row.name: row.bytes for row in budget.rows}
+    assert rows["optimizer state after the first step"] >= 2 * rows["parameters"]
+    copies = rows.get("temporaries of the optimizer's later steps", 0)
+    assert copies < rows["parameters"] / 2 or how == {"capturable": True}
+    assert (copies == 0) == ("fused" in how)
