@@ -63,7 +63,7 @@ def joined(forward: HalfAllocations, backward: HalfAllocations) -> Allocations:
             allocated.add(number)
         else:
             events.append((numbers[number], size))
-    pooled = forward.pooled | {numbers[number] for number in backward.pooled}
+    pooled = forward.pooled | {numbers[number] for number in backward.pooled if number in numbers}  # others have no bytes
     return Allocations(tuple(events), pooled)
 
 
