@@ -207,6 +207,24 @@ def test_several_plans_are_cheaper_than_one():
     assert three.added_seconds < one.added_seconds
 
 
+@pytest.mark.parametrize("given", [True, False])
+def test_the_budget_may_be_that_of_a_whole_device(given):
+    model, inputs = layered()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = autoremat.compile_blocks(model.layers, 1.0, step=lambda: model(inputs), options=EAGER).profile
+    ledger = autoremat.device_budget("1GiB", model, optimizer)
+    held = ledger.total_bytes - ledger.budget_bytes
+    total = held + (step.minimum_peak_bytes + step.baseline_peak_bytes) // 2
+    device = autoremat.device_budget(total, model, optimizer)
+    measure = {"step": lambda: model(inputs)} if given else {}
+    blocks = autoremat.compile_blocks(model.layers, device, options=EAGER, **measure)
+    train(model, inputs, 3)
+    assert blocks.profile.budget_bytes == device.budget_bytes
+    assert autoremat.reports()[-1].predicted_device_bytes <= total
+    # Without a step the count begins at the first block: what the embedding holds is taken from the reserve.
+    assert measured(model, inputs) <= device.budget_bytes + (0 if given else device.reserve_bytes)
+
+
 def test_without_a_step_the_second_training_step_is_measured():
     model, inputs = layered()
     plain = copy.deepcopy(model)

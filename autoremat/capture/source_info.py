@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ AOTAutograd preserves this metadata.
 
 ROOT = re.compile(r"^([LG]\['(\w+)'\]|\.__closure__\[\d+\]\.cell_contents|\.__self__|\.func|\.args\[\d+\])+")
 """Matches Dynamo's reference to the model: an argument, a global or a closure variable."""
+
+PACKAGE = str(Path(__file__).parent.parent)
+"""Folder of this package, whose lines are never those of the model."""
 
 UNNAMED = ("self", "model", "fn")
 """Variable names that do not identify a model."""
@@ -63,7 +67,9 @@ def origin(node: fx.Node) -> tuple[str, str]:
     for line in (node.meta.get("stack_trace") or "").splitlines():
         if line.strip().startswith("File "):
             parts = line.strip().split(",")
-            source = f"{parts[0][len('File ') :].strip(chr(34))}:{parts[1].strip().removeprefix('line ')}"
+            file = parts[0][len("File ") :].strip(chr(34))
+            if not file.startswith(PACKAGE):  # ``compile_blocks`` calls the blocks
+                source = f"{file}:{parts[1].strip().removeprefix('line ')}"
     return module, source
 
 
