@@ -78,7 +78,7 @@ class ConvNet(nn.Module):
         return F.cross_entropy(self.head(self.blocks(self.stem(image)).mean((2, 3))), label)
 
 
-def build(name: str, rank: int, layers: int) -> tuple[nn.Module, tuple[torch.Tensor, ...], list[nn.Module]]:
+def build(name: str, rank: int, layers: int, **sizes: int) -> tuple[nn.Module, tuple[torch.Tensor, ...], list[nn.Module]]:
     """Returns a model with the same weights on all ranks, the rank's own batch, and the blocks to shard."""
     torch.manual_seed(0)
     if name == "convnet":
@@ -86,7 +86,7 @@ def build(name: str, rank: int, layers: int) -> tuple[nn.Module, tuple[torch.Ten
         torch.manual_seed(rank)
         batch: tuple[torch.Tensor, ...] = (torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,)))
         return model, batch, list(model.blocks)
-    model, _ = models.MODELS[name](layers=layers)
+    model, _ = models.MODELS[name](layers=layers, **sizes)
     for part in model.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -143,7 +143,7 @@ def with_fsdp(name: str, rank: int, layers: int, arguments: Compile, whole: bool
 
 def with_tensor_parallel(name: str, rank: int, layers: int, arguments: Compile) -> Job:
     """Returns the step with the projections of every Llama layer split over the ranks, which work on the same tokens."""
-    model, batch, blocks = build(name, 0, layers)
+    model, batch, blocks = build(name, 0, layers, key_value_heads=distributed.get_world_size())
     split: dict[str, ParallelStyle] = {f"self_attn.{one}_proj": ColwiseParallel() for one in "qkv"}
     split |= {"self_attn.o_proj": RowwiseParallel(), "mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
     for block in blocks:

@@ -44,13 +44,13 @@ def gpt2(layers: int = 4) -> Built:
     return LanguageModelLoss(GPT2LMHeadModel(config)), (_tokens(4, 128),)
 
 
-def llama(layers: int = 4) -> Built:
+def llama(layers: int = 4, key_value_heads: int = 2) -> Built:
     """Llama: rotary embeddings, RMS norm, gated MLP."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=128, intermediate_size=352, num_hidden_layers=layers, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, use_cache=False,
+        num_key_value_heads=key_value_heads, max_position_embeddings=128, use_cache=False,
     )  # fmt: skip
     return LanguageModelLoss(LlamaForCausalLM(config)), (_tokens(4, 128),)
 

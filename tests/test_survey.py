@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
+from autoremat.planner.multigraph.ledger import Share
 
 # Dynamo looks at `.grad` of what it is handed after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -318,3 +319,15 @@ def test_buffers_that_are_replaced_are_put_back():
     assert model.calls is calls
     assert calls.item() == 0
     assert model.newest is None
+
+
+@pytest.mark.parametrize("saved", [1, 1 << 20])
+def test_the_error_of_a_share_names_more_bytes_than_its_budget(saved):
+    torch.compiler.reset()
+    share = Share(saved, 1 << 22, 1 << 22 if saved == 1 else 1, borders=True)
+    layer = torch.compile(Block(0.0), backend="autoremat", options={**EAGER, "memory_budget": share})
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        layer(torch.randn(ROWS, WIDTH, requires_grad=True))
+    error = caught.value.inner_exception
+    assert isinstance(error, BudgetInfeasible)
+    assert error.minimum_bytes > error.budget_bytes == 1 << 22

@@ -109,6 +109,15 @@ def _point(plan: Plan, priced: PricedGraph, share: Share) -> PlanPoint:
     return point_of(plan, priced.kept_inputs, share.known) if share.borders else point_of(plan)
 
 
+def _counted(plan: Plan, priced: PricedGraph, context: PlanningContext, share: Share) -> PlanPoint:
+    """Returns the point of ``plan`` that must keep to the limits of ``share``.
+
+    A share of buckets was made for points with code. A measured step leaves a part of the whole budget free instead.
+    """
+    point = _point(plan, priced, share)
+    return point if share.known is None else with_code(point, priced, context)
+
+
 def acceptance(priced: PricedGraph, context: PlanningContext) -> Callable[[Plan], bool] | None:
     """Returns the condition that plans must meet beside the peak; None if there is none."""
     share = priced.share_in(context.options)
@@ -116,10 +125,7 @@ def acceptance(priced: PricedGraph, context: PlanningContext) -> Callable[[Plan]
         return None
 
     def holds(plan: Plan) -> bool:
-        point = _point(plan, priced, share)
-        # A share of buckets was made for points with code; a measured step leaves a part of the whole budget free instead.
-        counted = point if share.known is None else with_code(point, priced, context)
-        return share.holds(counted, context.extra_headroom_bytes)
+        return share.holds(_counted(plan, priced, context, share), context.extra_headroom_bytes)
 
     return holds
 
@@ -388,6 +394,9 @@ def _no_plan_fits(
     if chosen.time is not None:
         return _no_plan_keeps_both(choice, context, budget, headroom, unconstrained)
     least = chosen.planning.smallest.peak_bytes + headroom  # the assumed peak of generated code
+    share = chosen.priced.share_in(context.options)
+    if share is not None:  # the plan of the minimum peak may miss another limit
+        least = max(least, budget + _least_excess_bytes(chosen, context, share, budget))
     if bounded is None:
         error = infeasible(chosen.planning, budget, device, least, chosen.plan_file, unconstrained, choice.remedy)
     else:
@@ -397,6 +406,17 @@ def _no_plan_fits(
     if context.options.device_ledger is not None:
         context.options.device_ledger.advise(error)
     return error
+
+
+def _least_excess_bytes(chosen: ChunkingCandidate, context: PlanningContext, share: Share, budget: int) -> int:
+    """Returns the least bytes by which a plan found exceeds its ``share``.
+
+    At the last attempt nothing is left of the budget, so the bytes that the code needs beyond its plan are unknown.
+    """
+    observed = max(0, context.extra_headroom_bytes)
+    extra = observed if observed < budget else 0
+    plans = (*chosen.planner.search.spread_out(), chosen.planning.smallest)
+    return max(1, min(share.excess_bytes(_counted(plan, chosen.priced, context, share), extra) for plan in plans))
 
 
 def _no_plan_keeps_both(

@@ -108,13 +108,20 @@ class Share:
         """The larger of the two limits on peaks."""
         return max(self.forward_peak_bytes, self.backward_peak_bytes)
 
+    def excess_bytes(self, point: PlanPoint, extra_headroom_bytes: int = 0) -> int:
+        """Returns the bytes by which ``point`` exceeds the limit that it misses most; not positive if it keeps to all.
+
+        ``extra_headroom_bytes`` are to spare below the limits on the peaks.
+        """
+        return max(
+            point.saved_bytes - self.saved_bytes,
+            point.forward_peak_bytes + extra_headroom_bytes - self.forward_peak_bytes,
+            point.backward_peak_bytes + extra_headroom_bytes - self.backward_peak_bytes,
+        )
+
     def holds(self, point: PlanPoint, extra_headroom_bytes: int = 0) -> bool:
         """Returns True if ``point`` keeps to all limits, with ``extra_headroom_bytes`` to spare below those of the peaks."""
-        return (
-            point.saved_bytes <= self.saved_bytes
-            and point.forward_peak_bytes + extra_headroom_bytes <= self.forward_peak_bytes
-            and point.backward_peak_bytes + extra_headroom_bytes <= self.backward_peak_bytes
-        )
+        return self.excess_bytes(point, extra_headroom_bytes) <= 0
 
 
 @dataclass(frozen=True, slots=True)
