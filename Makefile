@@ -12,6 +12,7 @@ GPU_ARGS ?=
 WHEELS ?=
 OWN_PYTHON := $(filter command,$(origin PYTHON))
 # Another version of torch than the pinned one, in an environment of its own: make test TORCH=2.15.0
+# Each torch chooses its setuptools and its triton.
 TORCH ?=
 VENV := .venv$(if $(TORCH),-$(TORCH))
 CONSTRAINTS := $(if $(TORCH),$(VENV)/constraints.txt,constraints-dev.txt)
@@ -30,7 +31,7 @@ venv: $(STAMP)  ## make .venv and install the package with all it needs
 # One call, so that the constraints decide which torch comes: a second one could replace it by another build.
 $(STAMP): pyproject.toml constraints-dev.txt
 	test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
-	test -z "$(TORCH)" || sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d' constraints-dev.txt > $(CONSTRAINTS)
+	test -z "$(TORCH)" || sed -e 's/^torch==.*/torch==$(TORCH)/' -e '/^setuptools==/d' -e '/^triton==/d' constraints-dev.txt > $(CONSTRAINTS)
 	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e ".[dev]"
 	touch $@
 
