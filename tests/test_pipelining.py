@@ -77,7 +77,8 @@ def test_schedules_of_several_stages_are_counted(pipeline_group: None, kind: typ
         assert MICROBATCHES >= found[0] > found[1] >= 1
     analyze = getattr(pipelining, "analyze_pipeline_activation_liveness", None)
     if analyze is not None:  # torch 2.15
-        torchs = [analyze(schedule, pp_rank=1, stage_indices=(one.stage_index,)).num_slots for one in own]
+        grain = "stage_microbatch"
+        torchs = [analyze(schedule, pp_rank=1, stage_indices=(one.stage_index,), granularity=grain).num_slots for one in own]
         assert found == torchs
 
 
