@@ -108,6 +108,14 @@ def test_halves_of_a_shared_budget_have_limits_of_their_own():
     assert (steps, verdict) == ([(0, FIT), (5, FIT)], Accept())
 
 
+def test_a_half_whose_plan_stays_far_below_its_limit_gets_the_headroom_that_its_code_needs():
+    shared, limits = Rules("raise", may_loosen=False, budget_is_shared=True), {False: 50, True: 70}
+    code = attempt({False: 40, True: 75}, limits=limits, slacks={False: 10, True: 30})
+    fits = attempt({False: 40, True: 60}, limits=limits)
+    steps, verdict, _ = run(shared, [code, code, fits])
+    assert (steps, verdict) == ([(0, FIT), (5, FIT), (35, FIT)], Accept())
+
+
 # -- a looser plan -------------------------------------------------------------------------------------------------------
 
 

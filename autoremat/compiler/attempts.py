@@ -62,6 +62,8 @@ class Attempt:
     """Part of the peaks that the pool of CUDA graphs keeps. None without CUDA graphs."""
     limits: Mapping[bool, int | None] = field(default_factory=dict)
     """Limits on the peaks of the halves; None for no limit."""
+    slacks: Mapping[bool, int] = field(default_factory=dict)
+    """Bytes by which the plan stays below its limits in simulation, if the budget is shared."""
     is_complete: bool = True
     """False while Inductor still generates code."""
     budget_bytes: int = 0
@@ -90,6 +92,12 @@ class Attempt:
         """Peaks above their limits, each with its limit."""
         pairs = [(peak, self.limits.get(half)) for half, peak in self.code_peaks.items()]
         return [(peak, limit) for peak, limit in pairs if limit is not None and peak > limit]
+
+    @property
+    def underestimated_bytes(self) -> int:
+        """Bytes by which the code of a half beyond its limit exceeds the half's plan, if the budget is shared."""
+        pairs = [(half, peak, self.limits.get(half)) for half, peak in self.code_peaks.items()]
+        return max((self.slacks.get(h, 0) + peak - limit for h, peak, limit in pairs if limit and peak > limit), default=0)
 
     @property
     def failed(self) -> bool:
@@ -214,7 +222,9 @@ def _tighter_headroom_bytes(last: Attempt, rules: Rules, late: bool) -> int:
     """Returns the headroom that makes up for the bytes by which the simulator underestimated the last plan."""
     peak, limit = max(last.excesses)
     if rules.budget_is_shared:
-        return last.headroom_bytes + peak - limit
+        least = last.headroom_bytes + peak - limit
+        # A little more headroom did not help: no plan fits that the simulator underestimates as much as the last one.
+        return max(least, last.underestimated_bytes) if last.headroom_bytes > 0 else least
     headroom = max(peak - last.simulated_bytes, last.headroom_bytes + 1)
     return max(last.budget_bytes, headroom) if late else headroom  # the minimum peak is tried before an error
 

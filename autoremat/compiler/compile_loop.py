@@ -167,6 +167,7 @@ def attempt_of(planned: PlannedGraph, step: Again, lowered: Lowered, codes: Code
         allocated_peaks=None if counted is None else allocated,
         pool_bytes=lowered.pool_bytes,
         limits={half: planned.limit_bytes(half) for half in (False, True)},
+        slacks=planned.slacks,
         is_complete=is_complete,
         budget_bytes=planned.report.budget_bytes or 0,
         simulated_bytes=planned.report.predicted_peak_bytes + planned.code_headroom_bytes,

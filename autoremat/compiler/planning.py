@@ -86,6 +86,12 @@ class PlannedGraph:
         looser = None if budget is None else self.plan_for(budget - headroom_bytes)
         return 0.0 if looser is None else (self.plan.cost_seconds - looser.cost_seconds) / self.plan.graph.step_seconds
 
+    @property
+    def slacks(self) -> dict[bool, int]:
+        """Bytes by which each half stays below its share of a step's budget, by ``is_backward``; empty without a share."""
+        share = self.priced.share_in(self.context.options)
+        return {} if share is None else _slacks(self.plan, self.priced, self.context, share)
+
     def limit_bytes(self, is_backward: bool) -> int | None:
         """Returns the limit in bytes on the code of one half; None for no limit."""
         if self.report is None or self.context.options.wants_whole_baseline:
@@ -99,6 +105,12 @@ class PlannedGraph:
         return share.backward_peak_bytes - (at_borders - point_of(self.plan).backward_peak_bytes)
 
 
+def _slacks(plan: Plan, priced: PricedGraph, context: PlanningContext, share: Share) -> dict[bool, int]:
+    counted = _counted(plan, priced, context, share)
+    limits = {False: share.forward_peak_bytes, True: share.backward_peak_bytes}
+    return {half: limit - counted.peak_bytes(half) for half, limit in limits.items()}
+
+
 def with_code(point: PlanPoint, priced: PricedGraph, context: PlanningContext) -> PlanPoint:
     """Returns ``point`` with the bytes that generated code may need beside its buffers."""
     copies = layout_copies_bytes(priced.captured.op_nodes, priced.captured.runs_on) if context.fuses else 0
@@ -110,12 +122,8 @@ def _point(plan: Plan, priced: PricedGraph, share: Share) -> PlanPoint:
 
 
 def _counted(plan: Plan, priced: PricedGraph, context: PlanningContext, share: Share) -> PlanPoint:
-    """Returns the point of ``plan`` that must keep to the limits of ``share``.
-
-    A share of buckets was made for points with code. A measured step leaves a part of the whole budget free instead.
-    """
-    point = _point(plan, priced, share)
-    return point if share.known is None else with_code(point, priced, context)
+    """Returns the point of ``plan`` that must keep to the limits of ``share``, which were made for points with code."""
+    return with_code(_point(plan, priced, share), priced, context)
 
 
 def acceptance(priced: PricedGraph, context: PlanningContext) -> Callable[[Plan], bool] | None:

@@ -22,7 +22,7 @@ from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
-from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
+from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak, with_code
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.fronts import front_of, output_bytes, point_of
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint
@@ -61,8 +61,9 @@ class RecordedGraph:
         planner = self.planned.planner
         assert planner is not None
         source = next((op.source for op in self.plan.graph.ops if op.source), "")
-        front = front_of(planner, self.planned.priced.kept_inputs)
-        return StepGraph(self.key, source, 1, front, self.point(planner.baseline))
+        points = (*front_of(planner, self.planned.priced.kept_inputs), self.point(planner.baseline))
+        *front, baseline = (with_code(point, self.planned.priced, self.planned.context) for point in points)
+        return StepGraph(self.key, source, 1, tuple(front), baseline)
 
 
 class Caller(NamedTuple):
