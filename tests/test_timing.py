@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +18,7 @@ from torch import fx
 from autoremat.basics import disk_cache
 from autoremat.measure import calibration, signatures
 from autoremat.measure.microbenchmarks import Place, Recipe, recipes
+from autoremat.measure.run_delay import longest_delay, run_delays
 from autoremat.measure.timer import MAX_RUNS, Stopwatch, measurable, undisturbed
 from autoremat.planner.cost import Curve, Rate, Rates, cpu_device, curve_name
 
@@ -37,6 +41,7 @@ class FakeTimer(Clock):
 
     each: float = 1e-3
     runs_it: bool = False
+    disturbed_share: float = 0.0
     timed: list[Callable[[], object]] = field(default_factory=list)
 
     def seconds(self, run: Callable[[], object]) -> float:
@@ -81,6 +86,55 @@ def test_a_stopwatch_waits_for_the_device():
 
     assert Stopwatch(wait, clock.now, samples=3).seconds(lambda: None) == pytest.approx(2.0)
     assert len(waits) == 2 * (1 + 3)
+
+
+class Processor(Clock):
+    """Runs that take ``cost`` seconds. In runs for which ``is_busy`` holds, one thread waits for nine times as long."""
+
+    def __init__(self, cost: float, is_busy: Callable[[int], bool]) -> None:
+        super().__init__()
+        self.cost, self.is_busy, self.delay, self.runs = cost, is_busy, 0.0, 0
+
+    def run(self) -> None:
+        self.runs += 1
+        waits = 9 * self.cost if self.is_busy(self.runs) else 0.0
+        self.time += self.cost + waits
+        self.delay += waits
+
+    def stopwatch(self) -> Stopwatch:
+        return Stopwatch(lambda: None, self.now, lambda: {"worker": self.delay, "idle": 0.0})
+
+
+def test_a_stopwatch_waits_for_samples_without_a_run_delay():
+    processor = Processor(1e-3, lambda run: run % 3 != 0)
+    watch = processor.stopwatch()
+    assert watch.seconds(processor.run) == pytest.approx(1e-3)
+    assert processor.runs >= 3 * watch.samples
+    assert watch.disturbed_share == 0.0
+
+
+def test_a_stopwatch_that_is_always_disturbed_subtracts_the_delays_and_says_so():
+    processor = Processor(1e-2, lambda run: True)
+    watch = processor.stopwatch()
+    assert watch.seconds(processor.run) == pytest.approx(1e-2)
+    assert processor.runs < 2 + 2 * watch.patience / 1e-1 + watch.samples
+    assert watch.disturbed_share == 1.0
+    processor.is_busy = lambda run: False
+    watch.seconds(processor.run)
+    assert watch.disturbed_share == 0.5
+
+
+def test_a_thread_that_waits_for_a_processor_has_a_run_delay():
+    if not run_delays():
+        pytest.skip("this system counts no run delays")
+    before, threads = run_delays(), 2 * len(os.sched_getaffinity(0)) + 1
+    program = "import time; end = time.monotonic() + 1\nwhile time.monotonic() < end: pass"
+    others = [subprocess.Popen([sys.executable, "-c", program]) for _ in range(threads)]
+    while any(other.poll() is None for other in others):
+        pass
+    assert longest_delay(before, run_delays()) > 0.0
+    assert longest_delay({"1": 1.0, "2": 5.0}, {"1": 1.5, "2": 5.25, "3": 0.125}) == 0.5
+    assert longest_delay({}, {}) == 0.0
 
 
 def test_work_is_measured_outside_of_the_modes_of_a_compilation_and_keeps_the_random_state():
@@ -204,6 +258,24 @@ def test_a_device_is_calibrated_once(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 77)
     calibration.rates_of(CPU)
     assert len(calls) == 2
+
+
+def test_rates_of_a_busy_machine_serve_until_the_machine_is_idle(monkeypatch):
+    disturbed = dataclasses.replace(some_rates(), disturbed_share=0.5)
+    disk_cache.write_text("rates", calibration.device_key(CPU), disturbed.to_json())
+    monkeypatch.setattr(calibration, "calibrate", lambda *_: some_rates())
+    idle, expected = [False, False, True], [disturbed, disturbed, some_rates(), some_rates()]
+    monkeypatch.setattr(calibration, "_is_idle", lambda device: idle.pop(0))
+    for rates in expected:
+        calibration._known.clear()  # as in another process
+        assert calibration.rates_of(CPU) == rates
+
+
+def test_a_machine_is_idle_if_the_probe_has_undisturbed_samples(monkeypatch):
+    for disturbed, seen in ((0, True), (1, False)):
+        watch = Stopwatch(lambda: None, disturbed_timings=disturbed)
+        monkeypatch.setattr(calibration, "stopwatch_for", lambda device, watch=watch: watch)
+        assert calibration._is_idle(CPU) is seen
 
 
 def test_ranks_that_start_together_calibrate_once(monkeypatch, tmp_path):

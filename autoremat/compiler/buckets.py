@@ -30,10 +30,11 @@ from autoremat.capture.call_cost import storage_bytes
 from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.compiler.agreed_step import agreed_step
 from autoremat.compiler.compile_loop import with_bytes
+from autoremat.compiler.headroom import with_code
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
-from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak, with_code
+from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Role
 from autoremat.planner.multigraph.device_budget import DeviceBudget

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from autoremat.basics.errors import BudgetInfeasible
 from autoremat.basics.progress import now
-from autoremat.compiler.counting import Count, expandable_remedy, find_within, judged
-from autoremat.compiler.infeasibility import infeasible
+from autoremat.compiler.counting import Count, find_within, judged
+from autoremat.compiler.headroom import headroom_of
+from autoremat.compiler.infeasibility import no_plan_fits
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, choose_chunking
-from autoremat.compiler.replay_context import code_headroom_bytes, copies_for_cuda_graphs_bytes, held_too_long_bytes
+from autoremat.compiler.shares import acceptance, bytes_at_borders, slacks
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
-from autoremat.planner.multigraph.fronts import point_of
-from autoremat.planner.multigraph.ledger import PlanPoint, Share
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import ROUNDING, Planner, PlanningResult
 from autoremat.planner.search.time_budget import TimeBudget, least_peak, least_peak_result
 from autoremat.report.report import Report
 from autoremat.torch_private import compat
-from autoremat.workspaces.formulas import layout_copies_bytes
 
 OPTIMISM = 0.5
 """Excess of the simulated peak over the budget, as a share of the budget, up to which a plan's code is still generated.
@@ -90,7 +86,7 @@ class PlannedGraph:
     def slacks(self) -> dict[bool, int]:
         """Bytes by which each half stays below its share of a step's budget, by ``is_backward``; empty without a share."""
         share = self.priced.share_in(self.context.options)
-        return {} if share is None else _slacks(self.plan, self.priced, self.context, share)
+        return {} if share is None else slacks(self.plan, self.priced, self.context, share)
 
     def limit_bytes(self, is_backward: bool) -> int | None:
         """Returns the limit in bytes on the code of one half; None for no limit."""
@@ -101,41 +97,7 @@ class PlannedGraph:
             return self.report.budget_bytes
         if not is_backward:
             return share.forward_peak_bytes
-        at_borders = _point(self.plan, self.priced, share).backward_peak_bytes
-        return share.backward_peak_bytes - (at_borders - point_of(self.plan).backward_peak_bytes)
-
-
-def _slacks(plan: Plan, priced: PricedGraph, context: PlanningContext, share: Share) -> dict[bool, int]:
-    counted = _counted(plan, priced, context, share)
-    limits = {False: share.forward_peak_bytes, True: share.backward_peak_bytes}
-    return {half: limit - counted.peak_bytes(half) for half, limit in limits.items()}
-
-
-def with_code(point: PlanPoint, priced: PricedGraph, context: PlanningContext) -> PlanPoint:
-    """Returns ``point`` with the bytes that generated code may need beside its buffers."""
-    copies = layout_copies_bytes(priced.captured.op_nodes, priced.captured.runs_on) if context.fuses else 0
-    return point.with_code(headroom_of(priced, context), copies)
-
-
-def _point(plan: Plan, priced: PricedGraph, share: Share) -> PlanPoint:
-    return point_of(plan, priced.kept_inputs, share.known) if share.borders else point_of(plan)
-
-
-def _counted(plan: Plan, priced: PricedGraph, context: PlanningContext, share: Share) -> PlanPoint:
-    """Returns the point of ``plan`` that must keep to the limits of ``share``, which were made for points with code."""
-    return with_code(_point(plan, priced, share), priced, context)
-
-
-def acceptance(priced: PricedGraph, context: PlanningContext) -> Callable[[Plan], bool] | None:
-    """Returns the condition that plans must meet beside the peak; None if there is none."""
-    share = priced.share_in(context.options)
-    if share is None:
-        return None
-
-    def holds(plan: Plan) -> bool:
-        return share.holds(_counted(plan, priced, context, share), context.extra_headroom_bytes)
-
-    return holds
+        return share.backward_peak_bytes - bytes_at_borders(self.plan, self.priced, share)
 
 
 def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
@@ -186,7 +148,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
         fits = plan is not None  # then it takes too long
         plan = plan or chosen.planning.smallest
         if context.must_fit and not priced.joint.is_region and (fits or not _may_fit(plan, chosen, context, budget)):
-            raise _no_plan_fits(choice, context, budget, headroom, bounded)
+            raise no_plan_fits(choice, context, budget, headroom, bounded)
     planned = PlannedGraph(
         priced=chosen.priced,
         context=context,
@@ -281,18 +243,6 @@ def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | Non
     return priced.torch_partition_peak()
 
 
-def headroom_of(priced: PricedGraph, context: PlanningContext) -> int:
-    """Returns the bytes to keep free of the budget: those of generated code, and tensors that a collective holds too long."""
-    return held_too_long_bytes(priced.captured) + (headroom_of_code(priced) if context.fuses else 0)
-
-
-def headroom_of_code(priced: PricedGraph) -> int:
-    """Returns the code headroom in bytes, with copies into layouts that kernels want and into the memory of CUDA graphs."""
-    captured = priced.captured
-    copies = layout_copies_bytes(captured.op_nodes, captured.runs_on)
-    return code_headroom_bytes(captured.graph) + copies + copies_for_cuda_graphs_bytes(captured, priced.kept_inputs)
-
-
 def budget_of(priced: PricedGraph, context: PlanningContext, baseline_bytes: int) -> int | None:
     """Returns the budget in bytes; None for no limit. ``baseline_bytes`` is the baseline's peak with code headroom.
 
@@ -385,68 +335,3 @@ def _within_both(planner: Planner, found: PlanningResult, limit: int, time: Time
     if least is not None and least.peak_bytes <= limit:
         return dataclasses.replace(found, plan=least), None
     return found, least
-
-
-def _no_plan_fits(
-    choice: ChunkingChoice, context: PlanningContext, budget: int, headroom: int, bounded: Count | None
-) -> BudgetInfeasible:
-    """Returns the error that names the minimum peak found, and that without constraints if there are any.
-
-    If the budget counts reserved bytes, the minimum is the reserved bytes of the plan of the minimum peak.
-    """
-    chosen = choice.taken
-    unconstrained = None
-    if chosen.constrained.graph is not chosen.priced.graph:
-        unconstrained = Planner(chosen.priced.graph, context.options.time_limit).search.smallest.peak_bytes
-    device = chosen.priced.captured.device.name
-    if chosen.time is not None:
-        return _no_plan_keeps_both(choice, context, budget, headroom, unconstrained)
-    least = chosen.planning.smallest.peak_bytes + headroom  # the assumed peak of generated code
-    share = chosen.priced.share_in(context.options)
-    if share is not None:  # the plan of the minimum peak may miss another limit
-        least = max(least, budget + _least_excess_bytes(chosen, context, share, budget))
-    if bounded is None:
-        error = infeasible(chosen.planning, budget, device, least, chosen.plan_file, unconstrained, choice.remedy)
-    else:
-        reserved = bounded.plan_report(chosen.planning.smallest)
-        remedy = "; ".join(filter(None, (expandable_remedy(reserved, budget), choice.remedy)))
-        error = infeasible(chosen.planning, budget, device, reserved.bytes, chosen.plan_file, unconstrained, remedy, least)
-    if context.options.device_ledger is not None:
-        context.options.device_ledger.advise(error)
-    return error
-
-
-def _least_excess_bytes(chosen: ChunkingCandidate, context: PlanningContext, share: Share, budget: int) -> int:
-    """Returns the least bytes by which a plan found exceeds its ``share``.
-
-    At the last attempt nothing is left of the budget, so the bytes that the code needs beyond its plan are unknown.
-    """
-    observed = max(0, context.extra_headroom_bytes)
-    extra = observed if observed < budget else 0
-    plans = (*chosen.planner.search.spread_out(), chosen.planning.smallest)
-    return max(1, min(share.excess_bytes(_counted(plan, chosen.priced, context, share), extra) for plan in plans))
-
-
-def _no_plan_keeps_both(
-    choice: ChunkingChoice, context: PlanningContext, budget: int, headroom: int, unconstrained: int | None
-) -> BudgetInfeasible:
-    """Returns the error that names the minimum peak within the time, and the least slow-down within the bytes."""
-    taken, observed = choice.taken, max(0, context.extra_headroom_bytes)
-    forms = [form for form in (taken, choice.whole) if form is not None]
-    found = [(form.least, form.planning) for form in forms if form.least is not None]
-    assert taken.time is not None
-    least, planning = min(found, key=lambda pair: pair[0].peak_bytes)
-    # The code of earlier attempts needed more than simulated. At the last attempt nothing is left of the budget, so the excess
-    # is unknown, but plans within the time have failed.
-    minimum = least.peak_bytes + headroom + (observed if observed < budget else 0)
-    return infeasible(
-        dataclasses.replace(planning, smallest=least),
-        budget,
-        taken.priced.captured.device.name,
-        max(minimum, budget + 1),
-        unconstrained=unconstrained,
-        remedy=choice.remedy,
-        max_slowdown=taken.time.max_slowdown,
-        least_slowdown=None if taken.planning.plan is None else taken.time.slowdown(taken.planning.plan),
-        untimed_bytes=min(form.planning.smallest.peak_bytes for form in forms) + headroom,
-    )

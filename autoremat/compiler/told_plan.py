@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from autoremat.basics.codec import Codec, plain
 from autoremat.basics.errors import AgreementError
 from autoremat.compiler.counting import Count
+from autoremat.compiler.headroom import headroom_of
 from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, with_chunks
-from autoremat.compiler.planning import PlannedGraph, headroom_of, planner_of, report_of
+from autoremat.compiler.planning import PlannedGraph, planner_of, report_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import difference, graph_hash

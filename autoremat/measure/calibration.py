@@ -1,7 +1,8 @@
 """The rates of the present device: measured once, then read from disk.
 
 Stored rates are specific to device, torch version, number of threads and precision of matrix products. A measurement that shows
-a disturbance by another program is repeated. To measure all rates again, delete the folder ``rates`` of the cache.
+a disturbance by another program is repeated. Rates that were measured on a busy machine serve until a process finds the machine
+idle and measures again. To measure all rates again, delete the folder ``rates`` of the cache.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ LONGEST_CALIBRATION = 45.0
 Points = dict[float, float]
 """Seconds by amount of work."""
 
-TINY = 8
-"""The side of a matrix whose product costs little more than the launch."""
+TINY, PROBE = 8, 1024
+"""Sides of matrices: the product of the one costs little more than the launch, that of the other takes several milliseconds."""
 
 
 def device_name(device: torch.device) -> str:
@@ -93,8 +94,21 @@ def rates_of(device: torch.device) -> Rates | None:
         return None
     key = device_key(device)
     if key not in _known:
-        _known[key] = _stored(key) or _measured(device, key)
+        stored = _stored(key)
+        serves = stored is not None and not (stored.is_disturbed and _is_idle(device))
+        _known[key] = stored if stored is not None and serves else _measured(device, key, stored)
     return _known[key]
+
+
+def _is_idle(device: torch.device) -> bool:
+    """Returns True if other programs leave the processors to this one."""
+
+    def timed() -> bool:
+        timer = stopwatch_for(device)
+        timer.seconds(matmul(Place(device), PROBE)[1])
+        return timer.disturbed_timings == 0
+
+    return undisturbed(device, timed)
 
 
 @cache
@@ -109,15 +123,18 @@ def _stored(key: str) -> Rates | None:
         return None
 
 
-def _measured(device: torch.device, key: str) -> Rates:
+def _measured(device: torch.device, key: str, known: Rates | None = None) -> Rates:
+    """Returns new rates of ``device``, or those that another process has stored in place of ``known``."""
     # Ranks of a job start together. One rank measures, and all ranks that share a cache folder plan with its rates.
     with disk_cache.locked("rates", key, LONGEST_WAIT):
-        if (others := _stored(key)) is not None:
+        if (others := _stored(key)) not in (None, known):
+            assert others is not None
             return others
         log.info("calibrating %s", device)
         now(f"calibrating {device}, about 30 s, only once")
         rates = undisturbed(device, lambda: calibrate(device, stopwatch_for(device), compiled))
-        if (others := _stored(key)) is not None:  # from a process that stopped waiting
+        if (others := _stored(key)) not in (None, known):  # from a process that stopped waiting
+            assert others is not None
             return others
         disk_cache.write_text("rates", key, rates.to_json())
         return rates
@@ -152,7 +169,7 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
             "%s seems to have been busy while it was calibrated: seconds of %s may be wrong. To measure again, delete %s",
             device, ", ".join(sorted(doubtful)), disk_cache.folder("rates"),
         )  # fmt: skip
-    return Rates(device_name(device), overheads["launch"], curves)
+    return Rates(device_name(device), overheads["launch"], curves, timer.disturbed_share)
 
 
 def _measured_twice(recipes: Mapping[str, Recipe], device: torch.device, timer: Timer) -> tuple[dict[str, Points], set[str]]:

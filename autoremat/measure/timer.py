@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -13,12 +14,16 @@ from typing import Protocol, TypeVar
 import torch
 
 from autoremat.basics import progress
+from autoremat.measure.run_delay import longest_delay, run_delays
 from autoremat.torch_private import symbolic_sizes
 
 Result = TypeVar("Result")
 
 MAX_RUNS = 100
 """The most runs in one sample."""
+
+UNDISTURBED = 0.05
+"""The largest share of a sample that a thread may wait for a processor if the sample counts as undisturbed."""
 
 
 class Timer(Protocol):
@@ -32,40 +37,74 @@ class Timer(Protocol):
         """Returns the seconds of one ``run()``."""
         ...
 
+    @property
+    def disturbed_share(self) -> float:
+        """Share of the timings so far that had no undisturbed sample."""
+        ...
 
-@dataclass(frozen=True)
+
+@dataclass
 class Stopwatch:
-    """A timer that returns the least of a few samples.
+    """A timer that returns the least of a few samples during which no thread of this process waited for a processor.
 
-    Each sample has enough runs to hide the clock's resolution and the device's latency. Other load on the machine only ever
-    adds to a time, most of all where several threads wait for each other.
+    Each sample has enough runs to hide the clock's resolution and the device's latency. Beside other programs, a sample takes
+    up to a hundred times as long, because threads wait for a thread that is not running. Short samples often fit between two
+    such delays, so the stopwatch waits for undisturbed ones. Without any, it subtracts the delays and takes the median.
     """
 
     wait: Callable[[], None]
     """Returns when the device has finished all its work."""
     now: Callable[[], float] = time.perf_counter
+    delays: Callable[[], Mapping[str, float]] = dict
+    """Returns the run delay of each thread in seconds; empty if no sample counts as disturbed."""
     samples: int = 5
-    sample_seconds: float = 2e-3
+    sample_seconds: float = 1e-3
+    patience: float = 0.3
+    """Seconds after which a timing waits no longer for undisturbed samples."""
+    timings: int = 0
+    disturbed_timings: int = 0
+
+    @property
+    def disturbed_share(self) -> float:
+        """Share of the timings so far that had no undisturbed sample."""
+        return self.disturbed_timings / max(self.timings, 1)
 
     def seconds(self, run: Callable[[], object]) -> float:
         """Returns the seconds of ``run()``, after two runs to warm up."""
         run()
-        once = self._sample(run, 1)
+        once, _ = self._sample(run, 1)
         runs = min(MAX_RUNS, max(1, math.ceil(self.sample_seconds / max(once, 1e-9))))
-        return min(self._sample(run, runs) for _ in range(self.samples))
-
-    def _sample(self, run: Callable[[], object], runs: int) -> float:
-        self.wait()
+        undisturbed: list[float] = []
+        disturbed: list[float] = []
         begin = self.now()
+        while len(undisturbed) < self.samples:
+            if len(undisturbed) + len(disturbed) >= self.samples and self.now() - begin > self.patience:
+                break
+            seconds, delay = self._sample(run, runs)
+            if delay <= UNDISTURBED * seconds:
+                undisturbed.append(seconds)
+            else:
+                disturbed.append(max(seconds - delay, UNDISTURBED * seconds))
+        self.timings += 1
+        self.disturbed_timings += not undisturbed
+        return min(undisturbed) if undisturbed else statistics.median(disturbed)
+
+    def _sample(self, run: Callable[[], object], runs: int) -> tuple[float, float]:
+        """Returns the seconds of one of ``runs`` runs, and the part of them in which a thread waited for a processor."""
+        self.wait()
+        delays, begin = self.delays(), self.now()
         for _ in range(runs):
             run()
         self.wait()
-        return (self.now() - begin) / runs
+        seconds = self.now() - begin
+        return seconds / runs, longest_delay(delays, self.delays()) / runs
 
 
 def stopwatch_for(device: torch.device) -> Stopwatch:
-    """Returns a stopwatch for ``device``, which must be present."""
-    return Stopwatch((lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else lambda: None)
+    """Returns a stopwatch for ``device``, which must be present. Other programs disturb timings of the CPU alone."""
+    if device.type == "cuda":
+        return Stopwatch(lambda: torch.cuda.synchronize(device))
+    return Stopwatch(lambda: None, delays=run_delays)
 
 
 def measurable(device: torch.device) -> bool:

@@ -18,11 +18,12 @@ from torch.autograd.graph import Node
 from autoremat.capture.capture import device_of_inputs
 from autoremat.compiler.blocks import current_block
 from autoremat.compiler.cache_key import graph_key
+from autoremat.compiler.headroom import with_code
 from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
-from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak, with_code
+from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.fronts import front_of, output_bytes, point_of
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint

@@ -76,6 +76,9 @@ BYTE_RATES = frozenset({Rate.STREAM, Rate.GATHER, Rate.SCATTER})
 SUBSTITUTES: Mapping[str, tuple[str, ...]] = {"float16": ("bfloat16",), "bfloat16": ("float16",)}
 """Types whose rates replace those of a type that was not measured. The last resort is float32."""
 
+DISTURBED = 0.1
+"""The largest share of disturbed timings with which rates count as those of an idle machine."""
+
 DOUBLE_SLOWDOWN = 2.0
 """Lower bound for the slowdown of 64-bit arithmetic against 32-bit."""
 
@@ -150,16 +153,20 @@ class Rates:
     Keys of ``curves`` are rates, or rates with a type such as ``matmul.bfloat16``.
 
     Raises ``ValueError`` unless every rate has a curve (for float32 where it depends on the type), and for an impossible launch
-    time.
+    time or share.
     """
 
     device: str
     launch_seconds: float
     curves: Mapping[str, Curve] = field(hash=False)
+    disturbed_share: float = 0.0
+    """Share of the timings during which other programs kept threads waiting."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.launch_seconds) and self.launch_seconds >= 0):
             raise ValueError(f"launch_seconds={self.launch_seconds} is no time")
+        if not 0 <= self.disturbed_share <= 1:
+            raise ValueError(f"disturbed_share={self.disturbed_share} is no share")
         missing = [rate.value for rate in Rate if curve_name(rate) not in self.curves]
         if missing:
             raise ValueError(f"no curve for {', '.join(missing)}")
@@ -168,6 +175,11 @@ class Rates:
         """Returns the seconds of one op: its slowest task, plus a launch for an extern kernel."""
         slowest = max((self._task_seconds(task) for task in work.tasks), default=0.0)
         return slowest + (self.launch_seconds if work.launches else 0.0)
+
+    @property
+    def is_disturbed(self) -> bool:
+        """True if the machine was busy while it was calibrated."""
+        return self.disturbed_share > DISTURBED
 
     @property
     def saving_seconds_per_byte(self) -> float:
@@ -183,7 +195,8 @@ class Rates:
     def to_json(self) -> str:
         """Returns the rates as JSON; :meth:`from_json` reads it back."""
         curves = {name: curve.points for name, curve in sorted(self.curves.items())}
-        return json.dumps({"device": self.device, "launch_seconds": self.launch_seconds, "curves": curves}, indent=1)
+        figures = {"launch_seconds": self.launch_seconds, "disturbed_share": self.disturbed_share}
+        return json.dumps({"device": self.device, **figures, "curves": curves}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Rates:
@@ -192,7 +205,9 @@ class Rates:
             record: dict[str, Any] = json.loads(text)
             points = tuple[tuple[float, float], ...]
             curves = {str(name): Curve(CODEC.read(points, found)) for name, found in record["curves"].items()}
-            return cls(CODEC.read(str, record["device"]), CODEC.read(float, record["launch_seconds"]), curves)
+            launch_seconds = CODEC.read(float, record["launch_seconds"])
+            disturbed_share = CODEC.read(float, record.get("disturbed_share", 0.0))
+            return cls(CODEC.read(str, record["device"]), launch_seconds, curves, disturbed_share)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not the rates of a device: {error}") from error
 
