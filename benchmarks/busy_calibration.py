@@ -85,7 +85,7 @@ def in_process(cache: Path, *arguments: str) -> str:
 
 
 def rates_in(cache: Path) -> Rates:
-    (file,) = (cache / "rates").glob("cpu-*")
+    (file,) = (cache / "rates").glob("cpu-*.json")
     return Rates.from_json(file.read_text())
 
 

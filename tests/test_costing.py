@@ -108,6 +108,16 @@ def test_batched_products_are_priced_by_the_size_of_one():
     assert task.amount * task.count == pytest.approx(op.flops)
 
 
+def test_rates_of_a_busy_machine_are_marked_in_the_report(monkeypatch):
+    model = nn.Linear(4, 4)
+    for share, marked in ((0.0, False), (0.5, True)):
+        rates = dataclasses.replace(some_rates(), disturbed_share=share)
+        monkeypatch.setattr(pricing, "rates_of", lambda device, rates=rates: rates)
+        report = autoremat.explain(model, torch.ones(2, 4), loss=lambda y: y.sum(), options={"progress": False})
+        assert report.calibrated_when_busy is marked
+        assert ("100% calibrated on a busy machine" in str(report)) is marked
+
+
 @functools.cache  # both cost models price the same graph
 def captured_model(name: str) -> Capture:
     module, inputs = build(name, **({"layers": 2} if name == "gpt2" else {}))

@@ -224,6 +224,12 @@ def test_what_stays_disturbed_is_said_and_what_cannot_be_comes_from_the_data_she
     assert rates.curves["sort"].seconds(64.0) == calibration.LEAST_SHARE
 
 
+def test_rates_of_a_busy_machine_need_no_folder_to_be_deleted(one_size_of_each, caplog, tmp_path):
+    rates = calibration.calibrate(CPU, FakeTimer(each=1.0, disturbed_share=0.5), uncompiled)
+    assert rates.is_disturbed
+    assert caplog.text.rstrip().endswith("may be wrong. An idle machine measures again")
+
+
 def test_a_type_that_the_device_does_not_know_has_no_curve():
     def refuse(place: Place, size: int) -> tuple[float, Callable[[], object]]:
         raise RuntimeError("not implemented for 'BFloat16'")

@@ -163,13 +163,19 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
             curves[name] = Curve.through((plausible or _by_datasheet(todo[name], points, device)).items())
         if plausible != points:
             doubtful.add(name)
+    rates = Rates(device_name(device), overheads["launch"], curves, timer.disturbed_share)
     if doubtful:
-        log.log(
-            logging.WARNING if len(doubtful) > WORRYING_SHARE * len(found) else logging.INFO,
-            "%s seems to have been busy while it was calibrated: seconds of %s may be wrong. To measure again, delete %s",
-            device, ", ".join(sorted(doubtful)), disk_cache.folder("rates"),
-        )  # fmt: skip
-    return Rates(device_name(device), overheads["launch"], curves, timer.disturbed_share)
+        _say_doubtful(device, doubtful, rates)
+    return rates
+
+
+def _say_doubtful(device: torch.device, doubtful: set[str], rates: Rates) -> None:
+    again = f"To measure again, delete {disk_cache.folder('rates')}"
+    log.log(
+        logging.WARNING if len(doubtful) > WORRYING_SHARE * len(rates.curves) else logging.INFO,
+        "%s seems to have been busy while it was calibrated: seconds of %s may be wrong. %s",
+        device, ", ".join(sorted(doubtful)), "An idle machine measures again" if rates.is_disturbed else again,
+    )  # fmt: skip
 
 
 def _measured_twice(recipes: Mapping[str, Recipe], device: torch.device, timer: Timer) -> tuple[dict[str, Points], set[str]]:
