@@ -113,7 +113,7 @@ def test_rates_of_a_busy_machine_are_marked_in_the_report(monkeypatch):
     for share, marked in ((0.0, False), (0.5, True)):
         rates = dataclasses.replace(some_rates(), disturbed_share=share)
         monkeypatch.setattr(pricing, "rates_of", lambda device, rates=rates: rates)
-        report = autoremat.explain(model, torch.ones(2, 4), loss=lambda y: y.sum(), options={"progress": False})
+        report = autoremat.explain(lambda x: model(x).sum(), torch.ones(2, 4), options={"cost_model": "calibrated"})
         assert report.calibrated_when_busy is marked
         assert ("100% calibrated on a busy machine" in str(report)) is marked
 
