@@ -2,11 +2,12 @@
 
     python benchmarks/blocks.py                                  # Llama, GPT-2 and a diffusion transformer; 8, 16, 32 blocks
     python benchmarks/blocks.py --models llama --layers 8        # measures some rows again; the others stay
-    python benchmarks/blocks.py --parts rows                     # without the compile times
+    python benchmarks/blocks.py --parts rows                     # without the compile times and the finest plans
 
 Inductor compiles on a CPU. Budgets lie between the minimum peak of the blocks and that without recomputation. "Added" is
 the time of recomputation and of saved tensors above that of the fastest plan, by the cost model, as a share of the step. The
-plan of the whole graph has at most the predicted peak of the blocks. Each compile time is that of a process with empty caches,
+plan of the whole graph has at most the predicted peak of the blocks. "Finest" has the same at the tightest budget with three
+times the levels in each Pareto front and a plan of its own for each block, without compiling them. Each compile time is that of a process with empty caches,
 the lean budget, and one step; the device is calibrated before. The blocks' time includes the profile of the step. Written to
 `benchmarks/results/blocks.txt` and `.json`.
 """
@@ -22,7 +23,9 @@ import tempfile
 import time
 import unittest.mock
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +40,12 @@ from autoremat.basics.units import format_bytes
 from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.planning import PlannedGraph
-from autoremat.planner.multigraph.step_profile import CODE_HEADROOM
+from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, StepProfile
+from autoremat.planner.search import candidates
 
 SHARES = (0.05, 0.25, 0.45, 0.65, 0.85)
 """Budgets, as shares of the way from the least budget that leaves code headroom to the blocks' peak without recomputation."""
+FINEST = {"saved_levels": 24, "peak_levels": 9}
 
 
 class Head(nn.Module):
@@ -129,11 +134,10 @@ def rows(name: str, count: int, shares: Sequence[float] = SHARES) -> list[dict[s
     model, inputs = build(name, count)
     compiled = autoremat.compile_blocks(blocks_of(model), 1.0, step=lambda: model(*inputs), options=PATIENT)
     assert compiled.profile is not None
-    least = compiled.profile.minimum_peak_bytes / (1 - CODE_HEADROOM)
-    most = compiled.profile.baseline_peak_bytes
+    budgets = {share: budget_at(compiled.profile, share) for share in shares}
     result = []
-    for share in shares:
-        profile = compiled.within(int(least + share * (most - least)))
+    for share, budget in budgets.items():
+        profile = compiled.within(budget)
         before = len(autoremat.reports())
         peak = measured(model, inputs)
         same_peak = planner.choose(profile.peak_bytes)
@@ -148,6 +152,40 @@ def rows(name: str, count: int, shares: Sequence[float] = SHARES) -> list[dict[s
         )  # fmt: skip
         print(result[-1], flush=True)
     return result
+
+
+def finest(name: str, count: int) -> dict[str, Any]:
+    """What more plans per graph and finer Pareto fronts would give at the tightest budget. Nothing is compiled."""
+    graph = whole(name, count)
+    planner, step_seconds = graph.planner, graph.plan.graph.step_seconds
+    assert planner is not None
+    fastest = planner.fastest()
+    assert fastest is not None
+    found: dict[str, Any] = {"model": name, "blocks": count}
+    budget = None
+    for label, levels, variants in (("blocks", {}, 3), ("finest", FINEST, count)):
+        model, inputs = build(name, count)
+        with unittest.mock.patch.object(candidates, "settings", replace(candidates.settings, **levels)):
+            compiled = autoremat.compile_blocks(
+                blocks_of(model), 1.0, variants=variants, step=partial(model, *inputs), options=PATIENT
+            )
+            assert compiled.profile is not None
+            budget = budget or budget_at(compiled.profile, SHARES[0])
+            profile = compiled.within(budget)
+        same_peak = planner.choose(profile.peak_bytes)
+        found |= {
+            f"predicted, {label}": profile.peak_bytes,
+            f"added, {label}": profile.added_seconds / step_seconds,
+            f"whole graph, {label}": same_peak and (same_peak.cost_seconds - fastest.cost_seconds) / step_seconds,
+        }
+    print(found, flush=True)
+    return found
+
+
+def budget_at(profile: StepProfile, share: float) -> int:
+    """The budget at a share of the way from the least one to the peak without recomputation."""
+    least = profile.minimum_peak_bytes / (1 - CODE_HEADROOM)
+    return int(least + share * (profile.baseline_peak_bytes - least))
 
 
 def compile_seconds(name: str, count: int, method: str) -> tuple[float, float]:
@@ -193,6 +231,12 @@ def text_of(results: dict[str, list[dict[str, Any]]]) -> str:
             + "".join(f" {format_bytes(row[c]):>11}" for c in columns)
             + f" {added:>8.2%} {whole_graph:>12} {difference:>11} {plans:>7} {row['compilations']:>9}"
         )
+    if results["finest"]:
+        lines += ["", f"{'model':<10} {'blocks':>6}" + "".join(f" {c:>24}" for c in ("up to 3 plans", "finest"))]
+        for row in results["finest"]:
+            cells = [(row[f"added, {label}"], row[f"whole graph, {label}"]) for label in ("blocks", "finest")]
+            texts = [f"{added:.2%} (whole {'-' if w is None else f'{w:.2%}'})" for added, w in cells]
+            lines.append(f"{row['model']:<10} {row['blocks']:>6}" + "".join(f" {text:>24}" for text in texts))
     if results["times"]:
         title = "Compile time and first step, in seconds; in brackets of the process alone, without C++ compilers"
         lines += ["", title, f"{'model':<10} {'blocks':>6} {'one by one':>16} {'whole graph':>16} {'ratio':>12}"]
@@ -211,12 +255,15 @@ def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[st
     return sorted(rows, key=lambda row: (list(BUILDERS).index(row["model"]), row["blocks"], row.get("share", 0.0)))
 
 
+PARTS: dict[str, Callable[[str, int], Any]] = {"rows": rows, "finest": finest, "times": times}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=list(BUILDERS), default=list(BUILDERS))
     parser.add_argument("--layers", nargs="+", type=int, default=list(LAYERS))
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
-    parser.add_argument("--parts", nargs="+", choices=["rows", "times"], default=["rows", "times"])
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
     parser.add_argument("--only-time", choices=["blocks", "whole"], help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
@@ -225,12 +272,12 @@ def main() -> None:
         print(*compile_seconds(arguments.models[0], arguments.layers[0], arguments.only_time))
         return
     file = arguments.output / "blocks.json"
-    results = json.loads(file.read_text()) if file.exists() else {"rows": [], "times": []}
+    results = {part: [] for part in PARTS} | (json.loads(file.read_text()) if file.exists() else {})
     for count in arguments.layers:
         for name in arguments.models:
-            for kind in arguments.parts:
-                new = rows(name, count, arguments.shares) if kind == "rows" else [times(name, count)]
-                results[kind] = merged(results[kind], new)
+            for part in arguments.parts:
+                new = rows(name, count, arguments.shares) if part == "rows" else [PARTS[part](name, count)]
+                results[part] = merged(results[part], new)
                 file.write_text(json.dumps(results, indent=2) + "\n")
                 (arguments.output / "blocks.txt").write_text(text_of(results))
     print(text_of(results))

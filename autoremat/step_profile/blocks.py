@@ -33,8 +33,8 @@ from autoremat.torch_private import autograd, compat
 
 log = logging.getLogger("autoremat")
 
-HIGHER_PEAKS = 0.05
-"""Share by which the peaks of a block's plans are raised if its generated code exceeds its share."""
+HIGHER_PEAKS = (0.005, 0.05)
+"""Least and largest share by which the peaks of a block's plans are raised if its generated code exceeds its share."""
 
 MOST_GIVEN_WAY = 6
 """Number of times that blocks are planned again for that reason."""
@@ -162,12 +162,15 @@ class CompiledBlocks(Shown):
             try:
                 return self._planned(block, *args, **kwargs)
             except Exception as error:
-                if find_cause(error, BudgetInfeasible) is None or not self._gives_way(number):
+                infeasible = find_cause(error, BudgetInfeasible)
+                if infeasible is None or not self._gives_way(number, infeasible):
                     raise
             return self.call(number, block, args, kwargs)
 
-    def _gives_way(self, number: int) -> bool:
+    def _gives_way(self, number: int, infeasible: BudgetInfeasible) -> bool:
         """Plans again with higher peaks for the graphs of a block whose generated code does not fit its share.
+
+        The peaks rise by the excess of the code.
 
         Returns False if that was done too often, or if the code decides nothing. Raises ``BudgetInfeasible`` for the whole step
         if no choice of plans is left.
@@ -176,7 +179,9 @@ class CompiledBlocks(Shown):
             return False
         self._given_way += 1
         log.info("the code of block %d exceeds its share: planning the blocks again", number)
-        higher = self._profile.step.with_higher_peaks(number, HIGHER_PEAKS).shared_out(self._profile.budget_bytes)
+        least, most = HIGHER_PEAKS
+        excess = min(max(infeasible.minimum_bytes / infeasible.budget_bytes - 1, least), most)
+        higher = self._profile.step.with_higher_peaks(number, excess).shared_out(self._profile.budget_bytes)
         self._use(replace(higher, device_ledger=self._profile.device_ledger))
         return True
 
