@@ -87,7 +87,7 @@ def build(name: str, count: int) -> Built:
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
-    """The blocks of a model of ``BUILDERS``; the last one of a language model is its head."""
+    """Returns the blocks of a model of ``BUILDERS``. The last one of a language model is its head."""
     if hasattr(model, "joint"):
         return [*model.joint, *model.single]
     layers = model.inner.layers if hasattr(model.inner, "layers") else model.inner.h
@@ -95,7 +95,7 @@ def blocks_of(model: Any) -> list[nn.Module]:
 
 
 def whole(name: str, count: int) -> PlannedGraph:
-    """The whole graph with its planner; nothing is lowered."""
+    """Returns the whole graph with its planner. Nothing is lowered."""
     model, inputs = build(name, count)
     watch, plan_graph = Watch(), peers.plan_graph
 
@@ -110,7 +110,7 @@ def whole(name: str, count: int) -> PlannedGraph:
 
 
 def measured(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
-    """Bytes of the second step."""
+    """Returns the peak of the second step in bytes."""
     model(*inputs).backward()
     model.zero_grad(set_to_none=True)
     with autoremat.track_peak("cpu") as peak:
@@ -120,7 +120,7 @@ def measured(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
 
 
 def rows(name: str, count: int, shares: Sequence[float] = SHARES) -> list[dict[str, Any]]:
-    """A row for each budget."""
+    """Returns a row for each budget."""
     graph = whole(name, count)
     planner, step_seconds = graph.planner, graph.plan.graph.step_seconds
     assert planner is not None
@@ -151,7 +151,7 @@ def rows(name: str, count: int, shares: Sequence[float] = SHARES) -> list[dict[s
 
 
 def compile_seconds(name: str, count: int, method: str) -> tuple[float, float]:
-    """Seconds of compilation and first step: by the clock, and of this process alone, without those of C++ compilers."""
+    """Returns the seconds of compilation and first step: by the clock, and of this process without C++ compilers."""
     model, inputs = build(name, count)
     begin, own = time.perf_counter(), time.process_time()
     if method == "blocks":
@@ -163,7 +163,7 @@ def compile_seconds(name: str, count: int, method: str) -> tuple[float, float]:
 
 
 def times(name: str, count: int) -> dict[str, Any]:
-    """The compile times of all methods, each in a process of its own with empty caches."""
+    """Returns the compile times of all methods, each in a process of its own with empty caches."""
     found: dict[str, Any] = {"model": name, "blocks": count}
     for method in ("blocks", "whole"):
         with tempfile.TemporaryDirectory() as cache:
@@ -177,7 +177,7 @@ def times(name: str, count: int) -> dict[str, Any]:
 
 
 def text_of(results: dict[str, list[dict[str, Any]]]) -> str:
-    """The tables of all rows."""
+    """Returns the tables of all rows."""
     columns = ("budget", "predicted", "measured")
     lines = [
         f"{'model':<10} {'blocks':>6} {'share':>6}" + "".join(f" {c:>11}" for c in columns)
@@ -205,7 +205,7 @@ def text_of(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The new rows, and the old ones of other models and sizes, in the sequence of the models."""
+    """Returns the new rows, and the old ones of other models and sizes, in the sequence of the models."""
     replaced = {(row["model"], row["blocks"], row.get("share")) for row in new}
     rows = [row for row in old if (row["model"], row["blocks"], row.get("share")) not in replaced] + new
     return sorted(rows, key=lambda row: (list(BUILDERS).index(row["model"]), row["blocks"], row.get("share", 0.0)))

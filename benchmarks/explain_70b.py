@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def budget(text: str) -> float | str:
-    """A share if it is a number, else text with a unit."""
+    """Returns a share if ``text`` is a number, else the text, which has a unit."""
     try:
         return float(text)
     except ValueError:
@@ -82,7 +82,7 @@ def budget(text: str) -> float | str:
 
 
 def build(sizes: dict[str, int], tokens: int) -> tuple[torch.nn.Module, torch.Tensor]:
-    """Llama 3 without weights, and a batch of one sequence."""
+    """Returns Llama 3 without weights, and a batch of one sequence."""
     config = LlamaConfig(**COMMON, **sizes)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16).train()
@@ -90,7 +90,7 @@ def build(sizes: dict[str, int], tokens: int) -> tuple[torch.nn.Module, torch.Te
 
 
 def write(name: str, figures: dict[str, Any], report: autoremat.Report, folder: Path) -> None:
-    """A text and a JSON file in `folder`."""
+    """Writes a text and a JSON file in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "\n".join([*(f"{name}: {value}" for name, value in figures.items()), "", str(report)])
     (folder / f"{name}.txt").write_text(text + "\n")
