@@ -4,8 +4,8 @@
     python benchmarks/blocks.py --models llama --layers 8        # measures some rows again; the others stay
     python benchmarks/blocks.py --parts rows                     # without the compile times
 
-Inductor compiles on a CPU. Budgets lie between the minimum peak of the blocks and that without recomputation. "Added" is
-the time of recomputation and of saved tensors above that of the fastest plan, by the cost model, as a share of the step. The
+Inductor compiles on a CPU. Budgets lie between the minimum peak of the blocks and that without recomputation. "Added" is the
+time of recomputation and of saved tensors above that of the fastest plan. It is a share of the step, by the cost model. The
 plan of the whole graph has at most the predicted peak of the blocks. Each compile time is that of a process with empty caches,
 the lean budget, and one step; the device is calibrated before. The blocks' time includes the profile of the step. Written to
 `benchmarks/results/blocks.txt` and `.json`.

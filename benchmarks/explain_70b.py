@@ -4,8 +4,9 @@
     python benchmarks/explain_70b.py --layers 8       # a smaller one
     python benchmarks/explain_70b.py --model 8b --lower    # with the code that Inductor generates
 
-The model has no weights (meta device), and nothing runs. Written to `benchmarks/results/explain_<model>.txt` and `.json`, with
-`_lowered` in the name if code was generated: the report, where the time went, and the largest resident memory of this process.
+The model has no weights (meta device), and nothing runs. The result is the report, the seconds of its parts, and the largest
+resident memory of this process. Written to `benchmarks/results/explain_<model>.txt` and `.json`, with `_lowered` in the name if
+code was generated.
 """
 
 from __future__ import annotations

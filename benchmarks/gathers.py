@@ -5,11 +5,11 @@
 
 A Llama of eight layers, each weight sharded over all ranks and gathered inside the graph, as SimpleFSDP does it.
 
-- By simulation, for H100 cards: groups of 2 and of 64 ranks that do not exist (the fake backend of torch), three bandwidths and
-  four budgets. "Every gather saved" is the plan of a partitioner that repeats no collective. "Every gather repeated" is
-  `reshard_after_forward` for all weights.
-- Measured, with two gloo processes on a CPU and a small model: peaks of both ranks, and gradients against those of torch's
-  own backend of the same kind.
+- By simulation, for H100 cards, under three bandwidths and four budgets. The groups have 2 and 64 ranks that do not exist (the
+  fake backend of torch). "Every gather saved" is the plan of a partitioner that repeats no collective. "Every gather repeated"
+  is `reshard_after_forward` for all weights.
+- Measured, with two gloo processes on a CPU and a small model. A row has the peaks of both ranks, and the gradients against
+  those of torch's own backend of the same kind.
 
 Written to `benchmarks/results/gathers.txt` and `.json`.
 """

@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --minutes 9 --results DIR   # ends after 9 minutes and says what remains
     python benchmarks/gpu.py --rehearse                  # tiny sizes on the emulated card, results in a temporary folder
 
-`make gpu` is the same. `docs/gpu.md` explains the calls and the results. This script imports no torch: each stage runs in a
+`make gpu` is the same. `docs/gpu.md` explains the calls and the results. This script imports no torch. Each stage runs in a
 process of its own, so that a lost device or an end in the midst costs one unit.
 """
 

@@ -4,10 +4,10 @@
     python benchmarks/optimum.py --seeds 2
 
 The optimum is over *all* sequences of executions in which the first runs keep the given order. An op that may run again does so
-anywhere, as often as it pays; in a training step anywhere in the backward, because the forward runs once. Any value is freed at
-any moment. The optimum is a cheapest path (Dijkstra, 1959) from nothing done to all done. A state consists of the live values
-and the number of ops that have run. Each graph is planned at five budgets, from the least peak of any plan to just below the
-peak without recomputation. Ratios are of the whole time, step and recomputation.
+anywhere, as often as it pays. In a training step that is anywhere in the backward, because the forward runs once. Any value is
+freed at any moment. The optimum is a cheapest path (Dijkstra, 1959) from nothing done to all done. A state consists of the live
+values and the number of ops that have run. Each graph is planned at five budgets, from the least peak of any plan to just below
+the peak without recomputation. Ratios are of the whole time, step and recomputation.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     python benchmarks/pipelines.py              # 4 processes on a CPU, the planned graphs uncompiled; --compiler inductor
 
 Part 1: a pipeline of 4 stages, 8 micro-batches and gloo processes. Its budget is a share of the largest stage's peak without
-recomputation. Each stage has three measured peaks: that of a step without recomputation, that of plans for a single call, as
-without ``in_flight``, and that of plans for all its calls in flight.
+recomputation. Each stage has three measured peaks. The first is without recomputation, the second with plans for a single call,
+as without ``in_flight``. The third is with plans for all its calls in flight.
 
 Part 2, by simulation: the same stages under 1F1B, and one budget for all. One policy for all stages is the first stage's plan,
 which has the most calls in flight. By stage, each has the fastest plan that fits its own calls. The seconds are those of the

@@ -4,8 +4,8 @@ The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp``; torch's "C
 
 - Sizes are rounded up to 512 bytes, or to a division of the next power of 2 (``roundup_power2_divisions``).
 - Blocks of at most 1 MiB come from the small pool, others from the large pool.
-- A *segment* is memory taken from the driver. It has 2 MiB in the small pool, 20 MiB for blocks below 10 MiB, and for larger
-  ones their size rounded up to 2 MiB. Segments stay reserved after their blocks are freed.
+- A *segment* is memory taken from the driver. It has 2 MiB in the small pool and 20 MiB for blocks below 10 MiB. For larger
+  blocks it has their size rounded up to 2 MiB. Segments stay reserved after their blocks are freed.
 - A request takes the smallest free block of its pool and stream that is large enough, at the lowest address. The rest is split
   off: from 512 bytes on in the small pool, if more than 1 MiB in the large pool.
 - A freed block merges with its free neighbours in the segment.
