@@ -93,12 +93,12 @@ def nothing(*_: Any, **__: Any) -> int:
 
 
 def as_found(*arguments: Any) -> Any:
-    """The outcome of a search, unchanged, in the place of what would improve it."""
+    """Returns the outcome of a search among ``arguments`` as it is, in place of a function that would improve it."""
     return next(argument for argument in arguments if isinstance(argument, api.PlanningResult))
 
 
 def without_neighbourhoods(self: large_neighborhood.Improvement, start: Any, neighbourhoods: int, within_gap: Any) -> Any:
-    """Small models are solved whole; of large ones the first plan stays."""
+    """Returns the outcome of a search that solves small models whole and keeps the first plan of large ones."""
     whole = self.model.columns <= SETTINGS.neighborhood.whole_model_columns
     return RUN(self, start, neighbourhoods if whole else 0, within_gap)
 
@@ -128,7 +128,7 @@ IMPROVERS: dict[str, tuple[str, ...]] = {
     "all but polish": ("polish",),
     "all but plans made afresh": ("afresh",),
 }
-"""What is off, by the name of the variant."""
+"""The switches that are off, by the name of the variant."""
 
 FAMILIES: dict[str, Strategies] = {
     "every family": EVERY_STRATEGY,
@@ -159,7 +159,7 @@ class Planned:
 
 
 def plannings(known: dict[tuple[str, ...], Planned], limit: float) -> Iterator[Planned]:
-    """All that are not known yet."""
+    """Yields the plans that are not known yet."""
     for place in BETWEEN:
         for name in MODELS:
             for fuses in (False, True):
@@ -180,7 +180,7 @@ def layered(size: int, seed: int) -> Graph:
 
 @cache
 def joint(name: str, fuses: bool) -> Graph:
-    """The joint graph of a model's step, priced by data sheets."""
+    """Returns the joint graph of a model's step, priced by data sheets."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
@@ -192,13 +192,13 @@ def joint(name: str, fuses: bool) -> Graph:
 
 @cache
 def ends(graph: Graph) -> tuple[int, int]:
-    """The least peak that the search finds, and that without recomputation."""
+    """Returns the least peak that the search finds, and the peak without recomputation."""
     planner = Planner(graph, 60.0)
     return planner.search.smallest.peak_bytes, planner.baseline.peak_bytes
 
 
 def budget_of(graph: Graph, place: float) -> int:
-    """In bytes: a share of the peak for a graph of one phase, else a place between the ends."""
+    """Returns the budget in bytes: a share of the peak for a graph of one phase, else a place between the ends."""
     if graph.single_phase:
         return int(place * peak_of_all(graph))
     least, most = ends(graph)
@@ -213,7 +213,10 @@ def peak_of_all(graph: Graph) -> int:
 def improved(
     kind: str, cell: str, graph_of: Callable[[], Graph], place: float, known: dict[tuple[str, ...], Planned], limit: float
 ) -> Iterator[Planned]:
-    """The improvers of `autoremat.plan`, one after another. Where the search is within the gap, nothing else runs."""
+    """Yields plans of the improvers of `autoremat.plan`, one after another.
+
+    Where the search is within the gap, nothing else runs.
+    """
     missing = [variant for variant in IMPROVERS if (kind, cell, variant) not in known]
     if not missing:
         return
@@ -244,7 +247,7 @@ def improved(
 def searched(
     kind: str, cell: str, graph_of: Callable[[], Graph], place: float, known: dict[tuple[str, ...], Planned], limit: float
 ) -> Iterator[Planned]:
-    """The strategies of candidates of the search that the backend makes."""
+    """Yields plans of the search that the backend makes, by each strategy of candidates."""
     for variant, strategies in FAMILIES.items():
         if (kind, cell, variant) not in known:
             graph = graph_of()
@@ -312,7 +315,7 @@ class Timed:
     cost_model: str
     first: float
     again: float
-    """For the same step once more in another process, with what the first has measured in the cache."""
+    """The seconds for the same step in another process, which finds the measurements of the first in the cache."""
 
     @property
     def key(self) -> tuple[str, ...]:
@@ -320,7 +323,7 @@ class Timed:
 
 
 def explained_in(model: str, cost_model: str, folder: str) -> float:
-    """Seconds of an explanation in a process of its own."""
+    """Returns the seconds of an explanation in a process of its own."""
     code = (
         "import time, lowering, autoremat\n"
         f"model, inputs = lowering.build({model!r})\n"
@@ -346,7 +349,10 @@ def timings(known: dict[tuple[str, ...], Timed]) -> Iterator[Timed]:
 
 
 def regrets(rows: list[cost_scores.Row], cost_model: str) -> list[float]:
-    """For each measured peak: how much slower the plan that the cost model takes is than the fastest within that peak."""
+    """Returns, for each measured peak, the regret of a cost model as a share of a step.
+
+    The regret is the time of the plan that the cost model takes above that of the fastest plan within that peak.
+    """
     found = []
     for limit in rows:
         within = [row for row in rows if row.model == limit.model and row.peak_bytes <= limit.peak_bytes]
@@ -458,7 +464,7 @@ class ReusingBuffers:
 
 
 def reusing_buffers() -> contextlib.AbstractContextManager[Any]:
-    """The order of kernels stays pinned; buffers are kept for others of their size, as Inductor does."""
+    """Returns the context in which buffers are kept for others of their size, as Inductor does; the kernels stay in order."""
     return mock.patch.object(inductor_lowering, "inductor_config", ReusingBuffers(inductor_lowering.inductor_config))
 
 
@@ -477,7 +483,7 @@ WORKAROUNDS: dict[str, tuple[Switch, tuple[str, ...]]] = {
     ),
     "no reuse of buffers": (reusing_buffers, ("gpt2", "llama", "vit", "unet", "lstm")),
 }  # fmt: skip
-"""How each is switched off, and the models for which it may matter."""
+"""The context that switches each off, and the models for which it may matter."""
 
 EVERYTHING = "-"
 
@@ -491,7 +497,7 @@ class Coded:
     without: str
     budget_bytes: int
     planned_bytes: int
-    """Simulated, with what is kept in reserve."""
+    """The simulated peak with code headroom."""
     code_bytes: int | None
     cost: float
     """Recomputation and traffic, in steps."""
@@ -502,7 +508,7 @@ class Coded:
 
 
 def codes(known: dict[tuple[str, ...], Coded]) -> Iterator[Coded]:
-    """All that are not known yet."""
+    """Yields the codes that are not known yet."""
     for model in CASES:
         mechanisms = [EVERYTHING, *(name for name, (_, models) in WORKAROUNDS.items() if model in models)]
         missing = [(p, m) for p in CODE_BETWEEN for m in mechanisms if (model, str(p), m) not in known]
@@ -525,7 +531,7 @@ def explained(model: str, budget: int | float, lower: bool) -> autoremat.Report:
 
 
 def coded(model: str, place: float, without: str, budget: int) -> Coded:
-    """The code of the first plan: the loop that plans again is off."""
+    """Returns the code of the first plan. The loop that plans again is off."""
 
     def accept(attempts: list[Attempt], rules: Rules) -> Accept | None:
         return Accept() if attempts[-1].is_complete else None
@@ -612,7 +618,7 @@ class Ran:
 
 
 def runs(known: dict[tuple[str, ...], Ran]) -> Iterator[Ran]:
-    """All that are not known yet."""
+    """Yields the runs that are not known yet."""
     for model, (build, mechanism, options) in RUNS.items():
         for without in (EVERYTHING, mechanism):
             if (model, without) not in known:
@@ -693,7 +699,7 @@ def main() -> None:
 
 
 def write(found: dict[str, list[Any]], limit: float, clock: str, path: Path) -> None:
-    """ablation.json and ablation.txt."""
+    """Writes ablation.json and ablation.txt."""
     setup = {"torch": torch.__version__, "threads": 1, "time limit of one planning": limit, "clock": clock}
     path.write_text(json.dumps(setup | {name: [asdict(row) for row in rows] for name, rows in found.items()}, indent=1) + "\n")
     with path.with_suffix(".txt").open("w") as file:

@@ -1,7 +1,7 @@
 """Seconds that ranks spend on their agreement in each compilation: ``python benchmarks/agreement.py``.
 
 Processes on this machine compile the same steps, uncompiled, with and without agreement. The time between the messages is
-planning, so the table also has the seconds that a rank spends in rounds while all ranks are at the same point.
+planning. The table therefore also has the seconds that a rank spends in rounds while all ranks are at the same point.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZES = {"1 KB": 1_000, "1 MB": 1_000_000}
 
 
 def compilations(rank: int, agreement: str) -> list[float]:
-    """Seconds of each compilation of a step."""
+    """Returns the seconds of each compilation of a step."""
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(12)])
     options = {"memory_budget": 0.6, "compiler": "aot_eager", "cost_model": "roofline", "agreement": agreement}
@@ -44,7 +44,10 @@ def compilations(rank: int, agreement: str) -> list[float]:
 
 
 def rounds(rank: int, size: int) -> list[float]:
-    """Seconds of the messages of one compilation: the meeting, four rounds, a plan of ``size`` characters, the end."""
+    """Returns the seconds of the messages of one compilation, for each repetition.
+
+    They are the meeting, four rounds, a plan of ``size`` characters, and the end.
+    """
     found = []
     for _ in range(REPETITIONS + 1):
         distributed.barrier()
@@ -59,7 +62,7 @@ def rounds(rank: int, size: int) -> list[float]:
 
 
 def slowest(by_rank: list[list[float]]) -> float:
-    """The median over the repetitions of the slowest rank's seconds."""
+    """Returns the median over the repetitions of the slowest rank's seconds."""
     return statistics.median(map(max, zip(*by_rank, strict=True)))
 
 

@@ -5,7 +5,7 @@
     python benchmarks/any_graph.py --published FOLDER  # with the files of MOCCASIN's data set, not part of this project
 
 The first table: random layered graphs of the published sizes (see random_layered.py), as shares of the peak of their given
-order. The second: what annealing and the event-gap model add to the search that the backend runs, on joint graphs without
+order. The second: gains of annealing and of the event-gap model over the search that the backend runs, on joint graphs without
 fusion. Times are in % of the graph's own seconds.
 """
 
@@ -90,7 +90,7 @@ def ops_of(path: Path) -> int:
 
 
 def published_graph(path: Path) -> Graph:
-    """A graph of MOCCASIN's data set (github.com/haoming-codes/moccasin, folder data), in its stored order."""
+    """Returns a graph of MOCCASIN's data set (github.com/haoming-codes/moccasin, folder data), in its stored order."""
     stored = json.loads(path.read_text())
     order = stored["graph"]["order"]
     place = {node: index for index, node in enumerate(order)}
@@ -134,7 +134,7 @@ def table(title: str, rows: list[Row], with_search: bool) -> Table:
 
 
 def write(layered: list[Row], joint: list[Row], folder: Path) -> None:
-    """any_graph.txt and any_graph.json in `folder`."""
+    """Writes any_graph.txt and any_graph.json in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     setup = {"torch": torch.__version__, "cores": os.cpu_count(), "time limits": LIMITS, "joint time limit": JOINT_LIMIT}
     parts = (

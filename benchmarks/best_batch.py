@@ -5,8 +5,8 @@
 
 Budgets are shares of the peak that the largest size has under the fastest plan. Each size is compiled by Inductor under each
 budget, and `autoremat.best_batch` plans the same sizes. Steps of all sizes and budgets of a model run in turn, in an order that
-reverses each round; seconds are medians. The result is the rank correlation (Kendall's tau) of predicted and measured samples
-per second under each budget, and the samples per second that the predicted best size loses against the measured best one.
+reverses each round; seconds are medians. A result is the rank correlation (Kendall's tau) of predicted and measured samples per
+second under a budget. The other is the samples per second that the predicted best size loses against the measured best one.
 Sizes that do not fit a budget are left out. Only an idle machine gives figures worth keeping. Written to
 `benchmarks/results/best_batch.*`.
 """
@@ -64,7 +64,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the rows of one model under one budget show."""
+    """The result of the rows of one model under one budget."""
 
     model: str
     share: float
@@ -96,7 +96,7 @@ def tokens(size: int) -> torch.Tensor:
 
 
 def measured(name: str, rounds: int) -> list[Row]:
-    """The rows of a model."""
+    """Returns the rows of a model."""
     torch.manual_seed(0)
     model = MODELS[name]()
     most = autoremat.explain(model, tokens(BATCHES[-1]), options={"memory_budget": "1TiB"}).peak_bytes
@@ -121,12 +121,12 @@ def measured(name: str, rounds: int) -> list[Row]:
 
 
 def planned_for(model: nn.Module, budget: int) -> BestBatch:
-    """The sizes as planned, without their code."""
+    """Returns the sizes as planned, without their code."""
     return autoremat.best_batch(tokens, model, budget, candidates=BATCHES)
 
 
 def compiled_step(name: str, size: int, budget: int) -> Step:
-    """Forward and backward of a fresh model, compiled for that size and budget."""
+    """Returns forward and backward of a fresh model, compiled for that size and budget."""
     torch.manual_seed(0)
     model, inputs = MODELS[name](), tokens(size)
     compiled = torch.compile(model, backend="autoremat", dynamic=False, options={"memory_budget": budget})
@@ -137,7 +137,7 @@ def compiled_step(name: str, size: int, budget: int) -> Step:
 
 
 def samples_of(steps: dict[tuple[float, int], Step], rounds: int) -> dict[tuple[float, int], list[float]]:
-    """Seconds of each step in each round."""
+    """Returns the seconds of each step in each round."""
     found: dict[tuple[float, int], list[float]] = {key: [] for key in steps}
     for turn in range(WARM_ROUNDS + rounds):
         for key in list(steps) if turn % 2 else reversed(steps):
@@ -149,7 +149,7 @@ def samples_of(steps: dict[tuple[float, int], Step], rounds: int) -> dict[tuple[
 
 
 def peak_of(step: Step) -> int:
-    """The measured peak of a step that starts without gradients."""
+    """Returns the measured peak of a step that starts without gradients."""
     step.forget_gradients()
     with autoremat.track_peak("cpu") as peak:
         step()
@@ -157,14 +157,14 @@ def peak_of(step: Step) -> int:
 
 
 def kendall(pairs: list[tuple[float, float]]) -> float:
-    """Kendall's tau of the pairs: agreeing less disagreeing couples, as a share of all."""
+    """Returns Kendall's tau of the pairs: couples that agree minus couples that disagree, as a share of all."""
     couples = list(itertools.combinations(pairs, 2))
     signs = [(a[0] - b[0]) * (a[1] - b[1]) for a, b in couples]
     return sum((sign > 0) - (sign < 0) for sign in signs) / len(couples) if couples else 1.0
 
 
 def verdicts_of(rows: list[Row]) -> list[Verdict]:
-    """One verdict for each model and budget."""
+    """Returns one verdict for each model and budget."""
     found = []
     for model, share in dict.fromkeys((row.model, row.share) for row in rows):
         own = [row for row in rows if (row.model, row.share) == (model, share)]
@@ -175,7 +175,7 @@ def verdicts_of(rows: list[Row]) -> list[Verdict]:
 
 
 def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
-    """best_batch.txt and best_batch.json in `folder`."""
+    """Writes best_batch.txt and best_batch.json in `folder`."""
     table = Table(title="Samples per second by size and budget")
     table.add_column("model", no_wrap=True)
     columns = ("budget, MiB", "share", "size", "predicted", "measured", "recomputed %", "simulated, MiB", "peak, MiB")
@@ -201,7 +201,7 @@ def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
 
 
 def known_rows(folder: Path, setup: dict[str, Any]) -> dict[str, list[Row]]:
-    """The rows, by model, that an earlier run with the same setup has written."""
+    """Returns the rows, by model, that an earlier run with the same setup has written."""
     path = folder / "best_batch.json"
     record = json.loads(path.read_text()) if path.exists() else {"rows": []}
     same = all(record.get(key) == value for key, value in setup.items())

@@ -5,9 +5,9 @@
     python benchmarks/blocks.py --parts rows                     # without the compile times and the finest plans
 
 Inductor compiles on a CPU. Budgets lie between the minimum peak of the blocks and that without recomputation. "Added" is
-the time of recomputation and of saved tensors above that of the fastest plan, by the cost model, as a share of the step. The
-plan of the whole graph has at most the predicted peak of the blocks. "Finest" has the same at the tightest budget with three
-times the levels in each Pareto front and a plan of its own for each block, without compiling them. Each compile time is that of a process with empty caches,
+the time of recomputation and of saved tensors above that of the fastest plan. It is a share of the step, by the cost model. The
+plan of the whole graph has at most the predicted peak of the blocks. "Finest" is the tightest budget with three times the
+levels in each Pareto front and a plan for each block, without generated code. Each compile time has empty caches,
 the lean budget, and one step; the device is calibrated before. The blocks' time includes the profile of the step. Written to
 `benchmarks/results/blocks.txt` and `.json`.
 """
@@ -92,7 +92,7 @@ def build(name: str, count: int) -> Built:
 
 
 def blocks_of(model: Any) -> list[nn.Module]:
-    """The blocks of a model of ``BUILDERS``; the last one of a language model is its head."""
+    """Returns the blocks of a model of ``BUILDERS``. The last one of a language model is its head."""
     if hasattr(model, "joint"):
         return [*model.joint, *model.single]
     layers = model.inner.layers if hasattr(model.inner, "layers") else model.inner.h
@@ -100,7 +100,7 @@ def blocks_of(model: Any) -> list[nn.Module]:
 
 
 def whole(name: str, count: int) -> PlannedGraph:
-    """The whole graph with its planner; nothing is lowered."""
+    """Returns the whole graph with its planner. Nothing is lowered."""
     model, inputs = build(name, count)
     watch, plan_graph = Watch(), peers.plan_graph
 
@@ -115,7 +115,7 @@ def whole(name: str, count: int) -> PlannedGraph:
 
 
 def measured(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
-    """Bytes of the second step."""
+    """Returns the peak of the second step in bytes."""
     model(*inputs).backward()
     model.zero_grad(set_to_none=True)
     with autoremat.track_peak("cpu") as peak:
@@ -125,7 +125,7 @@ def measured(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> int:
 
 
 def rows(name: str, count: int, shares: Sequence[float] = SHARES) -> list[dict[str, Any]]:
-    """A row for each budget."""
+    """Returns a row for each budget."""
     graph = whole(name, count)
     planner, step_seconds = graph.planner, graph.plan.graph.step_seconds
     assert planner is not None
@@ -155,7 +155,7 @@ def rows(name: str, count: int, shares: Sequence[float] = SHARES) -> list[dict[s
 
 
 def finest(name: str, count: int) -> dict[str, Any]:
-    """What more plans per graph and finer Pareto fronts would give at the tightest budget. Nothing is compiled."""
+    """Returns the added time with more plans per graph and finer Pareto fronts. Nothing is compiled."""
     graph = whole(name, count)
     planner, step_seconds = graph.planner, graph.plan.graph.step_seconds
     assert planner is not None
@@ -183,13 +183,13 @@ def finest(name: str, count: int) -> dict[str, Any]:
 
 
 def budget_at(profile: StepProfile, share: float) -> int:
-    """The budget at a share of the way from the least one to the peak without recomputation."""
+    """Returns the budget at a share of the way from the least one to the peak without recomputation."""
     least = profile.minimum_peak_bytes / (1 - CODE_HEADROOM)
     return int(least + share * (profile.baseline_peak_bytes - least))
 
 
 def compile_seconds(name: str, count: int, method: str) -> tuple[float, float]:
-    """Seconds of compilation and first step: by the clock, and of this process alone, without those of C++ compilers."""
+    """Returns the seconds of compilation and first step: by the clock, and of this process without C++ compilers."""
     model, inputs = build(name, count)
     begin, own = time.perf_counter(), time.process_time()
     if method == "blocks":
@@ -201,7 +201,7 @@ def compile_seconds(name: str, count: int, method: str) -> tuple[float, float]:
 
 
 def times(name: str, count: int) -> dict[str, Any]:
-    """The compile times of all methods, each in a process of its own with empty caches."""
+    """Returns the compile times of all methods, each in a process of its own with empty caches."""
     found: dict[str, Any] = {"model": name, "blocks": count}
     for method in ("blocks", "whole"):
         with tempfile.TemporaryDirectory() as cache:
@@ -215,7 +215,7 @@ def times(name: str, count: int) -> dict[str, Any]:
 
 
 def text_of(results: dict[str, list[dict[str, Any]]]) -> str:
-    """The tables of all rows."""
+    """Returns the tables of all rows."""
     columns = ("budget", "predicted", "measured")
     lines = [
         f"{'model':<10} {'blocks':>6} {'share':>6}" + "".join(f" {c:>11}" for c in columns)
@@ -249,7 +249,7 @@ def text_of(results: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def merged(old: list[dict[str, Any]], new: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The new rows, and the old ones of other models and sizes, in the sequence of the models."""
+    """Returns the new rows, and the old ones of other models and sizes, in the sequence of the models."""
     replaced = {(row["model"], row["blocks"], row.get("share")) for row in new}
     rows = [row for row in old if (row["model"], row["blocks"], row.get("share")) not in replaced] + new
     return sorted(rows, key=lambda row: (list(BUILDERS).index(row["model"]), row["blocks"], row.get("share", 0.0)))

@@ -2,8 +2,9 @@
 
 The device is calibrated twice, in cache folders of their own: idle, and beside one process per core that multiplies matrices.
 Each model is planned at three budgets with both sets of rates, and by data sheet. All plans are then priced with the rates of
-the idle machine. Columns: the rates of the busy machine over those of the idle one (median, least and largest), and the seconds
-that a plan adds to the step above the plan of the idle rates. Written to benchmarks/results/busy_calibration.txt and .json.
+the idle machine. A row has the rates of the busy machine over those of the idle one: median, least and largest. It also has the
+seconds that a plan adds to the step above the plan of the idle rates. Written to benchmarks/results/busy_calibration.txt and
+.json.
 """
 
 from __future__ import annotations

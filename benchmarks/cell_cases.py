@@ -11,12 +11,12 @@ from torch.nn import functional as F
 
 FLOATS = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 WIDE = (torch.float32, torch.float64)
-"""Types of what has no half precision on a CPU."""
+"""Types of the cases that have no half precision on a CPU."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """``build(dtype)`` gives a module and its input; ``images``: whether layouts differ."""
+    """A model to compile. ``build(dtype)`` returns a module and its input. ``images`` is True if layouts differ."""
 
     build: Callable[[torch.dtype], tuple[nn.Module, Tensor]]
     dtypes: tuple[torch.dtype, ...] = WIDE
@@ -24,7 +24,7 @@ class Case:
 
 
 class Then(nn.Module):
-    """``function`` of what ``compiler`` makes."""
+    """Applies ``function`` to the result of ``inner``."""
 
     def __init__(self, inner: nn.Module, function: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ class LanguageModel(nn.Module):
 
 
 def scaled(function: Callable[..., Tensor], *shape: int) -> Callable[[torch.dtype], tuple[nn.Module, Tensor]]:
-    """A case of ``function`` of scaled numbers of ``shape``."""
+    """Returns a case of ``function`` of scaled numbers of ``shape``."""
     return lambda dtype: (Then(Scaled(*shape, dtype=dtype), function), torch.randn(shape, dtype=dtype))
 
 
 def images(*layers: Callable[[torch.dtype], nn.Module], shape: tuple[int, ...] = (4, 8, 32, 32)) -> Case:
-    """A case of layers on images of ``shape``."""
+    """Returns a case of layers on images of ``shape``."""
     return Case(lambda dtype: (nn.Sequential(*(make(dtype) for make in layers)), torch.randn(shape, dtype=dtype)), FLOATS, True)
 
 
@@ -109,7 +109,7 @@ def conv(inputs: int, outputs: int, size: int = 3, **settings: int) -> Callable[
 
 
 def of(module: Callable[..., nn.Module], *arguments: object) -> Callable[[torch.dtype], nn.Module]:
-    """A layer without a type of its own."""
+    """Returns the builder of a layer without a type of its own."""
     return lambda dtype: module(*arguments).to(dtype)
 
 

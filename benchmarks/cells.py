@@ -35,7 +35,7 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Cell:
-    """One step under one budget; bytes above what is live when the step begins."""
+    """One step under one budget; bytes above those live when the step begins."""
 
     case: str
     dtype: str
@@ -54,7 +54,7 @@ class Cell:
 
 
 def cells(prefixes: tuple[str, ...]) -> Iterator[tuple[str, torch.dtype, str, str]]:
-    """All (case, type, layout, compiler)."""
+    """Yields the cells: case, type, layout and compiler."""
     for name, case in CASES.items():
         if not prefixes or name.startswith(prefixes):
             for dtype in case.dtypes:
@@ -64,7 +64,7 @@ def cells(prefixes: tuple[str, ...]) -> Iterator[tuple[str, torch.dtype, str, st
 
 
 def examine(name: str, dtype: torch.dtype, layout: str, compiler: str, budget: float | str) -> Cell:
-    """Compile, run twice, measure the second step."""
+    """Returns the cell of a step that is compiled and run twice. The second step is measured."""
     place = (name, str(dtype).removeprefix("torch."), layout, compiler, str(budget))
     options: dict[str, Any] = {"compiler": compiler, "cost_model": "roofline"}
     try:
@@ -89,7 +89,7 @@ def examine(name: str, dtype: torch.dtype, layout: str, compiler: str, budget: f
 
 
 def run(name: str, dtype: torch.dtype, layout: str, options: dict[str, Any]) -> tuple[int, autoremat.Report]:
-    """The measured peak of a warm step, and its report."""
+    """Returns the measured peak of a warm step, and its report."""
     torch.manual_seed(SEED)
     torch._dynamo.reset()
     model, x = CASES[name].build(dtype)
@@ -112,7 +112,7 @@ def load(path: Path) -> list[Cell]:
 
 
 def write(found: list[Cell], path: Path) -> None:
-    """The table of all cells."""
+    """Writes the table of all cells."""
     counts = Counter(cell.result.partition(":")[0] for cell in found)
     measured = [cell for cell in found if cell.measured_bytes]
     worst = max((cell.measured_bytes / cell.predicted_bytes for cell in measured), default=0.0)

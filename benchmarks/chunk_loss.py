@@ -1,4 +1,4 @@
-"""What it gains to compute the projection onto the vocabulary and the loss in parts, for GPT-2's vocabulary of 50257 words.
+"""The gain of computing the projection onto the vocabulary and the loss in parts, for GPT-2's vocabulary of 50257 words.
 
     python benchmarks/chunk_loss.py            # compiled by Inductor: peaks of the code and measured peaks
     python benchmarks/chunk_loss.py --times    # with step times, which say something only on an idle machine
@@ -35,7 +35,7 @@ TIMED_STEPS, WARM_STEPS = 7, 2
 
 @dataclass(frozen=True)
 class Row:
-    """One number of parts; bytes above what is live when the step begins, seconds of forward and backward."""
+    """One number of parts; bytes above those live when the step begins, seconds of forward and backward."""
 
     parts: int
     unbounded_peak_bytes: int
@@ -66,7 +66,7 @@ class Loss(nn.Module):
 
 
 def build(layers: int, batch: int) -> tuple[nn.Module, torch.Tensor]:
-    """GPT-2, small but for its vocabulary, and tokens."""
+    """Returns a GPT-2, small but for its vocabulary, and tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -80,7 +80,7 @@ def build(layers: int, batch: int) -> tuple[nn.Module, torch.Tensor]:
 
 
 def planned(model: nn.Module, tokens: torch.Tensor, parts: int, whole: Row | None) -> Row:
-    """The row by simulator and cost model; ``whole`` is that of one part."""
+    """Returns the row by simulator and cost model. ``whole`` is that of one part."""
     options: dict[str, Any] = {"chunk_loss": parts if parts > 1 else False}
 
     def explained(**more: Any) -> tuple[autoremat.Plan, float]:
@@ -95,7 +95,7 @@ def planned(model: nn.Module, tokens: torch.Tensor, parts: int, whole: Row | Non
 
 
 def measured(row: Row, model: nn.Module, tokens: torch.Tensor, times: bool) -> Row:
-    """``row`` with what the code for the smallest peak needs."""
+    """Returns ``row`` with the peaks of the code for the smallest peak."""
     torch._dynamo.reset()
     gc.collect()
     options: dict[str, Any] = {"chunk_loss": row.parts if row.parts > 1 else False, "memory_budget": row.smallest_peak_bytes,

@@ -1,10 +1,10 @@
-"""What autoremat's own work adds to a cold compilation by Inductor, by timers inside one compilation.
+"""The seconds that autoremat's own work adds to a cold compilation by Inductor, by timers inside one compilation.
 
     python benchmarks/compile_time.py                    # nine models, without a budget, at 70 % and at 40 %
     python benchmarks/compile_time.py --models gpt2-12
 
 Each compilation runs in a process and with caches of its own. Own work is the fingerprint, the partitioner (capture,
-planning, rewriting) and the replay of the generated code; an attempt that was given up counts as a whole. The timers run in
+planning, rewriting) and the replay of the generated code. An attempt that was given up counts as a whole. The timers run in
 the same compilation as all else, so a busy machine slows both sides. Torch's own partitioner, which ours stands in for, is
 timed in a compilation of the same model by Inductor alone. The device is calibrated once, in a process before all others.
 """
@@ -40,7 +40,7 @@ from autoremat.measure.calibration import rates_of
 from autoremat.torch_private import inductor_lowering
 
 BUDGETS = (None, 0.7, 0.4)
-"""None, or a share of the peak without recomputation by the simulator; what is not feasible is left out."""
+"""None, or a share of the peak without recomputation by the simulator. Infeasible budgets are left out."""
 
 OWN = ("fingerprint", "partitioner", "replay", "given up")
 
@@ -58,13 +58,13 @@ class Row:
 
     @property
     def share(self) -> float:
-        """Own work, less what torch's partitioner takes, over the compilation without own work."""
+        """Own work, less the seconds of torch's partitioner, over the compilation without own work."""
         own = sum(self.own.values())
         return (own - self.torch_partitioner) / (self.total - own + self.torch_partitioner)
 
 
 class Timers:
-    """Seconds spent inside some functions; what one timed function calls is not counted twice."""
+    """Seconds spent inside some functions. A call from one timed function to another is not counted twice."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -91,7 +91,10 @@ class Timers:
 
 @contextlib.contextmanager
 def attempts_timed(timers: Timers) -> Iterator[list[float]]:
-    """Seconds of each attempt of a compilation; all but the last were given up, and hold no other own work."""
+    """Yields a list that receives the seconds of each attempt of a compilation.
+
+    All attempts but the last were given up, and hold no other own work.
+    """
     spans: list[float] = []
     original = compile_loop.lower
 
@@ -108,7 +111,7 @@ def attempts_timed(timers: Timers) -> Iterator[list[float]]:
 
 
 def first_step(name: str, **keywords: Any) -> float:
-    """Seconds of compiling the model and running one step."""
+    """Returns the seconds of compiling the model and running one step."""
     model, inputs = build(name)
     compiled = torch.compile(model, **keywords)
     begin = time.perf_counter()
@@ -117,7 +120,7 @@ def first_step(name: str, **keywords: Any) -> float:
 
 
 def ours(name: str, budget: float | None) -> dict[str, Any]:
-    """Total seconds, attempts and own seconds of one compilation, in this process."""
+    """Returns total seconds, attempts and own seconds of one compilation in this process."""
     timers = Timers()
     with (
         timers.around(compile_loop, "fingerprint", "fingerprint"),
@@ -131,7 +134,7 @@ def ours(name: str, budget: float | None) -> dict[str, Any]:
 
 
 def torchs(name: str) -> float:
-    """Seconds of torch's partitioner in a compilation by Inductor alone, in this process."""
+    """Returns the seconds of torch's partitioner in a compilation by Inductor alone in this process."""
     timers = Timers()
     with timers.around(compile_fx, "min_cut_rematerialization_partition", "partitioner"):
         first_step(name)
@@ -139,15 +142,17 @@ def torchs(name: str) -> float:
 
 
 def calibration() -> float:
-    """Seconds of calibrating the CPU, in this process."""
+    """Returns the seconds of calibrating the CPU in this process."""
     begin = time.perf_counter()
     rates_of(torch.device("cpu"))
     return time.perf_counter() - begin
 
 
 def in_a_process(rates: Path, *arguments: str) -> Any:
-    """The JSON that this script prints with ``arguments`` in a process whose caches hold nothing but the device's ``rates``;
-    None if there is no plan."""
+    """Returns the JSON that this script prints with ``arguments`` in a process of its own; None if there is no plan.
+
+    The caches of that process hold nothing but the device's ``rates``.
+    """
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "autoremat").mkdir()
         (Path(folder) / "autoremat" / "rates").symlink_to(rates)
@@ -166,7 +171,7 @@ def rows_of(name: str, rates: Path) -> Iterator[Row]:
 
 
 def one(name: str, budget: float | None, by_torch: bool) -> None:
-    """What a process of its own does: prints one compilation's figures as JSON."""
+    """Prints the figures of one compilation as JSON, in a process of its own."""
     try:
         print(json.dumps(torchs(name) if by_torch else ours(name, budget)))
     except torch._dynamo.exc.BackendCompilerFailed as error:

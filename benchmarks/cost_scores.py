@@ -1,4 +1,4 @@
-"""What `costs.py` makes of the steps that it measures: how good a cost model is, and who is faster at the same peak."""
+"""The scores of the steps that `costs.py` measures: errors of cost models, and the faster plan at the same peak."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Row:
     method: str
     step_seconds: float
     peak_bytes: int
-    """Measured, above what is live when the step begins."""
+    """Measured, above those live when the step begins."""
     measured: float
     predicted: dict[str, float]
 
@@ -35,13 +35,13 @@ class Duel:
 
     @property
     def ratio(self) -> float | None:
-        """How long our step takes, in steps of the rival."""
+        """The seconds of our step, in steps of the rival."""
         return None if self.ours is None else self.ours.step_seconds / self.rival.step_seconds
 
 
 @dataclass(frozen=True)
 class Score:
-    """How good a cost model is over all plans."""
+    """The errors of a cost model over all plans."""
 
     median_error: float
     """Of the predicted overhead, in shares of the step."""
@@ -51,7 +51,7 @@ class Score:
 
 
 def scores(rows: list[Row]) -> dict[str, Score]:
-    """A score for each cost model; plain Inductor's own overhead is 0 by definition and has no error."""
+    """Returns a score for each cost model. Plain Inductor's own overhead is 0 by definition and has no error."""
     plans = [row for row in rows if row.method != "plain"]
     pairs = [
         (one, other)
@@ -69,7 +69,7 @@ def scores(rows: list[Row]) -> dict[str, Score]:
 
 
 def duels(rows: list[Row]) -> list[Duel]:
-    """Each plan that is not ours, with the fastest of ours that needs no more memory."""
+    """Returns each plan that is not ours, with the fastest of ours that needs no more memory."""
     found = []
     for rival in (row for row in rows if not row.method.startswith("autoremat")):
         ours = [
@@ -80,7 +80,7 @@ def duels(rows: list[Row]) -> list[Duel]:
 
 
 def summary_of(found: list[Duel]) -> str:
-    """The ratios of steps in words."""
+    """Returns the ratios of steps in words."""
     ratios = [duel.ratio for duel in found if duel.ratio is not None]
     if not ratios:
         return "no plan of ours needs as little memory as another's"

@@ -1,13 +1,12 @@
-"""What recomputation is predicted to cost by each cost model, against the measured step, over many plans; and our steps against
-those of torch's plans that need as much memory or more.
+"""The predicted cost of recomputation by each cost model against measured steps, and our steps against those of torch's plans.
 
     python benchmarks/costs.py            # all models, an hour or more on an idle machine
     python benchmarks/costs.py --quick    # two small models and few plans
 
 Plans are autoremat's at several budgets, torch's at several values of `activation_memory_budget`, those of per-block
 checkpointing, and autoremat's at the measured peaks of these. Each is compiled by Inductor and priced by every cost model on
-the joint graph that it was made for. Overheads are beside plain Inductor on the same model, in shares of its step: predicted
-from what is recomputed and saved, measured as medians of steps taken in turn with those of all other plans of the model. Each
+the joint graph that it was made for. Overheads are beside plain Inductor on the same model, in shares of its step. They are
+predicted from recomputation and saves. They are measured as medians of steps that all plans of the model take in turn. Each
 plan that is not ours, plain Inductor's among them, meets the fastest of ours whose measured peak is no higher. Only an idle
 machine gives figures worth keeping. Rows of models that are not asked for stay, if they were measured in the same way.
 """
@@ -57,14 +56,14 @@ from autoremat.torch_private import compat
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_LISTS = ("h", "layers", "layer", "block", "blocks", "stages")
-"""What the lists of repeated blocks are called in the models."""
+"""Names of the lists of repeated blocks in the models."""
 
 WARM_ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class Setting:
-    """How much to run."""
+    """The models, budgets and rounds to run."""
 
     models: tuple[str, ...]
     shares: tuple[float, ...]
@@ -90,13 +89,13 @@ class Recorded:
 
 
 class TorchPartitioner(compat.CustomPartitionerFn):
-    """Torch's own partitioner, at the budget in force, which leaves a record of what it did."""
+    """Torch's own partitioner, at the budget in force, which leaves a record of its partition."""
 
     def __init__(self, records: list[Recorded]) -> None:
         self.records = records
 
     def uuid(self) -> None:
-        """Not to be cached."""
+        """Returns None, so that torch does not cache."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchPartitioner:
         return self
@@ -114,7 +113,7 @@ def _copied(joint: fx.GraphModule) -> fx.GraphModule:
 
 
 def recording(records: list[Recorded]) -> Callable[[PricedGraph, PlanningContext], PlannedGraph]:
-    """`plan_graph`, leaving a record; the graph is copied, because it is rewritten afterwards."""
+    """Returns `plan_graph`, extended to leave a record. The graph is copied, because it is rewritten afterwards."""
     plan_graph = peers.plan_graph
 
     def plan_and_record(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
@@ -128,7 +127,7 @@ def recording(records: list[Recorded]) -> Callable[[PricedGraph, PlanningContext
 
 
 def checkpointed(model: nn.Module) -> bool:
-    """Make every block of the model's lists of blocks a checkpoint region; whether there are any."""
+    """Makes every block of the model's lists of blocks a checkpoint region. Returns True if there are any."""
     found = [child for name, module in model.named_modules() if name.split(".")[-1] in BLOCK_LISTS
              for child in module.children() if isinstance(module, (nn.ModuleList, nn.Sequential))]  # fmt: skip
     for block in found:
@@ -151,7 +150,7 @@ class Bench:
         self.models: list[nn.Module] = []
 
     def rows(self) -> list[Row]:
-        """One row for each plan that could be compiled, plain Inductor first."""
+        """Returns one row for each plan that could be compiled, plain Inductor first."""
         self.add_torch("plain", 1.0)
         peak = self.peak_of("plain")
         for budget in self.setting.torch_budgets:
@@ -197,7 +196,7 @@ class Bench:
             print(f"{self.name}, {method}: infeasible", flush=True)
 
     def add(self, method: str, model: nn.Module, inputs: Any, records: list[Recorded], **keywords: Any) -> None:
-        """Compile by running a first step."""
+        """Compiles by running a first step."""
         compiled = torch.compile(model, **keywords)
 
         def step() -> None:
@@ -214,7 +213,7 @@ class Bench:
         self.models.append(model)
 
     def measure(self) -> dict[str, float]:
-        """Median seconds of each plan's step, over rounds in which every plan takes one."""
+        """Returns the median seconds of each plan's step, over rounds in which every plan takes one."""
         samples: dict[str, list[float]] = {method: [] for method in self.steps}
         for turn in range(WARM_ROUNDS + self.setting.rounds):
             for method, step in self.steps.items():
@@ -225,7 +224,7 @@ class Bench:
         return {method: statistics.median(seconds) for method, seconds in samples.items()}
 
     def peaks(self) -> dict[str, int]:
-        """The measured peak of each plan's step."""
+        """Returns the measured peak of each plan's step."""
         found = {}
         for method, step in self.steps.items():
             self.forget_gradients()
@@ -239,7 +238,7 @@ class Bench:
             model.zero_grad(set_to_none=True)
 
     def predicted(self, method: str) -> dict[str, tuple[float, float]]:
-        """(seconds of the step without recomputation, seconds of what is recomputed and saved) by each cost model."""
+        """Returns, by each cost model, the seconds of the step without recomputation and those of recomputation and saves."""
         record = self.records[method]
         found = {}
         for model in COST_MODELS:
@@ -268,7 +267,7 @@ def table_of(rows: list[Row]) -> Table:
 
 
 def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
-    """costs.txt, costs.json and costs.png in `folder`."""
+    """Writes costs.txt, costs.json and costs.png in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     found = scores(rows)
     with (folder / "costs.txt").open("w") as file:
@@ -286,7 +285,7 @@ def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
 
 
 def draw(rows: list[Row], found: dict[str, Score], path: Path) -> None:
-    """Predicted against measured overhead, one panel for each cost model; nothing without matplotlib."""
+    """Draws predicted against measured overhead, one panel for each cost model; nothing without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -309,7 +308,7 @@ def draw(rows: list[Row], found: dict[str, Score], path: Path) -> None:
 
 
 def known_rows(folder: Path, setup: dict[str, Any], asked_for: tuple[str, ...]) -> list[Row]:
-    """The rows of other models that an earlier run with the same setup has written."""
+    """Returns the rows of other models that an earlier run with the same setup has written."""
     path = folder / "costs.json"
     record = json.loads(path.read_text()) if path.exists() else {"rows": []}
     same = all(record.get(key) == value for key, value in setup.items())

@@ -3,11 +3,11 @@
     python benchmarks/device.py [--models llama unet] [--compiler inductor] [--steps 3]
 
 A cell is a model, an optimizer and a number of accumulated micro-batches. The device is the CPU. Its memory is chosen between
-the least for which a plan exists and the need of the plan without recomputation: the share ``SHARE`` of the way, or the need of
-the optimizer's own step if that is more. The model is compiled under the device budget and trained for some steps, the
-optimizer's own step included. The measured peak is that of torch's allocator events above an empty process: the events
-begin after the first backward has compiled the graph and its gradients are freed, and the parameters and buffers that are live
-then are added. "first" is the peak of the first step, and "later" that of later ones, which hold the optimizer's state.
+the least for which a plan exists and the need of the plan without recomputation. It is the share ``SHARE`` of the way, or the
+need of the optimizer's own step if that is more. The model is compiled under the device budget and trained for some steps, the
+optimizer's own step included. The measured peak is that of torch's allocator events above an empty process. The events begin
+after the first backward has compiled the graph and its gradients are freed. Parameters and buffers that are live then are
+added. "first" is the peak of the first step, and "later" that of later ones, which hold the optimizer's state.
 
 A cell fails if the prediction is more than 3 % off, or if a step that "fits" exceeds the device. Rows of earlier runs stay
 unless they are measured again. Writes benchmarks/results/device.txt and .json.

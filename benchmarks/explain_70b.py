@@ -4,8 +4,9 @@
     python benchmarks/explain_70b.py --layers 8       # a smaller one
     python benchmarks/explain_70b.py --model 8b --lower    # with the code that Inductor generates
 
-The model has no weights (meta device), and nothing runs. Written to `benchmarks/results/explain_<model>.txt` and `.json`, with
-`_lowered` in the name if code was generated: the report, where the time went, and the largest resident memory of this process.
+The model has no weights (meta device), and nothing runs. The result is the report, the seconds of its parts, and the largest
+resident memory of this process. Written to `benchmarks/results/explain_<model>.txt` and `.json`, with `_lowered` in the name if
+code was generated.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def budget(text: str) -> float | str:
-    """A share if it is a number, else text with a unit."""
+    """Returns a share if ``text`` is a number, else the text, which has a unit."""
     try:
         return float(text)
     except ValueError:
@@ -82,7 +83,7 @@ def budget(text: str) -> float | str:
 
 
 def build(sizes: dict[str, int], tokens: int) -> tuple[torch.nn.Module, torch.Tensor]:
-    """Llama 3 without weights, and a batch of one sequence."""
+    """Returns Llama 3 without weights, and a batch of one sequence."""
     config = LlamaConfig(**COMMON, **sizes)
     with torch.device("meta"):
         model = LlamaForCausalLM(config).to(torch.bfloat16).train()
@@ -90,7 +91,7 @@ def build(sizes: dict[str, int], tokens: int) -> tuple[torch.nn.Module, torch.Te
 
 
 def write(name: str, figures: dict[str, Any], report: autoremat.Report, folder: Path) -> None:
-    """A text and a JSON file in `folder`."""
+    """Writes a text and a JSON file in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     text = "\n".join([*(f"{name}: {value}" for name, value in figures.items()), "", str(report)])
     (folder / f"{name}.txt").write_text(text + "\n")

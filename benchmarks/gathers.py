@@ -5,11 +5,11 @@
 
 A Llama of eight layers, each weight sharded over all ranks and gathered inside the graph, as SimpleFSDP does it.
 
-- By simulation, for H100 cards: groups of 2 and of 64 ranks that do not exist (the fake backend of torch), three bandwidths and
-  four budgets. "Every gather saved" is what a partitioner does that repeats no collective. "Every gather repeated" is
-  `reshard_after_forward` for all weights.
-- Measured, with two gloo processes on a CPU and a small model: peaks of both ranks, and gradients against those of torch's
-  own backend of the same kind.
+- By simulation, for H100 cards, under three bandwidths and four budgets. The groups have 2 and 64 ranks that do not exist (the
+  fake backend of torch). "Every gather saved" is the plan of a partitioner that repeats no collective. "Every gather repeated"
+  is `reshard_after_forward` for all weights.
+- Measured, with two gloo processes on a CPU and a small model. A row has the peaks of both ranks, and the gradients against
+  those of torch's own backend of the same kind.
 
 Written to `benchmarks/results/gathers.txt` and `.json`.
 """
@@ -96,7 +96,7 @@ class Measured:
 
 
 def gathers_again(plan: Plan) -> list[int]:
-    """The gathers that the plan repeats, as numbers of ops."""
+    """Returns the gathers that the plan repeats, as numbers of ops."""
     return [index for index in plan.recomputed if plan.graph.ops[index].traits & COMMUNICATES]
 
 
@@ -122,7 +122,7 @@ def in_world(ranks: int) -> None:
 
 
 def traced(ranks: int) -> Preview:
-    """The step of a group, without weights and data."""
+    """Returns the step of a group, traced without weights and data."""
     in_world(ranks)
     with torch.device("meta"):
         model, tokens = sharded_llama(torch.bfloat16, **SIZES), torch.zeros((1, TOKENS), dtype=torch.int64)
@@ -135,7 +135,7 @@ def traced(ranks: int) -> Preview:
 
 
 def simulated(preview: Preview, ranks: int, bandwidth: str) -> Iterator[Row]:
-    """Plans of a step for one bandwidth."""
+    """Yields the rows of plans of a step for one bandwidth."""
     options = replace(preview.context.options, interconnect_bandwidth=bandwidth)  # type: ignore[arg-type]
     priced = capture_and_price(preview.priced.joint, replace(preview.context, options=options))
     assert priced is not None
@@ -166,7 +166,7 @@ def simulated(preview: Preview, ranks: int, bandwidth: str) -> Iterator[Row]:
 
 
 def run_small(rank: int, compiler: str, shares: Sequence[float]) -> list[tuple[Any, ...]]:
-    """The steps of one rank: budget, prediction, floor, peak, gathers again and the worst gradient, for each share."""
+    """Returns, for each share, a step of one rank: budget, prediction, floor, peak, repeated gathers and worst gradient."""
     torch.manual_seed(rank)
     tokens = torch.randint(0, SMALL["vocab_size"], SMALL_BATCH)
     model = sharded_llama(**SMALL)
@@ -197,7 +197,7 @@ def run_small(rank: int, compiler: str, shares: Sequence[float]) -> list[tuple[A
 
 
 def measured(compiler: str, shares: Sequence[float]) -> Iterator[Measured]:
-    """Steps of two processes under each share of the peak without recomputation."""
+    """Yields steps of two processes under each share of the peak without recomputation."""
     from gathers import run_small as by_name  # the processes import it from there
 
     ranks = values(run_ranks(by_name, 2, timeout=900.0, args=(compiler, shares)))
@@ -266,7 +266,7 @@ def main() -> int:
 
 
 def write(rows: Sequence[Row], runs: Sequence[Measured], folder: Path) -> None:
-    """A text and a JSON file in `folder`."""
+    """Writes a text and a JSON file in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gathers.txt").write_text(tables(rows, runs))
     record = {"simulated": [asdict(row) for row in rows], "measured": [asdict(run) for run in runs]}

@@ -4,7 +4,7 @@
     python benchmarks/gpu.py --minutes 9 --results DIR   # ends after 9 minutes and says what remains
     python benchmarks/gpu.py --rehearse                  # tiny sizes on the emulated card, results in a temporary folder
 
-`make gpu` is the same. `docs/gpu.md` explains the calls and the results. This script imports no torch: each stage runs in a
+`make gpu` is the same. `docs/gpu.md` explains the calls and the results. This script imports no torch. Each stage runs in a
 process of its own, so that a lost device or an end in the midst costs one unit.
 """
 
@@ -155,7 +155,7 @@ class Session:
         return ""
 
     def run(self, stage: str) -> None:
-        """Runs what remains of a stage, in a new process after each that ends in the midst of a unit."""
+        """Runs the remaining units of a stage, in a new process after each that ends in the midst of a unit."""
         while self.rows.remaining(stage) != [] and time.time() < self.until:
             before = len(list(self.rows.lines()))
             ended_well = self.test() if stage == "tests" else self.call(self.command(stage))
@@ -215,7 +215,7 @@ class Session:
         return errors or bool(self.broken) or any(row["failed"] for row in self.rows.rows("tests"))
 
     def show(self, stages: Sequence[str]) -> None:
-        """Writes the tables, then prints them with what failed, what was skipped and what remains."""
+        """Writes the tables, then prints them with the units that failed, were skipped or remain."""
         text = "\n".join(self.summary(stages)) + "\n"
         if any(self.rows.rows(stage) for stage in STAGES[1:]):
             command = [sys.executable, str(ROOT / "benchmarks" / "gpu_tables.py"), str(self.rows.path)]
@@ -243,7 +243,7 @@ class Session:
 
 
 def outcome(report: Path) -> Line:
-    """Returns what a report of pytest says: how many tests passed, the names of the others, and recorded properties."""
+    """Returns the outcome in a report of pytest: number of passed tests, names of the others, and recorded properties."""
     row: Line = {"passed": 0, "failed": [], "skipped": [], "properties": {}}
     for case in ElementTree.parse(report).iter("testcase"):
         name = f"{case.get('classname')}.{case.get('name')}"

@@ -136,7 +136,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Contestant:
-    """One way to run the step, measured. Bytes above what is live when the step begins."""
+    """One way to run the step, measured. Bytes above those live when the step begins."""
 
     memory: Memory
     compile_seconds: float
@@ -250,7 +250,7 @@ def compiled_rival(work: Workload, rival: str) -> Callable[..., Any]:
 
 
 def prepared(work: Workload, compiled: Callable[..., Any]) -> tuple[Step, Contestant]:
-    """Compiles and warms up. Returns the step and what is known of it before its time is taken."""
+    """Compiles and warms up. Returns the step and its figures but its time."""
     step = training_step(work.model, compiled, work.inputs)
     gc.collect()
     begin = time.perf_counter()

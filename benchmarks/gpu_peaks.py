@@ -3,7 +3,7 @@
 In the stage "reserved", the budgets count reserved bytes.
 
 `benchmarks/gpu.py` runs this script, several times if need be. Budgets lie between the smallest peak and the peak without a
-budget, both by the simulator. Each row has the peak of the plan, the replayed peak of its code and what the allocator counted.
+budget, both by the simulator. Each row has the peak of the plan, the replayed peak of its code and the allocator's peak.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ ROUNDS, STEPS_PER_SAMPLE = 5, 2
 
 @dataclass(frozen=True)
 class Row:
-    """One model under one budget, run in one way. Bytes above what is live when the step begins."""
+    """One model under one budget, run in one way. Bytes above those live when the step begins."""
 
     model: str
     mode: str

@@ -1,7 +1,7 @@
 """Units of work whose results a file keeps, so that several short calls do what one long call would do.
 
-The file has one JSON object per line: the units of a stage, the begin of a unit, and its end as a row, an error or a reason
-why it was skipped. A unit that has ended is not begun again.
+The file has one JSON object per line: the units of a stage, the begin of a unit, or its end. An end is a row, an error or a
+reason why the unit was skipped. A unit that has ended is not begun again.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 TRIES = 2
-"""How often a unit is begun. The process may end while it runs: by its own fault, or because the time is over."""
+"""Number of times that a unit is begun. The process may end while it runs: by its own fault, or because the time is over."""
 
 ENDS = ("row", "error", "skipped")
 

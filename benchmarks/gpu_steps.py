@@ -24,7 +24,7 @@ class Memory:
     allocated_bytes: int
     """Blocks of the allocator. Of a block above 1 MiB, up to 1 MiB can be unused."""
     requested_bytes: int
-    """What the tensors asked for."""
+    """Bytes of the tensors."""
     reserved_bytes: int
     """Segments that the allocator took from the device in two steps, after it had given all free ones back."""
 
@@ -60,7 +60,7 @@ def memory_of(model: nn.Module, step: Step) -> Memory:
 
 
 def reserved_bytes() -> int:
-    """Returns what the allocator holds of the device once it has given back what is free."""
+    """Returns the bytes that the allocator holds of the device once it has given back free segments."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -1,6 +1,6 @@
-"""Shared by the benchmarks of peaks: models by kind, and what Inductor makes of a plan, with its kernels or without.
+"""Shared by the benchmarks of peaks: models by kind, and Inductor's code for a plan, with its kernels or without.
 
-Memory says the same on a busy machine as on an idle one, and the peak of generated code is known without its kernels.
+Memory is the same on a busy machine as on an idle one, and the peak of generated code is known without its kernels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Built = tuple[nn.Module, tuple[torch.Tensor, ...]]
 
 
 def batched(built: Built, times: int) -> Built:
-    """The model with its batch repeated, so that activations outweigh what is rounded up."""
+    """Returns the model with its batch repeated, so that activations outweigh bytes of rounding."""
     model, inputs = built
     return model, tuple(tensor.repeat(times, *[1] * (tensor.dim() - 1)) for tensor in inputs)
 
@@ -52,18 +52,18 @@ def with_dropout(built: Built, probability: float = 0.1) -> Built:
 
 
 def unet() -> Built:
-    """Two levels down and up."""
+    """Returns a U-Net with two levels down and up."""
     return model_zoo.UNet((8, 16)), model_zoo.images(64)
 
 
 def densenet() -> Built:
-    """One dense block of four layers."""
+    """Returns one dense block of four layers."""
     convolve, block, pool = model_zoo.convolve(3, 16), model_zoo.DenseBlock(16, 8, 4), nn.Conv2d(48, 24, 1)
     return model_zoo.Classifier(nn.Sequential(convolve, block, pool), 24), model_zoo.images(32)
 
 
 def lstm() -> Built:
-    """An LSTM cell unrolled over six steps."""
+    """Returns an LSTM cell unrolled over six steps."""
     model, (tokens,) = test_models.lstm()
     return model, (tokens[:, :6].repeat(4, 1),)
 
@@ -102,19 +102,19 @@ class Attempt:
     """One plan that code was generated for. Bytes are peaks above the start of the step."""
 
     planned_bytes: int
-    """By the simulator, with what is kept in reserve."""
+    """The simulated peak with code headroom."""
     code_bytes: int
     """Of the halves that were generated: an attempt ends with the first that is over the budget."""
 
 
 @dataclass
 class Watch:
-    """What one compilation did."""
+    """The attempts of one compilation, and its last plan."""
 
     attempts: list[Attempt] = field(default_factory=list)
     planned: PlannedGraph | None = None
     known: ReplayContext = field(default_factory=ReplayContext)
-    """What the replay of the code had to know of the graph."""
+    """The facts about the graph that the replay of the code needs."""
 
     @property
     def report(self) -> autoremat.Report:
@@ -125,7 +125,7 @@ class Watch:
 
 
 def build(name: str) -> Built:
-    """The model in training mode and its inputs, on the chosen device, always with the same weights and batch."""
+    """Returns the model in training mode and its inputs on the chosen device, always with the same weights and batch."""
     torch.manual_seed(0)
     torch._dynamo.reset()
     model, inputs = BUILDERS[name]()
@@ -134,7 +134,7 @@ def build(name: str) -> Built:
 
 @contextlib.contextmanager
 def uncached() -> Iterator[None]:
-    """Every graph is lowered again, so that its code is seen; compiled kernels are taken from Inductor's cache."""
+    """Lowers every graph of the body again, so that its code is seen. Compiled kernels come from Inductor's cache."""
     with (
         functorch_config.patch({"enable_autograd_cache": False, "force_non_lazy_backward_lowering": True}),
         inductor_config.patch({"fx_graph_cache": False}),
@@ -146,8 +146,10 @@ def uncached() -> Iterator[None]:
 
 @contextlib.contextmanager
 def watching(kernels: bool) -> Iterator[Watch]:
-    """Record every attempt of the compilations inside. Without ``kernels``, each ends with ``Lowered`` once its last code
-    is generated."""
+    """Records every attempt of the compilations in the body.
+
+    Without ``kernels``, each ends with ``Lowered`` once its last code is generated.
+    """
     watch = Watch()
     lower = compile_loop.lower
 
@@ -181,7 +183,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def planned(name: str) -> autoremat.Report:
-    """What is planned for a model without a budget; nothing is lowered."""
+    """Returns the report of the plan for a model without a budget. Nothing is lowered."""
     model, inputs = build(name)
     watch, plan_graph = Watch(), peers.plan_graph
 
@@ -195,7 +197,7 @@ def planned(name: str) -> autoremat.Report:
 
 
 def lowered(name: str, **options: Any) -> Watch:
-    """The attempts of compiling a model, without kernels."""
+    """Returns the attempts of compiling a model, without kernels."""
     model, inputs = build(name)
     with uncached(), watching(kernels=False) as watch, without_kernels():
         torch.compile(model, backend="autoremat", options=PATIENT | options)(*inputs)
@@ -203,12 +205,12 @@ def lowered(name: str, **options: Any) -> Watch:
 
 
 def smallest(name: str) -> Watch:
-    """What a budget of one byte is answered with, as well as it goes, without kernels."""
+    """Returns the attempts of compiling a model for a budget of one byte by best effort, without kernels."""
     return lowered(name, memory_budget=1, on_infeasible="best_effort")
 
 
 def plain_peak(name: str, known: ReplayContext, activation_memory_budget: float = 1.0) -> int:
-    """The peak of the code that Inductor alone generates, replayed as ours is, without kernels."""
+    """Returns the peak of the code that Inductor alone generates, replayed as ours is, without kernels."""
     model, inputs = build(name)
     peaks: dict[bool, int] = {}
 

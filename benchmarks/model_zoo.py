@@ -127,7 +127,7 @@ def convolve(before: int, after: int) -> nn.Sequential:
 
 
 def vgg11() -> Built:
-    """Simonyan and Zisserman's configuration A, an eighth as wide."""
+    """Returns Simonyan and Zisserman's configuration A, an eighth as wide."""
     layers: list[nn.Module] = []
     before = 3
     for after in (8, 0, 16, 0, 32, 32, 0, 64, 64, 0, 64, 64, 0):
@@ -150,7 +150,7 @@ class DenseBlock(nn.Module):
 
 
 def densenet() -> Built:
-    """Three dense blocks of eight layers."""
+    """Returns a model of three dense blocks of eight layers."""
     layers: list[nn.Module] = [convolve(3, 16)]
     width = 16
     for _ in range(3):
@@ -188,7 +188,7 @@ class Attended(nn.Module):
         self.inwards, self.outwards = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
 
     def heads(self, x: torch.Tensor) -> list[torch.Tensor]:
-        """Queries, keys and values."""
+        """Returns queries, keys and values."""
         return [part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in self.inwards(x).chunk(3, -1)]
 
     def mixed(self, heads: list[torch.Tensor]) -> torch.Tensor:
@@ -196,7 +196,7 @@ class Attended(nn.Module):
 
 
 def modulated(x: torch.Tensor, shift: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Layer norm whose shift and scale the time step decides (Peebles and Xie, 2023)."""
+    """Returns a layer norm whose shift and scale the time step decides (Peebles and Xie, 2023)."""
     return F.layer_norm(x, x.shape[-1:]) * (1 + scale[:, None]) + shift[:, None]
 
 
@@ -267,7 +267,7 @@ class DiffusionTransformer(nn.Module):
 
 
 def diffusion_transformer(joint: int) -> Built:
-    """A diffusion transformer with two kinds of blocks."""
+    """Returns a diffusion transformer with two kinds of blocks."""
     patches = torch.randn(2 * BATCH, LENGTH, 16)
     words = torch.randint(0, VOCABULARY, (2 * BATCH, LENGTH // 4))
     return DiffusionTransformer(joint), (patches, words, torch.rand(2 * BATCH, 1), torch.randn_like(patches))

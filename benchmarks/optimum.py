@@ -3,11 +3,11 @@
     python benchmarks/optimum.py             # some minutes
     python benchmarks/optimum.py --seeds 2
 
-The optimum is over *all* sequences of executions in which the first runs keep the given order: any op that may run again does
-so anywhere (of a training step: anywhere in the backward, as the forward runs once), as often as it pays, and any value is
-freed at any moment. It is found as a cheapest path (Dijkstra, 1959) from nothing
-done to all done; a state is which values are alive and how many ops have run. Each graph is planned at five budgets, from the
-least peak of any plan to just below the peak without recomputation. Ratios are of the whole time, step and recomputation.
+The optimum is over *all* sequences of executions in which the first runs keep the given order. An op that may run again does so
+anywhere, as often as it pays. In a training step that is anywhere in the backward, because the forward runs once. Any value is
+freed at any moment. The optimum is a cheapest path (Dijkstra, 1959) from nothing done to all done. A state consists of the live
+values and the number of ops that have run. Each graph is planned at five budgets, from the least peak of any plan to just below
+the peak without recomputation. Ratios are of the whole time, step and recomputation.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ class Row:
 
 
 def training_step(random: Random, length: int, skips: list[tuple[int, int]]) -> Graph:
-    """A chain of `length` forward ops with `skips`, and a gradient op for each, which reads what that read and made."""
+    """Returns a chain of `length` forward ops with `skips`, and a gradient op for each.
+
+    A gradient op reads the inputs and the result of its forward op.
+    """
     count = 2 * length
     forward = {(i, i + 1) for i in range(length - 1)} | set(skips)
     edges = set(forward) | {(length - 1, length)}
@@ -80,7 +83,7 @@ def dense(random: Random) -> Graph:
 
 
 def single_phase(random: Random) -> Graph:
-    """A chain with skips between random ops, all of which may run again."""
+    """Returns a chain with skips between random ops, all of which may run again."""
     count = 12
     pairs = random.integers(0, count, (count, 2))
     edges = {(i, i + 1) for i in range(count - 1)} | {(int(min(p)), int(max(p))) for p in pairs if p[0] != p[1]}
@@ -91,7 +94,7 @@ FAMILIES: dict[str, Callable[[Random], Graph]] = {f.__name__: f for f in (chain,
 
 
 def cheapest(graph: Graph, budget: int) -> float:
-    """The least seconds that any plan within `budget` bytes adds; infinite if there is none.
+    """Returns the least seconds that any plan within `budget` bytes adds; infinite if there is none.
 
     Values are bits. A value is freed at once when no op is left that reads it and it is no output.
     """
@@ -129,7 +132,7 @@ def cheapest(graph: Graph, budget: int) -> float:
 
 
 def least_peak(graph: Graph, peak: int) -> int:
-    """The least bytes that some plan needs; `peak` is what one without recomputation needs."""
+    """Returns the least bytes that some plan needs. A plan without recomputation needs `peak`."""
     return bisect.bisect_left(range(peak), True, key=lambda budget: not math.isinf(cheapest(graph, budget)))
 
 
@@ -149,7 +152,7 @@ def rows_of(family: str, seed: int) -> list[Row]:
 
 
 def ratios(rows: list[Row], solver: str) -> list[float]:
-    """Of whole times, where the solver found a plan that fits."""
+    """Returns the ratios of whole times to the optimum, where the solver found a plan that fits."""
     return [(r.step + a) / (r.step + r.optimum) for r in rows if (a := r.added[solver]) is not None]
 
 
@@ -170,7 +173,7 @@ def table_of(rows: list[Row]) -> Table:
 
 
 def write(rows: list[Row], folder: Path) -> None:
-    """optimum.txt and optimum.json in `folder`."""
+    """Writes optimum.txt and optimum.json in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "optimum.txt").open("w") as file:
         for console in (Console(width=100), Console(width=100, file=file)):

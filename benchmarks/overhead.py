@@ -1,14 +1,14 @@
-"""What the backend costs where it has nothing to do: inference, and training under a budget that does not bind.
+"""The cost of the backend where it has nothing to do: inference, and training under a budget that does not bind.
 
     python benchmarks/overhead.py                    # Inductor; --inner aot_eager for uncompiled graphs
 
-For a small and a wider model and a GPT-2: seconds per call, and processor seconds of a first call without caches, compilers
-included; and whether both generate the same code (Inductor). All in turns, so that both see the same load, in an order
-that reverses each time; of first calls the ratios within a turn, and of these the median, for the machine's own speed drifts.
-Inductor alone is compiled twice a turn: the difference between its two figures is what this method cannot see. What only the
-first compilation of a process does, imports for one, is done before. Run it on an idle machine: the load average at the
-beginning and at the end is part of the result. Written to `benchmarks/results/overhead_*`; rows that are there and are not
-asked for stay.
+The models are a small one, a wider one and a GPT-2. A row has the seconds of a call, and the processor seconds of a first call
+without caches, compilers included. It also says if both generate the same code (Inductor). All calls run in turns, so that both
+see the same load, in an order that reverses each time. The figure of first calls is the median of the ratios within a turn,
+because the machine's own speed drifts. Inductor alone is compiled twice a turn; the difference between its two figures is the
+error of this method. Work of the first compilation of a process alone, such as imports, is done before. Run it on an idle
+machine: the load average at the beginning and at the end is part of the result. Written to `benchmarks/results/overhead_*`;
+rows that are there and are not asked for stay.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ class Row:
     """The load average of the machine before and after."""
 
     def call_share(self, backend: str) -> float:
-        """How much longer than plain's first figure a call takes."""
+        """Returns the share by which a call takes longer than plain's first figure."""
         return self.call[backend] / self.call["plain"] - 1
 
     def first_share(self, backend: str) -> float:
-        """The same of first calls."""
+        """Returns the same share for first calls."""
         return statistics.median(a / b for a, b in zip(self.first[backend], self.first["plain"], strict=True)) - 1
 
 
@@ -84,7 +84,7 @@ def main() -> None:
 
 
 def known_rows(arguments: argparse.Namespace) -> dict[tuple[str, str], Row]:
-    """The rows that an earlier run has written, by model and mode."""
+    """Returns the rows that an earlier run has written, by model and mode."""
     path = arguments.output / f"overhead_{arguments.inner}.json"
     rows = [Row(**fields) for fields in json.loads(path.read_text())["rows"]] if path.exists() else []
     return {(row.model, row.mode): row for row in rows}
@@ -126,13 +126,13 @@ def caller(name: str, mode: str, backend: str, inner: str) -> Callable[[], objec
 
 
 def processor_seconds() -> float:
-    """Of this process and of those that it has waited for: C++ compilers."""
+    """Returns the processor seconds of this process and of those that it has waited for: C++ compilers."""
     own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return own.ru_utime + own.ru_stime + children.ru_utime + children.ru_stime
 
 
 def first_seconds(name: str, mode: str, arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Of each backend in each turn, without caches."""
+    """Returns the seconds of a first call of each backend in each turn, without caches."""
     found: dict[str, list[float]] = {backend: [] for backend in BACKENDS}
     for turn in range(arguments.repeats):
         for backend in BACKENDS if turn % 2 else reversed(BACKENDS):
@@ -146,7 +146,7 @@ def first_seconds(name: str, mode: str, arguments: argparse.Namespace) -> dict[s
 
 
 def call_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """The median seconds of a call of each, all in turns."""
+    """Returns the median seconds of a call of each, all in turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         for name in calls if turn % 2 else reversed(calls):
@@ -158,7 +158,7 @@ def call_seconds(calls: dict[str, Callable[[], object]], rounds: int) -> dict[st
 
 
 def generated(call: Callable[[], object]) -> list[str]:
-    """The code that Inductor generates in the first call, without comments, file names and addresses."""
+    """Returns the code that Inductor generates in the first call, without comments, file names and addresses."""
     from torch._inductor.utils import run_and_get_code
 
     _, sources = run_and_get_code(call)
@@ -181,7 +181,7 @@ def measured(name: str, mode: str, arguments: argparse.Namespace) -> Row:
 
 
 def write(rows: list[Row], arguments: argparse.Namespace) -> None:
-    """The table so far; `again` and `ours` are above plain's first figure."""
+    """Writes the table so far. `again` and `ours` are above plain's first figure."""
     table = Table(title=f"{arguments.inner}, torch {torch.__version__}")
     columns = ("model", "mode", "call, plain", "again", "ours", "first call, plain (processor)", "again", "ours", "same code",
                "load")  # fmt: skip

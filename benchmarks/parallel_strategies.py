@@ -2,14 +2,20 @@
 
     python benchmarks/parallel_strategies.py [--only ddp] [--models llama] [--layers 2] [--processes 2] [--compiler aot_eager]
 
-A row is a strategy, a model and a budget: ``DistributedDataParallel`` with and without gradients as views of its buckets,
-``fully_shard`` with compiled blocks or a compiled model, tensor parallelism, weights gathered inside the graph, and pipelines.
+A row is a strategy, a model and a budget. The strategies:
+
+- ``DistributedDataParallel`` with and without gradients as views of its buckets;
+- ``fully_shard`` with compiled blocks or a compiled model;
+- tensor parallelism;
+- weights gathered inside the graph;
+- pipelines.
+
 Plain Inductor trains first, under the same strategy. The budgets are shares of the largest peak that it measures on a rank, and
-the least budget that is possible. All ranks measure at the same time. A row has, over the ranks, the largest peak and the
+the least budget that is possible. All ranks measure at the same time. A row has the largest peak of all ranks. It also has the
 largest difference to plain Inductor in a loss and in a gradient, relative to the largest entry. The budget is given in bytes
 and nothing else. Only under ``fully_shard``, one call of ``autoremat.profile_step`` shares it out.
 
-A peak is the least of several steps: gloo's own thread can hold a buffer a moment longer than the step needs it, and a CPU
+A peak is the least of several steps, because gloo's own thread can hold a buffer a moment longer than the step needs it. A CPU
 tracker does not see that this thread frees it. With ``--compiler aot_eager``, the plans run without generated code and are
 compared with torch's plans without generated code. Rows of earlier runs stay unless they are measured again. Writes
 benchmarks/results/parallel_strategies[_aot_eager].txt and .json.

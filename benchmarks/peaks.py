@@ -7,8 +7,8 @@
     python benchmarks/peaks.py --monotone llama-12     # post-fusion peaks over twelve budgets, and torch's over twelve
     python benchmarks/peaks.py --no-budget             # post-fusion peaks without a budget against Inductor alone
 
-Budgets lie between the smallest peak and the peak without a budget, both by the simulator. "Planned" is what the simulator
-says of a plan before any correction: that of the first attempt is held against the code made of it.
+Budgets lie between the smallest peak and the peak without a budget, both by the simulator. "Planned" is the simulated peak of a
+plan before any correction: that of the first attempt is held against the code made of it.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ TIMED_STEPS, WARM_STEPS = 9, 2
 
 @dataclass(frozen=True)
 class Row:
-    """One model under one budget; bytes above what is live when the step begins."""
+    """One model under one budget; bytes above those live when the step begins."""
 
     model: str
     budget_bytes: int
     first_planned_bytes: int
-    """By the simulator, with what is kept in reserve, for the first attempt."""
+    """The simulated peak with code headroom, for the first attempt."""
     first_code_bytes: int
     """Post-fusion, of the first attempt; of its half that is over the budget, if there is one."""
     code_bytes: int
@@ -95,14 +95,14 @@ class Row:
 
 @dataclass(frozen=True)
 class Setting:
-    """What to do with each budget beside generating code."""
+    """The measurements for each budget beside the generated code."""
 
     measured: bool = True
     times: bool = False
 
 
 def rows_of(name: str, setting: Setting, known: Sequence[Row]) -> Iterator[Row]:
-    """One row per budget, the tightest first; those in ``known`` are taken from there."""
+    """Yields one row per budget, the tightest first. Those in ``known`` are taken from there."""
     report = planned(name)
     least, most = (peak + report.code_headroom_bytes for peak in (report.minimum_peak_bytes, report.predicted_peak_bytes))
     least *= MARGIN_OF_MINIMUM
@@ -145,7 +145,7 @@ def budgeted(name: str, budget: int, setting: Setting, plain_seconds: float | No
 
 
 def measure(name: str, times: bool, **options: Any) -> tuple[Watch, int, float | None]:
-    """What was compiled, the measured peak of the third step, and the median step time if wanted."""
+    """Returns the compiled attempts, the measured peak of the third step, and the median step time if wanted."""
     model, inputs = build(name)
     gc.collect()
     compiled = torch.compile(model, backend="autoremat", options=PATIENT | options)
@@ -175,13 +175,13 @@ def median_seconds(step: Callable[[], None]) -> float:
 
 
 def synchronize() -> None:
-    """Wait until the device has done all it was given."""
+    """Waits until the device has done all work that it was given."""
     if Device.chosen.type == "cuda":
         torch.cuda.synchronize()
 
 
 def step_seconds(name: str) -> float:
-    """Median step time of Inductor alone."""
+    """Returns the median step time of Inductor alone."""
     model, inputs = build(name)
     compiled = torch.compile(model)
 
@@ -195,7 +195,7 @@ def step_seconds(name: str) -> float:
 
 
 def summary(rows: Sequence[Row]) -> dict[str, float]:
-    """The figures that a change must not make worse."""
+    """Returns the figures that a change must not make worse."""
     planned = [abs(row.planned_error) for row in rows]
     return {
         "cells": len(rows),
@@ -241,7 +241,7 @@ def mebibytes(count: int) -> str:
 
 
 def write(name: str, shown: Sequence[Any], record: dict[str, Any], folder: Path) -> None:
-    """Print, and write the same to ``name``.txt and the record to ``name``.json in ``folder``."""
+    """Prints ``shown``, and writes it to ``name``.txt and the record to ``name``.json in ``folder``."""
     setup = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     if Device.chosen.type == "cuda":
         setup["device"] = torch.cuda.get_device_name()
@@ -255,7 +255,7 @@ def write(name: str, shown: Sequence[Any], record: dict[str, Any], folder: Path)
 
 
 def sweep(names: Sequence[str], setting: Setting, folder: Path, resume: bool, title: str = "peaks") -> None:
-    """All rows of all models, written to ``title``.txt and ``title``.json in ``folder``."""
+    """Writes all rows of all models to ``title``.txt and ``title``.json in ``folder``."""
     path, rows, known = folder / f"{title}.json", [], []
     if resume and path.exists():
         known = [Row(**fields) for fields in json.loads(path.read_text())["rows"]]
@@ -272,7 +272,10 @@ def sweep(names: Sequence[str], setting: Setting, folder: Path, resume: bool, ti
 
 
 def monotone(name: str, folder: Path) -> None:
-    """Twelve budgets, evenly from the smallest peak to that without a budget; torch's twelve are shares of saved bytes."""
+    """Writes the peaks for twelve budgets, evenly from the smallest peak to the peak without a budget.
+
+    Torch's twelve budgets are shares of saved bytes.
+    """
     free = lowered(name)
     least, most = int(smallest(name).attempts[-1].code_bytes * MARGIN_OF_MINIMUM), free.attempts[-1].code_bytes
     budgets = [least + (most - least) * i // (MONOTONE_BUDGETS - 1) for i in range(MONOTONE_BUDGETS)]
@@ -298,7 +301,7 @@ def falls_in(peaks: Sequence[int]) -> int:
 
 
 def without_budget(names: Sequence[str], folder: Path) -> None:
-    """Ours without a budget against Inductor alone."""
+    """Writes our peaks without a budget against those of Inductor alone."""
     table = Table(title="Post-fusion peaks without a budget, MiB")
     for column in ("model", "Inductor alone", "autoremat", "ratio", "recomputed, % of the step"):
         table.add_column(column, justify="left" if column == "model" else "right")

@@ -3,13 +3,13 @@
     python benchmarks/pipelines.py              # 4 processes on a CPU, the planned graphs uncompiled; --compiler inductor
 
 Part 1: a pipeline of 4 stages, 8 micro-batches and gloo processes. Its budget is a share of the largest stage's peak without
-recomputation. For each stage: the measured peak of a step without recomputation; the measured peak if each stage is planned for
-a single call, as without ``in_flight``; and the measured peak with all its calls in flight.
+recomputation. Each stage has three measured peaks. The first is without recomputation, the second with plans for a single call,
+as without ``in_flight``. The third is with plans for all its calls in flight.
 
 Part 2, by simulation: the same stages under 1F1B, and one budget for all. One policy for all stages is the first stage's plan,
 which has the most calls in flight. By stage, each has the fastest plan that fits its own calls. The seconds are those of the
-cost model (data sheet): of recomputation per micro-batch, and of a whole 1F1B step without communication, in which a stage
-waits for its neighbours. The slowest stage limits a pipeline, so the step gains less than the sum. Written to
+cost model (data sheet). They are those of recomputation per micro-batch, and of a whole 1F1B step without communication, in
+which a stage waits for its neighbours. The slowest stage limits a pipeline, so the step gains less than the sum. Written to
 `benchmarks/results/pipelines.txt` and `.json`.
 """
 

@@ -1,4 +1,4 @@
-"""Hashes of plans, which show that a change of the code keeps what is planned.
+"""Hashes of plans, which show that a change of the code keeps the plans.
 
     python benchmarks/plan_hashes.py --check    # plans again; exits 1 and lists the rows that differ
     python benchmarks/plan_hashes.py            # plans for the stored budgets and stores what comes out
@@ -90,7 +90,7 @@ class Experts(nn.Module):
 
 
 class Loss(nn.Module):
-    """The mean square of what some modules make one after the other."""
+    """The mean square of the result of some modules in sequence."""
 
     def __init__(self, *parts: nn.Module) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def main() -> int:
 
 
 def rows() -> Iterator[tuple[str, Make]]:
-    """The names of all rows, with how each is made."""
+    """Yields the names of all rows, each with the function that makes it."""
     for number, (name, build) in enumerate(MODELS.items()):
         for place, budget in enumerate(BUDGETS):
             device, inner = DEVICES[number % 2], INNERS[(number + place) % 3]
@@ -208,7 +208,7 @@ def rows() -> Iterator[tuple[str, Make]]:
 
 
 def explained(case: str, build: Callable[[], model_zoo.Built], budget: int | None, lower: bool = False) -> Row:
-    """The plan of a model's training step as the backend makes it."""
+    """Returns the plan of a model's training step as the backend makes it."""
     _, device, inner, wanted = case.split(" ", 3)
     torch._dynamo.reset()
     torch.manual_seed(0)
@@ -235,13 +235,13 @@ def explained(case: str, build: Callable[[], model_zoo.Built], budget: int | Non
 
 
 def layered() -> autoremat.Graph:
-    """A random layered graph of one phase."""
+    """Returns a random layered graph of one phase."""
     drawn = generate(40, WIDTHS[100], seed=0)
     return autoremat.Graph.from_dag(drawn.seconds, drawn.sizes, drawn.edges)
 
 
 def chain() -> autoremat.Graph:
-    """A training step of 24 layers: each layer's gradient reads its input and the gradient that comes in."""
+    """Returns a training step of 24 layers. Each layer's gradient reads its input and the gradient that comes in."""
     count = 24
     edges = [(i, i + 1) for i in range(2 * count - 1)]
     edges += [(i, 2 * count - 1 - i) for i in range(count)]
@@ -251,7 +251,10 @@ def chain() -> autoremat.Graph:
 
 
 def planned(case: str, graph: autoremat.Graph, share: float, budget: int | None) -> Row:
-    """The plan of a graph by one solver. Its effort follows from its time limit, which the standing clock never reaches."""
+    """Returns the plan of a graph by one solver.
+
+    The solver's effort follows from its time limit, which the standing clock never reaches.
+    """
     solver = case.split()[1]
     with mock.patch("time.monotonic", return_value=0.0):
         found = autoremat.plan(graph, share if budget is None else budget, solver=solver, time_limit=SOLVER_EFFORT)
@@ -260,7 +263,7 @@ def planned(case: str, graph: autoremat.Graph, share: float, budget: int | None)
 
 
 def row_of(case: str, budget: int, plan: autoremat.Plan) -> Row:
-    """The stable facts of a plan."""
+    """Returns the stable facts of a plan."""
     graph = plan.graph
     targets = [re.sub(r" at 0x[0-9a-fA-F]+", "", op.target).rpartition("autoremat.")[2] for op in graph.ops]
     sizes = [value.bytes for value in graph.values]
@@ -284,7 +287,7 @@ def row_of(case: str, budget: int, plan: autoremat.Plan) -> Row:
 
 
 def round_(seconds: float) -> float:
-    """Nine digits, so that the order of a sum does not show."""
+    """Returns ``seconds`` with nine digits, so that the order of a sum does not show."""
     return float(f"{seconds:.9g}")
 
 
@@ -293,7 +296,7 @@ def digest(facts: object) -> str:
 
 
 def compare(before: dict[str, Row], after: dict[str, Row]) -> int:
-    """Print the rows that differ; 1 if there are any, else 0."""
+    """Prints the rows that differ. Returns 1 if there are any, else 0."""
     differing = [case for case in {**before, **after} if before.get(case) != after.get(case)]
     for case in differing:
         for when, found in (("before", before.get(case)), ("after", after.get(case))):
@@ -315,7 +318,7 @@ def read(path: Path) -> list[Row]:
 
 
 def write(found: list[Row], path: Path) -> None:
-    """The rows as JSON, and beside it as text."""
+    """Writes the rows as JSON, and beside it as text."""
     setup = {"torch": torch.__version__, "processor": torch.backends.cpu.get_cpu_capability()}
     path.write_text(json.dumps(setup | {"rows": [asdict(row) for row in found]}, indent=1) + "\n")
     head = ", ".join(f"{name}: {value}" for name, value in setup.items())

@@ -7,8 +7,8 @@
 Everything here is by the cost model and the simulator, without fusion: every result is materialised. Added time is
 recomputation as a share of the step without it. "added" and "seconds" are of the search, which the backend makes; "improved"
 is `autoremat.plan` with `solver="auto"`, which goes on where the gap is over 1 %. Seconds are the processor's. Torch's
-partitions, at `activation_memory_budget` 0.9 to 0.1, are taken as they are, order included, and run through the same
-simulator; so is checkpointing of every layer. Ours are planned for the peaks that these reach. Torch's partitions whose
+partitions, at `activation_memory_budget` 0.9 to 0.1, are taken as they are, order included. They run through the same
+simulator, and so does checkpointing of every layer. Ours are planned for the peaks that these reach. Torch's partitions whose
 backward autograd refuses, because they normalise again with statistics that the forward has overwritten, are left out.
 """
 
@@ -84,7 +84,7 @@ class Duel:
     their_added: float
     our_added: float | None
     bound: float | None = None
-    """What no plan at that peak can add less than, with the bounds of `autoremat.plan`; None if that says that nothing fits."""
+    """Lower bound of `autoremat.plan` on the time that a plan at that peak adds; None if nothing fits by that."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Least:
 
 
 PARTS: dict[type, str] = {Row: "rows", Duel: "duels", Least: "least"}
-"""What the parts of the JSON are called."""
+"""Names of the parts of the JSON."""
 
 
 def main() -> None:
@@ -126,7 +126,7 @@ def main() -> None:
 
 
 def capture_model(name: str, torch_budgets: tuple[float, ...] = TORCH_BUDGETS) -> tuple[Capture, dict[float, Plan]]:
-    """The joint graph, priced by recomputation alone, and torch's partitions of it at these of its budgets."""
+    """Returns the joint graph, priced by recomputation alone, and torch's partitions of it at these of its budgets."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     found: list[tuple[Capture, dict[float, Plan]]] = []
@@ -280,7 +280,7 @@ def _score(duels: list[Duel]) -> str:
 
 
 def write(rows: list[Row], duels: list[Duel], least: list[Least], folder: Path) -> None:
-    """planner.txt and planner.json in `folder`."""
+    """Writes planner.txt and planner.json in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     setup = {"torch": torch.__version__, "cores": os.cpu_count(), "time limit": TIME_LIMIT}
     lines = summary(rows, duels, least)

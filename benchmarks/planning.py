@@ -3,8 +3,8 @@
     python benchmarks/planning.py
     python benchmarks/planning.py --suffix _torch-2.15     # with another torch; leaves the results of the pinned one alone
 
-The graphs are those of the demo's model with more or fewer layers, decomposed as for Inductor. torch's figure is one call
-of its min-cut partitioner at `activation_memory_budget=0.5`; the minimum cuts in it, which torch 2.15 no longer leaves to
+The graphs are those of the demo's model with more or fewer layers, decomposed as for Inductor. Torch's figure is one call
+of its min-cut partitioner at `activation_memory_budget=0.5`. The minimum cuts in it, which torch 2.15 no longer leaves to
 networkx, are also given alone. Ours are the planning itself (`Report.planning_seconds`)
 and the whole call of the partitioner, which also reads the graph and writes forward and backward.
 """
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def compare(layers: int, repeats: int) -> Row:
-    """Captures the joint graph of a model with `layers` layers and partitions it by both, in turn."""
+    """Returns the row of a model with `layers` layers, whose joint graph both partition in turn."""
     torch._dynamo.reset()
     found: list[Row] = []
 

@@ -5,10 +5,10 @@
     python benchmarks/policies.py --inner inductor # compiled; takes as many minutes as there are rows
 
 Each policy is compiled alone and is the plan. Then the planner gets the policy's predicted peak as its budget. Peaks are
-forward and backward above the step's start. *Recomputed* is the recomputation's seconds by the cost model; *cost* adds the
-traffic of what is saved, which is what plans are chosen by; both as shares of the step without recomputation. Step times are
-medians over rounds in which every row takes one step, and say something only on an idle machine; `load` in the heading is
-what the machine had to do when the run began.
+forward and backward above the step's start. *Recomputed* is the recomputation's seconds by the cost model. *Cost* adds the
+traffic of saved tensors; plans are chosen by it. Both are shares of the step without recomputation. Step times are medians over
+rounds in which every row takes one step, and say something only on an idle machine. `load` in the heading is the load average
+of the machine when the run began.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ class Bench:
         )  # fmt: skip
 
     def timed(self) -> list[float]:
-        """The median seconds of each row's step."""
+        """Returns the median seconds of each row's step."""
         samples: list[list[float]] = [[] for _ in self.steps]
         for turn in range(WARM_STEPS + self.repeats):
             for step, seconds in zip(self.steps, samples, strict=True):
@@ -197,7 +197,7 @@ def table_of(name: str, rows: list[Row]) -> Table:
 
 
 def verdict(rows: list[Row]) -> str:
-    """How the planner compares at the same peaks."""
+    """Returns the comparison of the planner with policies at the same peaks, in words."""
     pairs = [(a, b) for a, b in zip(rows, rows[1:], strict=False) if b.method.startswith("  planner")]
     dearer = [f"{b.model} {b.method.strip()}" for a, b in pairs if b.cost > a.cost * (1 + 1e-9)]
     larger = [f"{b.model} {b.method.strip()}" for a, b in pairs if b.measured_bytes > a.predicted_bytes]

@@ -1,5 +1,7 @@
-"""Random layered graphs, the benchmark of MOCCASIN (Bartan et al., ICML 2023) and FastSA, by the generator of Gagrani et al.,
-"Neural Topological Ordering for Computation Graphs" (NeurIPS 2022), appendix A; written anew from its description.
+"""Random layered graphs, the benchmark of MOCCASIN (Bartan et al., ICML 2023) and FastSA.
+
+The generator is that of Gagrani et al., "Neural Topological Ordering for Computation Graphs" (NeurIPS 2022), appendix A. It is
+written anew from its description.
 
 Ops stand in layers. Consecutive layers are joined locally and evenly; skip edges go over at least one layer. Bytes come from a
 mixture of four normal distributions, seconds are uniform. The order of the ops is by layer.
@@ -24,7 +26,7 @@ WIDTHS = {100: 0.27, 250: 0.43, 500: 0.36, 1000: 0.31}
 
 @dataclass(frozen=True)
 class LayeredGraph:
-    """What `Graph.from_dag` takes."""
+    """The arguments of `Graph.from_dag`."""
 
     seconds: list[float]
     sizes: list[int]
@@ -32,7 +34,7 @@ class LayeredGraph:
 
 
 def layer_sizes(ops: int, width: float, random: np.random.Generator) -> list[int]:
-    """Sizes of the layers, one op in the first and in the last; layers are drawn until no ops are left."""
+    """Returns the sizes of the layers, with one op in the first and in the last. Layers are drawn until no ops are left."""
     mean = ops / math.ceil(math.sqrt(ops * (1 / width - 1)))
     low, high = math.ceil(mean * (1 - LAYER_VARIATION)), math.floor(mean * (1 + LAYER_VARIATION))
     sizes, left = [1], ops - 2
@@ -43,7 +45,7 @@ def layer_sizes(ops: int, width: float, random: np.random.Generator) -> list[int
 
 
 def generate(ops: int, width: float, seed: int) -> LayeredGraph:
-    """The graph of `ops` ops with a width factor between 0 and 1, the same for the same seed."""
+    """Returns the graph of `ops` ops with a width factor between 0 and 1, the same for the same seed."""
     random = np.random.default_rng(seed)
     sizes = layer_sizes(ops, width, random)
     first = np.concatenate([[0], np.cumsum(sizes)])

@@ -1,9 +1,9 @@
-"""Whether a process that compiles again and again grows, and its cache folder with it.
+"""The growth of a process that compiles again and again, and of its cache folder.
 
     python benchmarks/recompilations.py [--count 1000] [--every 100]
 
 Small functions of ever new sizes are compiled and differentiated, every eighth with Inductor and its caches, the others with
-`compiler="aot_eager"`. What Dynamo compiled is forgotten after every eighth, its own limit. For comparison, the same is
+`compiler="aot_eager"`. Dynamo's compiled code is forgotten after every eighth, its own limit. For comparison, the same is
 done in a process of its own with torch's backends alone. Each line: compilations, resident memory, reports that are kept, bytes
 of the cache folder. Written to `benchmarks/results/recompilations.txt`.
 """
@@ -23,17 +23,17 @@ TURN = 8
 
 
 def resident_bytes() -> int:
-    """What the process has in memory now."""
+    """Returns the resident bytes of this process."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def bytes_in(folder: Path) -> int:
-    """Of all files."""
+    """Returns the bytes of all files in ``folder``."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def recompile(count: int, every: int, ours: bool) -> None:
-    """Compile ``count`` functions and print a line after each ``every``."""
+    """Compiles ``count`` functions and prints a line after each ``every``."""
     import torch
 
     import autoremat

@@ -47,7 +47,7 @@ WARM_STEPS = 2
 
 @dataclass(frozen=True)
 class Row:
-    """One measured method; bytes above what is live when the step begins."""
+    """One measured method; bytes above those live when the step begins."""
 
     method: str
     peak_bytes: int
@@ -84,7 +84,7 @@ class Bench:
     repeats: int
 
     def rows(self) -> Iterator[Row]:
-        """Every method in turn; each compiles a fresh model with the same weights."""
+        """Yields the row of every method in turn. Each method compiles a fresh model with the same weights."""
         plain = self.measure("torch budget 1")
         yield plain
         for budget in TORCH_BUDGETS:
@@ -98,7 +98,7 @@ class Bench:
         yield from self.budgeted("autoremat, smallest + 2 %", int(minimum * MARGIN_OF_MINIMUM))
 
     def budgeted(self, method: str, budget: int) -> Iterator[Row]:
-        """One row, or none and a printed line if there is no plan for `budget` bytes."""
+        """Yields one row; none, and prints a line, if there is no plan for `budget` bytes."""
         try:
             yield self.measure(method, budget=budget)
         except BackendCompilerFailed as error:

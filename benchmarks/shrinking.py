@@ -1,4 +1,4 @@
-"""Tiny configurations of transformers' models, made by what their fields are called."""
+"""Tiny configurations of transformers' models, made by the names of their fields."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ DEPTHS: dict[str, int] = {
     r"\w*vocab_size\w*": VOCABULARY,
     r"num_(local_|routed_)?experts|n_routed_experts|moe_num_experts|num_moe_experts": 4,
 }
-"""What can be made smaller without regard to anything else; the first pattern that fits a name counts."""
+"""Fields that can be made smaller without regard to anything else. The first pattern that fits a name counts."""
 
 WIDTHS: dict[str, int] = {
     r"(mamba_|ssm_)(n_heads|num_heads)": 8,
@@ -35,7 +35,7 @@ WIDTHS: dict[str, int] = {
     r"\w*state_size|mamba_d_state": 8,
     r"sliding_window|attention_window|attention_chunk_size|chunk_size|mamba_chunk_size|local_attention": 8,
 }
-"""What has to fit together."""
+"""Fields that have to fit together."""
 
 DEEPER = {r"num_hidden_layers|n_layers?|num_layers": 6}
 """For patterns of layers in which two are not enough."""
@@ -81,7 +81,7 @@ LEVELS: tuple[Rules, ...] = (
 
 
 def shrunk(config_class: Any, rules: Rules) -> Any:
-    """The configuration with the fields that ``rules`` name made small, and caches off."""
+    """Returns the configuration with the fields that ``rules`` name made small, and caches off."""
     fields = _fields(config_class().to_dict(), rules) if rules else {}
     accepted = inspect.signature(config_class).parameters
     config = config_class(**{name: value for name, value in fields.items() if name in accepted})
@@ -93,7 +93,7 @@ def shrunk(config_class: Any, rules: Rules) -> Any:
 
 
 def _fields(fields: dict[str, Any], rules: Rules) -> dict[str, Any]:
-    """The fields to pass on, smaller; what is not mentioned keeps its default."""
+    """Returns the fields to pass on, smaller. Fields that are not among them keep their defaults."""
     found: dict[str, Any] = {}
     for name, value in fields.items():
         if isinstance(value, dict) and value.get("model_type"):
@@ -112,5 +112,5 @@ def _fields(fields: dict[str, Any], rules: Rules) -> dict[str, Any]:
 
 
 def _rule(name: str, rules: Rules) -> int | None:
-    """What the first pattern that fits the field's name says."""
+    """Returns the size of the first pattern that fits the field's name; None if none fits."""
     return next((small for pattern, small in rules.items() if re.fullmatch(pattern, name)), None)

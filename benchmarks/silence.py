@@ -1,9 +1,9 @@
-"""How long nobody hears anything while a first budgeted step compiles: at a terminal, in a log, in a notebook.
+"""The longest silence while a first budgeted step compiles: at a terminal, in a log, in a notebook.
 
     python benchmarks/silence.py --blocks 30 --output benchmarks/results/silence.txt
 
-Each outlet gets a process of its own with empty caches, so that the device is calibrated, the step planned, and all code
-generated and compiled. Whatever reaches standard error is noted with the second at which it does. The terminal is a
+Each outlet gets a process of its own with empty caches. The device is therefore calibrated, the step planned, and all code
+generated and compiled. All text on standard error is noted with the second at which it arrives. The terminal is a
 pseudo-terminal; the notebook is a process that takes itself for a kernel of IPython's.
 """
 
@@ -50,7 +50,7 @@ STEERING = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 @dataclass(frozen=True)
 class Heard:
-    """What one outlet said, and when."""
+    """The output at one outlet, with its times."""
 
     outlet: str
     ops: int
@@ -66,7 +66,7 @@ class Heard:
 
 
 def listen(outlet: str, blocks: int, options: dict[str, object]) -> Heard:
-    """Run the step in a process whose standard error is ``outlet``."""
+    """Returns the output of the step in a process whose standard error is ``outlet``."""
     script = STEP.format(notebook=outlet == "notebook", blocks=blocks, options=options)
     with tempfile.TemporaryDirectory() as folder:
         caches = {"AUTOREMAT_CACHE_DIR": f"{folder}/autoremat", "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor"}
@@ -89,7 +89,7 @@ def listen(outlet: str, blocks: int, options: dict[str, object]) -> Heard:
 
 
 def chunks_of(source: int) -> list[tuple[float, str]]:
-    """All that arrives, with the time."""
+    """Returns all text that arrives, with the time."""
     found = []
     with os.fdopen(source, "rb", buffering=0) as stream:
         while True:
@@ -104,7 +104,7 @@ def chunks_of(source: int) -> list[tuple[float, str]]:
 
 
 def different_lines(chunks: list[tuple[float, str]], begin: float) -> list[str]:
-    """The lines that say something else than the one before, in words."""
+    """Returns the lines whose words differ from those of the line before."""
     found, last = [], ""
     for at, chunk in chunks:
         for piece in re.split(r"[\r\n]+", STEERING.sub("", chunk)):

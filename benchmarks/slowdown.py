@@ -4,11 +4,11 @@
     python benchmarks/slowdown.py --models gpt2-4 resnet-18       # measures these again; rows of other models stay
 
 Each model is compiled by Inductor for every plan: the fastest one (a budget that never binds), one for each `max_slowdown`,
-and torch's own at several values of `activation_memory_budget`, of which 1 is Inductor alone. All plans then run in turn, in an
-order that reverses each round. A slow-down is the median, over the rounds, of the ratio to the fastest plan's step in the same
-round, so noise hits all alike. Torch's lowest peak is that among its plans that are at most one point slower than ours. Only an
-idle machine gives figures worth keeping. Torch's caches stay on, so a second run compiles little. Written to
-`benchmarks/results/slowdown.*`.
+and torch's own. Torch's are those at several values of `activation_memory_budget`, of which 1 is Inductor alone. All plans then
+run in turn, in an order that reverses each round. A slow-down is the median, over the rounds, of the ratio to the fastest
+plan's step in the same round, so noise hits all alike. Torch's lowest peak is that among its plans that are at most one point
+slower than ours. Only an idle machine gives figures worth keeping. Torch's caches stay on, so a second run compiles little.
+Written to `benchmarks/results/slowdown.*`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ TOLERANCE = 0.01
 
 @dataclass(frozen=True)
 class Row:
-    """One plan of one model. Bytes are above what is live when the step begins; slow-downs are beside the fastest plan."""
+    """One plan of one model. Bytes are above those live when the step begins; slow-downs are beside the fastest plan."""
 
     model: str
     method: str
@@ -85,7 +85,7 @@ class Bench:
         self.models: list[nn.Module] = []
 
     def rows(self) -> list[Row]:
-        """One row for each plan, the fastest one first."""
+        """Returns one row for each plan, the fastest one first."""
         self.add(FASTEST, memory_budget=UNBOUNDED)
         for asked in ASKED:
             self.add(f"max_slowdown={asked:g}", max_slowdown=asked)
@@ -114,7 +114,7 @@ class Bench:
         return rows
 
     def add(self, method: str, **options: Any) -> None:
-        """Compile a fresh model by running a first step; without options by Inductor alone."""
+        """Compiles a fresh model by running a first step; without options by Inductor alone."""
         torch.manual_seed(0)
         model, inputs = MODELS[self.name]()
 
@@ -137,7 +137,7 @@ class Bench:
             self.reports[method] = autoremat.reports()[-1]
 
     def samples(self) -> dict[str, list[float]]:
-        """Seconds of each plan's step in each round."""
+        """Returns the seconds of each plan's step in each round."""
         found: dict[str, list[float]] = {method: [] for method in self.steps}
         for turn in range(WARM_ROUNDS + self.rounds):
             order = list(self.steps) if turn % 2 else list(reversed(self.steps))
@@ -149,7 +149,7 @@ class Bench:
         return found
 
     def peak(self, step: Callable[[], None]) -> int:
-        """The measured peak of a step that starts without gradients."""
+        """Returns the measured peak of a step that starts without gradients."""
         for model in self.models:
             model.zero_grad(set_to_none=True)
         gc.collect()
@@ -159,7 +159,7 @@ class Bench:
 
 
 def torchs_lowest(rows: list[Row], slowdown: float) -> Row | None:
-    """The row of torch's with the lowest peak among those that are as fast as `slowdown`."""
+    """Returns torch's row with the lowest peak among those that are as fast as `slowdown`."""
     fast = [row for row in rows if row.method.startswith("torch") and row.slowdown <= slowdown + TOLERANCE]
     return min(fast, key=lambda row: row.peak_bytes, default=None)
 
@@ -203,7 +203,7 @@ def mebibytes(count: int | None) -> str:
 
 
 def verdicts(rows: list[Row]) -> dict[str, str]:
-    """What the rows show, in a word each."""
+    """Returns the results of the rows, in a word each."""
     asked = [row for row in rows if row.asked is not None]
     kept = [row for row in asked if row.asked is not None and row.slowdown <= row.asked + TOLERANCE]
     falling = rising = 0
@@ -224,7 +224,7 @@ def verdicts(rows: list[Row]) -> dict[str, str]:
 
 
 def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
-    """slowdown.txt and slowdown.json in `folder`."""
+    """Writes slowdown.txt and slowdown.json in `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "slowdown.txt").open("w") as file:
         for console in (Console(width=130), Console(width=130, file=file)):
@@ -238,7 +238,7 @@ def write(rows: list[Row], setup: dict[str, Any], folder: Path) -> None:
 
 
 def known_rows(folder: Path, setup: dict[str, Any]) -> dict[str, list[Row]]:
-    """The rows, by model, that an earlier run with the same setup has written."""
+    """Returns the rows, by model, that an earlier run with the same setup has written."""
     path = folder / "slowdown.json"
     record = json.loads(path.read_text()) if path.exists() else {"rows": []}
     same = all(record.get(key) == value for key, value in setup.items())

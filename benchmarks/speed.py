@@ -55,7 +55,7 @@ class Row:
 
 
 def measured(name: str, share: float, repeats: int) -> Row:
-    """Plan the model's joint graph, by us and by torch; nothing is lowered."""
+    """Returns the row of a model whose joint graph is planned by us and by torch. Nothing is lowered."""
     model, inputs = build(name)
     rows: list[Row] = []
     partition, plan_graph = Partitioning.__call__, peers.plan_graph
@@ -102,7 +102,7 @@ def seconds_of(work: Callable[[], object], repeats: int) -> float:
 
 
 def exponents(rows: list[Row]) -> dict[str, float]:
-    """By kind of model."""
+    """Returns the exponents of planning time in the number of ops, by kind of model."""
     found = {}
     for kind in dict.fromkeys(row.model.rpartition("-")[0] for row in rows):
         of_kind = sorted((row.ops, row.seconds) for row in rows if row.model.startswith(f"{kind}-"))

@@ -71,19 +71,19 @@ class Model(nn.Module):
 
 
 def broken(model: Model, budget: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The model compiled whole."""
+    """Returns the model compiled whole."""
     return torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": budget})
 
 
 def regional(model: Model, budget: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """The model with its blocks compiled one by one."""
+    """Returns the model with its blocks compiled one by one."""
     for block in model.blocks:
         block.compile(backend="autoremat", options={**EAGER, "memory_budget": budget})
     return model
 
 
 def measured(model: Model, build: Callable[..., Any], tokens: torch.Tensor, budget: Any) -> int | None:
-    """Bytes of the second step; None if a graph does not fit."""
+    """Returns the peak of the second step in bytes; None if a graph does not fit."""
     torch.compiler.reset()
     step = build(model, budget)
     try:
@@ -98,7 +98,7 @@ def measured(model: Model, build: Callable[..., Any], tokens: torch.Tensor, budg
 
 
 def rows(name: str, build: Callable[..., Any]) -> list[dict[str, Any]]:
-    """A row for each budget: shares of the step's peak without recomputation, and the least."""
+    """Returns a row for each budget: shares of the step's peak without recomputation, and the least."""
     torch.manual_seed(0)
     model, tokens = Model(), torch.randint(0, VOCABULARY, (4, 128))
     build(model, None)

@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def ops(prefixes: tuple[str, ...]) -> Iterator[Any]:
-    """The op database's entries that have a float32 gradient."""
+    """Yields the op database's entries that have a float32 gradient."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torch.testing._internal.common_methods_invocations import op_db
@@ -71,7 +71,7 @@ def ops(prefixes: tuple[str, ...]) -> Iterator[Any]:
 
 
 def examine(op: Any) -> Row:
-    """One op's row."""
+    """Returns one op's row."""
     name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
     if op.name in SKIP:
         return Row(name, SKIPPED, SKIP[op.name])
@@ -88,7 +88,7 @@ def examine(op: Any) -> Row:
 
 
 def usable_sample(op: Any) -> Any:
-    """The first sample with an input that requires a gradient and an output that has one."""
+    """Returns the first sample with an input that requires a gradient and an output that has one."""
     torch.manual_seed(SEED)
     for sample in op.sample_inputs("cpu", torch.float32, requires_grad=True):
         inputs = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
@@ -101,17 +101,17 @@ def usable_sample(op: Any) -> Any:
 
 
 def differentiable(result: Any) -> list[torch.Tensor]:
-    """The tensors of ``result`` that have a gradient."""
+    """Returns the tensors of ``result`` that have a gradient."""
     return [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor) and t.requires_grad]
 
 
 def training_step(op: Any, sample: Any) -> Step:
-    """A step of `loss(op(inputs * 1))` in which the product and the loss keep activations too."""
+    """Returns a step of `loss(op(inputs * 1))` in which the product and the loss keep activations too."""
     leaves, spec = pytree.tree_flatten((sample.input, sample.args, sample.kwargs))
     places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
 
     def function(tensors: list[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The loss, and copies of the results: these themselves would be held by the caller."""
+        """Returns the loss, and copies of the results, because the caller would hold these themselves."""
         filled = list(leaves)
         for place, tensor in zip(places, tensors, strict=True):
             filled[place] = tensor * 1.0 if tensor.requires_grad else tensor

@@ -3,8 +3,8 @@
     python benchmarks/sweep_transformers.py                 # an hour or more
     python benchmarks/sweep_transformers.py --only gpt2 bert --jobs 1
 
-Families are those of the mappings for causal, masked and sequence-to-sequence language models and image classification;
-and every further family that has a base model: encoders of text, images, videos and sound, detectors, speech models. Models
+Families are those of the mappings for causal, masked and sequence-to-sequence language models and image classification. Every
+further family that has a base model follows: encoders of text, images, videos and sound, detectors, speech models. Models
 that join several others (vision-language models) are not walked: their parts are.
 Configurations are shrunk by the names of their fields, weights are random, dropout is as the configuration has it. Loss,
 gradients and buffers must have the bits that `torch.compile(backend="aot_eager")` gives with the same seed. Each case has a
@@ -47,7 +47,7 @@ BATCH, TOKENS = 2, 16
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION")
 BASE = "BASE"
-"""The task of families that have none of these: what their base model returns."""
+"""The task of families that have none of these: the result of their base model."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def main() -> None:
 
 
 def cases() -> Iterator[Case]:
-    """Each model class once, in the order of the mappings; base models of families that have no other."""
+    """Yields each model class once, in the order of the mappings; base models of families that have no other."""
     seen: set[str] = set()
     families: set[str] = set()
     mappings = {task: getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES") for task in TASKS}
@@ -120,7 +120,7 @@ def cases() -> Iterator[Case]:
 
 
 def earlier(folder: Path) -> dict[str, Row]:
-    """The rows of an earlier run."""
+    """Returns the rows of an earlier run."""
     rows = (Row(**row) for row in json.loads((folder / "sweep_transformers.json").read_text())["rows"])
     return {row.name: row for row in rows}
 
@@ -129,7 +129,7 @@ def earlier(folder: Path) -> dict[str, Row]:
 
 
 def in_processes(chosen: list[Case], options: dict[str, Any], seconds: int, jobs: int) -> Iterator[Row]:
-    """The row of each case as it ends; a crash or a hang is its case's result."""
+    """Yields the row of each case as it ends. A crash or a hang is its case's result."""
     context = multiprocessing.get_context("fork")
     waiting = iter(chosen)
     running: dict[Connection, tuple[Case, BaseProcess, float]] = {}
@@ -156,7 +156,7 @@ def in_processes(chosen: list[Case], options: dict[str, Any], seconds: int, jobs
 
 
 def received(connection: Connection, case: Case, process: BaseProcess) -> Row:
-    """What the process sent, or that it died."""
+    """Returns the row that the process sent, or one that says that it died."""
     try:
         row: Row = connection.recv()
     except EOFError:
@@ -166,7 +166,7 @@ def received(connection: Connection, case: Case, process: BaseProcess) -> Row:
 
 
 def work(case: Case, options: dict[str, Any], seconds: int, results: Connection) -> None:
-    """A case's process: judge it and send its row."""
+    """Judges a case in a process of its own and sends its row."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT, MEMORY_LIMIT))
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # transformers' advice on every model
@@ -187,7 +187,7 @@ def work(case: Case, options: dict[str, Any], seconds: int, results: Connection)
 
 
 def examine(case: Case, options: dict[str, Any], progress: list[str]) -> Row:
-    """Build the case's model at the first level of shrinking at which it runs, and judge it."""
+    """Returns the row of the case's model, built at the first level of shrinking at which it runs."""
     model, batch = built(case)
     step = training_step(model, batch)
     stages = iter(("under eager", "under plain aot_eager", "under autoremat"))
@@ -200,7 +200,10 @@ def examine(case: Case, options: dict[str, Any], progress: list[str]) -> Row:
 
 
 def built(case: Case) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
-    """A tiny model of the case that runs, and its batch. Raises ``Unbuildable`` with the first level's reason."""
+    """Returns a tiny model of the case that runs, and its batch.
+
+    Raises ``Unbuildable`` with the first level's reason.
+    """
     parts = CONFIG_MAPPING[case.family].sub_configs
     if case.task == BASE and len(parts) > 1:
         raise Unbuildable(f"joins other models: {', '.join(sorted(parts))}")
@@ -225,7 +228,7 @@ def built(case: Case) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
 
 
 def runnable(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """The first of the batches with which the model trains, eagerly. Raises what the first one raises."""
+    """Returns the first of the batches with which the model trains, eagerly. Raises the error of the first one."""
     errors = []
     for batch in batches:
         try:
@@ -238,7 +241,10 @@ def runnable(model: torch.nn.Module, batches: list[dict[str, torch.Tensor]]) -> 
 
 
 def examples(case: Case, model: Any) -> list[dict[str, torch.Tensor]]:
-    """Batches for the model's main input, with labels where its task has any; of several forms where its name allows them."""
+    """Returns batches for the model's main input, with labels where its task has any.
+
+    They have several forms where the input's name allows them.
+    """
     config = model.config
     torch.manual_seed(SEED)
     classes = torch.zeros(BATCH, dtype=torch.long)
@@ -253,7 +259,7 @@ def examples(case: Case, model: Any) -> list[dict[str, torch.Tensor]]:
 
 
 def of_images(config: Any) -> list[tuple[int, ...]]:
-    """Channels, height and width; for videos, frames before or after the channels."""
+    """Returns shapes of channels, height and width; for videos, with frames before or after the channels."""
     size = getattr(config, "image_size", None) or 32
     height, width = size if isinstance(size, (tuple, list)) else (size, size)
     channels = getattr(config, "num_channels", 3)
@@ -264,7 +270,7 @@ def of_images(config: Any) -> list[tuple[int, ...]]:
 
 
 def of_sound(config: Any) -> list[tuple[int, ...]]:
-    """Samples, with or without a channel; frames of a spectrogram, or its bands first."""
+    """Returns shapes of samples, with or without a channel, and of spectrograms, with frames or bands first."""
     bands = next((getattr(config, name) for name in BANDS if getattr(config, name, None)), 80)
     frames = getattr(config, "max_length", None) or 2 * getattr(config, "max_source_positions", 32)
     spectrograms: list[tuple[int, ...]] = [(frames, bands), (bands, frames)]
@@ -281,18 +287,18 @@ SHAPES: dict[str, Callable[[Any], list[tuple[int, ...]]]] = {
     "input_values": of_sound,
     "input_features": of_sound,
 }
-"""What shapes, but for the batch, a main input of this name may have."""
+"""The shapes, but for the batch, that a main input of this name may have."""
 
 
 def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """The model's own loss; where it has none, a mean of its first output, which a last layer norm leaves gradients."""
+    """Returns the model's own loss; without one, a mean of its first output that has gradients behind a layer norm."""
     outputs = model(**batch)
     loss = getattr(outputs, "loss", None)
     return outputs[0].tanh().square().mean() if loss is None else loss
 
 
 def training_step(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> Step:
-    """A step of a copy of ``model``, so that each starts from the same weights and buffers."""
+    """Returns a step of a copy of ``model``, so that each starts from the same weights and buffers."""
 
     def step(compile: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Numbers:
         fresh = copy.deepcopy(model)

@@ -1,13 +1,13 @@
-"""Workspaces of all kernels that torch's op database runs, forward and backward, against what the planner takes them to need.
+"""Workspaces of all kernels that torch's op database runs, forward and backward, against those in the planner's graph.
 
     pip install expecttest                            # torch.testing's op database needs it
     python benchmarks/sweep_workspaces.py             # goes on where an earlier run ended
     python benchmarks/sweep_workspaces.py --only linalg. fft.
 
 Every differentiable op runs with its samples of several types, its tensors contiguous and transposed. Each ATen call of its
-forward and backward is measured on the numbers that it really gets, and held against its workspace as planned: measured
-before on made-up numbers, or bounded by a formula. It is also held against the bound that stands for kernels that are not
-measured, for those of them that have one.
+forward and backward is measured on the numbers that it really gets, and held against its planned workspace. The planned one was
+measured before on made-up numbers, or is bounded by a formula. The call is also held against the bound that stands for kernels
+that are not measured, if it has one.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def tensors(values: Any) -> list[torch.Tensor]:
 
 
 def node_of(func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node | None:
-    """A node that stands for the call; None for what is no kernel: views, effects, tensors that are not dense."""
+    """Returns a node that stands for the call; None for views, effects and tensors that are not dense."""
     if not tensors(result) or any(t.layout is not torch.strided for t in pytree.tree_leaves((args, kwargs)) if
                                   isinstance(t, torch.Tensor)):  # fmt: skip
         return None
@@ -119,7 +119,7 @@ def node_of(func: Any, args: Any, kwargs: Any, result: Any) -> fx.Node | None:
 
 
 def examine(op: Any, dtype: torch.dtype, layout: str) -> Row:
-    """Run the op's first samples."""
+    """Returns the row of the op's first samples."""
     name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
     place = (name, str(dtype).removeprefix("torch."), layout)
     meter = Meter()
@@ -145,7 +145,7 @@ def examine(op: Any, dtype: torch.dtype, layout: str) -> Row:
 
 
 def largest(found: dict[str, tuple[int, int]]) -> tuple[float, str]:
-    """The largest quotient of those that are known, and the call that has it if it is over one."""
+    """Returns the largest of the known quotients, and the call that has it if it is over one."""
     ratios = {call: round(part / max(whole, 1), 4) for call, (part, whole) in found.items() if whole != UNKNOWN}
     worst = max(ratios, key=lambda call: ratios[call], default="")
     ratio = ratios.get(worst, 0.0)
@@ -153,7 +153,7 @@ def largest(found: dict[str, tuple[int, int]]) -> tuple[float, str]:
 
 
 def step(op: Any, sample: Any, lay_out: Callable[[torch.Tensor], torch.Tensor], meter: Meter) -> None:
-    """Forward and backward of one sample."""
+    """Runs forward and backward of one sample."""
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:

@@ -1,4 +1,4 @@
-"""What the two sweeps share: one case under three backends, compared bit for bit, and the table of results."""
+"""The parts that the two sweeps share: one case under three backends, compared bit for bit, and the table of results."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Late(BaseException):
 
 @contextlib.contextmanager
 def limited(seconds: int) -> Iterator[None]:
-    """Raise ``Late`` in the block after ``seconds``."""
+    """Raises ``Late`` in the body after ``seconds``."""
 
     def ring(_signal: int, _frame: object) -> None:
         raise Late(f"took more than {seconds} s")
@@ -63,14 +63,14 @@ def limited(seconds: int) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """The error's type and the first line of its text, without the wrapping that Dynamo adds."""
+    """Returns the error's type and the first line of its text, without the wrapping that Dynamo adds."""
     inner = getattr(error, "inner_exception", None) or error
     text = str(inner).strip().splitlines() or [""]
     return f"{type(inner).__name__}: {text[0]}"[:200]
 
 
 def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two tensors agree in type, shape and every value; NaN equals NaN."""
+    """Returns True if two tensors agree in type, shape and every value. NaN equals NaN."""
     if a is None or b is None:
         return a is b
     if a.dtype != b.dtype or a.shape != b.shape:
@@ -81,21 +81,21 @@ def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
 
 
 def close(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    """Whether two tensors agree up to another order of accumulation."""
+    """Returns True if two tensors agree up to another order of accumulation."""
     if a is None or b is None:
         return a is b
     return a.shape == b.shape and torch.allclose(a, b, rtol=1e-3, atol=1e-4, equal_nan=True)
 
 
 def different(ours: Numbers, reference: Numbers, same: Callable[[Any, Any], bool]) -> list[str]:
-    """The names of the numbers that are not the same."""
+    """Returns the names of the numbers that are not the same."""
     return [name for name in ours.keys() | reference.keys() if not same(ours.get(name), reference.get(name))]
 
 
 def judge(name: str, step: Step, options: dict[str, Any] = SMALLEST) -> Row:
-    """Run ``step`` eagerly, under plain ``aot_eager``, and under the budget; say whether the numbers stay the same.
+    """Returns the row of a case: ``step`` runs eagerly, under plain ``aot_eager`` and under the budget, and must agree.
 
-    An error of one case is the case's result: it is recorded, and the sweep goes on.
+    An error of one case is the case's result. It is recorded, and the sweep goes on.
     """
     begin = time.perf_counter()
 
@@ -135,7 +135,7 @@ def judge(name: str, step: Step, options: dict[str, Any] = SMALLEST) -> Row:
 
 
 def write(title: str, stem: str, rows: Sequence[Row], setup: dict[str, Any], folder: Path) -> None:
-    """Print the counts and write the table to ``stem``.txt and .json in ``folder``."""
+    """Prints the counts and writes the table to ``stem``.txt and .json in ``folder``."""
     counts = Counter(row.result for row in rows)
     handled = counts[OK] + counts[FAILED]
     summary = {

@@ -1,9 +1,9 @@
-"""Whether two threads that compile at the same time disturb each other: plain Inductor in one, this backend in the other.
+"""Two threads that compile at the same time and must not disturb each other: plain Inductor in one, this backend in the other.
 
     python benchmarks/threads.py [--rounds 100]
 
 In each round both threads begin together. One compiles a perceptron with plain Inductor and runs its first backward, which
-Inductor compiles only then; the other compiles the same perceptron under a budget. Caches of generated graphs are off, so that
+Inductor compiles only then. The other compiles the same perceptron under a budget. Caches of generated graphs are off, so that
 all code is generated anew. Gradients must have the bits, and reports the peaks, that the same work has in one thread. Written
 to `benchmarks/results/threads.txt`; the exit code is 1 if anything differed.
 """
@@ -38,7 +38,7 @@ Outcome = tuple[list[Tensor], tuple[int | None, ...]]
 
 
 def gradients(backend: str, options: dict[str, object]) -> list[Tensor]:
-    """Of a perceptron that is made, compiled and differentiated afresh."""
+    """Returns the gradients of a perceptron that is made, compiled and differentiated afresh."""
     generator = torch.Generator().manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH), nn.Tanh())
     with torch.no_grad():
@@ -50,12 +50,12 @@ def gradients(backend: str, options: dict[str, object]) -> list[Tensor]:
 
 
 def plain() -> Outcome:
-    """By Inductor alone."""
+    """Returns the outcome by Inductor alone."""
     return gradients("inductor", {}), ()
 
 
 def planned(share: float) -> Outcome:
-    """By this backend."""
+    """Returns the outcome by this backend."""
     before = len(autoremat.reports())
     found = gradients("autoremat", {"memory_budget": share, "on_infeasible": "best_effort"})
     (report,) = autoremat.reports()[before:]
@@ -63,7 +63,7 @@ def planned(share: float) -> Outcome:
 
 
 def same(one: Outcome, other: Outcome) -> bool:
-    """Whether all bits of the gradients and all reported peaks are equal."""
+    """Returns True if all bits of the gradients and all reported peaks are equal."""
     return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
 
 

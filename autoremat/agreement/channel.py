@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from autoremat.basics.errors import AgreementError
@@ -145,8 +145,11 @@ class Pulse:
     rank: int
     clock: Callable[[], float] = time.monotonic
     beats: int = -1
+    """Heartbeats at the last look."""
     seen: float = 0.0
-    looked: float = field(default=float("-inf"))
+    """Time at which their number had grown."""
+    looked: float = float("-inf")
+    """Time of the last look."""
 
     def check(self) -> None:
         """Raises ``AgreementError`` if the rank has been silent for too long. Looks at most once per heartbeat."""

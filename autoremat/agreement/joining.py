@@ -21,10 +21,9 @@ _rendezvous: tuple[Job, Rendezvous] | None = None
 def session_at(
     place: str | None, agreement: str | tuple[int, ...], elsewhere: Collection[int] = ()
 ) -> Iterator[Session | None]:
-    """Yields the session of all ranks that come to ``place``; None if this process is the only one.
+    """Yields the session of all ranks that come to ``place``; None without a place, or if this process is the only one.
 
     ``agreement`` is the option. ``elsewhere`` are ranks that do not come. An error of the body ends the session on all members.
-    Yields None without a place.
     """
     present = job()
     if present is None or place is None or agreement == "off":

@@ -7,8 +7,8 @@ A rank arrives under the name of the place in the user's code, and of its occurr
 - ranks that have compiled this place already and do not come within ``RECOMPILATION`` seconds: shapes may change on one rank;
 - ranks that do not come within ``PATIENCE`` seconds, or ``BRIEFLY`` if they did not come to an earlier place either.
 
-The first rank that arrives waits for the others and writes the list of members; they only wait for the list, so a large job
-asks its store little. A rank that comes later is not on the list; it meets those that are left.
+The first rank that arrives waits for the others and writes the list of members. The others only wait for that list, so a large
+job asks its store little. A rank that comes later is not on the list. It meets those that are left.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ class Session:
     """Number of rounds so far."""
     failed: bool = field(default=False, init=False)
     """True if an error has ended the session."""
-    part: Session | None = field(default=None, init=False)
+    successor: Session | None = field(default=None, init=False)
     """The session that replaces this one after a split."""
 
     @property
@@ -63,7 +63,7 @@ class Session:
     @property
     def present(self) -> Session:
         """The session that this one has become by splits."""
-        return self if self.part is None else self.part.present
+        return self if self.successor is None else self.successor.present
 
     def split(self, topic: str, kind: str) -> Session:
         """Returns the session of the members with the same ``kind``; this one if all have the same."""
@@ -71,8 +71,9 @@ class Session:
         alike = tuple(rank for rank in self.members if kinds[str(rank)] == kind)
         if alike == self.members:
             return self
-        self.part = Session(self.channel, Meeting(f"{self.meeting.name}/{self.number}/{alike[0]}", alike, self.meeting.missing))
-        return self.part
+        meeting = Meeting(f"{self.meeting.name}/{self.number}/{alike[0]}", alike, self.meeting.missing)
+        self.successor = Session(self.channel, meeting)
+        return self.successor
 
     def fail(self, error: BaseException) -> None:
         """Ends the session on all members with ``error``, unless an error has ended it already."""
@@ -116,7 +117,7 @@ class Session:
                 if sent["topic"] != topic:
                     raise AgreementError(
                         f"rank {rank} is at {sent['topic']!r} of a compilation while rank {self.leader} is at {topic!r}: their "
-                        "caches or settings of torch differ"
+                        'caches or settings of torch differ. Make these equal, or pass the option agreement="off"'
                     )
                 parts[rank] = sent["part"]
             value = decide(parts)

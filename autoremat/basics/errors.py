@@ -280,6 +280,14 @@ class FallbackWarning(UserWarning):
     """Warns of a fallback: torch's partitioner takes a graph that could not be planned, and no budget holds for it."""
 
 
+def best_effort_message(subject: str, needed_bytes: int, budget_bytes: int) -> str:
+    """Returns the text of a ``BudgetWarning`` for a best-effort plan over its budget. ``subject`` is a step, in words."""
+    return (
+        f"{subject} needs {format_bytes(needed_bytes)}, over its budget of {format_bytes(budget_bytes)}: nothing smaller was "
+        'found, and on_infeasible="best_effort" runs it anyway'
+    )
+
+
 def fallback_message(error: BaseException, place: str) -> str:
     """Returns the text of a ``FallbackWarning``: the graph (``place``), the error and the remedies."""
     return (
@@ -311,6 +319,11 @@ def _table(rows: Sequence[tuple[str, ...]], alignments: str) -> list[str]:
 def find_cause(error: BaseException, kind: type[Kind]) -> Kind | None:
     """Returns the first exception of that kind among ``error`` and its causes, or None."""
     return next((cause for cause in causes(error) if isinstance(cause, kind)), None)
+
+
+def is_user_error(error: BaseException) -> bool:
+    """Returns True for errors that the user must see: errors of this package, and warnings that are raised as errors."""
+    return any(isinstance(cause, AutorematError | Warning) for cause in causes(error))
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

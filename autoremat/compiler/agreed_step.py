@@ -18,10 +18,8 @@ CODEC = Codec(signed=True)
 def agreed_step(step: Step, budget: int | None, options: Options, place: str) -> tuple[Step, int | None]:
     """Returns the step and the budget in bytes for all ranks that have a step of the same graphs in the same order.
 
-    ``place`` is the place at which the ranks meet.
-
     Each moment has the base bytes of the rank with the most. The budget is the least of all ranks. Plans and seconds are those
-    of the lowest rank. Without other ranks, ``step`` and ``budget`` return as they are.
+    of the lowest rank. Without other ranks, ``step`` and ``budget`` return as they are. The ranks meet at ``place``.
     """
     with session_at(place, options.agreement) as session:
         if session is None:

@@ -14,7 +14,7 @@ from functools import partial
 
 from torch import fx
 
-from autoremat.basics.errors import BudgetInfeasible, causes
+from autoremat.basics.errors import BudgetInfeasible, find_cause
 from autoremat.torch_private import dynamo
 
 log = logging.getLogger("autoremat")
@@ -46,7 +46,7 @@ def one_of_several(gm: fx.GraphModule) -> Iterator[None]:
         yield
     except Exception as error:
         reason = dynamo.graph_break_around(gm)
-        infeasible = next((cause for cause in causes(error) if isinstance(cause, BudgetInfeasible)), None)
+        infeasible = find_cause(error, BudgetInfeasible)
         if reason is not None and infeasible is not None:
             why = f" ({dynamo.in_few_words(reason).partition('. ')[0]})" if reason else ""
             infeasible.advise(

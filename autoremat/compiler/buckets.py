@@ -1,8 +1,8 @@
 """One budget for the buckets into which torch splits a graph under ``DistributedDataParallel``.
 
 Torch hands each bucket to the backend by itself, in the sequence of the forward. When it hands over the first one, all buckets
-are traced and planned, without compiling or running any. Their plans share the budget by the ledger of the whole step, which
-is known without a measurement: the forwards run in sequence, the backwards in reverse. Each bucket is then compiled under its
+are traced and planned, without compiling or running any. Their plans share the budget by the ledger of the whole step. It is
+known without a measurement: the forwards run in sequence, the backwards in reverse. Each bucket is then compiled under its
 share, as under a step profile.
 """
 
@@ -22,7 +22,15 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import fx
 
-from autoremat.basics.errors import AutorematError, BudgetInfeasible, BudgetWarning, OptionsError, find_cause, planning_error
+from autoremat.basics.errors import (
+    BudgetInfeasible,
+    BudgetWarning,
+    OptionsError,
+    best_effort_message,
+    find_cause,
+    is_user_error,
+    planning_error,
+)
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.capture import source_info
@@ -123,7 +131,7 @@ def _planned_together(split: ddp.Split, options: Options, patches: Mapping[str, 
         with ddp.tracing_undone():
             step, graphs = _step(_Tracing(split, options, patches))
     except Exception as error:  # models and ops are open-ended, so any error may occur
-        if find_cause(error, AutorematError) is not None or find_cause(error, Warning) is not None:
+        if is_user_error(error):
             raise
         if not options.falls_back:
             raise planning_error(error, f"the {split.count} buckets of a graph") from error
@@ -152,13 +160,9 @@ def _shared_out(step: Step, options: Options, split: ddp.Split) -> StepProfile:
         return step.shared_out(budget)
     except BudgetInfeasible as error:
         if options.on_infeasible == "best_effort":
-            warnings.warn(
-                f"the {split.count} buckets of DistributedDataParallel need {format_bytes(error.minimum_bytes)} together, over "
-                f"the budget of {format_bytes(error.budget_bytes)}: nothing smaller was found, and "
-                'on_infeasible="best_effort" runs it anyway',
-                BudgetWarning,
-                stacklevel=2,
-            )
+            subject = f"the step of {split.count} buckets of DistributedDataParallel"
+            message = best_effort_message(subject, error.minimum_bytes, error.budget_bytes)
+            warnings.warn(message, BudgetWarning, stacklevel=2)
             return step.shared_out(error.minimum_bytes)
         error.advise(_advice(split))
         raise
@@ -197,16 +201,16 @@ def _together(alone: BudgetInfeasible, shared: SharedBudget, split: ddp.Split) -
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-class _Traced(Exception):
+class _EndOfTracing(Exception):
     """Ends the tracing of a bucket after it has been planned."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Planned:
-    """A bucket and its plans. ``planned`` is None if the bucket has no backward."""
+class _PlannedBucket:
+    """A bucket and its graph with a planner. ``graph`` is None if the bucket has no backward."""
 
     bucket: ddp.Bucket
-    planned: PlannedGraph | None
+    graph: PlannedGraph | None
 
 
 class _Tracing:
@@ -216,7 +220,7 @@ class _Tracing:
         self.options = options
         buckets, received, returned = ddp.buckets_of(split)
         self.device = device_of_inputs(buckets[0].module, [*received, *returned])
-        self.parts = [_Planned(bucket, _planned(bucket, options, patches)) for bucket in buckets]
+        self.buckets = [_PlannedBucket(bucket, _planned(bucket, options, patches)) for bucket in buckets]
         self.places: dict[int, int] = {}
         self.borders: list[Border] = []
         for tensor in _tensors(received):
@@ -280,9 +284,9 @@ def _planned(bucket: ddp.Bucket, options: Options, patches: Mapping[str, Any]) -
         priced = capture_and_price(prepare(joint, context), context)
         if priced is not None:
             found.append(plan_for_minimum_peak(priced, context))
-        raise _Traced
+        raise _EndOfTracing
 
-    with contextlib.suppress(_Traced):
+    with contextlib.suppress(_EndOfTracing):
         fake_tensors.trace_as_compiled(
             bucket.module, bucket.inputs, Partitioner(hand_over), options.compiler == "inductor", patches
         )
@@ -292,11 +296,11 @@ def _planned(bucket: ddp.Bucket, options: Options, patches: Mapping[str, Any]) -
 def _step(traced: _Tracing) -> tuple[Step, list[_Graph | None]]:
     """Returns the step of the traced buckets, and each bucket's graph in it."""
     views = ddp.gradients_become_views()
-    ends = [None if one.planned is None else _Ends(traced, one.bucket, one.planned) for one in traced.parts]
-    trained = [number for number, one in enumerate(ends) if one is not None]
-    parts = [Part(None) if one is None else one.part(trained.index(number), views) for number, one in enumerate(ends)]
+    found = [None if one.graph is None else _BucketBorders(traced, one.bucket, one.graph) for one in traced.buckets]
+    trained = [number for number, one in enumerate(found) if one is not None]
+    parts = [Part(None) if one is None else one.part(trained.index(number), views) for number, one in enumerate(found)]
     frame = Frame(parts, traced.borders)
-    graphs = [None if one is None else one.graph(frame, number) for number, one in enumerate(ends)]
+    graphs = [None if one is None else one.graph(frame, number) for number, one in enumerate(found)]
     order = [f"forward {number}" for number in range(len(trained))]
     step = Step(
         graphs=tuple(graph.profiled for graph in graphs if graph is not None),
@@ -318,7 +322,7 @@ class _Graph:
 
 
 @dataclass(frozen=True)
-class _Ends:
+class _BucketBorders:
     """The borders of one bucket's graph."""
 
     traced: _Tracing

@@ -122,11 +122,10 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
         planned = partitioning.planned
         if planned is None:
             assert function is not None
-            if partitioning.fell_back or record is not None:  # torch's caches answered, and the record has the report
-                report = None if record is None or partitioning.fell_back else record.report
-                for message in () if report is None else report.constraint_warnings:
-                    warnings.warn(message, ConstraintWarning, stacklevel=2)
-                return CompiledGraph(function, report, key)
+            if partitioning.fell_back:
+                return CompiledGraph(function, None, key)
+            if record is not None:  # torch's caches answered
+                return CompiledGraph(function, _known_report(record), key)
             if caches is compat.without_caches:  # the graph has no backward, although something requires a gradient
                 return CompiledGraph(function, None, key, peers.signed(Record(None)))
             # Torch's caches answered, but the record of this compilation is lost. Compiling without caches restores it.
@@ -145,6 +144,13 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
         step = verdict
         for planner in planners:
             planner.restart()
+
+
+def _known_report(record: Record) -> Report | None:
+    """Returns the report of an earlier process, and repeats its warnings."""
+    for message in () if record.report is None else record.report.constraint_warnings:
+        warnings.warn(message, ConstraintWarning, stacklevel=3)
+    return record.report
 
 
 def _log_replan(verdict: Again) -> None:

@@ -19,9 +19,11 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import PlanningResult
 from autoremat.torch_private.allocator import settings_of_process
 
-TIGHTENINGS, SPREAD = 6, 6
-"""Most searches for a plan whose simulated reserved bytes fit, each below the last by its excess; and the number of further
-searches, evenly over the range of peaks."""
+TIGHTENINGS = 6
+"""Most searches for a plan whose simulated reserved bytes fit. Each has the limit of the last one minus its excess."""
+
+SPREAD = 6
+"""Number of further searches, with limits evenly over the range of peaks."""
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ from typing import Any
 from torch import fx
 
 from autoremat.basics.errors import (
-    AutorematError,
     BudgetInfeasible,
     BudgetWarning,
     FallbackWarning,
     OptionsError,
     fallback_message,
     find_cause,
+    is_user_error,
     planning_error,
 )
 from autoremat.basics.progress import now, status_if_slow
@@ -117,7 +117,7 @@ def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Op
 
 
 def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options, patches: dict[str, Any]) -> Compiled:
-    """Compiles the graph with a plan, or with plain Inductor if it does not train or planning falls back."""
+    """Returns the graph compiled with a plan, or by plain Inductor if it does not train or planning falls back."""
     if parsed.compiler == "aot_eager":
         return _compile_uncompiled(gm, example_inputs, parsed)
     if not may_train(gm, example_inputs):
@@ -139,14 +139,11 @@ def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: 
         return compiled
 
 
-def is_user_error(error: Exception) -> bool:
-    """Returns True for errors that the user must see: errors of this package, and warnings that are raised as errors."""
-    return find_cause(error, AutorematError) is not None or find_cause(error, Warning) is not None
-
-
 def _budgets(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Mapping[int | None, Budget]:
-    """Returns the budget of each block that calls the graph: its share in place of a step profile. The block None stands for
-    all other calls."""
+    """Returns the budget of each block that calls the graph: its share in place of a step profile.
+
+    The block None stands for all other calls.
+    """
     profile = options.memory_budget
     if not isinstance(profile, StepProfile) or not may_train(gm, inputs):
         return {None: options.memory_budget}
@@ -187,7 +184,7 @@ def _with_device_bytes(gm: fx.GraphModule, inputs: Sequence[Any], options: Optio
 
 
 def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
-    """Plans the graph and returns its halves as FX graphs, without generated code."""
+    """Returns a callable that runs the halves of the planned graph as FX graphs, without generated code."""
     now("tracing")
     place = source_info.begin_of(gm.graph) if may_train(gm, inputs) else None
     with joined(options, place) as (peers, agreed):

@@ -26,6 +26,7 @@ from autoremat.planner.search.planner import Planner
 from autoremat.torch_private import compat
 
 FREE_STEP = 64 * 2**20
+"""Bytes to a multiple of which the free bytes of a device are rounded down."""
 
 
 def free_device_bytes(device: torch.device) -> int | None:

@@ -1,8 +1,8 @@
 """Warns if a step holds more memory than the plan of one graph counts.
 
 Each graph is planned as if it were alone, with its calls in flight. Three things add memory: further calls that are open at the
-same time, backwards with ``retain_graph=True``, which keep their saved tensors, and gradients of earlier micro-batches. Only
-calls of the same thread on the same device count together. The backward may run in any thread.
+same time, saved tensors that ``retain_graph=True`` keeps, and gradients of earlier micro-batches. Only calls of the same thread
+on the same device count together. The backward may run in any thread.
 
 Calls are watched until a step has ended in which every graph was known. Afterwards a watched graph costs one more Python call,
 until another graph is compiled.
@@ -102,11 +102,8 @@ class Watch:
         here = [one for one in list(self.open.values()) if one.device == device and one.thread == thread]
         own = [one for one in here if one.graph is graph]
         earlier = own[counted:] + [one for one in here if one.graph is not graph and not graph.by_share]
-        held, budget, peak = (
-            sum(one.graph.report.saved_bytes for one in earlier),
-            graph.report.budget_bytes,
-            graph.report.peak_bytes,
-        )
+        held = sum(one.graph.report.saved_bytes for one in earlier)
+        budget, peak = graph.report.budget_bytes, graph.report.peak_bytes
         if budget is None or not held or held + peak <= budget:
             return
         self._end()

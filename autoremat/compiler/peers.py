@@ -166,7 +166,7 @@ class Members:
         part = {"peaks": {str(int(half)): peak for half, peak in last.code_peaks.items()}, "is_complete": last.is_complete}
 
         def decide(parts: Parts) -> dict[str, Any] | None:
-            self.joint[len(attempts)] = _joined(last, parts)
+            self.joint[len(attempts)] = _with_largest_peaks(last, parts)
             return _written(next_step([self.joint[number + 1] for number in range(len(attempts))], rules))
 
         return _read(self.session.round("verdict", part, decide))
@@ -192,7 +192,7 @@ def _with_measured_links(priced: PricedGraph, context: PlanningContext) -> Price
     return priced if again is None else again
 
 
-def _joined(attempt: Attempt, parts: Parts) -> Attempt:
+def _with_largest_peaks(attempt: Attempt, parts: Parts) -> Attempt:
     """Returns ``attempt`` with the largest peak of each half on all members."""
     peaks: dict[bool, int] = {}
     for part in parts.values():
@@ -250,7 +250,10 @@ def _agreed_options(members: Members, options: Options) -> Options:
         budgets = {rank: one["budget"] for rank, one in parts.items()}
         kinds = {type(one) for one in budgets.values()}
         if len(kinds) > 1:
-            raise AgreementError(f"ranks compile one graph under budgets of different kinds: {_by_rank(budgets)}")
+            raise AgreementError(
+                f"ranks compile one graph under budgets of different kinds: {_by_rank(budgets)}. Pass all ranks a budget of "
+                "the same kind: in bytes, as a share or none"
+            )
         if kinds & {int, float} and len(set(budgets.values())) > 1:
             least = min(budgets, key=lambda rank: budgets[rank])
             return {"budget": budgets[least], "binding": least}
@@ -267,7 +270,9 @@ def _compare_options(parts: Parts) -> None:
     for name, value in first["options"].items():
         if any(part["options"].get(name) != value for _, part in rest):
             values = {rank: part["options"].get(name) for rank, part in parts.items()}
-            raise AgreementError(f"ranks compile one graph under different options: {name} is {_by_rank(values)}")
+            raise AgreementError(
+                f"ranks compile one graph under different options: {name} is {_by_rank(values)}. Pass all ranks the same value"
+            )
 
 
 def _by_rank(values: dict[int, Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from autoremat.basics.progress import now
@@ -114,45 +114,13 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     bounded = count if count is not None and count.is_bounded else None
     baseline = planner.baseline.peak_bytes + headroom if bounded is None else bounded.plan_bytes(planner.baseline)
     budget = budget_of(priced, context, baseline)
-    times: list[TimeBudget | None] = []  # one budget of time for all forms of the graph, that of the first one
-
-    def contend(form: PricedGraph, chunks: int) -> ChunkingCandidate:
-        planner, constrained = planner_of(form, context, soft_budget)
-        times.append(times[0] if times else time_budget_of(form, context, planner))
-        stored = stored_plan(form, context, planner)
-        if stored is not None:
-            file_name, plan = stored
-            found = planner.judge(plan, budget)
-            found = found if bounded is None or budget is None else judged(bounded, budget, found)
-            return ChunkingCandidate(form, planner, constrained, found, chunks, file_name)
-        limit = None if budget is None else budget - headroom - context.extra_headroom_bytes
-        least, fragmentation = None, 0
-        # A later attempt has a headroom that the code of an earlier one has shown.
-        if bounded is None or budget is None or limit is None or context.extra_headroom_bytes:
-            found = search(form, context, planner, constrained, limit, times[0])
-            if times[0] is not None and limit is not None:
-                found, least = _within_both(planner, found, limit, times[0])
-        else:
-            found, fragmentation = find_within(
-                bounded, budget, limit, lambda limit: search(form, context, planner, constrained, limit)
-            )
-        return ChunkingCandidate(
-            form, planner, constrained, found, chunks, fragmentation_bytes=fragmentation, time=times[0], least=least
-        )
-
-    choice = choose_chunking(priced, context, contend)
+    limits = _Limits(context, soft_budget, budget, headroom, bounded)
+    choice = choose_chunking(priced, context, limits.candidate)
     chosen = choice.taken
-    plan = chosen.planning.plan
-    if plan is None or not chosen.keeps_time:
-        assert budget is not None
-        fits = plan is not None  # then it takes too long
-        plan = plan or chosen.planning.smallest
-        if context.must_fit and not priced.joint.is_region and (fits or not _may_fit(plan, chosen, context, budget)):
-            raise no_plan_fits(choice, context, budget, headroom, bounded)
     planned = PlannedGraph(
         priced=chosen.priced,
         context=context,
-        plan=plan,
+        plan=_plan_within(limits, choice),
         planner=None if chosen.plan_file is not None else chosen.planner,
         code_headroom_bytes=headroom,
         planning=dataclasses.replace(chosen.planning, baseline=planner.baseline),
@@ -162,6 +130,73 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
         fragmentation_bytes=chosen.fragmentation_bytes,
     )
     return dataclasses.replace(planned, report=report_of(planned, choice, budget, soft_budget, start))
+
+
+@dataclass
+class _Limits:
+    """The limits on the plans of a graph. They hold for all its forms, with and without a chunked loss."""
+
+    context: PlanningContext
+    soft_budget: int | None
+    budget: int | None
+    headroom: int
+    """Bytes of the budget that stay free for generated code."""
+    bounded: Count | None
+    """Counts the bytes of a budget on reserved bytes; None for a budget on allocated bytes."""
+    times: list[TimeBudget | None] = field(default_factory=list)
+    """The budget of time that the first form sets; empty before."""
+
+    def candidate(self, form: PricedGraph, chunks: int) -> ChunkingCandidate:
+        """Returns ``form``, whose loss has so many ``chunks``, with its best plan within the limits."""
+        planner, constrained = planner_of(form, self.context, self.soft_budget)
+        if not self.times:
+            self.times.append(time_budget_of(form, self.context, planner))
+        stored = stored_plan(form, self.context, planner)
+        if stored is None:
+            return self._searched(form, chunks, planner, constrained, self.times[0])
+        file_name, plan = stored
+        found = planner.judge(plan, self.budget)
+        if self.bounded is not None and self.budget is not None:
+            found = judged(self.bounded, self.budget, found)
+        return ChunkingCandidate(form, planner, constrained, found, chunks, file_name)
+
+    def _searched(
+        self, form: PricedGraph, chunks: int, planner: Planner, constrained: ConstrainedGraph, time: TimeBudget | None
+    ) -> ChunkingCandidate:
+        """Returns ``form`` with the best plan that a search finds within the limits."""
+        budget, bounded, extra = self.budget, self.bounded, self.context.extra_headroom_bytes
+        limit = None if budget is None else budget - self.headroom - extra
+        least, fragmentation = None, 0
+        # A later attempt has a headroom that the code of an earlier one has shown.
+        if bounded is None or budget is None or limit is None or extra:
+            found = search(form, self.context, planner, constrained, limit, time)
+            if time is not None and limit is not None:
+                found, least = _within_both(planner, found, limit, time)
+        else:
+            found, fragmentation = find_within(
+                bounded, budget, limit, lambda limit: search(form, self.context, planner, constrained, limit)
+            )
+        return ChunkingCandidate(
+            form, planner, constrained, found, chunks, fragmentation_bytes=fragmentation, time=time, least=least
+        )
+
+
+def _plan_within(limits: _Limits, choice: ChunkingChoice) -> Plan:
+    """Returns the plan of the candidate that is taken; if none fits, the plan of the minimum peak found.
+
+    Raises ``BudgetInfeasible`` if no plan fits, unless the options ask for the best effort or the generated code may still fit.
+    """
+    chosen, context = choice.taken, limits.context
+    plan = chosen.planning.plan
+    if plan is not None and chosen.keeps_time:
+        return plan
+    assert limits.budget is not None
+    is_too_slow = plan is not None
+    plan = plan or chosen.planning.smallest
+    if context.must_fit and not chosen.priced.joint.is_region:
+        if is_too_slow or not _may_fit(plan, chosen, context, limits.budget):
+            raise no_plan_fits(choice, context, limits.budget, limits.headroom, limits.bounded)
+    return plan
 
 
 def report_of(

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import warnings
 
-from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.errors import BudgetWarning, best_effort_message
 from autoremat.basics.units import format_bytes
 from autoremat.compiler.lowering import Compiled
 from autoremat.compiler.overlap_warning import watched
@@ -35,12 +35,8 @@ def published(compiled: Compiled, report: Report | None, options: Options) -> Co
             ", ".join(report.unknown_workspaces),
         )
     if not report.within_budget and report.budget_bytes is not None:
-        warnings.warn(
-            f"the step needs {format_bytes(report.counted_bytes)}, over its budget of {format_bytes(report.budget_bytes)}: "
-            f'nothing smaller was found, and on_infeasible="best_effort" runs it anyway',
-            BudgetWarning,
-            stacklevel=2,
-        )
+        message = best_effort_message("the step", report.counted_bytes, report.budget_bytes)
+        warnings.warn(message, BudgetWarning, stacklevel=2)
     if not report.keeps_time:
         warnings.warn(
             f"the step is predicted to take {report.slowdown:.1%} longer than under the fastest plan, over its max_slowdown of "

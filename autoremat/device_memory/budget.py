@@ -16,6 +16,7 @@ from autoremat.basics.units import BYTE_FORMS
 from autoremat.device_memory.inventory import Inventory
 from autoremat.device_memory.optimizer_run import optimizer_memory
 from autoremat.planner.cost import DATASHEETS, device_memory
+from autoremat.planner.memory.caching_allocator import ROUNDING
 from autoremat.planner.multigraph.device_budget import DeviceBudget, LedgerRow, OptimizerMemory, StepPart
 
 CONTEXT = 512 * 2**20
@@ -26,9 +27,6 @@ RESERVE = 512 * 2**20
 
 CPU_RESERVE = 64 * 2**10
 """Bytes that stay free on a CPU: numbers of eager code, such as a loss that the caller keeps."""
-
-CUDA_BLOCK = 512
-"""Bytes of which a block of CUDA's caching allocator is a multiple."""
 
 TOTAL_FORMS = (
     f'an int > 0 (bytes); a string such as {BYTE_FORMS}; a CUDA card by name, such as "H100-80GB"; "auto" (the memory of the '
@@ -56,8 +54,8 @@ def device_budget(
     and the optimizer's own steps. The optimizer's memory is predicted by running its ``step`` on fake tensors, for a first step
     and later ones. Nothing real is allocated or changed. Inputs of compiled graphs are counted when they are compiled.
 
-    - ``total``: memory of the device, in bytes or as text such as "24GiB"; a CUDA card by name, such as "H100-80GB", here or
-      not; or "auto" for the whole memory of the CUDA device that holds the model.
+    - ``total``: memory of the device, in bytes or as text such as "24GiB". A CUDA card by name, such as "H100-80GB", here or
+      not, means its memory. "auto" means the whole memory of the CUDA device that holds the model.
     - ``model``: the module that is trained, or several, wrapped by ``DistributedDataParallel`` or ``fully_shard`` as in
       training. Modules may be on the meta device.
     - ``optimizer``: the optimizer or several that step one after the other, or an ``OptimizerMemory`` with measured figures.
@@ -79,20 +77,20 @@ def device_budget(
     kept = StepPart(0) if flag(set_to_none, "set_to_none") else StepPart.LATER_STEP | StepPart.LATER_MICRO_BATCH
     kept |= StepPart.LATER_MICRO_BATCH if count > 1 else StepPart(0)
     modules = [model] if isinstance(model, nn.Module) else list(model)
-    place = _place_of(total, modules, device)
-    inventory = Inventory(place.device_type, place.rounding, place.moved)
-    rows = [LedgerRow("context and libraries", place.context_bytes() if context is None else _bytes(context, "context"))]
+    whole = _whole_device(total, modules, device)
+    inventory = Inventory(whole.device_type, whole.rounding, whole.moved)
+    rows = [LedgerRow("context and libraries", whole.context_bytes() if context is None else _bytes(context, "context"))]
     rows += inventory.rows_of_models(modules, kept)
-    memory = _optimizer_memory(optimizer, place)
+    memory = _optimizer_memory(optimizer, whole)
     rows += [] if memory is None else memory.rows(_fewer_temporaries(optimizer))
     rows += inventory.rows_of_others(others or {})
-    notes = (*place.notes, *(() if memory is None else memory.notes))
-    free = place.reserve_bytes if reserve is None else _bytes(reserve, "reserve")
-    return DeviceBudget(place.total_bytes(total), (), free, place.name, count, notes).with_rows(*rows)
+    notes = (*whole.notes, *(() if memory is None else memory.notes))
+    free = whole.reserve_bytes if reserve is None else _bytes(reserve, "reserve")
+    return DeviceBudget(whole.total_bytes(total), (), free, whole.name, count, notes).with_rows(*rows)
 
 
 @dataclass(frozen=True)
-class _Place:
+class _WholeDevice:
     """The device whose memory is shared out."""
 
     name: str
@@ -111,7 +109,7 @@ class _Place:
 
     @property
     def rounding(self) -> int:
-        return CUDA_BLOCK if self.is_cuda else 1
+        return ROUNDING if self.is_cuda else 1
 
     @property
     def reserve_bytes(self) -> int:
@@ -122,7 +120,7 @@ class _Place:
         return ("no such device is here: the context is assumed",) if self.stands_for_cuda else ()
 
     def total_bytes(self, total: int | str) -> int:
-        """Returns the memory of the device in bytes."""
+        """Returns the memory of the device in bytes. Raises ``OptionsError`` for a ``total`` that is not accepted."""
         if isinstance(total, str) and total.strip().lower() == "auto":
             if self.index is None:
                 raise OptionsError(f'total="auto" needs a model on a CUDA device. Accepted elsewhere: {TOTAL_FORMS}')
@@ -141,7 +139,7 @@ class _Place:
         return max(0, int(total - free - torch.cuda.memory_reserved(self.index)))
 
 
-def _place_of(total: int | str, modules: Sequence[nn.Module], device: str | torch.device | None) -> _Place:
+def _whole_device(total: int | str, modules: Sequence[nn.Module], device: str | torch.device | None) -> _WholeDevice:
     """Returns the device of ``total``. Raises ``OptionsError`` for a device that is neither torch's nor a known card."""
     named = str(device) if device is not None else total if isinstance(total, str) else ""
     own = next((t.device for t in _tensors(modules)), torch.device("cpu"))
@@ -155,15 +153,15 @@ def _place_of(total: int | str, modules: Sequence[nn.Module], device: str | torc
     if asked.type == "cuda":
         return _on_cuda(str(asked), asked, torch.cuda.is_available(), moved=own.type != "cuda")
     kind = "cpu" if asked.type == "meta" else asked.type
-    return _Place(kind, kind, moved=own.type != kind)
+    return _WholeDevice(kind, kind, moved=own.type != kind)
 
 
-def _on_cuda(name: str, device: torch.device, is_here: bool, moved: bool = False) -> _Place:
+def _on_cuda(name: str, device: torch.device, is_here: bool, moved: bool = False) -> _WholeDevice:
     """Returns a CUDA device; one that is not here is represented by the CPU."""
     if not is_here:
-        return _Place(name, "cpu", is_cuda=True, moved=True)
+        return _WholeDevice(name, "cpu", is_cuda=True, moved=True)
     index = torch.cuda.current_device() if device.index is None else device.index
-    return _Place(name, "cuda", is_cuda=True, index=index, moved=moved)
+    return _WholeDevice(name, "cuda", is_cuda=True, index=index, moved=moved)
 
 
 def _tensors(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
@@ -180,7 +178,7 @@ def _bytes(value: object, name: str, forms: str = BYTES_FORMS, least: int = 0) -
     return count
 
 
-def _optimizer_memory(optimizer: object, place: _Place) -> OptimizerMemory | None:
+def _optimizer_memory(optimizer: object, whole: _WholeDevice) -> OptimizerMemory | None:
     """Returns the memory of the optimizer, predicted unless it is given."""
     if optimizer is None or isinstance(optimizer, OptimizerMemory):
         return optimizer
@@ -188,8 +186,8 @@ def _optimizer_memory(optimizer: object, place: _Place) -> OptimizerMemory | Non
     several = [one for one in given if isinstance(one, Optimizer)]
     if len(several) < len(given):
         raise refused("optimizer", optimizer, OPTIMIZER_FORMS)
-    to = torch.device(place.device_type) if place.moved else None
-    return optimizer_memory(several, place.device_type, place.rounding, to, place.stands_for_cuda)
+    to = torch.device(whole.device_type) if whole.moved else None
+    return optimizer_memory(several, whole.device_type, whole.rounding, to, whole.stands_for_cuda)
 
 
 def _fewer_temporaries(optimizer: object) -> str:

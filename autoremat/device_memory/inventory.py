@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from autoremat.basics.checks import as_int, refused, text_to_bytes
-from autoremat.basics.errors import OptionsError
 from autoremat.planner.multigraph.device_budget import COMPILED, EARLIER_GRADIENTS, UPDATES, LedgerRow, StepPart
 from autoremat.torch_private.compat import storage_key
 from autoremat.torch_private.fake_optimizers import local
@@ -96,6 +95,6 @@ class Inventory:
             else:
                 leaves = torch.utils._pytree.tree_leaves(value)
                 if not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-                    raise OptionsError(f"others[{name!r}] is not accepted. Accepted: {OTHER_FORMS}")
+                    raise refused(f"others[{name!r}]", value, OTHER_FORMS)
                 size = self.bytes_of(leaves)
             yield LedgerRow(str(name), size)

@@ -12,9 +12,8 @@ from torch.optim import Optimizer
 from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable
 from autoremat.device_memory.inventory import Inventory
 from autoremat.device_memory.optimizer_run import optimizer_memory, parameters_of, unwrapped
+from autoremat.planner.memory.caching_allocator import ROUNDING
 from autoremat.planner.multigraph.device_budget import UPDATES, LedgerRow
-
-CUDA_BLOCK = 512
 
 
 def live_optimizers(device: torch.device) -> list[Optimizer]:
@@ -29,14 +28,14 @@ def _all_optimizers() -> Iterator[Optimizer]:
 
 
 def rows_to_come(device: torch.device) -> tuple[LedgerRow, ...]:
-    """Returns the ledger's rows for the memory that live optimizers will allocate on ``device``; none without one to come.
+    """Returns the ledger's rows for the memory that live optimizers will allocate on ``device``; empty if there is none.
 
     Warns with ``BudgetWarning`` if the memory of an optimizer cannot be predicted.
     """
     optimizers = live_optimizers(device)
     if not optimizers:
         return ()
-    rounding = CUDA_BLOCK if device.type == "cuda" else 1
+    rounding = ROUNDING if device.type == "cuda" else 1
     try:
         memory = optimizer_memory(optimizers, device.type, rounding)
     except OptimizerUnpredictable as error:

@@ -40,7 +40,7 @@ def optimizer_memory(
 
     Every parameter that requires a gradient has a dense one. Tensors count in multiples of ``rounding`` bytes, and
     as if they were on the device ``to``, unless it is None. With ``stands_for_cuda``, the CPU stands for a CUDA device that is
-    not here: where the user left the choice open, optimizers take their default of CUDA devices, foreach. Nothing of the real
+    not here. An optimizer without a choice of the user then takes the default of CUDA devices, foreach. Nothing of the real
     optimizers changes.
 
     Raises ``OptimizerUnpredictable`` if a step does not run on fake tensors.
@@ -88,7 +88,7 @@ def _step(optimizer: Optimizer, name: str, live: LiveBytes) -> None:
 
 
 def _choose_as_on_cuda(optimizers: Iterable[Optimizer]) -> None:
-    """Sets what the optimizers would choose for parameters on a CUDA device, for parameters on the CPU that stand for them."""
+    """Gives the optimizers the settings that they would choose on a CUDA device, for which their CPU tensors stand."""
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         if group.get("foreach", True) is None and not group.get("fused") and not group.get("differentiable"):
             group["foreach"] = True

@@ -14,9 +14,15 @@ from torch import fx, nn
 
 from autoremat.basics.checks import options_of
 from autoremat.basics.display import PlainTable, Shown, named_figures
-from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError, find_cause
+from autoremat.basics.errors import (
+    BudgetInfeasible,
+    BudgetWarning,
+    OptionsError,
+    StepProfileError,
+    best_effort_message,
+    find_cause,
+)
 from autoremat.basics.progress import now, status_if_slow
-from autoremat.basics.units import format_bytes
 from autoremat.compiler.agreed_step import agreed_step
 from autoremat.compiler.blocks import current_block, running_block
 from autoremat.compiler.cache_key import graph_key
@@ -37,7 +43,7 @@ HIGHER_PEAKS = (0.005, 0.05)
 """Least and largest share by which the peaks of a block's plans are raised if its generated code exceeds its share."""
 
 MOST_GIVEN_WAY = 6
-"""Number of times that blocks are planned again for that reason."""
+"""Number of times that the blocks are planned again with higher peaks."""
 
 
 def compile_blocks(
@@ -206,7 +212,8 @@ class CompiledBlocks(Shown):
         except BudgetInfeasible as error:
             if self._options.on_infeasible != "best_effort":
                 raise
-            warnings.warn(_best_effort(error), BudgetWarning, stacklevel=5)
+            message = best_effort_message("the step", error.minimum_bytes, error.budget_bytes)
+            warnings.warn(message, BudgetWarning, stacklevel=5)
             profile = found.shared_out(error.minimum_bytes)
         ledger = options.device_ledger
         self._use(profile if ledger is None else replace(profile, device_ledger=ledger.of_step(profile.peak_bytes)))
@@ -287,11 +294,4 @@ def _warn_of_recompilation() -> None:
         "torch._dynamo.config.recompile_limit such blocks run uncompiled and without a plan",
         BudgetWarning,
         stacklevel=2,
-    )
-
-
-def _best_effort(error: BudgetInfeasible) -> str:
-    return (
-        f"the step needs {format_bytes(error.minimum_bytes)}, over its budget of {format_bytes(error.budget_bytes)}: nothing "
-        'smaller was found, and on_infeasible="best_effort" runs it anyway'
     )

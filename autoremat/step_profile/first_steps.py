@@ -27,7 +27,7 @@ from autoremat.torch_private import autograd
 MOST_DISTURBED = 4
 """Number of measured steps that may be thrown away because a graph was compiled within them."""
 
-PATIENCE = 64
+MOST_PASSES = 64
 """Number of backward passes within which a step is expected to begin without gradients of earlier micro-batches."""
 
 
@@ -44,8 +44,15 @@ class FirstSteps(Recording):
         self.passes_of_a_step = 2 if options.accumulate else 1
         self.moments_found: list[Moment] | None = None
         self.is_traced = False
-        self.disturbed = self.waited = self.passes = 0
+        """True once a step has run in which the graphs were traced."""
+        self.disturbed = 0
+        """Number of measured steps in which a graph was compiled."""
+        self.all_passes = 0
+        """Number of backward passes since the first step."""
+        self.passes = 0
+        """Number of backward passes in the recorded step."""
         self.waiting: set[int] = set()
+        """The calls that wait for their backward."""
         self._before_update: RemovableHandle | None = None
         self.in_pass = self.has_ended = self.compiles = False
 
@@ -122,7 +129,7 @@ class FirstSteps(Recording):
 
     def _begin(self) -> None:
         """Begins a step: one that is measured, if all graphs are traced and earlier micro-batches left no gradients."""
-        if not self.is_traced or (self.options.accumulate and self.has_gradients() and self.waited < PATIENCE):
+        if not self.is_traced or (self.options.accumulate and self.has_gradients() and self.all_passes < MOST_PASSES):
             return
         meter = meter_of(self.device)
         try:
@@ -146,7 +153,7 @@ class FirstSteps(Recording):
             return
         self.in_pass = False
         self.passes += 1
-        self.waited += 1
+        self.all_passes += 1
         self._end_if_complete()
 
     def _dropped(self, step: list[Event], call: int) -> None:

@@ -72,11 +72,15 @@ def profile_step(
         raise OptionsError("a step profile takes `memory_budget` as an argument of its own, not in `options`")
     parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, compat.inductor_config_names)
     if parsed.max_slowdown is not None:
-        raise OptionsError("max_slowdown bounds the time of one graph, and a step profile divides bytes among several")
+        raise OptionsError(
+            "max_slowdown bounds the time of one graph, and a step profile divides bytes among several: leave it out"
+        )
     if parsed.in_flight is not None or parsed.accumulate is not None:
         raise OptionsError("a step profile counts the calls that are open at once itself: leave out in_flight and accumulate")
     if isinstance(parsed.memory_budget, StepProfile | Share):
-        raise OptionsError("a step profile takes a budget of its own, not the result of another one")
+        raise OptionsError(
+            "a step profile takes a budget of its own, not the result of another one: pass bytes, a share or a device budget"
+        )
     variants = variants_of(variants)
     holds_compiled = _holds_compiled(function) if regional is None else regional
     step = function
@@ -145,7 +149,7 @@ def _loss_of(output: Any) -> torch.Tensor:
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         raise StepProfileError(
             "the function returns neither a scalar tensor nor something with a `loss`: "
-            "pass loss=..., which makes a scalar of what the function returns"
+            "pass loss=..., a function from that result to the scalar to differentiate"
         )
     return found
 
@@ -153,7 +157,10 @@ def _loss_of(output: Any) -> torch.Tensor:
 def _backward(loss: torch.Tensor, parameters: list[nn.Parameter]) -> None:
     """Runs the backward of ``loss`` and restores the gradients of all leaves and ``parameters``."""
     if not loss.requires_grad:
-        raise StepProfileError("the loss does not require a gradient: there is no backward to profile")
+        raise StepProfileError(
+            "the loss does not require a gradient, so there is no backward to profile: it has to depend on a parameter or an "
+            "input that requires one, and gradients must be enabled"
+        )
     leaves = autograd.leaves_of(loss)
     _refuse_hooks(leaves)
     receiving = (*leaves, *parameters)

@@ -185,13 +185,13 @@ class Recording:
         running: list[Event] = []
         found: list[Moment] = []
 
-        def is_open() -> tuple[tuple[int, ...], int]:
+        def open_now() -> tuple[tuple[int, ...], int]:
             """Returns the callers of the open calls, and the bytes that they saved."""
             callers = [self.calls[c] for c in open_calls if self.calls[c] in ran]
             return tuple(number_of[caller] for caller in callers), sum(ran[caller] for caller in callers)
 
         for event, reading in zip((*self.events, None), readings, strict=True):
-            callers, saved = is_open()
+            callers, saved = open_now()
             if not running:
                 found.append(Moment(reading.peak_bytes - saved, callers))
             if event is None:
@@ -210,7 +210,7 @@ class Recording:
                 own = self._own_bytes(caller.graph, event)
             else:
                 continue  # a repeated backward of a retained graph; the ledger has already dropped its saved tensors
-            others, saved = is_open()
+            others, saved = open_now()
             if caller in ran:
                 found.append(Moment(reading.live_bytes - saved - own, others, number_of[caller], event.backward))
         return found

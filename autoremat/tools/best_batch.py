@@ -21,12 +21,10 @@ from autoremat.basics.progress import status_if_slow
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
-from autoremat.tools.max_batch import Outcome, SizeSearch, minimum_bytes_of, options_for_sizes, planning_sizes
+from autoremat.tools.max_batch import LIMIT, Outcome, SizeSearch, minimum_bytes_of, options_for_sizes, planning_sizes
 
 FINENESS = 16
 """The search ends if the sizes next to the best one differ from it by at most this part of it."""
-
-LIMIT = 1 << 20
 
 
 @dataclass(frozen=True)

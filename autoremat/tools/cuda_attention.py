@@ -42,9 +42,14 @@ def attention_on_cuda(
 ) -> torch.Tensor:
     """Returns ``scaled_dot_product_attention`` by the kernel that torch chooses on CUDA devices of the ``capability``.
 
-    The first suitable kernel is taken: cuDNN on the newest server GPUs, flash attention for half precision without a mask,
-    memory-efficient attention for other dense cases, else the plain product. Shapes and arguments are those of torch's
-    function.
+    The first suitable kernel is taken:
+
+    1. cuDNN on the newest server GPUs;
+    2. flash attention for half precision without a mask;
+    3. memory-efficient attention for other dense cases;
+    4. the plain product.
+
+    Shapes and arguments are those of torch's function.
     """
     if _suits_cudnn(query, key, value, attn_mask, dropout_p, capability):
         mask = None if attn_mask is None else _as_numbers(attn_mask, query)

@@ -40,8 +40,7 @@ Contexts = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One call of an ATen op: the path of the calling module, the op, and the number of earlier calls of that op in the
-    module."""
+    """One call of an ATen op. ``number`` is the number of earlier calls of that op in the same module."""
 
     module: str
     op: str
@@ -133,7 +132,7 @@ class Paths:
 
     def add(self, root: nn.Module) -> None:
         """Records the paths of ``root`` and of the modules in it. Their paths in the plan may have a longer prefix."""
-        names = {name: module for name, module in root.named_modules(remove_duplicate=False)}
+        names = dict(root.named_modules(remove_duplicate=False))
         votes: Counter[str] = Counter()
         for path in self.planned:
             votes.update(path[: len(path) - len(name)] for name in names if name and f".{path}".endswith(f".{name}"))

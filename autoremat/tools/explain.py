@@ -84,7 +84,7 @@ def explain(
     Under Inductor the report describes the first plan that is compiled; the backend replans if its code exceeds the budget.
     With ``lower=True`` Inductor generates the code and compiles no kernel. The report then describes the final plan with the
     peak of its code. This takes several times as long. For a GPU by name it needs the package triton. For a device that is
-    present it happens by itself if the budget is within 5 % of the minimum peak, because only the code can decide there.
+    present it happens by itself if the budget is within 5 % of the minimum peak. Only the code can decide there.
 
     Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
     """
@@ -131,8 +131,10 @@ def previews(
     device: str | torch.device | None,
     look: Callable[[Preview], T],
 ) -> tuple[list[T], tuple[str, ...]]:
-    """Returns the results of ``look`` for the step's graphs that train, in sequence (at least one), and notes on the
-    tracing."""
+    """Returns the results of ``look`` for the step's graphs that train (at least one, in sequence), and notes on the tracing.
+
+    Raises ``OptionsError`` if the budget is a step profile.
+    """
     refuse_step_profiles(options)
 
     def visiting(target: Target, resident: int) -> Visitor[T | None]:

@@ -20,6 +20,9 @@ from autoremat.report.report import Report
 from autoremat.tools.explain import explain_by
 from autoremat.torch_private import compat, fake_tensors
 
+LIMIT = 1 << 20
+"""Largest size that is tried if the user gives no limit."""
+
 Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 Outcome = Report | BudgetInfeasible
@@ -77,7 +80,7 @@ def max_batch(
     memory_budget: int | str | DeviceBudget,
     *,
     step: int = 1,
-    limit: int = 1 << 20,
+    limit: int = LIMIT,
     options: Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
     lower: bool = False,

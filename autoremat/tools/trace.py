@@ -64,7 +64,7 @@ class _Recorder(Generic[T]):
         return runnable.forward
 
 
-class _Seen(Exception):
+class _EndOfTracing(Exception):
     """Ends the tracing of a graph after its joint graph has been visited."""
 
 
@@ -79,10 +79,10 @@ def joint_visitor(options: Options, target: Target, visit: Visitor[T]) -> Captur
             if joint.is_region:  # called by the surrounding graph
                 return Partitioning(PlanningContext(options, cuda_name=target.cuda_name, may_repeat_collectives=True))(joint)
             found.append(visit(joint))
-            raise _Seen
+            raise _EndOfTracing
 
         config = {**compat.mode_config(options.mode), **dict(options.inductor)}
-        with contextlib.suppress(_Seen):
+        with contextlib.suppress(_EndOfTracing):
             decompositions = as_on_cuda() if target.is_represented else None
             with target.fusing_attention():
                 fake_tensors.trace_joint(
@@ -121,10 +121,10 @@ def trace(
     device: str | torch.device | None,
     visit: Callable[[Target, int], Visitor[T]],
 ) -> Traced[T]:
-    """Traces ``model_or_fn(*args, **kwargs)`` without running it, and visits the joint graph of each graph that trains.
+    """Returns the visitor's results for a trace of ``model_or_fn(*args, **kwargs)``, which does not run.
 
-    ``visit`` maps the target and the bytes that exist before the step to the visitor. Raises ``CaptureError`` if nothing can be
-    planned.
+    The visitor receives the joint graph of each graph that trains. ``visit`` maps the target and the bytes that exist before
+    the step to the visitor. Raises ``CaptureError`` if nothing can be planned.
     """
 
     def visit_captured(target: Target, resident: int) -> CapturedVisitor[T]:
@@ -140,7 +140,7 @@ def trace_captured(
     device: str | torch.device | None,
     visit: Callable[[Target, int], CapturedVisitor[T]],
 ) -> Traced[T]:
-    """Traces as :func:`trace` does, and visits each graph that may train as Dynamo captured it.
+    """Returns the same as :func:`trace` for a visitor that receives each graph that may train as Dynamo captured it.
 
     Models are found in the closures of a function and in the globals that it names.
     """
@@ -193,13 +193,13 @@ def _stopped(error: Exception, found: bool) -> str:
     inner = getattr(error, "inner_exception", error)
     if isinstance(error, fake_tensors.FAILED_OP):
         *_, inner = causes(error)
-    what = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0] or 'no message'}"
+    reason = f"{type(inner).__name__}: {str(inner).strip().partition(chr(10))[0] or 'no message'}"
     if not found:
         hint = ""
         if isinstance(error, fake_tensors.NEEDS_DATA):
             hint = ": outside of compiled graphs the step looks at the values of a tensor, which there are none of"
-        raise CaptureError(f"the step cannot be traced without running it{hint} ({what})") from error
-    return f"tracing ended after a graph break, what comes later is missing ({what})"
+        raise CaptureError(f"the step cannot be traced without running it{hint} ({reason})") from error
+    return f"tracing ended after a graph break, what comes later is missing ({reason})"
 
 
 def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,8 +211,7 @@ def _fresh(function: Callable[..., Any]) -> Callable[..., Any]:
     def step(*args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    made = types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
-    return made
+    return types.FunctionType(step.__code__.replace(), step.__globals__, step.__name__, None, step.__closure__)
 
 
 @contextlib.contextmanager

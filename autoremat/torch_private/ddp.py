@@ -89,7 +89,7 @@ def _running_fake(mode: Any) -> Iterator[None]:
 
 
 class _Walk(fx.Interpreter):
-    """Calls the buckets of a split graph one by one on fake tensors, and keeps what each receives and returns."""
+    """Calls the buckets of a split graph one by one on fake tensors, and keeps the inputs and results of each."""
 
     def __init__(self, owner: Any) -> None:
         super().__init__(owner.module, garbage_collect_values=False)

@@ -19,6 +19,7 @@ from autoremat.basics.errors import OptionsError
 STAGES, SCHEDULES = "torch.distributed.pipelining.stage", "torch.distributed.pipelining.schedules"
 
 METADATA_INFERENCE = "_forward_metadata_inference"
+"""Name of the method by which a stage learns the shapes of its results."""
 
 OPENS, CLOSES, SPLITS = "F", ("B", "W"), ("I", "W")
 """Actions of a schedule: the one that opens a call, those that close it, and those of a backward that runs in two parts."""

@@ -47,7 +47,7 @@ class HalfAllocations(Allocations):
 def joined(forward: HalfAllocations, backward: HalfAllocations) -> Allocations:
     """Returns the allocations of both halves as one step.
 
-    The backward receives what the forward has returned under the same name. Names of one tensor can differ, so a tensor of the
+    An argument of the backward is the forward's result of the same name. Names of one tensor can differ, so a result of the
     same bytes in the same memory comes next. Other arguments, such as tangents, are allocated where the backward begins.
     """
     same = _matched(forward, backward)

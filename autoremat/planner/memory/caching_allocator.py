@@ -4,13 +4,13 @@ The rules are those of torch's ``c10/cuda/CUDACachingAllocator.cpp``; torch's "C
 
 - Sizes are rounded up to 512 bytes, or to a division of the next power of 2 (``roundup_power2_divisions``).
 - Blocks of at most 1 MiB come from the small pool, others from the large pool.
-- A *segment* is memory taken from the driver: 2 MiB in the small pool, 20 MiB for blocks below 10 MiB, for larger ones their
-  size rounded up to 2 MiB. Segments stay reserved after their blocks are freed.
+- A *segment* is memory taken from the driver. It has 2 MiB in the small pool and 20 MiB for blocks below 10 MiB. For larger
+  blocks it has their size rounded up to 2 MiB. Segments stay reserved after their blocks are freed.
 - A request takes the smallest free block of its pool and stream that is large enough, at the lowest address. The rest is split
   off: from 512 bytes on in the small pool, if more than 1 MiB in the large pool.
 - A freed block merges with its free neighbours in the segment.
-- With *expandable segments*, each pool and stream has one segment that grows by pages of 2 MiB or 20 MiB, and every rest from
-  512 bytes on is split off.
+- With *expandable segments*, each pool and stream has one segment that grows by pages of 2 MiB or 20 MiB. Every rest from 512
+  bytes on is split off.
 - With a *largest split size*, larger blocks are never split. They serve only requests from that size on, and leave at most
   20 MiB of rest.
 - If the driver has no more memory, free memory goes back to it: one oversize block, then all free segments and free pages.
@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 from autoremat.planner.memory.allocator_settings import MIB, AllocatorSettings
 
 ROUNDING = 512
+"""Bytes of which every block is a multiple."""
 MOST_SMALL = MIB
 SMALL_SEGMENT = 2 * MIB
 LEAST_OWN_SEGMENT = 10 * MIB

@@ -37,18 +37,18 @@ from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 def live_ranges_with_fusion(buffers: Buffers) -> LiveRanges:
     """Returns the live ranges of the materialised values."""
     kinds = arrays_of(buffers.graph).kinds[buffers.sequence]
-    run = _runs(kinds, buffers.num_forward)
-    absent = _absent(buffers, kinds, run)
-    overwritten, overwriting = _taken_over(buffers, absent, kinds, run)
+    group = _fusion_groups(kinds, buffers.num_forward)
+    absent = _absent(buffers, kinds, group)
+    overwritten, overwriting = _taken_over(buffers, absent, kinds, group)
     buffers.last[overwritten] -= 1
     starts, ends = buffers.start.copy(), buffers.ends()
     if buffers.graph.fusion_groups_hold_buffers:
-        _extend(starts, ends, run, overwritten, overwriting)
+        _extend(starts, ends, group, overwritten, overwriting)
     exist = ~absent
     return LiveRanges(buffers.value[exist], buffers.start[exist], starts[exist], ends[exist])
 
 
-def _runs(kinds: Numbers, num_forward: int) -> Numbers:
+def _fusion_groups(kinds: Numbers, num_forward: int) -> Numbers:
     """Returns the fusion group of each execution: an extern kernel alone, or the fusible ops between two extern kernels."""
     begins = np.zeros(len(kinds), dtype=np.int64)
     extern = kinds == EXTERN
@@ -59,7 +59,7 @@ def _runs(kinds: Numbers, num_forward: int) -> Numbers:
     return np.cumsum(begins)
 
 
-def _absent(buffers: Buffers, kinds: Numbers, run: Numbers) -> Flags:
+def _absent(buffers: Buffers, kinds: Numbers, group: Numbers) -> Flags:
     """Returns, for each live range, True if fusion does not materialise it (rows 1 to 3 at the head of this file).
 
     The inputs of an absent live range are read by its readers, so ``buffers.last`` becomes later for them.
@@ -73,7 +73,7 @@ def _absent(buffers: Buffers, kinds: Numbers, run: Numbers) -> Flags:
     inlined = _inlined(buffers, may_be_inlined, readers)
     reduced = np.bincount(buffers.source[kinds[buffers.reader] == REDUCTION], minlength=count) > 0
     _read_through(buffers, inlined, reduced)
-    in_one_loop = fusible & ~inlined & (run[buffers.start] == run[buffers.last]) & ~reduced
+    in_one_loop = fusible & ~inlined & (group[buffers.start] == group[buffers.last]) & ~reduced
     absent: Flags = inlined | in_one_loop
     if in_one_loop.any():
         _read_through(buffers, absent, reduced)
@@ -85,8 +85,8 @@ def _inlined(buffers: Buffers, candidates: Flags, readers: Numbers) -> Flags:
     found: Flags = candidates & (readers == 1)
     shared = np.flatnonzero(candidates & (readers > 1)).tolist()
     inlined, executions = found.tolist(), _Executions(buffers)
-    for copy in shared:  # in the sequence of allocation, so that everything they are computed from is decided already
-        inlined[copy] = executions.are_cheap(copy, inlined)
+    for live_range in shared:  # in the sequence of allocation, so that everything they are computed from is decided already
+        inlined[live_range] = executions.are_cheap(live_range, inlined)
     return np.array(inlined, dtype=np.bool_)
 
 
@@ -104,14 +104,14 @@ class _Executions:
         """Returns the live ranges that the execution at ``position`` reads, in the sequence of its op's inputs."""
         return self._source[self._begins[position] : self._begins[position + 1]]
 
-    def are_cheap(self, copy: int, inlined: list[bool]) -> bool:
-        """Returns True if the expression of ``copy`` reads few buffers and contains no op of ``Inlining.ONCE``.
+    def are_cheap(self, live_range: int, inlined: list[bool]) -> bool:
+        """Returns True if the expression of ``live_range`` reads few buffers and contains no op of ``Inlining.ONCE``.
 
         The expression includes everything that is inlined into it.
         """
         reads: set[int] = set()
         seen: set[int] = set()
-        stack = [self.start[copy]]
+        stack = [self.start[live_range]]
         while stack and len(reads) <= self.most_reads:
             position = stack.pop()
             if position in seen:
@@ -139,8 +139,8 @@ def _read_through(buffers: Buffers, absent: Flags, reduced: Flags) -> None:
     last, source, by_reduction = buffers.last.tolist(), buffers.source.tolist(), reduced.tolist()
     reads = zip(np.flatnonzero(absent).tolist(), *bounds, strict=True)
     # Backwards: the readers of an absent live range must be final before they become readers of its inputs.
-    for copy, begin, end in reversed(list(reads)):
-        until, by = last[copy], by_reduction[copy]
+    for live_range, begin, end in reversed(list(reads)):
+        until, by = last[live_range], by_reduction[live_range]
         for behind in source[begin:end]:
             if last[behind] < until:
                 last[behind] = until
@@ -150,7 +150,7 @@ def _read_through(buffers: Buffers, absent: Flags, reduced: Flags) -> None:
     reduced[:] = by_reduction
 
 
-def _taken_over(buffers: Buffers, absent: Flags, kinds: Numbers, run: Numbers) -> tuple[list[int], list[int]]:
+def _taken_over(buffers: Buffers, absent: Flags, kinds: Numbers, group: Numbers) -> tuple[list[int], list[int]]:
     """Returns the live ranges whose buffer is reused, and the results that reuse them; at most one pair per execution.
 
     A reduction of the result in the same fusion group runs over other loops, so Inductor does not reuse the buffer then.
@@ -158,7 +158,7 @@ def _taken_over(buffers: Buffers, absent: Flags, kinds: Numbers, run: Numbers) -
     count, sizes = len(buffers.value), arrays_of(buffers.graph).value_bytes[buffers.value]
     alone = np.bincount(buffers.start, minlength=len(buffers.sequence))[buffers.start] == 1
     reducing = kinds[buffers.reader] == REDUCTION
-    reducing &= run[buffers.reader] == run[buffers.start[buffers.source]]
+    reducing &= group[buffers.reader] == group[buffers.start[buffers.source]]
     reduced = np.bincount(buffers.source[reducing], minlength=count) > 0
     ending = np.zeros(len(buffers.sequence), dtype=np.bool_)
     ending[buffers.last[~absent & ~buffers.kept]] = True
@@ -169,10 +169,10 @@ def _taken_over(buffers: Buffers, absent: Flags, kinds: Numbers, run: Numbers) -
     last, free, size = buffers.last.tolist(), (~buffers.kept).tolist(), sizes.tolist()
     overwritten, overwriting = [], []
     for made, position in zip(np.flatnonzero(chosen).tolist(), buffers.start[chosen].tolist(), strict=True):
-        for copy in in_place.read_by(position):
-            if last[copy] == position and free[copy] and size[copy] == size[made]:
-                if not in_place.absent[copy]:
-                    overwritten.append(copy)
+        for live_range in in_place.read_by(position):
+            if last[live_range] == position and free[live_range] and size[live_range] == size[made]:
+                if not in_place.absent[live_range]:
+                    overwritten.append(live_range)
                     overwriting.append(made)
                 break
     return overwritten, overwriting
@@ -191,22 +191,22 @@ class _InPlace:
         """Yields the live ranges that an execution reads at the elements that it writes, also through inlined results."""
         executions = self.executions
         may = executions.ops[executions.sequence[position]].in_place
-        for copy in executions.read(position):
-            if self.value[copy] not in may:
+        for live_range in executions.read(position):
+            if self.value[live_range] not in may:
                 continue
-            if self.made[copy]:
-                yield copy
+            if self.made[live_range]:
+                yield live_range
             else:
-                yield from self.read_by(executions.start[copy])
+                yield from self.read_by(executions.start[live_range])
 
 
-def _extend(starts: Numbers, ends: Numbers, run: Numbers, overwritten: list[int], overwriting: list[int]) -> None:
+def _extend(starts: Numbers, ends: Numbers, group: Numbers, overwritten: list[int], overwriting: list[int]) -> None:
     """Extends live ranges from the beginning of the producer's fusion group to the end of the last reader's group.
 
     A buffer that is reused within a group still passes from one live range to the other at the same execution.
     """
-    begin_of = np.searchsorted(run, run, side="left")
-    end_of = np.searchsorted(run, run, side="right") - 1
+    begin_of = np.searchsorted(group, group, side="left")
+    end_of = np.searchsorted(group, group, side="right") - 1
     early = np.ones(len(starts), dtype=np.bool_)
     late = np.ones(len(starts), dtype=np.bool_)
     early[overwriting], late[overwritten] = False, False

@@ -49,7 +49,7 @@ def joined(statements: Sequence[ast.stmt], partitions: Mapping[int, Sequence[ast
 
 
 def _joined(statement: ast.stmt, partitions: Mapping[int, Sequence[ast.stmt]]) -> Iterator[ast.stmt]:
-    """Yields ``statement``, or what stands for it if it passes arguments to a partition or calls one."""
+    """Yields ``statement``, or the statements in its place if it passes arguments to a partition or calls one."""
     if not isinstance(statement, ast.Assign):
         yield statement
         return

@@ -92,7 +92,7 @@ def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 def _code(source: str, has_cuda_graphs: bool) -> tuple[list[ast.stmt] | None, Callable[[str], bool]]:
     """Returns the statements of the generated ``call`` and of the partitions that it calls; None for unknown code.
 
-    The function that is returned beside them tells of a variable whether a CUDA graph records its allocation.
+    The second result is a function that returns True for a variable whose allocation a CUDA graph records.
     """
     nothing, everything = (lambda _: False), (lambda _: True)
     functions = [n for n in ast.walk(ast.parse(as_python(source) or source)) if isinstance(n, ast.FunctionDef)]
@@ -309,9 +309,8 @@ def replay(
     for statement in statements:
         before = heap.live_bytes
         if isinstance(statement, ast.Delete):
-            for target in statement.targets:
-                if isinstance(target, ast.Name):
-                    heap.release(target.id)
+            for name in [target.id for target in statement.targets if isinstance(target, ast.Name)]:
+                heap.release(name)
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             name, value = statement.targets[0].id, statement.value
             if _called_function(value) == COPIED:

@@ -164,7 +164,7 @@ class DeviceBudget(Shown):
         return f"the largest row of the ledger is {rows[0].name}" + (f". {advice}" if advice else "")
 
     def advise(self, error: BudgetInfeasible) -> None:
-        """Adds to the error of a plan which row of the ledger leaves it so little."""
+        """Adds advice to the error of a plan: the row of the ledger that leaves it so little, and a larger device."""
         part = max((part for part in self.parts if part in COMPILED), key=self.bytes_in)
         held = format_bytes(self.bytes_in(part))
         more = self.total_bytes + error.minimum_bytes - error.budget_bytes

@@ -93,7 +93,8 @@ class Frame:
     def _borders_live(self, number: int, read_from: int | None) -> int:
         """Returns the bytes of the live borders beyond those that the plans of the parts before ``number`` count.
 
-        ``read_from`` is the part whose forward runs: what it and later parts receive is live. None in the backward.
+        ``read_from`` is the part whose forward runs, so the borders that it and later parts receive are live. It is None in the
+        backward.
         """
         kept = self._kept(number)
         return sum(

@@ -90,8 +90,10 @@ class KnownBorders:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Share of one graph in the step's budget: limits for the :class:`PlanPoint` of its plan. Accepted as a
-    ``memory_budget``."""
+    """Share of one graph in the step's budget: limits for the :class:`PlanPoint` of its plan.
+
+    Accepted as a ``memory_budget``.
+    """
 
     saved_bytes: int
     forward_peak_bytes: int
@@ -178,8 +180,10 @@ def shares(moments: Sequence[Moment], points: Sequence[PlanPoint], budget: int, 
 
 
 def distinct(moments: Iterable[Moment]) -> list[Moment]:
-    """Returns the moments without those that another one covers: same open calls, same running half, at least as many base
-    bytes."""
+    """Returns the moments without those that another one covers.
+
+    The other one has the same open calls, the same running half and at least as many base bytes.
+    """
     fullest_of: dict[tuple[Any, ...], Moment] = {}
     for moment in moments:
         key = (tuple(sorted(moment.open)), moment.running, moment.backward)

@@ -1,4 +1,4 @@
-"""The calls of one graph that are open at once, and what their caller holds beside them."""
+"""The calls of one graph that are open at once, and the bytes that their caller holds beside them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ class OpenCalls:
     """True if the gradients of earlier micro-batches are live beside a call, because later ones add to them."""
     kept_outputs: int = 1
     """Number of calls whose outputs the caller holds at once. A pipeline keeps those of its last stage to the end."""
-
     sends_gradients: bool = False
     """True if the gradients of a call's inputs are live until the next call has computed its own. A pipeline sends them."""
 

@@ -254,6 +254,7 @@ def in_ranges(numbers: Iterable[int]) -> str:
 
 
 ORDER_SHOWN = 12
+"""Number of halves that the printed order lists."""
 
 CODE_HEADROOM = 0.05
 """Share of a step's budget that stays free, because the peak of generated code differs from the simulated one."""

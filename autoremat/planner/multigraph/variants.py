@@ -7,8 +7,8 @@ An *entry* is one block that calls one graph. The rest of the program is that of
 
 With one binding moment two plans per graph suffice but for rounding, because a basic solution of the linear relaxation has
 two fractional weights. So the relaxation selects a few plans of each graph, and CP-SAT chooses among them. The result is at
-least as good as the best single plan per graph. Of equal blocks, those with fewer saved bytes come first: what they save stays
-live while the gradients of later blocks accumulate.
+least as good as the best single plan per graph. Of equal blocks, those with fewer saved bytes come first, because their saved
+tensors stay live while the gradients of later blocks accumulate.
 """
 
 from __future__ import annotations
