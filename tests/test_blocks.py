@@ -17,6 +17,7 @@ from test_survey import EAGER, ROWS, WIDTH, Block, Layered, gradients
 from torch import nn
 
 import autoremat
+from autoremat import step_profile
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint, pareto, step_peak
 from autoremat.planner.multigraph.step_profile import Step, StepGraph, in_ranges
@@ -395,6 +396,24 @@ def test_a_difference_between_equal_blocks_is_a_warning():
     assert len(set(blocks.profile.step.numbers)) == 1
     with pytest.warns(BudgetWarning, match=r"block 1 is compiled again.*TORCH_LOGS=recompiles"):
         model(inputs)
+
+
+@pytest.mark.parametrize("needed", [1001, 1020, 2000])
+def test_blocks_give_way_by_the_excess_of_their_code(monkeypatch, needed):
+    model, inputs = layered(3)
+    blocks = autoremat.compile_blocks(model.layers, 0.9, step=lambda: model(inputs))
+    before = blocks.profile.step
+    errors = [BudgetInfeasible(budget_bytes=1000, minimum_bytes=needed, lower_bound_bytes=0)]
+
+    def backend(gm, inputs, **_):
+        if errors:
+            raise errors.pop()
+        return gm.forward
+
+    monkeypatch.setattr(step_profile.blocks, "backend", backend)
+    model(inputs).backward()
+    assert not errors
+    assert blocks.profile.step == before.with_higher_peaks(0, {1001: 0.005, 1020: 1.02 - 1, 2000: 0.05}[needed])
 
 
 def sharded(rank: int) -> tuple[list[float], list[object], int]:
