@@ -52,7 +52,7 @@ from autoremat.compiler.torch_partition import schedule_of_partition
 from autoremat.options.options import COST_MODELS
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.torch_private import compat
+from autoremat.torch_private import compilers, joint_graphs
 
 ROOT = Path(__file__).resolve().parent.parent
 BLOCK_LISTS = ("h", "layers", "layer", "block", "blocks", "stages")
@@ -88,7 +88,7 @@ class Recorded:
     schedule: Schedule
 
 
-class TorchPartitioner(compat.CustomPartitionerFn):
+class TorchPartitioner(joint_graphs.CustomPartitionerFn):
     """Torch's own partitioner, at the budget in force, which leaves a record of its partition."""
 
     def __init__(self, records: list[Recorded]) -> None:
@@ -100,8 +100,8 @@ class TorchPartitioner(compat.CustomPartitionerFn):
     def __deepcopy__(self, memo: dict[int, Any]) -> TorchPartitioner:
         return self
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **keywords: Any) -> compat.PartitionedModules:
-        joint = compat.prepare_joint(gm, keywords["num_fwd_outputs"])
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **keywords: Any) -> joint_graphs.PartitionedModules:
+        joint = joint_graphs.prepare_joint(gm, keywords["num_fwd_outputs"])
         captured = capture(_copied(joint), keywords["num_fwd_outputs"], fuses=True)
         forward, backward = min_cut_rematerialization_partition(joint, joint_inputs, **keywords)
         self.records.append(Recorded(captured, schedule_of_partition(captured, forward, backward)))
@@ -204,7 +204,7 @@ class Bench:
             compiled(*inputs).backward()
 
         begin = time.perf_counter()
-        with warnings.catch_warnings(), compat.without_caches():
+        with warnings.catch_warnings(), compilers.without_caches():
             warnings.filterwarnings("ignore", "dynamo_pgo force disabled")
             step()
         print(f"{self.name}, {method}: compiled in {time.perf_counter() - begin:.1f} s", flush=True)

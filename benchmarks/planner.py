@@ -45,7 +45,7 @@ from autoremat.planner.constraints.policies import Full
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
-from autoremat.torch_private import compat
+from autoremat.torch_private import joint_graphs
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARES = (0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3)
@@ -132,7 +132,7 @@ def capture_model(name: str, torch_budgets: tuple[float, ...] = TORCH_BUDGETS) -
     found: list[tuple[Capture, dict[float, Plan]]] = []
 
     def partition(joint: fx.GraphModule, inputs: Any, **keywords: Any) -> tuple[fx.GraphModule, fx.GraphModule]:
-        prepared = compat.prepare_joint(joint, keywords["num_fwd_outputs"])
+        prepared = joint_graphs.prepare_joint(joint, keywords["num_fwd_outputs"])
         captured = capture(prepared, keywords["num_fwd_outputs"], fuses=False)
         captured = replace(captured, graph=replace(captured.graph, saving_seconds_per_byte=0.0))
         plans = {}

@@ -36,7 +36,7 @@ from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.planning import PlannedGraph
-from autoremat.torch_private import compat
+from autoremat.torch_private import joint_graphs
 
 MODELS = tuple(f"{kind}-{layers}" for kind in ("gpt2", "llama") for layers in (12, 32, 80))
 
@@ -86,7 +86,7 @@ def measured(name: str, share: float, repeats: int) -> Row:
 
 def by_torch(joint: fx.GraphModule, inputs: Any, share: float, keywords: dict[str, Any]) -> None:
     copied = fx.GraphModule(joint, copy.deepcopy(joint.graph))
-    prepared = compat.prepare_joint(copied, keywords["num_fwd_outputs"])
+    prepared = joint_graphs.prepare_joint(copied, keywords["num_fwd_outputs"])
     with warnings.catch_warnings(), functorch_config.patch(activation_memory_budget=share):
         warnings.simplefilter("ignore", FutureWarning)
         min_cut_rematerialization_partition(prepared, inputs, **keywords)

@@ -18,7 +18,7 @@ from autoremat.passes.inductor_workarounds.preserve_strides import preserve_stri
 from autoremat.passes.insert_recompute import insert_recomputation
 from autoremat.passes.split import split
 from autoremat.planner.graph.schedule import Schedule
-from autoremat.torch_private import compat
+from autoremat.torch_private import compilers, joint_graphs
 
 
 def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
@@ -36,11 +36,11 @@ def rewrite_for_inductor(joint: fx.GraphModule, runs_on: str) -> None:
     accumulate_into_first(joint)
     # Vectorised loops sum over an iota slowly. The rewritten gradient must fit one kernel, because a split kernel no longer
     # writes in place.
-    if runs_on == "cpu" and compat.largest_expression(runs_on) >= OPERATIONS:
+    if runs_on == "cpu" and compilers.largest_expression(runs_on) >= OPERATIONS:
         simplify_one_hot_sum(joint)
 
 
-def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> compat.PartitionedModules:
+def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> joint_graphs.PartitionedModules:
     """Returns the (forward, backward) modules that run ``schedule``; ``capture.joint`` is consumed."""
     insert_recomputation(capture, schedule)
     forward, backward = split(capture, schedule, static_inputs)

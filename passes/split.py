@@ -16,7 +16,7 @@ from autoremat.capture import communication
 from autoremat.capture.capture import Capture
 from autoremat.planner.graph.graph import Trait
 from autoremat.planner.graph.schedule import Schedule
-from autoremat.torch_private import compat
+from autoremat.torch_private import joint_graphs
 
 
 def saved_nodes(capture: Capture, schedule: Schedule) -> list[fx.Node]:
@@ -25,7 +25,7 @@ def saved_nodes(capture: Capture, schedule: Schedule) -> list[fx.Node]:
     inputs = [
         n
         for n in capture.joint.graph.find_nodes(op="placeholder")
-        if compat.is_forward_input(n) and isinstance(n.meta.get("val"), torch.Tensor)
+        if joint_graphs.is_forward_input(n) and isinstance(n.meta.get("val"), torch.Tensor)
     ]
     saved = [*inputs, *(h for h in holders if h is not None)]
     without_check = "saved_tensor_with_no_vc_check"
@@ -35,7 +35,7 @@ def saved_nodes(capture: Capture, schedule: Schedule) -> list[fx.Node]:
     return saved
 
 
-def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> compat.PartitionedModules:
+def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> joint_graphs.PartitionedModules:
     """Returns the (forward, backward) modules of ``capture.joint``, which :func:`insert_recomputation` has rewritten.
 
     ``static_inputs`` are the positions of forward inputs with the same address in every step (parameters and buffers).
@@ -52,18 +52,18 @@ def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) 
     tainted: set[fx.Node] = set()
     for node in capture.joint.graph.nodes:
         if node.op == "call_function" and (
-            any(n in tainted for n in node.all_input_nodes) or compat.is_traced_in_backward(node)
+            any(n in tainted for n in node.all_input_nodes) or joint_graphs.is_traced_in_backward(node)
         ):
             tainted.add(node)
-        elif node.op == "placeholder" and compat.is_tangent(node):
+        elif node.op == "placeholder" and joint_graphs.is_tangent(node):
             tainted.add(node)
-        elif compat.is_sym_node(node):
+        elif joint_graphs.is_sym_node(node):
             symbols.append(node)
-        elif compat.is_opaque(node) and (node.op == "placeholder" or node in forward_nodes):
+        elif joint_graphs.is_opaque(node) and (node.op == "placeholder" or node in forward_nodes):
             opaque.append(node)
-    inputs = [n for n in capture.joint.graph.find_nodes(op="placeholder") if compat.is_forward_input(n)]
+    inputs = [n for n in capture.joint.graph.find_nodes(op="placeholder") if joint_graphs.is_forward_input(n)]
     static = [n for i, n in enumerate(inputs) if i in set(static_inputs)]
-    forward, backward = compat.extract_modules(
+    forward, backward = joint_graphs.extract_modules(
         capture.joint, saved_nodes(capture, schedule), symbols, opaque, capture.num_fwd_outputs, static
     )
-    return compat.finish_module(forward, False), compat.finish_module(backward, True)
+    return joint_graphs.finish_module(forward, False), joint_graphs.finish_module(backward, True)

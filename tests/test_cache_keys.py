@@ -18,7 +18,7 @@ from autoremat.compiler import cache_key, dynamo_backend
 from autoremat.compiler.cache_key import fingerprint
 from autoremat.compiler.compile_loop import with_bytes
 from autoremat.options.options import Options
-from autoremat.torch_private import compat
+from autoremat.torch_private import kernel_settings
 
 SECOND = torch.device("cuda", 1)
 MIB = 2**20
@@ -104,7 +104,7 @@ def test_the_key_changes_with_the_processor(monkeypatch):
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "of another kind")
         keys.append(key())
     with monkeypatch.context() as patch:
-        patch.setattr(compat, "multiplies_in_tiles", lambda dtype: None)
+        patch.setattr(kernel_settings, "multiplies_in_tiles", lambda dtype: None)
         keys.append(key())
     assert not any(one == other for one, other in itertools.combinations(keys, 2))
 

@@ -16,7 +16,7 @@ from autoremat.compiler.lowering import GraphSource, Lowered
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.planner.search.planner import Planner
-from autoremat.torch_private import compat
+from autoremat.torch_private import compilers, joint_graphs
 from autoremat.torch_private.inductor_lowering import LoweredPeak
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
@@ -27,7 +27,7 @@ def fake_lower(monkeypatch: pytest.MonkeyPatch, code_peaks: Sequence[int]) -> li
     found: list[Partitioning] = []
 
     def lower(source, partitioning, identity, decide):
-        compat.compile_uncompiled(source.module, source.inputs, Partitioner(partitioning))
+        compilers.compile_uncompiled(source.module, source.inputs, Partitioner(partitioning))
         peak = code_peaks[len(found)]
         found.append(partitioning)
         lowered = Lowered({False: peak, True: peak})
@@ -125,7 +125,7 @@ def test_a_region_that_could_not_be_planned_does_not_hide_the_report_around_it(m
 def test_what_torch_keeps_of_a_partitioner():
     """Copies are the object itself, and only the identity is stored."""
 
-    def partition(joint: JointGraph) -> compat.PartitionedModules:
+    def partition(joint: JointGraph) -> joint_graphs.PartitionedModules:
         raise AssertionError
 
     partitioner = Partitioner(partition, ("autoremat", 3))

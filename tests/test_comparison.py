@@ -23,7 +23,7 @@ from autoremat.options.options import Options
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH
 from autoremat.tools.explain import previews
 from autoremat.tools.max_batch import SizeSearch
-from autoremat.torch_private import compat, fake_tensors
+from autoremat.torch_private import compilers, fake_tensors
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def halves_by_torch(preview):
 def test_what_torch_saves_it_does_not_recompute():
     """A saved value is a placeholder of torch's backward, with the name of the op that made it."""
     model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)))
-    options = Options.parse(EAGER, None, compat.inductor_config_names)
+    options = Options.parse(EAGER, None, compilers.inductor_config_names)
 
     def look(preview):
         captured, halves = preview.priced.captured, halves_by_torch(preview)
@@ -93,7 +93,7 @@ def test_random_ops_that_torch_repeats_are_told_apart():
         plan.check()
         return [captured.op_nodes[op].name for op in plan.recomputed if "attention" in captured.op_nodes[op].name]
 
-    options = Options.parse({}, None, compat.inductor_config_names)
+    options = Options.parse({}, None, compilers.inductor_config_names)
     (repeated,), _ = previews(step, (torch.randn(4, 32, 64),), {}, options, None, look)
     name = "_scaled_dot_product_flash_attention_for_cpu"
     assert repeated == [f"{name}_2", f"{name}_1", name]
@@ -110,7 +110,7 @@ def test_without_a_budget_no_more_memory_is_planned_than_torch_needs(name):
         assert planned.plan_for(None).cost_seconds <= planned.plan.cost_seconds
         return True
 
-    options = Options.parse({"time_limit": 600}, None, compat.inductor_config_names)
+    options = Options.parse({"time_limit": 600}, None, compilers.inductor_config_names)
     assert previews(model, inputs, {}, options, None, look)[0] == [True]
 
 
@@ -126,7 +126,7 @@ def test_torchs_partitioner_does_not_use_up_the_planners_time(monkeypatch):
         return preview.report().time_limited
 
     monkeypatch.setattr(PricedGraph, "torch_partition_peak", slow)
-    options = Options.parse({"time_limit": 600}, None, compat.inductor_config_names)
+    options = Options.parse({"time_limit": 600}, None, compilers.inductor_config_names)
     assert previews(Mlp(), (torch.randn(8, 64),), {}, options, None, look)[0] == [False]
     assert passed[0] == 1000.0
 

@@ -22,7 +22,7 @@ from autoremat.measure import calibration
 from autoremat.ops.work import work_of
 from autoremat.options.options import COST_MODEL_VARIABLE, Options
 from autoremat.planner.cost import BATCH, CostSource, Curve, Rate, Rates, curve_name
-from autoremat.torch_private import compat
+from autoremat.torch_private import joint_graphs
 
 SPEED = 1e9
 
@@ -44,8 +44,8 @@ def captured(function: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Ca
 
     def partition(joint, joint_inputs, **keywords):
         number = keywords["num_fwd_outputs"]
-        found.append(capture(compat.prepare_joint(joint, number), number, fuses=True))
-        return compat.partition_as_torch_does(joint, joint_inputs, **keywords)
+        found.append(capture(joint_graphs.prepare_joint(joint, number), number, fuses=True))
+        return joint_graphs.partition_as_torch_does(joint, joint_inputs, **keywords)
 
     torch.compile(function, backend=aot_autograd(fw_compiler=lambda module, _: module.forward, partition_fn=partition))(*inputs)
     return found[0]

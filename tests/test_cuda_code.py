@@ -17,7 +17,7 @@ from autoremat.compiler.lowering import GraphSource, lower
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.planner.cost.devices import MATMUL_EFFICIENCY
 from autoremat.planner.graph.graph import Kind
-from autoremat.torch_private import compat, inductor_lowering
+from autoremat.torch_private import compilers, inductor_lowering, kernel_settings
 from autoremat.workspaces.formulas import SMALL
 
 
@@ -34,7 +34,7 @@ def drawn_at_once(monkeypatch, patches):
         other.start()
         other.join()
 
-    monkeypatch.setattr(compat, "compile_with_inductor", compile_nothing)
+    monkeypatch.setattr(compilers, "compile_with_inductor", compile_nothing)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
     lower(GraphSource(module, [torch.zeros(1, 2)], patches), Partitioning(PlanningContext(Options())), (), lambda lowered: None)
     assert TritonOverrides._can_use_4x_random()
@@ -91,13 +91,13 @@ def test_float32_products_have_the_rate_of_the_precision_that_is_set(precision, 
 def test_a_precision_that_is_set_for_cuda_alone_is_no_error():
     """Torch's setting for all backends cannot be read then."""
     joint = make_fx(torch.mm, tracing_mode="fake")(torch.ones(2, 2), torch.ones(2, 2))
-    other, products = compat.float32_precision(), torch.backends.cuda.matmul
+    other, products = kernel_settings.float32_precision(), torch.backends.cuda.matmul
     before = products.fp32_precision
     try:
         products.fp32_precision = "tf32"
         with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
             torch.get_float32_matmul_precision()
-        assert compat.float32_precision() != other
+        assert kernel_settings.float32_precision() != other
         assert device_rates(torch.device("cpu"), joint, "H100").flops_per_second == 494e12 * MATMUL_EFFICIENCY
         options = {"compiler": "aot_eager", "memory_budget": "1MiB"}
         torch.compile(torch.nn.Linear(4, 4), backend="autoremat", options=options)(torch.ones(2, 4)).sum().backward()

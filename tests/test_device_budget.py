@@ -1,20 +1,15 @@
-"""The budget of a whole device: its ledger, the optimizer's predicted memory, and the measured peak of all steps."""
+"""The budget of a whole device: its ledger, and the measured peak of all steps."""
 
 from __future__ import annotations
 
-import copy
-import functools
 import gc
-import json
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from eight_bit import EightBitAdam
+from measured_optimizers import OPTIMIZERS, Model, Sorting, bytes_of, measured_updates, row, state_bytes
 from torch import nn
-from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import autoremat
@@ -23,181 +18,11 @@ from autoremat.compiler.compile_loop import with_bytes
 from autoremat.compiler.records import Record, load, save
 from autoremat.device_memory.live_optimizers import live_optimizers, rows_to_come
 from autoremat.device_memory.optimizer_run import optimizer_memory
-from autoremat.planner.multigraph.device_budget import EARLIER_GRADIENTS, INPUTS, LedgerRow, StepPart
+from autoremat.planner.multigraph.device_budget import EARLIER_GRADIENTS, INPUTS, StepPart
 from autoremat.report.report import Report
 
 UNCOMPILED = {"compiler": "aot_eager", "cost_model": "roofline"}
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "SGD": functools.partial(torch.optim.SGD, lr=0.01, momentum=0.9),
-    "AdamW foreach": functools.partial(torch.optim.AdamW, foreach=True),
-    "AdamW fused": functools.partial(torch.optim.AdamW, fused=True),
-    "AdamW loop": functools.partial(torch.optim.AdamW, foreach=False),
-    "Adafactor": torch.optim.Adafactor,
-    "8-bit Adam": EightBitAdam,
-}
 TOKENS = torch.randint(64, (8, 32))
-
-
-class Model(nn.Module):
-    """Residual blocks between an embedding and a loss, with a buffer."""
-
-    def __init__(self, layers: int = 4, width: int = 64) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(64, width)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-                                    for _ in range(layers))  # fmt: skip
-        self.head = nn.Linear(width, 64)
-        self.register_buffer("scale", torch.ones(width))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = x + block(x) * self.scale
-        return F.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
-
-
-def bytes_of(tensors: Any) -> int:
-    return sum(t.untyped_storage().nbytes() for t in tensors)
-
-
-def row(budget: autoremat.DeviceBudget, name: str) -> LedgerRow:
-    (found,) = [one for one in budget.rows if one.name == name]
-    return found
-
-
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    leaves = torch.utils._pytree.tree_leaves([list(state.values()) for state in optimizer.state.values()])
-    return bytes_of(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-
-
-def measured_updates(optimizer: torch.optim.Optimizer, model: nn.Module) -> tuple[int, int]:
-    """The peaks of a first and of a second step, in bytes above the memory that is live before the first."""
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    tracker = autoremat.track_peak("cpu")
-    with tracker:
-        optimizer.step()
-        tracker.mark()
-        optimizer.step()
-    (end,), timeline = tracker.marks, tracker.timeline
-    return max(level for time, level in timeline if time <= end), max(level for time, level in timeline if time >= end)
-
-
-# -- the optimizer -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_the_predicted_memory_of_an_optimizer_is_the_measured_one(name):
-    model = Model()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    predicted = optimizer_memory([optimizer], "cpu")
-    first, later = measured_updates(optimizer, model)
-    assert predicted.existing_bytes == 0
-    assert predicted.state_bytes == pytest.approx(state_bytes(optimizer), rel=0.01)
-    assert predicted.first_step_bytes == pytest.approx(first, rel=0.01)
-    assert predicted.later_step_bytes == pytest.approx(later, rel=0.01)
-
-
-@pytest.mark.parametrize("kind", ["Adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "Adadelta", "Rprop", "ASGD"])
-@pytest.mark.parametrize("foreach", [False, True])
-def test_optimizers_of_torch_are_predicted(kind, foreach):
-    model = nn.Linear(64, 64)
-    optimizer = getattr(torch.optim, kind)(model.parameters(), foreach=foreach)
-    predicted = optimizer_memory([optimizer], "cpu")
-    first, later = (peak + predicted.existing_bytes for peak in measured_updates(optimizer, model))
-    assert predicted.state_bytes == pytest.approx(state_bytes(optimizer), rel=0.02)
-    assert predicted.first_step_bytes == pytest.approx(first, rel=0.02)
-    assert predicted.later_step_bytes == pytest.approx(later, rel=0.02)
-
-
-def test_a_prediction_changes_nothing_of_the_optimizer():
-    model = Model(1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)  # replaces the method `step` of the instance
-    calls: list[object] = []
-    optimizer.register_step_pre_hook(lambda *_: calls.append(1))
-    measured_updates(optimizer, model)
-    before, weights = copy.deepcopy(optimizer.state_dict()), [p.detach().clone() for p in model.parameters()]
-    gradients = [p.grad for p in model.parameters()]
-    calls.clear()
-    predicted = optimizer_memory([optimizer], "cpu")
-    assert predicted.existing_bytes == predicted.state_bytes == state_bytes(optimizer)
-    assert not calls
-    assert scheduler.last_epoch == 0
-    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
-    assert all(a is b.grad for a, b in zip(gradients, model.parameters(), strict=True))
-    after = optimizer.state_dict()
-    assert json.dumps(before["param_groups"]) == json.dumps(after["param_groups"])
-    for old, new in zip(before["state"].values(), after["state"].values(), strict=True):
-        assert all(torch.equal(old[key], new[key]) for key in old)
-
-
-def test_numbers_that_a_step_reads_are_assumed_and_noted():
-    model = Model(1)
-    assert "reads numbers" in str(autoremat.device_budget("1GiB", model, EightBitAdam(model.parameters())))
-    assert "reads numbers" not in str(autoremat.device_budget("1GiB", model, torch.optim.AdamW(model.parameters())))
-
-
-class Sorting(torch.optim.SGD):
-    """Steps only where gradients are not zero: the sizes of its temporaries depend on data."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.grad[p.grad != 0].sum()
-
-
-def test_an_optimizer_that_cannot_be_predicted_says_so_and_takes_figures():
-    model = Model(1)
-    with pytest.raises(autoremat.OptimizerUnpredictable, match=r"step of Sorting does not run .*OptimizerMemory\(state_bytes"):
-        autoremat.device_budget("1GiB", model, Sorting(model.parameters()))
-    figures = autoremat.OptimizerMemory(state_bytes=1000, later_step_bytes=1500)
-    budget = autoremat.device_budget("1GiB", model, figures)
-    assert row(budget, "optimizer state after the first step").bytes == 1000
-    assert row(budget, "temporaries of the optimizer's first step").bytes == 500
-
-
-def test_several_optimizers_add_up_and_wrappers_are_looked_through():
-    model = Model(2)
-    halves = [torch.optim.AdamW(part.parameters()) for part in (model.blocks, model.head)]
-    together = optimizer_memory(halves, "cpu")
-    assert together.state_bytes == sum(optimizer_memory([one], "cpu").state_bytes for one in halves)
-
-    class Wrapper(torch.optim.Optimizer):
-        def __init__(self, inner: torch.optim.Optimizer) -> None:
-            self.optimizer = inner
-
-    assert optimizer_memory([Wrapper(halves[0])], "cpu") == optimizer_memory([halves[0]], "cpu")
-
-
-def test_a_wrapper_of_tensors_counts_its_inner_ones():
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    class Doubling(torch.optim.SGD):
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            for p in self.param_groups[0]["params"]:
-                state = self.state[p]
-                if not state:
-                    state["pair"] = TwoTensor(torch.zeros_like(p), torch.zeros_like(p))
-                state["pair"].add_(1.0)
-
-    model = nn.Linear(64, 64, bias=False)
-    assert optimizer_memory([Doubling(model.parameters(), lr=1.0)], "cpu").state_bytes == 2 * bytes_of(model.parameters())
-
-
-def test_an_optimizer_is_predicted_during_compilation_as_outside_of_it():
-    model = nn.Linear(64, 64)
-    optimizer = torch.optim.AdamW(model.parameters())
-    found = []
-
-    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
-        found.append(optimizer_memory([optimizer], "cpu"))
-        return module.forward
-
-    torch.compile(model, backend=backend)(torch.randn(2, 64))
-    assert found == [optimizer_memory([optimizer], "cpu")]
 
 
 # -- the ledger --------------------------------------------------------------------------------------------------------

@@ -19,11 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat.basics.errors import OptionsError
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.options.options import Options
-from autoremat.planner.cost import Interconnect, Links, LinkSource, Pattern, assumed_interconnect, sent_bytes
-from autoremat.planner.graph.graph import Graph, Op, Role, Trait, Value
+from autoremat.planner.graph.graph import Trait
 from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
 from autoremat.tools.explain import previews
@@ -134,87 +132,6 @@ def explained(step: Step, *tensors: Tensor, **options: Any) -> Report:
 def captured(step: Step, *tensors: Tensor, **options: Any) -> PricedGraph:
     (found,), _ = previews(step, tensors, {}, Options(**EAGER | options), None, lambda preview: preview.priced)
     return found
-
-
-# -- the planner, which knows no torch -----------------------------------------------------------------------------------
-
-
-def gathering_graph(gather_seconds: float, trait: Trait = Trait.GATHER) -> Graph:
-    """Two layers, each with a gathered weight of 100 bytes and an activation of 100 bytes that takes a second to compute."""
-    ops, values, read = [], [Value("shards", 0, None, Role.INPUT)], 0
-
-    def add(name: str, read: tuple[int, ...], seconds: float, forward: bool, size: int, traits: Trait = Trait.NONE) -> int:
-        values.append(Value(name, size, len(ops)))
-        ops.append(Op(name, name, read, (len(values) - 1,), forward, seconds, traits=traits))
-        return len(values) - 1
-
-    layers = []
-    for number in range(2):
-        weight = add(f"gather{number}", (0,), gather_seconds, True, 100, trait)
-        hidden = add(f"hidden{number}", (read,), 1.0, True, 100)
-        layers.append((weight, hidden))
-        read = add(f"product{number}", (weight, hidden), 10.0, True, 1)
-    loss = last = read
-    for weight, hidden in reversed(layers):
-        last = add("gradient", (weight, hidden, last), 10.0, False, 1)
-    gathers = tuple(index for index, op in enumerate(ops) if op.traits)
-    return Graph(tuple(ops), tuple(values), (loss,), (last,), gathers)
-
-
-@pytest.mark.parametrize(("gather_seconds", "repeated"), [(0.1, "gather"), (5.0, "hidden")])
-def test_the_cheaper_of_gather_and_computation_is_repeated(gather_seconds, repeated):
-    graph = gathering_graph(gather_seconds)
-    plan = Planner(graph).find(320).plan
-    plan.check()
-    assert plan.peak_bytes <= 320
-    assert {graph.ops[index].name[:-1] for index in plan.recomputed} == {repeated}
-
-
-def test_a_gather_without_agreement_is_never_repeated():
-    graph = gathering_graph(0.1, Trait.COLLECTIVE)
-    plan = Planner(graph).find(320).plan
-    assert {graph.ops[index].name[:-1] for index in plan.recomputed} == {"hidden"}
-
-
-@pytest.mark.parametrize(
-    ("pattern", "ranks", "sent"), [(Pattern.GATHER, 1, 0), (Pattern.GATHER, 4, 750), (Pattern.REDUCE, 4, 1500)]
-)
-def test_bytes_that_each_rank_sends(pattern, ranks, sent):
-    assert sent_bytes(pattern, 1000, ranks) == sent
-    assert Interconnect(1e3, 2.0).seconds(sent) == 2.0 + sent / 1e3
-
-
-def test_options_come_before_measurements_and_these_before_data_sheets():
-    measured = Interconnect(2e9, 1e-5, LinkSource.MEASURED)
-    assert Links(groups={"0": measured}).of("0", 8, "cpu") == measured
-    assert Links(groups={"0": measured}).of("1", 8, "cpu") == assumed_interconnect("cpu", 8)
-    given = Links(5e9, None, {"0": measured}).of("0", 8, "cpu")
-    assert given == Interconnect(5e9, 1e-5, LinkSource.GIVEN)
-    assert Links(None, 1e-3).of("0", 8, "cpu").latency_seconds == 1e-3
-
-
-def test_gpus_of_a_node_are_closer_than_nodes():
-    near, far = assumed_interconnect("NVIDIA H100 80GB HBM3", 8), assumed_interconnect("NVIDIA H100 80GB HBM3", 64)
-    assert near.bytes_per_second > far.bytes_per_second > assumed_interconnect("cpu", 2).bytes_per_second
-    assert assumed_interconnect("T4", 8).bytes_per_second < near.bytes_per_second
-    assert {near.source, far.source} == {LinkSource.ASSUMED}
-
-
-@pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])
-def test_an_impossible_interconnect_is_refused(rate):
-    with pytest.raises(ValueError, match="no interconnect"):
-        Interconnect(rate, 0.0)
-
-
-@pytest.mark.parametrize("text", ["50GB/s", "50 GB", 50e9, 50 * 10**9])
-def test_forms_of_a_bandwidth(text):
-    assert Options(interconnect_bandwidth=text).interconnect_bandwidth == 50e9
-
-
-@pytest.mark.parametrize("value", ["fast", "50", 0, True, "50GB/min"])
-def test_bandwidths_that_are_refused(value):
-    with pytest.raises(OptionsError, match=r"interconnect_bandwidth=.* is not accepted"):
-        Options(interconnect_bandwidth=value)
 
 
 # -- capture -------------------------------------------------------------------------------------------------------------

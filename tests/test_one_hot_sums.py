@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import autoremat
 from autoremat.passes import rewrite_for_inductor, simplify_one_hot_sum
 from autoremat.passes.inductor_workarounds.one_hot_sum import OPERATIONS
-from autoremat.torch_private.compat import largest_expression
+from autoremat.torch_private.compilers import largest_expression
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

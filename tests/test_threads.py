@@ -21,7 +21,7 @@ from autoremat.measure.timer import undisturbed
 from autoremat.options.options import Options
 from autoremat.step_profile.recording import Recording
 from autoremat.tools.eager_checkpoint import CheckpointContext, _Region
-from autoremat.torch_private import compat, compile_progress, hooks, inductor_lowering, symbolic_sizes
+from autoremat.torch_private import compile_progress, compilers, hooks, inductor_lowering, symbolic_sizes
 
 LIMIT = 300
 """Seconds after which a thread is taken to wait for ever."""
@@ -191,7 +191,7 @@ def graph_of(width: int) -> tuple[fx.GraphModule, list[Tensor]]:
 
 
 POINTS = {
-    "before compilation": (compat, "compile_with_inductor"),
+    "before compilation": (compilers, "compile_with_inductor"),
     "planning": (peers, "plan_graph"),
     "before lowering": (lowering, "before_lowering"),
     "after code generation": (inductor_lowering, "_lowered_peak"),
@@ -258,7 +258,7 @@ def test_plain_inductor_compiles_and_runs_backwards_at_all_points_of_our_compila
                    for a, b in zip(one, two, strict=True))  # fmt: skip
 
     x = torch.randn(64, 16)
-    with compat.without_caches():
+    with compilers.without_caches():
         alone = compile_ours()
         known = {}
         for point in POINTS:

@@ -17,7 +17,7 @@ from autoremat.measure.signatures import arguments
 from autoremat.ops import collectives, declarations, op_traits
 from autoremat.ops.work import FUSED_SHARE
 from autoremat.planner.graph.graph import Kind, Trait
-from autoremat.torch_private import compat, higher_order
+from autoremat.torch_private import higher_order, symbolic_sizes, tensor_identity
 from autoremat.workspaces.formulas import (
     channels_last_workspace,
     estimated_bytes,
@@ -135,9 +135,9 @@ def storage_bytes(tensor: torch.Tensor, device_type: str) -> int:
     if tensor.device.type != device_type:
         return 0
     try:
-        return compat.most(tensor.untyped_storage().nbytes())
+        return symbolic_sizes.most(tensor.untyped_storage().nbytes())
     except NotImplementedError:
-        return compat.most(tensor.numel()) * tensor.element_size()
+        return symbolic_sizes.most(tensor.numel()) * tensor.element_size()
 
 
 def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
@@ -152,14 +152,14 @@ def _tensor_bytes(node: fx.Node) -> int:
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
     """Returns the bytes of the tensor's elements."""
-    return compat.most(tensor.numel()) * tensor.element_size()
+    return symbolic_sizes.most(tensor.numel()) * tensor.element_size()
 
 
 def _runs(node: fx.Node, args: tuple[Any, ...]) -> int:
     """Returns the number of runs of the bodies; 1 if only the data determines it."""
     position = higher_order.LOOPED_OVER.get(higher_order.name_of(node))
     over = torch.utils._pytree.tree_leaves(args[position]) if position is not None else []
-    return compat.size_hint(over[0].shape[0]) if over else 1
+    return symbolic_sizes.size_hint(over[0].shape[0]) if over else 1
 
 
 def _together(node: fx.Node, amounts: list[int]) -> int:
@@ -192,7 +192,7 @@ def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: b
 
 
 def _key(tensor: torch.Tensor) -> int:
-    key = compat.storage_key(tensor)
+    key = tensor_identity.storage_key(tensor)
     return id(tensor) if key is None else key
 
 

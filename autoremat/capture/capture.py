@@ -26,7 +26,7 @@ from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
 from autoremat.planner.cost import Device, cpu_device, cuda_device, roofline_seconds, saving_seconds_per_byte
 from autoremat.planner.graph.graph import Constraint, Graph, Op, Role, Trait, Value
-from autoremat.torch_private import compat, higher_order
+from autoremat.torch_private import compilers, higher_order, joint_graphs, kernel_settings, tensor_identity
 from autoremat.workspaces.measurement import one_graph
 
 Alias = int | None | tuple["Alias", ...] | dict[str, "Alias"]
@@ -85,7 +85,7 @@ class _Builder:
         self.values.append(Value(name, self.nbytes(tensor), None, role, module, source))
         self.value_nodes.append(node if role is not Role.COMPUTED else None)
         number = len(self.values) - 1
-        key = compat.storage_key(tensor)
+        key = tensor_identity.storage_key(tensor)
         if key is not None:
             self.storages[key] = number
         if role is Role.COMPUTED:
@@ -106,7 +106,7 @@ class _Builder:
     def placeholder(self, node: fx.Node) -> None:
         tensor = node.meta.get("val")
         if isinstance(tensor, torch.Tensor):
-            role = Role.TANGENT if compat.is_tangent(node) else Role.INPUT
+            role = Role.TANGENT if joint_graphs.is_tangent(node) else Role.INPUT
             self.aliases[node] = self.new_value(node, node.name, tensor, role)
         else:
             self.aliases[node] = None
@@ -119,7 +119,7 @@ class _Builder:
         self.aliases[node] = None if tensor is None else self.new_value(node, node.name, tensor, Role.INPUT)
 
     def call(self, node: fx.Node) -> None:
-        if compat.orders_streams(node):
+        if joint_graphs.orders_streams(node):
             raise CaptureError(SEVERAL_STREAMS)
         if node.target is operator.getitem:
             self.unpack(node)
@@ -128,7 +128,7 @@ class _Builder:
         elif op_traits.is_view(node):
             base = next((a for a in map(self.aliases.get, node.all_input_nodes) if a is not None), None)
             self.aliases[node] = _like(node.meta.get("val"), base)
-        elif compat.is_sym_node(node) and not any(self.aliases.get(n) is not None for n in node.all_input_nodes):
+        elif joint_graphs.is_sym_node(node) and not any(self.aliases.get(n) is not None for n in node.all_input_nodes):
             self.aliases[node] = None
         else:
             self.compute(node)
@@ -171,7 +171,7 @@ class _Builder:
                 return {str(key): hold(t, f"{name}[{key!r}]") for key, t in tensor.items()}
             if not isinstance(tensor, torch.Tensor):
                 return None
-            known = self.storages.get(compat.storage_key(tensor) or 0)
+            known = self.storages.get(tensor_identity.storage_key(tensor) or 0)
             if known is not None and known in may_alias:
                 return known
             made.append(self.new_value(node, name, tensor, Role.COMPUTED))
@@ -233,7 +233,7 @@ def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | N
     )
     if cuda_name is None:
         cuda_name = torch.cuda.get_device_name(device) if device.type == "cuda" and torch.cuda.is_available() else device.type
-    return cuda_device(cuda_name, half, compat.rounds_to_tf32())
+    return cuda_device(cuda_name, half, kernel_settings.rounds_to_tf32())
 
 
 @contextlib.contextmanager
@@ -252,14 +252,14 @@ def _is_backward(builder: _Builder, required: set[fx.Node]) -> dict[fx.Node, boo
     tangent_values = {v for v, value in enumerate(builder.values) if value.role is Role.TANGENT}
     found: dict[fx.Node, bool] = {}
     begun = False
-    of_forward = (i for i, n in enumerate(builder.calls) if n in required or compat.is_traced_in_forward(n))
+    of_forward = (i for i, n in enumerate(builder.calls) if n in required or joint_graphs.is_traced_in_forward(n))
     last_of_forward = max(of_forward, default=-1)
     for index, node in enumerate(builder.calls):
-        depends = any(v in tangent_values for v in builder.reads[node]) or compat.must_be_in_backward(node)
+        depends = any(v in tangent_values for v in builder.reads[node]) or joint_graphs.must_be_in_backward(node)
         if depends:
             tangent_values.update(builder.makes[node])
             begun = True
-        begun = begun or (compat.is_traced_in_backward(node) and node not in required)
+        begun = begun or (joint_graphs.is_traced_in_backward(node) and node not in required)
         # A function with its own backward may call a custom op there before it reads a gradient.
         begun = begun or (index > last_of_forward and Trait.OPAQUE in call_cost.traits_of(node))
         found[node] = depends or (begun and node not in required)
@@ -268,8 +268,8 @@ def _is_backward(builder: _Builder, required: set[fx.Node]) -> dict[fx.Node, boo
 
 def _required_in_forward(builder: _Builder) -> set[fx.Node]:
     """Returns the nodes that the forward's outputs and effects depend on."""
-    outputs, _ = compat.joint_outputs(builder.joint, builder.num_fwd_outputs)
-    stack = [n for n in outputs if isinstance(n, fx.Node) and not compat.must_be_in_backward(n)]
+    outputs, _ = joint_graphs.joint_outputs(builder.joint, builder.num_fwd_outputs)
+    stack = [n for n in outputs if isinstance(n, fx.Node) and not joint_graphs.must_be_in_backward(n)]
     stack += [n for n in builder.calls if _pins(n)]
     seen = set(stack)
     while stack:
@@ -282,15 +282,15 @@ def _required_in_forward(builder: _Builder) -> set[fx.Node]:
 
 def _pins(node: fx.Node) -> bool:
     """Returns True if the forward must run the node for its effect."""
-    if compat.is_traced_in_backward(node) or compat.must_be_in_backward(node):
+    if joint_graphs.is_traced_in_backward(node) or joint_graphs.must_be_in_backward(node):
         return False
     effects = Trait.MUTATING | Trait.EFFECTFUL | Trait.COLLECTIVE
-    return compat.must_be_in_forward(node) or bool(call_cost.traits_of(node) & effects)
+    return joint_graphs.must_be_in_forward(node) or bool(call_cost.traits_of(node) & effects)
 
 
 def _overwritten_inputs(builder: _Builder) -> set[int]:
     """Returns the inputs that are written in the forward or after it, so that the backward would read changed data."""
-    written = compat.inputs_written_afterwards(builder.joint)
+    written = joint_graphs.inputs_written_afterwards(builder.joint)
     found = {value for node in written for value in _flatten(builder.aliases.get(node))}
     for node in builder.calls:
         schema = getattr(node.target, "_schema", None)
@@ -366,7 +366,7 @@ def _in_place(builder: _Builder, node: fx.Node) -> tuple[int, ...]:
 
 def runs_on_type(joint: fx.GraphModule, cuda_name: str | None) -> str:
     """Returns the type of the planned device: CUDA if a card is named, else the type of the device of the trace."""
-    return compat.device_of(joint).type if cuda_name is None else "cuda"
+    return joint_graphs.device_of(joint).type if cuda_name is None else "cuda"
 
 
 def capture(
@@ -382,7 +382,7 @@ def capture(
     follow the plan, so an all-gather may run again. Raises ``CaptureError``, with the node's
     name, if a node is not understood.
     """
-    device = compat.device_of(joint)
+    device = joint_graphs.device_of(joint)
     builder = _Builder(joint, num_fwd_outputs, device.type, fuses, may_repeat_collectives=may_repeat_collectives)
     for node in joint.graph.nodes:
         with _naming(node):
@@ -399,7 +399,7 @@ def capture(
         held = (v for n in nodes if isinstance(n, fx.Node) for v in _flatten(builder.aliases.get(n)))
         return tuple(dict.fromkeys(v for v in held if builder.values[v].role is Role.COMPUTED))
 
-    forward_outputs, backward_outputs = compat.joint_outputs(joint, num_fwd_outputs)
+    forward_outputs, backward_outputs = joint_graphs.joint_outputs(joint, num_fwd_outputs)
     named = _named(node for node in ordered if not backward[node])
     ops = []
     with one_graph():
@@ -420,7 +420,7 @@ def capture(
         fuses=fuses,
         saving_seconds_per_byte=saving_seconds_per_byte(rates),
         fusion_groups_hold_buffers=fuses and runs_on == "cpu",
-        most_reads=compat.most_reads_inlined(),
+        most_reads=compilers.most_reads_inlined(),
     )
     nodes, unknown = tuple(builder.value_nodes), tuple(sorted(builder.unknown_workspaces))
     return Capture(joint, graph, tuple(ordered), nodes, builder.aliases, num_fwd_outputs, rates, runs_on, unknown)

@@ -16,7 +16,7 @@ import torch
 from torch import fx
 
 from autoremat.ops import op_traits
-from autoremat.torch_private import compat
+from autoremat.torch_private import joint_graphs
 
 
 def awaited_call(wait: fx.Node) -> fx.Node | None:
@@ -54,7 +54,7 @@ def _is_awaited_once(call: fx.Node) -> bool:
         and len(awaits) == len(readers)
         and all(len(holder.users) <= 1 for holder in _results(call) if _holds_tensor(holder))
         and all(_unpacked(operand) is call for node in awaits for operand in node.all_input_nodes)
-        and all(compat.is_traced_in_backward(node) == compat.is_traced_in_backward(call) for node in awaits)
+        and all(joint_graphs.is_traced_in_backward(node) == joint_graphs.is_traced_in_backward(call) for node in awaits)
     )
 
 

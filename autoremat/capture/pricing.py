@@ -19,7 +19,7 @@ from autoremat.ops.collectives import traffic_of_group
 from autoremat.ops.op_traits import is_wait, stays_in_kernel
 from autoremat.ops.work import arithmetic_of, work_of
 from autoremat.planner.cost import CostSource, Interconnect, Links, LinkSource, Pricing, Rates
-from autoremat.torch_private import compat
+from autoremat.torch_private import joint_graphs
 
 ROOFLINE, CALIBRATED = "roofline", "calibrated"
 
@@ -32,7 +32,7 @@ def priced(captured: Capture, cost_model: str, links: Links = NO_LINKS) -> tuple
 
     ``links`` has the rates of process groups. The first call for a device may measure for about 30 seconds.
     """
-    device = compat.device_of(captured.joint)
+    device = joint_graphs.device_of(captured.joint)
     rates = rates_of(device) if cost_model != ROOFLINE else None
     sources = [CostSource.ASSUMED] * len(captured.graph.ops)
     if rates is not None:

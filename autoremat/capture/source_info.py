@@ -12,7 +12,7 @@ from torch import fx
 
 from autoremat.planner.graph.graph import Scope
 from autoremat.report.text_tables import short_source
-from autoremat.torch_private import compat
+from autoremat.torch_private import tensor_identity
 
 NAMES = "autoremat_names"
 """The key in ``node.meta["custom"]`` of the model's call that a node belongs to, and of its result's names.
@@ -118,7 +118,7 @@ def _take_from(module: fx.GraphModule) -> None:
 def _storage(node: fx.Node) -> int | None:
     """Returns a number that identifies the storage of a node's tensor; None if it has no tensor."""
     tensor = node.meta.get("example_value")
-    return compat.storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
+    return tensor_identity.storage_key(tensor) if isinstance(tensor, torch.Tensor) else None
 
 
 def identity(gm: fx.GraphModule) -> str:

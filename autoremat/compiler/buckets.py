@@ -51,7 +51,7 @@ from autoremat.planner.multigraph.fronts import border_values, front_of, output_
 from autoremat.planner.multigraph.ledger import KnownBorders, Share
 from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepGraph, StepProfile
 from autoremat.planner.plans.plan import Plan
-from autoremat.torch_private import compat, ddp, fake_tensors
+from autoremat.torch_private import ddp, fake_tensors, joint_graphs, tensor_identity
 
 log = logging.getLogger("autoremat")
 
@@ -241,7 +241,7 @@ class _Tracing:
         place = self.place_of(tensor)
         if place is not None:
             return place
-        key = compat.storage_key(tensor)
+        key = tensor_identity.storage_key(tensor)
         self.places[id(tensor) if key is None else key] = len(self.borders)
         needs_gradient = tensor.requires_grad and (made_by is not None or not isinstance(tensor, torch.nn.Parameter))
         size = storage_bytes(tensor, self.device.type)
@@ -252,7 +252,7 @@ class _Tracing:
         """Returns the index of the border that holds ``tensor``; None if there is none."""
         if not isinstance(tensor, torch.Tensor):
             return None
-        key = compat.storage_key(tensor)
+        key = tensor_identity.storage_key(tensor)
         return self.places.get(id(tensor) if key is None else key)
 
     def is_shared(self, tensor: Any) -> bool:
@@ -278,7 +278,7 @@ def _planned(bucket: ddp.Bucket, options: Options, patches: Mapping[str, Any]) -
     context = PlanningContext(options)
     found: list[PlannedGraph] = []
 
-    def hand_over(joint: JointGraph) -> compat.PartitionedModules:
+    def hand_over(joint: JointGraph) -> joint_graphs.PartitionedModules:
         if joint.is_region:  # called by the surrounding graph
             return Partitioning(context)(joint)
         priced = capture_and_price(prepare(joint, context), context)
@@ -335,9 +335,9 @@ class _BucketBorders:
         return self.planned.priced
 
     @cached_property
-    def ends(self) -> compat.Ends:
+    def ends(self) -> joint_graphs.Ends:
         """The nodes at the ends of the graph."""
-        return compat.ends_of(self.priced.joint.module, self.priced.joint.num_forward_outputs)
+        return joint_graphs.ends_of(self.priced.joint.module, self.priced.joint.num_forward_outputs)
 
     @cached_property
     def plans(self) -> list[Plan]:

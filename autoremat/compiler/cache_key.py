@@ -19,7 +19,7 @@ from autoremat.capture.capture import device_of_inputs
 from autoremat.measure.calibration import device_name
 from autoremat.ops import declarations
 from autoremat.options.options import Options
-from autoremat.torch_private import compat, process_groups, symbolic_sizes
+from autoremat.torch_private import compilers, kernel_settings, process_groups, symbolic_sizes, tensor_identity
 from autoremat.torch_private.allocator import settings_of_process
 from autoremat.torch_private.dynamo import sharded_inputs
 
@@ -49,11 +49,11 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, may
         symbolic_sizes.planned_identity(),
         f"{torch.is_autocast_enabled('cpu')} {torch.is_autocast_enabled('cuda')} {torch.get_num_threads()}",
         f"{torch.get_autocast_dtype('cpu')} {torch.get_autocast_dtype('cuda')} {torch.get_default_dtype()}",
-        f"{torch.are_deterministic_algorithms_enabled()} {compat.float32_precision()}",
+        f"{torch.are_deterministic_algorithms_enabled()} {kernel_settings.float32_precision()}",
         device_name(device_of_inputs(gm, inputs)),
         f"{settings_of_process()}" if device_of_inputs(gm, inputs).type == "cuda" else "",
-        compat.machine_fingerprint(),
-        compat.configuration_fingerprint(),
+        kernel_settings.machine_fingerprint(),
+        compilers.configuration_fingerprint(),
         f"{process_groups.identity()} {may_repeat_collectives}",
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -68,7 +68,7 @@ def _describe(value: Any) -> str:
     except RuntimeError:
         layout = str(value.layout)
     shape = ",".join(str(s) for s in value.shape)
-    parts = compat.subclass_identity(value)  # the placements of a distributed tensor
+    parts = tensor_identity.subclass_identity(value)  # the placements of a distributed tensor
     return f"{type(value).__name__} {shape} {layout} {value.dtype} {value.device} {value.requires_grad} {parts}"
 
 
@@ -95,5 +95,5 @@ def _sizes_and_type(value: Any) -> str:
     """Returns the properties of an input that the plans of its graph depend on, as text."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    hints = [compat.size_hint(size) for size in value.shape]
+    hints = [symbolic_sizes.size_hint(size) for size in value.shape]
     return f"{hints} {value.dtype} {value.device} {value.requires_grad}"

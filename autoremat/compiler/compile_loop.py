@@ -47,7 +47,7 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
-from autoremat.torch_private import compat
+from autoremat.torch_private import compilers
 from autoremat.torch_private.dynamo import sharded_inputs
 
 log = logging.getLogger("autoremat")
@@ -126,10 +126,10 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
                 return CompiledGraph(function, None, key)
             if record is not None:  # torch's caches answered
                 return CompiledGraph(function, _known_report(record), key)
-            if caches is compat.without_caches:  # the graph has no backward, although something requires a gradient
+            if caches is compilers.without_caches:  # the graph has no backward, although something requires a gradient
                 return CompiledGraph(function, None, key, peers.signed(Record(None)))
             # Torch's caches answered, but the record of this compilation is lost. Compiling without caches restores it.
-            caches = compat.without_caches
+            caches = compilers.without_caches
             continue
         attempts.append(attempt_of(planned, step, lowered, codes, is_complete=function is not None))
         verdict = verdict or peers.verdict(attempts, rules)

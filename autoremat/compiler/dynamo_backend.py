@@ -46,7 +46,7 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.report.registry import explain_absence_by, note_graph
-from autoremat.torch_private import compat
+from autoremat.torch_private import compilers
 from autoremat.torch_private.dynamo import copied_with_sources, passed_bytes, sharded_inputs
 
 log = logging.getLogger("autoremat")
@@ -67,7 +67,7 @@ def backend(
     Raises ``OptionsError`` for unknown options and ``BudgetInfeasible`` if no plan fits. Raises ``PlanningError`` if planning
     fails and no fallback is allowed; with a fallback it warns with ``FallbackWarning``.
     """
-    parsed = Options.parse(options, mode, compat.inductor_config_names)
+    parsed = Options.parse(options, mode, compilers.inductor_config_names)
     note_graph()
     listen()
     note_compiled(parsed, options, PLANNING_KEYS, until_reset())
@@ -85,7 +85,7 @@ explain_absence_by(what_dynamo_said)
 def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options) -> Compiled:
     """Returns the compiled graph, or the callable of an active interceptor."""
     source_info.take_names(gm)
-    patches = {**compat.mode_config(parsed.mode), **dict(parsed.inductor)}
+    patches = {**compilers.mode_config(parsed.mode), **dict(parsed.inductor)}
     interceptor = active_interceptor()
     if interceptor is not None and may_train(gm, example_inputs):
         return interceptor.compile(gm, example_inputs, patches)
@@ -121,7 +121,7 @@ def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: 
     if parsed.compiler == "aot_eager":
         return _compile_uncompiled(gm, example_inputs, parsed)
     if not may_train(gm, example_inputs):
-        return compat.compile_with_inductor(gm, example_inputs, patches, {})
+        return compilers.compile_with_inductor(gm, example_inputs, patches, {})
     try:
         with joined(parsed, source_info.begin_of(gm.graph)) as (peers, agreed):
             found = compile_graph(GraphSource(gm, example_inputs, patches), agreed, peers)
@@ -134,7 +134,7 @@ def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: 
         if not parsed.falls_back:
             raise planning_error(error, source_info.place_of(gm.graph)) from error
         log.info("compiling a plan failed", exc_info=error)
-        compiled = compat.compile_with_inductor(gm, example_inputs, patches, {})
+        compiled = compilers.compile_with_inductor(gm, example_inputs, patches, {})
         warnings.warn(fallback_message(error, source_info.place_of(gm.graph)), FallbackWarning, stacklevel=2)
         return compiled
 
@@ -192,5 +192,5 @@ def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Opti
             agreed, may_repeat_collectives=peers.may_repeat_collectives, sharded_inputs=sharded_inputs(gm)
         )
         partitioning = Partitioning(context, peers.plan, peers.fail)
-        compiled = compat.compile_uncompiled(gm, inputs, Partitioner(partitioning))
+        compiled = compilers.compile_uncompiled(gm, inputs, Partitioner(partitioning))
     return published(compiled, partitioning.report, options)

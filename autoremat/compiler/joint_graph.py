@@ -23,7 +23,7 @@ from autoremat.planner.cost import Interconnect, Links, Pricing
 from autoremat.planner.graph.graph import Graph, Role, Trait
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.search.planner import Planner
-from autoremat.torch_private import compat
+from autoremat.torch_private import joint_graphs
 
 FREE_STEP = 64 * 2**20
 """Bytes to a multiple of which the free bytes of a device are rounded down."""
@@ -157,9 +157,9 @@ class PricedGraph:
 def prepare(joint: JointGraph, context: PlanningContext) -> JointGraph:
     """Returns the joint graph without dead code and common subexpressions, rewritten in place for the compiler."""
     now("reading the joint graph")
-    compat.warn_of_torchs_budgets(joint.module)
+    joint_graphs.warn_of_torchs_budgets(joint.module)
     may_repeat = communication.is_gathering if context.may_repeat_collectives else None
-    module = compat.prepare_joint(joint.module, joint.num_forward_outputs, may_repeat)
+    module = joint_graphs.prepare_joint(joint.module, joint.num_forward_outputs, may_repeat)
     before_capture(module, runs_on_type(module, context.cuda_name) if context.fuses else None)
     return replace(joint, module=module)
 
@@ -183,7 +183,7 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
 
 def _parameter_gradient_bytes(joint: JointGraph, captured: Capture) -> int:
     """Returns the bytes of the gradients of parameters that the backward computes."""
-    _, gradients = compat.joint_outputs(captured.joint, captured.num_fwd_outputs)  # one for each input of the forward
+    _, gradients = joint_graphs.joint_outputs(captured.joint, captured.num_fwd_outputs)  # one for each input of the forward
     nodes = (gradients[index] for index in joint.static_inputs if index < len(gradients))
     aliases = (captured.aliases.get(node) for node in nodes if isinstance(node, fx.Node))
     values = {alias for alias in aliases if isinstance(alias, int)}
@@ -194,7 +194,7 @@ def _sharded(joint: JointGraph, captured: Capture, context: PlanningContext) -> 
     """Returns the numbers of the values that are sharded inputs. A nested region has none: its inputs are not Dynamo's."""
     if not context.sharded_inputs or joint.is_region:
         return frozenset()
-    inputs = compat.ends_of(joint.module, joint.num_forward_outputs).inputs
+    inputs = joint_graphs.ends_of(joint.module, joint.num_forward_outputs).inputs
     found = (captured.aliases.get(node) for position, node in inputs.items() if position in context.sharded_inputs)
     return frozenset(value for value in found if isinstance(value, int))
 

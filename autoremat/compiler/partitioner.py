@@ -8,13 +8,13 @@ from typing import Any
 from torch import fx
 
 from autoremat.compiler.joint_graph import JointGraph
-from autoremat.torch_private import compat
+from autoremat.torch_private import joint_graphs
 
-Partition = Callable[[JointGraph], compat.PartitionedModules]
+Partition = Callable[[JointGraph], joint_graphs.PartitionedModules]
 """Returns the forward and the backward of a joint graph."""
 
 
-class Partitioner(compat.CustomPartitionerFn):
+class Partitioner(joint_graphs.CustomPartitionerFn):
     """Hands the joint graphs of one compilation to ``partition``.
 
     ``identity`` stands for everything that the result depends on and that torch does not hash itself. None disables torch's
@@ -25,7 +25,7 @@ class Partitioner(compat.CustomPartitionerFn):
         self.partition: Partition | None = partition
         self.identity = identity
 
-    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **keywords: Any) -> compat.PartitionedModules:
+    def __call__(self, gm: fx.GraphModule, joint_inputs: Sequence[object], **keywords: Any) -> joint_graphs.PartitionedModules:
         assert self.partition is not None, "called after release"
         return self.partition(JointGraph(gm, joint_inputs, keywords))
 

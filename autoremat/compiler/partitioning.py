@@ -24,7 +24,7 @@ from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.rewriting import rewrite
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.report.report import Report
-from autoremat.torch_private import compat, fake_tensors
+from autoremat.torch_private import fake_tensors, joint_graphs
 
 log = logging.getLogger("autoremat")
 
@@ -52,7 +52,7 @@ class Partitioning:
         """The report of the plan, before code is generated."""
         return None if self.planned is None else self.planned.report
 
-    def __call__(self, joint: JointGraph) -> compat.PartitionedModules:
+    def __call__(self, joint: JointGraph) -> joint_graphs.PartitionedModules:
         """Returns the forward and the backward of ``joint`` by its plan; those of torch's partitioner without a plan.
 
         Raises ``BudgetInfeasible`` if no plan fits, and ``PlanningError`` if a stage fails and no fallback is allowed.
@@ -74,9 +74,9 @@ class Partitioning:
             self.report_failure(error)
             joint.module.graph = untouched
             self.fall_back(error, source_info.place_of(untouched))
-        return compat.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
+        return joint_graphs.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
 
-    def plan_and_rewrite(self, priced: PricedGraph) -> compat.PartitionedModules:
+    def plan_and_rewrite(self, priced: PricedGraph) -> joint_graphs.PartitionedModules:
         """Returns the halves of the plan, and keeps the plan for the later stages."""
         self.planned = self.plan(priced, self.context)
         rewritten = rewrite(self.planned)

@@ -22,7 +22,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import ROUNDING, Planner, PlanningResult
 from autoremat.planner.search.time_budget import TimeBudget, least_peak, least_peak_result
 from autoremat.report.report import Report
-from autoremat.torch_private import compat
+from autoremat.torch_private import joint_graphs
 
 OPTIMISM = 0.5
 """Excess of the simulated peak over the budget, as a share of the budget, up to which a plan's code is still generated.
@@ -286,7 +286,7 @@ def budget_of(priced: PricedGraph, context: PlanningContext, baseline_bytes: int
     if priced.joint.is_region and isinstance(context.options.memory_budget, float):
         return None
     is_auto = context.options.memory_budget == "auto"
-    free = context.free_bytes(compat.device_of(priced.captured.joint)) if is_auto else None
+    free = context.free_bytes(joint_graphs.device_of(priced.captured.joint)) if is_auto else None
     return context.options.resolve_budget(baseline_bytes, free)
 
 

@@ -10,7 +10,7 @@ from autoremat.capture.capture import Capture
 from autoremat.ops.collectives import GLOO_THREADS, held_bytes
 from autoremat.planner.graph.graph import Graph, Role
 from autoremat.planner.memory.wrapper_replay import ReplayContext
-from autoremat.torch_private import compat
+from autoremat.torch_private import compilers
 from autoremat.workspaces.formulas import SMALL
 
 
@@ -32,7 +32,7 @@ def _fixed_strides(tensor: object) -> tuple[int, ...] | None:
 
 def _copied_inputs(captured: Capture, kept_inputs: Collection[int]) -> dict[str, int] | None:
     """Returns the bytes by name of the inputs that CUDA graphs copy; None without CUDA graphs."""
-    if captured.runs_on != "cuda" or not compat.records_cuda_graphs():
+    if captured.runs_on != "cuda" or not compilers.records_cuda_graphs():
         return None
     found = {number: captured.value_nodes[number] for number in kept_inputs}
     return {node.name: captured.graph.values[number].bytes for number, node in found.items() if node is not None}

@@ -10,14 +10,14 @@ from autoremat.compiler.replay_context import replay_context
 from autoremat.passes import apply_plan
 from autoremat.planner.graph.graph import Kind
 from autoremat.planner.memory.wrapper_replay import ReplayContext
-from autoremat.torch_private import compat
+from autoremat.torch_private import joint_graphs
 
 
 @dataclass(frozen=True)
 class RewrittenGraph:
     """The halves of a planned graph as modules."""
 
-    modules: compat.PartitionedModules
+    modules: joint_graphs.PartitionedModules
     """The forward and the backward."""
     replay_context: ReplayContext
     """Facts that the replay of the generated code cannot read from the code."""

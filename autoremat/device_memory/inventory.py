@@ -12,10 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoremat.basics.checks import as_int, refused, text_to_bytes
 from autoremat.planner.multigraph.device_budget import COMPILED, EARLIER_GRADIENTS, UPDATES, LedgerRow, StepPart
-from autoremat.torch_private.compat import storage_key
 from autoremat.torch_private.fake_optimizers import local
 from autoremat.torch_private.fully_sharded import gathered_groups
 from autoremat.torch_private.live_bytes import rounded
+from autoremat.torch_private.tensor_identity import storage_key
 
 OTHER_FORMS = 'a dict of names to modules, tensors or bytes, such as {"EMA": ema_model, "cache": "1GiB"}'
 

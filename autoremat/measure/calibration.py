@@ -31,7 +31,7 @@ from autoremat.planner.cost import (
     datasheet_seconds,
     is_plausible,
 )
-from autoremat.torch_private import compat
+from autoremat.torch_private import kernel_settings
 
 log = logging.getLogger("autoremat")
 
@@ -77,7 +77,7 @@ def _cpu_model() -> str:
 
 def device_key(device: torch.device) -> str:
     """Returns a name for files. It is equal for devices and settings that give the same measurements."""
-    parts = (device_name(device), torch.__version__, str(torch.get_num_threads()), compat.float32_precision())
+    parts = (device_name(device), torch.__version__, str(torch.get_num_threads()), kernel_settings.float32_precision())
     return f"{device.type}-{hashlib.sha256('|'.join(parts).encode()).hexdigest()[:24]}"
 
 
@@ -221,7 +221,7 @@ def _by_datasheet(recipe: Recipe, points: Points, device: torch.device) -> Point
 def _datasheet(device: torch.device, dtype: torch.dtype) -> Device:
     if device.type == "cpu":
         return cpu_device(torch.get_num_threads())
-    return cuda_device(torch.cuda.get_device_name(device), dtype is not torch.float32, compat.rounds_to_tf32())
+    return cuda_device(torch.cuda.get_device_name(device), dtype is not torch.float32, kernel_settings.rounds_to_tf32())
 
 
 def _points(recipe: Recipe, place: Place, timer: Timer) -> Points:

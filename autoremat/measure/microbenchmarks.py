@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from autoremat.basics.progress import quiet
 from autoremat.planner.cost import BATCH, Rate
-from autoremat.torch_private import compat
+from autoremat.torch_private import compilers
 
 aten = torch.ops.aten
 
@@ -200,7 +200,7 @@ def compiled(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Ten
     module = fx.symbolic_trace(Module())
     try:
         with quiet():  # the user sees the progress of the calibration
-            call = compat.compile_with_inductor(module, [tensor], {}, {})
+            call = compilers.compile_with_inductor(module, [tensor], {}, {})
         call(tensor)
     except RuntimeError:  # the base class of all of Inductor's errors
         return lambda: function(tensor)

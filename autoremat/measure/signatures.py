@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat.torch_private.compat import size_hint
+from autoremat.torch_private.symbolic_sizes import size_hint
 
 LONGEST_WAIT = 10.0
 """Seconds to wait for another process that writes its measurements."""

@@ -11,7 +11,7 @@ from torch import fx
 from autoremat.ops import op_traits
 from autoremat.planner.cost import Pattern, sent_bytes
 from autoremat.torch_private import process_groups
-from autoremat.torch_private.compat import most
+from autoremat.torch_private.symbolic_sizes import most
 
 GLOO_THREADS = 2
 """Threads of a gloo group, each of which works on one collective."""

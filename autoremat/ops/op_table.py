@@ -13,7 +13,7 @@ import torch
 
 from autoremat.planner.cost import Rate
 from autoremat.planner.graph.graph import Kind
-from autoremat.torch_private import compat as compat  # registers Inductor's own ops
+from autoremat.torch_private import compilers as compilers  # registers Inductor's own ops
 
 aten = torch.ops.aten
 prims = torch.ops.prims

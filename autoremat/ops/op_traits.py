@@ -17,7 +17,8 @@ from torch.utils.flop_counter import flop_registry
 
 from autoremat.ops.op_table import OpFacts, facts_of
 from autoremat.planner.graph.graph import Constraint, Inlining, Kind, Trait
-from autoremat.torch_private.compat import CheckpointPolicy, is_with_effects, size_hint
+from autoremat.torch_private.joint_graphs import CheckpointPolicy, is_with_effects
+from autoremat.torch_private.symbolic_sizes import size_hint
 
 aten = torch.ops.aten
 

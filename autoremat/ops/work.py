@@ -14,7 +14,7 @@ from torch import fx
 from autoremat.ops import op_traits
 from autoremat.planner.cost import BATCH, Rate, Task, Work
 from autoremat.planner.graph.graph import Kind, Op
-from autoremat.torch_private.compat import size_hint
+from autoremat.torch_private.symbolic_sizes import size_hint
 
 FUSED_SHARE = 3
 """A fused pointwise op is charged 1/``FUSED_SHARE`` of the bytes that it would move alone: its share of the chain's traffic."""

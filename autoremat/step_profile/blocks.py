@@ -35,7 +35,7 @@ from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.step_profile import Step, StepProfile
 from autoremat.step_profile.first_steps import FirstSteps
 from autoremat.step_profile.profile import profile_step, step_of, variants_of
-from autoremat.torch_private import autograd, compat
+from autoremat.torch_private import autograd, compilers
 
 log = logging.getLogger("autoremat")
 
@@ -102,7 +102,7 @@ class CompiledBlocks(Shown):
         if "memory_budget" in self._given:
             raise OptionsError("compile_blocks takes `memory_budget` as an argument of its own, not in `options`")
         own = {} if memory_budget is None else {"memory_budget": memory_budget}
-        self._options = Options.parse({**self._given, **own}, None, compat.inductor_config_names)
+        self._options = Options.parse({**self._given, **own}, None, compilers.inductor_config_names)
         if isinstance(self._options.memory_budget, StepProfile | Share):
             raise OptionsError("compile_blocks takes a budget of its own, not the result of profile_step: pass step=... to it")
         if self._options.in_flight is not None:

@@ -25,7 +25,7 @@ from autoremat.planner.multigraph.ledger import Moment, Share
 from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepProfile
 from autoremat.step_profile.meter import meter_of
 from autoremat.step_profile.recording import Recording
-from autoremat.torch_private import autograd, compat
+from autoremat.torch_private import autograd, compilers
 from autoremat.torch_private.dynamo import graph_breaks
 
 
@@ -70,7 +70,7 @@ def profile_step(
     """
     if "memory_budget" in options_of(options):
         raise OptionsError("a step profile takes `memory_budget` as an argument of its own, not in `options`")
-    parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, compat.inductor_config_names)
+    parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, compilers.inductor_config_names)
     if parsed.max_slowdown is not None:
         raise OptionsError(
             "max_slowdown bounds the time of one graph, and a step profile divides bytes among several: leave it out"

@@ -30,7 +30,7 @@ from autoremat.planner.multigraph.ledger import Moment, PlanPoint
 from autoremat.planner.multigraph.step_profile import StepGraph
 from autoremat.planner.plans.plan import Plan
 from autoremat.step_profile.meter import Meter, Reading
-from autoremat.torch_private import autograd, compat
+from autoremat.torch_private import autograd, compilers
 from autoremat.torch_private.dynamo import copied_with_sources, sharded_inputs
 from autoremat.torch_private.processes import job
 
@@ -121,7 +121,7 @@ class Recording:
             module = copied_with_sources(gm)
             compiled = autograd.trace_as_inductor_does(module, inputs, {**config, "custom_partitioner_fn": partitioner})
         else:
-            compiled = compat.compile_uncompiled(gm, inputs, partitioner)
+            compiled = compilers.compile_uncompiled(gm, inputs, partitioner)
         graph = RecordedGraph(key, partitioning.planned, device_of_inputs(gm, inputs))
         return partial(self.run, self.number_of(graph), compiled)
 

@@ -22,7 +22,7 @@ from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.report import Report
 from autoremat.tools.target import Target
 from autoremat.tools.trace import CapturedVisitor, trace_captured
-from autoremat.torch_private import compat, fake_tensors, inductor_lowering, named_card
+from autoremat.torch_private import compilers, fake_tensors, inductor_lowering, named_card
 from autoremat.torch_private.dynamo import passed_bytes
 
 
@@ -81,7 +81,7 @@ class DryRun:
 
 def asked_config(options: Options) -> dict[str, Any]:
     """Returns the Inductor settings that the options ask for."""
-    return {**compat.mode_config(options.mode), **dict(options.inductor)}
+    return {**compilers.mode_config(options.mode), **dict(options.inductor)}
 
 
 def dry_run(options: Options, target: Target, resident_bytes: int) -> DryRun:

@@ -26,7 +26,7 @@ from autoremat.report.report import Report
 from autoremat.tools.dry_run import dry_runs, refuse_step_profiles
 from autoremat.tools.target import Target
 from autoremat.tools.trace import Visitor, trace
-from autoremat.torch_private import compat
+from autoremat.torch_private import compilers
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def explain(
 
     Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
     """
-    parsed = Options.parse(options, None, compat.inductor_config_names)
+    parsed = Options.parse(options, None, compilers.inductor_config_names)
     with status_if_slow("explaining the step", shown=parsed.progress):
         return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
 

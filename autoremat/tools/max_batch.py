@@ -18,7 +18,7 @@ from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
 from autoremat.tools.explain import explain_by
-from autoremat.torch_private import compat, fake_tensors
+from autoremat.torch_private import compilers, fake_tensors
 
 LIMIT = 1 << 20
 """Largest size that is tried if the user gives no limit."""
@@ -141,7 +141,7 @@ def options_for_sizes(
     wanted = {**options_of(options), "memory_budget": memory_budget, "on_infeasible": "raise"}
     if accumulate is not None:
         wanted["accumulate"] = accumulate
-    return Options.parse(wanted, None, compat.inductor_config_names)
+    return Options.parse(wanted, None, compilers.inductor_config_names)
 
 
 def planning_sizes(

@@ -23,7 +23,7 @@ from autoremat.tools.dry_run import DryRun, dry_run
 from autoremat.tools.explain import Preview, preview_visitor
 from autoremat.tools.target import Target
 from autoremat.tools.trace import CapturedVisitor, joint_visitor, trace_captured
-from autoremat.torch_private import compat, fake_tensors
+from autoremat.torch_private import compilers, fake_tensors
 
 TORCH_BUDGETS = tuple(tenths / 10 for tenths in range(10, 0, -1))
 """Values of ``activation_memory_budget``, a setting of torch, at which its partitions are taken."""
@@ -66,7 +66,7 @@ def pareto(
         raise OptionsError(
             "count has no meaning for pareto, whose points are peaks of allocated bytes: leave it out of the options"
         )
-    parsed = replace(Options.parse(options, None, compat.inductor_config_names), count="allocated")
+    parsed = replace(Options.parse(options, None, compilers.inductor_config_names), count="allocated")
     if parsed.max_slowdown is not None:
         raise OptionsError("max_slowdown has no meaning for pareto, which lists the time of many plans: leave it out")
 

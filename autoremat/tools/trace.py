@@ -31,7 +31,7 @@ from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.options.options import Options
 from autoremat.tools.target import Target, target_of
-from autoremat.torch_private import compat, fake_tensors
+from autoremat.torch_private import compilers, fake_tensors, joint_graphs
 from autoremat.torch_private.cuda_decompositions import as_on_cuda
 from autoremat.torch_private.dynamo import graph_breaks
 
@@ -75,13 +75,13 @@ def joint_visitor(options: Options, target: Target, visit: Visitor[T]) -> Captur
         module = target.as_on_card(module)
         found: list[T] = []
 
-        def hand_over(joint: JointGraph) -> compat.PartitionedModules:
+        def hand_over(joint: JointGraph) -> joint_graphs.PartitionedModules:
             if joint.is_region:  # called by the surrounding graph
                 return Partitioning(PlanningContext(options, cuda_name=target.cuda_name, may_repeat_collectives=True))(joint)
             found.append(visit(joint))
             raise _EndOfTracing
 
-        config = {**compat.mode_config(options.mode), **dict(options.inductor)}
+        config = {**compilers.mode_config(options.mode), **dict(options.inductor)}
         with contextlib.suppress(_EndOfTracing):
             decompositions = as_on_cuda() if target.is_represented else None
             with target.fusing_attention():

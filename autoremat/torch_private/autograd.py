@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import Node
 
-from autoremat.torch_private import compat
+from autoremat.torch_private import compilers
 
 COMPILED_NODE = "CompiledFunctionBackward"
 VIEWS_DEEP = 4
@@ -20,16 +20,16 @@ AOTAutograd applies views of outputs outside of the graph. Each view adds a leve
 
 
 def trace_as_inductor_does(module: fx.GraphModule, inputs: Sequence[Any], config: dict[str, Any]) -> Callable[..., Any]:
-    """Returns a callable for ``module`` as :func:`compat.compile_with_inductor` does, but generates no code.
+    """Returns a callable for ``module`` as :func:`compilers.compile_with_inductor` does, but generates no code.
 
     ``custom_partitioner_fn`` gets the same joint graph. The forward and the backward run op by op. No cache is read or written.
     """
     from torch._inductor.compile_fx import compile_fx
 
     def interpret(module: fx.GraphModule, _inputs: Sequence[Any], **_: Any) -> Any:
-        return compat._run_uncompiled(module, _inputs)
+        return compilers._run_uncompiled(module, _inputs)
 
-    with compat.without_caches():
+    with compilers.without_caches():
         compiled: Any = compile_fx(module, inputs, inner_compile=cast(Any, interpret), config_patches=config)
     return cast(Callable[..., Any], compiled)
 

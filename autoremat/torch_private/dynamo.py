@@ -14,7 +14,8 @@ import torch
 from torch import fx
 from torch._dynamo.utils import counters
 
-from autoremat.torch_private.compat import size_hint, storage_key
+from autoremat.torch_private.symbolic_sizes import size_hint
+from autoremat.torch_private.tensor_identity import storage_key
 
 RESUMED = "torch_dynamo_resume_in"
 """The prefix in the name of a function that resumes after a graph break."""

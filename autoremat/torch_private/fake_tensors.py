@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 )
 
 from autoremat.basics.errors import causes
-from autoremat.torch_private import compat
+from autoremat.torch_private import compilers, joint_graphs
 
 MANY = 1 << 20
 
@@ -37,7 +37,7 @@ NEEDS_DATA = (DataDependentOutputException, DynamicOutputShapeException)
 FAILED_OP = torch._dynamo.exc.TorchRuntimeError
 """The error raised when an op rejects its arguments. The op's own error is the first of its causes."""
 
-Partition = Callable[..., compat.PartitionedModules]
+Partition = Callable[..., joint_graphs.PartitionedModules]
 
 
 def new_mode() -> FakeTensorMode:
@@ -135,11 +135,11 @@ def trace_as_compiled(
     """Traces as :func:`trace_joint` does, with the inputs and the settings at hand, as in the graph's compilation."""
     try:
         if not inductor:
-            compat.compile_uncompiled(module, inputs, partition)
+            compilers.compile_uncompiled(module, inputs, partition)
             return
         from torch._inductor.compile_fx import compile_fx
 
-        with compat.without_caches():
+        with compilers.without_caches():
             compile_fx(module, inputs, _no_code, {**config, "custom_partitioner_fn": partition}, decompositions)
     except Exception as error:
         if not any(isinstance(cause, _NoBackward) for cause in causes(error)):
@@ -148,17 +148,17 @@ def trace_as_compiled(
 
 def partition_for(
     share: float, joint: fx.GraphModule, inputs: Sequence[object], keywords: Mapping[str, Any]
-) -> compat.PartitionedModules:
+) -> joint_graphs.PartitionedModules:
     """Returns torch's own partition of a copy of ``joint`` at ``activation_memory_budget=share``.
 
     Budgets in the model are ignored.
     """
     copied = fx.GraphModule(joint, shallow_copy(joint.graph))
     for node in copied.graph.nodes:
-        if compat.torchs_budget(node) is not None:
-            node.meta["custom"] = {k: v for k, v in node.meta["custom"].items() if k != compat.BUDGET_KEY}
+        if joint_graphs.torchs_budget(node) is not None:
+            node.meta["custom"] = {k: v for k, v in node.meta["custom"].items() if k != joint_graphs.BUDGET_KEY}
     with functorch_config.patch(activation_memory_budget=share):
-        return compat.partition_as_torch_does(copied, inputs, **keywords)
+        return joint_graphs.partition_as_torch_does(copied, inputs, **keywords)
 
 
 def shallow_copy(graph: fx.Graph) -> fx.Graph:

@@ -19,8 +19,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 
 from autoremat.planner.cost.devices import Datasheet
-from autoremat.torch_private.compat import rounds_to_tf32
 from autoremat.torch_private.hooks import Method, hooked, substituted, unsubstituted
+from autoremat.torch_private.kernel_settings import rounds_to_tf32
 
 CARD = torch.device("cuda", 0)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from autoremat.torch_private.compat import size_hint
+from autoremat.torch_private.symbolic_sizes import size_hint
 
 aten = torch.ops.aten
 

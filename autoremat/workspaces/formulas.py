@@ -16,7 +16,9 @@ from torch import fx
 
 from autoremat.ops import op_traits
 from autoremat.planner.graph.graph import Kind
-from autoremat.torch_private.compat import lays_channels_last, most, multiplies_in_tiles, size_hint
+from autoremat.torch_private.compilers import lays_channels_last
+from autoremat.torch_private.kernel_settings import multiplies_in_tiles
+from autoremat.torch_private.symbolic_sizes import most, size_hint
 from autoremat.workspaces import cuda
 from autoremat.workspaces.measurement import Layout, measured
 

@@ -22,7 +22,8 @@ from autoremat.measure.calibration import device_key
 from autoremat.measure.signatures import LONGEST_WAIT, REFUSALS, real, signature
 from autoremat.measure.timer import measurable, undisturbed
 from autoremat.torch_private import allocator
-from autoremat.torch_private.compat import size_hint, storage_key
+from autoremat.torch_private.symbolic_sizes import size_hint
+from autoremat.torch_private.tensor_identity import storage_key
 
 log = logging.getLogger("autoremat")
 

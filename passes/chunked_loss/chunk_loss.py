@@ -33,7 +33,7 @@ from autoremat.passes.building import Builder
 from autoremat.passes.chunked_loss.hoist_selection import select_before_projecting
 from autoremat.passes.chunked_loss.row_partition import Region, Rows, Step, described, shape_of
 from autoremat.passes.chunked_loss.row_rules import projection_step, step_of
-from autoremat.torch_private import compat
+from autoremat.torch_private import joint_graphs
 
 aten = torch.ops.aten
 convert = torch.ops.prims.convert_element_type.default
@@ -93,7 +93,7 @@ def _projection(graph: fx.Graph) -> fx.Node:
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default):
             continue
-        if compat.is_traced_in_backward(node) or node.kwargs:
+        if joint_graphs.is_traced_in_backward(node) or node.kwargs:
             continue
         (rows, width), (_, inner) = shape_of(node), shape_of(node.args[-2])
         found.append((rows * width if width >= WIDENS * inner else 0, node))
@@ -205,7 +205,7 @@ class _Rewriting:
         """Returns the stage of each node of the region."""
         found: dict[fx.Node, int] = {}
         for node in self.graph.nodes:
-            begins = compat.is_traced_in_backward(node) or (node.op == "placeholder" and compat.is_tangent(node))
+            begins = joint_graphs.is_traced_in_backward(node) or (node.op == "placeholder" and joint_graphs.is_tangent(node))
             stage = IN_BACKWARD if begins else 0
             for operand in node.all_input_nodes:
                 joined = operand in self.region.steps and not (node in self.region.steps and self.region.holds(operand))

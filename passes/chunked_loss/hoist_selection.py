@@ -23,7 +23,7 @@ from autoremat.ops import op_traits
 from autoremat.passes.building import Builder
 from autoremat.passes.chunked_loss.row_partition import shape_of
 from autoremat.passes.chunked_loss.row_rules import VIEWS
-from autoremat.torch_private import compat
+from autoremat.torch_private import joint_graphs
 
 aten = torch.ops.aten
 CONVERSIONS = (aten._to_copy, torch.ops.prims.convert_element_type)
@@ -78,7 +78,7 @@ def _undoes(node: fx.Node, selection: fx.Node) -> bool:
     if node.target not in (aten.slice_backward.default, aten.slice_scatter.default) or node.kwargs:
         return False
     whole = shape_of(selection.args[0])
-    if not compat.is_traced_in_backward(node) or shape_of(node) != whole:
+    if not joint_graphs.is_traced_in_backward(node) or shape_of(node) != whole:
         return False
     if node.target is aten.slice_scatter.default and not _is_zeros(node.args[0]):
         return False

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 import torch
 from torch import fx
 
-from autoremat.torch_private.compat import size_hint
+from autoremat.torch_private.symbolic_sizes import size_hint
 
 aten = torch.ops.aten
 

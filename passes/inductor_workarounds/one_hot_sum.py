@@ -33,7 +33,7 @@ import torch
 from torch import fx
 
 from autoremat.passes.building import Builder
-from autoremat.torch_private.compat import size_hint
+from autoremat.torch_private.symbolic_sizes import size_hint
 
 aten, prims = torch.ops.aten, torch.ops.prims
 

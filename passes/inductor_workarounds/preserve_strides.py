@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from autoremat.ops.op_traits import facts, is_view, packet
-from autoremat.torch_private import compat
+from autoremat.torch_private import compilers
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ def _laid_as_traced(graph: fx.Graph, reader: fx.Node, value: fx.Node) -> fx.Node
         if traced.is_contiguous():
             laid = graph.call_function(aten.clone.default, (value,), {"memory_format": torch.contiguous_format})
         elif all(isinstance(step, int) for step in traced.stride()):
-            laid = graph.call_function(compat.force_stride_order(), (value, list(traced.stride())))
+            laid = graph.call_function(compilers.force_stride_order(), (value, list(traced.stride())))
         else:
             return None
     laid.meta = {"val": traced}

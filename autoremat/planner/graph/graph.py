@@ -8,7 +8,6 @@ and ``Graph.values``. Bytes are ints, seconds are floats. This module does not k
 from __future__ import annotations
 
 import enum
-import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     import networkx
 
 from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.planner.graph.dag_lists import check_costs, inputs_of, lists_of_networkx
 
 T = TypeVar("T")
 
@@ -238,10 +238,10 @@ class Graph:
         count = len(seconds)
         border = count if num_forward is None else num_forward
         again = [True] * count if rematerializable is None else list(rematerializable)
-        _check_costs(seconds, sizes, again)
+        check_costs(seconds, sizes, again)
         if not 0 <= border <= count:
             raise ValueError(f"num_forward={num_forward} is not between 0 and the number of ops, {count}")
-        inputs = _inputs_of(edges, count)
+        inputs = inputs_of(edges, count)
         held = tuple(dict.fromkeys(outputs))
         if beyond := [v for v in held if not 0 <= v < count]:
             raise ValueError(f"the output {beyond[0]} is no value: there are {count}")
@@ -262,22 +262,7 @@ class Graph:
         sequence; the arguments are those of :meth:`from_dag`. Raises ``ValueError`` for a cycle, and for a node without seconds
         or bytes.
         """
-        import networkx
-
-        place = {node: number for number, node in enumerate(directed)}
-        try:
-            nodes = list(networkx.lexicographical_topological_sort(directed, key=place.__getitem__))
-        except networkx.NetworkXUnfeasible as error:
-            raise ValueError("the graph has a circle, so its nodes cannot be run in order") from error
-        if lacking := [node for node in nodes if not {"seconds", "bytes"} <= directed.nodes[node].keys()]:
-            raise ValueError(f"the node {lacking[0]!r} has no seconds or no bytes")
-        number = {node: index for index, node in enumerate(nodes)}
-        return cls.from_dag(
-            [directed.nodes[node]["seconds"] for node in nodes],
-            [directed.nodes[node]["bytes"] for node in nodes],
-            [(number[producer], number[reader]) for producer, reader in directed.edges],
-            **arguments,
-        )
+        return cls.from_dag(*lists_of_networkx(directed), **arguments)
 
     def verify(self) -> None:
         """Raises ``ValueError`` unless producers come before readers and forward ops before backward ops, or for a number of
@@ -450,27 +435,3 @@ class Graph:
                 f"{index:>4} {phase} {made or '()'} = {op.target}({read}) {format_seconds(op.seconds)} {op.kind.value}{traits}"
             )
         return "\n".join(lines)
-
-
-def _check_costs(seconds: Sequence[float], sizes: Sequence[int], rematerializable: Sequence[bool]) -> None:
-    """Raises ``ValueError`` unless each op has finite seconds >= 0, a whole number of bytes >= 0 and a flag."""
-    for name, given in (("sizes", sizes), ("rematerializable", rematerializable)):
-        if len(given) != len(seconds):
-            raise ValueError(f"{name} has {len(given)} entries, seconds has {len(seconds)}")
-    for index, (duration, size) in enumerate(zip(seconds, sizes, strict=True)):
-        if not (math.isfinite(duration) and duration >= 0):
-            raise ValueError(f"seconds[{index}] is {duration}: expected a finite number >= 0")
-        if not (math.isfinite(size) and size >= 0 and int(size) == size):
-            raise ValueError(f"sizes[{index}] is {size}: expected a whole number of bytes >= 0")
-
-
-def _inputs_of(edges: Iterable[tuple[int, int]], count: int) -> list[tuple[int, ...]]:
-    """Returns, for each of ``count`` ops, the values that it reads, sorted. Raises ``ValueError`` for an impossible edge."""
-    inputs: list[set[int]] = [set() for _ in range(count)]
-    for producer, reader in edges:
-        if not (0 <= producer < count and 0 <= reader < count):
-            raise ValueError(f"the edge ({producer}, {reader}) names an op that does not exist: there are {count}")
-        if producer >= reader:
-            raise ValueError(f"the edge ({producer}, {reader}) does not lead to a later op")
-        inputs[reader].add(int(producer))
-    return [tuple(sorted(read)) for read in inputs]

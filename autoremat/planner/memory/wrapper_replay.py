@@ -15,7 +15,7 @@ import ast
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autoremat.planner.memory.allocations import FREED, Event, HalfAllocations
+from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.cpp_wrapper import as_python
 from autoremat.planner.memory.partitioned_wrapper import (
     COPIED,
@@ -25,12 +25,8 @@ from autoremat.planner.memory.partitioned_wrapper import (
     joined,
     name_in_code,
 )
-
-DTYPE_BYTES = {
-    "float64": 8, "int64": 8, "uint64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "uint32": 4,
-    "float16": 2, "bfloat16": 2, "int16": 2, "uint16": 2, "int8": 1, "uint8": 1, "bool": 1,
-    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1,
-}  # fmt: skip
+from autoremat.planner.memory.wrapper_expressions import aliased, called_function, is_planar, strided_bytes
+from autoremat.planner.memory.wrapper_heap import Heap
 
 INPUT_PREFIXES = ("primals_", "fwd_rng_state", "bwd_rng_state")
 
@@ -106,156 +102,8 @@ def _code(source: str, has_cuda_graphs: bool) -> tuple[list[ast.stmt] | None, Ca
     return (copies_of_inputs(call), everything) if has_cuda_graphs else (call, nothing)
 
 
-WORKSPACE = "(workspace)"
-"""Name of the workspace of the call that runs."""
-
 HOST_BUFFER = "empty_strided_cpu"
 NO_MEMORY = ast.Constant(None)
-
-ALIASING = ("reinterpret_tensor", "copy_if_misaligned")
-"""Functions that return the storage of their first argument. The second one copies only slices of a larger tensor."""
-
-
-VIEWS = frozenset(
-    {
-        "alias", "as_strided", "detach", "diagonal", "expand", "permute", "select", "slice", "squeeze", "t", "transpose",
-        "unfold", "unsqueeze", "view", "view_as_complex", "view_as_real",
-    }
-)  # fmt: skip
-"""ATen ops whose result is a view of their first argument. Generated code calls them for complex numbers."""
-
-
-def _aliased(value: ast.expr) -> str | None:
-    """Returns the name whose storage ``value`` shares, or None.
-
-    Such a value is a name, or a reinterpretation or view of one.
-    """
-    if isinstance(value, ast.Name):
-        return value.id
-    if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ALIASING:
-        return _aliased(value.args[0])
-    if isinstance(value, ast.Call) and (called := ast.unparse(value.func)).startswith("torch.ops.aten."):
-        return _aliased(value.args[0]) if called.split(".")[3] in VIEWS else None
-    return None
-
-
-def _strided_bytes(value: ast.expr) -> int | None:
-    """Returns the bytes of ``empty_strided_*(size, stride, dtype)``, or None for other calls and non-literal arguments."""
-    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and len(value.args) == 3):
-        return None
-    if not value.func.id.startswith("empty_strided"):
-        return None
-    try:
-        size, stride = ast.literal_eval(value.args[0]), ast.literal_eval(value.args[1])
-    except ValueError:
-        return None
-    dtype = value.args[2].attr if isinstance(value.args[2], ast.Attribute) else ""
-    extent = 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    return extent * DTYPE_BYTES.get(dtype, 8)
-
-
-def _is_planar(value: ast.expr) -> bool:
-    """Returns True if ``value`` is a CPU buffer of images whose channels are not innermost, new or reinterpreted."""
-    if not (isinstance(value, ast.Call) and isinstance(value.func, ast.Name)):
-        return False
-    first = {"empty_strided_cpu": 0, "reinterpret_tensor": 1}.get(value.func.id)
-    if first is None:
-        return False
-    try:
-        size, stride = (ast.literal_eval(argument) for argument in value.args[first : first + 2])
-    except ValueError:
-        return False
-    return len(size) == 4 and size[1] != 1 and stride[1] != 1
-
-
-class _Heap:
-    """Storages and the names that refer to them. A storage without names is freed.
-
-    ``is_recorded(name)`` returns True for the variables whose storages lie in the pool of CUDA graphs.
-    """
-
-    def __init__(self, round_to: int, is_recorded: Callable[[str], bool]) -> None:
-        self.names: dict[str, set[int]] = {}
-        self.holders: dict[int, set[str]] = {}
-        self.sizes: dict[int, int] = {}
-        self.pooled: set[int] = set()
-        """Storages in the pool. CUDA graphs read them where they are."""
-        self.live = {False: 0, True: 0}
-        """Live bytes outside of the pool (False) and in it (True)."""
-        self.peak = {False: 0, True: 0}
-        self.is_recorded = is_recorded
-        self.planar: set[str] = set()
-        """Names of images whose channels are not innermost."""
-        self.events: list[Event] = []
-        self.round_to = round_to
-
-    @property
-    def live_bytes(self) -> int:
-        """Live bytes in the pool and outside."""
-        return sum(self.live.values())
-
-    def note_peak(self, in_pool: bool) -> None:
-        """Raises the peak to the live bytes."""
-        self.peak[in_pool] = max(self.peak[in_pool], self.live[in_pool])
-
-    def use_workspace(self, size: int, in_pool: bool) -> None:
-        """Allocates and frees a workspace of ``size`` bytes."""
-        if size:
-            self.allocate(size, WORKSPACE, in_pool=in_pool, round_to=1)
-            self.release(WORKSPACE)
-
-    def allocate(self, size: int, *names: str, in_pool: bool | None = None, round_to: int | None = None) -> None:
-        """Allocates a storage of ``size`` bytes, rounded up, that ``names`` refer to.
-
-        It lies in the pool if the first name is that of a recorded variable, unless ``in_pool`` says otherwise.
-        """
-        storage = len(self.sizes)
-        in_pool = self.is_recorded(names[0]) if in_pool is None else in_pool
-        round_to = round_to or self.round_to
-        self.sizes[storage] = -(-size // round_to) * round_to
-        if size:
-            self.events.append((storage, self.sizes[storage]))
-        self.holders[storage] = set(names)
-        for name in names:
-            self.names.setdefault(name, set()).add(storage)
-        if in_pool:
-            self.pooled.add(storage)
-        self.live[in_pool] += self.sizes[storage]
-        self.note_peak(in_pool)
-
-    def release(self, name: str) -> None:
-        """Removes ``name`` and frees the storages that no other name refers to."""
-        for storage in self.names.pop(name, set()):
-            self.holders[storage].discard(name)
-            if not self.holders[storage]:
-                self.live[storage in self.pooled] -= self.sizes[storage]
-                if self.sizes[storage]:
-                    self.events.append((storage, FREED))
-
-    def copy(self, target: str, name: str, size: int) -> None:
-        """Binds ``target`` to a copy of ``name``, or to its storages if all are in the pool.
-
-        ``size`` is the size of an input that does not count as live.
-        """
-        known = self.names.get(name, set())
-        if known <= self.pooled and (known or not size):
-            self.alias(target, name)
-        else:
-            self.allocate(self.bytes_of(name) or size, target)
-
-    def bytes_of(self, name: str) -> int:
-        """Returns the bytes of the storages that ``name`` refers to."""
-        return sum(self.sizes[storage] for storage in self.names.get(name, ()))
-
-    def alias(self, name: str, other: str) -> None:
-        """Makes ``name`` refer to the storages of ``other``."""
-        if name == other:
-            return
-        storages = set(self.names.get(other, set()))
-        self.release(name)  # no storage is freed here that `other` refers to
-        self.names[name] = storages
-        for storage in storages:
-            self.holders[storage].add(name)
 
 
 def _unpackings(statements: list[ast.stmt]) -> dict[str, list[str]]:
@@ -269,7 +117,7 @@ def _unpackings(statements: list[ast.stmt]) -> dict[str, list[str]]:
         if not isinstance(statement, ast.Assign):
             continue
         target, value = statement.targets[0], statement.value
-        if isinstance(value, ast.Call) and isinstance(target, ast.Name) and _aliased(value) is None:
+        if isinstance(value, ast.Call) and isinstance(target, ast.Name) and aliased(value) is None:
             made.add(target.id)
         if isinstance(value, ast.Subscript) or (isinstance(value, ast.Name) and value.id in made):
             source = value.value if isinstance(value, ast.Subscript) else value
@@ -302,7 +150,7 @@ def replay(
     if statements is None:
         return None
     parts = _unpackings(statements)
-    heap = _Heap(round_to, is_recorded)
+    heap = Heap(round_to, is_recorded)
     for name, size in input_bytes.items():
         is_result = copied is not None and name not in copied  # of a recorded forward
         heap.allocate(size, name, *(["(caller)"] if name in held else []), in_pool=is_result)
@@ -313,10 +161,10 @@ def replay(
                 heap.release(name)
         elif isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
             name, value = statement.targets[0].id, statement.value
-            if _called_function(value) == COPIED:
+            if called_function(value) == COPIED:
                 _copy(heap, name, value, copied)
             else:
-                counts = device_type == "cpu" or not _called_function(value).startswith(HOST_BUFFER)
+                counts = device_type == "cpu" or not called_function(value).startswith(HOST_BUFFER)
                 _assign(heap, name, value if counts else NO_MEMORY, parts, lambda name: buffer_bytes(name_in_code(name)))
         if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
             made = heap.live_bytes - before or _written(statement.value, heap)
@@ -325,10 +173,10 @@ def replay(
     return ReplayedPeak(heap.peak[True], heap.peak[False], _allocations(heap, input_bytes, statements))
 
 
-def _allocations(heap: _Heap, arguments: Iterable[str], statements: Sequence[ast.stmt]) -> HalfAllocations:
+def _allocations(heap: Heap, arguments: Iterable[str], statements: Sequence[ast.stmt]) -> HalfAllocations:
     """Returns the allocations of a half, with its arguments and the results that its last statement returns."""
     value = next((one.value for one in reversed(statements) if isinstance(one, ast.Return)), None)
-    names = [_aliased(one) or "" for one in value.elts] if isinstance(value, ast.Tuple) else []
+    names = [aliased(one) or "" for one in value.elts] if isinstance(value, ast.Tuple) else []
     results = [(name, number) for name in names for number in sorted(heap.names.get(name, ())) if heap.sizes[number]]
     received = [(name, number) for number, name in enumerate(arguments) if heap.sizes[number]]
     return HalfAllocations(tuple(heap.events), frozenset(heap.pooled), tuple(received), tuple(results))
@@ -339,12 +187,7 @@ def _is_recorded(statement: ast.stmt, is_recorded: Callable[[str], bool]) -> boo
     return any(is_recorded(node.id) for node in ast.walk(statement) if isinstance(node, ast.Name))
 
 
-def _called_function(value: ast.expr) -> str:
-    """Returns the name of the function that ``value`` calls; an empty text for other expressions and for methods."""
-    return value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
-
-
-def _copy(heap: _Heap, name: str, value: ast.expr, copied: Mapping[str, int] | None) -> None:
+def _copy(heap: Heap, name: str, value: ast.expr, copied: Mapping[str, int] | None) -> None:
     """Applies ``name = copied(original)``. Without CUDA graphs nothing is copied."""
     assert isinstance(value, ast.Call)
     original = ast.unparse(value.args[0])
@@ -354,7 +197,7 @@ def _copy(heap: _Heap, name: str, value: ast.expr, copied: Mapping[str, int] | N
         heap.copy(name, original, copied.get(name_in_code(original), 0))
 
 
-def _reordered(value: ast.expr, heap: _Heap) -> int:
+def _reordered(value: ast.expr, heap: Heap) -> int:
     """Returns the bytes that oneDNN copies for the backward of a convolution of planar images: the images and the gradient."""
     if not (isinstance(value, ast.Call) and "convolution_backward" in ast.unparse(value.func)):
         return 0
@@ -362,7 +205,7 @@ def _reordered(value: ast.expr, heap: _Heap) -> int:
     return sum(map(heap.bytes_of, images)) if heap.planar.intersection(images) else 0
 
 
-def _written(value: ast.expr, heap: _Heap) -> int:
+def _written(value: ast.expr, heap: Heap) -> int:
     """Returns the bytes of the buffer to which a call writes its result (``out=buf3``)."""
     keywords = value.keywords if isinstance(value, ast.Call) else []
     return sum(heap.bytes_of(k.value.id) for k in keywords if k.arg == "out" and isinstance(k.value, ast.Name))
@@ -380,21 +223,19 @@ def _workspace(value: ast.expr, made: int, workspaces: Mapping[str, Mapping[int,
     return sizes[min(larger)] if larger else max(sizes.values(), default=0)
 
 
-def _assign(
-    heap: _Heap, name: str, value: ast.expr, parts: Mapping[str, list[str]], buffer_bytes: Callable[[str], int]
-) -> None:
+def _assign(heap: Heap, name: str, value: ast.expr, parts: Mapping[str, list[str]], buffer_bytes: Callable[[str], int]) -> None:
     """Applies the assignment of ``value`` to ``name``: an alias, an unpacking or an allocation."""
-    other = _aliased(value)
+    other = aliased(value)
     if other is not None:
-        planar = _is_planar(value) or (isinstance(value, ast.Name) and other in heap.planar)
+        planar = is_planar(value) or (isinstance(value, ast.Name) and other in heap.planar)
         (heap.planar.add if planar else heap.planar.discard)(name)
         heap.alias(name, other)
     elif isinstance(value, ast.Subscript):
         return  # an unpacking: its storage was allocated with the call
-    elif (size := _strided_bytes(value)) is not None:
+    elif (size := strided_bytes(value)) is not None:
         heap.release(name)
         heap.allocate(size, name)
-        (heap.planar.add if _is_planar(value) else heap.planar.discard)(name)
+        (heap.planar.add if is_planar(value) else heap.planar.discard)(name)
     elif value is NO_MEMORY:
         heap.release(name)
     elif isinstance(value, ast.Call):

@@ -1,4 +1,4 @@
-"""Torch's private names for joint graphs and compilers. Names for other purposes are in the modules beside this one.
+"""Torch's private names for joint graphs: AOTAutograd's marks on nodes, and the steps of torch's partitioner.
 
 This module decides nothing about plans. Where a private signature differs between the supported versions, arguments are
 matched by name.
@@ -6,48 +6,28 @@ matched by name.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import re
 import warnings
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import fx
+from torch._functorch import compile_utils, partitioners
+from torch._functorch._aot_autograd import descriptors
+from torch._functorch._aot_autograd import utils as aot_utils
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+from torch.fx.experimental.proxy_tensor import is_sym_node as is_sym_node
+from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
-from autoremat.basics.errors import SUPPORTED_MINORS, BudgetWarning, ConstraintWarning, UnsupportedTorchError
-from autoremat.torch_private.compile_progress import inductor_is_told
-from autoremat.torch_private.symbolic_sizes import most as most
-from autoremat.torch_private.symbolic_sizes import size_hint as size_hint
-
-
-def check_torch_version(version: str = torch.__version__) -> None:
-    """Raises ``UnsupportedTorchError`` unless the package supports the torch version."""
-    match = re.match(r"(\d+)\.(\d+)", version)
-    if match is None or int(match[1]) != 2 or int(match[2]) not in SUPPORTED_MINORS:
-        raise UnsupportedTorchError(version)
-
-
-check_torch_version()
-
-import torch._functorch.config as functorch_config  # noqa: E402
-import torch._inductor.config as inductor_config  # noqa: E402
-from torch._functorch import compile_utils, partitioners  # noqa: E402
-from torch._functorch._aot_autograd import descriptors  # noqa: E402
-from torch._functorch._aot_autograd import utils as aot_utils  # noqa: E402
-from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn  # noqa: E402
-from torch.fx.experimental.proxy_tensor import is_sym_node as is_sym_node  # noqa: E402
-from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy  # noqa: E402
+from autoremat.basics.errors import BudgetWarning, ConstraintWarning
 
 PartitionedModules = tuple[fx.GraphModule, fx.GraphModule]
 
 BUDGET_KEY = getattr(torch.fx.traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "")
 """The key of a ``torch.autograd.graph.region_activation_memory_budget`` among a node's annotations."""
-
-
-# -- joint graphs ------------------------------------------------------------------------------------------------------
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -293,167 +273,3 @@ def finish_module(module: fx.GraphModule, is_backward: bool) -> fx.GraphModule:
     if thread is not None:
         module = thread(module, is_backward=is_backward)
     return module
-
-
-# -- sizes and costs ---------------------------------------------------------------------------------------------------
-
-
-def multiplies_in_tiles(dtype: torch.dtype) -> bool:
-    """Returns True if this CPU multiplies matrices of ``dtype`` in tiles (AMX). For these, oneDNN packs the operands."""
-    probe = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}.get(dtype, "")
-    return bool(getattr(torch.cpu, probe, bool)())
-
-
-def rounds_to_tf32() -> bool:
-    """Returns True if CUDA may round the operands of float32 matrix products to TF32 or less. Torch's default is False."""
-    return _matmul_precision(torch.backends.cuda) == "tf32"
-
-
-def float32_precision() -> str:
-    """Returns text that changes with the permitted rounding of float32 matrix products, for the CPU and for CUDA.
-
-    It reads the setting of each backend: torch's common setting raises an error once a user has set a single backend.
-    """
-    return f"{_matmul_precision(torch.backends.mkldnn)} {_matmul_precision(torch.backends.cuda)}"
-
-
-def _matmul_precision(backend: Any) -> str:
-    return str(backend.matmul.fp32_precision)
-
-
-def lays_channels_last(device_type: str) -> bool:
-    """Returns True if Inductor runs all convolutions of images on that device type channels last: on a CPU with oneDNN."""
-    library: Any = torch.backends.mkldnn
-    return bool(device_type == "cpu" and library.enabled and inductor_config.layout_optimization)
-
-
-def largest_expression(device_type: str) -> int:
-    """Returns the most ops that Inductor computes in one expression on that device type. A larger expression gets a buffer."""
-    settings = vars(inductor_config)["_config"]  # torch 2.11 and 2.12 lack the two settings for device types
-    for_all = inductor_config.realize_opcount_threshold
-    if for_all is not None:
-        return int(for_all)
-    name = "realize_cpu_opcount_threshold" if device_type == "cpu" else "_realize_opcount_threshold_default"
-    return int(getattr(inductor_config, name)) if name in settings else 30
-
-
-def storage_key(tensor: torch.Tensor) -> int | None:
-    """Returns a number that identifies the storage of a (fake) tensor; None for sparse tensors and some subclasses."""
-    with contextlib.suppress(NotImplementedError):
-        return int(tensor.untyped_storage()._cdata)
-    return None
-
-
-def force_stride_order() -> Any:
-    """Returns the op that copies a tensor into given strides, in graphs that Inductor compiles."""
-    from torch._inductor import inductor_prims
-
-    return inductor_prims.force_stride_order
-
-
-# -- compilers ---------------------------------------------------------------------------------------------------------
-
-
-def inductor_config_names() -> frozenset[str]:
-    """Returns the names of Inductor's options, in the spelling of ``torch.compile(options=...)``."""
-    return frozenset(vars(inductor_config)["_config"]) | frozenset(inductor_config.get_config_copy())
-
-
-def mode_config(mode: str | None) -> dict[str, Any]:
-    """Returns the Inductor options of ``torch.compile(mode=...)``."""
-    if mode is None:
-        return {}
-    from torch._inductor import list_mode_options
-
-    return dict(list_mode_options(mode))
-
-
-def most_reads_inlined() -> int:
-    """Returns the most buffers that a value may read for Inductor to inline it into several readers, by the present setting."""
-    return int(inductor_config.realize_reads_threshold)
-
-
-def records_cuda_graphs() -> bool:
-    """Returns True if Inductor records what it compiles as CUDA graphs, by the present setting."""
-    return bool(inductor_config.triton.cudagraphs)
-
-
-def compile_with_inductor(
-    module: fx.GraphModule,
-    inputs: Sequence[Any],
-    config: dict[str, Any],
-    functorch: dict[str, Any],
-    decompositions: dict[Any, Callable[..., Any]] | None = None,
-) -> Callable[..., Any]:
-    """Returns ``module`` compiled by Inductor, with its caches. ``config`` also applies to later compilations of its code.
-
-    ``decompositions`` replace Inductor's own.
-    """
-    from torch._inductor.compile_fx import compile_fx
-
-    with functorch_config.patch(functorch), inductor_is_told():
-        compiled: Any = compile_fx(module, inputs, config_patches=config, decompositions=decompositions)
-    return cast(Callable[..., Any], compiled)
-
-
-def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
-    """Returns a function that runs the graph op by op and frees each tensor after its last use."""
-    from torch.fx.graph import _BoxedCodeGen
-
-    # Not by fx.Interpreter: it writes to data that another thread's tracing reads.
-    module.graph.set_codegen(_BoxedCodeGen())
-    module.recompile()
-    forward = module.forward
-
-    def run(args: list[Any]) -> Any:
-        return forward(args)
-
-    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark for functions that empty their argument list
-    return run
-
-
-def compile_uncompiled(
-    module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., PartitionedModules]
-) -> Callable[..., Any]:
-    """Returns ``module`` compiled by AOTAutograd with ``partition``. It runs as plain ATen calls."""
-    from torch._dynamo.backends.common import aot_autograd
-
-    backend = aot_autograd(fw_compiler=_run_uncompiled, partition_fn=partition, keep_inference_input_mutations=True)
-    compiled: Callable[..., Any] = backend(module, inputs)
-    return compiled
-
-
-def subclass_identity(tensor: torch.Tensor) -> str:
-    """Returns text that identifies the way in which a tensor subclass wraps other tensors; empty for a plain tensor."""
-    flatten: Callable[[], tuple[list[str], Any]] | None = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
-        return ""
-    names, context = flatten()
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", f"{names} {context}")
-
-
-def machine_fingerprint() -> str:
-    """Returns text that changes with this CPU's instructions, which kernels depend on, and with the switches of libraries."""
-    cuda: Any = torch.backends.cuda
-    switches = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
-    tiles = [multiplies_in_tiles(dtype) for dtype in (torch.bfloat16, torch.float16)]
-    libraries: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
-    enabled = [*(getattr(cuda, switch)() for switch in switches), *(library.enabled for library in libraries)]
-    return f"{torch.backends.cpu.get_cpu_capability()} {tiles} {enabled}"
-
-
-def configuration_fingerprint() -> str:
-    """Returns text that changes with any setting of Inductor or AOTAutograd that could change a joint graph."""
-    portable = inductor_config.save_config_portable()
-    portable.pop("custom_partitioner_fn", None)
-    return repr(sorted((k, repr(v)) for k, v in [*portable.items(), *functorch_config.save_config_portable().items()]))
-
-
-@contextlib.contextmanager
-def without_caches() -> Iterator[None]:
-    """Disables the caches of AOTAutograd and Inductor while active, for reading and for writing."""
-    with (
-        functorch_config.patch({"enable_autograd_cache": False}),
-        inductor_config.patch({"force_disable_caches": True}),
-    ):
-        yield

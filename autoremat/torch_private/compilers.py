@@ -1,0 +1,130 @@
+"""Torch's private names for its compilers: Inductor with its settings, and AOTAutograd alone.
+
+This module decides nothing about plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, cast
+
+import torch
+import torch._functorch.config as functorch_config
+import torch._inductor.config as inductor_config
+from torch import fx
+
+from autoremat.torch_private.compile_progress import inductor_is_told
+from autoremat.torch_private.joint_graphs import PartitionedModules
+
+
+def compile_with_inductor(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    config: dict[str, Any],
+    functorch: dict[str, Any],
+    decompositions: dict[Any, Callable[..., Any]] | None = None,
+) -> Callable[..., Any]:
+    """Returns ``module`` compiled by Inductor, with its caches. ``config`` also applies to later compilations of its code.
+
+    ``decompositions`` replace Inductor's own.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    with functorch_config.patch(functorch), inductor_is_told():
+        compiled: Any = compile_fx(module, inputs, config_patches=config, decompositions=decompositions)
+    return cast(Callable[..., Any], compiled)
+
+
+def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Returns a function that runs the graph op by op and frees each tensor after its last use."""
+    from torch.fx.graph import _BoxedCodeGen
+
+    # Not by fx.Interpreter: it writes to data that another thread's tracing reads.
+    module.graph.set_codegen(_BoxedCodeGen())
+    module.recompile()
+    forward = module.forward
+
+    def run(args: list[Any]) -> Any:
+        return forward(args)
+
+    run._boxed_call = True  # type: ignore[attr-defined]  # AOTAutograd's mark for functions that empty their argument list
+    return run
+
+
+def compile_uncompiled(
+    module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., PartitionedModules]
+) -> Callable[..., Any]:
+    """Returns ``module`` compiled by AOTAutograd with ``partition``. It runs as plain ATen calls."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    backend = aot_autograd(fw_compiler=_run_uncompiled, partition_fn=partition, keep_inference_input_mutations=True)
+    compiled: Callable[..., Any] = backend(module, inputs)
+    return compiled
+
+
+@contextlib.contextmanager
+def without_caches() -> Iterator[None]:
+    """Disables the caches of AOTAutograd and Inductor while active, for reading and for writing."""
+    with (
+        functorch_config.patch({"enable_autograd_cache": False}),
+        inductor_config.patch({"force_disable_caches": True}),
+    ):
+        yield
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
+
+
+def inductor_config_names() -> frozenset[str]:
+    """Returns the names of Inductor's options, in the spelling of ``torch.compile(options=...)``."""
+    return frozenset(vars(inductor_config)["_config"]) | frozenset(inductor_config.get_config_copy())
+
+
+def mode_config(mode: str | None) -> dict[str, Any]:
+    """Returns the Inductor options of ``torch.compile(mode=...)``."""
+    if mode is None:
+        return {}
+    from torch._inductor import list_mode_options
+
+    return dict(list_mode_options(mode))
+
+
+def configuration_fingerprint() -> str:
+    """Returns text that changes with any setting of Inductor or AOTAutograd that could change a joint graph."""
+    portable = inductor_config.save_config_portable()
+    portable.pop("custom_partitioner_fn", None)
+    return repr(sorted((k, repr(v)) for k, v in [*portable.items(), *functorch_config.save_config_portable().items()]))
+
+
+def most_reads_inlined() -> int:
+    """Returns the most buffers that a value may read for Inductor to inline it into several readers, by the present setting."""
+    return int(inductor_config.realize_reads_threshold)
+
+
+def largest_expression(device_type: str) -> int:
+    """Returns the most ops that Inductor computes in one expression on that device type. A larger expression gets a buffer."""
+    settings = vars(inductor_config)["_config"]  # torch 2.11 and 2.12 lack the two settings for device types
+    for_all = inductor_config.realize_opcount_threshold
+    if for_all is not None:
+        return int(for_all)
+    name = "realize_cpu_opcount_threshold" if device_type == "cpu" else "_realize_opcount_threshold_default"
+    return int(getattr(inductor_config, name)) if name in settings else 30
+
+
+def lays_channels_last(device_type: str) -> bool:
+    """Returns True if Inductor runs all convolutions of images on that device type channels last: on a CPU with oneDNN."""
+    library: Any = torch.backends.mkldnn
+    return bool(device_type == "cpu" and library.enabled and inductor_config.layout_optimization)
+
+
+def records_cuda_graphs() -> bool:
+    """Returns True if Inductor records what it compiles as CUDA graphs, by the present setting."""
+    return bool(inductor_config.triton.cudagraphs)
+
+
+def force_stride_order() -> Any:
+    """Returns the op that copies a tensor into given strides, in graphs that Inductor compiles."""
+    from torch._inductor import inductor_prims
+
+    return inductor_prims.force_stride_order

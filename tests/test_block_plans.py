@@ -1,0 +1,130 @@
+"""Plans of blocks in the planner, which knows no torch: against brute force, and as rows of text."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoremat.basics.errors import BudgetInfeasible
+from autoremat.planner.multigraph.ledger import Moment, PlanPoint, pareto, step_peak
+from autoremat.planner.multigraph.step_profile import Step, StepGraph, in_ranges
+from autoremat.planner.multigraph.variants import Entries
+
+POINTS = st.builds(PlanPoint, st.integers(0, 5).map(float), *[st.integers(0, 60)] * 3)
+
+
+@st.composite
+def entries(draw) -> Entries:
+    """One or two graphs that up to four blocks call."""
+    graph_of = draw(st.sampled_from([(0, 0, 0, 0), (0, 0, 1, 0), (0, 1, 0, 1), (0, 0), (0,)]))
+    fronts = [pareto(draw(st.lists(POINTS, min_size=1, max_size=4))) for _ in range(2)]
+    blocks = st.integers(0, len(graph_of) - 1)
+    moments = st.builds(Moment, st.integers(-5, 40), st.lists(blocks, max_size=4).map(tuple), st.none() | blocks, st.booleans())
+    return Entries(
+        [fronts[graph] for graph in graph_of],
+        draw(st.lists(st.integers(1, 2), min_size=len(graph_of), max_size=len(graph_of))),
+        draw(st.lists(moments, min_size=1, max_size=6)),
+        graph_of,
+        draw(st.integers(1, 3)),
+    )
+
+
+def all_choices(step: Entries) -> list[tuple[int, float]]:
+    """(peak, seconds) of every choice with few enough plans per graph."""
+    found = []
+    for choice in product(*(range(len(front)) for front in step.fronts)):
+        if all(len({choice[entry] for entry in members}) <= step.variants for members in step.members):
+            points = [front[k] for front, k in zip(step.fronts, choice, strict=True)]
+            seconds = sum(count * point.seconds for count, point in zip(step.calls, points, strict=True))
+            found.append((step_peak(step.moments, points), seconds))
+    return found
+
+
+@settings(max_examples=150, deadline=None)
+@given(entries(), st.integers(0, 300))
+def test_the_plans_of_the_blocks_are_the_best_of_all_that_fit(step, budget):
+    found = step.allocate(budget)
+    fitting = [seconds for peak, seconds in all_choices(step) if peak <= budget]
+    assert (found is None) == (not fitting)
+    if found is not None:
+        points = [front[k] for front, k in zip(step.fronts, found.choice, strict=True)]
+        assert found.peak_bytes == step_peak(step.moments, points) <= budget
+        assert found.seconds == min(fitting)
+        for members in step.members:
+            assert len({found.choice[entry] for entry in members}) <= step.variants
+
+
+@settings(max_examples=100, deadline=None)
+@given(entries())
+def test_the_least_peak_of_the_blocks_is_that_of_all_choices(step):
+    assert max(0, step.least_memory().peak_bytes) == max(0, min(peak for peak, _ in all_choices(step)))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(POINTS, min_size=2, max_size=5), st.integers(2, 5), st.integers(0, 300))
+def test_two_plans_are_at_most_one_block_dearer_than_any_number_if_one_moment_binds(points, count, budget):
+    front = pareto(points)
+    moments = [Moment(0, tuple(range(count)))]
+    two, any_number = (Entries([front] * count, [1] * count, moments, [0] * count, n).allocate(budget) for n in (2, count))
+    assert (two is None) == (any_number is None)
+    if two is not None:
+        assert any_number.seconds <= two.seconds <= any_number.seconds + front[-1].seconds - front[0].seconds
+
+
+def chain(blocks: int, gradient: int = 5) -> list[Moment]:
+    """Equal blocks in sequence; each leaves a gradient."""
+    numbers = range(blocks)
+    forwards = [Moment(0, tuple(range(n)), n) for n in numbers]
+    return [*forwards, *(Moment(gradient * (blocks - 1 - n), tuple(range(n)), n, backward=True) for n in reversed(numbers))]
+
+
+RICH, LEAN = PlanPoint(0.0, 100, 100, 140), PlanPoint(1.0, 10, 90, 150)
+
+
+def step_of_blocks(blocks: int, variants: int) -> Step:
+    graphs = tuple(StepGraph("key", "model.py:3", 1, (RICH, LEAN), RICH, block) for block in range(blocks))
+    return Step(graphs, tuple(chain(blocks)), (), "cpu", variants=variants)
+
+
+def test_the_first_blocks_are_lean_and_the_last_ones_rich():
+    one, two = (step_of_blocks(8, variants).shared_out(600) for variants in (1, 2))
+    assert set(one.plans) == {LEAN}
+    assert two.plans == (LEAN,) * 3 + (RICH,) * 5
+    assert two.peak_bytes == 3 * 10 + 4 * 100 + 140
+    assert two.added_seconds == 3.0 < one.added_seconds == 8.0
+    # Equal plans have equal limits, so that each is compiled once, and any plans within the limits fit together.
+    assert len(set(two.shares)) == 2
+    assert all(share.holds(plan) for share, plan in zip(two.shares, two.plans, strict=True))
+    assert list(two.shares_of("key")) == list(range(8))
+    assert two.shares_of("other") == {}
+    assert two.shares_of_block(3) == two.shares_of("key")
+    assert two.shares_of_block(None) == two.shares_of_block(8) == {}
+    lines = [line.split()[:3] for line in str(two).splitlines() if "model.py:3" in line]
+    assert lines == [["0", "0-2", "3"], ["0", "3-7", "5"]]
+
+
+def test_an_impossible_budget_names_the_blocks_of_a_graph_together():
+    with pytest.raises(BudgetInfeasible) as raised:
+        step_of_blocks(8, 3).shared_out(100)
+    error = raised.value
+    assert (error.budget_bytes, error.minimum_bytes) == (100, 6 * 10 + 150 + 5)  # the last block is rich: its peak is lower
+    assert [one.bytes for one in error.occupants] == [150, 60, 5]
+    assert [one.name for one in error.occupants][:2] == ["backward of graph 0", "saved by graph 0 for 6 calls"]
+
+
+def test_code_that_exceeds_its_share_gets_more_room():
+    step = step_of_blocks(8, 2)
+    higher = step.with_higher_peaks(3, 0.5)
+    assert {graph.front for graph in higher.graphs} == {(PlanPoint(0.0, 100, 150, 210), PlanPoint(1.0, 10, 135, 225))}
+    assert step.with_higher_peaks(8, 0.5) == step
+    before, after = (one.shared_out(600) for one in (step, higher))
+    assert after.added_seconds > before.added_seconds
+    assert min(share.backward_peak_bytes for share in after.shares) >= 210
+
+
+def test_ranges_of_numbers():
+    assert in_ranges([3, 1, 2, 7, 9, 10]) == "1-3, 7, 9-10"
+    assert in_ranges([]) == "-"
