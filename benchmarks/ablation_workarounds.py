@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat import passes
-from autoremat.compiler import compile_loop
+from autoremat.compiler import peers
 from autoremat.compiler import lowering as lowering_stage
 from autoremat.compiler.attempts import Accept, Attempt, Rules
 from autoremat.torch_private import inductor_lowering
@@ -174,7 +174,7 @@ def coded(model: str, place: float, without: str, budget: int) -> Coded:
     def accept(attempts: list[Attempt], rules: Rules) -> Accept | None:
         return Accept() if attempts[-1].is_complete else None
 
-    with mock.patch.object(compile_loop, "next_step", accept):
+    with mock.patch.object(peers, "next_step", accept):
         report = explained(model, budget, True)
     assert report.plan is not None
     cost = report.plan.cost_seconds / report.step_seconds

@@ -7,8 +7,8 @@
 Inductor compiles on a CPU. Budgets lie between the minimum peak of the blocks and that without recomputation. "Added" is
 the time of recomputation and of saved tensors above that of the fastest plan. It is a share of the step, by the cost model. The
 plan of the whole graph has at most the predicted peak of the blocks. "Finest" is the tightest budget with three times the
-levels in each Pareto front and a plan for each block, without generated code. Each compile time has empty caches,
-the lean budget, and one step; the device is calibrated before. The blocks' time includes the profile of the step. Written to
+levels in each Pareto front and a plan for each block, without generated code. Each compile time is that of a process with
+empty caches, half of the baseline's peak as budget, and one step. The device is calibrated before. The blocks' time includes the profile of the step. Written to
 `benchmarks/results/blocks.txt` and `.json`.
 """
 

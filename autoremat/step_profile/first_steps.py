@@ -62,11 +62,17 @@ class FirstSteps(Recording):
         return super().compile(gm, inputs, config)
 
     def run(self, graph: int, compiled: Compiled, *args: Any) -> Any:
-        """Runs one call of a graph, and begins a step with the first one."""
+        """Runs one call of a graph, and begins a step with the first one.
+
+        No profiler starts in the call in which another one stops, so such a step is not measured. Dynamo's record of this region
+        is open. At its end torch would write into the memory of the first profiler, because the second one runs.
+        """
         if active_interceptor() is self and self.moments_found is None:
+            was_measured = False
             if self.has_ended or self._is_abandoned():
+                was_measured = self.meter is not None
                 self.settle()
-            if not self.calls:
+            if not self.calls and not was_measured:
                 self._begin()
         return super().run(graph, compiled, *args)
 
