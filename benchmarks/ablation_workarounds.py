@@ -19,8 +19,8 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat import passes
-from autoremat.compiler import peers
 from autoremat.compiler import lowering as lowering_stage
+from autoremat.compiler import peers
 from autoremat.compiler.attempts import Accept, Attempt, Rules
 from autoremat.torch_private import inductor_lowering
 

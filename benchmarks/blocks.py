@@ -8,8 +8,8 @@ Inductor compiles on a CPU. Budgets lie between the minimum peak of the blocks a
 the time of recomputation and of saved tensors above that of the fastest plan. It is a share of the step, by the cost model. The
 plan of the whole graph has at most the predicted peak of the blocks. "Finest" is the tightest budget with three times the
 levels in each Pareto front and a plan for each block, without generated code. Each compile time is that of a process with
-empty caches, half of the baseline's peak as budget, and one step. The device is calibrated before. The blocks' time includes the profile of the step. Written to
-`benchmarks/results/blocks.txt` and `.json`.
+empty caches, half of the baseline's peak as budget, and one step. The device is calibrated before. The time of the blocks
+includes the profile of the step. Written to `benchmarks/results/blocks.txt` and `.json`.
 """
 
 from __future__ import annotations

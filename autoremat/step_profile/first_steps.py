@@ -64,8 +64,8 @@ class FirstSteps(Recording):
     def run(self, graph: int, compiled: Compiled, *args: Any) -> Any:
         """Runs one call of a graph, and begins a step with the first one.
 
-        No profiler starts in the call in which another one stops, so such a step is not measured. Dynamo's record of this region
-        is open. At its end torch would write into the memory of the first profiler, because the second one runs.
+        No profiler starts in the call in which another one stops, so such a step is not measured. Dynamo's record of this
+        region is open. At its end torch would write into the memory of the first profiler, because the second one runs.
         """
         if active_interceptor() is self and self.moments_found is None:
             was_measured = False
