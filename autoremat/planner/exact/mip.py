@@ -1,6 +1,6 @@
-"""Sparse linear and integer programs, solved by HiGHS and PDLP through OR-Tools and SciPy.
+"""Linear and integer programs, solved by HiGHS and PDLP through OR-Tools and SciPy. No other module calls these solvers.
 
-Each program is passed as one sparse matrix, because building it variable by variable would take longer than solving it.
+Each sparse program is passed as one matrix, because building it variable by variable would take longer than solving it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 from ortools.linear_solver.python import model_builder_helper
-from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_matrix
 
 QUIET_AND_REPEATABLE = ("output_flag=false", "log_to_console=false", "threads=1", "random_seed=0")
@@ -22,8 +22,8 @@ LINEAR = ("solver=simplex", "simplex_dual_edge_weight_strategy=1")
 PRECISION = 1e-5
 """Relative precision of bounds."""
 
-INFEASIBLE = 2
-"""SciPy's status code of an infeasible program."""
+SOLVED, INFEASIBLE = 0, 2
+"""SciPy's status codes of a solved program and of an infeasible one."""
 
 TOLERANCE = 1e-6
 """Amount by which an integer solution may violate a row."""
@@ -128,6 +128,15 @@ def dual_bound(program: Program, prices: Vector) -> float:
     reduced = program.cost - program.matrix.T @ prices
     columns = np.where(reduced > 0.0, reduced * program.lower, reduced * program.upper)
     return float(prices[prices != 0.0] @ ends[prices != 0.0] + columns.sum())
+
+
+def linear_optimum(cost: Vector, rows: Vector, most: Vector, equal_rows: Vector, equal: Vector) -> tuple[Vector, Vector] | None:
+    """Returns the reduced costs and the values of the solution; None if the program has none.
+
+    The program is dense: minimise ``cost`` x subject to ``rows`` x <= ``most``, ``equal_rows`` x = ``equal`` and x >= 0.
+    """
+    found = linprog(cost, rows, most, equal_rows, equal, method="highs")
+    return None if found.status != SOLVED else (found.lower.marginals, found.x)
 
 
 def solve(program: Program, integers: int, seconds: float, nodes: int = 0, gap: float = 0.0) -> Solution | None:

@@ -20,8 +20,8 @@ from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
 
+from autoremat.planner.exact import mip
 from autoremat.planner.multigraph import ledger
 from autoremat.planner.multigraph.ledger import Allocation, Front, Model, Moment
 from autoremat.planner.settings import SETTINGS
@@ -30,9 +30,6 @@ Vector = NDArray[np.float64]
 
 ROUNDING = 1e-12
 """Seconds that two sums of equal seconds may differ by."""
-
-SOLVED = 0
-"""SciPy's status code of a solved program."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +195,8 @@ class Entries:
         else:
             seconds = [count * p.seconds for count, front in zip(self.calls, self.fronts, strict=True) for p in front]
             objective, room = np.array(seconds) / (max(seconds) or 1.0), budget - base
-        found = linprog(objective, rows / scale, room / scale, each, np.ones(len(sizes)), method="highs")
-        if found.status != SOLVED:
+        found = mip.linear_optimum(objective, rows / scale, room / scale, each, np.ones(len(sizes)))
+        if found is None:
             return np.zeros(begins[-1]), np.zeros(begins[-1])
-        return found.lower.marginals[: begins[-1]], found.x[: begins[-1]]
+        reduced_costs, weights = found
+        return reduced_costs[: begins[-1]], weights[: begins[-1]]
