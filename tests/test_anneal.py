@@ -145,6 +145,7 @@ def test_annealing_is_repeatable_and_another_seed_goes_another_way():
     assert ways[0].closest != ways[2].closest
 
 
+@pytest.mark.slow
 def test_annealing_from_a_plan_never_comes_back_with_a_worse_one():
     graph = over_budget(24)
     budget = int(0.8 * without_recomputation(graph).peak_bytes)

@@ -102,6 +102,7 @@ def test_the_best_of_given_sizes_has_the_most_samples_per_second():
     assert f"{found.size} is best within 400.00 KiB" in text
 
 
+@pytest.mark.slow
 def test_the_best_is_among_the_sizes_up_to_the_largest_that_fits():
     found = autoremat.best_batch(rows, loss, "400KiB", step=64, limit=512, options=EAGER)
     largest = autoremat.max_batch(rows, loss, "400KiB", step=64, limit=512, options=EAGER)
@@ -112,6 +113,7 @@ def test_the_best_is_among_the_sizes_up_to_the_largest_that_fits():
     assert found.samples_per_second >= 0.97 * every.samples_per_second
 
 
+@pytest.mark.slow
 def test_fixed_seconds_favour_larger_batches():
     sizes = (64, 128, 256)
     without = autoremat.best_batch(rows, loss, "400KiB", candidates=sizes, options=EAGER)

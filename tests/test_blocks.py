@@ -219,6 +219,7 @@ def test_calls_without_gradients_and_forwards_without_backward_do_not_disturb():
     assert measured(model.train(), inputs) > 0
 
 
+@pytest.mark.slow
 def test_other_inputs_keep_to_the_limits_of_the_block():
     model, inputs = layered(3)
     blocks = autoremat.compile_blocks(model.layers, 0.9, step=lambda: model(inputs), options=EAGER)
@@ -234,6 +235,7 @@ def test_other_inputs_keep_to_the_limits_of_the_block():
     assert blocks.profile is not None
 
 
+@pytest.mark.slow
 def test_models_with_compiled_blocks_are_copied_pickled_and_compiled_again():
     model, inputs = layered(3)
     blocks = autoremat.compile_blocks(model.layers, 0.8, step=lambda: model(inputs), options=EAGER)

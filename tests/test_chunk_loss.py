@@ -138,6 +138,7 @@ def test_with_a_bias_and_with_a_tied_weight(bias, tied):
     assert_close(found, wanted)
 
 
+@pytest.mark.slow
 def test_sums_of_halves_are_kept_in_floats():
     model, tokens = Model(shifted_as_transformers_does, bias=True).bfloat16(), tokens_of(4, 64)
     reference = Model(shifted_as_transformers_does, bias=True).double()
@@ -155,6 +156,7 @@ def test_sums_of_halves_are_kept_in_floats():
     assert_close(found, wanted, rtol=2e-2, atol=2e-3)
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(batch=st.integers(1, 4), length=st.integers(2, 9), parts=st.integers(2, 12))
 def test_any_number_of_rows_and_parts(batch, length, parts):
@@ -237,6 +239,7 @@ def test_by_default_only_where_nothing_else_fits(least):
     assert_close(found, plain)
 
 
+@pytest.mark.slow
 def test_the_error_knows_of_parts_and_a_best_effort_runs_them(least):
     model, tokens = large()
     with pytest.raises(BackendCompilerFailed) as caught:
@@ -256,6 +259,7 @@ def test_never_by_request(least):
     assert isinstance(caught.value.inner_exception, BudgetInfeasible)
 
 
+@pytest.mark.slow
 def test_true_takes_what_is_faster(least):
     model, tokens = large()
     _, whole = train(model, tokens, memory_budget=least, chunk_loss=False)

@@ -68,6 +68,7 @@ def test_the_budget_of_the_next_plan_is_lower_by_what_the_code_needs_more(monkey
     assert found.record.extra_headroom_bytes == excess
 
 
+@pytest.mark.slow
 def test_a_planner_serves_all_attempts_on_its_graph(monkeypatch):
     """Its plan for a budget is that of a new planner."""
     made, original = [], Planner.__post_init__
@@ -83,6 +84,7 @@ def test_a_planner_serves_all_attempts_on_its_graph(monkeypatch):
         assert Planner(planner.graph).find(limit).plan.schedule == planned.plan.schedule
 
 
+@pytest.mark.slow
 def test_no_attempt_fits(monkeypatch):
     fake_lower(monkeypatch, [2 * BASELINE] * 6)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:

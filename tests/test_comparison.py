@@ -99,7 +99,8 @@ def test_random_ops_that_torch_repeats_are_told_apart():
     assert repeated == [f"{name}_2", f"{name}_1", name]
 
 
-@pytest.mark.parametrize("name", ["lstm", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "unet"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lstm", "gpt2", "unet"])
 def test_without_a_budget_no_more_memory_is_planned_than_torch_needs(name):
     model, inputs = build(name, **({"layers": 2} if name == "gpt2" else {}))
 
@@ -138,6 +139,7 @@ def test_pareto_refuses_a_budget():
         autoremat.pareto(Mlp(), torch.randn(8, 64), points=1)
 
 
+@pytest.mark.slow
 def test_the_largest_batch_fits_and_the_next_does_not():
     model = Mlp()
     fit = autoremat.max_batch(lambda rows: torch.randn(rows, 64), model, MIB, options=EAGER)

@@ -126,6 +126,7 @@ def test_a_share_of_a_tiny_first_bucket_is_a_share_of_all(one_rank):
     assert first.fits
 
 
+@pytest.mark.slow
 def test_an_infeasible_budget_names_the_minimum_of_all_buckets(one_rank):
     with pytest.raises(Exception, match="buckets of DistributedDataParallel together") as caught:
         planned_ddp(False, 1000)(batch())
@@ -136,12 +137,14 @@ def test_an_infeasible_budget_names_the_minimum_of_all_buckets(one_rank):
     assert LEAST_USED * error.minimum_bytes <= peak <= error.minimum_bytes
 
 
+@pytest.mark.slow
 def test_the_best_effort_warns_once_for_all_buckets(one_rank):
     with pytest.warns(BudgetWarning, match="buckets of DistributedDataParallel need") as caught:
         planned_ddp(False, 1000, on_infeasible="best_effort")(batch()).backward()
     assert sum("DistributedDataParallel" in str(one.message) for one in caught) == 1
 
 
+@pytest.mark.slow
 def test_a_failed_plan_falls_back_bucket_by_bucket(one_rank, monkeypatch):
     from autoremat.compiler import buckets
 

@@ -157,6 +157,7 @@ def graph_of(model: nn.Module, inputs: Sequence[torch.Tensor], monkeypatch: pyte
     return graphs[0]
 
 
+@pytest.mark.slow
 def test_d2_predicted_peak_and_cost_are_monotone_in_the_budget(stack, monkeypatch):
     planner = Planner(graph_of(*stack, monkeypatch), time_limit=60)
     baseline, smallest = planner.baseline.peak_bytes, planner.find(1).smallest.peak_bytes

@@ -158,8 +158,15 @@ def tight(
     return autoremat.device_budget(total + budget.reserve_bytes, model, optimizer, accumulate=accumulate)
 
 
-@pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("name", ["SGD", "AdamW foreach", "8-bit Adam"])
+@pytest.mark.parametrize(
+    ("name", "accumulate"),
+    [
+        ("AdamW foreach", 1),
+        ("SGD", 3),
+        *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (("SGD", 1), ("AdamW foreach", 3), ("8-bit Adam", 1))),
+        pytest.param("8-bit Adam", 3, marks=pytest.mark.slow),
+    ],
+)
 def test_the_predicted_peak_of_the_device_is_the_measured_one(name, accumulate):
     model = Model()
     optimizer = OPTIMIZERS[name](model.parameters())
@@ -216,6 +223,7 @@ def test_a_plan_that_does_not_fit_names_the_largest_row():
     assert len(list(causes(raised.value))) >= 1
 
 
+@pytest.mark.slow
 def test_best_effort_runs_and_warns():
     model = Model()
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
@@ -226,6 +234,7 @@ def test_best_effort_runs_and_warns():
     assert not autoremat.reports()[-1].fits
 
 
+@pytest.mark.slow
 def test_gradients_that_a_plan_counts_leave_the_ledger():
     model = Model()
     budget = autoremat.device_budget("1GiB", model, accumulate=4)
@@ -235,6 +244,7 @@ def test_gradients_that_a_plan_counts_leave_the_ledger():
     assert by_plan.predicted_device_bytes == by_ledger.predicted_device_bytes
 
 
+@pytest.mark.slow
 def test_accumulation_is_not_warned_of_if_the_ledger_has_it():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -292,6 +302,7 @@ def test_max_batch_and_configure_take_a_device_budget():
     assert autoremat.Options.parse().memory_budget == budget
 
 
+@pytest.mark.slow
 def test_a_step_profile_takes_a_device_budget():
     model = Model()
     budget = autoremat.device_budget("4MiB", model, torch.optim.SGD(model.parameters(), lr=0.1), accumulate=2)

@@ -62,7 +62,7 @@ def possible() -> autoremat.Report:
 @pytest.mark.parametrize(
     ("order", "dynamic"),
     [
-        pytest.param(1, None, id="growing"),
+        pytest.param(1, None, id="growing", marks=pytest.mark.slow),
         pytest.param(-1, True, id="shrinking dynamic"),
         pytest.param(1, True, id="growing dynamic", marks=pytest.mark.slow),
         pytest.param(-1, None, id="shrinking", marks=pytest.mark.slow),

@@ -92,7 +92,7 @@ def at_least(start: int, choice: int) -> tuple[list[Outcome], Report]:
 
 
 @pytest.mark.parametrize("choice", CHOICES)
-@pytest.mark.parametrize("start", range(0, len(KINDS), GROUP))
+@pytest.mark.parametrize("start", GROUPS)
 def test_every_kind_of_step_is_exact(start, choice):
     expected = two_steps(*compiled_module(systematic(KINDS[start : start + GROUP], choice), NO_RECOMPUTATION))
     found, least = at_least(start, choice)
@@ -154,6 +154,7 @@ def test_nothing_is_recomputed_where_all_fits_and_nothing_is_fused(budget):
     assert planned(program, budget)[1].recomputed_ops == 0
 
 
+@pytest.mark.slow
 def test_the_minimum_that_is_reported_is_feasible_and_kept():
     program = systematic(("linear", "attention", "gelu", "layer_norm", "linear", "silu"), 1)
     program = Program(program.steps)

@@ -307,6 +307,7 @@ def test_one_wait_for_several_gathers_belongs_to_them(world, wait_for_all):
     assert not [op for op in report.plan.graph.ops if "wait_tensors" in op.target]
 
 
+@pytest.mark.slow
 @in_world(2)
 def test_the_simulated_peak_is_measured(world):
     tensors, step = inputs(2, layers=6), coalesced_step

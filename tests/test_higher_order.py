@@ -98,8 +98,11 @@ def checkpointed(x: Tensor, weight: Tensor, other: Tensor) -> Tensor:
 
 
 FUNCTIONS = (
-    branches, loops, nested_regions, random_regions, effects, checkpointed,
-    *(pytest.param(function, marks=pytest.mark.slow) for function in (maps, scans, prefix_products, flexible_attention)),
+    nested_regions, effects, checkpointed,
+    *(
+        pytest.param(function, marks=pytest.mark.slow)
+        for function in (branches, loops, random_regions, maps, scans, prefix_products, flexible_attention)
+    ),
 )  # fmt: skip
 
 RUN_AGAIN = {

@@ -195,6 +195,7 @@ def test_the_error_says_if_no_plan_fits_the_memory():
     assert "raise max_slowdown" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_by_best_effort_the_memory_takes_precedence():
     options = {"memory_budget": 0.5, "max_slowdown": 0.01, "on_infeasible": "best_effort"}
     report = explained(**options)
@@ -214,6 +215,7 @@ def test_a_policy_demands_recomputation_within_the_time():
     assert bounded.recomputed_ops > 0
 
 
+@pytest.mark.slow
 def test_chunks_of_the_loss_are_compared_by_their_peaks():
     head = nn.Linear(16, 512)
     tokens = torch.randint(512, (256,))
@@ -271,6 +273,7 @@ def test_ranks_with_other_budgets_of_time_do_not_agree():
         _compare_options({rank: {"options": one} for rank, one in enumerate(options)})
 
 
+@pytest.mark.slow
 def test_max_batch_keeps_to_the_time():
     options = EAGER | {"max_slowdown": 0.01}
     fit = autoremat.max_batch(lambda rows: torch.randn(rows, 32), loss, "400KiB", step=64, limit=256, options=options)

@@ -128,8 +128,8 @@ LAYER = CORE | LAYOUTS | PROJECTIONS | MLP | NORMS | {("attn.o_proj", "addmm"), 
     ("policy", "recomputed", "layers"),
     [
         ("full", LAYER, 3),
-        ("block:1", LAYER, 1),
-        ("selective", CORE, 3),
+        pytest.param("block:1", LAYER, 1, marks=pytest.mark.slow),
+        pytest.param("selective", CORE, 3, marks=pytest.mark.slow),
         pytest.param("selective:mlp,layernorm", MLP | NORMS, 3, marks=pytest.mark.slow),
         pytest.param("selective:layers.1.attn", CORE | LAYOUTS | PROJECTIONS, 1, marks=pytest.mark.slow),
     ],
@@ -198,6 +198,7 @@ def test_a_policy_that_meets_a_random_op_says_so():
 # -- policies, orders and budgets together -----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_under_a_budget_the_policy_holds_and_the_planner_does_the_rest(transformer, ruled):
     exact = ruled("block:1").seen
     budget = exact.plan.peak_bytes * 9 // 10

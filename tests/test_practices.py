@@ -99,6 +99,7 @@ def test_of_flash_attention_the_output_and_the_log_sum_exp_are_saved(share):
     assert max(graph.values[v].bytes for v in in_attention) < scores
 
 
+@pytest.mark.slow
 def test_to_checkpoint_flash_attention_is_refused_as_useless():
     model, (tokens,) = build("llama", layers=2)
     with pytest.warns(ConstraintWarning, match="recomputes nothing: .* fused attention, and needs no checkpoint"):

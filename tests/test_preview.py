@@ -218,6 +218,7 @@ def test_after_graph_breaks_every_graph_has_a_report():
     assert Report.from_json(report.to_json()) == report
 
 
+@pytest.mark.slow
 def test_what_was_compiled_stays_compiled():
     model, x = Mlp(), torch.randn(8, 64)
     compiled = torch.compile(model, backend="autoremat", options=EAGER)

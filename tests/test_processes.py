@@ -57,6 +57,7 @@ def test_budgets_of_one_process_do_not_mix():
     assert all(all_same(one, found[0]) for one in found)
 
 
+@pytest.mark.slow
 def test_threads_that_compile_together_keep_their_own_budgets():
     expected = gradients(compile_(model(), 1.0))
     torch._dynamo.reset()

@@ -114,6 +114,7 @@ def found() -> dict[str, tuple[Any, Any]]:
     return {name: (first[name], second[name]) for name in first}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("difference", ["costs", "time of arrival", "nothing", "budget"])
 def test_ranks_have_one_plan_although_something_differs(found, difference):
     first, second = found[difference]

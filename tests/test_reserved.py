@@ -64,6 +64,7 @@ def test_a_share_is_one_of_the_reserved_bytes_of_the_baseline(free):
     assert part.reserved.bytes <= part.budget_bytes
 
 
+@pytest.mark.slow
 def test_the_error_names_reserved_and_allocated_bytes_and_the_setting_that_helps():
     with pytest.raises(BudgetInfeasible) as raised:
         explained(memory_budget="30MiB", count="reserved")
@@ -75,6 +76,7 @@ def test_the_error_names_reserved_and_allocated_bytes_and_the_setting_that_helps
     assert BudgetInfeasible(**{**error.figures(), "occupants": error.occupants}).allocated_bytes == error.allocated_bytes
 
 
+@pytest.mark.slow
 def test_the_settings_of_the_allocator_count(free, monkeypatch):
     monkeypatch.setattr(counting, "settings_of_process", lambda: AllocatorSettings(expandable_segments=True))
     report = explained()
@@ -99,6 +101,7 @@ def test_the_settings_are_those_of_the_environment(monkeypatch):
     assert allocator.settings_of_process() == AllocatorSettings(expandable_segments=True)
 
 
+@pytest.mark.slow
 def test_the_best_effort_names_the_reserved_bytes():
     report = explained(memory_budget="30MiB", count="reserved", on_infeasible="best_effort")
     assert not report.within_budget

@@ -29,6 +29,7 @@ def test_ranks_return_results() -> None:
     assert values(run_ranks(summed, 2, args=(3,))) == [3.0, 3.0]
 
 
+@pytest.mark.slow
 def test_the_error_of_one_rank_is_its_own() -> None:
     fine, failed = run_ranks(failing_on_one, 2, group=False)
     assert fine.value == 0

@@ -210,6 +210,7 @@ def test_the_shares_of_a_survey_work_through_configure_and_do_not_mix(monkeypatc
     assert autoremat.reports()[-1].budget_bytes == wide.shares[2].peak_bytes
 
 
+@pytest.mark.slow
 def test_an_impossible_budget_says_what_is_possible():
     model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
     with pytest.raises(BudgetInfeasible) as caught:
@@ -220,6 +221,7 @@ def test_an_impossible_budget_says_what_is_possible():
     assert any("graph" in occupant.name for occupant in error.occupants)
 
 
+@pytest.mark.slow
 def test_a_graph_that_was_not_surveyed_is_compiled_with_a_warning():
     model = Broken(1, dropout=0.0)
     profile = autoremat.profile_step(model, torch.randn(ROWS, WIDTH), memory_budget=1.0, options=EAGER)
