@@ -278,16 +278,23 @@ def least_memory(fronts: Sequence[Front], calls: Sequence[int], moments: Sequenc
     return outcome(fronts, calls, moments, choice)
 
 
-def allocate(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment], budget: int | None) -> Allocation | None:
+def allocate(
+    fronts: Sequence[Front],
+    calls: Sequence[int],
+    moments: Sequence[Moment],
+    budget: int | None,
+    smallest: Allocation | None = None,
+) -> Allocation | None:
     """Returns the assignment of least seconds whose peak is at most ``budget`` bytes (None: no bound).
 
-    ``fronts[g]`` are the plans of graph ``g``, which is called ``calls[g]`` times. Returns None if no choice fits.
+    ``fronts[g]`` are the plans of graph ``g``, which is called ``calls[g]`` times. ``smallest`` is the assignment of
+    :func:`least_memory`, if it is known. Returns None if no choice fits.
     """
     fastest = tuple(min(range(len(front)), key=lambda k: front[k]) for front in fronts)
     freely = outcome(fronts, calls, moments, fastest)
     if budget is None or freely.peak_bytes <= budget:
         return freely
-    smallest = least_memory(fronts, calls, moments)
+    smallest = smallest or least_memory(fronts, calls, moments)
     if smallest.peak_bytes > budget:
         return None
     model = Model(fronts, moments)

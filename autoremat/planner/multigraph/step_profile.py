@@ -12,7 +12,7 @@ from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.multigraph import ledger
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.ledger import Moment, PlanPoint, Share
+from autoremat.planner.multigraph.ledger import Allocation, Moment, PlanPoint, Share
 from autoremat.planner.multigraph.variants import Entries
 
 
@@ -62,6 +62,16 @@ class Step:
         """Peak of the step without recomputation."""
         return ledger.step_peak(self.moments, [graph.baseline for graph in self.graphs])
 
+    @cached_property
+    def _entries(self) -> Entries:
+        fronts, calls = [graph.front for graph in self.graphs], [graph.calls for graph in self.graphs]
+        return Entries(fronts, calls, self.moments, self.numbers, self.variants)
+
+    @cached_property
+    def _smallest(self) -> Allocation:
+        """The choice of plans with the smallest peak, which no budget changes."""
+        return self._entries.least_memory()
+
     def points(self, choice: Sequence[int]) -> list[PlanPoint]:
         """Returns the plans with these indices."""
         return [graph.front[number] for graph, number in zip(self.graphs, choice, strict=True)]
@@ -71,13 +81,10 @@ class Step:
 
         Raises ``BudgetInfeasible`` if no choice of plans fits.
         """
-        fronts, calls = [graph.front for graph in self.graphs], [graph.calls for graph in self.graphs]
-        entries = Entries(fronts, calls, self.moments, self.numbers, self.variants)
-        smallest = entries.least_memory()
-        chosen = None
+        smallest, chosen = self._smallest, None
         if budget is not None:
-            chosen = entries.allocate(int(budget * (1 - self.headroom)))
-        chosen = chosen or entries.allocate(budget)
+            chosen = self._entries.allocate(int(budget * (1 - self.headroom)))
+        chosen = chosen or self._entries.allocate(budget)
         if chosen is None:
             assert budget is not None
             raise self._infeasible(self.points(smallest.choice), budget)

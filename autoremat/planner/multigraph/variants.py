@@ -60,7 +60,7 @@ class Entries:
 
     def least_memory(self) -> Allocation:
         """Returns the assignment with the smallest peak that was found."""
-        single = self._expanded(ledger.least_memory(*self._by_graph))
+        single = self._expanded(self._least_by_graph)
         assert single is not None
         return self._mixed(single, None) if self.mixes else single
 
@@ -70,19 +70,31 @@ class Entries:
         A further plan per graph must save a share of the added seconds, because it costs a compilation. Returns None if no
         choice fits.
         """
-        single = self._expanded(ledger.allocate(*self._by_graph, budget))
+        single = self._expanded(ledger.allocate(*self._by_graph, budget, self._least_by_graph))
         if budget is None or not self.mixes or (single is not None and self._added(single) <= 0.0):
             return single
         start = single or self.least_memory()
-        if start.peak_bytes > budget:
-            return None
+        return None if start.peak_bytes > budget else self._with_variants(single, start, budget)
+
+    def _with_variants(self, single: Allocation | None, start: Allocation, budget: int) -> Allocation | None:
+        """Returns the assignment of the fewest plans per graph that are worth their compilations.
+
+        ``single`` is the best assignment of one plan per graph, ``start`` one that fits.
+        """
+        if self.variants == 1:
+            return single
         found = self._mixed(start, budget)
         tolerated = self._added(found) * (1 + SETTINGS.ledger.worth_of_a_plan) + ROUNDING
         for variants in range(1, self.variants):
-            fewer = replace(self, variants=variants).allocate(budget)
+            fewer = replace(self, variants=variants)._with_variants(single, start, budget)
             if fewer is not None and self._added(fewer) <= tolerated:
                 return fewer
         return found
+
+    @cached_property
+    def _least_by_graph(self) -> Allocation:
+        """The assignment of one plan per graph with the smallest peak."""
+        return ledger.least_memory(*self._by_graph)
 
     @cached_property
     def _by_graph(self) -> tuple[list[Front], list[int], list[Moment]]:
