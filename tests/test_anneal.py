@@ -136,6 +136,7 @@ def nothing_found(graph: Graph, budget: int) -> PlanningResult:
     return outcome([without_recomputation(graph)], budget, OnePhaseBounds(graph), 1, interrupted=False)
 
 
+@pytest.mark.slow
 def test_annealing_is_repeatable_and_another_seed_goes_another_way():
     graph = over_budget()
     budget = int(0.7 * without_recomputation(graph).peak_bytes)

@@ -99,6 +99,7 @@ def budget_used(**options: object) -> int | None:
     return autoremat.reports()[-1].budget_bytes
 
 
+@pytest.mark.slow
 def test_options_win_over_configure_and_configure_over_the_environment(monkeypatch):
     autoremat.configure(compiler="aot_eager")
     assert budget_used() is None

@@ -83,6 +83,7 @@ MADE_UP = Report(
 # -- small models ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_best_of_given_sizes_has_the_most_samples_per_second():
     found = autoremat.best_batch(rows, loss, "400KiB", candidates=(256, 32, 64, 1024, 64), options=EAGER)
     assert [one.size for one in found.tried] == [32, 64, 256, 1024]

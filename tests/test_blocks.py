@@ -156,6 +156,7 @@ class TwoKinds(nn.Module):
         return (x + y).square().mean()
 
 
+@pytest.mark.slow
 def test_blocks_of_two_kinds_share_one_budget():
     torch.compiler.reset()
     model, inputs = TwoKinds(), torch.randn(ROWS, WIDTH)

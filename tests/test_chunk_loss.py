@@ -129,6 +129,7 @@ def test_the_numbers_are_the_same(name):
     assert_close(found, wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bias", "tied"), [(True, False), (False, True), (True, True)])
 def test_with_a_bias_and_with_a_tied_weight(bias, tied):
     model, tokens = Model(shifted_as_transformers_does, bias, tied), tokens_of()
@@ -216,6 +217,7 @@ def least() -> int:
     return smallest(*large(), chunk_loss=False)
 
 
+@pytest.mark.slow
 def test_the_measured_peak_is_lower(least):
     model, tokens = large()
     whole, _ = peak_of(model, tokens, memory_budget=least, chunk_loss=False)

@@ -223,6 +223,7 @@ def test_wrong_devices_are_one_line(training, arguments, code, text):
     assert text in done.stderr
 
 
+@pytest.mark.slow
 def test_pareto_lists_plans_and_bounds(training):
     arguments = ("pareto", f"{training}:loss", "--points", 3, "--no-torch", "-o", "compiler=aot_eager")
     done = run(*arguments, "--picture", "pareto.png")

@@ -153,6 +153,7 @@ def test_the_largest_batch_fits_and_the_next_does_not():
     assert f"largest size that fits 1.00 MiB: {fit.size}" in str(fit)
 
 
+@pytest.mark.slow
 def test_sizes_are_multiples_up_to_a_limit():
     for give in (lambda rows: (torch.randn(rows, 64),), lambda rows: {"x": torch.randn(rows, 64)}):
         fit = autoremat.max_batch(give, Mlp(), "1GiB", step=64, limit=200, options=EAGER)

@@ -118,6 +118,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 # -- DistributedDataParallel --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_share_of_a_tiny_first_bucket_is_a_share_of_all(one_rank):
     before = len(autoremat.reports())
     planned_ddp(False, 0.75)(batch()).backward()

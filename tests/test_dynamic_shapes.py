@@ -84,6 +84,7 @@ def test_without_a_budget_or_with_a_share_nothing_is_compiled_twice():
         assert len(reports) == 1
 
 
+@pytest.mark.slow
 def test_the_limit_is_the_size_at_hand_where_no_more_fits(possible):
     """1024 rows do not fit, 640 do; larger ones are an error, not an excess."""
     budget = possible.minimum_peak_bytes * 7 // 10

@@ -95,6 +95,7 @@ def test_one_region_saves_what_the_plan_saves(share):
         assert held < (1 - TOLERANCE) * plain
 
 
+@pytest.mark.slow
 def test_layers_as_regions_have_a_lower_peak_and_the_same_gradients():
     model, tokens, plan = planned(SHARES[0])
     _, plain, gradients = step(model, lambda: model(tokens))

@@ -100,6 +100,7 @@ def test_every_kind_of_step_is_exact(start, choice):
     assert least.recomputed_ops > 0
 
 
+@pytest.mark.slow
 @settings(max_examples=16, phases=WHILE_COMPILING)
 @given(programs())
 def test_random_modules_are_exact_at_every_budget(program):

@@ -141,6 +141,7 @@ def call(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[s
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a CUDA device")
 def test_where_there_is_no_card_nothing_is_written(call, tmp_path):
     done = call()

@@ -154,6 +154,7 @@ def test_megatrons_names_on_a_mixture_of_experts_with_latent_attention():
     assert {module.partition(".")[2] for module, _ in recomputed("mla_up_proj") - up} == {"self_attn"}  # rotary embedding
 
 
+@pytest.mark.slow
 def test_the_report_breaks_memory_down_by_module_op_and_line():
     model, (tokens,) = build("gpt2", layers=2)
     report = autoremat.explain(model, tokens, options={"compiler": "aot_eager", "save": ["*"]})

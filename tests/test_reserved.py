@@ -42,6 +42,7 @@ def free() -> autoremat.Report:
     return explained()
 
 
+@pytest.mark.slow
 def test_a_budget_bounds_the_reserved_bytes_of_the_plan(free):
     assert free.reserved is not None
     assert free.reserved.bytes == free.reserved.default_bytes > free.peak_bytes
