@@ -48,7 +48,7 @@ class Stopwatch:
     """A timer that returns the least of a few samples during which no thread of this process waited for a processor.
 
     Each sample has enough runs to hide the clock's resolution and the device's latency. Beside other programs, a sample takes
-    up to a hundred times as long, because threads wait for a thread that is not running. Short samples often fit between two
+    many times as long, because threads wait for a thread that is not running. Short samples often fit between two
     such delays, so the stopwatch waits for undisturbed ones. Without any, it subtracts the delays and takes the median.
     """
 
