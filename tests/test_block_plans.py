@@ -12,6 +12,7 @@ from autoremat.basics.errors import BudgetInfeasible
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint, pareto, step_peak
 from autoremat.planner.multigraph.step_profile import Step, StepGraph, in_ranges
 from autoremat.planner.multigraph.variants import Entries
+from autoremat.planner.settings import SETTINGS
 
 POINTS = st.builds(PlanPoint, st.integers(0, 5).map(float), *[st.integers(0, 60)] * 3)
 
@@ -84,8 +85,8 @@ def chain(blocks: int, gradient: int = 5) -> list[Moment]:
 RICH, LEAN = PlanPoint(0.0, 100, 100, 140), PlanPoint(1.0, 10, 90, 150)
 
 
-def step_of_blocks(blocks: int, variants: int) -> Step:
-    graphs = tuple(StepGraph("key", "model.py:3", 1, (RICH, LEAN), RICH, block) for block in range(blocks))
+def step_of_blocks(blocks: int, variants: int, step_seconds: float = 0.0) -> Step:
+    graphs = tuple(StepGraph("key", "model.py:3", 1, (RICH, LEAN), RICH, step_seconds, block) for block in range(blocks))
     return Step(graphs, tuple(chain(blocks)), (), "cpu", variants=variants)
 
 
@@ -104,6 +105,12 @@ def test_the_first_blocks_are_lean_and_the_last_ones_rich():
     assert two.shares_of_block(None) == two.shares_of_block(8) == {}
     lines = [line.split()[:3] for line in str(two).splitlines() if "model.py:3" in line]
     assert lines == [["0", "0-2", "3"], ["0", "3-7", "5"]]
+
+
+def test_a_further_plan_must_save_a_thousandth_of_the_step():
+    longest = 5.0 / 8 / SETTINGS.ledger.worth_in_the_step  # two plans save five seconds of all eight calls
+    two, one = (step_of_blocks(8, 2, seconds).shared_out(600) for seconds in (0.99 * longest, 1.01 * longest))
+    assert (two.added_seconds, one.added_seconds) == (3.0, 8.0)
 
 
 def test_an_impossible_budget_names_the_blocks_of_a_graph_together():

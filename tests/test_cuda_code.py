@@ -60,6 +60,7 @@ def test_code_for_cuda_graphs_is_generated_without_kernels():
     module.runner.recursively_apply_fns([len])  # as Inductor does with what is to wrap the partitions
 
 
+@pytest.mark.slow
 def test_only_parameters_stay_where_they_are():
     found = []
 

@@ -20,6 +20,8 @@ from autoremat.agreement import channel, rendezvous
 from autoremat.basics.errors import find_cause
 from autoremat.compiler import joint_graph, peers
 
+pytestmark = pytest.mark.slow  # each rank is a process
+
 EAGER: dict[str, Any] = {"compiler": "aot_eager", "cost_model": "roofline"}
 SHARE = EAGER | {"memory_budget": 0.6}
 
@@ -114,7 +116,6 @@ def found() -> dict[str, tuple[Any, Any]]:
     return {name: (first[name], second[name]) for name in first}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("difference", ["costs", "time of arrival", "nothing", "budget"])
 def test_ranks_have_one_plan_although_something_differs(found, difference):
     first, second = found[difference]
@@ -180,7 +181,6 @@ def ending(rank: int, lost: int, at: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("lost", "at"), [(0, "planning"), (1, "capture")])
-@pytest.mark.slow
 def test_a_rank_that_is_killed_ends_the_compilation_on_the_others(lost, at):
     found: list[RankResult] = run_ranks(ending, 2, args=(lost, at), timeout=60)
     assert "ended with code 7" in found[lost].error
@@ -194,7 +194,6 @@ def arriving(rank: int, seconds: float) -> dict[str, Any]:
     return step(SHARE)
 
 
-@pytest.mark.slow
 def test_ranks_that_arrive_thirty_seconds_apart_have_one_plan():
     first, second = values(run_ranks(arriving, 2, args=(30.0,)))
     assert first["schedule"] == second["schedule"]
@@ -215,7 +214,6 @@ def many_times(rank: int, repetitions: int) -> list[Any]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_fifty_random_compilations_never_hang(ranks):
     found = values(run_ranks(many_times, ranks, args=(50,), timeout=300))
@@ -236,7 +234,6 @@ def cached(rank: int, folders: tuple[str, ...]) -> dict[str, Any]:
     return result | {"planned": len(planned)}
 
 
-@pytest.mark.slow
 def test_caches_of_single_ranks_have_no_influence(tmp_path):
     folders = [str(tmp_path / name) for name in "abc"]
     cold = values(run_ranks(cached, 2, args=(folders[:2],)))

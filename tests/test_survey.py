@@ -118,7 +118,8 @@ def check_steps(model: nn.Module, build, inputs: torch.Tensor, *surveys: autorem
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("breaks", [1, *(pytest.param(breaks, marks=pytest.mark.slow) for breaks in (2, 5))])
+@pytest.mark.slow
+@pytest.mark.parametrize("breaks", [1, 2, 5])
 def test_the_step_fits_its_budget_over_graph_breaks(breaks):
     model, inputs = Broken(breaks), torch.randn(ROWS, WIDTH)
     model.norm.track_running_stats = False

@@ -375,7 +375,9 @@ class _BucketBorders:
         *front, baseline = (with_code(point, self.priced, self.planned.context) for point in points)
         place = frame.parts[number].graph
         assert place is not None
-        return _Graph(StepGraph(f"bucket {number}", source, 1, tuple(front), baseline), known, place)
+        return _Graph(
+            StepGraph(f"bucket {number}", source, 1, tuple(front), baseline, self.priced.graph.step_seconds), known, place
+        )
 
     def _value(self, node: fx.Node) -> int | None:
         """Returns the number of the value that ``node`` holds; None unless it is a single one."""

@@ -253,6 +253,8 @@ class LedgerSettings:
     """Number of plans of one graph that are considered together, if its calls may have different plans."""
     worth_of_a_plan: float = 0.02
     """Share of the added seconds that one more plan per graph must save."""
+    worth_in_the_step: float = 0.001
+    """Share of the step's seconds that one more plan per graph must save."""
     effort_of_variants: float = 1.0
     """The limit on deterministic time for such a choice."""
     gap: float = 0.01

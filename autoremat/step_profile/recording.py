@@ -64,7 +64,7 @@ class RecordedGraph:
         source = next((op.source for op in self.plan.graph.ops if op.source), "")
         points = (*front_of(planner, self.planned.priced.kept_inputs), self.point(planner.baseline))
         *front, baseline = (with_code(point, self.planned.priced, self.planned.context) for point in points)
-        return StepGraph(self.key, source, 1, tuple(front), baseline)
+        return StepGraph(self.key, source, 1, tuple(front), baseline, self.plan.graph.step_seconds)
 
 
 class Caller(NamedTuple):

@@ -30,6 +30,8 @@ class StepGraph:
     """Plans of the graph, fastest first."""
     baseline: PlanPoint
     """Plan of the graph without recomputation."""
+    step_seconds: float = 0.0
+    """Seconds of one call's forward and backward without recomputation, by the cost model."""
     block: int | None = None
     """Number of the block that makes these calls, if the step's calls can be told apart (``compile_blocks``)."""
 
@@ -63,9 +65,14 @@ class Step:
         return ledger.step_peak(self.moments, [graph.baseline for graph in self.graphs])
 
     @cached_property
+    def graph_seconds(self) -> float:
+        """Seconds of the graphs in one step without recomputation, by the cost model."""
+        return sum(graph.calls * graph.step_seconds for graph in self.graphs)
+
+    @cached_property
     def _entries(self) -> Entries:
         fronts, calls = [graph.front for graph in self.graphs], [graph.calls for graph in self.graphs]
-        return Entries(fronts, calls, self.moments, self.numbers, self.variants)
+        return Entries(fronts, calls, self.moments, self.numbers, self.variants, self.graph_seconds)
 
     @cached_property
     def _smallest(self) -> Allocation:

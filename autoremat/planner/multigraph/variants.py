@@ -44,6 +44,8 @@ class Entries:
     """For each entry, the number of its graph. The numbers begin at 0, in the sequence of the first entries."""
     variants: int = 1
     """Maximum number of different plans of one graph."""
+    step_seconds: float = 0.0
+    """Seconds of all calls without recomputation."""
 
     @cached_property
     def members(self) -> list[list[int]]:
@@ -67,8 +69,8 @@ class Entries:
     def allocate(self, budget: int | None) -> Allocation | None:
         """Returns the assignment of least seconds that was found for a peak of at most ``budget`` bytes (None: no bound).
 
-        A further plan per graph must save a share of the added seconds, because it costs a compilation. Returns None if no
-        choice fits.
+        A further plan per graph must save a share of the added seconds and of the step, because it costs a compilation. Returns
+        None if no choice fits.
         """
         single = self._expanded(ledger.allocate(*self._by_graph, budget, self._least_by_graph))
         if budget is None or not self.mixes or (single is not None and self._added(single) <= 0.0):
@@ -83,8 +85,9 @@ class Entries:
         """
         if self.variants == 1:
             return single
-        found = self._mixed(start, budget)
-        tolerated = self._added(found) * (1 + SETTINGS.ledger.worth_of_a_plan) + ROUNDING
+        found, worth = self._mixed(start, budget), SETTINGS.ledger
+        added = self._added(found)
+        tolerated = added + max(added * worth.worth_of_a_plan, self.step_seconds * worth.worth_in_the_step) + ROUNDING
         for variants in range(1, self.variants):
             fewer = replace(self, variants=variants)._with_variants(single, start, budget)
             if fewer is not None and self._added(fewer) <= tolerated:
