@@ -47,6 +47,8 @@ from autoremat.planner.search import candidates
 SHARES = (0.05, 0.25, 0.45, 0.65, 0.85)
 """Budgets, as shares of the way from the least budget that leaves code headroom to the blocks' peak without recomputation."""
 FINEST = {"saved_levels": 24, "peak_levels": 9}
+METHODS = {"one by one": 3, "one plan": 1, "whole": 0}
+"""Maximum number of plans of a graph, for the compile times; 0 compiles the whole model as one graph."""
 
 
 class Head(nn.Module):
@@ -189,7 +191,7 @@ def budget_at(profile: StepProfile, share: float) -> int:
     return int(least + share * (profile.baseline_peak_bytes - least))
 
 
-def compile_seconds(name: str, count: int, method: str) -> tuple[float, float]:
+def compile_seconds(name: str, count: int, variants: int) -> tuple[float, float]:
     """Returns the seconds of compilation and first step: by the clock, and of this process without C++ compilers.
 
     Inductor has started before, as it does once in every process.
@@ -197,8 +199,8 @@ def compile_seconds(name: str, count: int, method: str) -> tuple[float, float]:
     torch.compile(lambda x: torch.relu(x @ x).sum())(torch.randn(8, 8, requires_grad=True)).backward()
     model, inputs = build(name, count)
     begin, own = time.perf_counter(), time.process_time()
-    if method == "blocks":
-        autoremat.compile_blocks(blocks_of(model), 0.5, step=lambda: model(*inputs))
+    if variants:
+        autoremat.compile_blocks(blocks_of(model), 0.5, step=lambda: model(*inputs), variants=variants)
         model(*inputs).backward()
     else:
         torch.compile(model, backend="autoremat", options={"memory_budget": 0.5})(*inputs).backward()
@@ -208,12 +210,11 @@ def compile_seconds(name: str, count: int, method: str) -> tuple[float, float]:
 def times(name: str, count: int) -> dict[str, Any]:
     """Returns the compile times of all methods, each in a process of its own with empty caches."""
     found: dict[str, Any] = {"model": name, "blocks": count}
-    for method in ("blocks", "whole"):
+    for label, variants in METHODS.items():
         with tempfile.TemporaryDirectory() as cache:
             environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-            command = [sys.executable, __file__, "--only-time", method, "--models", name, "--layers", str(count)]
+            command = [sys.executable, __file__, "--only-time", str(variants), "--models", name, "--layers", str(count)]
             done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-        label = "one by one" if method == "blocks" else method
         found[label], found[f"{label}, own"] = map(float, done.stdout.splitlines()[-1].split())
         print(found, flush=True)
     return found
@@ -244,12 +245,13 @@ def text_of(results: dict[str, list[dict[str, Any]]]) -> str:
             lines.append(f"{row['model']:<10} {row['blocks']:>6}" + "".join(f" {text:>24}" for text in texts))
     if results["times"]:
         title = "Compile time and first step, in seconds; in brackets of the process alone, without C++ compilers"
-        lines += ["", title, f"{'model':<10} {'blocks':>6} {'one by one':>16} {'whole graph':>16} {'ratio':>12}"]
+        columns = ("up to 3 plans", "one plan each", "whole graph", "ratio to 3", "ratio to one")
+        lines += ["", title, f"{'model':<10} {'blocks':>6}" + "".join(f" {column:>14}" for column in columns)]
         for row in results["times"]:
-            ones, wholes = [(row[label], row[f"{label}, own"]) for label in ("one by one", "whole")]
-            ratios = [whole / one for one, whole in zip(ones, wholes, strict=True)]
-            cells = [f"{clock:.1f} ({own:.1f})" for clock, own in (ones, wholes, ratios)]
-            lines.append(f"{row['model']:<10} {row['blocks']:>6} {cells[0]:>16} {cells[1]:>16} {cells[2]:>12}")
+            found = [(row[label], row[f"{label}, own"]) for label in METHODS]
+            ratios = [tuple(whole / one for one, whole in zip(ones, found[-1], strict=True)) for ones in found[:-1]]
+            cells = [f"{clock:.1f} ({own:.1f})" for clock, own in (*found, *ratios)]
+            lines.append(f"{row['model']:<10} {row['blocks']:>6}" + "".join(f" {cell:>14}" for cell in cells))
     return "\n".join(lines) + "\n"
 
 
@@ -269,11 +271,11 @@ def main() -> None:
     parser.add_argument("--layers", nargs="+", type=int, default=list(LAYERS))
     parser.add_argument("--shares", nargs="+", type=float, default=list(SHARES))
     parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS))
-    parser.add_argument("--only-time", choices=["blocks", "whole"], help=argparse.SUPPRESS)
+    parser.add_argument("--only-time", type=int, choices=list(METHODS.values()), help=argparse.SUPPRESS)
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
-    if arguments.only_time:
+    if arguments.only_time is not None:
         print(*compile_seconds(arguments.models[0], arguments.layers[0], arguments.only_time))
         return
     file = arguments.output / "blocks.json"
