@@ -132,6 +132,25 @@ def test_torchs_partitioner_does_not_use_up_the_planners_time(monkeypatch):
     assert passed[0] == 1000.0
 
 
+def test_the_time_between_attempts_is_not_the_planners(monkeypatch):
+    now, passed = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
+
+    def look(preview):
+        plan_graph(preview.priced, preview.context)
+        passed[0] += 1000.0  # code is generated
+        first = plan_graph(preview.priced, preview.context)
+        passed[0] += 1000.0
+        assert first.gain(first.report.budget_bytes // -10) > 0.0
+        assert not first.planner.search.is_limited
+        passed[0] += 1000.0  # the graph is traced again
+        return not plan_graph(preview.priced, preview.context).planning.interrupted and len(preview.context.planners) == 1
+
+    options = Options.parse({"time_limit": 600, "memory_budget": 0.6}, None, compilers.inductor_config_names)
+    model, inputs = build("gpt2", layers=1)
+    assert previews(model, inputs, {}, options, None, look)[0] == [True]
+
+
 def test_pareto_refuses_a_budget():
     with pytest.raises(OptionsError, match="leave it out"):
         autoremat.pareto(Mlp(), torch.randn(8, 64), options={"memory_budget": 0.5})

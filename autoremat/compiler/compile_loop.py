@@ -142,8 +142,6 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
             return CompiledGraph(function, report, key, saved)
         _log_replan(verdict)
         step = verdict
-        for planner in planners:
-            planner.restart()
 
 
 def _known_report(record: Record) -> Report | None:

@@ -77,8 +77,13 @@ class PlannedGraph:
         return self.planner.choose(simulated_bytes - self.code_headroom_bytes, accepts=accepts)
 
     def gain(self, headroom_bytes: int) -> float:
-        """Returns the share of the step's seconds that the plan for another headroom saves."""
+        """Returns the share of the step's seconds that the plan for another headroom saves.
+
+        That search has a time limit of its own, because code was generated since the last one.
+        """
         budget = self.report.budget_bytes if self.report is not None else None
+        if self.planner is not None:
+            self.planner.restart()
         looser = None if budget is None else self.plan_for(budget - headroom_bytes)
         return 0.0 if looser is None else (self.plan.cost_seconds - looser.cost_seconds) / self.plan.graph.step_seconds
 
@@ -108,6 +113,8 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     start = time.perf_counter()
     soft_budget = find_soft_budget(priced, context)  # torch's partitioner has no time limit, so it is not part of the planner's
     now(f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s")
+    for earlier in context.planners:  # of an attempt before, since which the graph was traced again
+        earlier.restart()
     planner, _ = planner_of(priced, context, soft_budget)
     headroom = headroom_of(priced, context)
     count = Count.of(priced, context, headroom)

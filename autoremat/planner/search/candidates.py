@@ -73,6 +73,9 @@ class Search:
     """Candidates from outside the search, such as a policy's schedule."""
     simulated: int = 0
     interrupted: bool = False
+    """True if time ran out since the search began or restarted."""
+    lacks_candidates: bool = False
+    """True if time ran out before all candidates were simulated. A restart keeps those that were."""
 
     def __post_init__(self) -> None:
         self.explored = False
@@ -83,8 +86,14 @@ class Search:
     def restart(self, deadline: float) -> None:
         """Forgets the plans that were filled for earlier budgets. Candidates do not depend on a budget and stay."""
         self.deadline = deadline
+        self.interrupted = False
         self.explored = False
         self.filled = []
+
+    @property
+    def is_limited(self) -> bool:
+        """True if more time might find better plans."""
+        return self.interrupted or self.lacks_candidates
 
     # -- single candidates ---------------------------------------------------------------------------------------------
 
@@ -171,6 +180,7 @@ class Search:
             if not self.interrupted:
                 saved = self.mincut.solve(self.mincut.top_price, free=segmentation.saved_cuts)
                 found.append(Candidate(self.plan(saved, segmentation, "leanest"), segmentation))
+        self.lacks_candidates = self.interrupted
         return found
 
     def bases(self, budget: int, saved_budget: float) -> list[Candidate]:

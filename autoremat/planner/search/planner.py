@@ -112,7 +112,7 @@ class Planner:
         """
         best = self.choose(budget_bytes, accepts=accepts)
         search, seconds = self.search, 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
-        bytes_, interrupted = self.moments.peak_bytes(), search.interrupted
+        bytes_, interrupted = self.moments.peak_bytes(), search.is_limited
         return PlanningResult(best, self.baseline, search.smallest, bytes_, seconds, search.simulated, interrupted)
 
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:

@@ -141,5 +141,5 @@ def search(graph: Graph, budget: int | None, time_limit: float, strategies: Stra
         found = (planner.choose(budget, known), planner.search.smallest)
         plans += [joined(graph, plan) for plan in filter(None, found)]
         simulated += planner.search.simulated
-        interrupted = interrupted or planner.search.interrupted
+        interrupted = interrupted or planner.search.is_limited
     return outcome(plans, budget, bounds, simulated, interrupted)

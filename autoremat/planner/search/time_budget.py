@@ -74,7 +74,7 @@ def least_peak_result(planner: Planner, time: TimeBudget) -> PlanningResult:
     """Returns the result of :func:`least_peak`. The lower bound on the added seconds is that for the plan's own peak."""
     plan, search = least_peak(planner, time), planner.search
     judged = planner.judge(plan or search.smallest, None)
-    return replace(judged, plan=plan, smallest=search.smallest, candidates=search.simulated, interrupted=search.interrupted)
+    return replace(judged, plan=plan, smallest=search.smallest, candidates=search.simulated, interrupted=search.is_limited)
 
 
 class Descent:
