@@ -14,7 +14,7 @@ from torch.distributed.pipelining import schedules
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoremat
-from autoremat.basics.errors import OptionsError
+from autoremat.basics.errors import OptionsError, causes
 from autoremat.basics.units import format_bytes
 from autoremat.torch_private.pipelining import Stage, calls_in_flight, running_stage
 
@@ -120,8 +120,10 @@ def test_a_budget_under_a_schedule_that_splits_the_backward_is_refused(pipeline_
     alone = distributed.new_group([1])
     stages = [pipelining.PipelineStage(module, i, 2, torch.device("cpu"), group=alone) for i in range(2)]
     schedule = schedules.ScheduleInterleavedZeroBubble(stages, 2, lambda y, target: (y - target).square().mean())
-    with pytest.raises(Exception, match="ScheduleInterleavedZeroBubble computes the gradients of inputs and of weights in two"):
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - torch 2.11 wraps the error
         schedule.step(torch.ones(6, 4), target=torch.zeros(6, 4))
+    refused = "ScheduleInterleavedZeroBubble computes the gradients of inputs and of weights in two"
+    assert any(refused in str(cause) for cause in causes(raised.value))
 
 
 def compiled_in_a_pipeline(microbatches: int = 3, **options: object) -> autoremat.Report:
