@@ -22,7 +22,7 @@ from autoremat.torch_private.symbolic_sizes import most, size_hint
 from autoremat.workspaces import cuda
 from autoremat.workspaces.measurement import Layout, measured
 
-aten = torch.ops.aten
+aten, prims = torch.ops.aten, torch.ops.prims
 
 KEY_BLOCK = 512
 """Keys per block of the CPU's flash attention."""
@@ -31,6 +31,9 @@ CHANNEL_BLOCK = 16
 """Channels per block when oneDNN reorders a tensor: it pads them to its vector width."""
 
 SMALL = 64 * 1024
+
+GENERATED = frozenset({prims._low_memory_max_pool_with_offsets})
+"""Ops of Inductor that it always generates code for, without workspace. Torch's own function for them makes large copies."""
 
 SCALARS = 256
 """Bytes for numbers among the arguments, which ATen wraps into tensors during the call, and for small counters."""
@@ -273,7 +276,7 @@ def workspace_bytes(
     default that of the result's device. ``layout`` gives the layout of images among the arguments.
     """
     tensors = _tensors(result)
-    if not tensors:
+    if not tensors or op_traits.packet(node) in GENERATED:
         return 0
     runs_on = device_type or tensors[0].device.type
     formula = (CPU if runs_on == "cpu" else cuda.FORMULAS).get(op_traits.packet(node))
@@ -290,7 +293,7 @@ def workspace_bytes(
 def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int:
     """Returns the bytes of the results' memory above their sizes; 0 if they are unknown."""
     tensors, name = _tensors(result), op_traits.packet(node)
-    if not tensors or tensors[0].device.type != runs_on or name in CPU:
+    if not tensors or tensors[0].device.type != runs_on or name in CPU or name in GENERATED:
         return 0
     if op_traits.facts(node).copies_storage:
         kept, told = (size_hint(t.untyped_storage().nbytes()) for t in (args[0], tensors[0]))
