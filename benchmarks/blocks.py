@@ -4,13 +4,14 @@
     python benchmarks/blocks.py --models llama --layers 8        # measures some rows again; the others stay
     python benchmarks/blocks.py --parts rows                     # without the compile times and the finest plans
 
-Inductor compiles on a CPU. Budgets lie between the minimum peak of the blocks and that without recomputation. "Added" is
-the time of recomputation and of saved tensors above that of the fastest plan. It is a share of the step, by the cost model. The
+Inductor compiles on a CPU. Budgets lie between the minimum peak of the blocks and that without recomputation. "Added" is the
+time of recomputation and of saved tensors above that of the fastest plan. It is a share of the step, by the cost model. The
 plan of the whole graph has at most the predicted peak of the blocks. "Finest" is the tightest budget with three times the
-levels in each Pareto front and a plan for each block, without generated code. Each compile time is that of a process with
-empty caches, half of the baseline's peak as budget, and one step. The device is calibrated before, and Inductor has started: it
-has compiled one product, which takes seconds of imports and of checks of the processor. The time of the blocks includes the
-profile of the step. Written to `benchmarks/results/blocks.txt` and `.json`.
+levels in each Pareto front and a plan for each block, without generated code. "Borders saved" is the plan of the whole graph
+at the peak of the blocks, if it must save what one block hands to the next, as blocks do. Each compile time is that of a
+process with empty caches, half of the baseline's peak as budget, and one step. The device is calibrated before, and Inductor
+has started: it has compiled one product, which takes seconds of imports and of checks of the processor. The time of the
+blocks includes the profile of the step. Written to `benchmarks/results/blocks.txt` and `.json`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,11 +43,15 @@ from autoremat.basics.units import format_bytes
 from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.planning import PlannedGraph
+from autoremat.planner.graph.graph import Constraint, Graph, Op
 from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, StepProfile
 from autoremat.planner.search import candidates
+from autoremat.planner.search.planner import Planner
 
 SHARES = (0.05, 0.25, 0.45, 0.65, 0.85)
 """Budgets, as shares of the way from the least budget that leaves code headroom to the blocks' peak without recomputation."""
+BLOCK = re.compile(r"\b(?:joint|single|layers|h)\.\d+")
+"""Matches the module paths of the models' blocks."""
 FINEST = {"saved_levels": 24, "peak_levels": 9}
 METHODS = {"one by one": 3, "one plan": 1, "whole": 0}
 """Maximum number of plans of a graph, for the compile times; 0 compiles the whole model as one graph."""
@@ -158,14 +164,17 @@ def rows(name: str, count: int, shares: Sequence[float] = SHARES) -> list[dict[s
 
 
 def finest(name: str, count: int) -> dict[str, Any]:
-    """Returns the added time with more plans per graph and finer Pareto fronts. Nothing is compiled."""
+    """Returns the added time with more plans per graph and finer Pareto fronts, and that with borders saved.
+
+    Nothing is compiled.
+    """
     graph = whole(name, count)
     planner, step_seconds = graph.planner, graph.plan.graph.step_seconds
     assert planner is not None
     fastest = planner.fastest()
     assert fastest is not None
     found: dict[str, Any] = {"model": name, "blocks": count}
-    budget = None
+    budget, with_borders = None, Planner(with_borders_saved(planner.graph), PATIENT["time_limit"])
     for label, levels, variants in (("blocks", {}, 3), ("finest", FINEST, count)):
         model, inputs = build(name, count)
         with unittest.mock.patch.object(candidates, "settings", replace(candidates.settings, **levels)):
@@ -181,8 +190,26 @@ def finest(name: str, count: int) -> dict[str, Any]:
             f"added, {label}": profile.added_seconds / step_seconds,
             f"whole graph, {label}": same_peak and (same_peak.cost_seconds - fastest.cost_seconds) / step_seconds,
         }
+        if label == "blocks":
+            saved = with_borders.choose(profile.peak_bytes)
+            found["borders saved"] = saved and (saved.cost_seconds - fastest.cost_seconds) / step_seconds
     print(found, flush=True)
     return found
+
+
+def with_borders_saved(graph: Graph) -> Graph:
+    """Returns the graph with a constraint to save each value of a block that the forward of another module reads."""
+    ops = list(graph.ops)
+
+    def block(op: Op) -> str | None:
+        found = BLOCK.search(op.module)
+        return None if found is None else found[0]
+
+    for number, op in enumerate(ops[: graph.num_forward]):
+        readers = [ops[reader] for value in op.outputs for reader in graph.readers[value] if reader < graph.num_forward]
+        if block(op) and op.rematerializable and any(block(reader) != block(op) for reader in readers):
+            ops[number] = replace(op, constraint=Constraint.SAVE)
+    return replace(graph, ops=tuple(ops))
 
 
 def budget_at(profile: StepProfile, share: float) -> int:
@@ -239,10 +266,12 @@ def text_of(results: dict[str, list[dict[str, Any]]]) -> str:
         )
     if results["finest"]:
         lines += ["", f"{'model':<10} {'blocks':>6}" + "".join(f" {c:>24}" for c in ("up to 3 plans", "finest"))]
+        lines[-1] += f" {'borders saved':>14}"
         for row in results["finest"]:
             cells = [(row[f"added, {label}"], row[f"whole graph, {label}"]) for label in ("blocks", "finest")]
             texts = [f"{added:.2%} (whole {'-' if w is None else f'{w:.2%}'})" for added, w in cells]
-            lines.append(f"{row['model']:<10} {row['blocks']:>6}" + "".join(f" {text:>24}" for text in texts))
+            saved = "-" if row.get("borders saved") is None else f"{row['borders saved']:.2%}"
+            lines.append(f"{row['model']:<10} {row['blocks']:>6}" + "".join(f" {text:>24}" for text in texts) + f" {saved:>14}")
     if results["times"]:
         title = "Compile time and first step, in seconds; in brackets of the process alone, without C++ compilers"
         columns = ("up to 3 plans", "one plan each", "whole graph", "ratio to 3", "ratio to one")
