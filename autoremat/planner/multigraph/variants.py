@@ -44,7 +44,7 @@ class Entries:
     """For each entry, the number of its graph. The numbers begin at 0, in the sequence of the first entries."""
     variants: int = 1
     """Maximum number of different plans of one graph."""
-    step_seconds: float = 0.0
+    graph_seconds: float = 0.0
     """Seconds of all calls without recomputation."""
 
     @cached_property
@@ -87,7 +87,7 @@ class Entries:
             return single
         found, worth = self._mixed(start, budget), SETTINGS.ledger
         added = self._added(found)
-        tolerated = added + max(added * worth.worth_of_a_plan, self.step_seconds * worth.worth_in_the_step) + ROUNDING
+        tolerated = added + max(added * worth.worth_of_a_plan, self.graph_seconds * worth.worth_in_the_step) + ROUNDING
         for variants in range(1, self.variants):
             fewer = replace(self, variants=variants)._with_variants(single, start, budget)
             if fewer is not None and self._added(fewer) <= tolerated:
