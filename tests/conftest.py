@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import random
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ from autoremat.options.options import COST_MODEL_VARIABLE, ENVIRONMENT_VARIABLE,
 from autoremat.report import registry
 
 SEED = 0
+
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
+"""The compiler knows the instructions of the processor. Inductor would try each kind again in every new cache folder."""
 
 QUICK_SHARE = 8
 QUICK_EXAMPLES = range(2, 11)

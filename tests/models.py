@@ -55,12 +55,12 @@ def llama(layers: int = 4, key_value_heads: int = 2) -> Built:
     return LanguageModelLoss(LlamaForCausalLM(config)), (_tokens(4, 128),)
 
 
-def bert() -> Built:
+def bert(layers: int = 4) -> Built:
     """BERT for masked language modelling, with dropout."""
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=512,
+        vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=layers, num_attention_heads=4, intermediate_size=512,
         max_position_embeddings=128,
     )  # fmt: skip
     return LanguageModelLoss(BertForMaskedLM(config)), (_tokens(4, 128),)
@@ -86,9 +86,10 @@ class Residual(nn.Module):
 class ResNet(nn.Module):
     """Three stages of residual blocks and a classifier."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
-        widths = [(16, 16, 1), (16, 16, 1), (16, 32, 2), (32, 32, 1), (32, 64, 2), (64, 64, 1)]
+        stages = ((16, 16, 1), (16, 32, 2), (32, 64, 2))
+        widths = [w for before, after, stride in stages for w in ((before, after, stride), *(blocks - 1) * [(after, after, 1)])]
         self.stem = nn.Conv2d(3, 16, 3, 1, 1)
         self.blocks = nn.Sequential(*(Residual(*w) for w in widths))
         self.head = nn.Linear(64, 10)
@@ -97,15 +98,15 @@ class ResNet(nn.Module):
         return F.cross_entropy(self.head(self.blocks(self.stem(image)).mean((2, 3))), label)
 
 
-def resnet() -> Built:
-    """A residual network with batch norm in training mode."""
-    return ResNet(), (torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,)))
+def resnet(blocks: int = 2) -> Built:
+    """A residual network with batch norm in training mode, and that many blocks in each stage."""
+    return ResNet(blocks), (torch.randn(16, 3, 32, 32), torch.randint(0, 10, (16,)))
 
 
 class UNet(nn.Module):
-    """Three levels down and up with skips across."""
+    """Levels down and up with skips across."""
 
-    def __init__(self, widths: tuple[int, ...] = (16, 32, 64)) -> None:
+    def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
         self.down = nn.ModuleList(Residual(a, b, 1) for a, b in zip((3, *widths[:-1]), widths, strict=True))
         self.up = nn.ModuleList(Residual(a + b, b, 1) for a, b in zip(widths[:0:-1], widths[-2::-1], strict=True))
@@ -121,9 +122,9 @@ class UNet(nn.Module):
         return F.mse_loss(self.head(image), target)
 
 
-def unet() -> Built:
+def unet(levels: int = 3) -> Built:
     """A U-Net: values that live from the first layers to the last."""
-    return UNet(), (torch.randn(8, 3, 32, 32), torch.randn(8, 3, 32, 32))
+    return UNet((16, 32, 64)[:levels]), (torch.randn(8, 3, 32, 32), torch.randn(8, 3, 32, 32))
 
 
 class UnrolledLSTM(nn.Module):
@@ -145,9 +146,9 @@ class UnrolledLSTM(nn.Module):
         return F.cross_entropy(self.head(torch.stack(outputs, 1)).flatten(0, 1), tokens.flatten())
 
 
-def lstm() -> Built:
-    """A recurrent cell unrolled over 12 steps, its weights shared by all."""
-    return UnrolledLSTM(), (_tokens(64, 12),)
+def lstm(steps: int = 12) -> Built:
+    """A recurrent cell unrolled over the steps, its weights shared by all."""
+    return UnrolledLSTM(), (_tokens(64, steps),)
 
 
 MODELS: dict[str, Callable[..., Built]] = {f.__name__: f for f in (gpt2, llama, bert, resnet, unet, lstm)}

@@ -31,11 +31,15 @@ def some_rates(speed: float = SPEED) -> Rates:
     return Rates("cpu", 1e-6, {curve_name(rate): Curve(((1.0, 1 / speed),)) for rate in Rate})
 
 
+MEASURED: dict[str, Rates] = {}
+"""Rates that the first slow test measures and the others share."""
+
+
 @pytest.fixture(autouse=True)
 def known_rates(request, monkeypatch, tmp_path):
     """Rates and times from nowhere, except for slow tests, which measure."""
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
-    known = {} if request.node.get_closest_marker("slow") else {calibration.device_key(torch.device("cpu")): some_rates()}
+    known = MEASURED if request.node.get_closest_marker("slow") else {calibration.device_key(torch.device("cpu")): some_rates()}
     monkeypatch.setattr(calibration, "_known", known)
 
 
@@ -224,6 +228,7 @@ def test_the_report_names_the_cost_model(cost_model):
 @pytest.mark.slow
 def test_measured_costs_under_inductor(monkeypatch):
     """Measures while the graph is compiled, keeps what it measured, and changes no gradient."""
+    monkeypatch.setattr(calibration, "_known", {})
     monkeypatch.setattr(calibration, "_is_idle", lambda device: False)  # rates of a busy machine would be measured again
     expected, _ = trained("roofline", compiler="aot_eager", memory_budget=None)
     found, report = trained("calibrated")
