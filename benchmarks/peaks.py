@@ -92,6 +92,11 @@ class Row:
     def code_error(self) -> float:
         return 0.0 if self.measured_bytes is None else self.code_bytes / self.measured_bytes - 1
 
+    @property
+    def slowdown(self) -> float | None:
+        """Measured, against Inductor alone. None if the steps were not timed."""
+        return self.step_seconds / self.plain_step_seconds - 1 if self.step_seconds and self.plain_step_seconds else None
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -209,7 +214,8 @@ def summary(rows: Sequence[Row]) -> dict[str, float]:
     }
 
 
-def table_of(rows: Sequence[Row], times: bool) -> Table:
+def table_of(rows: Sequence[Row]) -> Table:
+    times = any(row.slowdown is not None for row in rows)
     table = Table(title="Peaks of forward and backward, MiB above the step's start")
     table.add_column("model", no_wrap=True)
     columns = ["budget", "planned", "its code", "error %", "final code", "measured", "error %", "used %", "attempts",
@@ -230,8 +236,8 @@ def table_of(rows: Sequence[Row], times: bool) -> Table:
             str(row.attempts),
             f"{100 * row.overhead:.1f}",
         ]
-        if times and row.step_seconds and row.plain_step_seconds:
-            cells.append(f"{100 * (row.step_seconds / row.plain_step_seconds - 1):.1f}")
+        if times:
+            cells.append("" if row.slowdown is None else f"{100 * row.slowdown:.1f}")
         table.add_row(row.model, *cells, row.why_not_more)
     return table
 
@@ -255,20 +261,22 @@ def write(name: str, shown: Sequence[Any], record: dict[str, Any], folder: Path)
 
 
 def sweep(names: Sequence[str], setting: Setting, folder: Path, resume: bool, title: str = "peaks") -> None:
-    """Writes all rows of all models to ``title``.txt and ``title``.json in ``folder``."""
-    path, rows, known = folder / f"{title}.json", [], []
-    if resume and path.exists():
-        known = [Row(**fields) for fields in json.loads(path.read_text())["rows"]]
+    """Writes all rows of the models to ``title``.txt and ``title``.json in ``folder``. Rows of other models stay there."""
+    path = folder / f"{title}.json"
+    stored = [Row(**fields) for fields in json.loads(path.read_text())["rows"]] if path.exists() else []
+    rows = [row for row in stored if row.model not in names]
+    order = list(dict.fromkeys([*(row.model for row in stored), *names]))
     folder.mkdir(parents=True, exist_ok=True)
     for name in names:
-        there = [row for row in known if row.model == name]
+        there = [row for row in stored if row.model == name and resume]
         for row in there if len(there) == len(SHARES) else rows_of(name, setting, there):
             print(row, flush=True)
             rows.append(row)
             path.write_text(json.dumps({"rows": [asdict(r) for r in rows]}))
+    rows.sort(key=lambda row: order.index(row.model))
     figures = summary(rows)
     lines = "\n".join(f"{key}: {value:.4g}" for key, value in figures.items())
-    write(title, [table_of(rows, setting.times), lines], {"summary": figures, "rows": [asdict(r) for r in rows]}, folder)
+    write(title, [table_of(rows), lines], {"summary": figures, "rows": [asdict(r) for r in rows]}, folder)
 
 
 def monotone(name: str, folder: Path) -> None:

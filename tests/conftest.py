@@ -17,8 +17,8 @@ from autoremat.report import registry
 
 SEED = 0
 
+# The compiler knows the instructions of the processor. Inductor would try them again in every new cache folder.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
-"""The compiler knows the instructions of the processor. Inductor would try each kind again in every new cache folder."""
 
 QUICK_SHARE = 8
 QUICK_EXAMPLES = range(2, 11)

@@ -17,6 +17,9 @@ from typing import Any
 
 TESTS = Path(__file__).parent
 
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
+"""Environment of a process that shares the cores with others. Inductor starts no processes that compile."""
+
 
 @dataclass(frozen=True)
 class RankResult:
@@ -76,7 +79,7 @@ def _start(folder: Path, rank: int, environment: Mapping[str, str]) -> subproces
             [sys.executable, __file__, str(folder), str(rank)],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
+            env={**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), **environment},
             cwd=TESTS.parent,
         )
 

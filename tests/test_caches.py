@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from processes import ONE_THREAD
 
 import autoremat
 
@@ -106,6 +107,7 @@ class Caches:
         request = {"budgets": budgets, "source_hash": source_hash, "options": options, "train": train}
         environment = {
             **os.environ,
+            **ONE_THREAD,
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
             "AUTOREMAT_CACHE_DIR": str(self.folder / "autoremat"),
             "PYTHONPATH": str(ROOT),

@@ -32,7 +32,7 @@ def some_rates(speed: float = SPEED) -> Rates:
 
 
 MEASURED: dict[str, Rates] = {}
-"""Rates that the first slow test measures and the others share."""
+"""Rates that the first slow test measures and the later ones share."""
 
 
 @pytest.fixture(autouse=True)
@@ -120,21 +120,6 @@ def test_rates_of_a_busy_machine_are_marked_in_the_report(monkeypatch):
         report = autoremat.explain(lambda x: model(x).sum(), torch.ones(2, 4), options={"cost_model": "calibrated"})
         assert report.calibrated_when_busy is marked
         assert ("100% calibrated on a busy machine" in str(report)) is marked
-
-
-@functools.cache  # both cost models price the same graph
-def captured_model(name: str) -> Capture:
-    module, inputs = build(name, **({"layers": 2} if name == "gpt2" else {}))
-    return captured(module, *inputs)
-
-
-@pytest.mark.parametrize("name", ["unet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama"))])
-@pytest.mark.parametrize("model", ["roofline", "calibrated"])
-def test_no_op_that_moves_bytes_is_free(name, model):
-    result, price = pricing.priced(captured_model(name), model)
-    assert all(op.seconds > 0 for op in result.graph.ops if op.bytes_moved)
-    assert price.calibrated_share + price.assumed_share == pytest.approx(1.0)
-    assert price.assumed_share == (1.0 if model == "roofline" else pytest.approx(price.assumed_share, abs=0.2))
 
 
 def test_a_kernel_of_no_class_moves_its_bytes_by_index_and_is_assumed():
@@ -228,7 +213,7 @@ def test_the_report_names_the_cost_model(cost_model):
 @pytest.mark.slow
 def test_measured_costs_under_inductor(monkeypatch):
     """Measures while the graph is compiled, keeps what it measured, and changes no gradient."""
-    monkeypatch.setattr(calibration, "_known", {})
+    MEASURED.clear()
     monkeypatch.setattr(calibration, "_is_idle", lambda device: False)  # rates of a busy machine would be measured again
     expected, _ = trained("roofline", compiler="aot_eager", memory_budget=None)
     found, report = trained("calibrated")
@@ -244,3 +229,18 @@ def test_measured_costs_under_inductor(monkeypatch):
     torch.testing.assert_close(again, expected)
     assert dataclasses.replace(warm, planning_seconds=report.planning_seconds) == report
     assert calibration._known[key] == rates
+
+
+@functools.cache  # both cost models price the same graph
+def captured_model(name: str) -> Capture:
+    module, inputs = build(name, **({"layers": 2} if name == "gpt2" else {}))
+    return captured(module, *inputs)
+
+
+@pytest.mark.parametrize("name", ["unet", *(pytest.param(name, marks=pytest.mark.slow) for name in ("gpt2", "llama"))])
+@pytest.mark.parametrize("model", ["roofline", "calibrated"])
+def test_no_op_that_moves_bytes_is_free(name, model):
+    result, price = pricing.priced(captured_model(name), model)
+    assert all(op.seconds > 0 for op in result.graph.ops if op.bytes_moved)
+    assert price.calibrated_share + price.assumed_share == pytest.approx(1.0)
+    assert price.assumed_share == (1.0 if model == "roofline" else pytest.approx(price.assumed_share, abs=0.2))

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import ONE_THREAD
 
 ROOT = Path(__file__).parent.parent
 FOLDER = ROOT / "examples" / "distributed"
@@ -18,7 +19,7 @@ INTEGRATIONS = {"accelerate_loop": "accelerate", "huggingface_trainer": "acceler
 
 def by_torchrun(*command: Path) -> str:
     """The output of a script in two processes."""
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**ONE_THREAD, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(
         [*launcher, *map(str, command)],

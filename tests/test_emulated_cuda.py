@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from emulated_cuda import library, named
+from processes import ONE_THREAD
 
 TESTS = Path(__file__).parent
 
@@ -25,7 +26,7 @@ def run(*files: str, marks: str, interpreted: bool = True) -> None:
             sys.executable, "-m", "pytest", "-q", "-p", "emulated_cuda.plugin", "-o", "python_files=check_*.py", "-m", marks,
             "-W", "ignore:TensorFloat32", *(str(TESTS / "emulated_cuda" / file) for file in files),
         ],
-        env=os.environ | {"PYTHONPATH": str(TESTS), "TRITON_INTERPRET": "1" if interpreted else "0"},
+        env=os.environ | ONE_THREAD | {"PYTHONPATH": str(TESTS), "TRITON_INTERPRET": "1" if interpreted else "0"},
         cwd=TESTS.parent,
         capture_output=True,
         text=True,

@@ -100,7 +100,7 @@ def test_the_running_stage_is_found_on_the_call_stack(pipeline_group: None) -> N
     first = pipelining.PipelineStage(module, 0, 1, torch.device("cpu"), group=distributed.new_group([1]))
     schedule = schedules.ScheduleGPipe(first, 3, lambda y, target: (y - target).square().mean())
     schedule.step(torch.ones(6, 4), target=torch.zeros(6, 4))
-    assert set(module.found) == {Stage(0, 1, (1,), 3, "ScheduleGPipe", microbatches=3, keeps_outputs=True)}
+    assert set(module.found) == {Stage(0, (1,), 3, "ScheduleGPipe", microbatches=3, keeps_outputs=True)}
     module.found.clear()
     schedule.step(torch.ones(6, 4), target=torch.zeros(6, 4), return_outputs=False)
     assert {found.keeps_outputs for found in module.found if found} == {False}
@@ -110,7 +110,7 @@ def test_a_stage_without_a_schedule_has_no_number_of_calls(pipeline_group: None)
     module = Asking()
     alone = pipelining.PipelineStage(module, 0, STAGES, torch.device("cpu"))
     alone.forward_maybe_with_nosync(torch.ones(2, 4))
-    assert module.found == [Stage(0, STAGES, (0, 1, 2, 3), None)]
+    assert module.found == [Stage(0, (0, 1, 2, 3), None)]
 
 
 def test_a_budget_under_a_schedule_that_splits_the_backward_is_refused(pipeline_group: None) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from oracles import same_bits
+from processes import ONE_THREAD
 from torch import Tensor, nn
 
 import autoremat
@@ -148,7 +149,7 @@ def test_cache_artifacts_never_bring_a_plan_without_its_report(tmp_path):
 
     def run(mode: str, ours: str, torchs: str) -> list:
         environment = {
-            **os.environ, "PYTHONPATH": str(ROOT), "AUTOREMAT_CACHE_DIR": str(tmp_path / ours),
+            **os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT), "AUTOREMAT_CACHE_DIR": str(tmp_path / ours),
             "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / torchs),
         }  # fmt: skip
         command = [sys.executable, str(script), str(tmp_path / "artifacts"), mode]

@@ -30,7 +30,6 @@ class Stage:
     """A pipeline stage, and the place of its calls in the schedule."""
 
     index: int
-    num_stages: int
     group_ranks: tuple[int, ...]
     """Global ranks of the pipeline's process group."""
     in_flight: int | None
@@ -91,7 +90,6 @@ def _stage_of(stage: Any, schedule: Any, schedules: ModuleType, returns_outputs:
     splits = schedule is not None and splits_backward(schedule)
     return Stage(
         index=int(stage.stage_index),
-        num_stages=int(stage.num_stages),
         group_ranks=tuple(distributed.get_process_group_ranks(stage.group or distributed.group.WORLD)),
         in_flight=None if schedule is None or splits else _most_open(schedule, int(stage.stage_index), schedules),
         schedule=None if schedule is None else type(schedule).__name__,

@@ -64,11 +64,6 @@ class Timeline:
         """The first execution at which the peak is reached."""
         return int(self.bytes_at.argmax()) if len(self.bytes_at) else 0
 
-    def live_at(self, position: int) -> list[int]:
-        """Returns the values that are live at execution ``position``, largest first. Values of zero bytes are skipped."""
-        values = [r.value for r in self.live_ranges if r.start <= position <= r.end and self.graph.values[r.value].bytes]
-        return sorted(values, key=lambda v: (-self.graph.values[v].bytes, v))
-
 
 def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     """Returns the simulation of ``schedule``: its live ranges and the bytes live at each execution.
