@@ -94,7 +94,7 @@ MODELS: Mapping[str, Callable[[], Built]] = {
     "llama": lambda: shortened("llama", layers=2),
     "gpt2": lambda: shortened("gpt2", layers=2),
     "vit": vit,
-    "resnet": lambda: shortened("resnet", blocks=1),
+    "resnet": lambda: shortened("resnet"),
     "experts": experts,
 }
 HAVE_DROPOUT = frozenset({"gpt2"})
