@@ -1,10 +1,11 @@
 """Peak memory and step time of the demo's model: torch's activation budget, checkpointing of each layer, and autoremat.
 
-    python benchmarks/rivals.py            # about a quarter of an hour on two idle cores
-    python benchmarks/rivals.py --layers 4 --repeats 3 --output /tmp/rivals
+    python benchmarks/rivals.py            # fifteen minutes on two idle cores
+    python benchmarks/rivals.py --layers 4 --rounds 1 --repeats 3 --output /tmp/rivals
 
 A step is forward and backward. Every method must hold the parameter gradients at the end, so peaks are also given
-above them. Step times say something only on an idle machine: a busy core slows all of them many times over.
+above them. Step times say something only on an idle machine: a busy core slows all of them many times over. The speed
+of an idle machine drifts within minutes, so every round measures all methods again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -52,8 +54,10 @@ class Row:
     method: str
     peak_bytes: int
     peak_above_gradients_bytes: int
+    seconds: tuple[float, ...]
+    """Of each timed step."""
     step_seconds: float
-    compile_seconds: float
+    """Their median."""
     loss: float
     budget_bytes: int | None = None
     predicted_bytes: int | None = None
@@ -62,22 +66,31 @@ class Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=demo_model.FULL.layers)
-    parser.add_argument("--repeats", type=int, default=9, help="timed steps for each method")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds over all methods")
+    parser.add_argument("--repeats", type=int, default=5, help="timed steps for each method in a round")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     size = demo_model.CUDA if arguments.device == "cuda" else demo_model.FULL
     bench = Bench(replace(size, layers=arguments.layers), arguments.device, arguments.repeats)
-    rows = []
-    for row in bench.rows():
-        print(f"{row.method}: peak {row.peak_bytes / 2**20:.1f} MiB, step {row.step_seconds:.3f} s", flush=True)
-        rows.append(row)
-    write(rows, bench, arguments.output)
+    rows: dict[str, Row] = {}
+    for _ in range(arguments.rounds):
+        for row in bench.rows():
+            print(f"{row.method}: peak {row.peak_bytes / 2**20:.1f} MiB, step {row.step_seconds:.3f} s", flush=True)
+            rows[row.method] = joined(rows[row.method], row) if row.method in rows else row
+    write(list(rows.values()), bench, arguments.output)
+
+
+def joined(first: Row, later: Row) -> Row:
+    """Returns the row of a method that was measured in two rounds."""
+    seconds = first.seconds + later.seconds
+    peaks = {name: max(getattr(first, name), getattr(later, name)) for name in ("peak_bytes", "peak_above_gradients_bytes")}
+    return replace(first, seconds=seconds, step_seconds=statistics.median(seconds), **peaks)
 
 
 @dataclass(frozen=True)
 class Bench:
-    """The model, the device and how often to time a step."""
+    """The model, the device, and the number of timed steps in a round."""
 
     size: demo_model.ModelSize
     device: str
@@ -93,9 +106,13 @@ class Bench:
         yield self.measure("checkpoint each layer", checkpoint=True)
         for share in SHARES:
             yield from self.budgeted(f"autoremat {share:.0%} of torch's at 1", int(plain.peak_bytes * share))
+        yield from self.budgeted("autoremat, smallest + 2 %", int(self.smallest_peak * MARGIN_OF_MINIMUM))
+
+    @cached_property
+    def smallest_peak(self) -> int:
+        """Bytes of the minimum peak found."""
         (batch,) = demo_model.token_batches(self.size, 1, self.device)
-        minimum = demo_model.smallest_peak(self.size, batch)
-        yield from self.budgeted("autoremat, smallest + 2 %", int(minimum * MARGIN_OF_MINIMUM))
+        return demo_model.smallest_peak(self.size, batch)
 
     def budgeted(self, method: str, budget: int) -> Iterator[Row]:
         """Yields one row; none, and prints a line, if there is no plan for `budget` bytes."""
@@ -134,8 +151,8 @@ class Bench:
             method=method,
             peak_bytes=tracker.bytes,
             peak_above_gradients_bytes=tracker.bytes - gradients,
+            seconds=tuple(seconds[1 + WARM_STEPS :]),
             step_seconds=statistics.median(seconds[1 + WARM_STEPS :]),
-            compile_seconds=seconds[0],
             loss=final_loss,
             budget_bytes=budget,
             predicted_bytes=None if budget is None else autoremat.reports()[-1].compiled_peak_bytes,
@@ -156,11 +173,11 @@ def write(rows: list[Row], bench: Bench, folder: Path) -> None:
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "size": asdict(bench.size) | {"dtype": str(bench.size.dtype)},
-        "timed steps": bench.repeats,
+        "timed steps": len(rows[0].seconds),
     }
     table = Table(title="Forward and backward, MiB above the step's start")
     table.add_column("method", no_wrap=True)
-    for column in ("budget", "predicted", "peak", "above gradients", "step, s", "to first, x", "compile, s"):
+    for column in ("budget", "predicted", "peak", "above gradients", "step, s", "to first, x"):
         table.add_column(column, justify="right")
     for row in rows:
         mebibytes = ["" if count is None else f"{count / 2**20:.2f}" for count in (row.budget_bytes, row.predicted_bytes)]
@@ -171,7 +188,6 @@ def write(rows: list[Row], bench: Bench, folder: Path) -> None:
             f"{row.peak_above_gradients_bytes / 2**20:.2f}",
             f"{row.step_seconds:.3f}",
             f"{row.step_seconds / rows[0].step_seconds:.2f}",
-            f"{row.compile_seconds:.1f}",
         )
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "rivals.txt").open("w") as file:
