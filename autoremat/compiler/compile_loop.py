@@ -61,7 +61,7 @@ def with_bytes(
     """Returns ``options`` with the bytes that are free on ``device`` now in place of ``"auto"``.
 
     State that live optimizers will allocate does not count as free. The cache key and the plan then use the same number.
-    ``free_bytes`` returns it for devices that are not here.
+    ``free_bytes`` returns the free bytes of a device that is not present; None reads those of a present one.
     """
     if options.memory_budget != "auto":
         return options

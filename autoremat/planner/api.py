@@ -71,7 +71,7 @@ SOLVERS: dict[str, Solver] = {
 | ``ilp`` | interval model and LNS, from nothing; not for graphs that fuse |
 | ``min_cut`` | minimum cuts without segments |
 | ``segments`` | segments and greedy fill without minimum cuts |
-| ``sqrt`` | Chen et al.'s policy: saves the values on about as many cuts as the root of the number of ops |
+| ``sqrt`` | about √n segments for n forward ops; saves the values between segments (Chen et al.) |
 | ``recompute_all`` | recomputes every op that may run again |
 | ``save_all`` | recomputes nothing |
 """

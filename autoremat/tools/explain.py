@@ -74,9 +74,9 @@ def explain(
 
     The model and its inputs may be real, fake or on the meta device, because only shapes and types count. ``options`` are those
     of the backend. ``device`` is the device to plan for: a device of torch, or a CUDA GPU by name, such as "H100-80GB", present
-    or not. None means the device of the model, or the card that a device budget names. ``memory_budget="auto"`` is the free
-    memory of a present device. For a GPU given
-    by name it is the GPU's memory minus parameters, buffers and inputs.
+    or not. None means the card that a device budget names, else the device of the model. For the meta device it means CUDA if
+    present, else the CPU. ``memory_budget="auto"`` is the free memory of a present device. For a GPU given by name it is the
+    GPU's memory minus parameters, buffers and inputs.
 
     After graph breaks the report describes the graph with the highest peak without recomputation, and ``Report.others`` the
     other graphs. All peaks are in bytes.
