@@ -2,7 +2,7 @@
 
 Let ``y_v = 1`` if value ``v`` is available to the backward, and ``x_o = 1`` if op ``o`` runs again in it.
 
-    minimise    sum of cost_o * x_o  +  sum of price_v * (y_v - x_o(v))      o(v): the op of v
+    minimise    sum of cost_o * x_o  +  sum of price_v * max(0, y_v - x_o(v))      o(v): the op of v
     subject to  y_v = 1 for every v that the backward reads;    x_o <= y_u for every input u of o
 
 An available value is saved unless its op runs again. This problem is a minimum cut in the following network:
