@@ -156,11 +156,11 @@ class Bench:
         for budget in self.setting.torch_budgets:
             self.add_torch(f"torch {budget:g}", budget)
         self.add_torch("checkpoint", 1.0, blocks=True)
-        rivals = self.peaks()
-        for share in self.setting.shares:
-            self.add_ours(f"autoremat {share:g}", int(share * peak))
-        for measured in sorted(set(rivals.values()), reverse=True):  # one budget is compiled once
-            self.add_ours(f"autoremat as {next(r for r in rivals if rivals[r] == measured)}", measured)
+        budgets = {int(share * peak): f"autoremat {share:g}" for share in self.setting.shares}
+        for rival, measured in self.peaks().items():
+            budgets.setdefault(measured, f"autoremat as {rival}")  # Dynamo compiles one budget once
+        for budget, method in budgets.items():
+            self.add_ours(method, budget)
         seconds, peaks = self.measure(), self.peaks()
         plain = self.predicted("plain")
         return [
