@@ -69,7 +69,7 @@ def first_line(error: BaseException) -> str:
     return f"{type(inner).__name__}: {text[0]}"[:200]
 
 
-def same_bits(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+def same_values(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     """Returns True if two tensors agree in type, shape and every value. NaN equals NaN."""
     if a is None or b is None:
         return a is b
@@ -125,7 +125,7 @@ def judge(name: str, step: Step, options: dict[str, Any] = SMALLEST) -> Row:
     unplanned = [str(w.message).splitlines()[0] for w in caught if issubclass(w.category, autoremat.FallbackWarning)]
     if unplanned:
         counts["note"] = f"not planned: {unplanned[0]}"
-    if unlike := different(ours, plain, same_bits):
+    if unlike := different(ours, plain, same_values):
         return row(FAILED, f"other bits than plain aot_eager: {sorted(unlike)[:4]}", **counts)
     if not reports and not unplanned:
         return row(SKIPPED, "no graph with a backward was compiled", **counts)

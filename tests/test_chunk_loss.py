@@ -345,8 +345,9 @@ def test_dynamic_sizes_are_refused():
 def test_by_default_nothing_warns():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(BackendCompilerFailed):
+        with pytest.raises(BackendCompilerFailed) as caught:
             train(Model(lambda logits, labels: flat(logits.softmax(1), labels)), tokens_of(), memory_budget=1)
+    assert isinstance(caught.value.inner_exception, BudgetInfeasible), "no warning, which would be an error here"
 
 
 def test_explain_says_so():

@@ -152,7 +152,9 @@ def test_a_failed_plan_falls_back_bucket_by_bucket(one_rank, monkeypatch):
     monkeypatch.setattr(buckets.ddp, "buckets_of", lambda split: 1 / 0)
     with pytest.raises(Exception, match="buckets of a graph"):
         planned_ddp(False, 0.9)(batch())
+    before = len(autoremat.reports())
     planned_ddp(False, "1GiB", on_planning_error="fallback")(batch()).backward()
+    assert len(autoremat.reports()) > before + 1, "one plan per bucket"
 
 
 def test_a_torch_that_does_not_show_its_buckets_is_warned_of(one_rank, monkeypatch):

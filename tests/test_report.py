@@ -270,4 +270,6 @@ def test_diff_says_what_changed():
     assert figures["predicted peak"].startswith("-")
     assert figures["recomputation"].startswith("+")
     assert "same decision" in str(loose.diff(loose))
-    assert "-" in str(loose.diff(dataclasses.replace(loose, values=())))
+    gone = loose.diff(dataclasses.replace(loose, values=()))
+    assert gone.changes
+    assert {change.after for change in gone.changes} == {None}

@@ -14,7 +14,7 @@ FLOAT = "torch.float32"
 def replay_peak(*arguments: Any, **options: Any) -> int | None:
     """The bytes that the code needs."""
     replayed = replay(*arguments, **options)
-    return None if replayed is None else replayed.total_bytes
+    return None if replayed is None else replayed.pool_bytes + replayed.other_bytes
 
 
 def peak(body: str, inputs: Mapping[str, int] = {}, sizes: Mapping[str, int] = {}, held=(), round_to: int = 1) -> int | None:

@@ -6,7 +6,6 @@ They come from torch's description of the op (:mod:`autoremat.ops.op_traits`), f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import fx
 
 from autoremat.measure.signatures import arguments
 from autoremat.ops import collectives, declarations, op_traits
+from autoremat.ops.tensors import tensor_bytes, tensors_in
 from autoremat.ops.work import FUSED_SHARE
 from autoremat.planner.graph.graph import Kind, Trait
 from autoremat.torch_private import higher_order, symbolic_sizes, tensor_identity
@@ -56,7 +56,7 @@ def traits_of(node: fx.Node) -> Trait:
     return found
 
 
-def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool = False) -> Cost:
+def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool) -> Cost:
     """Returns the cost of one call, with symbolic sizes at their hints.
 
     The call was traced on a device of ``device_type`` and will run on one of type ``runs_on``. ``fuses`` is True under
@@ -140,19 +140,12 @@ def storage_bytes(tensor: torch.Tensor, device_type: str) -> int:
         return symbolic_sizes.most(tensor.numel()) * tensor.element_size()
 
 
-def _tensors(node: fx.Node) -> Iterator[torch.Tensor]:
-    for leaf in torch.utils._pytree.tree_leaves(node.meta.get("val")):
-        if isinstance(leaf, torch.Tensor):
-            yield leaf
+def _tensors(node: fx.Node) -> list[torch.Tensor]:
+    return tensors_in(node.meta.get("val"))
 
 
 def _tensor_bytes(node: fx.Node) -> int:
     return sum(map(tensor_bytes, _tensors(node)))
-
-
-def tensor_bytes(tensor: torch.Tensor) -> int:
-    """Returns the bytes of the tensor's elements."""
-    return symbolic_sizes.most(tensor.numel()) * tensor.element_size()
 
 
 def _runs(node: fx.Node, args: tuple[Any, ...]) -> int:

@@ -24,6 +24,7 @@ from autoremat.basics.errors import CaptureError
 from autoremat.capture import call_cost, communication
 from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
+from autoremat.ops.tensors import tensor_bytes
 from autoremat.planner.cost import Device, cpu_device, cuda_device, roofline_seconds, saving_seconds_per_byte
 from autoremat.planner.graph.graph import Constraint, Graph, Op, Role, Trait, Value
 from autoremat.torch_private import compilers, higher_order, joint_graphs, kernel_settings, tensor_identity
@@ -151,10 +152,10 @@ class _Builder:
         if isinstance(alias, int) and self.value_nodes[alias] is None and self.maker.get(alias) is self.call_of(node):
             self.value_nodes[alias] = node
 
-    def call_of(self, node: fx.Node) -> Any:
+    def call_of(self, node: fx.Node) -> fx.Node:
         """Returns the op whose (nested) result ``node`` unpacks."""
-        call = _unpacked(node)
-        awaited = communication.awaited_call(call) if isinstance(call, fx.Node) else None
+        call = communication.unpacked(node)
+        awaited = communication.awaited_call(call)
         return call if awaited is None else awaited
 
     def compute(self, node: fx.Node) -> None:
@@ -199,13 +200,6 @@ def _flatten(alias: Alias) -> Iterable[int]:
         yield alias
 
 
-def _unpacked(node: fx.Node) -> Any:
-    """Returns the call whose (nested) result ``node`` unpacks."""
-    while isinstance(node, fx.Node) and node.target is operator.getitem:
-        node = node.args[0]  # type: ignore[assignment]
-    return node
-
-
 def may_train(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
     """Returns True if autograd can request a backward of a graph that Dynamo captured."""
     tensors = [*inputs, *gm.parameters()]
@@ -219,7 +213,7 @@ def device_of_inputs(gm: fx.GraphModule, inputs: Sequence[Any]) -> torch.device:
     return next((d for d in devices if d.type not in ("cpu", "meta")), torch.device("cpu"))
 
 
-def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | None = None) -> Device:
+def device_rates(device: torch.device, joint: fx.GraphModule, cuda_name: str | None) -> Device:
     """Returns the roofline of ``device``, or of the CUDA device ``cuda_name``.
 
     Its precision is that of the joint graph's matrix products.
@@ -359,7 +353,7 @@ def _in_place(builder: _Builder, node: fx.Node) -> tuple[int, ...]:
     found: dict[int, None] = {}
     for operand in op_traits.works_in_place(node):
         value, tensor = builder.aliases.get(operand), operand.meta["val"]
-        if isinstance(value, int) and builder.values[value].bytes == call_cost.tensor_bytes(tensor):
+        if isinstance(value, int) and builder.values[value].bytes == tensor_bytes(tensor):
             found[value] = None
     return tuple(found)
 

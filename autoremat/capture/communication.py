@@ -27,7 +27,7 @@ def awaited_call(wait: fx.Node) -> fx.Node | None:
     """
     if not op_traits.is_wait(wait) or not wait.all_input_nodes:
         return None
-    calls = {_unpacked(operand) for operand in wait.all_input_nodes}
+    calls = {unpacked(operand) for operand in wait.all_input_nodes}
     call = calls.pop()
     return call if not calls and _is_awaited_once(call) else None
 
@@ -53,7 +53,7 @@ def _is_awaited_once(call: fx.Node) -> bool:
         bool(awaits)
         and len(awaits) == len(readers)
         and all(len(holder.users) <= 1 for holder in _results(call) if _holds_tensor(holder))
-        and all(_unpacked(operand) is call for node in awaits for operand in node.all_input_nodes)
+        and all(unpacked(operand) is call for node in awaits for operand in node.all_input_nodes)
         and all(joint_graphs.is_traced_in_backward(node) == joint_graphs.is_traced_in_backward(call) for node in awaits)
     )
 
@@ -70,7 +70,8 @@ def _holds_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _unpacked(node: fx.Node) -> fx.Node:
+def unpacked(node: fx.Node) -> fx.Node:
+    """Returns the call whose (nested) result ``node`` unpacks."""
     while node.target is operator.getitem and isinstance(source := node.args[0], fx.Node):
         node = source
     return node

@@ -151,7 +151,7 @@ def _module_with_chunks(priced: PricedGraph, number: int) -> tuple[fx.GraphModul
     joint = priced.captured.joint
     module = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
     module.meta = dict(joint.meta)
-    return module, chunk_loss(module, number).chunks
+    return module, chunk_loss(module, number)
 
 
 def _priced_again(priced: PricedGraph, context: PlanningContext, module: fx.GraphModule) -> PricedGraph:

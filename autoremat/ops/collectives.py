@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import fx
 
 from autoremat.ops import op_traits
+from autoremat.ops.tensors import tensor_bytes, tensors_in
 from autoremat.planner.cost import Pattern, sent_bytes
 from autoremat.torch_private import process_groups
-from autoremat.torch_private.symbolic_sizes import most
 
 GLOO_THREADS = 2
 """Threads of a gloo group, each of which works on one collective."""
@@ -89,5 +88,4 @@ def group_of(node: fx.Node) -> str:
 
 
 def _bytes(value: Any) -> int:
-    tensors = (leaf for leaf in torch.utils._pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-    return sum(most(tensor.numel()) * tensor.element_size() for tensor in tensors)
+    return sum(map(tensor_bytes, tensors_in(value)))

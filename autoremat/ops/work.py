@@ -6,12 +6,11 @@ at the rate of sequential access, a kernel of its own at the rate of indexed acc
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
 
 from autoremat.ops import op_traits
+from autoremat.ops.tensors import tensors_in
 from autoremat.planner.cost import BATCH, Rate, Task, Work
 from autoremat.planner.graph.graph import Kind, Op
 from autoremat.torch_private.symbolic_sizes import size_hint
@@ -45,12 +44,8 @@ def arithmetic_of(node: fx.Node) -> Work:
     return Work(() if arithmetic is None else (arithmetic,))
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
-
-
 def _operands(node: fx.Node) -> list[torch.Tensor]:
-    return [t for n in node.all_input_nodes for t in _tensors(n.meta.get("val"))]
+    return [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
 
 
 def _elements(tensors: list[torch.Tensor]) -> int:
@@ -92,7 +87,7 @@ def _traffic(node: fx.Node, op: Op, launches: bool) -> Task:
     rate = op_traits.facts(node).rate
     if rate is Rate.GATHER:
         # The op reads only the selected rows of the table. The indices themselves are few bytes in comparison.
-        picked = 2 * sum(size_hint(t.numel()) * t.element_size() for t in _tensors(node.meta.get("val")))
+        picked = 2 * sum(size_hint(t.numel()) * t.element_size() for t in tensors_in(node.meta.get("val")))
         return Task(rate, picked)
     if rate is Rate.SCATTER:
         return Task(rate, op.bytes_moved)
@@ -105,7 +100,7 @@ def _traffic(node: fx.Node, op: Op, launches: bool) -> Task:
 
 def _arithmetic(node: fx.Node, launches: bool) -> Task | None:
     facts, read = op_traits.facts(node), _elements(_operands(node))
-    made = _elements(_tensors(node.meta.get("val")))
+    made = _elements(tensors_in(node.meta.get("val")))
     if facts.rate in BY_ELEMENT:
         return Task(facts.rate, max(read, made))
     if op_traits.is_random(node) or getattr(op_traits.packet(node), "__name__", "") in op_traits.DRAWS:

@@ -13,9 +13,7 @@ _is_left: Callable[[], bool] = bool
 """Returns False once the compiled graphs are gone, because torch was reset."""
 
 
-def note_compiled(
-    options: Any, given: Mapping[str, object] | None, keys: tuple[str, ...], is_left: Callable[[], bool] = lambda: True
-) -> None:
+def note_compiled(options: Any, given: Mapping[str, object] | None, keys: tuple[str, ...], is_left: Callable[[], bool]) -> None:
     """Records the values of those options ``keys`` that were not ``given`` for a graph.
 
     The record is valid as long as ``is_left()`` returns True.

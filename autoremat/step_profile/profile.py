@@ -19,6 +19,7 @@ from autoremat.compiler.agreed_step import agreed_step
 from autoremat.compiler.breaks import listen, what_dynamo_said
 from autoremat.compiler.compile_loop import with_bytes
 from autoremat.compiler.interception import intercepted_by
+from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Moment, Share
@@ -99,7 +100,7 @@ def profile_step(
             listen()
         now("sharing out the budget")
         found = step_of(taken, moments, variants)
-        passed = [t for t in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        passed = tensors_in((args, kwargs))
         inputs = sum(t.untyped_storage().nbytes() for t in passed if t.device.type == taken.device.type)
         parsed = with_bytes(parsed.on_device(inputs, counts_gradients=False), taken.device)
         budget = parsed.resolve_budget(found.baseline_peak_bytes, None)

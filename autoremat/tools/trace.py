@@ -29,6 +29,7 @@ from autoremat.compiler.breaks import one_of_several, what_dynamo_said
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
+from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import Options
 from autoremat.tools.target import Target, target_of
 from autoremat.torch_private import compilers, fake_tensors, joint_graphs
@@ -99,8 +100,6 @@ class Traced(Generic[T]):
 
     found: tuple[T, ...]
     notes: tuple[str, ...]
-    resident_bytes: int
-    """Bytes of the parameters, buffers and inputs."""
 
     def results(self: Traced[R | None]) -> tuple[list[R], tuple[str, ...]]:
         """Returns the visitor's results that are not None (at least one), and the notes.
@@ -146,7 +145,7 @@ def trace_captured(
     """
     models = list(dict.fromkeys(models_in(model_or_fn)))
     own = [t for model in models for t in (*model.parameters(), *model.buffers())]
-    given = [leaf for leaf in torch.utils._pytree.tree_leaves((args, dict(kwargs))) if isinstance(leaf, torch.Tensor)]
+    given = tensors_in((args, dict(kwargs)))
     target = target_of(device, [*own, *given])
     mode = fake_tensors.new_mode()
     fakes: dict[int, torch.Tensor] = {}
@@ -178,7 +177,7 @@ def trace_captured(
             "nothing to plan: no graph of the step has a backward. Is gradient mode on, does a parameter or input require a "
             "gradient, and does the function return something that depends on it?" + (f"\n{said}" if said else "")
         )
-    return Traced(tuple(recorder.found), tuple(notes), resident)
+    return Traced(tuple(recorder.found), tuple(notes))
 
 
 def _stopped(error: Exception, found: bool) -> str:

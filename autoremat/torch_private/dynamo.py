@@ -73,13 +73,12 @@ def passed_bytes(module: fx.GraphModule, inputs: Sequence[Any], device: torch.de
 def _is_sharded(source: Any) -> bool:
     from torch._dynamo import source as sources
 
-    of_module: Any = getattr(sources, "FSDPNNModuleSource", ())
     chain = []
     while source is not None:
         chain.append(source)
         source = getattr(source, "base", None)
     is_parameter = any(getattr(one, "member", "") == "_parameters" for one in chain)
-    return is_parameter and any(isinstance(one, of_module) for one in chain)
+    return is_parameter and any(isinstance(one, sources.FSDPNNModuleSource) for one in chain)
 
 
 def graph_breaks() -> Counter[str]:

@@ -269,7 +269,4 @@ def extract_modules(
 def finish_module(module: fx.GraphModule, is_backward: bool) -> fx.GraphModule:
     """Moves the unpacking of multi-output ops right behind the op, and passes random states to nested regions."""
     module = compile_utils.raise_getitems(module)
-    thread = getattr(partitioners, "thread_graphsafe_rng_from_hops", None)
-    if thread is not None:
-        module = thread(module, is_backward=is_backward)
-    return module
+    return partitioners.thread_graphsafe_rng_from_hops(module, is_backward=is_backward)

@@ -25,7 +25,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     tensor, the mode assumes 1 and counts it in ``assumed_numbers``.
     """
 
-    def __init__(self, mode: FakeTensorMode, device_type: str, rounding: int = 1) -> None:
+    def __init__(self, mode: FakeTensorMode, device_type: str, rounding: int) -> None:
         """Makes the mode. Storages of ``device_type`` count, each rounded up to a multiple of ``rounding`` bytes."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.mode, self.device_type, self.rounding = mode, device_type, rounding

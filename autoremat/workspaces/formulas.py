@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from autoremat.ops import op_traits
+from autoremat.ops.tensors import tensor_bytes, tensors_in
 from autoremat.planner.graph.graph import Kind
 from autoremat.torch_private.compilers import lays_channels_last
 from autoremat.torch_private.kernel_settings import multiplies_in_tiles
@@ -42,10 +43,6 @@ SCALARS = 256
 def _query_block(queries: int) -> int:
     """Returns the queries per block of the CPU's flash attention."""
     return 256 if queries >= 768 else 64 if queries >= 192 else 32
-
-
-def _bytes(tensor: torch.Tensor) -> int:
-    return most(tensor.numel()) * tensor.element_size()
 
 
 def _packed_keys_and_values(query: torch.Tensor, key: torch.Tensor) -> int:
@@ -79,26 +76,26 @@ def _cpu_attention_backward(_: Any, query: torch.Tensor, key: torch.Tensor, *__:
     per_thread = max(4, query.element_size()) * 2 * rows * columns
     if query.element_size() < 4:
         per_thread += 2 * (2 * rows * columns + 3 * width * (rows + columns))
-    return torch.get_num_threads() * per_thread + _bytes(query) + 4096
+    return torch.get_num_threads() * per_thread + tensor_bytes(query) + 4096
 
 
 def _blocked(tensor: torch.Tensor) -> int:
     """Returns the bytes of a batch of images that is reordered into blocks of channels."""
     channels = size_hint(tensor.shape[1]) if tensor.dim() > 1 else 1
-    return _bytes(tensor) // max(channels, 1) * (-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK)
+    return tensor_bytes(tensor) // max(channels, 1) * (-(-channels // CHANNEL_BLOCK) * CHANNEL_BLOCK)
 
 
 def _cpu_convolution(image: torch.Tensor, weight: torch.Tensor, *_: Any, out: torch.Tensor) -> int:
     """Returns the bytes of image, weight and result in blocks."""
-    return _blocked(image) + _blocked(out) + _bytes(weight) + SMALL
+    return _blocked(image) + _blocked(out) + tensor_bytes(weight) + SMALL
 
 
 def _cpu_convolution_backward(gradient: torch.Tensor, image: torch.Tensor, weight: torch.Tensor, *_: Any) -> int:
     """Returns the bytes of the gradient and of the image (or its gradient) in blocks."""
-    return 2 * max(_blocked(gradient), _blocked(image)) + 2 * _bytes(weight) + SMALL
+    return 2 * max(_blocked(gradient), _blocked(image)) + 2 * tensor_bytes(weight) + SMALL
 
 
-def _large_convolution(node: fx.Node, args: tuple[Any, ...], result: torch.Tensor) -> int | None:
+def _large_convolution(args: tuple[Any, ...], result: torch.Tensor) -> int | None:
     """Returns a bound for a convolution that is too large to measure; None for types that oneDNN does not convolve."""
     if args[1].dtype not in (torch.float32, torch.bfloat16):
         return None
@@ -152,7 +149,7 @@ def layout_copies_bytes(nodes: Iterable[fx.Node], runs_on: str) -> int:
             for operand in node.args[:2]:
                 tensor = operand.meta.get("val") if isinstance(operand, fx.Node) and operand.op == "placeholder" else None
                 if isinstance(tensor, torch.Tensor) and tensor.dim() == 4 and size_hint(tensor.stride()[1]) != 1:
-                    copied[operand] = _bytes(tensor)  # type: ignore[index]
+                    copied[operand] = tensor_bytes(tensor)  # type: ignore[index]
     return sum(copied.values())
 
 
@@ -161,7 +158,7 @@ def _cpu_fold(columns: torch.Tensor, *_: Any, **__: Any) -> int:
 
     The result of ``im2col`` is not contiguous, although ATen declares it so.
     """
-    return _bytes(columns)
+    return tensor_bytes(columns)
 
 
 def _is_plain_matrix(tensor: torch.Tensor) -> bool:
@@ -182,7 +179,7 @@ def _cpu_product(*operands: Any, **_: Any) -> int | None:
     matrices = [t for t in operands if isinstance(t, torch.Tensor) and t.dim() >= 2]
     if any(t.dtype not in (torch.float32, torch.float64) for t in matrices):
         return None
-    return sum(_bytes(t) for t in matrices if not _is_plain_matrix(t))
+    return sum(tensor_bytes(t) for t in matrices if not _is_plain_matrix(t))
 
 
 CPU: dict[Any, Callable[..., int | None]] = {
@@ -191,10 +188,6 @@ CPU: dict[Any, Callable[..., int | None]] = {
     aten.col2im: _cpu_fold,
     **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm), _cpu_product),
 }
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [t for t in torch.utils._pytree.tree_leaves(value) if isinstance(t, torch.Tensor)]
 
 
 def _lies_in_order(tensor: torch.Tensor) -> bool:
@@ -238,18 +231,18 @@ def bound_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], re
     """
     name, facts, on_cpu = op_traits.packet(node), op_traits.facts(node), runs_on == "cpu"
     if on_cpu and name in (aten.convolution, aten.convolution_backward):
-        return _large_convolution(node, args, _tensors(result)[0])
+        return _large_convolution(args, tensors_in(result)[0])
     if on_cpu and facts.is_product:  # packed and accumulated in 32 bits at least
-        return sum(size_hint(t.numel()) * max(4, t.element_size()) for t in _tensors((args, kwargs, result)))
+        return sum(size_hint(t.numel()) * max(4, t.element_size()) for t in tensors_in((args, kwargs, result)))
     if on_cpu and name is aten.native_batch_norm_backward:
         return _large_batch_norm_backward(args[0])
     if on_cpu and name is aten.roll:  # one dimension after another; without dimensions, one row of all elements
-        return (len(args[2]) - 1 if len(args) > 2 and args[2] else 1) * _bytes(args[0])
-    operands, sorting = _tensors((args, kwargs)), 0
+        return (len(args[2]) - 1 if len(args) > 2 and args[2] else 1) * tensor_bytes(args[0])
+    operands, sorting = tensors_in((args, kwargs)), 0
     if on_cpu and facts.sorts_on_cpu:
-        sorting = sum(most(t.numel()) * max(4, t.element_size()) for t in _tensors(result))
+        sorting = sum(most(t.numel()) * max(4, t.element_size()) for t in tensors_in(result))
     if on_cpu and facts.reduces:
-        copies = _large_reduction(operands, _tensors(result))
+        copies = _large_reduction(operands, tensors_in(result))
         return None if copies is None else copies + sorting
     if sorting:
         return sorting
@@ -258,7 +251,7 @@ def bound_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], re
     if op_traits.kind_of(node, runs_on) is Kind.EXTERN or facts.expands:
         return None
     # Operands of different types are first converted, in copies.
-    widest = max(tensor.element_size() for tensor in _tensors((args, kwargs, result)))
+    widest = max(tensor.element_size() for tensor in tensors_in((args, kwargs, result)))
     return sum(size_hint(t.numel()) * widest for t in operands if len({o.dtype for o in operands}) > 1)
 
 
@@ -275,7 +268,7 @@ def workspace_bytes(
     ``args``, ``kwargs`` and ``result`` hold (fake) tensors. ``device_type`` is the type of the device that runs the kernel; by
     default that of the result's device. ``layout`` gives the layout of images among the arguments.
     """
-    tensors = _tensors(result)
+    tensors = tensors_in(result)
     if not tensors or op_traits.packet(node) in GENERATED:
         return 0
     runs_on = device_type or tensors[0].device.type
@@ -292,7 +285,7 @@ def workspace_bytes(
 
 def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int:
     """Returns the bytes of the results' memory above their sizes; 0 if they are unknown."""
-    tensors, name = _tensors(result), op_traits.packet(node)
+    tensors, name = tensors_in(result), op_traits.packet(node)
     if not tensors or tensors[0].device.type != runs_on or name in CPU or name in GENERATED:
         return 0
     if op_traits.facts(node).copies_storage:

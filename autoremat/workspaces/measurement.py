@@ -21,6 +21,7 @@ from autoremat.basics import disk_cache
 from autoremat.measure.calibration import device_key
 from autoremat.measure.signatures import LONGEST_WAIT, REFUSALS, real, signature
 from autoremat.measure.timer import measurable, undisturbed
+from autoremat.ops.tensors import tensors_in
 from autoremat.torch_private import allocator
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensor_identity import storage_key
@@ -75,7 +76,7 @@ def measured(node: fx.Node, args: Any, kwargs: Any, result: Any, layout: Layout 
     runs.
     """
     global _spent
-    tensors = _tensors((args, kwargs, result))
+    tensors = tensors_in((args, kwargs, result))
     if not tensors or not _can_run(node, tensors):
         return None
     device = tensors[0].device
@@ -121,10 +122,6 @@ def _stored(key: str) -> Workspaces:
         return {}
 
 
-def _tensors(values: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(values) if isinstance(leaf, torch.Tensor)]
-
-
 def _can_run(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
     """Returns True if the call may run alone: an op of torch's own, on dense tensors of a present device, and not too large."""
     device = tensors[0].device
@@ -156,8 +153,8 @@ def _measure(
     except REFUSALS as error:
         log.debug("%s cannot be run by itself: %s", node.target, error)
         return None
-    arguments = _tensors((own_args, own_kwargs))
-    told = sum(_new_storages(_tensors(result), _tensors((args, kwargs))))
+    arguments = tensors_in((own_args, own_kwargs))
+    told = sum(_new_storages(tensors_in(result), tensors_in((args, kwargs))))
     for floats, integers in ((None, 0), (0, 0), (None, 1)):
         if found and integers:
             break  # ones are only for ops that reject zeros, such as those that read the pivots of a decomposition
@@ -193,7 +190,7 @@ def _memory(run: Callable[[], object], arguments: list[torch.Tensor], told_bytes
     """
     run()
     peak, result = allocator.peak_on_cpu(run) if device.type == "cpu" else allocator.peak_on_cuda(run, device)
-    made = sum(_new_storages(_tensors(result), arguments))
+    made = sum(_new_storages(tensors_in(result), arguments))
     return Measured(max(0, peak - made), max(0, made - told_bytes))
 
 

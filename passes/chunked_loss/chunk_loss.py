@@ -50,20 +50,11 @@ IN_BACKWARD = 1 << 20
 HALF = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Chunked:
-    """The result of chunking: ``rows`` of the projection in ``chunks`` chunks, whose logits together take ``logits_bytes``."""
-
-    chunks: int
-    rows: int
-    logits_bytes: int
-
-
-def chunk_loss(joint: fx.GraphModule, chunks: int) -> Chunked:
+def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
     """Rewrites ``joint`` in place so that its largest projection and the loss are computed in ``chunks`` chunks.
 
-    The number of chunks is at most the number of rows. Raises ``ChunkingUnsupported`` if the graph cannot be chunked; ``joint``
-    is then unusable.
+    Returns the number of chunks, which is at most the number of rows. Raises ``ChunkingUnsupported`` if the graph cannot be
+    chunked; ``joint`` is then unusable.
     """
     projection = _projection(joint.graph)
     while (narrower := select_before_projecting(projection)) is not projection:
@@ -76,12 +67,11 @@ def chunk_loss(joint: fx.GraphModule, chunks: int) -> Chunked:
         raise ChunkingUnsupported(f"what {described(projection)} makes goes into no softmax")
     length = math.ceil(rows / min(chunks, rows))
     bounds = [(start, min(start + length, rows)) for start in range(0, rows, length)]
-    result = Chunked(len(bounds), rows, projection.meta["val"].numel() * projection.meta["val"].element_size())
     _Rewriting(joint.graph, region, bounds, Builder.beside(projection)).run()
     joint.graph.eliminate_dead_code()
     joint.graph.lint()
     joint.recompile()
-    return result
+    return len(bounds)
 
 
 def _projection(graph: fx.Graph) -> fx.Node:

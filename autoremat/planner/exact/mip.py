@@ -71,8 +71,6 @@ class Solution:
     """Solution of a program. ``optimal`` is False if the limit on time or work ended the search."""
 
     values: Vector
-    objective: float
-    bound: float
     optimal: bool
 
 
@@ -161,4 +159,4 @@ def solve(program: Program, integers: int, seconds: float, nodes: int = 0, gap: 
         return None
     optimal = solver.status() == model_builder_helper.SolveStatus.OPTIMAL
     values = np.array(solver.variable_values(), dtype=np.float64)
-    return Solution(values, solver.objective_value(), solver.best_objective_bound(), optimal)
+    return Solution(values, optimal)

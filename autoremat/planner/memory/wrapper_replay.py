@@ -40,11 +40,6 @@ class ReplayedPeak:
     allocations: HalfAllocations = field(default=HalfAllocations(()), compare=False, repr=False)
     """The allocations in sequence. Names of results are those of the code."""
 
-    @property
-    def total_bytes(self) -> int:
-        """The bytes that the code needs. The pool keeps its most bytes, whenever the others have theirs."""
-        return self.pool_bytes + self.other_bytes
-
 
 @dataclass(frozen=True)
 class ReplayContext:
