@@ -1,6 +1,6 @@
 """Peak memory and step time of the demo's model: torch's activation budget, checkpointing of each layer, and autoremat.
 
-    python benchmarks/rivals.py            # fifteen minutes on two idle cores
+    python benchmarks/rivals.py            # about a quarter of an hour on two idle cores
     python benchmarks/rivals.py --layers 4 --rounds 1 --repeats 3 --output /tmp/rivals
 
 A step is forward and backward. Every method must hold the parameter gradients at the end, so peaks are also given
