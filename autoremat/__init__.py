@@ -21,11 +21,13 @@ if TYPE_CHECKING:
     from autoremat.basics.errors import AutorematError as AutorematError
     from autoremat.basics.errors import BudgetInfeasible as BudgetInfeasible
     from autoremat.basics.errors import BudgetWarning as BudgetWarning
+    from autoremat.basics.errors import CaptureError as CaptureError
     from autoremat.basics.errors import ConstraintWarning as ConstraintWarning
     from autoremat.basics.errors import DeviceTooSmall as DeviceTooSmall
     from autoremat.basics.errors import FallbackWarning as FallbackWarning
     from autoremat.basics.errors import OptimizerUnpredictable as OptimizerUnpredictable
     from autoremat.basics.errors import OptionsError as OptionsError
+    from autoremat.basics.errors import OptionWarning as OptionWarning
     from autoremat.basics.errors import PlanFileError as PlanFileError
     from autoremat.basics.errors import PlanInvalid as PlanInvalid
     from autoremat.basics.errors import PlanningError as PlanningError
@@ -69,7 +71,9 @@ _PUBLIC = {
         "AutorematError",
         "BudgetInfeasible",
         "BudgetWarning",
+        "CaptureError",
         "OptionsError",
+        "OptionWarning",
         "ConstraintWarning",
         "PlanFileError",
         "PlanInvalid",

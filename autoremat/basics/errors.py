@@ -269,7 +269,11 @@ class DeviceTooSmall(BudgetInfeasible):
 
 
 class BudgetWarning(UserWarning):
-    """Warns of an option without effect, or of a best-effort plan over its budget."""
+    """Warns of a budget that a step exceeds or may exceed."""
+
+
+class OptionWarning(UserWarning):
+    """Warns of an option, an environment variable or a request without effect."""
 
 
 class ConstraintWarning(UserWarning):
