@@ -41,13 +41,12 @@ LAYERS = (
     "tools",
     "policies",
     "cli",
-    "deprecated",
     "__main__",
     "",
 )
 """A package imports from itself and from those before it."""
 
-WITHOUT_TORCH = (*LAYERS[: LAYERS.index("torch_private")], "policies", "cli", "deprecated", "__main__")
+WITHOUT_TORCH = (*LAYERS[: LAYERS.index("torch_private")], "policies", "cli", "__main__")
 
 PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispatch")
 """Private by name, stable in practice, used to tell ops apart and to walk nested arguments."""

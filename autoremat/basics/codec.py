@@ -9,7 +9,7 @@ import dataclasses
 import enum
 import math
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -45,17 +45,9 @@ def printable(text: str) -> str:
 class Codec:
     """Reads JSON data as values of given types: scalars, enums, tuples, dicts and dataclasses, or None where permitted."""
 
-    renamed: Mapping[str, str] = field(default_factory=dict)
-    """Present names of fields, flags and enum values by the names in earlier versions."""
-    dropped: Sequence[str] = ()
-    """Fields of earlier versions that are ignored."""
     signed: bool = False
     """True if numbers may be negative or infinite."""
     _readers: dict[Any, Reader] = field(default_factory=dict, compare=False, repr=False)
-
-    def name(self, name: str) -> str:
-        """Returns the present name of a field or flag."""
-        return self.renamed.get(name, name)
 
     def read(self, kind: Any, data: Any) -> Any:
         """Returns ``data`` as a value of type ``kind``. Raises ``ValueError`` for data of another form."""
@@ -79,7 +71,7 @@ class Codec:
             return self._dataclass(kind)
         if isinstance(kind, type) and issubclass(kind, enum.Flag):
             return lambda names: self._flags(kind, names)
-        return lambda data: kind(self.renamed.get(data, data) if isinstance(data, str) else data)
+        return lambda data: kind(data)
 
     def _scalar(self, kind: type) -> Reader:
         what = {str: "text", bool: "truth value", int: "whole number", float: "number"}[kind]
@@ -118,17 +110,16 @@ class Codec:
                 return kind(*(self.read(hint, one) for hint, one in zip(hints.values(), data, strict=True)))
             if not isinstance(data, dict):
                 raise ValueError(f"{data!r} is no {kind.__name__}")
-            fields = {self.name(name): one for name, one in data.items() if name not in self.dropped}
-            if unknown := sorted(fields.keys() - hints.keys()):
+            if unknown := sorted(data.keys() - hints.keys()):
                 raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
-            return kind(**{name: self.read(hints[name], one) for name, one in fields.items()})
+            return kind(**{name: self.read(hints[name], one) for name, one in data.items()})
 
         return read
 
     def _flags(self, kind: type[enum.Flag], names: Any) -> enum.Flag:
         found = kind(0)
         for name in _list(names):
-            found |= kind[self.name(name)]
+            found |= kind[name]
         return found
 
 

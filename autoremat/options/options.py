@@ -32,7 +32,6 @@ from autoremat.basics.progress import progress_in_environment, set_default
 from autoremat.basics.stable import stable
 from autoremat.basics.units import format_bytes
 from autoremat.options import defaults, values
-from autoremat.options.renamed import renamed
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.policies import Policy
 from autoremat.planner.multigraph.device_budget import DeviceBudget
@@ -189,7 +188,7 @@ class Options:
 
         Raises OptionsError for a value that is not accepted, and for a key that neither autoremat nor Inductor knows.
         """
-        given = renamed(underscored(options_of(options)), _configured.get("policy"))
+        given = underscored(options_of(options))
         own = {key: value for key, value in given.items() if key in OWN_KEYS}
         foreign = {key: value for key, value in given.items() if key not in OWN_KEYS}
         if foreign:
@@ -332,7 +331,7 @@ def configure(**options: "Unpack[OptionValues]") -> None:
     a value that is not accepted, and then changes nothing.
     """
     global _configured
-    given = renamed(options, _configured.get("policy"))
+    given: dict[str, Any] = dict(options)
     if unknown := [key for key in given if key not in OWN_KEYS]:
         raise _unknown_key(unknown[0], ())
     checked = Options(**given)
@@ -351,7 +350,7 @@ def _environment(given: Collection[str]) -> dict[str, object]:
     if budget and "memory_budget" not in given:
         found["memory_budget"] = _budget_from_text(budget)
     if model and "cost_model" not in given:
-        found["cost_model"] = one_of(COST_MODELS, renamed({"cost_model": model})["cost_model"], COST_MODEL_VARIABLE)
+        found["cost_model"] = one_of(COST_MODELS, model, COST_MODEL_VARIABLE)
     if policy and "policy" not in given:
         found["policy"] = policies.parse(policy, POLICY_VARIABLE)
     if progress and "progress" not in given:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -77,10 +76,6 @@ SOLVERS: dict[str, Solver] = {
 """
 
 
-RENAMED = {"chain": "segments", "all": "recompute_all", "none": "save_all"}
-"""Solver names of earlier versions, with the current ones."""
-
-
 def plan(
     graph: Graph,
     memory_budget: int | float | str | None = None,
@@ -95,12 +90,6 @@ def plan(
     limit interrupts the search (``Plan.interrupted``). If no plan found fits, the plan of the minimum peak found is returned,
     with the ``status`` "infeasible". Raises ``OptionsError``, a ``ValueError``, for an argument that is not accepted.
     """
-    if solver in RENAMED:
-        new = RENAMED[solver]
-        warnings.warn(
-            f"solver={solver!r} is deprecated and will be removed in the next release; use {new!r}", DeprecationWarning, 2
-        )
-        solver = new
     if solver not in SOLVERS:
         raise OptionsError(f"solver={solver!r} is not accepted. Accepted: {', '.join(SOLVERS)}")
     if solver == "ilp" and graph.fuses:

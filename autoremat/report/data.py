@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -172,15 +171,6 @@ class ReportData:
     timed_minimum_bytes: int | None = None
     """Simulated minimum peak found within ``max_slowdown``, if that exceeds the budget of memory."""
 
-    def __getattr__(self, name: str) -> Any:
-        if name not in RENAMED:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        new = RENAMED[name]
-        warnings.warn(
-            f"Report.{name} is deprecated and will be removed in the next release; use {new}", DeprecationWarning, stacklevel=2
-        )
-        return getattr(self, new)
-
     @property
     def gap(self) -> float | None:
         """Optimality gap: seconds of recomputation above the lower bound, as a share of the step with the least possible
@@ -331,18 +321,4 @@ def _saved_tensors(graph: Graph, plan: Plan) -> tuple[SavedTensor, ...]:
 TIME_TOLERANCE = 1e-6
 """Slow-down that counts as none."""
 
-RENAMED = {
-    "inner": "compiler",
-    "loss_parts": "loss_chunks",
-    "minimum_in_one_part_bytes": "minimum_unchunked_bytes",
-    "ceiling_bytes": "soft_budget_bytes",
-    "reserved_bytes": "code_headroom_bytes",
-}
-"""Field names of earlier versions, with the current ones."""
-
-CODEC = Codec(
-    RENAMED | {"alive": "live", "fate": "decision", "ordered": "constraint", "dear": "slower"},
-    dropped=("measured_share", "untimed_ops"),
-    signed=True,
-)
-"""Reads reports. The dropped fields belonged to the former cost model "profile"."""
+CODEC = Codec(signed=True)

@@ -8,7 +8,6 @@ and ``Graph.values``. Bytes are ints, seconds are floats. This module does not k
 from __future__ import annotations
 
 import enum
-import warnings
 from collections.abc import Callable, Iterable, Sequence, Set
 from dataclasses import dataclass
 from functools import cached_property
@@ -214,7 +213,6 @@ class Graph:
         outputs: Iterable[int] = (),
         rematerializable: Sequence[bool] | None = None,
         num_forward: int | None = None,
-        repeatable: Sequence[bool] | None = None,
     ) -> Graph:
         """Returns the graph in which op ``i`` takes ``seconds[i]`` and computes value ``i`` of ``sizes[i]`` bytes.
 
@@ -228,13 +226,6 @@ class Graph:
 
         Raises ``ValueError``, which names the op or edge, for costs or edges that describe no such graph.
         """
-        if repeatable is not None:
-            warnings.warn(
-                "repeatable= is deprecated and will be removed in the next release; use rematerializable=",
-                DeprecationWarning,
-                2,
-            )
-            rematerializable = repeatable
         count = len(seconds)
         border = count if num_forward is None else num_forward
         again = [True] * count if rematerializable is None else list(rematerializable)

@@ -22,7 +22,6 @@ from autoremat.planner.plans import plan_json
 from autoremat.planner.plans.check import check_executions, replayed_peak
 
 FORMAT, VERSION = "autoremat plan", 3
-READABLE = (2, 3)
 
 OPTIMAL_SHARE = 1e-9
 """Optimality tolerance: a plan this close to its lower bound, as a share of the bound or of the step, counts as optimal. Bounds
@@ -208,7 +207,7 @@ class Plan(Shown):
             record = json.loads(text)
             if not isinstance(record, dict) or record.get("format") != FORMAT:
                 raise PlanFileError(f"{name} is no plan of autoremat's. Plans are written by Plan.save(path)")
-            if record.get("version") not in READABLE:
+            if record.get("version") != VERSION:
                 version = record.get("version")
                 raise PlanFileError(f"{name} has version {version!r} of the format; this autoremat reads {VERSION}")
             graph, schedule = plan_json.decode(record)

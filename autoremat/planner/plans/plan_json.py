@@ -17,19 +17,7 @@ LONGEST = 10_000
 """Executions that a schedule may have in any case. Above that, the limit is the square of the number of ops. A chain that holds
 one value at a time needs about that number."""
 
-
-CODEC = Codec(
-    {
-        "order": "constraint",
-        "insists": "demanded",
-        "traffic_seconds": "memory_bound_seconds",
-        "pinned": "must_run",
-        "whole_runs": "fusion_groups_hold_buffers",
-        "CHOOSES": "DISCONTINUOUS",
-        "UNDECLARED": "OPAQUE",
-    }
-)
-"""Reads fields and traits, also by their names in files of version 2."""
+CODEC = Codec()
 
 
 def encode(graph: Graph, schedule: Schedule) -> dict[str, Any]:
@@ -69,7 +57,7 @@ def _table(kind: type, items: Sequence[Any]) -> dict[str, Any]:
 def _graph(record: dict[str, Any]) -> Graph:
     """Returns the graph of a record. Raises ``ValueError`` for a number of an op or value that does not exist."""
     ops, values = _items(Op, record["ops"]), _items(Value, record["values"])
-    record = {**LATER, **{CODEC.name(name): value for name, value in record.items()}}
+    record = LATER | record
     scalars = (name for name in get_type_hints(Graph) if name not in ("ops", "values"))
     given = {name: CODEC.reader(get_type_hints(Graph)[name])(record[name]) for name in scalars}
     for op in ops:
@@ -93,7 +81,7 @@ def _schedule(record: dict[str, Any], graph: Graph) -> Schedule:
 def _items(kind: type, table: dict[str, Any]) -> tuple[Any, ...]:
     """Returns the instances of ``kind`` in a table. Raises ``ValueError`` if the columns are not the fields of ``kind``."""
     hints = get_type_hints(kind)
-    columns = [CODEC.name(name) for name in table["columns"]]
+    columns = table["columns"]
     if sorted(columns) != sorted(hints):
         raise ValueError(f"the columns are {columns}, expected {list(hints)}")
     readers = [CODEC.reader(hints[name]) for name in columns]
