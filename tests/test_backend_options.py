@@ -11,7 +11,7 @@ from test_dynamo_backend import LEAST, UNBOUNDED, Mlp, compile_
 from torch._dynamo.exc import BackendCompilerFailed
 
 import autoremat
-from autoremat import BudgetInfeasible, BudgetWarning, OptionsError
+from autoremat import BudgetInfeasible, BudgetWarning, OptionsError, OptionWarning
 from autoremat.options.options import ENVIRONMENT_VARIABLE
 
 GENEROUS, MORE, MOST = 10 * 2**20, 20 * 2**20, 30 * 2**20
@@ -105,7 +105,7 @@ def test_options_win_over_configure_and_configure_over_the_environment(monkeypat
     assert budget_used() is None
     monkeypatch.setenv(ENVIRONMENT_VARIABLE, "10MiB")
     assert budget_used() == GENEROUS
-    with pytest.warns(BudgetWarning, match=r"configure\(memory_budget=...\) comes too late"):
+    with pytest.warns(OptionWarning, match=r"configure\(memory_budget=...\) comes too late"):
         autoremat.configure(memory_budget="20MiB")
     assert budget_used() == MORE
     assert budget_used(memory_budget="30MiB") == MOST

@@ -17,7 +17,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.basics.errors import BudgetInfeasible, BudgetWarning
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionWarning
 
 WORDS, WIDTH, BATCH, LENGTH = 320, 16, 3, 22
 
@@ -297,7 +297,7 @@ def test_guesses_are_made_in_parts():
 
 def test_logits_that_are_returned_cannot_be_had_in_parts():
     compiled = torch.compile(Returning(flat), backend="autoremat", options={"compiler": "aot_eager", "chunk_loss": 4})
-    with pytest.warns(BudgetWarning, match="the caller is handed .* whole; return the loss alone"):
+    with pytest.warns(OptionWarning, match="the caller is handed .* whole; return the loss alone"):
         compiled(tokens_of())
     assert autoremat.reports()[-1].loss_chunks == 1
 
@@ -318,12 +318,12 @@ def test_the_error_says_what_is_in_the_way_of_parts():
     ],
 )
 def test_a_loss_that_mixes_tokens_is_refused_with_the_reason(loss, reason):
-    with pytest.warns(BudgetWarning, match=f"chunk_loss has no effect on a graph: .*{reason}"):
+    with pytest.warns(OptionWarning, match=f"chunk_loss has no effect on a graph: .*{reason}"):
         train(Model(loss), tokens_of(), chunk_loss=4)
 
 
 def test_without_a_projection_there_is_nothing_to_do():
-    with pytest.warns(BudgetWarning, match="no matrix product"):
+    with pytest.warns(OptionWarning, match="no matrix product"):
         train(nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1), nn.Flatten(0), SumOf()), torch.randn(64, 16),
               chunk_loss=2)  # fmt: skip
 
@@ -338,7 +338,7 @@ class SumOf(nn.Module):
 def test_dynamic_sizes_are_refused():
     model, tokens = Model(flat), tokens_of()
     torch._dynamo.mark_dynamic(tokens, 1)
-    with pytest.warns(BudgetWarning, match="dynamic"):
+    with pytest.warns(OptionWarning, match="dynamic"):
         train(model, tokens, chunk_loss=4)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoremat import BudgetWarning, Options, explain
+from autoremat import Options, OptionWarning, explain
 from autoremat.capture.capture import device_rates
 from autoremat.compiler import compile_loop
 from autoremat.compiler.joint_graph import PlanningContext
@@ -46,7 +46,7 @@ def test_kernels_of_all_shapes_draw_the_same_numbers(monkeypatch):
 
 
 def test_a_setting_that_would_draw_others_is_refused_aloud(monkeypatch):
-    with pytest.warns(BudgetWarning, match="use_rand4x has no effect"):
+    with pytest.warns(OptionWarning, match="use_rand4x has no effect"):
         assert drawn_at_once(monkeypatch, {"use_rand4x": True}) == [False, True]
 
 

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -108,7 +109,15 @@ def test_every_error_and_warning_is_explained():
         if inspect.isclass(kind) and issubclass(kind, Exception) and kind.__module__ == errors.__name__
     ]
     assert len(kinds) > 7
-    assert not [name for name in kinds if f"### {name}\n" not in page]
+    sections = Counter(re.findall(r"^### (\w+)$", page, re.MULTILINE))
+    assert {name: sections[name] for name in kinds} == dict.fromkeys(kinds, 1)
+
+
+def test_every_public_name_is_in_the_reference_once():
+    listed = Counter(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE))
+    apart = {"policies": "planner.constraints.policies"} | {name: "basics.errors" for name in vars(errors)}
+    public = [name for name in autoremat.__all__ if name != "__version__"]
+    assert not [name for name in public if listed[f"autoremat.{apart.get(name, name)}"] != 1]
 
 
 def test_every_option_and_command_is_mentioned():

@@ -123,7 +123,7 @@ def test_a_function_around_the_model_is_a_region_too():
 def test_a_region_that_could_be_any_layer_is_warned_of():
     model, _, plan = planned(SHARES[0])
     x = torch.randn(BATCH, LENGTH, WIDTH, requires_grad=True)
-    with pytest.warns(autoremat.BudgetWarning, match="a Block and the plan has several"):
+    with pytest.warns(autoremat.OptionWarning, match="a Block and the plan has several"):
         run(model.blocks[2], autoremat.selective_checkpoint_context(plan), x).sum().backward()
     assert x.grad is not None
 
@@ -132,7 +132,7 @@ def test_what_does_not_come_by_is_warned_of_once(monkeypatch):
     model, tokens, plan = planned(SHARES[0])
     context = autoremat.selective_checkpoint_context(plan)
     monkeypatch.setattr(F, "linear", lambda x, w, b=None: torch.einsum("...i,oi->...o", x, w) + (0.0 if b is None else b))
-    with pytest.warns(autoremat.BudgetWarning, match="results that the plan saves .* were not met") as caught:
+    with pytest.warns(autoremat.OptionWarning, match="results that the plan saves .* were not met") as caught:
         losses = [run(model, context, tokens) for _ in range(2)]
     assert len(caught) == 1
     losses[0].backward()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import autoremat
-from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, OptionWarning
 from autoremat.measure.peak import track_peak
 
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
@@ -117,7 +117,7 @@ def test_a_step_profile_counts_by_itself():
     with pytest.raises(OptionsError, match="leave out in_flight and accumulate"):
         autoremat.profile_step(Layers(), rows(8), options=EAGER | {"in_flight": 2})
     profile = autoremat.profile_step(Layers(), rows(64), options=EAGER, memory_budget=1.0)
-    with pytest.warns(BudgetWarning, match="no effect under a profiled step"):
+    with pytest.warns(OptionWarning, match="no effect under a profiled step"):
         torch.compile(Layers(), backend="autoremat", options=EAGER | {"memory_budget": profile, "in_flight": 2})(rows(64))
 
 

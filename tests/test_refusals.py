@@ -7,7 +7,7 @@ from fractions import Fraction
 import pytest
 
 from autoremat.basics import disk_cache, environment
-from autoremat.basics.errors import BudgetWarning, OptionsError, PlanFileError
+from autoremat.basics.errors import OptionsError, OptionWarning, PlanFileError
 from autoremat.options import defaults
 from autoremat.options.options import PLANNING_KEYS, Options, configure
 
@@ -51,7 +51,7 @@ def test_the_variable_of_the_cache_is_known(monkeypatch):
 def test_a_variable_that_nothing_reads_is_warned_of_once(monkeypatch, name, near):
     monkeypatch.setattr(environment, "_refused", set())
     monkeypatch.setenv(name, "6GiB")
-    with pytest.warns(BudgetWarning, match=f"{name} has no effect: nothing reads it. {near}"):
+    with pytest.warns(OptionWarning, match=f"{name} has no effect: nothing reads it. {near}"):
         Options.parse()
     Options.parse()
 
@@ -63,7 +63,7 @@ def test_configure_says_what_it_comes_too_late_for(monkeypatch):
     defaults.note_compiled(Options.parse(passed), passed, PLANNING_KEYS, lambda: left[0])
     configure(time_limit=3.0, memory_budget=None)  # nothing took the first, and the second is what was taken
     configure(progress=False)
-    with pytest.warns(BudgetWarning, match=r"configure\(memory_budget=..., save=...\) comes too late.*torch.compiler.reset"):
+    with pytest.warns(OptionWarning, match=r"configure\(memory_budget=..., save=...\) comes too late.*torch.compiler.reset"):
         configure(memory_budget="1GiB", save=["mm"])
     left[0] = False  # as after a reset of torch
     configure(memory_budget="2GiB")

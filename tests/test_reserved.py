@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import autoremat
-from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError
+from autoremat.basics.errors import BudgetInfeasible, OptionsError, OptionWarning
 from autoremat.compiler import counting
 from autoremat.compiler.attempts import Attempt, Purpose, allocated_peak_bytes, code_peak_bytes
 from autoremat.options.options import Options
@@ -116,7 +116,7 @@ def test_the_best_effort_names_the_reserved_bytes():
 )
 def test_a_count_without_effect_warns(options, device, reason):
     model, x = Network(1), torch.randn(64, 256)
-    with pytest.warns(BudgetWarning, match=reason):
+    with pytest.warns(OptionWarning, match=reason):
         report = autoremat.explain(model, x, device=device, options={"count": "reserved", **options})
     assert report.count == "allocated"
 
@@ -124,7 +124,7 @@ def test_a_count_without_effect_warns(options, device, reason):
 def test_a_compiled_step_on_a_cpu_warns_too():
     options = {"compiler": "aot_eager", "count": "reserved", "memory_budget": 1.0}
     compiled = torch.compile(Network(1), backend="autoremat", options=options)
-    with pytest.warns(BudgetWarning, match="runs on cpu"):
+    with pytest.warns(OptionWarning, match="runs on cpu"):
         compiled(torch.randn(64, 256))
     assert autoremat.reports()[-1].count == "allocated"
 

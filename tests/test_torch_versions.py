@@ -21,7 +21,7 @@ from torch.profiler import profile
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
-from autoremat.basics.errors import BudgetWarning, CaptureError, ConstraintWarning
+from autoremat.basics.errors import CaptureError, ConstraintWarning, OptionWarning
 
 COLLECTIVES = torch.ops._c10d_functional
 UNCOMPILED = {"compiler": "aot_eager", "on_planning_error": "raise"}
@@ -208,7 +208,7 @@ def test_a_budget_of_torchs_configuration_has_no_effect_and_says_so():
     x, weight = torch.randn(ROWS, SIZE), torch.randn(SIZE, SIZE)
     expected = gradients(compile_(chain, **UNCOMPILED), x, weight)
     before = autoremat.reports()[-1]
-    with functorch_config.patch(activation_memory_budget=0.25), pytest.warns(BudgetWarning, match="=0.25 has no effect"):
+    with functorch_config.patch(activation_memory_budget=0.25), pytest.warns(OptionWarning, match="=0.25 has no effect"):
         assert all(map(same_bits, gradients(compile_(chain, **UNCOMPILED), x, weight), expected))
     assert autoremat.reports()[-1].saved_bytes == before.saved_bytes
 
@@ -223,8 +223,8 @@ def test_a_budget_of_a_region_has_no_effect_and_says_so():
 
     x, weight = torch.randn(ROWS, SIZE, requires_grad=True), torch.randn(SIZE, SIZE)
     free = autoremat.pareto(chain, x, weight, points=2, torch_budgets=(1.0,), options=UNCOMPILED)
-    with pytest.warns(BudgetWarning, match="=0.25 has no effect"):
+    with pytest.warns(OptionWarning, match="=0.25 has no effect"):
         bound = autoremat.pareto(bounded, x, weight, points=2, torch_budgets=(1.0,), options=UNCOMPILED)
     assert bound == free
-    with pytest.warns(BudgetWarning, match="=0.25 has no effect"):
+    with pytest.warns(OptionWarning, match="=0.25 has no effect"):
         gradients(compile_(bounded, **UNCOMPILED), x, weight)

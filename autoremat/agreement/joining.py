@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from autoremat.agreement.channel import Channel
 from autoremat.agreement.rendezvous import Rendezvous
 from autoremat.agreement.session import Session
-from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.errors import OptionWarning
 from autoremat.basics.progress import now
 from autoremat.torch_private.processes import Job, job
 
@@ -64,6 +64,6 @@ def _warn_of_missing(missing: Sequence[int], place: str) -> None:
     warnings.warn(
         f"ranks {ranks} did not come to compile {place}, so the others planned it without them. Their plans may differ, and "
         'nothing that communicates is repeated. Pass agreement="off", or the list of the ranks that compile it',
-        BudgetWarning,
+        OptionWarning,
         stacklevel=5,
     )

@@ -4,7 +4,7 @@ import difflib
 import os
 import warnings
 
-from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.errors import OptionWarning
 
 PREFIX = "AUTOREMAT_"
 BUDGET, COST_MODEL, POLICY = "AUTOREMAT_MEMORY_BUDGET", "AUTOREMAT_COST_MODEL", "AUTOREMAT_POLICY"
@@ -29,6 +29,6 @@ def warn_of_unknown() -> None:
         hint = f"Is {PREFIX}{nearest[0]} meant?" if nearest else "None of these names is close."
         warnings.warn(
             f"the environment variable {name} has no effect: nothing reads it. {hint} Known: {', '.join(KNOWN)}",
-            BudgetWarning,
+            OptionWarning,
             stacklevel=2,
         )

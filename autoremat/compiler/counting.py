@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.errors import OptionWarning
 from autoremat.basics.units import format_bytes
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.options.options import Options
@@ -141,11 +141,11 @@ def _lacks_effect(options: Options, device_type: str) -> str:
 
 
 def warn_without_effect(options: Options, device_type: str) -> None:
-    """Warns with ``BudgetWarning`` if reserved bytes are asked for and not counted."""
+    """Warns with ``OptionWarning`` if reserved bytes are asked for and not counted."""
     reason = _lacks_effect(options, device_type) if options.count == "reserved" else ""
     if reason:
         warnings.warn(
             f'count="reserved" has no effect: {reason}. A budget bounds allocated bytes there; leave count out',
-            BudgetWarning,
+            OptionWarning,
             stacklevel=3,
         )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import fx
 
-from autoremat.basics.errors import BudgetWarning, ChunkingUnsupported
+from autoremat.basics.errors import ChunkingUnsupported, OptionWarning
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
 from autoremat.options.options import Options
 from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
@@ -161,4 +161,4 @@ def _priced_again(priced: PricedGraph, context: PlanningContext, module: fx.Grap
 
 
 def _warn(reason: str) -> None:
-    warnings.warn(f"chunk_loss has no effect on a graph: {reason}", BudgetWarning, stacklevel=2)
+    warnings.warn(f"chunk_loss has no effect on a graph: {reason}", OptionWarning, stacklevel=2)

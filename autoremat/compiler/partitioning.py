@@ -14,6 +14,7 @@ from autoremat.basics.errors import (
     ConstraintWarning,
     FallbackWarning,
     OptionsError,
+    OptionWarning,
     fallback_message,
     planning_error,
 )
@@ -64,7 +65,7 @@ class Partitioning:
             priced = capture_and_price(joint, self.context)
             if priced is not None:
                 return self.plan_and_rewrite(priced)
-        except (BudgetInfeasible, OptionsError, ConstraintWarning, BudgetWarning):
+        except (BudgetInfeasible, OptionsError, ConstraintWarning, BudgetWarning, OptionWarning):
             raise
         except Exception as error:  # models and ops are open-ended, so any error may occur; the graph shall train all the same
             if isinstance(error, AutorematError) and not options.falls_back:

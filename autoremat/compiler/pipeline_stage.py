@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from dataclasses import replace
 
-from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.errors import OptionWarning
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
@@ -42,6 +42,6 @@ def _calls_of(stage: Stage, options: Options) -> OpenCalls:
 def _warn_of_profile() -> None:
     warnings.warn(
         "in_flight and accumulate have no effect under a profiled step, whose profile counts open calls and gradients itself",
-        BudgetWarning,
+        OptionWarning,
         stacklevel=2,
     )

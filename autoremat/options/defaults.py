@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoremat.basics.checks import options_of, underscored
-from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.errors import OptionWarning
 
 _taken: dict[str, object] = {}
 """For each option, the default that the latest compiled graph used."""
@@ -34,6 +34,6 @@ def warn_if_late(configured: Mapping[str, object]) -> None:
         warnings.warn(
             f"configure({', '.join(f'{key}=...' for key in late)}) comes too late for what is compiled already, which stays "
             "as it is. Call configure before the first step, or torch.compiler.reset() now, so that all is compiled again",
-            BudgetWarning,
+            OptionWarning,
             stacklevel=3,
         )

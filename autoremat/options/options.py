@@ -327,8 +327,8 @@ def configure(**options: "Unpack[OptionValues]") -> None:
     """Sets defaults for this process, for callers that can pass only the backend's name.
 
     Later calls add to earlier ones; ``configure()`` without arguments removes all defaults. Graphs that are already compiled
-    keep their options. A ``BudgetWarning`` names the defaults that come too late for them. Raises OptionsError for an option or
-    a value that is not accepted, and then changes nothing.
+    keep their options. An ``OptionWarning`` names the defaults that come too late for them. Raises OptionsError for an option
+    or a value that is not accepted, and then changes nothing.
     """
     global _configured
     given: dict[str, Any] = dict(options)

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
-from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.errors import OptionWarning
 from autoremat.basics.units import format_bytes
 from autoremat.planner.plans.plan import Plan
 
@@ -115,7 +115,7 @@ class CheckpointContext:
             warnings.warn(
                 f"{len(new)} results that the plan saves ({format_bytes(sum(new.values()))}, the first is {where}) were not "
                 f"met in eager training and are recomputed: the model runs other ops there than the graph that was planned",
-                BudgetWarning,
+                OptionWarning,
                 stacklevel=4,
             )
 
@@ -143,7 +143,7 @@ class Paths:
             warnings.warn(
                 f"a checkpointed region begins in a {type(root).__name__} and the plan has several: nothing is saved. "
                 f"Give the model: autoremat.selective_checkpoint_context(plan, model)",
-                BudgetWarning,
+                OptionWarning,
                 stacklevel=4,
             )
         for name, module in names.items():
@@ -245,7 +245,7 @@ def selective_checkpoint_context(plan: Plan, model: nn.Module | None = None) -> 
       peak, but the inputs of each region are then saved too.
     - The plan's ops are matched with calls of the model by module, ATen op and number. Inside a decomposed op (a layer norm, a
       GELU) the plan may save a tensor that eager training does not have. The whole result is then saved if the plan saves at
-      least half of its bytes. A ``BudgetWarning`` reports planned saves that did not occur.
+      least half of its bytes. An ``OptionWarning`` reports planned saves that did not occur.
     - Results of in-place ops are recomputed. If the model overwrites a saved result, torch raises an error in the backward.
 
     The plan must come from a model that was compiled or explained. Source: https://docs.pytorch.org/docs/stable/checkpoint.html

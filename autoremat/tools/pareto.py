@@ -12,7 +12,7 @@ import torch
 from torch import fx
 
 from autoremat.basics.checks import options_of
-from autoremat.basics.errors import FallbackWarning, OptionsError, PlanFileError, PlanInvalid
+from autoremat.basics.errors import OptionsError, OptionWarning, PlanFileError, PlanInvalid
 from autoremat.basics.progress import Tally, now, status_if_slow
 from autoremat.compiler.torch_partition import plan_of_partition
 from autoremat.options.options import Options
@@ -131,7 +131,7 @@ def by_recomputation_alone(preview: Preview) -> Preview:
 def plans_of_torch(preview: Preview, shares: Sequence[float]) -> Iterator[tuple[float, Plan]]:
     """Yields torch's partitions of the joint graph at these budgets as plans, each with torch's sequence of ops.
 
-    A partition that the simulator cannot follow is left out with a ``FallbackWarning``. One cause is a random state that torch
+    A partition that the simulator cannot follow is left out with a ``OptionWarning``. One cause is a random state that torch
     replays.
     """
     captured, joint = preview.priced.captured, preview.priced.joint
@@ -141,4 +141,4 @@ def plans_of_torch(preview: Preview, shares: Sequence[float]) -> Iterator[tuple[
             yield share, plan_of_partition(captured, *halves)
         except PlanInvalid as error:
             message = f"torch's partition at activation_memory_budget={share:g} is left out: {error}"
-            warnings.warn(message, FallbackWarning, stacklevel=2)
+            warnings.warn(message, OptionWarning, stacklevel=2)

@@ -17,7 +17,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 
-from autoremat.basics.errors import BudgetWarning
+from autoremat.basics.errors import OptionWarning
 from autoremat.basics.progress import now
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.wrapper_replay import ReplayContext, replay
@@ -226,7 +226,7 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
         warnings.warn(
             "use_rand4x has no effect on what this backend compiles: kernels of different shapes would draw different numbers "
             "for the same seed, and a recomputed dropout another mask. Leave the setting off here",
-            BudgetWarning,
+            OptionWarning,
             stacklevel=2,
         )
 

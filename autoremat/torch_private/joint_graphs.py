@@ -22,7 +22,7 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomParti
 from torch.fx.experimental.proxy_tensor import is_sym_node as is_sym_node
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
-from autoremat.basics.errors import BudgetWarning, ConstraintWarning
+from autoremat.basics.errors import ConstraintWarning, OptionWarning
 
 PartitionedModules = tuple[fx.GraphModule, fx.GraphModule]
 
@@ -149,7 +149,7 @@ def warn_of_torchs_budgets(joint: fx.GraphModule) -> None:
         warnings.warn(
             f"torch's activation_memory_budget={', '.join(map(str, sorted(given)))} has no effect under this backend. It is a "
             "share of what the backward reads; memory_budget bounds the step's peak. Set memory_budget in the options instead",
-            BudgetWarning,
+            OptionWarning,
             stacklevel=2,
         )
 
