@@ -7,16 +7,18 @@ import json
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from oracles import replay_bytes
 from strategies import GraphBuilder, chain, graphs, saved_sets
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.graph import Constraint, Graph, Kind, Trait
 from autoremat.planner.graph.schedule import Schedule, build_schedule
+from autoremat.planner.graph.segments import Chain
 from autoremat.planner.memory.simulator import Timeline
-from autoremat.planner.plans.check import replayed_peak
 from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.plans.replay import replay
 
 
 def unsimulated(graph: Graph, schedule: Schedule) -> Plan:
@@ -142,11 +144,16 @@ def test_as_json():
 # -- the replay --------------------------------------------------------------------------------------------------------
 
 
+@settings(max_examples=60)
 @given(st.data())
-def test_the_replay_counts_as_the_simulator_does(data):
-    graph = data.draw(graphs(fuses=False))
-    plan = Plan.of(graph, build_schedule(graph, data.draw(saved_sets(graph))))
-    assert replayed_peak(graph, plan.schedule) == plan.peak_bytes
+def test_the_replay_counts_as_the_simulator_and_the_definition_do(data):
+    graph = data.draw(graphs())
+    segments, _ = Chain.of(graph).segments(data.draw(st.integers(1, 6)))
+    plan = Plan.of(graph, build_schedule(graph, data.draw(saved_sets(graph)), segments))
+    replayed = replay(graph, plan.schedule)
+    assert list(replayed.bytes_at) == replay_bytes(graph, plan.schedule) == plan.timeline.bytes_at.tolist()
+    assert sorted(replayed.live_ranges) == sorted((r.value, r.start, r.end) for r in plan.timeline.live_ranges)
+    assert replayed.crossing == set(plan.saved)
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,17 @@
-"""Checks a plan without the simulator: its executions, their sequence, and its peak.
+"""Checks a plan without the simulator: its executions, their sequence, its constraints and its figures.
 
-The planner's own arithmetic is not trusted here. The check knows only these rules:
-
-- An execution allocates a new live range for each output of its op.
-- A read finds the newest live range.
-- A live range ends at the last read before the value is computed again.
+The planner's own arithmetic is not trusted here. :mod:`autoremat.planner.plans.replay` counts anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
+
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.graph import Constraint, Graph, Role
 from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.memory.simulator import Timeline
+from autoremat.planner.plans.replay import Replay
 
 
 def check_executions(graph: Graph, schedule: Schedule) -> None:
@@ -57,44 +57,37 @@ def _may_run_again(graph: Graph, index: int) -> None:
         raise PlanInvalid(f"{op.name} is ordered to be saved but runs twice")
 
 
-def replayed_peak(graph: Graph, schedule: Schedule) -> int:
-    """Returns the most bytes live during an execution.
+def check_constraints(graph: Graph, crossing: Collection[int]) -> None:
+    """Raises ``PlanInvalid`` if a value in ``crossing``, which the forward leaves for the backward, is to be recomputed.
 
-    The graph must not fuse, and the schedule must have passed :func:`check_executions`. Inputs cost nothing. Tangents count
-    through the backward, and a workspace counts while its op runs. Live ranges of outputs that the caller holds count to the
-    end. Every other open call holds what this one holds between its halves.
+    Outputs of the forward are exempt, because the caller holds them, and so are ops that may not run twice.
     """
-    ops, sequence, num_forward = graph.ops, schedule.sequence, len(schedule.forward)
-    sizes = [value.bytes for value in graph.values]
-    tangents = sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
-    with_caller = set(graph.forward_outputs)
-    held = {v: p for p, index in enumerate(schedule.forward) for v in with_caller.intersection(ops[index].outputs)}
-    frees = _frees(graph, schedule)
-    live: dict[int, int] = {}  # the execution that computed the newest live range of each value
-    current = peak = between = 0
-    for position, index in enumerate(sequence):
-        if position == num_forward:
-            between = current
-        for value in ops[index].outputs:
-            live[value] = position
-            current += sizes[value]
-        now = current + ops[index].workspace_bytes + (tangents if position >= num_forward else 0)
-        peak = max(peak, now)
-        for value in frees[position]:
-            if held.get(value) != live.pop(value):
-                current -= sizes[value]
-    if num_forward == len(sequence):
-        between = current
-    return peak + (graph.in_flight - 1) * between + graph.resident_bytes if sequence else 0
+    for value in sorted(set(crossing).difference(graph.forward_outputs)):
+        producer = graph.values[value].producer
+        op = None if producer is None else graph.ops[producer]
+        if op is not None and op.constraint is Constraint.RECOMPUTE and op.rematerializable:
+            raise PlanInvalid(f"{op.name} is to be recomputed, but {graph.values[value].name} is saved for the backward")
 
 
-def _frees(graph: Graph, schedule: Schedule) -> list[list[int]]:
-    """Returns, for each execution, the values that are not read afterwards before they are computed again."""
-    wanted = set(graph.backward_outputs)
-    frees: list[list[int]] = []
-    for index in reversed(schedule.sequence):
-        read, made = graph.computed_inputs[index], graph.ops[index].outputs
-        frees.append([v for v in (*made, *read) if v not in wanted])
-        wanted.difference_update(made)
-        wanted.update(read)
-    return frees[::-1]
+def check_figures(graph: Graph, schedule: Schedule, timeline: Timeline, replayed: Replay) -> None:
+    """Raises ``PlanInvalid`` unless ``timeline`` has the bytes and the live ranges of the replay."""
+    counted, said = list(replayed.bytes_at), [int(bytes_) for bytes_ in timeline.bytes_at]
+    peak, true_peak = max(said, default=0), max(counted, default=0)
+    if peak != true_peak:
+        raise PlanInvalid(f"the peak is {true_peak} bytes, not {peak} as the plan says")
+    if len(said) != len(counted):
+        raise PlanInvalid(f"the plan has the bytes of {len(said)} executions, not of {len(counted)}")
+    for position in range(len(said)):
+        if counted[position] != said[position]:
+            name = graph.ops[schedule.sequence[position]].name
+            raise PlanInvalid(
+                f"{counted[position]} bytes are live at execution {position} ({name}), not {said[position]} as the plan says"
+            )
+    if sorted(_triples(timeline)) != sorted(replayed.live_ranges):
+        raise PlanInvalid("the live ranges are not those of the schedule")
+
+
+def _triples(timeline: Timeline) -> Sequence[tuple[int, int, int]]:
+    """Returns the live ranges as triples: the value, the first and the last execution."""
+    ranges = timeline.live_ranges
+    return list(zip(ranges.values.tolist(), ranges.starts.tolist(), ranges.ends.tolist(), strict=True))

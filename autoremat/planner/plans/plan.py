@@ -19,7 +19,8 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import Timeline, simulate
 from autoremat.planner.plans import plan_json
-from autoremat.planner.plans.check import check_executions, replayed_peak
+from autoremat.planner.plans.check import check_constraints, check_executions, check_figures
+from autoremat.planner.plans.replay import replay
 
 FORMAT, VERSION = "autoremat plan", 3
 
@@ -238,20 +239,26 @@ class Plan(Shown):
         """Returns the plan that :meth:`save` wrote, simulated and checked again. Raises ``PlanFileError`` on anything else."""
         return cls.loads(read_plan_text(path), os.fspath(path))
 
-    def check(self, graph: Graph | None = None) -> None:
+    def check(self, graph: Graph | None = None, *, ignores_recompute: bool = False) -> None:
         """Raises ``PlanInvalid`` if the plan breaks a rule of ``graph`` (by default its own).
 
-        The check does not use the simulator. It covers the executions and their sequence and, unless the graph fuses, the peak.
+        The check does not use the simulator. It covers the executions and their sequence, the constraints, the bytes at each
+        execution, the live ranges, the saved values, the budget and the bounds. With ``ignores_recompute``, values may be saved
+        that constraints recompute, as in the baseline.
         """
         graph = graph or self.graph
         check_executions(graph, self.schedule)
-        if graph.fuses:
-            return
-        peak = replayed_peak(graph, self.schedule)
-        if self.budget_bytes is not None and self.peak_bytes <= self.budget_bytes < peak:
-            raise PlanInvalid(f"the peak is {format_bytes(peak)}, over the budget of {format_bytes(self.budget_bytes)}")
-        if peak != self.peak_bytes:
-            raise PlanInvalid(f"the peak is {peak} bytes, not {self.peak_bytes} as the plan says")
+        replayed = replay(graph, self.schedule)
+        if not ignores_recompute:
+            check_constraints(graph, replayed.crossing)
+        peak, budget = max(replayed.bytes_at, default=0), self.budget_bytes
+        if budget is not None and self.peak_bytes <= budget < peak:
+            raise PlanInvalid(f"the peak is {format_bytes(peak)}, over the budget of {format_bytes(budget)}")
+        check_figures(graph, self.schedule, self.timeline, replayed)
+        if replayed.crossing != set(self.saved):
+            raise PlanInvalid("the saved values are not those that the schedule's backward reads from the forward")
+        if self.lower_bound_bytes > peak:
+            raise PlanInvalid(f"no plan has a lower peak than {self.lower_bound_bytes} bytes, it says, but its own is {peak}")
 
 
 def _finite(figure: float) -> float | None:

@@ -96,7 +96,7 @@ class Planner:
         self.search = Search(self.graph, time.monotonic() + self.time_limit, self.strategies, self.given)
         self.moments = Moments(self.graph, self.search.mincut)
         self.baseline = self.search.save_everything()
-        self.baseline.check()
+        self.baseline.check(ignores_recompute=True)
 
     def restart(self) -> None:
         """Begins a new search with a new time limit. Candidates stay; plans that were filled for other budgets go.

@@ -1,0 +1,250 @@
+"""Replays a plan by arithmetic of its own, to check the simulator.
+
+Nothing here is shared with :mod:`autoremat.planner.memory`. Each execution makes a *buffer* for each output of its op. A read
+finds the newest buffer of its value. A buffer is live until its last read, or to the end if the caller holds it.
+
+If the code generator fuses, some buffers are *absent*, because their readers compute them. The rules stand at the head of
+:mod:`autoremat.planner.memory.fusion`. Here one pass in sequence and one in reverse apply them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from autoremat.planner.graph.graph import Graph, Inlining, Kind, Role
+from autoremat.planner.graph.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class Replay:
+    """The result of a replay.
+
+    ``bytes_at`` are the bytes live at each execution, with those of the other open calls. ``live_ranges`` are triples: a value,
+    its first and its last execution. ``crossing`` are the values that the forward leaves for the backward.
+    """
+
+    bytes_at: Sequence[int]
+    live_ranges: Sequence[tuple[int, int, int]]
+    crossing: frozenset[int]
+
+
+def replay(graph: Graph, schedule: Schedule) -> Replay:
+    """Returns the replay of a schedule that :func:`autoremat.planner.plans.check.check_executions` accepts.
+
+    Inputs cost nothing. Tangents count through the backward, and a workspace counts while its op runs. Every other open call
+    holds what this one holds between its halves.
+    """
+    buffers = _Buffers(graph, schedule)
+    end, border = len(schedule.sequence) - 1, len(schedule.forward)
+    if graph.fuses:
+        fusion = _Fusion(graph, buffers)
+        exist = [number for number, absent in enumerate(fusion.absent) if not absent]
+        first, last = fusion.first_and_last()
+    else:
+        exist = list(range(len(buffers.value)))
+        first, last = buffers.made, list(map(max, buffers.made, buffers.last_read))
+    live_ranges = [(buffers.value[b], first[b], end if buffers.held[b] else last[b]) for b in exist]
+    crossing = frozenset(buffers.value[b] for b in range(buffers.begins[border]) if buffers.crosses(b))
+    kept = crossing.union(buffers.value[b] for b in range(buffers.begins[border]) if buffers.held[b])
+    changes = [0] * (end + 2)
+    for value, start, stop in live_ranges:
+        changes[start] += graph.values[value].bytes
+        changes[stop + 1] -= graph.values[value].bytes
+    changes[0] += graph.resident_bytes + (graph.in_flight - 1) * sum(graph.values[value].bytes for value in kept)
+    changes[border] += sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
+    live = zip(schedule.sequence, accumulate(changes), strict=False)
+    return Replay([bytes_ + graph.ops[index].workspace_bytes for index, bytes_ in live], live_ranges, crossing)
+
+
+class _Buffers:
+    """All buffers, numbered in the sequence of their making, and all reads. Executions are positions in the sequence."""
+
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+        self.border = len(schedule.forward)
+        self.ops = [graph.ops[index] for index in schedule.sequence]
+        self.value: list[int] = []
+        self.made: list[int] = []
+        """For each buffer, the execution that makes it."""
+        self.last_read: list[int] = []
+        """For each buffer, the last execution that reads it, or -1."""
+        self.reads: list[list[int]] = []
+        """For each execution, the buffers that it reads, in the sequence of its op's inputs."""
+        self.begins: list[int] = []
+        """For each execution, the first buffer that it makes; one entry more for the end."""
+        newest: dict[int, int] = {}
+        returned: list[int] = []
+        for position, index in enumerate(schedule.sequence):
+            if position == self.border:
+                returned = [newest[value] for value in graph.forward_outputs if value in newest]
+            read = [newest[value] for value in graph.computed_inputs[index]]
+            for buffer in read:
+                self.last_read[buffer] = position
+            self.reads.append(read)
+            self.begins.append(len(self.value))
+            for value in self.ops[position].outputs:
+                newest[value] = len(self.value)
+                self.value.append(value)
+                self.made.append(position)
+                self.last_read.append(-1)
+        self.begins.append(len(self.value))
+        if self.border == len(self.ops):
+            returned = [newest[value] for value in graph.forward_outputs if value in newest]
+        self.gradients = {newest[value] for value in graph.backward_outputs if value in newest}
+        self.held = self.marked([*returned, *self.gradients])
+        """For each buffer, True if the caller holds it to the end."""
+
+    def marked(self, buffers: Iterable[int]) -> list[bool]:
+        """Returns, for each buffer, True if it is among ``buffers``."""
+        found = [False] * len(self.value)
+        for buffer in buffers:
+            found[buffer] = True
+        return found
+
+    def crosses(self, buffer: int) -> bool:
+        """Returns True if the forward makes the buffer and the backward reads or returns it."""
+        return self.made[buffer] < self.border and (self.last_read[buffer] >= self.border or buffer in self.gradients)
+
+    def made_by(self, position: int) -> range:
+        """Returns the buffers that an execution makes."""
+        return range(self.begins[position], self.begins[position + 1])
+
+
+class _Fusion:
+    """The buffers that a code generator that fuses leaves out, and how long it needs the others."""
+
+    def __init__(self, graph: Graph, buffers: _Buffers) -> None:
+        self.graph, self.buffers = graph, buffers
+        self.sizes = [graph.values[value].bytes for value in buffers.value]
+        self.kinds = [op.kind for op in buffers.ops]
+        self.externs = list(accumulate((kind is Kind.EXTERN for kind in self.kinds), initial=0))
+        """The number of extern kernels before each execution."""
+        self.readers = [0] * len(buffers.value)
+        for read in buffers.reads:
+            for buffer in read:
+                self.readers[buffer] += 1
+        by_extern = self._read_by(Kind.EXTERN)
+        self.fusible = [
+            self.kinds[made] is Kind.POINTWISE
+            and self.readers[b] > 0
+            and not (buffers.held[b] or by_extern[b] or buffers.crosses(b))
+            for b, made in enumerate(buffers.made)
+        ]
+        self.inlined = self._inlined()
+        self.absent = list(self.inlined)
+        self.last = list(buffers.made)
+        """For each buffer, the last execution that makes or reads it. The readers of an absent buffer read its inputs."""
+        self._read_late()
+
+    def _read_by(self, kind: Kind) -> list[bool]:
+        """Returns, for each buffer, True if an op of ``kind`` reads it."""
+        reads = zip(self.kinds, self.buffers.reads, strict=True)
+        return self.buffers.marked(buffer for reader, read in reads if reader is kind for buffer in read)
+
+    def _inlined(self) -> list[bool]:
+        """Returns, for each buffer, True if every reader computes it: a single one, or each a cheap expression of few buffers."""
+        buffers, values, most_reads = self.buffers, self.graph.values, self.graph.most_reads
+        inlined = [False] * len(buffers.value)
+        expressions: dict[int, frozenset[int] | None] = {}  # by execution: what it reads; None for too much to compute twice
+        for position, op in enumerate(buffers.ops):
+            if op.kind is not Kind.POINTWISE:
+                continue
+            reads = {-1 - value for value in op.inputs if values[value].producer is None}
+            cheap = op.inlining is not Inlining.ONCE
+            for buffer in buffers.reads[position]:
+                behind = expressions[buffers.made[buffer]] if inlined[buffer] else (buffer,)
+                cheap = cheap and behind is not None
+                reads.update(behind or ())
+            cheap = cheap and len(reads) <= most_reads
+            expressions[position] = frozenset(reads) if cheap else None
+            for buffer in buffers.made_by(position) if op.inlining is not Inlining.NEVER else ():
+                inlined[buffer] = self.fusible[buffer] and (cheap or self.readers[buffer] == 1)
+        return inlined
+
+    def _read_late(self) -> None:
+        """Sets ``last``, and ``absent`` for the buffers that one loop makes and reads: without a reduction or an extern kernel.
+
+        From the end, because all readers of a buffer come before its maker then.
+        """
+        buffers, externs = self.buffers, self.externs
+        loop_end, reduced = list(buffers.made), [False] * len(buffers.value)
+        for position in reversed(range(len(self.kinds))):
+            done = done_inlined = position
+            reduces = self.kinds[position] is Kind.REDUCTION
+            for buffer in buffers.made_by(position):
+                if self.inlined[buffer]:
+                    done_inlined, reduces = max(done_inlined, loop_end[buffer]), reduces or reduced[buffer]
+                elif self.fusible[buffer] and not reduced[buffer]:
+                    self.absent[buffer] = externs[loop_end[buffer]] == externs[position]
+                if self.absent[buffer]:
+                    done = max(done, self.last[buffer])
+            for buffer in buffers.reads[position]:
+                self.last[buffer] = max(self.last[buffer], done)
+                loop_end[buffer] = max(loop_end[buffer], done_inlined)
+                reduced[buffer] = reduced[buffer] or reduces
+
+    def first_and_last(self) -> tuple[list[int], list[int]]:
+        """Returns the first and the last execution during which each buffer is live."""
+        first, last = list(self.buffers.made), list(self.last)
+        if self.graph.fusion_groups_hold_buffers:
+            calls = self._calls()
+            first, last = [calls[at].start for at in first], [calls[at].stop - 1 for at in last]
+        for given, taker in self._passed_on():
+            first[taker], last[given] = self.buffers.made[taker], self.last[given] - 1
+        return first, last
+
+    def _calls(self) -> list[range]:
+        """Returns, for each execution, those of its call: an extern kernel alone, or all between two of them."""
+        calls: list[range] = []
+        while len(calls) < len(self.kinds):
+            start = end = len(calls)
+            half = self.buffers.border if start < self.buffers.border else len(self.kinds)
+            while end < half and self.kinds[end] is not Kind.EXTERN:
+                end += 1
+            end = max(end, start + 1)
+            calls += [range(start, end)] * (end - start)
+        return calls
+
+    def _passed_on(self) -> Iterator[tuple[int, int]]:
+        """Yields pairs: a buffer that ends where it is read, and the only result of that execution, which takes it over."""
+        buffers, reduced = self.buffers, self._reduced_nearby()
+        ending = {self.last[b] for b in range(len(self.last)) if not (self.absent[b] or buffers.held[b])}
+        for position in sorted(ending):
+            made = buffers.made_by(position)
+            if len(made) != 1 or self.absent[made[0]] or reduced[made[0]]:
+                continue
+            for buffer in self._read_where_written(position):
+                if self.last[buffer] == position and not buffers.held[buffer] and self.sizes[buffer] == self.sizes[made[0]]:
+                    if not self.absent[buffer]:
+                        yield buffer, made[0]
+                    break
+
+    def _reduced_nearby(self) -> list[bool]:
+        """Returns, for each buffer, True if a reduction reads it in its half, with no extern kernel between."""
+        made, border, externs = self.buffers.made, self.buffers.border, self.externs
+        return self.buffers.marked(
+            buffer
+            for position, kind in enumerate(self.kinds)
+            if kind is Kind.REDUCTION
+            for buffer in self.buffers.reads[position]
+            if (made[buffer] < border) == (position < border) and externs[position] == externs[made[buffer] + 1]
+        )
+
+    def _read_where_written(self, position: int) -> Iterator[int]:
+        """Yields the buffers that an execution reads at the elements that it writes, also through absent results."""
+        buffers, seen = self.buffers, {position}
+        pending = self._in_place(position)
+        while pending:
+            buffer = pending.pop()
+            maker = buffers.made[buffer]
+            if not self.absent[buffer] or buffers.ops[maker].inlining is Inlining.NEVER:
+                yield buffer
+            elif maker not in seen:
+                seen.add(maker)
+                pending += self._in_place(maker)
+
+    def _in_place(self, position: int) -> list[int]:
+        """Returns the buffers that an execution itself reads at the elements that it writes; the first input comes last."""
+        may, value = self.buffers.ops[position].in_place, self.buffers.value
+        return [buffer for buffer in reversed(self.buffers.reads[position]) if value[buffer] in may] if may else []
