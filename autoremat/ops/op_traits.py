@@ -22,8 +22,12 @@ from autoremat.torch_private.symbolic_sizes import size_hint
 
 aten = torch.ops.aten
 
-PROBABILITY_ARGUMENTS = ("dropout_p", "p")
-"""Arguments that hold a probability. With probability 0, an op that is tagged as random is not random."""
+DROPOUT_OF_ATTENTION = "dropout_p"
+"""The argument of fused attention's dropout. Attention draws nothing with probability 0, but ``bernoulli`` and
+``native_dropout`` draw even then."""
+
+TRAINING_ARGUMENTS = ("train", "training")
+"""Arguments that turn an op's draw off if they are False. ``None`` does not turn it off."""
 
 PURE_NAMESPACES = frozenset({"aten", "prims", "quantized_decomposed", "inductor_prims", "torchvision", "_quantized"})
 """Namespaces of ops whose schema and tags describe all their effects."""
@@ -84,17 +88,16 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_random(node: fx.Node) -> bool:
-    """Returns True if a second execution of the node would draw other numbers or seeds."""
+    """Returns True if a second execution of the node would draw other numbers, or advance the generator further."""
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
         return False
-    bound = dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
     defaults = {a.name: a.default_value for a in target._schema.arguments if a.has_default_value()}
-    for name in PROBABILITY_ARGUMENTS:
-        probability = bound.get(name, defaults.get(name))
-        if isinstance(probability, (int, float)) and probability == 0:
-            return False
-    return bound.get("train", True) is not False
+    bound = defaults | dict(zip((a.name for a in target._schema.arguments), node.args, strict=False)) | dict(node.kwargs)
+    probability = bound.get(DROPOUT_OF_ATTENTION)
+    if isinstance(probability, (int, float)) and probability == 0:
+        return False
+    return all(bound.get(name) is not False for name in TRAINING_ARGUMENTS)
 
 
 def traits_of_op(op: torch._ops.OpOverload) -> Trait:

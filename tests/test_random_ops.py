@@ -1,0 +1,60 @@
+"""An op counts as random exactly if a run of it advances the generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from autoremat.ops import op_traits
+
+aten = torch.ops.aten
+ROWS = torch.rand(4, 8)
+HEADS = torch.rand(1, 2, 8, 4)
+
+CALLS: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+    (aten.bernoulli.default, (ROWS,)),
+    *((aten.bernoulli.p, (ROWS, p)) for p in (0.0, 0.5, 1.0)),
+    *((aten.native_dropout.default, (ROWS, p, train)) for p in (0.0, 0.5) for train in (True, False, None)),
+    *((aten.rrelu_with_noise_functional.default, (-ROWS, ROWS, 0.1, 0.3, train)) for train in (True, False)),
+    *((aten._scaled_dot_product_flash_attention_for_cpu.default, (HEADS, HEADS, HEADS, p)) for p in (0.0, 0)),
+    *((aten.normal.Tensor_float, (ROWS, deviation)) for deviation in (0.0, 1.0)),
+    *((aten.uniform.default, (ROWS, 0.0, end)) for end in (0.0, 1.0)),
+    (aten.rand_like.default, (ROWS,)),
+    (aten.randperm.default, (5,)),
+    (aten.multinomial.default, (ROWS, 1)),
+    (aten.poisson.default, (ROWS,)),
+    (aten.binomial.default, (ROWS, ROWS)),
+    (aten._standard_gamma.default, (ROWS,)),
+    (aten._sample_dirichlet.default, (ROWS,)),
+    (aten.exponential.default, (ROWS,)),
+    (aten.geometric.default, (ROWS, 0.5)),
+    (aten.exp.default, (ROWS,)),
+)
+
+
+@pytest.mark.parametrize(("op", "arguments"), CALLS, ids=lambda value: str(value)[:40])
+def test_an_op_is_random_if_it_advances_the_generator(op: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> None:
+    with torch.random.fork_rng():
+        before = torch.get_rng_state()
+        op(*arguments)
+        advanced = not torch.equal(torch.get_rng_state(), before)
+    assert op_traits.is_random(fx.Graph().call_function(op, arguments)) == advanced
+
+
+@pytest.mark.parametrize("draw", [lambda x: torch.bernoulli(x, p=0.0), lambda x: aten.native_dropout(x, 0.0, True)[0]])
+def test_a_draw_with_probability_zero_leaves_the_generator_as_eager_does(draw: Callable[..., torch.Tensor]) -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (draw(x.detach()) * x + x).square().mean()
+
+    x = torch.randn(4, 8, requires_grad=True)
+    options = {"compiler": "aot_eager", "memory_budget": 1.0, "recompute": ("*",)}
+    states = []
+    for function in (loss, torch.compile(loss, backend="autoremat", options=options)):
+        torch.manual_seed(0)
+        function(x).backward()
+        states.append(torch.get_rng_state())
+    assert torch.equal(*states)
