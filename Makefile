@@ -2,6 +2,8 @@
 PYTHON ?= python3
 DEMO_ARGS ?=
 EXAMPLES ?= 200
+SEED ?= $(shell date +%s)
+RELEASE_ARGS ?=
 # Processes that share the tests, each with files of its own; 0 runs them in one.
 WORKERS ?= 2
 # Of make gpu. A Python that is named takes its packages as they are, and what it lacks from a folder of wheels:
@@ -21,7 +23,7 @@ STAMP := $(VENV)/installed
 PYTEST := $(BIN)/python -m pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-random gpu gpu-rehearsal docs check format clean
+.PHONY: help venv demo test test-slow test-random gpu gpu-rehearsal docs check format release clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' $(MAKEFILE_LIST) | expand -t 17
@@ -45,8 +47,8 @@ test-slow: venv  ## the tests that compile with Inductor or build whole models, 
 	$(PYTEST) -m slow
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" --examples 1 --fixed-seed
 
-test-random: venv  ## the properties on random graphs drawn afresh; EXAMPLES=1000 draws more of each
-	$(BIN)/python -m pytest --examples $(EXAMPLES) --max-ops 16
+test-random: venv  ## the properties on random graphs drawn afresh; EXAMPLES=1000 draws more, SEED=1 the same again
+	$(BIN)/python -m pytest --examples $(EXAMPLES) --max-ops 16 --hypothesis-seed $(SEED)
 
 gpu: $(if $(OWN_PYTHON),,venv)  ## tests, peaks and step times on a CUDA device; goes on where the last call ended
 	$(if $(OWN_PYTHON),$(PYTHON),$(BIN)/python) benchmarks/gpu.py --results $(GPU_RESULTS) --minutes $(GPU_MINUTES) $(if $(WHEELS),--wheels $(WHEELS)) $(GPU_ARGS)
@@ -66,6 +68,10 @@ check: venv  ## lint, formatting and types
 format: venv  ## format and sort imports in place
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+release: venv  ## build sdist and wheel into dist/ and check them; everything but the upload
+	$(BIN)/pip install --quiet -c $(CONSTRAINTS) -e ".[release]"
+	$(BIN)/python .ci/release.py $(RELEASE_ARGS)
 
 clean:  ## remove .venv, caches and build outputs
 	rm -rf .venv .venv-* build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

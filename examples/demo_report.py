@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,17 @@ from autoremat.basics.units import format_bytes
 LOSS_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 2e-2}
 """Relative: the same arithmetic in other kernels rounds differently, and training amplifies that step by step."""
 
+BUSY_SHARE = 0.05
+"""Share of the timed steps that threads wait for a processor, above which the machine counts as busy."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """The seconds of a step, and those of them in which one of its threads waited for a processor."""
+
+    seconds: float
+    delay: float
+
 
 @dataclass(frozen=True)
 class Result:
@@ -28,8 +40,9 @@ class Result:
     budget_bytes: int | None
     predicted_bytes: int | None
     peak_bytes: int
-    step_seconds: float
     compile_seconds: float
+    timings: tuple[Timing, ...]
+    """Of one step in each round. In a round every setting takes one step."""
     losses: tuple[float, ...]
     timeline: tuple[tuple[float, int], ...]
 
@@ -37,10 +50,51 @@ class Result:
     def fits(self) -> bool:
         return self.budget_bytes is None or self.peak_bytes <= self.budget_bytes
 
-    def line(self) -> str:
+
+@dataclass(frozen=True)
+class Times:
+    """Step times of all settings in the quieter half of the rounds."""
+
+    results: Sequence[Result]
+
+    @property
+    def rounds(self) -> list[int]:
+        """Numbers of the rounds in which threads waited least for a processor."""
+        count = len(self.results[0].timings)
+        delays = [sum(result.timings[number].delay for result in self.results) for number in range(count)]
+        return sorted(sorted(range(count), key=delays.__getitem__)[: (count + 1) // 2])
+
+    @property
+    def busy_share(self) -> float:
+        """Share of the step times in which a thread waited because other programs ran."""
+        timings = [result.timings[number] for result in self.results for number in self.rounds]
+        return sum(one.delay for one in timings) / sum(one.seconds for one in timings)
+
+    def seconds(self, result: Result) -> float:
+        return statistics.median(result.timings[number].seconds for number in self.rounds)
+
+    def ratios(self, result: Result) -> list[float]:
+        """Step times over those of the first setting in the same rounds, from the least."""
+        plain = self.results[0].timings
+        return sorted(result.timings[number].seconds / plain[number].seconds for number in self.rounds)
+
+    def error(self, result: Result) -> float:
+        """The largest deviation of a round's ratio from the median, which is the ratio in the table."""
+        ratios = self.ratios(result)
+        return max(ratios[-1] - statistics.median(ratios), statistics.median(ratios) - ratios[0])
+
+    def caption(self) -> str:
+        """What the step times are, and how far to trust them."""
+        text = (
+            f"Step times are medians of {len(self.rounds)} rounds, in which the settings take one step each in turn. "
+            "± is the largest deviation in a round."
+        )
+        if self.busy_share <= BUSY_SHARE:
+            return text
+        worst = max(self.error(result) for result in self.results)
         return (
-            f"{self.title}: compiled in {self.compile_seconds:.1f} s, peak {format_bytes(self.peak_bytes)}, "
-            f"step {self.step_seconds:.3f} s, loss {self.losses[-1]:.5f}"
+            f"{text} The machine was busy: for {self.busy_share:.0%} of their time, these steps waited for a processor that "
+            f"other programs used. The ratios may err by {worst:.2f}; run the demo on an idle machine for better ones."
         )
 
 
@@ -68,22 +122,23 @@ def failures(results: Sequence[Result], dtype: torch.dtype) -> list[str]:
 
 
 def results_table(results: Sequence[Result]) -> Table:
-    table = Table(title="Peak memory of forward and backward above the step's start, MiB")
+    times = Times(results)
+    table = Table(title="Peak memory of forward and backward above the step's start, MiB", caption=times.caption())
     table.add_column("setting", no_wrap=True)
     for column in ("budget", "predicted", "measured", "fits", "share", "step", "to first", "final loss"):
         table.add_column(column, justify="right")
-    plain = results[0]
     for result in results:
         fits = "" if result.budget_bytes is None else "[green]yes" if result.fits else "[bold red]no"
+        ratio = f"{statistics.median(times.ratios(result)):.2f}"
         table.add_row(
             result.title,
             mebibytes(result.budget_bytes),
             mebibytes(result.predicted_bytes),
             mebibytes(result.peak_bytes),
             fits,
-            f"{result.peak_bytes / plain.peak_bytes:.0%}",
-            f"{result.step_seconds:.3f} s",
-            f"{result.step_seconds / plain.step_seconds:.2f} x",
+            f"{result.peak_bytes / results[0].peak_bytes:.0%}",
+            f"{times.seconds(result):.3f} s",
+            f"{ratio} x" if result is results[0] else f"{ratio} ± {times.error(result):.2f} x",
             f"{result.losses[-1]:.5f}",
         )
     return table
@@ -102,10 +157,14 @@ def write_results(results: Sequence[Result], size: ModelSize, device: str, folde
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "table.txt").open("w") as file:
         print_table(results, Console(file=file, width=120))
+    times = Times(results)
     settings = [
-        {key: value for key, value in asdict(result).items() if key != "timeline"} | {"fits": result.fits} for result in results
+        {key: value for key, value in asdict(result).items() if key != "timeline"}
+        | {"fits": result.fits, "step_seconds": times.seconds(result), "ratio": statistics.median(times.ratios(result))}
+        | {"ratio_error": times.error(result)}
+        for result in results
     ]
-    machine = {"torch": torch.__version__, "device": device, "cores": os.cpu_count()}
+    machine = {"torch": torch.__version__, "device": device, "cores": os.cpu_count(), "busy_share": times.busy_share}
     record = machine | {"size": asdict(size) | {"dtype": str(size.dtype)}, "settings": settings}
     (folder / "results.json").write_text(json.dumps(record, indent=2) + "\n")
     draw_memory(results, folder / "memory.png")

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import strategies
 from hypothesis import is_hypothesis_test, settings
+from hypothesis.database import DirectoryBasedExampleDatabase
 
 from autoremat.options.options import COST_MODEL_VARIABLE, ENVIRONMENT_VARIABLE, POLICY_VARIABLE, PROGRESS_VARIABLE, configure
 from autoremat.report import registry
@@ -53,7 +54,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         own = test._hypothesis_internal_use_settings  # there is no public way past a test's own settings
         if examples:
             number = max(own.max_examples, examples) if fixed else examples
-            chosen = settings(own, max_examples=number, derandomize=fixed, database=None)
+            # A random example that fails is kept, and comes first in the next run.
+            database = None if fixed else DirectoryBasedExampleDatabase(".hypothesis/examples")
+            chosen = settings(own, max_examples=number, derandomize=fixed, database=database)
         else:
             few = min(max(own.max_examples // QUICK_SHARE, QUICK_EXAMPLES[0]), QUICK_EXAMPLES[-1])
             chosen = own if item.get_closest_marker("slow") else settings(own, max_examples=few)

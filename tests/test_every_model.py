@@ -9,6 +9,7 @@ import torch
 from oracles import same_bits
 
 import autoremat
+from autoremat.basics.errors import ISSUES
 from autoremat.capture import capture
 
 LEAST = {"memory_budget": 1, "compiler": "aot_eager", "on_infeasible": "best_effort"}
@@ -94,7 +95,7 @@ def test_no_failure_of_any_stage_reaches_the_user(monkeypatch: pytest.MonkeyPatc
     with pytest.warns(autoremat.FallbackWarning) as caught:
         found = gradient(product, backend="autoremat", options=WARNED)
     (warning,) = [w for w in caught if issubclass(w.category, autoremat.FallbackWarning)]
-    for part in (f"{type(failure).__name__}: ", "as if", "test_every_model.py:", "issue tracker"):
+    for part in (f"{type(failure).__name__}: ", "as if", "test_every_model.py:", ISSUES):
         assert part in str(warning.message)
     assert same_bits(found, expected)
 
@@ -130,7 +131,7 @@ def test_no_failure_around_inductor_reaches_the_user(monkeypatch: pytest.MonkeyP
     expected = gradient(product, backend="inductor")
     failing(monkeypatch, stage, RuntimeError("as if"))
     options = WARNED | {"compiler": "inductor"}
-    with pytest.warns(autoremat.FallbackWarning, match=r"test_every_model\.py:.*RuntimeError: as if.*issue tracker"):
+    with pytest.warns(autoremat.FallbackWarning, match=r"test_every_model\.py:.*RuntimeError: as if.*/issues"):
         found = gradient(product, backend="autoremat", options=options)
     torch.testing.assert_close(found, expected)
     torch._dynamo.reset()
@@ -156,7 +157,7 @@ def test_what_cannot_be_planned_trains_and_warns_once(inner: str) -> None:
         "aten.mm.default",
         "test_every_model.py:",
         "IndexError: no such dimension",
-        "issue tracker",
+        ISSUES,
         'on_planning_error="raise"',
     ):
         assert part in str(warning.message)

@@ -15,6 +15,9 @@ SUPPORTED_MINORS = range(11, 16)
 """Minor versions of torch 2 that the package supports. ``tests/test_docs.py`` compares the documentation and the metadata."""
 OCCUPANTS_SHOWN = 10
 
+ISSUES = "https://github.com/autoremat/autoremat/issues"
+"""The address for reports of defects. ``tests/test_project.py`` compares it with the metadata."""
+
 Kind = TypeVar("Kind", bound=BaseException)
 
 
@@ -296,7 +299,7 @@ def fallback_message(error: BaseException, place: str) -> str:
     """Returns the text of a ``FallbackWarning``: the graph (``place``), the error and the remedies."""
     return (
         f"a graph ({place}) could not be planned and is left to torch, so no memory budget holds for it: "
-        f"{type(error).__name__}: {error}. It trains all the same. Please report this text to autoremat's issue tracker; "
+        f"{type(error).__name__}: {error}. It trains all the same. Please report this text at {ISSUES}; "
         'on_planning_error="raise" makes it an error.'
     )
 
@@ -305,7 +308,7 @@ def planning_error(error: BaseException, place: str) -> PlanningError:
     """Returns the ``PlanningError`` for a graph (``place``) whose budget cannot be kept because of ``error``."""
     return PlanningError(
         f"a graph ({place}) could not be planned, so its memory budget cannot be kept: {type(error).__name__}: {error}. "
-        'If backend="inductor" compiles it, please report this text to autoremat\'s issue tracker; '
+        f'If backend="inductor" compiles it, please report this text at {ISSUES}; '
         'on_planning_error="fallback" leaves such a graph to torch, without a budget.'
     )
 
