@@ -28,7 +28,10 @@ from autoremat.basics.progress import (
     quiet,
     status_if_slow,
 )
+from autoremat.compiler import joint_graph, planning
 from autoremat.options.options import PROGRESS_VARIABLE
+from autoremat.tools import trace
+from autoremat.torch_private import compile_progress
 
 
 @pytest.fixture
@@ -77,10 +80,31 @@ def test_a_log_has_lines_that_say_what_is_done_and_how_much(told):
         until_said(told, "for 0 s: compiling kernels, 0 of 40\n")
         tally.done = 12
         until_said(told, "compiling kernels, 12 of 40\n")
+        now("tracing, ops", Tally(done=1234).count, attempt=2)
+        until_said(told, "for 0 s, attempt 2: tracing, ops: 1,234 so far\n")
         now("tracing", attempt=2)
         until_said(told, "for 0 s, attempt 2: tracing\n")
     assert re.fullmatch(r"autoremat: done, compiling took \d s", told.getvalue().splitlines()[-1])
     assert LOG_PATIENCE_SECONDS < LOG_INTERVAL_SECONDS < 10, "no silence of ten seconds"
+
+
+def test_an_explanation_names_its_stages_and_counts_traced_ops(monkeypatch):
+    said, counts = [], {}
+
+    def note(doing, count=None, attempt=None):
+        said.append(doing)
+        counts[doing] = count
+
+    for module in (trace, compile_progress, joint_graph, planning):
+        monkeypatch.setattr(module, "now", note)
+    model, inputs = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
+    autoremat.explain(
+        lambda x: model(x).sum(), inputs, options={"memory_budget": 1.0, "cost_model": "roofline"}, device="A100-40GB"
+    )
+    stages = ["tracing the step", "tracing forward and backward", "reading", "capturing", "pricing", "planning", "following"]
+    assert [text.startswith(stage) for text, stage in zip(said, stages, strict=True)] == [True] * len(stages)
+    (of_dynamo, _), (of_backward, _) = (counts[text]() for text in said[:2])
+    assert of_dynamo > 3 < of_backward
 
 
 def test_what_was_waited_before_counts(told, monkeypatch):

@@ -20,7 +20,7 @@ from autoremat.measure import calibration, signatures
 from autoremat.measure.microbenchmarks import Place, Recipe, recipes
 from autoremat.measure.run_delay import longest_delay, run_delays
 from autoremat.measure.timer import MAX_RUNS, Stopwatch, measurable, undisturbed
-from autoremat.planner.cost import Curve, Rate, Rates, cpu_device, curve_name
+from autoremat.planner.cost import Curve, Rate, Rates, Task, Work, cpu_device, curve_name
 
 CPU = torch.device("cpu")
 
@@ -215,8 +215,9 @@ def test_what_was_disturbed_is_measured_again(one_size_of_each, caplog):
 
 def test_what_stays_disturbed_is_said_and_what_cannot_be_comes_from_the_data_sheet(one_size_of_each, caplog, tmp_path):
     rates = calibration.calibrate(CPU, FakeTimer(each=1.0), uncompiled)
-    assert "cpu seems to have been busy while it was calibrated: seconds of " in caplog.text
-    assert str(tmp_path) in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert caplog.records[0].message.startswith("autoremat: calibrated cpu: the machine was busy, so ")
+    assert f" of {len(Rate)} rates may be wrong; delete {tmp_path}" in caplog.text
     sheet = cpu_device(torch.get_num_threads())
     assert rates.curves["matmul.float32"].seconds(64.0) == 64.0 / sheet.flops_per_second
     assert rates.curves["stream"].seconds(64.0) == 64.0 / sheet.bytes_per_second
@@ -227,7 +228,33 @@ def test_what_stays_disturbed_is_said_and_what_cannot_be_comes_from_the_data_she
 def test_rates_of_a_busy_machine_need_no_folder_to_be_deleted(one_size_of_each, caplog, tmp_path):
     rates = calibration.calibrate(CPU, FakeTimer(each=1.0, disturbed_share=0.5), uncompiled)
     assert rates.is_disturbed
-    assert caplog.text.rstrip().endswith("may be wrong. An idle machine measures again")
+    assert caplog.text.rstrip().endswith("may be wrong; an idle machine measures again")
+
+
+def test_a_calibration_ends_in_time_and_the_next_one_completes_it(one_size_of_each, monkeypatch, caplog):
+    monkeypatch.setattr(calibration, "LONGEST_CALIBRATION", 1e-5 * (len(Rate) - 4.5 + 2))  # after two calls, all but four rates
+    rates = calibration.calibrate(CPU, FakeTimer(each=1e-5), uncompiled)
+    assert len(rates.unmeasured) == 4
+    assert f"4 of {len(Rate)} rates come from data sheets" in caplog.text
+    assert set(rates.curves) >= {curve_name(rate) for rate in Rate}
+    assert Rates.from_json(rates.to_json()) == rates
+    missing = Rate(rates.unmeasured[0].partition(".")[0])
+    assert not rates.measures(Work((Task(missing, 1.0),)))
+    assert rates.measures(Work((Task(Rate.MATMUL, 1.0),)))
+    timer = FakeTimer(each=1e-5)
+    completed = calibration.calibrate(CPU, timer, uncompiled, rates)
+    assert completed.unmeasured == ()
+    assert len(timer.timed) == 2 * (2 + 4)  # each call and each missing rate twice
+    assert rates.curves["matmul.float32"] is completed.curves["matmul.float32"]
+
+
+def test_a_process_completes_the_rates_that_an_earlier_one_left_out(monkeypatch):
+    unfinished = dataclasses.replace(some_rates(), unmeasured=("sort",))
+    disk_cache.write_text("rates", calibration.device_key(CPU), unfinished.to_json())
+    given = []
+    monkeypatch.setattr(calibration, "calibrate", lambda *arguments: given.append(arguments[-1]) or some_rates())
+    assert calibration.rates_of(CPU) == some_rates()
+    assert given == [unfinished]
 
 
 def test_a_type_that_the_device_does_not_know_has_no_curve():

@@ -34,7 +34,7 @@ LEAST_SECONDS = 4.0
 
 Result = TypeVar("Result")
 Count = Callable[[], tuple[int, int]]
-"""Returns the number of finished items and their total."""
+"""Returns the number of finished items and their total, which is 0 if it is unknown."""
 
 
 _default: bool | None = None
@@ -60,14 +60,14 @@ def progress_in_environment() -> bool:
 
 @dataclass
 class Tally:
-    """A count of finished items, which the worker itself increments."""
+    """A count of finished items, which the worker itself increments. A ``total`` of 0 is unknown."""
 
     total: int = 0
     done: int = 0
 
     def count(self) -> tuple[int, int]:
         """Returns the pair (done, total) that :func:`now` takes."""
-        return min(self.done, self.total), self.total
+        return min(self.done, self.total) if self.total else self.done, self.total
 
 
 @dataclass
@@ -88,7 +88,8 @@ class _Level:
             done, total = count()
             spent = at - self.since
             left = spent / done * (total - done) if done and spent > LEAST_SECONDS else 0.0
-            doing += f", {done} of {total}" + (f", about {left:.0f} s left" if left >= 1 else "")
+            doing += f", {done:,} of {total:,}" if total else f": {done:,} so far"
+            doing += f", about {left:.0f} s left" if left >= 1 else ""
         attempt = f", attempt {self.attempt}" if self.attempt > 1 else ""
         return f"{self.title} for {at - self.began:.0f} s{attempt}" + (f": {doing}" if doing else "")
 

@@ -30,7 +30,7 @@ NO_LINKS = Links()
 def priced(captured: Capture, cost_model: str, links: Links = NO_LINKS) -> tuple[Capture, Pricing]:
     """Returns ``captured`` with the seconds of ``cost_model``, and a summary of their cost sources.
 
-    ``links`` has the rates of process groups. The first call for a device may measure for about 30 seconds.
+    ``links`` has the rates of process groups. The first call for a device may measure for 30 seconds.
     """
     device = joint_graphs.device_of(captured.joint)
     rates = rates_of(device) if cost_model != ROOFLINE else None
@@ -76,7 +76,7 @@ def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]
         for op, all_of_it, traffic in zip(graph.ops, seconds, streamed, strict=True)
     )
     graph = replace(graph, ops=ops, saving_seconds_per_byte=rates.saving_seconds_per_byte)
-    sources = [CostSource.CALIBRATED if work.known else CostSource.ASSUMED for work in works]
+    sources = [CostSource.CALIBRATED if rates.measures(work) else CostSource.ASSUMED for work in works]
     return replace(captured, graph=graph), sources
 
 

@@ -166,6 +166,7 @@ def prepare(joint: JointGraph, context: PlanningContext) -> JointGraph:
 
 def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGraph | None:
     """Returns the capture of a prepared joint graph, with the seconds of the cost model; None if it has no backward."""
+    now("capturing")
     captured = capture(
         joint.module, joint.num_forward_outputs, context.fuses, context.cuda_name, context.may_repeat_collectives
     )
@@ -176,6 +177,7 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
     if not isinstance(options.memory_budget, Share):
         captured = replace(captured, graph=options.open_calls.of(captured.graph, accumulated))
     links = Links(options.interconnect_bandwidth, options.interconnect_latency, context.interconnects)
+    now(f"pricing {len(captured.graph.ops):,} ops")
     captured, pricing = priced(captured, options.cost_model, links)
     captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, context)))
     return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured), accumulated)

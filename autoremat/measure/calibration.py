@@ -3,6 +3,9 @@
 Stored rates are specific to device, torch version, number of threads and precision of matrix products. A measurement that shows
 a disturbance by another program is repeated. Rates that were measured on a busy machine serve until a process finds the machine
 idle and measures again. To measure all rates again, delete the folder ``rates`` of the cache.
+
+A calibration ends after ``LONGEST_CALIBRATION`` seconds. Rates that it has not reached come from data sheets until the next
+process measures them.
 """
 
 from __future__ import annotations
@@ -10,7 +13,8 @@ from __future__ import annotations
 import hashlib
 import logging
 import platform
-from collections.abc import Mapping
+import statistics
+from collections.abc import Iterable, Mapping
 from functools import cache
 
 import torch
@@ -23,6 +27,7 @@ from autoremat.planner.cost import (
     SLOWEST,
     Curve,
     Device,
+    Rate,
     Rates,
     cpu_device,
     cuda_device,
@@ -47,14 +52,17 @@ MOST_TURNS, AGREEMENT = 6, 1.5
 WORRYING_SHARE = 0.25
 """The share of rates without an undisturbed measurement above which the user is warned. A few such rates are normal."""
 
-LONGEST_WAIT = 180.0
-"""Seconds to wait for another process that calibrates the same device. After that, this process calibrates too."""
+LONGEST_CALIBRATION = 30.0
+"""Seconds after which no further measurement begins."""
 
-LONGEST_CALIBRATION = 45.0
-"""Seconds after which no rate is measured a third time."""
+LONGEST_WAIT = 90.0
+"""Seconds to wait for another process that calibrates the same device. After that, this process calibrates too."""
 
 Points = dict[float, float]
 """Seconds by amount of work."""
+
+ASSUMED_AMOUNT = 1e6
+"""Amount of work of the one point of a curve from a data sheet, which is proportional everywhere."""
 
 TINY, PROBE = 8, 1024
 """Sides of matrices: the product of the one costs little more than the launch, that of the other takes several milliseconds."""
@@ -95,7 +103,7 @@ def rates_of(device: torch.device) -> Rates | None:
     key = device_key(device)
     if key not in _known:
         stored = _stored(key)
-        serves = stored is not None and not (stored.is_disturbed and _is_idle(device))
+        serves = stored is not None and not stored.unmeasured and not (stored.is_disturbed and _is_idle(device))
         _known[key] = stored if stored is not None and serves else _measured(device, key, stored)
     return _known[key]
 
@@ -131,8 +139,7 @@ def _measured(device: torch.device, key: str, known: Rates | None = None) -> Rat
             assert others is not None
             return others
         log.info("calibrating %s", device)
-        now(f"calibrating {device}, about 30 s, only once")
-        rates = undisturbed(device, lambda: calibrate(device, stopwatch_for(device), compiled))
+        rates = undisturbed(device, lambda: calibrate(device, stopwatch_for(device), compiled, known))
         if (others := _stored(key)) not in (None, known):  # from a process that stopped waiting
             assert others is not None
             return others
@@ -140,59 +147,90 @@ def _measured(device: torch.device, key: str, known: Rates | None = None) -> Rat
         return rates
 
 
-def calibrate(device: torch.device, timer: Timer, compile_: Compile) -> Rates:
-    """Returns the rates of ``device``, after running all recipes.
+def calibrate(device: torch.device, timer: Timer, compile_: Compile, known: Rates | None = None) -> Rates:
+    """Returns the rates of ``device``, after running the recipes that ``known`` lacks, or all if ``known`` is disturbed.
 
-    A rate is the least plausible time, or the data sheet's if no measured time is plausible. ``compile_`` compiles fused
-    arithmetic. Raises ``RuntimeError`` if the device cannot do 32-bit arithmetic.
+    A rate is the least plausible time, or the data sheet's if no measured time is plausible. So is a rate for which the time
+    does not suffice. ``compile_`` compiles fused arithmetic. Raises ``RuntimeError`` if the device cannot do 32-bit arithmetic.
     """
+    end, tally = timer.now() + LONGEST_CALIBRATION, Tally()
+    now(f"calibrating {device}, at most {LONGEST_CALIBRATION:.0f} s", tally.count)
     # The cost of a call of compiled code does not depend on the arithmetic in it.
     calls = {"launch": matmul(Place(device), TINY)[1], "call": compile_(torch.neg, torch.zeros(1, device=device))}
     overheads = {name: timer.seconds(run) for name, run in calls.items()}
-    todo = {curve_name(recipe.rate, _name(recipe.dtype)): recipe for recipe in recipes(device, compile_)}
-    found, doubtful = _measured_twice(todo, device, timer)
+    every = {curve_name(recipe.rate, _name(recipe.dtype)): recipe for recipe in recipes(device, compile_)}
+    kept = {} if known is None else {name: known.curves[name] for name in known.curves.keys() - set(known.unmeasured)}
+    wanted = set(every) if known is None or known.is_disturbed else set(known.unmeasured)
+    found, doubtful = _measured_twice({n: r for n, r in every.items() if n in wanted}, device, timer, end, tally)
     overheads = {name: min(overheads[name], timer.seconds(run)) for name, run in calls.items()}
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    curves: dict[str, Curve] = {}
-    for name, whole in found.items():
-        overhead = overheads["call" if todo[name].rate in FUSED else "launch"]
-        points = {amount: max(seconds - overhead, LEAST_SHARE * seconds) for amount, seconds in whole.items()}
-        plausible = _plausible(todo[name], points, device)
-        if points:
-            curves[name] = Curve.through((plausible or _by_datasheet(todo[name], points, device)).items())
-        if plausible != points:
-            doubtful.add(name)
-    rates = Rates(device_name(device), overheads["launch"], curves, timer.disturbed_share)
-    if doubtful:
-        _say_doubtful(device, doubtful, rates)
+    curves, implausible = _curves(every, found, overheads, device)
+    curves = {**kept, **curves}
+    unmeasured = tuple(sorted(wanted - found.keys() - kept.keys()))
+    disturbed = max(timer.disturbed_share, 0.0 if known is None or known.is_disturbed else known.disturbed_share)
+    curves = {**_assumed(unmeasured, curves, device), **curves}
+    rates = Rates(device_name(device), overheads["launch"], curves, disturbed, unmeasured)
+    _say_incomplete(device, rates, doubtful | implausible, len(every))
     return rates
 
 
-def _say_doubtful(device: torch.device, doubtful: set[str], rates: Rates) -> None:
-    again = f"To measure again, delete {disk_cache.folder('rates')}"
-    log.log(
-        logging.WARNING if len(doubtful) > WORRYING_SHARE * len(rates.curves) else logging.INFO,
-        "%s seems to have been busy while it was calibrated: seconds of %s may be wrong. %s",
-        device, ", ".join(sorted(doubtful)), "An idle machine measures again" if rates.is_disturbed else again,
-    )  # fmt: skip
+def _curves(
+    recipes: Mapping[str, Recipe], found: Mapping[str, Points], overheads: Mapping[str, float], device: torch.device
+) -> tuple[dict[str, Curve], set[str]]:
+    """Returns the curves through measured points without the overhead of a call, and the names with implausible points."""
+    curves, implausible = {}, set()
+    for name, whole in found.items():
+        overhead = overheads["call" if recipes[name].rate in FUSED else "launch"]
+        points = {amount: max(seconds - overhead, LEAST_SHARE * seconds) for amount, seconds in whole.items()}
+        plausible = _plausible(recipes[name], points, device)
+        if points:
+            curves[name] = Curve.through((plausible or _by_datasheet(recipes[name], points, device)).items())
+        if plausible != points:
+            implausible.add(name)
+    return curves, implausible
 
 
-def _measured_twice(recipes: Mapping[str, Recipe], device: torch.device, timer: Timer) -> tuple[dict[str, Points], set[str]]:
-    """Returns the least seconds of each recipe, and the names of recipes without two results that agree.
+def _assumed(names: Iterable[str], measured: Mapping[str, Curve], device: torch.device) -> dict[str, Curve]:
+    """Returns the data sheet's curves for those of ``names`` that every device needs, slowed down as ``measured`` ones are."""
+    sheet = _datasheet(device, torch.float32)
+    rates = {curve_name(rate): rate for rate in Rate}
+    ratios = [measured[n].points[-1][1] / datasheet_seconds(rates[n], measured[n].points[-1][0], sheet)
+              for n in measured.keys() & rates.keys()]  # fmt: skip
+    slowdown = statistics.median(ratios) if ratios else 1.0
+    return {n: Curve(((ASSUMED_AMOUNT, slowdown * datasheet_seconds(rates[n], ASSUMED_AMOUNT, sheet)),))
+            for n in names if n in rates}  # fmt: skip
+
+
+def _say_incomplete(device: torch.device, rates: Rates, doubtful: set[str], total: int) -> None:
+    """Logs in one line how many rates may be wrong and how many are not measured; their names follow at the level DEBUG."""
+    again = "an idle machine measures again" if rates.is_disturbed else f"delete {disk_cache.folder('rates')} to measure again"
+    lacking = len(rates.unmeasured)
+    said = [f"the machine was busy, so {len(doubtful)} of {total} rates may be wrong; {again}"] if doubtful else []
+    if lacking:
+        said.append(f"{lacking} of {total} rates come from data sheets or other types until the next process measures them")
+    if said:
+        is_worrying = lacking or len(doubtful) > WORRYING_SHARE * total
+        log.log(logging.WARNING if is_worrying else logging.INFO, "autoremat: calibrated %s: %s", device, "; ".join(said))
+        log.debug("autoremat: rates that may be wrong: %s; not measured: %s", sorted(doubtful), rates.unmeasured)
+
+
+def _measured_twice(
+    recipes: Mapping[str, Recipe], device: torch.device, timer: Timer, end: float, tally: Tally
+) -> tuple[dict[str, Points], set[str]]:
+    """Returns the least seconds of each recipe until ``end``, and the names of recipes without two results that agree.
 
     The first two rounds measure all recipes, later rounds those whose results differ. A disturbance has usually passed by the
-    next round.
+    next round. A recipe that was not reached is in neither result.
     """
-    begin = timer.now()
     found: dict[str, Points] = {}
     unsettled = dict(recipes)
+    tally.total = 2 * len(recipes)
     for turn in range(MOST_TURNS):
-        if turn > 1 and timer.now() - begin > LONGEST_CALIBRATION:
-            break
-        tally = Tally(len(unsettled))
-        now(f"calibrating {device}, about 30 s, only once{', again what differed' * (turn > 1)}", tally.count)
+        tally.total += len(unsettled) if turn > 1 else 0
         for name, recipe in tuple(unsettled.items()):
+            if timer.now() > end:
+                return found, unsettled.keys() & found.keys()
             points = _points(recipe, Place(device, recipe.dtype), timer)
             if turn and _agree(points, found[name]):
                 del unsettled[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import fx
@@ -135,8 +136,9 @@ def window(place: Place, channels: int) -> Sized:
 
 
 def fused(function: Callable[[torch.Tensor], torch.Tensor], compile_: Compile) -> Callable[[Place, int], Sized]:
-    """Returns the recipe of compiled arithmetic on rows."""
+    """Returns the recipe of compiled arithmetic on rows, which is compiled once."""
 
+    @cache
     def prepare(place: Place, rows: int) -> Sized:
         tensor = place.random(rows, ROW)
         return float(rows * ROW), compile_(function, tensor)
@@ -179,15 +181,19 @@ MEMORY: dict[Rate, tuple[tuple[int, ...], Callable[[Place, int], Sized]]] = {
 
 
 def recipes(device: torch.device, compile_: Compile) -> Iterator[Recipe]:
-    """Yields all recipes of a calibration of ``device``."""
+    """Yields all recipes of a calibration of ``device``, those that most steps need first: the time may not suffice for all."""
     halves = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.bfloat16,)
-    for rate, (sizes, prepare) in DENSE.items():
-        for dtype in (torch.float32, *halves):
-            yield Recipe(rate, sizes, prepare, dtype)
-    for rate, (sizes, prepare) in MEMORY.items():
+    first = (Rate.MATMUL, Rate.BATCHED_MATMUL, Rate.ATTENTION, Rate.ATTENTION_BACKWARD)
+    eager = {**{rate: DENSE[rate] for rate in first}, **MEMORY}
+    for rate, (sizes, prepare) in eager.items():
         yield Recipe(rate, sizes, prepare)
     for rate, function in FUSED.items():
         yield Recipe(rate, (FUSED_ROWS,), fused(function, compile_))
+    for rate in (rate for rate in DENSE if rate not in first):
+        yield Recipe(rate, *DENSE[rate])
+    for rate, (sizes, prepare) in DENSE.items():
+        for dtype in halves:
+            yield Recipe(rate, sizes, prepare, dtype)
 
 
 def compiled(function: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tensor) -> Run:

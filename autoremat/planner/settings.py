@@ -30,6 +30,10 @@ class SegmentationSettings:
 class SearchSettings:
     """Peak-aware search: minimum cuts, segmentations, greedy fill (:mod:`autoremat.planner.search`)."""
 
+    candidates_share: float = 0.4
+    """Share of the time limit after which no further candidate is simulated."""
+    plans_share: float = 0.8
+    """Share of the time limit after which no further plan is simulated. The lower bounds have the rest."""
     curve_points: int = 12
     """Maximum number of minimum cuts."""
     segmentation_work: int = 2000

@@ -23,6 +23,7 @@ import torch
 from torch import fx, nn
 
 from autoremat.basics.errors import AutorematError, CaptureError, causes
+from autoremat.basics.progress import now
 from autoremat.capture.capture import may_train
 from autoremat.capture.source_info import take_names
 from autoremat.compiler.breaks import one_of_several, what_dynamo_said
@@ -33,6 +34,7 @@ from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import Options
 from autoremat.tools.target import Target, target_of
 from autoremat.torch_private import compilers, fake_tensors, joint_graphs
+from autoremat.torch_private.compile_progress import tracing_is_told
 from autoremat.torch_private.cuda_decompositions import as_on_cuda
 from autoremat.torch_private.dynamo import graph_breaks
 
@@ -62,6 +64,7 @@ class _Recorder(Generic[T]):
         if may_train(module, inputs):
             with one_of_several(module):
                 self.found.extend(self.visit(module, inputs))
+        now("following the rest of the step")
         return runnable.forward
 
 
@@ -85,7 +88,7 @@ def joint_visitor(options: Options, target: Target, visit: Visitor[T]) -> Captur
         config = {**compilers.mode_config(options.mode), **dict(options.inductor)}
         with contextlib.suppress(_EndOfTracing):
             decompositions = as_on_cuda() if target.is_represented else None
-            with target.fusing_attention():
+            with target.fusing_attention(), tracing_is_told("tracing forward and backward, ops"):
                 fake_tensors.trace_joint(
                     module, inputs, Partitioner(hand_over), options.compiler == "inductor", config, decompositions
                 )
@@ -168,7 +171,8 @@ def trace_captured(
         if target.is_represented:  # autocast on CUDA is written into the graphs
             warnings.filterwarnings("ignore", "CUDA is not available or torch_xla is imported", UserWarning)
         try:
-            fake_tensors.compiled_by(_fresh(model_or_fn), recorder)(*fake_args, **fake_kwargs)
+            with tracing_is_told("tracing the step, ops"):
+                fake_tensors.compiled_by(_fresh(model_or_fn), recorder)(*fake_args, **fake_kwargs)
         except Exception as error:  # raised by the model's code, torch's tracing or the visitor
             notes.append(_stopped(error, bool(recorder.found)))
     if not recorder.found:

@@ -1,4 +1,4 @@
-"""Torch's private names for Inductor's progress with a graph. This module decides nothing about plans."""
+"""Torch's private names for its progress with a graph: traced ops, and Inductor's stages. This module decides nothing about plans."""
 
 from __future__ import annotations
 
@@ -18,6 +18,22 @@ KERNEL = re.compile(r"= async_compile\.\w+\(")
 def _half_of(lowering: Any) -> str:
     """Returns the name for messages of a graph that Inductor lowers."""
     return "graph" if lowering.is_inference else "backward" if lowering.is_backward else "forward"
+
+
+@contextlib.contextmanager
+def tracing_is_told(doing: str) -> Iterator[None]:
+    """Names the current step ``doing`` and reports the ops that torch's tracers record while active."""
+    from torch.fx.proxy import TracerBase
+
+    ops = Tally()
+
+    def told_create_node(create_node: Method, tracer: Any, *args: Any, **kwargs: Any) -> Any:
+        ops.done += 1
+        return create_node(tracer, *args, **kwargs)
+
+    now(doing, ops.count)
+    with hooked(TracerBase, "create_node", told_create_node):
+        yield
 
 
 @contextlib.contextmanager

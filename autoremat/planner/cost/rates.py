@@ -161,6 +161,9 @@ class Rates:
     curves: Mapping[str, Curve] = field(hash=False)
     disturbed_share: float = 0.0
     """Share of the timings during which other programs kept threads waiting."""
+    unmeasured: tuple[str, ...] = ()
+    """Names of curves that lack a measurement, because the calibration ran out of time. Data sheets or other types give their
+    seconds."""
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.launch_seconds) and self.launch_seconds >= 0):
@@ -186,17 +189,24 @@ class Rates:
         """Seconds to write one byte in the forward and to read it in the backward."""
         return 2.0 * self.curves[curve_name(Rate.STREAM)].seconds(BYTES_OF_SAVING) / BYTES_OF_SAVING
 
+    def measures(self, work: Work) -> bool:
+        """Returns True if measured rates give the seconds of ``work``."""
+        return work.known and not any(self._curve_name(task) in self.unmeasured for task in work.tasks)
+
+    def _curve_name(self, task: Task) -> str:
+        types = (task.dtype, *SUBSTITUTES.get(task.dtype, ()), "float32")
+        return next(name for name in (curve_name(task.rate, t) for t in types) if name in self.curves)
+
     def _task_seconds(self, task: Task) -> float:
         slowdown = DOUBLE_SLOWDOWN if task.dtype in ("float64", "complex128") else 1.0
-        types = (task.dtype, *SUBSTITUTES.get(task.dtype, ()), "float32")
-        curve = next(self.curves[name] for name in (curve_name(task.rate, t) for t in types) if name in self.curves)
-        return slowdown * task.count * curve.seconds(task.amount)
+        return slowdown * task.count * self.curves[self._curve_name(task)].seconds(task.amount)
 
     def to_json(self) -> str:
         """Returns the rates as JSON; :meth:`from_json` reads it back."""
         curves = {name: curve.points for name, curve in sorted(self.curves.items())}
         figures = {"launch_seconds": self.launch_seconds, "disturbed_share": self.disturbed_share}
-        return json.dumps({"device": self.device, **figures, "curves": curves}, indent=1)
+        lacking = {"unmeasured": self.unmeasured} if self.unmeasured else {}
+        return json.dumps({"device": self.device, **figures, **lacking, "curves": curves}, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Rates:
@@ -207,7 +217,8 @@ class Rates:
             curves = {str(name): Curve(CODEC.read(points, found)) for name, found in record["curves"].items()}
             launch_seconds = CODEC.read(float, record["launch_seconds"])
             disturbed_share = CODEC.read(float, record.get("disturbed_share", 0.0))
-            return cls(CODEC.read(str, record["device"]), launch_seconds, curves, disturbed_share)
+            unmeasured = CODEC.read(tuple[str, ...], record.get("unmeasured", []))
+            return cls(CODEC.read(str, record["device"]), launch_seconds, curves, disturbed_share, unmeasured)
         except (TypeError, KeyError, AttributeError) as error:
             raise ValueError(f"not the rates of a device: {error}") from error
 

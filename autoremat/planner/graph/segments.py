@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,11 +60,16 @@ class Chain:
 
     def crossing(self, place: int) -> list[int]:
         """Returns the values that cross from op ``place`` to later ops, without long-range ones."""
-        return [
-            v
-            for v in self.graph.forward_values
-            if v not in self.long_range and (self.graph.values[v].producer or 0) <= place < self.last_read[v]
-        ]
+        values, producers, last = self._short_lived
+        crossing: list[int] = values[(producers <= place) & (place < last)].tolist()
+        return crossing
+
+    @cached_property
+    def _short_lived(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """The forward values that are not long-range, their producers, and their last readers in the forward."""
+        values = np.array([v for v in self.graph.forward_values if v not in self.long_range], dtype=np.int64)
+        producers = np.array([self.graph.values[v].producer for v in values], dtype=np.int64)
+        return values, producers, self.last_read[values]
 
     def places(self, count: int) -> list[int]:
         """Returns at most ``count - 1`` narrow places in ascending order. They divide the forward's bytes about equally."""

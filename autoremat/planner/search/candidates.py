@@ -15,11 +15,10 @@ from __future__ import annotations
 
 import enum
 import math
-import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
-from itertools import islice
+from itertools import chain, islice, zip_longest
 
 from autoremat.planner.graph.graph import Constraint, Graph
 from autoremat.planner.graph.schedule import build_schedule, one_segment
@@ -29,6 +28,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.ruin_and_recreate import recreate
+from autoremat.planner.search.time_limit import TimeLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
@@ -57,6 +57,12 @@ def spread(count: int, wanted: int) -> set[int]:
     return {round(i * (count - 1) / max(wanted - 1, 1)) for i in range(wanted)} if count else set()
 
 
+def spread_early(count: int) -> list[int]:
+    """Returns the numbers below ``count`` in a sequence whose beginnings are all evenly spread, such as 0, 4, 2, 6, 1, 5, 3, 7."""
+    digits = max(count - 1, 0).bit_length()
+    return sorted(range(count), key=lambda number: f"{number:0{digits}b}"[::-1])
+
+
 def effort(work: int, limits: tuple[int, int], num_forward: int) -> int:
     """Returns ``work`` per forward op, clipped to ``limits``, so that the search time grows at most linearly with the graph."""
     return min(max(work // max(num_forward, 1), limits[0]), limits[1])
@@ -67,7 +73,7 @@ class Search:
     """Candidates of one graph. :meth:`cheapest` picks one for a budget."""
 
     graph: Graph
-    deadline: float = math.inf
+    limit: TimeLimit = field(default_factory=TimeLimit)
     strategies: Strategies = EVERY_STRATEGY
     given: tuple[Candidate, ...] = ()
     """Candidates from outside the search, such as a policy's schedule."""
@@ -83,9 +89,9 @@ class Search:
         self.mincut = MinCut(self.graph)
         self.chain = Chain.of(self.graph)
 
-    def restart(self, deadline: float) -> None:
+    def restart(self, limit: TimeLimit) -> None:
         """Forgets the plans that were filled for earlier budgets. Candidates do not depend on a budget and stay."""
-        self.deadline = deadline
+        self.limit = limit
         self.interrupted = False
         self.explored = False
         self.filled = []
@@ -95,12 +101,16 @@ class Search:
         """True if more time might find better plans."""
         return self.interrupted or self.lacks_candidates
 
+    def is_over(self) -> bool:
+        """Returns True if no further plan may be simulated, because the time has run out."""
+        self.interrupted = self.interrupted or self.limit.has_passed(settings.plans_share)
+        return self.interrupted
+
     # -- single candidates ---------------------------------------------------------------------------------------------
 
     def plan(self, saved: frozenset[int], segmentation: Segmentation, label: str) -> Plan:
         """Returns the simulated plan of a saved set under a segmentation."""
         self.simulated += 1
-        self.interrupted = self.interrupted or time.monotonic() > self.deadline
         schedule = build_schedule(self.graph, saved, segmentation.segments)
         return Plan.of(self.graph, schedule, f"{segmentation.label} {label}")
 
@@ -149,7 +159,7 @@ class Search:
         ends = [self.mincut.cut(price, traffic=True) for price in (0.0, self.mincut.top_price)]
         found = {point.saved: point for point in ends}
         gaps = [(ends[0], ends[1])]
-        while gaps and len(found) < settings.curve_points:
+        while gaps and len(found) < settings.curve_points and not self.limit.has_passed(settings.candidates_share):
             gaps.sort(key=lambda pair: pair[0].bytes - pair[1].bytes)
             rich, lean = gaps.pop()
             if rich.bytes - lean.bytes <= 0.0:
@@ -164,24 +174,38 @@ class Search:
 
     @cached_property
     def candidates(self) -> list[Candidate]:
-        """All candidates of the graph, independent of the budget. If time runs out, at least one minimum cut is still
-        simulated."""
+        """All candidates of the graph, independent of the budget.
+
+        If the time runs out, those that come first in :func:`spread_early` are simulated: at least one minimum cut and the
+        smallest saved set of one segmentation.
+        """
         curve = self.curve() if Strategies.CURVE in self.strategies else []
         segmentations = list(self.segmentations()) if Strategies.SEGMENTS in self.strategies else [self.whole]
         plain = [s for s in segmentations if not s.nested]
         wanted = effort(settings.segmentation_work, settings.segmentation_limits, self.graph.num_forward)
-        chosen = sorted(spread(len(plain), wanted))
-        found = list(self.given)
-        for number, saved in enumerate(curve):
-            for choice in chosen:
-                if not self.interrupted or len(found) == len(self.given):
-                    found.append(Candidate(self.plan(saved, plain[choice], f"cut {number}"), plain[choice]))
-        for segmentation in segmentations:
-            if not self.interrupted:
-                saved = self.mincut.solve(self.mincut.top_price, free=segmentation.saved_cuts)
-                found.append(Candidate(self.plan(saved, segmentation, "leanest"), segmentation))
-        self.lacks_candidates = self.interrupted
-        return found
+        chosen = [plain[choice] for choice in sorted(spread(len(plain), wanted))]
+        cuts = [partial(self._of_cut, saved, number, s) for number, saved in enumerate(curve) for s in chosen]
+        leanest = [partial(self._leanest, segmentation) for segmentation in segmentations]
+        # The sequence of the list decides between equal candidates, so it does not depend on the time.
+        first, second = spread_early(len(cuts)), [len(cuts) + number for number in spread_early(len(leanest))]
+        turns = [turn for turn in chain(*zip_longest(first, second)) if turn is not None]
+        works = [*cuts, *leanest]
+        found: dict[int, Candidate] = {}
+        for place, turn in enumerate(turns):
+            if place >= 2 and self.limit.has_passed(settings.candidates_share):
+                break
+            found[turn] = works[turn]()
+        self.lacks_candidates = len(found) < len(works)
+        return [*self.given, *(found[turn] for turn in sorted(found))]
+
+    def _of_cut(self, saved: frozenset[int], number: int, segmentation: Segmentation) -> Candidate:
+        """Returns the candidate of one minimum cut under ``segmentation``."""
+        return Candidate(self.plan(saved, segmentation, f"cut {number}"), segmentation)
+
+    def _leanest(self, segmentation: Segmentation) -> Candidate:
+        """Returns the candidate that saves the fewest bytes beside the saved cuts of ``segmentation``."""
+        saved = self.mincut.solve(self.mincut.top_price, free=segmentation.saved_cuts)
+        return Candidate(self.plan(saved, segmentation, "leanest"), segmentation)
 
     def bases(self, budget: int, saved_budget: float) -> list[Candidate]:
         """Returns fitting candidates that no other fitting candidate beats in both peak and cost.
@@ -222,10 +246,11 @@ class Search:
     def fill(self, budget: int, saved_budget: float = math.inf) -> None:
         """Fills candidates up to a peak of ``budget`` bytes with at most ``saved_budget`` saved bytes."""
         for base in self.bases(budget, saved_budget):
-            if self.interrupted:
+            if self.is_over():
                 break
             rebuild = partial(self.plan, segmentation=base.segmentation, label="filled")
-            self.filled.append(Candidate(fill(base.plan, rebuild, budget, saved_budget), base.segmentation))
+            filled = fill(base.plan, rebuild, budget, saved_budget, self.is_over)
+            self.filled.append(Candidate(filled, base.segmentation))
 
     def recreate(self, budget: int, suffices: Callable[[Plan], bool] = lambda plan: False) -> None:
         """Improves the cheapest filled candidates within ``budget`` bytes, of different segmentations, by ruin and recreate.
@@ -240,11 +265,11 @@ class Search:
         patience = effort(settings.recreation_work, settings.recreation_limits, self.graph.num_forward)
 
         def is_good(plan: Plan) -> bool:
-            return self.interrupted or plan.cost_seconds <= worth or suffices(plan)
+            return plan.cost_seconds <= worth or suffices(plan)
 
         for segmentation, base in islice(bases.items(), settings.recreation_bases):
             rebuild = partial(self.plan, segmentation=segmentation, label="recreated")
-            found = recreate(base.plan, rebuild, budget, patience, is_good)
+            found = recreate(base.plan, rebuild, budget, patience, is_good, self.is_over)
             self.filled.append(Candidate(found, segmentation))
             if suffices(found):
                 break

@@ -102,13 +102,22 @@ def _candidates(plan: Plan) -> list[_Candidate]:
     return sorted(found, key=lambda c: (-c.gain_per_byte, c.values))
 
 
-def fill(base: Plan, rebuild: Callable[[frozenset[int]], Plan], budget: int, saved_budget: float = math.inf) -> Plan:
+def fill(
+    base: Plan,
+    rebuild: Callable[[frozenset[int]], Plan],
+    budget: int,
+    saved_budget: float = math.inf,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Plan:
     """Returns the cheapest plan in a sequence of ever fuller plans from ``base``, which must fit, within ``budget`` bytes.
 
-    ``rebuild`` schedules and simulates a saved set. At most ``saved_budget`` bytes are saved.
+    ``rebuild`` schedules and simulates a saved set. At most ``saved_budget`` bytes are saved. The sequence ends early once
+    ``is_over`` returns True.
     """
     plan, others = base, base.graph.in_flight - 1
     for _ in range(settings.fill_rounds):
+        if is_over():
+            break
         live_bytes, saved, room = plan.timeline.bytes_at.copy(), set(plan.saved), saved_budget - plan.saved_bytes
         top, raised = plan.peak_bytes, 0  # the largest of live_bytes, and the bytes by which other calls hold more than before
         for candidate in _candidates(plan):

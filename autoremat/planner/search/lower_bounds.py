@@ -27,6 +27,7 @@ from numpy.typing import NDArray
 from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph, Kind, Role
 from autoremat.planner.search.min_cut import Cut, MinCut
+from autoremat.planner.search.time_limit import TimeLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.bound
@@ -48,8 +49,13 @@ class Bounds(Protocol):
 class Moments:
     """Lower bounds of one graph for any budget. With ``only_first``, the start of the backward is the only program point."""
 
-    def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False) -> None:
+    def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False, limit: TimeLimit | None = None) -> None:
         self.graph, self.mincut = graph, mincut
+        self.limit = limit or TimeLimit()
+        self.interrupted = False
+        """True if the time limit has made a bound weaker than it could be."""
+        self._least: dict[int, float] = {}  # by program point; they do not depend on the budget
+        self._pointwise = frozenset(v for v in mincut.values if self._is_pointwise(v))
         self.fixed = fixed_bytes(graph)
         self.others = graph.in_flight - 1
         self.output_bytes = sum(graph.values[v].bytes for v in set(graph.forward_outputs).intersection(graph.forward_values))
@@ -61,6 +67,14 @@ class Moments:
             later.update(graph.backward_needs.intersection(graph.ops[index].inputs))
             if index in self.chosen:
                 self.read_later[index] = frozenset(later)
+
+    def restart(self, limit: TimeLimit) -> None:
+        """Begins with a new time limit."""
+        self.limit, self.interrupted = limit, False
+
+    def _is_over(self) -> bool:
+        self.interrupted = self.interrupted or self.limit.has_passed()
+        return self.interrupted
 
     def _choose(self) -> list[int]:
         """Returns the program points, ascending. In graphs that fuse, all except the first are extern ops."""
@@ -107,17 +121,20 @@ class Moments:
         free = self._there(moment)
         if self.graph.fuses and moment > self.graph.num_forward:
             # Between fused ops a recomputed pointwise result may never be materialised, so it is free to hold.
-            free |= {v for v in self.mincut.values if self._pointwise(v)}
+            free |= self._pointwise
         return self.mincut.cut(price, free=free, needs=self.read_later[moment])
 
-    def _pointwise(self, value: int) -> bool:
+    def _is_pointwise(self, value: int) -> bool:
         producer = self.graph.values[value].producer
         return producer is not None and self.graph.ops[producer].kind is Kind.POINTWISE
 
     def seconds(self, budget: int) -> float:
-        """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits."""
-        seconds = [self._seconds_at(moment, budget) for moment in self.chosen]
-        if self.others:
+        """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits.
+
+        Once the time has run out, program points that are left give no bound.
+        """
+        seconds = [0.0 if self._is_over() else self._seconds_at(moment, budget) for moment in self.chosen]
+        if self.others and not self._is_over():
             seconds.append(self._seconds_within(self._border_cut, self.least_saved, self._room_for_saved(budget)))
         return max(seconds, default=0.0)
 
@@ -140,7 +157,7 @@ class Moments:
         lean = cut(self.mincut.top_price)
         best = 0.0
         for _ in range(settings.maximum_secants):
-            if rich.bytes <= lean.bytes or lean.seconds <= rich.seconds:
+            if rich.bytes <= lean.bytes or lean.seconds <= rich.seconds or self._is_over():
                 break
             price = (lean.seconds - rich.seconds) / (rich.bytes - lean.bytes)
             crossing = rich.seconds + price * (rich.bytes - room)
@@ -158,11 +175,14 @@ class Moments:
 
     def moment_bytes(self) -> int:
         """Returns a lower bound on the bytes that are live at the program points: their maximum over all points."""
-        return int(max((self._least_bytes(m) - self._room(m, 0) for m in self.chosen), default=0.0))
+        known = [m for m in self.chosen if m in self._least or not self._is_over()]
+        return int(max((self._least_bytes(m) - self._room(m, 0) for m in known), default=0.0))
 
     def _least_bytes(self, moment: int) -> float:
         """Returns a lower bound on the bytes of any cut at a program point, as a whole number. Recomputation is not limited."""
-        return self._least_bytes_of(lambda price: self._cut(moment, price))
+        if moment not in self._least:
+            self._least[moment] = self._least_bytes_of(lambda price: self._cut(moment, price))
+        return self._least[moment]
 
     def _least_bytes_of(self, cut: Callable[[float], Cut]) -> float:
         price = self.mincut.top_price

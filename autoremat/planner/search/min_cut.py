@@ -64,7 +64,7 @@ class MinCut:
         num_ops = graph.num_forward
         self.source = num_ops + len(self.values)
         self.sink = self.source + 1
-        producers = np.array([graph.values[v].producer for v in self.values], dtype=np.int32)
+        self.producers = producers = np.array([graph.values[v].producer for v in self.values], dtype=np.int32)
         ends = np.arange(len(self.values), dtype=np.int32) + num_ops
         self.bytes = np.array([graph.values[v].bytes for v in self.values], dtype=np.float64)
         self.traffic = traffic_of(graph).saving_seconds[list(self.values)]
@@ -144,12 +144,10 @@ class MinCut:
                 "the constraints in the graph contradict each other: the backward needs a value that may be neither saved nor "
                 "recomputed"
             )
-        source_side = set(self.flow.get_source_side_min_cut())
-        saved = [
-            i
-            for i, v in enumerate(self.values)
-            if i + num_forward not in source_side and self.graph.values[v].producer in source_side
-        ]
-        seconds = sum(self.costs[o] for o in range(num_forward) if o not in source_side) + float(moved[saved].sum())
+        on_source_side = np.zeros(self.sink + 1, dtype=bool)
+        on_source_side[self.flow.get_source_side_min_cut()] = True
+        saved = np.flatnonzero(~on_source_side[num_forward : self.source] & on_source_side[self.producers])
+        again = ~on_source_side[:num_forward]
+        seconds = sum(self.costs[again].tolist()) + float(moved[saved].sum())
         bound = (self.flow.optimal_flow() - FORBIDDEN * int(forbidden[saved].sum()) - num_forward) / scale
-        return Cut(frozenset(self.values[i] for i in saved), float(counted[saved].sum()), float(seconds), float(bound))
+        return Cut(frozenset(self.values[i] for i in saved.tolist()), float(counted[saved].sum()), float(seconds), float(bound))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import math
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -14,6 +13,7 @@ from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
 from autoremat.planner.search.lower_bounds import Bounds, Moments
+from autoremat.planner.search.time_limit import TimeLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
@@ -93,8 +93,9 @@ class Planner:
     much more memory."""
 
     def __post_init__(self) -> None:
-        self.search = Search(self.graph, time.monotonic() + self.time_limit, self.strategies, self.given)
-        self.moments = Moments(self.graph, self.search.mincut)
+        limit = TimeLimit(self.time_limit)
+        self.search = Search(self.graph, limit, self.strategies, self.given)
+        self.moments = Moments(self.graph, self.search.mincut, limit=limit)
         self.baseline = self.search.save_everything()
         self.baseline.check(ignores_recompute=True)
 
@@ -103,7 +104,9 @@ class Planner:
 
         The plan for a budget therefore does not depend on earlier searches.
         """
-        self.search.restart(time.monotonic() + self.time_limit)
+        limit = TimeLimit(self.time_limit)
+        self.search.restart(limit)
+        self.moments.restart(limit)
 
     def find(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> PlanningResult:
         """Returns the cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the lower bounds.
@@ -112,7 +115,7 @@ class Planner:
         """
         best = self.choose(budget_bytes, accepts=accepts)
         search, seconds = self.search, 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
-        bytes_, interrupted = self.moments.peak_bytes(), search.is_limited
+        bytes_, interrupted = self.moments.peak_bytes(), search.is_limited or self.moments.interrupted
         return PlanningResult(best, self.baseline, search.smallest, bytes_, seconds, search.simulated, interrupted)
 
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
@@ -123,7 +126,7 @@ class Planner:
         limit = plan.peak_bytes if budget_bytes is None else budget_bytes
         fitting = plan if plan.peak_bytes <= limit else None
         bytes_, seconds = self.moments.peak_bytes(), self.moments.seconds(limit)
-        return PlanningResult(fitting, self.baseline, plan, bytes_, seconds, 1, False)
+        return PlanningResult(fitting, self.baseline, plan, bytes_, seconds, 1, self.moments.interrupted)
 
     def choose(
         self,
@@ -176,7 +179,7 @@ class Planner:
         top = steps if budget is None else min(steps, ((budget + 1) * steps - 1) // max(peak, 1))
         for step in range(top if Strategies.FILL in self.strategies else 0, 0, -1):
             level, best = peak * step // steps, search.best(budget)
-            if best is None or level < search.smallest.peak_bytes or search.interrupted:
+            if best is None or level < search.smallest.peak_bytes or search.is_over():
                 break
             if min(best.cost_seconds, known_seconds) <= max(search.least_cost, bounds.seconds(level)):
                 break

@@ -28,18 +28,20 @@ def recreate(
     budget: int,
     patience: int,
     is_good: Callable[[Plan], bool],
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Plan:
     """Returns the cheapest plan of a sequence of trials from ``start``, which must fit, within ``budget`` bytes.
 
     ``rebuild`` schedules and simulates a saved set. The trials end at a plan for which ``is_good`` returns True, or after
-    ``patience`` trials in a row without an improvement. They are drawn from a fixed seed, so equal arguments give equal plans.
+    ``patience`` trials in a row without an improvement, or once ``is_over`` returns True. They are drawn from a fixed seed, so
+    equal arguments give equal plans.
     """
     best, failures, draw = start, 0, _Draw(random.Random(SEED))
     for trial in range(settings.recreation_trials * patience):
-        if failures == patience or not best.saved or is_good(best):
+        if failures == patience or not best.saved or is_good(best) or is_over():
             break
         ruined = rebuild(draw.saved_set(best, trial))
-        found = fill(ruined, rebuild, budget) if ruined.peak_bytes <= budget else best
+        found = fill(ruined, rebuild, budget, is_over=is_over) if ruined.peak_bytes <= budget else best
         improves = found.cost_seconds < best.cost_seconds
         best, failures = (found, 0) if improves else (best, failures + 1)
     return best

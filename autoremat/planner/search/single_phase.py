@@ -12,9 +12,9 @@ split may be recomputed, too.
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import takewhile
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from autoremat.planner.search.candidates import Strategies
 from autoremat.planner.search.lower_bounds import Bounds, Moments, working_set_bytes
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.planner.search.time_limit import TimeLimit
 from autoremat.planner.settings import SETTINGS
 
 
@@ -78,10 +79,11 @@ def steps_of(graph: Graph) -> Iterator[Graph]:
 class OnePhaseBounds:
     """Lower bounds of a single-phase graph: the best over its splits at ops with many live bytes."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, limit: TimeLimit | None = None) -> None:
         self.graph = graph
         splits = [split_at(graph, place) for place in full_places(graph, SETTINGS.bound.single_phase_stretches)]
-        self.starts = [Moments(split, MinCut(split), only_first=True) for split in splits]
+        within = takewhile(lambda _: limit is None or not limit.has_passed(), splits)
+        self.starts = [Moments(split, MinCut(split), only_first=True, limit=limit) for split in within]
         self._seconds: dict[int, float] = {}  # cached, because the planning of every split asks for the same budgets
 
     def seconds(self, budget: int) -> float:
@@ -126,14 +128,14 @@ def search(graph: Graph, budget: int | None, time_limit: float, strategies: Stra
     """
     if not graph.single_phase:
         return Planner(graph, time_limit, strategies, stepwise=True).find(budget)
-    deadline = time.monotonic() + time_limit
-    plans, bounds = [without_recomputation(graph)], OnePhaseBounds(graph)
+    limit = TimeLimit(time_limit)
+    plans, bounds = [without_recomputation(graph)], OnePhaseBounds(graph, limit)
     simulated, interrupted = 1, False
     for step in steps_of(graph):
         known = min((plan.added_seconds for plan in plans if fits(plan, budget)), default=math.inf)
         if known <= (0.0 if budget is None else bounds.seconds(budget)):
             break
-        left = deadline - time.monotonic()
+        left = limit.left
         if left <= 0.0 and simulated > 1:
             interrupted = True
             break
