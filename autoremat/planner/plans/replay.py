@@ -143,7 +143,7 @@ class _Fusion:
         return self.buffers.marked(buffer for reader, read in reads if reader is kind for buffer in read)
 
     def _inlined(self) -> list[bool]:
-        """Returns, for each buffer, True if every reader computes it: a single one, or each a cheap expression of few buffers."""
+        """Returns, for each buffer, True if all readers compute it: a single one, or a cheap expression of few buffers."""
         buffers, values, most_reads = self.buffers, self.graph.values, self.graph.most_reads
         inlined = [False] * len(buffers.value)
         expressions: dict[int, frozenset[int] | None] = {}  # by execution: what it reads; None for too much to compute twice
