@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from test_report import report_for
 
+from autoremat.basics.errors import ISSUES
 from autoremat.options.options import ENVIRONMENT_VARIABLE
 
 pytestmark = pytest.mark.slow
@@ -58,7 +61,7 @@ def python(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def modules(names: list[str], prefix: str) -> set[str]:
-    return {name for name in names if name.startswith(prefix) and name.endswith((".py", "py.typed"))}
+    return {name for name in names if name.startswith(prefix) and name.endswith((".py", ".pyi", "py.typed"))}
 
 
 def test_wheel_holds_every_module_and_no_tests(built):
@@ -66,16 +69,34 @@ def test_wheel_holds_every_module_and_no_tests(built):
     names = zipfile.ZipFile(wheel).namelist()
     expected = {p.relative_to(ROOT).as_posix() for p in (ROOT / "autoremat").rglob("*.py")}
     expected |= {f"autoremat/{p.relative_to(ROOT).as_posix()}" for p in (ROOT / "passes").rglob("*.py")} | {
-        "autoremat/py.typed"
+        "autoremat/py.typed",
+        "autoremat/__init__.pyi",
     }
     assert modules(names, "autoremat/") == expected
     assert {name.split("/")[0].split("-")[0] for name in names} == {"autoremat"}
 
 
-def test_sdist_holds_passes_and_licence(built):
+def test_sdist_holds_what_its_tests_read_and_the_pages(built):
     (sdist,) = built.glob("*.tar.gz")
     names = {name.split("/", 1)[-1] for name in tarfile.open(sdist).getnames()}
-    assert {"passes/split.py", "LICENSE", "pyproject.toml", "autoremat/compiler/dynamo_backend.py"} <= names
+    tracked = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
+    expected = {name for name in tracked if not name.startswith("benchmarks/results/") and (ROOT / name).is_file()}
+    assert expected - names == {".gitignore"}
+    assert "autoremat/passes/split.py" in names  # the link to `passes/`: tests run from the unpacked folder
+    assert not {name for name in names if "__pycache__" in name or name.startswith("demo-results")}
+
+
+def test_the_readme_of_a_package_index_has_absolute_links(built):
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
+        metadata = archive.read(name).decode()
+    address = f"{ISSUES.removesuffix('/issues')}/%s/v{version('autoremat')}/docs/"
+    assert f"]({address % 'raw'}demo.png)" in metadata
+    assert f"]({address % 'blob'}budgets.md)" in metadata
+    assert re.findall(r"\]\((?!https?:|#)[^)]*\)", metadata) == []
+    assert f"Project-URL: Issues, {ISSUES}" in metadata
+    assert "Description-Content-Type: text/markdown" in metadata
 
 
 def test_installed_package_comes_from_the_wheel(python, tmp_path):
