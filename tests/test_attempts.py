@@ -174,9 +174,11 @@ def test_the_best_effort_takes_the_code_of_least_memory(codes, steps):
 @pytest.mark.parametrize(
     ("codes", "steps", "named"),
     [
-        # The forward of the first plan exceeds the budget, so its backward has no code; the plan of the minimum peak has worse
-        # code. The last attempt generates all of the first plan's code.
-        ([attempt({False: 105}), attempt({False: 104, True: 140}, is_last_plan=True), attempt({False: 105, True: 110})],
+        # The code of the first plan needs less than that of the minimum peak, but the budget 110 leads to another first plan.
+        ([attempt({False: 90, True: 110}), attempt({False: 104, True: 140}, is_last_plan=True, minimum_bytes=135)],
+         [(0, FIT), (10, FIT)], 140),
+        # A cache answers for the forward of the last plan. The last attempt generates all of the first plan's code.
+        ([attempt({False: 105}), attempt({True: 140}, is_last_plan=True), attempt({False: 105, True: 110})],
          [(0, FIT), (5, FIT), (0, MINIMIZE)], 110),
         # The plan of the minimum peak, simulated to need 102, has far worse code. A plan for 107 is tried.
         ([attempt({False: 90, True: 140}, is_last_plan=True, minimum_bytes=102), attempt({False: 90, True: 107})],

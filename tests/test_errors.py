@@ -67,6 +67,27 @@ What would help:
     )
 
 
+def test_gradients_above_the_budget_change_the_advice():
+    gib = 2**30
+    text = str(infeasible(budget_bytes=70 * gib, minimum_bytes=263 * gib, gradient_bytes=262 * gib, device_bytes=80 * 10**9))
+    assert "  gradients in that peak:     262.00 GiB  281320357888 bytes\n" in text
+    assert "  memory of the device:        74.51 GiB  80000000000 bytes\n" in text
+    assert "use a device with more memory" in text
+    assert "gradients alone take 262.00 GiB" in text
+    assert "fully_shard" in text
+    assert "raise memory_budget" not in text
+    assert "smaller batch or" not in text
+    fitting = str(infeasible(gradient_bytes=90 * 2**20, device_bytes=80 * 10**9))
+    assert "gradients in that peak" in fitting
+    assert "raise memory_budget" in fitting
+    assert "memory of the device" not in fitting
+    assert "smaller batch or" in fitting
+
+
+def test_a_simulated_minimum_is_said_to_be_one():
+    assert "which fits by simulation: an error there names what generated code needs" in str(infeasible(is_simulated=True))
+
+
 def test_more_time_is_advised_only_while_the_bound_leaves_room():
     assert "raise time_limit" in str(infeasible(lower_bound_bytes=100 * 2**20))
     assert "raise time_limit" not in str(infeasible(lower_bound_bytes=100 * 2**20 + 1))

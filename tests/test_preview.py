@@ -371,3 +371,15 @@ def test_explaining_leaves_containers_and_buffers_as_they_were():
     assert (model.seen, list(model.recent), dict(model.counts)) == ({1}, [1, 2], {"a": 1})
     step(torch.ones(4, 8)).backward()
     assert model.linear.weight.grad is not None
+
+
+def test_gradients_beyond_the_card_are_named_as_such():
+    with torch.device("meta"):
+        model, x = nn.Linear(2**17, 2**18), torch.zeros(1, 2**17)
+    explained = functools.partial(autoremat.explain, lambda x: model(x).sum(), x, device="H100-80GB")
+    with pytest.raises(BudgetInfeasible, match="gradients alone take 128.00 GiB") as raised:
+        explained(options={"memory_budget": "80GB"})
+    assert raised.value.gradient_bytes >= 4 * 2**35
+    assert any(occupant.name.startswith("gradient ") for occupant in raised.value.occupants)
+    report = explained(options={"memory_budget": 1.0})
+    assert "H100-80GB has 74.51 GiB of memory" in "".join(report.notes)

@@ -14,6 +14,16 @@ from autoremat.basics.units import format_bytes
 SUPPORTED_MINORS = range(11, 16)
 """Minor versions of torch 2 that the package supports. ``tests/test_docs.py`` compares the documentation and the metadata."""
 OCCUPANTS_SHOWN = 10
+GRADIENT_SHARE = 0.5
+"""Share of the minimum peak above which an error states the bytes of gradients."""
+
+BEST_EFFORT = 'set on_infeasible="best_effort" to run at the minimum peak found anyway'
+SHARDING = (
+    "gradients alone take {gradients}, whatever is recomputed and however small the batch: shard them (FSDP2's fully_shard, "
+    "tensor parallelism), run the optimizer in the backward and free each gradient after its step, or train fewer parameters "
+    "(LoRA, frozen layers)"
+)
+"""Advice for a budget below the bytes of gradients."""
 
 ISSUES = "https://github.com/autoremat/autoremat/issues"
 """The address for reports of defects. ``tests/test_project.py`` compares it with the metadata."""
@@ -124,6 +134,9 @@ class BudgetInfeasible(AutorematError):
         max_slowdown: float | None = None,
         least_slowdown: float | None = None,
         untimed_bytes: int | None = None,
+        gradient_bytes: int = 0,
+        device_bytes: int | None = None,
+        is_simulated: bool = False,
     ) -> None:
         """Makes the error and its message.
 
@@ -143,6 +156,9 @@ class BudgetInfeasible(AutorematError):
           ``minimum_bytes`` is the minimum peak found within that time.
         - ``least_slowdown``: the slow-down of the fastest plan found within the budget of memory; None if none fits.
         - ``untimed_bytes``: the minimum peak found without a budget of time.
+        - ``gradient_bytes``: the part of the minimum peak found that gradients take, which no plan lowers.
+        - ``device_bytes``: the memory of the device; None if it is unknown.
+        - ``is_simulated``: True if Inductor compiles the graph and has generated no code for ``minimum_bytes``.
         """
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
@@ -157,6 +173,9 @@ class BudgetInfeasible(AutorematError):
         self.max_slowdown = max_slowdown
         self.least_slowdown = least_slowdown
         self.untimed_bytes = untimed_bytes
+        self.gradient_bytes = gradient_bytes
+        self.device_bytes = device_bytes
+        self.is_simulated = is_simulated
         super().__init__(self._message())
 
     def advise(self, remedy: str) -> None:
@@ -181,6 +200,9 @@ class BudgetInfeasible(AutorematError):
             "max_slowdown": self.max_slowdown,
             "least_slowdown": self.least_slowdown,
             "untimed_bytes": self.untimed_bytes,
+            "gradient_bytes": self.gradient_bytes,
+            "device_bytes": self.device_bytes,
+            "is_simulated": self.is_simulated,
         }
 
     def on_rank(self, rank: int) -> None:
@@ -205,6 +227,10 @@ class BudgetInfeasible(AutorematError):
             names = ('asked for (memory_budget, count="reserved")', "least reserved bytes found", "proven lower bound")
             figures = dict(zip(names, figures.values(), strict=False))
             figures["allocated at the peak of that plan"] = self.allocated_bytes
+        if self.gradient_bytes > GRADIENT_SHARE * self.minimum_bytes:
+            figures["gradients in that peak"] = self.gradient_bytes
+        if self._exceeds_device:
+            figures["memory of the device"] = self.device_bytes
         rows = [(f"{what}:", format_bytes(n), f"{n} bytes") for what, n in figures.items() if n is not None]
         if self.max_slowdown is not None:
             lines[0] += f", and its time within {self.max_slowdown:.1%} of the fastest plan's"
@@ -226,12 +252,19 @@ class BudgetInfeasible(AutorematError):
         shown = f", the {OCCUPANTS_SHOWN} largest" if count > OCCUPANTS_SHOWN else ""
         return f"Live at the minimum peak ({count} tensor{'s' if count > 1 else ''}, {total}){shown}:"
 
+    @property
+    def _exceeds_device(self) -> bool:
+        """True if the minimum peak found is known to exceed the memory of the device."""
+        return self.device_bytes is not None and self.minimum_bytes > self.device_bytes
+
     def _advice(self) -> list[str]:
-        advice = [
-            f"raise memory_budget to {self.minimum_bytes} ({format_bytes(self.minimum_bytes)}), which fits; less may fit too",
-            "use a smaller batch or a shorter sequence",
-            'set on_infeasible="best_effort" to run at the minimum peak found anyway',
-        ]
+        fits = "which fits by simulation: an error there names what generated code needs" if self.is_simulated else "which fits"
+        first = f"raise memory_budget to {self.minimum_bytes} ({format_bytes(self.minimum_bytes)}), {fits}; less may fit too"
+        if self._exceeds_device:
+            first = "use a device with more memory: no budget within that of this device suffices"
+        advice = [first, "use a smaller batch or a shorter sequence", BEST_EFFORT]
+        if self.gradient_bytes > min(self.budget_bytes, self.device_bytes or self.budget_bytes):
+            advice[1] = SHARDING.format(gradients=format_bytes(self.gradient_bytes))
         if self.max_slowdown is not None:
             advice[2] = 'set on_infeasible="best_effort" to keep to memory_budget as far as possible, whatever the time'
         if self.least_slowdown is not None:

@@ -134,7 +134,7 @@ class Again:
 
 @dataclass(frozen=True)
 class Infeasible:
-    """The compilation ends with an error. ``minimum_bytes`` is the least peak of all generated code."""
+    """The compilation ends with an error. ``minimum_bytes`` is the least peak of code that this peak as a budget leads to."""
 
     minimum_bytes: int
 
@@ -201,13 +201,18 @@ def _closest(attempts: Sequence[Attempt]) -> Attempt:
 
 
 def _minimize_or_raise(attempts: Sequence[Attempt]) -> Verdict:
-    """Returns one more attempt if it may lower the minimum that an error names; else the error."""
-    closest = _closest(attempts)
-    headroom = attempts[-1].minimizing_headroom_bytes if closest.shows_both_halves else closest.headroom_bytes
+    """Returns one more attempt if it may lower the minimum that an error names; else the error.
+
+    The error names the peak of a plan that every budget tries before an error. With that peak as the budget the plan is
+    therefore tried again, and fits. The code of another plan may need less, but that budget might not lead to it.
+    """
+    last = attempts[-1]
+    headroom = last.minimizing_headroom_bytes if last.shows_both_halves else _closest(attempts).headroom_bytes
     if headroom is not None and not _is_minimizing(attempts):
         return Again(headroom, Purpose.MINIMIZE)
-    whole = [attempt.peak_bytes for attempt in attempts if attempt.failed and attempt.shows_both_halves]
-    return Infeasible(min(whole, default=closest.peak_bytes))
+    whole = [attempt for attempt in attempts if attempt.failed and attempt.shows_both_halves]
+    sure = [attempt.peak_bytes for attempt in whole if attempt.is_last_plan or attempt.purpose is Purpose.MINIMIZE]
+    return Infeasible(min(sure or [attempt.peak_bytes for attempt in whole], default=_closest(attempts).peak_bytes))
 
 
 def _minimize_or_settle(attempts: Sequence[Attempt]) -> Verdict:

@@ -5,14 +5,19 @@ from __future__ import annotations
 import dataclasses
 
 from autoremat.basics.errors import BudgetInfeasible, Occupant
+from autoremat.basics.units import format_bytes
 from autoremat.compiler.counting import Count, expandable_remedy
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice
 from autoremat.compiler.shares import counted
+from autoremat.planner.cost import device_memory
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.report.peak_snapshot import TensorCategory, peak_of
+
+NAMES = {TensorCategory.WORKSPACE: "workspace of ", TensorCategory.GRADIENT: "gradient "}
+"""Words before the name of a live tensor, by category."""
 
 
 def occupants_of(plan: Plan, minimum: int | None) -> list[Occupant]:
@@ -21,12 +26,24 @@ def occupants_of(plan: Plan, minimum: int | None) -> list[Occupant]:
     If ``minimum`` bytes exceed that peak, a last entry holds the difference, which is headroom for generated code.
     """
     moment = peak_of(plan, None)
-    found = [] if moment is None else [
-        Occupant(t.name if t.sort is not TensorCategory.WORKSPACE else f"workspace of {t.name}", t.bytes, t.module, t.source)
-        for t in moment.live
-    ]  # fmt: skip
+    live = () if moment is None else moment.live
+    found = [Occupant(NAMES.get(t.sort, "") + t.name, t.bytes, t.module, t.source) for t in live]
     rest = (minimum or 0) - plan.peak_bytes
     return [*found, Occupant("code headroom", rest)] if rest > 0 else found
+
+
+def _gradient_bytes(plan: Plan) -> int:
+    """Returns the bytes of gradients that are live at the peak of ``plan``."""
+    moment = peak_of(plan, 0)
+    return 0 if moment is None else dict(moment.by_sort).get(TensorCategory.GRADIENT, 0)
+
+
+def memory_notes(budget: int | None, device: str) -> tuple[str, ...]:
+    """Returns a note on a budget that exceeds the memory of the device, by its data sheet; empty if there is none."""
+    memory = device_memory(device)
+    if budget is None or memory is None or budget <= memory:
+        return ()
+    return (f"the budget is {format_bytes(budget)}, and {device} has {format_bytes(memory)} of memory",)
 
 
 def infeasible(
@@ -38,11 +55,13 @@ def infeasible(
     unconstrained: int | None = None,
     remedy: str = "",
     allocated: int | None = None,
+    is_simulated: bool = False,
     **time_figures: float | int | None,
 ) -> BudgetInfeasible:
     """Returns the error that names the budget, the minimum peak and the tensors that are live at that peak.
 
-    ``time_figures`` are those of a budget of time, if there is one.
+    ``time_figures`` are those of a budget of time, if there is one. ``is_simulated`` says that Inductor will compile the graph,
+    and no code shows the minimum peak.
     """
     smallest = planning.smallest
     needed = minimum if allocated is None else allocated
@@ -56,6 +75,9 @@ def infeasible(
         unconstrained_bytes=unconstrained,
         remedy=remedy,
         allocated_bytes=allocated,
+        gradient_bytes=_gradient_bytes(smallest),
+        device_bytes=device_memory(device),
+        is_simulated=is_simulated,
         **time_figures,  # type: ignore[arg-type]
     )
 
@@ -79,11 +101,15 @@ def no_plan_fits(
     if share is not None:  # the plan of the minimum peak may miss another limit
         least = max(least, budget + _least_excess_bytes(chosen, context, share, budget))
     if bounded is None:
-        error = infeasible(chosen.planning, budget, device, least, chosen.plan_file, unconstrained, choice.remedy)
+        error = infeasible(
+            chosen.planning, budget, device, least, chosen.plan_file, unconstrained, choice.remedy, is_simulated=context.fuses
+        )
     else:
         reserved = bounded.plan_report(chosen.planning.smallest)
         remedy = "; ".join(filter(None, (expandable_remedy(reserved, budget), choice.remedy)))
-        error = infeasible(chosen.planning, budget, device, reserved.bytes, chosen.plan_file, unconstrained, remedy, least)
+        error = infeasible(
+            chosen.planning, budget, device, reserved.bytes, chosen.plan_file, unconstrained, remedy, least, context.fuses
+        )
     if context.options.device_ledger is not None:
         context.options.device_ledger.advise(error)
     return error
@@ -122,4 +148,5 @@ def _no_plan_keeps_both(
         max_slowdown=taken.time.max_slowdown,
         least_slowdown=None if taken.planning.plan is None else taken.time.slowdown(taken.planning.plan),
         untimed_bytes=min(form.planning.smallest.peak_bytes for form in forms) + headroom,
+        is_simulated=context.fuses,
     )

@@ -10,7 +10,7 @@ from typing import Any
 from autoremat.basics.progress import now
 from autoremat.compiler.counting import Count, find_within, judged
 from autoremat.compiler.headroom import headroom_of
-from autoremat.compiler.infeasibility import no_plan_fits
+from autoremat.compiler.infeasibility import memory_notes, no_plan_fits
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, choose_chunking
 from autoremat.compiler.shares import acceptance, bytes_at_borders, slacks
@@ -27,6 +27,9 @@ from autoremat.torch_private import joint_graphs
 OPTIMISM = 0.5
 """Excess of the simulated peak over the budget, as a share of the budget, up to which a plan's code is still generated.
 Generated code often reuses more buffers than simulated, above all in unrolled loops."""
+
+QUICK_OPS = 2000
+"""Number of ops up to which code is generated whatever the budget, so that an error names bytes that suffice."""
 
 
 @dataclass(frozen=True)
@@ -231,7 +234,11 @@ def report_of(
         reserved=None if planned.count is None else planned.count.plan_report(planned.plan),
         count="reserved" if planned.bounds_reserved else "allocated",
         device_ledger=context.options.device_ledger,
-        notes=(*((share.note,) if share is not None and share.note else ()), *_notes_on(planned.count)),
+        notes=(
+            *((share.note,) if share is not None and share.note else ()),
+            *_notes_on(planned.count),
+            *memory_notes(budget, captured.device.name),
+        ),
         **time_figures(planned, choice.taken.time, choice.taken.least),
         **dataclasses.asdict(planned.priced.pricing),
     )
@@ -362,7 +369,8 @@ def _may_fit(plan: Plan, chosen: ChunkingCandidate, context: PlanningContext, bu
     """Returns True if Inductor's code for ``plan`` may fit, although the simulated peak exceeds the budget."""
     accepts = acceptance(chosen.priced, context)
     accepted = chosen.keeps_time_with(plan) and (accepts is None or accepts(plan))
-    return context.decided_by_code and accepted and plan.peak_bytes <= budget * (1 + OPTIMISM)
+    is_tried = plan.peak_bytes <= budget * (1 + OPTIMISM) or len(plan.graph.ops) <= QUICK_OPS
+    return context.decided_by_code and accepted and is_tried
 
 
 def _within_both(planner: Planner, found: PlanningResult, limit: int, time: TimeBudget) -> tuple[PlanningResult, Plan | None]:

@@ -1,4 +1,4 @@
-"""Torch's private names for its progress with a graph: traced ops, and Inductor's stages. This module decides nothing about plans."""
+"""Torch's private names for its progress with a graph: traced ops, and Inductor's stages. This module decides no plans."""
 
 from __future__ import annotations
 

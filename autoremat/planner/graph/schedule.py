@@ -96,7 +96,7 @@ class _Backward:
         """Recomputed values that are dropped when the backward leaves the current segment."""
         self.current = segments.count - 1
         self.executions: list[int] = []
-        self.segment_of_op = _backward_segments(graph, segments)
+        self.segment_of_op = graph.derived(_BackwardSegments).of(segments)
 
     def read_here(self, value: int) -> bool:
         """Returns True if a backward op of the current segment reads ``value``."""
@@ -143,6 +143,20 @@ class _Backward:
         if missing:
             self.recompute(missing)
         return tuple(self.executions)
+
+
+class _BackwardSegments:
+    """The segments of the backward ops of a graph, for each division of its forward. Many saved sets share one division."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.known: dict[Segments, list[int]] = {}
+
+    def of(self, segments: Segments) -> list[int]:
+        """Returns, for each backward op, the segment whose gradients it computes."""
+        if segments not in self.known:
+            self.known[segments] = _backward_segments(self.graph, segments)
+        return self.known[segments]
 
 
 def _backward_segments(graph: Graph, segments: Segments) -> list[int]:

@@ -58,7 +58,7 @@ def spread(count: int, wanted: int) -> set[int]:
 
 
 def spread_early(count: int) -> list[int]:
-    """Returns the numbers below ``count`` in a sequence whose beginnings are all evenly spread, such as 0, 4, 2, 6, 1, 5, 3, 7."""
+    """Returns the numbers below ``count`` in a sequence whose beginnings are all evenly spread: 0, 4, 2, 6, 1, 5, 3, 7."""
     digits = max(count - 1, 0).bit_length()
     return sorted(range(count), key=lambda number: f"{number:0{digits}b}"[::-1])
 
@@ -187,7 +187,9 @@ class Search:
         cuts = [partial(self._of_cut, saved, number, s) for number, saved in enumerate(curve) for s in chosen]
         leanest = [partial(self._leanest, segmentation) for segmentation in segmentations]
         # The sequence of the list decides between equal candidates, so it does not depend on the time.
-        first, second = spread_early(len(cuts)), [len(cuts) + number for number in spread_early(len(leanest))]
+        # One segment and very many have high peaks, so a division into some comes first.
+        lean_turns = sorted(spread_early(len(leanest)), key=lambda number: number != len(leanest) // 2)
+        first, second = spread_early(len(cuts)), [len(cuts) + number for number in lean_turns]
         turns = [turn for turn in chain(*zip_longest(first, second)) if turn is not None]
         works = [*cuts, *leanest]
         found: dict[int, Candidate] = {}
