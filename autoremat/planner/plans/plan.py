@@ -97,7 +97,7 @@ class Plan(Shown):
     @cached_property
     def added_seconds(self) -> float:
         """Seconds that recomputation adds to the step, by the cost model."""
-        return sum(traffic_of(self.graph).recompute_seconds[op] for op in self.recomputed)
+        return sum(map(traffic_of(self.graph).recompute_seconds.__getitem__, self.recomputed))
 
     @cached_property
     def cost_seconds(self) -> float:

@@ -224,13 +224,16 @@ def working_set_bytes(graph: Graph) -> int:
     bound = 0
     resident = set(graph.forward_outputs) | {v for v, value in enumerate(values) if value.role is Role.TANGENT}
     gradients = set(graph.backward_outputs)
+    resident_bytes = sum(values[v].bytes for v in resident)
     runs = graph.ancestors([*graph.required_forward, *graph.producers(graph.backward_needs)])
     for index, op in enumerate(graph.ops):
         if op.kind is Kind.EXTERN and (index in runs or not op.forward):
             live = {v for v in (*op.inputs, *op.outputs) if values[v].role is not Role.INPUT}
-            if not op.forward:
-                live |= resident
-            bound = max(bound, sum(values[v].bytes for v in live) + op.workspace_bytes)
+            beside = 0 if op.forward else resident_bytes
+            counted = live if op.forward else live - resident
+            bound = max(bound, beside + sum(values[v].bytes for v in counted) + op.workspace_bytes)
         if not op.forward:
-            resident |= gradients.intersection(op.outputs)
-    return max(bound, sum(values[v].bytes for v in resident))
+            made = gradients.intersection(op.outputs) - resident
+            resident |= made
+            resident_bytes += sum(values[v].bytes for v in made)
+    return max(bound, resident_bytes)
