@@ -78,7 +78,8 @@ def test_wheel_holds_every_module_and_no_tests(built):
 
 def test_sdist_holds_what_its_tests_read_and_the_pages(built):
     (sdist,) = built.glob("*.tar.gz")
-    names = {name.split("/", 1)[-1] for name in tarfile.open(sdist).getnames()}
+    with tarfile.open(sdist) as archive:
+        names = {name.split("/", 1)[-1] for name in archive.getnames()}
     tracked = run("git", "ls-files", "--cached", "--others", "--exclude-standard", cwd=ROOT).splitlines()
     expected = {name for name in tracked if not name.startswith("benchmarks/results/") and (ROOT / name).is_file()}
     assert expected - names == {".gitignore"}

@@ -17,7 +17,7 @@ def accept_in_accelerate() -> None:
     """
     from accelerate.utils import DynamoBackend
 
-    if any(NAME == str(getattr(backend, "value", "")) for backend in DynamoBackend):
+    if any(str(getattr(backend, "value", "")) == NAME for backend in DynamoBackend):
         return  # a later version may know the name
     ours: Any = str.__new__(DynamoBackend, NAME)
     ours._name_ = ours._value_ = NAME
