@@ -12,8 +12,10 @@ import pytest
 from torch.distributed import HashStore
 
 from autoremat.agreement import channel as channels
+from autoremat.agreement import presence as presences
 from autoremat.agreement import rendezvous as meetings
 from autoremat.agreement.channel import Channel
+from autoremat.agreement.presence import Presence
 from autoremat.agreement.rendezvous import Meeting, Rendezvous
 from autoremat.agreement.session import Session
 from autoremat.basics.errors import AgreementError, BudgetInfeasible, Occupant
@@ -26,9 +28,11 @@ LONG = 60.0
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Ranks beat, fall silent and lose patience within tenths of a second."""
-    monkeypatch.setattr(channels, "BEAT", 0.05)
+    monkeypatch.setattr(presences, "BEAT", 0.05)
+    monkeypatch.setattr(presences, "LOOK", 0.05)
     monkeypatch.setattr(channels, "SILENCE", 1.0)
     monkeypatch.setattr(meetings, "RECOMPILATION", 0.3)
+    monkeypatch.setattr(meetings, "ALONE", 0.3)
     monkeypatch.setattr(meetings, "NOTICE", 0.1)
 
 
@@ -38,11 +42,13 @@ def together(body: Callable[[Channel], Any], ranks: int) -> list[Any]:
 
     def run(rank: int) -> None:
         channel = Channel(Job(rank, ranks, store))
+        presence = Presence(channel)
         try:
-            with channel.alive():
-                found[rank] = body(channel)
-        except Exception as error:
+            found[rank] = body(channel)
+        except BaseException as error:
             found[rank] = error
+        finally:
+            presence.stop()
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
     for thread in threads:

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from autoremat.agreement.line import Line
 from autoremat.basics.errors import AgreementError
 from autoremat.torch_private.processes import Job
 
-BEAT = 1.0
-"""Seconds between two heartbeats of a rank that compiles."""
-
-SILENCE = 10.0
-"""Seconds without a heartbeat after which a rank counts as lost."""
+SILENCE = 30.0
+"""Seconds without a heartbeat, or without an answer of the store, after which a rank counts as lost."""
 
 SHORTEST, LONGEST = 0.002, 0.1
 """Seconds between two looks at the store: at first, and at most."""
@@ -36,11 +33,14 @@ def pauses() -> Iterator[None]:
         seconds = min(seconds * 1.5, LONGEST)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Channel:
-    """Reads and writes JSON data under keys of the job's store."""
+    """Reads and writes JSON data under keys of the job's store. Raises ``AgreementError`` if the store does not answer."""
 
     job: Job
+    paused: float = 0.0
+    """Seconds of the longest pause of this whole process so far: a debugger, a signal, a machine that slept."""
+    _line: Line = field(default_factory=Line, init=False, repr=False)
 
     @property
     def prefix(self) -> str:
@@ -52,129 +52,65 @@ class Channel:
         """This process's rank in the job."""
         return self.job.rank
 
+    @property
+    def silence(self) -> float:
+        """Seconds of silence after which a rank counts as lost."""
+        return self.within(SILENCE)
+
+    def within(self, seconds: float) -> float:
+        """Returns ``seconds``, but at most half of the process group's timeout.
+
+        Ranks that already wait in a collective then learn of a failure before the collective does.
+        """
+        return min(seconds, self.job.timeout / 2)
+
     def write(self, key: str, data: Any) -> None:
         """Writes ``data`` for all ranks to read."""
-        with _connected(key):
-            self.job.store.set(self.prefix + key, json.dumps(data))
+        self._ask(key, lambda: self.job.store.set(self.prefix + key, json.dumps(data)))
 
     def write_first(self, key: str, data: Any) -> Any:
         """Writes ``data`` unless another rank has written there already. Returns the data that are there now."""
-        with _connected(key):
-            return json.loads(self.job.store.compare_set(self.prefix + key, "", json.dumps(data)))
+        return json.loads(self._ask(key, lambda: self.job.store.compare_set(self.prefix + key, "", json.dumps(data))))
 
-    def count(self, key: str) -> int:
-        """Returns the number of calls for this key on all ranks, the present one included."""
-        with _connected(key):
-            return int(self.job.store.add(self.prefix + key, 1))
+    def count(self, key: str, step: int = 1) -> int:
+        """Returns the number at ``key``, after ``step`` has been added to it."""
+        return int(self._ask(key, lambda: self.job.store.add(self.prefix + key, step)))
 
     def has(self, *keys: str) -> bool:
         """Returns True if all ``keys`` have been written."""
-        with _connected(keys[0]):
-            return bool(self.job.store.check([self.prefix + key for key in keys]))
+        return bool(self._ask(keys[0], lambda: self.job.store.check([self.prefix + key for key in keys])))
 
     def read(self, key: str) -> Any:
         """Returns the data at ``key``, or None if nobody has written there."""
-        if not self.has(key):
-            return None
-        with _connected(key):
-            return json.loads(self.job.store.get(self.prefix + key))
-
-    def wait(self, key: str, writer: int) -> Any:
-        """Returns the data at ``key`` once rank ``writer``, which sends heartbeats, has written them.
-
-        Raises ``AgreementError`` if that rank falls silent.
-        """
-        pulse = Pulse(self, writer)
-        for _ in pauses():
-            found = self.read(key)
-            if found is not None:
-                return found
-            pulse.check()
-        raise AssertionError("pauses never end")
-
-    def wait_for_late(self, key: str, seconds: float, writer: int | None = None) -> Any:
-        """Returns the data at ``key`` once they are written, by rank ``writer`` if it is known.
-
-        Raises ``AgreementError`` after ``seconds``.
-        """
-        deadline = time.monotonic() + seconds
-        for _ in pauses():
-            found = self.read(key)
-            if found is not None:
-                return found
-            if time.monotonic() > deadline:
-                who = "another rank" if writer is None else f"rank {writer}"
-                raise AgreementError(f"{who} has not come within {seconds:g} s; all ranks have to make this call", writer)
-        raise AssertionError("pauses never end")
+        return json.loads(self._ask(key, lambda: self.job.store.get(self.prefix + key))) if self.has(key) else None
 
     def delete(self, keys: Iterable[str]) -> None:
         """Deletes ``keys`` where the store can."""
-        with contextlib.suppress(RuntimeError, NotImplementedError):
+        with contextlib.suppress(AgreementError, NotImplementedError):
             for key in keys:
-                self.job.store.delete_key(self.prefix + key)
+                self._ask(key, lambda key=key: self.job.store.delete_key(self.prefix + key))  # type: ignore[misc]
 
-    def beats(self, rank: int) -> int:
-        """Returns the number of heartbeats that a rank has sent."""
-        with _connected("beat"):
-            return int(self.job.store.add(f"{self.prefix}beat/{rank}", 0))
+    def linger(self, key: str, number: int, seconds: float) -> None:
+        """Waits up to ``seconds`` until ``key`` has been counted ``number`` times, if this process keeps the store.
 
-    @contextlib.contextmanager
-    def alive(self) -> Iterator[None]:
-        """Sends heartbeats while the body runs. They end with the process, and other ranks notice that."""
-        store, end, key = self.job.another_connection(), threading.Event(), f"{self.prefix}beat/{self.rank}"
+        The others can then read the last message before the store ends with this process.
+        """
+        deadline = time.monotonic() + seconds
+        if self.job.keeper == self.rank:
+            with contextlib.suppress(AgreementError):
+                for _ in pauses():
+                    if self.count(key, 0) >= number or time.monotonic() > deadline:
+                        return
 
-        def beat() -> None:
-            with contextlib.suppress(RuntimeError):  # the store has gone, and with it the ranks that would look
-                while not end.wait(BEAT):
-                    store.add(key, 1)
-
-        thread = threading.Thread(target=beat, name="autoremat-heartbeat", daemon=True)
-        thread.start()
+    def _ask(self, key: str, request: Callable[[], Any]) -> Any:
+        """Returns the answer of the store, and turns its errors into ``AgreementError``."""
         try:
-            yield
-        finally:
-            end.set()
-            thread.join()
-
-
-@dataclass
-class Pulse:
-    """The heartbeat of another rank, as seen from this one."""
-
-    channel: Channel
-    rank: int
-    clock: Callable[[], float] = time.monotonic
-    beats: int = -1
-    """Heartbeats at the last look."""
-    seen: float = 0.0
-    """Time at which their number had grown."""
-    looked: float = float("-inf")
-    """Time of the last look."""
-
-    def check(self) -> None:
-        """Raises ``AgreementError`` if the rank has been silent for too long. Looks at most once per heartbeat."""
-        now = self.clock()
-        if now - self.looked < BEAT:
-            return
-        self.looked = now
-        beats = self.channel.beats(self.rank)
-        if beats != self.beats:
-            self.beats, self.seen = beats, now
-        elif now - self.seen > SILENCE:
+            return self._line.ask(request, self.silence)
+        except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
+            keeper = self.job.keeper
+            who = "The process that keeps it, usually the launcher," if keeper is None else f"Rank {keeper}, which keeps it,"
             raise AgreementError(
-                f"rank {self.rank} has not answered for {SILENCE:g} s while this graph was compiled: its process has ended or "
-                "hangs. See that rank's own output for the reason",
-                self.rank,
-            )
-
-
-@contextlib.contextmanager
-def _connected(key: str) -> Iterator[None]:
-    """Turns errors of the store into ``AgreementError``."""
-    try:
-        yield
-    except RuntimeError as error:  # torch's DistStoreError and DistNetworkError
-        raise AgreementError(
-            f"the job's store does not answer ({key}): {error}. The process that keeps it, usually rank 0 or the launcher, "
-            "has ended"
-        ) from error
+                f"the job's store does not answer ({key}): {str(error).strip()}. {who} has ended, is stopped or cannot be "
+                "reached. See its own output for the reason",
+                keeper,
+            ) from error

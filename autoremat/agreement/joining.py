@@ -2,68 +2,105 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import logging
+import sys
 import warnings
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 
 from autoremat.agreement.channel import Channel
-from autoremat.agreement.rendezvous import Rendezvous
+from autoremat.agreement.presence import Presence
+from autoremat.agreement.rendezvous import Meeting, Rendezvous
 from autoremat.agreement.session import Session
-from autoremat.basics.errors import OptionWarning
+from autoremat.basics.errors import AgreementError, OptionWarning
 from autoremat.basics.progress import now
 from autoremat.torch_private.processes import Job, job
 
-_rendezvous: tuple[Job, Rendezvous] | None = None
-"""The job of this process and its meetings."""
+log = logging.getLogger("autoremat")
+
+
+@dataclass(frozen=True)
+class Membership:
+    """This process in its job: its connection, its meetings and its signs of life."""
+
+    job: Job
+    channel: Channel
+    rendezvous: Rendezvous
+    presence: Presence
+
+
+_membership: Membership | None = None
+
+
+def membership() -> Membership | None:
+    """Returns this process's membership in its job, from which on other ranks see whether it lives; None without a job."""
+    global _membership
+    present = job()
+    if present is None:
+        return None
+    if _membership is None or _membership.job is not present:
+        if _membership is not None:
+            _membership.presence.stop()
+        channel = Channel(present)
+        _membership = Membership(present, channel, Rendezvous(channel), Presence(channel))
+    return _membership
+
+
+@atexit.register
+def _leave() -> None:
+    """Tells the other ranks that the interpreter exits, and with which error."""
+    if _membership is not None:
+        _membership.presence.end(getattr(sys, "last_value", None))
 
 
 @contextlib.contextmanager
 def session_at(
-    place: str | None, agreement: str | tuple[int, ...], elsewhere: Collection[int] = ()
+    place: str | None, agreement: str | tuple[int, ...], elsewhere: Collection[int] = (), communicates: bool = True
 ) -> Iterator[Session | None]:
     """Yields the session of all ranks that come to ``place``; None without a place, or if this process is the only one.
 
-    ``agreement`` is the option. ``elsewhere`` are ranks that do not come. An error of the body ends the session on all members.
+    ``agreement`` is the option. ``elsewhere`` are ranks that do not come. ``communicates`` is False if ranks may plan the graph
+    differently. An error of the body, an interrupt included, ends the session on all members.
     """
-    present = job()
+    present = membership()
     if present is None or place is None or agreement == "off":
         yield None
         return
-    ranks: Sequence[int] = range(present.world_size) if isinstance(agreement, str) else agreement
-    if present.rank not in ranks:
+    ranks: Sequence[int] = range(present.job.world_size) if isinstance(agreement, str) else agreement
+    if present.channel.rank not in ranks:
         yield None
         return
     now("waiting for the other ranks")
-    channel = Channel(present)
-    with channel.alive():
-        meeting = _rendezvous_of(present).meet(place, ranks, set(elsewhere) - {present.rank})
-        if meeting.missing:
-            _warn_of_missing(meeting.missing, place)
-        if len(meeting.members) == 1:
-            yield None
-            return
-        session = Session(channel, meeting)
-        try:
-            yield session
-        except Exception as error:
-            session.present.fail(error)
-            raise
-        if not session.present.failed:
+    meeting = present.rendezvous.meet(place, ranks, set(elsewhere) - {present.channel.rank}, communicates)
+    if meeting.missing:
+        _tell_of_missing(meeting, place, present.channel)
+    session = None if len(meeting.members) == 1 else Session(present.channel, meeting)
+    try:
+        yield session
+        if session is not None and not session.present.failed:
             session.present.close()
+    except BaseException as error:
+        with contextlib.suppress(AgreementError):
+            if session is None:
+                present.presence.tell(f"failed while it compiled {place} by itself", error)
+            else:
+                session.present.fail(error)
+        raise
 
 
-def _rendezvous_of(present: Job) -> Rendezvous:
-    global _rendezvous
-    if _rendezvous is None or _rendezvous[0] is not present:
-        _rendezvous = present, Rendezvous(Channel(present))
-    return _rendezvous[1]
-
-
-def _warn_of_missing(missing: Sequence[int], place: str) -> None:
-    ranks = ", ".join(map(str, missing))
+def _tell_of_missing(meeting: Meeting, place: str, channel: Channel) -> None:
+    """Warns that some ranks did not come, unless each rank may plan the graph by itself."""
+    ranks = ", ".join(map(str, meeting.missing))
+    if not meeting.is_needed:
+        log.info("ranks %s do not compile %s again, so the others plan it without them", ranks, place)
+        return
+    unknown = [str(rank) for rank in meeting.missing if not channel.has(f"process/{rank}")]
+    known = "" if not unknown else f" Ranks {', '.join(unknown)} have not used autoremat in this job, or ended before they did."
     warnings.warn(
-        f"ranks {ranks} did not come to compile {place}, so the others planned it without them. Their plans may differ, and "
-        'nothing that communicates is repeated. Pass agreement="off", or the list of the ranks that compile it',
+        f"ranks {ranks} did not come to compile {place}, so the others planned it without them.{known} Their plans may differ, "
+        'and nothing that communicates is repeated. Pass agreement="off", or the list of the ranks that compile it',
         OptionWarning,
         stacklevel=5,
     )

@@ -4,8 +4,11 @@ A rank arrives under the name of the place in the user's code, and of its occurr
 
 - ranks of other pipeline stages, which the ranks of a stage name when they arrive;
 - ranks that wait at another place, and therefore for this one;
-- ranks that have compiled this place already and do not come within ``RECOMPILATION`` seconds: shapes may change on one rank;
+- ranks that have compiled this place already and do not come within ``RECOMPILATION`` seconds: shapes may change on one rank.
+  ``ALONE`` seconds are enough for a graph without communication, which each rank may plan as it likes;
 - ranks that do not come within ``PATIENCE`` seconds, or ``BRIEFLY`` if they did not come to an earlier place either.
+
+No wait is longer than half of the process group's timeout. It ends with an error if a rank is lost.
 
 The first rank that arrives waits for the others and writes the list of members. The others only wait for that list, so a large
 job asks its store little. A rank that comes later is not on the list. It meets those that are left.
@@ -13,14 +16,19 @@ job asks its store little. A rank that comes later is not on the list. It meets 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
 from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
-from autoremat.agreement.channel import SILENCE, Channel, pauses
+from autoremat.agreement.channel import Channel, pauses
+from autoremat.agreement.presence import LINGER, Pulse, wait_for
+from autoremat.agreement.told_errors import described, restored
+from autoremat.basics.errors import AgreementError
 
 log = logging.getLogger("autoremat")
 
@@ -28,7 +36,10 @@ PATIENCE = 300.0
 """Seconds to wait for a rank that has never compiled this place."""
 
 RECOMPILATION = 60.0
-"""Seconds to wait for a rank that has compiled this place before."""
+"""Seconds to wait for a rank that has compiled this place before, if the graph communicates."""
+
+ALONE = 3.0
+"""Seconds to wait for such a rank if the graph does not communicate. Ranks that all recompile come within them."""
 
 BRIEFLY = 5.0
 """Seconds to wait for a rank that did not come to an earlier place."""
@@ -45,6 +56,8 @@ class Meeting:
     members: tuple[int, ...]
     missing: tuple[int, ...] = ()
     """Ranks that were expected and did not come in time."""
+    is_needed: bool = True
+    """False if a member may as well plan by itself: it compiles again what was agreed before, and nothing communicates."""
 
 
 @dataclass
@@ -56,22 +69,28 @@ class Rendezvous:
     """Number of arrivals of this process at each place."""
     deserted: set[str] = field(default_factory=set)
     """Places at which recompilations of this process have waited in vain. They do not wait again."""
+    apart: set[int] = field(default_factory=set)
+    """Ranks that did not come to recompile a graph without communication, and have not come since. None waits for them."""
     lost: set[int] = field(default_factory=set)
     """Ranks that did not come in time, and have not come since."""
 
-    def meet(self, place: str, ranks: Iterable[int], elsewhere: Collection[int] = ()) -> Meeting:
+    def meet(self, place: str, ranks: Iterable[int], elsewhere: Collection[int] = (), communicates: bool = True) -> Meeting:
         """Returns the meeting of this process with those of ``ranks`` that compile the graph at ``place``.
 
-        ``elsewhere`` are ranks that are known to compile other graphs. Raises ``AgreementError`` if a rank is lost meanwhile.
+        ``elsewhere`` are ranks that are known to compile other graphs. ``communicates`` says whether plans of the graph have to
+        be alike. Raises ``AgreementError`` if a rank is lost meanwhile.
         """
         digest = hashlib.sha256(place.encode()).hexdigest()[:16]
         occurrence, expected = self.arrivals[digest], set(ranks)
         self.arrivals[digest] += 1
         for generation in range(len(expected)):
             name = f"meet/{digest}/{occurrence}/{generation}"
-            meeting = _Place(self, place, digest, name, occurrence, frozenset(expected)).meet(elsewhere)
+            meeting = _Place(self, place, digest, name, occurrence, frozenset(expected), communicates).meet(elsewhere)
             if self.channel.rank in meeting.members:
-                self.lost = (self.lost | set(meeting.missing)) - set(meeting.members)
+                without = self.lost if meeting.is_needed else self.apart
+                without.update(meeting.missing)
+                self.lost.difference_update(meeting.members)
+                self.apart.difference_update(meeting.members)
                 return meeting
             expected -= set(meeting.members)
         raise AssertionError("the last generation has a single rank")
@@ -87,8 +106,11 @@ class _Place:
     name: str
     occurrence: int
     expected: frozenset[int]
+    communicates: bool
     arrived: dict[int, list[int]] = field(default_factory=dict)
     """The ranks that have arrived, each with the ranks that it knows to be elsewhere. Only the first rank reads them."""
+    pulses: dict[int, Pulse] = field(default_factory=dict)
+    """The lives of the ranks that are awaited."""
 
     @property
     def channel(self) -> Channel:
@@ -96,19 +118,38 @@ class _Place:
 
     def meet(self, elsewhere: Collection[int]) -> Meeting:
         """Returns the meeting, once its members are known."""
-        self.channel.write(f"{self.name}/came/{self.channel.rank}", True)
-        self.channel.write(f"at/{self.channel.rank}", self.name)
-        number = self.channel.count(f"{self.name}/count")
-        self.channel.write(f"{self.name}/arrival/{number}", {"rank": self.channel.rank, "elsewhere": sorted(elsewhere)})
-        if number == 1:
-            self.channel.write_first(f"{self.name}/members", self.gathered())
-            first = self.channel.rank
-        else:
-            first = int(self.channel.wait_for_late(f"{self.name}/arrival/1", SILENCE)["rank"])
-        found = self.channel.wait(f"{self.name}/members", first)
-        return Meeting(self.name, tuple(found["members"]), tuple(found["missing"]))
+        first = None
+        try:
+            self.channel.write(f"{self.name}/came/{self.channel.rank}", True)
+            self.channel.write(f"at/{self.channel.rank}", self.name)
+            first = int(self.channel.write_first(f"{self.name}/first", self.channel.rank))
+            number = self.channel.count(f"{self.name}/count")
+            self.channel.write(f"{self.name}/arrival/{number}", {"rank": self.channel.rank, "elsewhere": sorted(elsewhere)})
+            if first == self.channel.rank:
+                self.channel.write(f"{self.name}/members", self.gathered())
+            found = wait_for(self.channel, f"{self.name}/members", first)
+        except BaseException as error:
+            with contextlib.suppress(AgreementError):
+                self.abandon(error, first == self.channel.rank)
+            raise
+        if "error" in found:
+            self.channel.count(f"{self.name}/heard")
+            raise restored(found["error"], first, self.channel)
+        return Meeting(self.name, tuple(found["members"]), tuple(found["missing"]), found["is_needed"])
 
-    def gathered(self) -> dict[str, list[int]]:
+    def abandon(self, error: BaseException, is_first: bool) -> None:
+        """Tells the other ranks that this one does not wait any longer because of ``error``."""
+        told = {"error": described(error), "rank": self.channel.rank}
+        if is_first:
+            self.channel.write(f"{self.name}/members", told)
+            self.channel.linger(f"{self.name}/heard", len(self.arrived) - 1, LINGER)
+            return
+        found = self.channel.read(f"{self.name}/members")
+        if found is None or self.channel.rank in found.get("members", ()):  # as a member of the session to come
+            self.channel.write(f"{self.name}/1/{self.channel.rank}", told)
+            self.channel.write_first(f"{self.name}/1/result", told)
+
+    def gathered(self) -> dict[str, Any]:
         """Returns the members, and the ranks that were expected and did not come in time."""
         begin, noticed = time.monotonic(), False
         for _ in pauses():
@@ -122,9 +163,10 @@ class _Place:
                 noticed = True
                 log.warning("%s", _notice(self.channel.rank, awaited, self.description))
         missing = sorted(rank for rank in absent if not self.waits_elsewhere(rank))
+        is_needed = self.communicates or not self.occurrence
         if missing and self.occurrence:
             self.rendezvous.deserted.add(self.digest)
-        return {"members": sorted(self.arrived), "missing": missing}
+        return {"members": sorted(self.arrived), "missing": missing, "is_needed": is_needed}
 
     def note_arrivals(self) -> None:
         """Adds the ranks that have arrived since the last look."""
@@ -132,12 +174,22 @@ class _Place:
             self.arrived[int(found["rank"])] = found["elsewhere"]
 
     def may_come(self, rank: int, waited: float) -> bool:
-        """Returns True if an absent rank may still come in time."""
-        if self.occurrence and self.channel.has(f"meet/{self.digest}/0/0/came/{rank}"):
-            patience = 0.0 if self.digest in self.rendezvous.deserted else RECOMPILATION
-        else:
-            patience = BRIEFLY if rank in self.rendezvous.lost else PATIENCE
-        return waited < patience and not self.waits_elsewhere(rank)
+        """Returns True if an absent rank may still come in time. Raises ``AgreementError`` if it is lost."""
+        if waited >= self.channel.within(self.patience(rank)) or self.waits_elsewhere(rank):
+            return False
+        pulse = self.pulses.setdefault(rank, Pulse(self.channel, rank))
+        loss = pulse.look()
+        if loss is not None and not pulse.has_left:
+            raise AgreementError(f"{loss}. The other ranks waited for it to compile {self.description}", rank)
+        return loss is None
+
+    def patience(self, rank: int) -> float:
+        """Returns the seconds to wait for an absent rank."""
+        if not self.occurrence or not self.channel.has(f"meet/{self.digest}/0/0/came/{rank}"):
+            return BRIEFLY if rank in self.rendezvous.lost else PATIENCE
+        if self.digest in self.rendezvous.deserted or (rank in self.rendezvous.apart and not self.communicates):
+            return 0.0
+        return RECOMPILATION if self.communicates else ALONE
 
     def waits_elsewhere(self, rank: int) -> bool:
         """Returns True if the rank waits at another place, so that it cannot come before this one is settled."""

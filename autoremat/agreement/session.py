@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from autoremat.agreement.channel import Channel
+from autoremat.agreement.presence import LINGER, wait_for
 from autoremat.agreement.rendezvous import Meeting
-from autoremat.basics.errors import AgreementError, BudgetInfeasible, Occupant, find_cause
+from autoremat.agreement.told_errors import described, restored
+from autoremat.basics.errors import AgreementError
 
 Parts = Mapping[int, Any]
 """The parts of all members by rank, as JSON data."""
@@ -80,7 +82,10 @@ class Session:
         if not self.failed:
             self.failed = True
             self.number += 1
-            self.channel.write(self._result if self.leads else self._part(self.channel.rank), {"error": _described(error)})
+            if self.leads:
+                self._end(described(error), self.leader)
+            else:
+                self.channel.write(self._part(self.channel.rank), {"error": described(error)})
 
     def close(self) -> None:
         """Ends the session after success of all members."""
@@ -94,14 +99,19 @@ class Session:
     def _result(self) -> str:
         return f"{self.meeting.name}/{self.number}/result"
 
+    @property
+    def _heard(self) -> str:
+        return f"{self.meeting.name}/heard"
+
     def _part(self, rank: int) -> str:
         return f"{self.meeting.name}/{self.number}/{rank}"
 
     def _follow(self, topic: str, part: Any) -> Any:
         """Sends ``part`` and returns the leader's result."""
         self.channel.write(self._part(self.channel.rank), {"topic": topic, "part": part})
-        result = self.channel.wait(self._result, self.leader)
+        result = wait_for(self.channel, self._result, self.leader)
         if "error" in result:
+            self.channel.count(self._heard)
             self._raise(result["error"], result.get("rank", self.leader))
         return result["value"]
 
@@ -110,9 +120,9 @@ class Session:
         parts = {self.leader: part}
         try:
             for rank in self.members[1:]:
-                sent = self.channel.wait(self._part(rank), rank)
+                sent = wait_for(self.channel, self._part(rank), rank)
                 if "error" in sent:
-                    self.channel.write(self._result, {"error": sent["error"], "rank": rank})
+                    self._end(sent["error"], rank)
                     self._raise(sent["error"], rank)
                 if sent["topic"] != topic:
                     raise AgreementError(
@@ -121,38 +131,19 @@ class Session:
                     )
                 parts[rank] = sent["part"]
             value = decide(parts)
-        except Exception as error:
+        except BaseException as error:
             if not self.failed:
-                self.failed = True
-                self.channel.write(self._result, {"error": _described(error), "rank": self.leader})
+                self._end(described(error), self.leader)
             raise
         self.channel.write(self._result, {"value": value})
         return value
 
-    def _raise(self, described: Mapping[str, Any], rank: int) -> NoReturn:
+    def _end(self, error: Mapping[str, Any], rank: int) -> None:
+        """Tells all members, as their leader, that the session ends with an error of rank ``rank``."""
         self.failed = True
-        raise _restored(described, rank)
+        self.channel.write(self._result, {"error": error, "rank": rank})
+        self.channel.linger(self._heard, len(self.members) - 1, LINGER)
 
-
-def _described(error: BaseException) -> dict[str, Any]:
-    """Returns an error as JSON data. Errors are never pickled."""
-    infeasible = find_cause(error, BudgetInfeasible)
-    if infeasible is not None:
-        return {"infeasible": infeasible.figures()}
-    lost = find_cause(error, AgreementError)
-    if lost is not None:
-        return {"lost": lost.rank, "text": str(lost)}
-    return {"text": f"{type(error).__name__}: {error}"}
-
-
-def _restored(described: Mapping[str, Any], rank: int) -> AgreementError | BudgetInfeasible:
-    """Returns the error that rank ``rank`` has described."""
-    if "infeasible" not in described:
-        if "lost" in described:
-            return AgreementError(described["text"], described["lost"])
-        return AgreementError(
-            f"compiling a graph failed on rank {rank}, so all ranks that share it stop: {described['text']}", rank
-        )
-    figures = dict(described["infeasible"])
-    figures["occupants"] = [Occupant(**one) for one in figures["occupants"]]
-    return BudgetInfeasible(**{"rank": rank} | {name: value for name, value in figures.items() if value is not None})
+    def _raise(self, error: Mapping[str, Any], rank: int) -> NoReturn:
+        self.failed = True
+        raise restored(error, rank, self.channel)

@@ -15,13 +15,16 @@ from autoremat.planner.multigraph.step_profile import Step
 CODEC = Codec(signed=True)
 
 
-def agreed_step(step: Step, budget: int | None, options: Options, place: str) -> tuple[Step, int | None]:
+def agreed_step(
+    step: Step, budget: int | None, options: Options, place: str, communicates: bool = True
+) -> tuple[Step, int | None]:
     """Returns the step and the budget in bytes for all ranks that have a step of the same graphs in the same order.
 
     Each moment has the base bytes of the rank with the most. The budget is the least of all ranks. Plans and seconds are those
-    of the lowest rank. Without other ranks, ``step`` and ``budget`` return as they are. The ranks meet at ``place``.
+    of the lowest rank. Without other ranks, ``step`` and ``budget`` return as they are. The ranks meet at ``place``;
+    ``communicates`` is False if a rank may have a step of its own when it compiles again.
     """
-    with session_at(place, options.agreement) as session:
+    with session_at(place, options.agreement, communicates=communicates) as session:
         if session is None:
             return step, budget
         alike = session.split("step", _structure(step))

@@ -155,7 +155,8 @@ def _share(profile: StepProfile, graph: _Graph, note: str) -> Share | None:
 def _shared_out(step: Step, options: Options, split: ddp.Split) -> StepProfile:
     """Returns the profile of the step under the budget of the options."""
     budget = options.resolve_budget(step.baseline_peak_bytes, None)
-    step, budget = agreed_step(step, budget, options, f"{split.count} buckets of DistributedDataParallel")
+    place = f"{split.count} buckets of DistributedDataParallel"
+    step, budget = agreed_step(step, budget, options, place, communicates=False)
     try:
         return step.shared_out(budget)
     except BudgetInfeasible as error:

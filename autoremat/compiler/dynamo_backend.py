@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import fx
 
+from autoremat.agreement.joining import membership
 from autoremat.basics.errors import (
     BudgetInfeasible,
     BudgetWarning,
@@ -24,6 +25,7 @@ from autoremat.basics.errors import (
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.capture import source_info
 from autoremat.capture.capture import device_of_inputs, may_train
+from autoremat.capture.communicating import may_communicate
 from autoremat.compiler import records
 from autoremat.compiler.blocks import compiled_for_blocks, current_block
 from autoremat.compiler.breaks import listen, one_of_several, seconds_in_dynamo, until_reset, what_dynamo_said
@@ -79,6 +81,7 @@ def backend(
 
 
 listen()
+membership()  # other ranks see from now on whether this process lives, although its first graph comes later
 explain_absence_by(what_dynamo_said)
 
 
@@ -123,7 +126,7 @@ def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: 
     if not may_train(gm, example_inputs):
         return compilers.compile_with_inductor(gm, example_inputs, patches, {})
     try:
-        with joined(parsed, source_info.begin_of(gm.graph)) as (peers, agreed):
+        with joined(parsed, source_info.begin_of(gm.graph), may_communicate(gm)) as (peers, agreed):
             found = compile_graph(GraphSource(gm, example_inputs, patches), agreed, peers)
         if found.record is not None:
             records.save(found.key, found.record)
@@ -187,7 +190,7 @@ def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Opti
     """Returns a callable that runs the halves of the planned graph as FX graphs, without generated code."""
     now("tracing")
     place = source_info.begin_of(gm.graph) if may_train(gm, inputs) else None
-    with joined(options, place) as (peers, agreed):
+    with joined(options, place, may_communicate(gm)) as (peers, agreed):
         context = PlanningContext(
             agreed, may_repeat_collectives=peers.may_repeat_collectives, sharded_inputs=sharded_inputs(gm)
         )

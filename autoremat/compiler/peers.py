@@ -221,16 +221,18 @@ def _read(data: dict[str, Any] | None) -> Verdict | None:
 
 
 @contextlib.contextmanager
-def joined(options: Options, place: str | None) -> Iterator[tuple[Peers, Options]]:
+def joined(options: Options, place: str | None, communicates: bool) -> Iterator[tuple[Peers, Options]]:
     """Yields the peers that compile the graph at ``place`` together, and the options that all of them use.
 
-    A process without peers compiles alone, and so does one whose graph needs no plan (``place`` is None). An error of the body
-    ends the compilation on all members.
+    A process without peers compiles alone, and so does one whose graph needs no plan (``place`` is None). A rank may compile a
+    graph again by itself unless it ``communicates``: only repeated gathers, and Inductor's messages about collectives, need the
+    same plan on all ranks. An error of the body ends the compilation on all members.
     """
     stage = None if place is None else running_stage()
     if stage is not None:
         place = f"{place}, stage {stage.index} of a pipeline"
-    with session_at(place, options.agreement, () if stage is None else stage.group_ranks) as session:
+    elsewhere = () if stage is None else stage.group_ranks
+    with session_at(place, options.agreement, elsewhere, communicates) as session:
         if session is None:
             yield ALONE, options
             return

@@ -5,12 +5,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable
 
-from autoremat.agreement.channel import Channel
+from autoremat.agreement.joining import membership
+from autoremat.agreement.presence import wait_for
 from autoremat.basics.errors import OptionsError
 from autoremat.report.rank_reports import RankReports
 from autoremat.report.registry import reports
 from autoremat.report.report import Report
-from autoremat.torch_private.processes import job
 
 PATIENCE = 300.0
 """Seconds to wait for the slowest rank."""
@@ -24,16 +24,18 @@ def gather_reports(ranks: Iterable[int] | None = None) -> RankReports:
     In a process without a job, the result holds the reports of rank 0, which is this process. Reports travel as JSON through
     the job's store, so their ``plan`` stays behind.
 
-    Raises ``OptionsError`` for ranks that the job does not have, and ``AgreementError`` if a rank does not come
-    within five minutes.
+    Raises ``OptionsError`` for ranks that the job does not have. Raises ``AgreementError`` if a rank is lost, or does not come
+    within five minutes and half of the process group's timeout.
     """
-    present = job()
+    present = membership()
     if present is None:
         return RankReports({0: tuple(reports())})
-    wanted = range(present.world_size) if ranks is None else sorted(set(ranks))
-    if unknown := [rank for rank in wanted if not 0 <= rank < present.world_size]:
-        raise OptionsError(f"the job has ranks 0 to {present.world_size - 1}, and reports of rank {unknown[0]} are asked for")
-    channel, name = Channel(present), f"reports/{next(_numbers)}"
-    channel.write(f"{name}/{present.rank}", [report.to_json() for report in reports()])
-    texts = {rank: channel.wait_for_late(f"{name}/{rank}", PATIENCE, rank) for rank in wanted}
+    wanted = range(present.job.world_size) if ranks is None else sorted(set(ranks))
+    if unknown := [rank for rank in wanted if not 0 <= rank < present.job.world_size]:
+        raise OptionsError(
+            f"the job has ranks 0 to {present.job.world_size - 1}, and reports of rank {unknown[0]} are asked for"
+        )
+    channel, name = present.channel, f"reports/{next(_numbers)}"
+    channel.write(f"{name}/{channel.rank}", [report.to_json() for report in reports()])
+    texts = {rank: wait_for(channel, f"{name}/{rank}", rank, channel.within(PATIENCE)) for rank in wanted}
     return RankReports({rank: tuple(map(Report.from_json, of_rank)) for rank, of_rank in texts.items()})

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 IN_ONE_PROCESS = ("fake", "threaded")
@@ -21,6 +23,10 @@ class Job:
     """The store of the default process group, with a connection of its own. Nobody else waits behind our requests."""
     number: int = 1
     """Number of the job among those that this process has joined."""
+    timeout: float = 1800.0
+    """Seconds after which a collective of the default process group fails."""
+    keeper: int | None = None
+    """The rank whose process keeps the store; None if the launcher or a file does, or if that is unknown."""
 
     def another_connection(self) -> Any:
         """Returns the store with a further connection, for another thread."""
@@ -45,7 +51,8 @@ def job() -> Job | None:
             return None
         store = _cloned(dist.distributed_c10d._get_default_store())
         number = 1 if _present is None else _present[1].number + 1
-        _present = group, Job(dist.get_rank(), dist.get_world_size(), store, number)
+        rank, ranks, timeout = dist.get_rank(), dist.get_world_size(), _timeout_of(group)
+        _present = group, Job(rank, ranks, store, number, timeout, _keeper_of(store))
     return _present[1]
 
 
@@ -54,3 +61,21 @@ def _cloned(store: Any) -> Any:
         return store.clone()
     except (AttributeError, NotImplementedError, RuntimeError):  # a store of the user's own; one connection works as well
         return store
+
+
+def _timeout_of(group: Any) -> float:
+    """Returns the least timeout in seconds of the group's backends."""
+    options = (getattr(group._get_backend(torch.device(kind)), "options", None) for kind in group._device_types)
+    found = (getattr(one, "_timeout", None) for one in options)
+    default = dist.distributed_c10d._get_default_timeout(dist.get_backend(group))
+    return min((one.total_seconds() for one in found if one is not None), default=default.total_seconds())
+
+
+def _keeper_of(store: Any) -> int | None:
+    """Returns the rank whose process keeps ``store``, if that is known."""
+    from torch._C._distributed_c10d import PrefixStore, TCPStore  # torch without distributed has none of them
+
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return 0 if isinstance(store, TCPStore) and not by_launcher else None
