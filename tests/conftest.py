@@ -107,7 +107,7 @@ def seed() -> Iterator[int]:
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
     if "autoremat.compiler.overlap_warning" in sys.modules:
-        sys.modules["autoremat.compiler.overlap_warning"]._watch.open.clear()  # calls whose outputs a cycle still holds
+        sys.modules["autoremat.compiler.overlap_warning"]._watch.end()  # a cycle may still hold outputs of open calls
 
 
 @pytest.fixture(autouse=True)

@@ -84,11 +84,29 @@ def test_the_watch_notices_gradients_that_stay():
     model, inputs = Layers(), rows(512)
     compiled = torch.compile(model, backend="autoremat", options=EAGER | {"memory_budget": "1500KiB"})
     compiled(inputs).backward()
-    with pytest.warns(BudgetWarning, match=r"adds to the gradients of an earlier micro-batch: their 258\.00 KiB"):
+    with pytest.warns(BudgetWarning, match=r"adds to gradients of earlier calls of the step: their 258\.00 KiB"):
         compiled(inputs).backward()
     with warnings.catch_warnings():
         warnings.simplefilter("error", BudgetWarning)
         compiled(inputs).backward()  # once is enough
+
+
+@pytest.mark.parametrize("change", ["rows", "mode", "frozen"])
+def test_the_watch_notices_gradients_of_another_graph(change):
+    model, inputs = Layers(), rows(512)
+    options = EAGER | {"memory_budget": "1500KiB"}
+    compiled = torch.compile(model, backend="autoremat", options=options, dynamic=False)
+    compiled(inputs).backward()
+    match change:
+        case "rows":
+            inputs = rows(480)
+        case "mode":
+            model.eval()
+        case "frozen":
+            model.layers[0].requires_grad_(False)
+    with pytest.warns(BudgetWarning, match=r"adds to gradients of earlier calls of the step: their 258\.00 KiB") as caught:
+        compiled(inputs).backward()
+    assert ("Lower memory_budget by the 64.50 KiB" in str(caught[0].message)) == (change == "frozen")
 
 
 @pytest.mark.parametrize("to_none", [True, False])

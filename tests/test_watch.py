@@ -96,9 +96,9 @@ def test_graphs_under_shares_and_graphs_on_other_devices_are_alone(watch):
     stage = watch_module.Watched(replace(report, budget_bytes=report.predicted_peak_bytes, saved_bytes=1), by_share=False)
     for index in range(2):
         watch.open[index] = watch_module._Open(stage, torch.device("cuda", index))
-    watch.judge(stage, torch.device("cuda", 2))
+    watch.judge(watch_module._Open(stage, torch.device("cuda", 2)), stage.report.peak_bytes)
     with pytest.warns(BudgetWarning, match="one earlier call holds"):
-        watch.judge(stage, torch.device("cuda", 1))
+        watch.judge(watch_module._Open(stage, torch.device("cuda", 1)), stage.report.peak_bytes)
 
 
 def test_a_graph_that_views_what_an_earlier_one_made_has_no_backward_of_that(watch):

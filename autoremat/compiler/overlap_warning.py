@@ -1,11 +1,12 @@
 """Warns if a step holds more memory than the plan of one graph counts.
 
 Each graph is planned as if it were alone, with its calls in flight. Three things add memory: further calls that are open at the
-same time, saved tensors that ``retain_graph=True`` keeps, and gradients of earlier micro-batches. Only calls of the same thread
-on the same device count together. The backward may run in any thread.
+same time, saved tensors that ``retain_graph=True`` keeps, and gradients of earlier calls of the step, of any graph. Only calls
+of the same thread on the same device count together. The backward may run in any thread.
 
-Calls are watched until a step has ended in which every graph was known. Afterwards a watched graph costs one more Python call,
-until another graph is compiled.
+Calls are watched until a step has ended in which every graph was known. A graph that gradients could bring over its budget is
+watched on, because a step may have several micro-batches at any time. Otherwise a watched graph costs one more Python call
+afterwards, until another graph is compiled.
 """
 
 from __future__ import annotations
@@ -13,15 +14,16 @@ from __future__ import annotations
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
 
 from autoremat.basics.errors import BudgetWarning
 from autoremat.basics.units import format_bytes
+from autoremat.compiler.step_gradients import StepGradients, leaves_of
 from autoremat.report.report import Report
 from autoremat.torch_private.autograd import backward_node, keeps_graph
 from autoremat.torch_private.pipelining import infers_metadata
@@ -37,13 +39,33 @@ class Watched:
     report: Report
     by_share: bool
 
+    @property
+    def counts_gradients(self) -> bool:
+        """True if the peak contains the gradients of earlier micro-batches."""
+        return bool(self.report.resident_bytes)
+
+    @cached_property
+    def bounds_gradients(self) -> bool:
+        """True if the budget bounds the gradients of earlier calls too."""
+        ledger = self.report.device_ledger
+        return not (self.by_share or self.report.budget_bytes is None or (ledger is not None and ledger.counts_gradients))
+
+    @cached_property
+    def forward_excess_bytes(self) -> int:
+        """Bytes by which the peak of the forward exceeds the backward's; 0 if it does not."""
+        profile = self.report.profile_after
+        backward = () if profile is None else profile.totals[profile.border :]
+        return 0 if profile is None or not backward else max(profile.totals) - max(backward)
+
 
 @dataclass(frozen=True)
 class _Open:
-    """An open call of a graph on a device. ``thread`` is the one that ran its forward."""
+    """An open call of a graph on a device. ``thread`` is the one that ran its forward; ``leaves`` are the identities of its
+    parameters."""
 
     graph: Watched
     device: torch.device
+    leaves: Collection[int] = ()
     thread: int = field(default_factory=threading.get_ident)
 
 
@@ -58,108 +80,92 @@ class _Call:
         if keeps_graph():
             watch.judge_kept(self.graph)
         else:
-            watch.close(id(self))
+            watch.finish(id(self))
 
 
 class Watch:
-    """The open calls of this process. ``active`` is False once no call needs watching."""
+    """The open calls of this process. ``active`` is False while no call needs watching."""
 
     def __init__(self) -> None:
         self.active = False
         self.open: dict[int, _Open] = {}
-        self.first_calls: weakref.WeakKeyDictionary[Watched, Versions | None] = weakref.WeakKeyDictionary()
-        """Versions of the parameters at the first call of a graph, if gradients that stay could bring the next call over the
-        budget; None after that call."""
+        self.graphs: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self.gradients = StepGradients()
+
+    def add(self, graph: Watched) -> None:
+        """Begins to watch the calls of ``graph``."""
+        self.graphs.add(graph)
+        self.active = True
 
     def call(self, compiled: Callable[..., Any], graph: Watched, args: tuple[Any, ...]) -> Any:
         """Returns ``compiled(*args)``, a call of ``graph``, and records the call as open if it has a backward."""
         if infers_metadata():
             return compiled(*args)  # no part of a step
-        device = _device_of(args)
-        self.judge_accumulated(graph, args)
-        self.judge(graph, device)
+        leaves = leaves_of(args)
+        present = _Open(graph, _device_of(args), frozenset(map(id, leaves)))
+        self.judge(present, graph.report.peak_bytes)
+        self.gradients.note(leaves)
         outputs = compiled(*args)
         node = backward_node(outputs, args)
         if node is not None:
             call = _Call(graph)
-            self.open[id(call)] = _Open(graph, device)
+            self.open[id(call)] = present
             weakref.finalize(call, self.close, id(call)).atexit = False
             node.register_hook(partial(call, self))
         return outputs
 
+    def finish(self, call: int) -> None:
+        """Judges the backward that ends the call with this identity, and closes the call."""
+        present = self.open.get(call)
+        self.close(call)
+        if present is not None and self.active:
+            self.judge(present, present.graph.report.peak_bytes - present.graph.forward_excess_bytes)
+            self.gradients.note_backward(present.leaves)
+
     def close(self, call: int) -> None:
         """Closes the call with this identity, which holds no memory any more."""
         if self.open.pop(call, None) is not None and not self.open:  # no open call means that the step has ended
-            self.active = any(versions is not None for versions in self.first_calls.values())
+            self.active = any(map(self._may_exceed, self.graphs))
 
-    def judge(self, graph: Watched, device: torch.device) -> None:
-        """Warns if calling ``graph`` now brings the step on ``device`` over its budget.
+    def _may_exceed(self, graph: Watched) -> bool:
+        """Returns True if the gradients of all watched graphs together could bring ``graph`` over its budget."""
+        more = sum(one.report.accumulated_bytes for one in self.graphs if one is not graph or not graph.counts_gradients)
+        return graph.bounds_gradients and graph.report.peak_bytes + more > (graph.report.budget_bytes or 0)
+
+    def judge(self, present: _Open, peak: int) -> None:
+        """Warns if the call ``present``, which needs ``peak`` bytes, brings the step on its device over its budget.
 
         Backwards run in the reverse order of their forwards. Calls that are open now are therefore open again during this
         call's backward.
         """
-        thread, counted = threading.get_ident(), graph.report.in_flight - 1  # calls that the graph's own peak contains
-        here = [one for one in list(self.open.values()) if one.device == device and one.thread == thread]
+        graph, budget, counted = present.graph, present.graph.report.budget_bytes, present.graph.report.in_flight - 1
+        here = [one for one in list(self.open.values()) if one.device == present.device and one.thread == present.thread]
         own = [one for one in here if one.graph is graph]
         earlier = own[counted:] + [one for one in here if one.graph is not graph and not graph.by_share]
         held = sum(one.graph.report.saved_bytes for one in earlier)
-        budget, peak = graph.report.budget_bytes, graph.report.peak_bytes
-        if budget is None or not held or held + peak <= budget:
+        to_own, to_others = self.gradients.live_bytes(present.device, present.leaves)
+        if budget is None:
             return
-        self._end()
-        calls = "one earlier call holds" if len(earlier) == 1 else f"{len(earlier)} earlier calls hold"
-        if counted:
-            calls += f", beside the {counted + 1} that in_flight counts,"
-        alone = all(one.graph is graph for one in earlier)
-        remedy = f" For calls of one graph, in_flight={len(own) + 1} counts so many." if alone else ""
-        _warn(
-            f"several {'calls of one compiled graph' if alone else 'compiled graphs'} are live in one step: {calls} "
-            f"{format_bytes(held)} for the backward while this one needs {format_bytes(peak)}, so far "
-            f"{format_bytes(held + peak)} together, over the budget of {format_bytes(budget)} that each call keeps by itself. "
-            f"Later calls add to that.{remedy} autoremat.profile_step(model, *batch, memory_budget=...) measures the whole "
-            "step and shares one budget among all calls. Call it before training, on every rank at the same time, and pass its "
-            "result as memory_budget"
-        )
+        more = to_others + (0 if graph.counts_gradients else to_own) if graph.bounds_gradients else 0
+        peak -= max(0, counted - len(own)) * graph.report.held_bytes if more else 0  # calls in flight that are not open
+        if peak + held + more <= budget or not held + more:
+            return
+        self.end()
+        _warn(_of_open_calls(present, earlier, peak, more) if held else _of_gradients(present, peak, more, to_others))
 
-    def judge_accumulated(self, graph: Watched, args: tuple[Any, ...]) -> None:
-        """Warns if gradients of an earlier micro-batch bring this call of ``graph`` over the budget.
-
-        The gradients are those of an earlier micro-batch if the parameters had none at the first call and did not change since.
-        """
-        budget, peak, more = graph.report.budget_bytes, graph.report.peak_bytes, graph.report.accumulated_bytes
-        ledger = graph.report.device_ledger
-        counted = graph.by_share or graph.report.resident_bytes or (ledger is not None and ledger.counts_gradients)
-        if budget is None or counted or not more or peak + more <= budget:
-            return
-        parameters = [one for one in args if isinstance(one, torch.Tensor) and one.is_leaf and one.requires_grad]
-        versions: Versions = tuple((id(one), one._version) for one in parameters)
-        has_gradients = any(one.grad is not None for one in parameters)
-        if graph not in self.first_calls:
-            self.first_calls[graph] = None if has_gradients else versions
-            return
-        first, self.first_calls[graph] = self.first_calls[graph], None
-        if not has_gradients or first != versions:
-            return
-        self._end()
-        _warn(
-            f"this call adds to the gradients of an earlier micro-batch: their {format_bytes(more)} are live beside the "
-            f"{format_bytes(peak)} of the call, {format_bytes(peak + more)} together, over the budget of "
-            f"{format_bytes(budget)} that the first call keeps. "
-            + ("Set accumulate=True to count them" if ledger is None else "Give device_budget the number: accumulate=...")
-        )
-
-    def _end(self) -> None:
+    def end(self) -> None:
         """Ends the watch, because one warning is enough."""
         self.active = False
         self.open.clear()
-        self.first_calls.clear()
+        self.graphs.clear()
+        self.gradients.forget()
 
     def judge_kept(self, graph: Watched) -> None:
         """Warns if the saved tensors that ``retain_graph=True`` keeps can bring ``graph`` over its budget."""
         budget, saved, peak = graph.report.budget_bytes, graph.report.saved_bytes, graph.report.peak_bytes
         if budget is None or peak + saved <= budget or not self.active:
             return
-        self._end()
+        self.end()
         _warn(
             f"a backward with retain_graph=True keeps the {format_bytes(saved)} that were saved for it, which the plan of "
             f"{format_bytes(peak)} frees one after the other: the step needs up to {format_bytes(peak + saved)}, over the "
@@ -173,12 +179,45 @@ def _device_of(args: Iterable[Any]) -> torch.device:
     return next(found, torch.device("cpu"))
 
 
+def _of_open_calls(present: _Open, earlier: Collection[_Open], peak: int, more: int) -> str:
+    """Returns the text about ``earlier`` calls that are open, and about ``more`` bytes of gradients beside them."""
+    graph, counted = present.graph, present.graph.report.in_flight - 1
+    held = sum(one.graph.report.saved_bytes for one in earlier)
+    calls = "one earlier call holds" if len(earlier) == 1 else f"{len(earlier)} earlier calls hold"
+    if counted:
+        calls += f", beside the {counted + 1} that in_flight counts,"
+    alone = all(one.graph is graph for one in earlier)
+    remedy = f" For calls of one graph, in_flight={len(earlier) + counted + 1} counts so many." if alone else ""
+    gradients = f" beside {format_bytes(more)} of gradients" if more else ""
+    return (
+        f"several {'calls of one compiled graph' if alone else 'compiled graphs'} are live in one step: {calls} "
+        f"{format_bytes(held)} for the backward{gradients} while this one needs {format_bytes(peak)}, so far "
+        f"{format_bytes(held + more + peak)} together, over the budget of {format_bytes(graph.report.budget_bytes or 0)} that "
+        f"each call keeps by itself. Later calls add to that.{remedy} autoremat.profile_step(model, *batch, memory_budget=...) "
+        "measures the whole step and shares one budget among all calls. Call it before training, on every rank at the same "
+        "time, and pass its result as memory_budget"
+    )
+
+
+def _of_gradients(present: _Open, peak: int, more: int, to_others: int) -> str:
+    """Returns the text about ``more`` bytes of gradients, ``to_others`` of them of parameters that the call does not take."""
+    report = present.graph.report
+    if to_others:
+        remedy = f"Lower memory_budget by the {format_bytes(to_others)} of parameters that this graph does not train"
+        remedy += "" if more == to_others else ", and set accumulate=True to count the others"
+    else:
+        asks_ledger = report.device_ledger is not None
+        remedy = "Give device_budget the number: accumulate=..." if asks_ledger else "Set accumulate=True to count them"
+    return (
+        f"this call adds to gradients of earlier calls of the step: their {format_bytes(more)} are live beside the "
+        f"{format_bytes(peak)} of the call, {format_bytes(peak + more)} together, over the budget of "
+        f"{format_bytes(report.budget_bytes or 0)} that each call keeps by itself. {remedy}"
+    )
+
+
 def _warn(message: str) -> None:
     warnings.warn(message, BudgetWarning, stacklevel=3)
 
-
-Versions = tuple[tuple[int, int], ...]
-"""Identities of parameters with the numbers of their in-place changes."""
 
 _watch = Watch()
 
@@ -186,7 +225,7 @@ _watch = Watch()
 def watched(compiled: Callable[..., Any], report: Report, by_share: bool) -> Callable[..., Any]:
     """Returns ``compiled`` with its calls recorded by this process's watch."""
     graph = Watched(replace(report, plan=None, values=()), by_share)  # drops the plan, as the graph may live long
-    _watch.active = True
+    _watch.add(graph)
 
     def call(*args: Any) -> Any:
         return _watch.call(compiled, graph, args) if _watch.active else compiled(*args)

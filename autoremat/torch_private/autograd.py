@@ -57,9 +57,15 @@ def keeps_graph() -> bool:
     return bool(torch._C._autograd._get_current_graph_task_keep_graph())
 
 
+def backward_number() -> int | None:
+    """Returns a number of the backward that this thread runs; None if it runs none."""
+    number = int(torch._C._current_graph_task_id())
+    return None if number == -1 else number
+
+
 def is_in_backward() -> bool:
     """Returns True if this thread runs a backward."""
-    return bool(torch._C._current_graph_task_id() != -1)
+    return backward_number() is not None
 
 
 def when_backward_ends(callback: Callable[[], None]) -> None:

@@ -1,0 +1,167 @@
+"""Gradients of earlier calls are warned of if and only if a measured step exceeds its budget with them."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autoremat.basics.errors import BudgetWarning
+from autoremat.compiler import overlap_warning
+from autoremat.measure.peak import track_peak
+
+WIDTH, LAYERS, BUDGET = 64, 6, 312_000
+LONG, RAGGED, SHORT = 128, 112, 16
+"""Rows of a micro-batch. A call of the last one is within the budget beside the gradients of all parameters."""
+
+FOR_SURE = 0.03
+"""Share of the budget within which neither a warning nor silence is wrong."""
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean() if self.training else x.mean()
+
+
+@dataclass(frozen=True)
+class Call:
+    rows: int
+    trains: bool = True
+    frozen: int = 0
+    """Number of first layers whose parameters require no gradient."""
+    open_before: int = 0
+    """Number of calls of the same kind that are open before this one's backward."""
+
+
+@dataclass(frozen=True)
+class OneStep:
+    calls: tuple[Call, ...]
+    stepped: tuple[int, int] = (0, 2 * LAYERS)
+    """Range of the parameters that the optimizer has."""
+    steps: bool = True
+    zeroes: bool = True
+    to_none: bool = True
+
+
+OPEN = [Call(SHORT, open_before=1), Call(SHORT, open_before=2), Call(RAGGED, False, open_before=1)]
+ALL = [Call(rows, trains, frozen) for rows in (LONG, RAGGED, SHORT) for trains, frozen in ((True, 0), (False, 0), (True, 3))]
+
+
+class Trained:
+    """A compiled model whose graphs are all known."""
+
+    def __init__(self, watch: overlap_warning.Watch) -> None:
+        self.watch = watch
+        self.model, self.inputs = Model(), {rows: torch.ones(rows, WIDTH) for rows in (LONG, RAGGED, SHORT)}
+        options = {"memory_budget": BUDGET, "compiler": "aot_eager", "cost_model": "roofline"}
+        self.compiled = torch.compile(self.model, backend="autoremat", dynamic=False, options=options)
+        with torch._dynamo.config.patch(recompile_limit=len(ALL)):
+            for call in ALL:
+                self.run(call)
+                self.model.zero_grad()
+        self.graphs = list(self.watch.graphs)
+
+    def run(self, call: Call) -> None:
+        self.model.train(call.trains)
+        for layer in self.model.layers[: call.frozen]:
+            layer.requires_grad_(False)
+        losses = [self.compiled(self.inputs[call.rows]) for _ in range(call.open_before + 1)]
+        while losses:
+            losses.pop().backward()
+        self.model.requires_grad_(True)
+
+    def end(self, step: OneStep) -> None:
+        optimizer = torch.optim.SGD(list(self.model.parameters())[slice(*step.stepped)], lr=1e-3)
+        if step.steps:
+            optimizer.step()
+        if step.zeroes:
+            optimizer.zero_grad(set_to_none=step.to_none)
+
+    def train(self, steps: list[OneStep]) -> tuple[bool, int]:
+        """Whether training warned, and the highest measured peak of a step up to there."""
+        self.watch.end()
+        self.model.zero_grad()
+        for graph in self.graphs:
+            self.watch.add(graph)
+        highest = 0
+        for step in steps:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                with track_peak("cpu") as peak:
+                    for call in step.calls:
+                        self.run(call)
+                self.end(step)
+            highest = max(highest, peak.bytes)
+            if any(issubclass(one.category, BudgetWarning) for one in caught):
+                return True, highest
+        return False, highest
+
+
+def drawn(draw: random.Random) -> list[OneStep]:
+    """Steps of up to four micro-batches, with the ends that training loops have."""
+    ends = [
+        {}, {}, {"to_none": False}, {"zeroes": False}, {"steps": False}, {"stepped": (0, 6)}, {"stepped": (6, 12)},
+    ]  # fmt: skip
+    steps = []
+    for _ in range(draw.randint(1, 4)):
+        kind = draw.choice([*ALL, *OPEN])
+        kinds = [kind if draw.random() < 0.4 else draw.choice([*ALL, *OPEN]) for _ in range(draw.randint(1, 3))]
+        steps.append(OneStep(tuple(kinds), **draw.choice(ends)))
+    return steps
+
+
+@pytest.mark.slow
+def test_a_warning_comes_if_and_only_if_a_step_exceeds_its_budget(monkeypatch):
+    watch = overlap_warning.Watch()
+    monkeypatch.setattr(overlap_warning, "_watch", watch)
+    trained, outcomes = Trained(watch), Counter()
+    for seed in range(40):
+        steps = drawn(random.Random(seed))
+        warned, highest = trained.train(steps)
+        if abs(highest / BUDGET - 1) > FOR_SURE:
+            assert warned == (highest > BUDGET), (seed, highest, steps)
+            outcomes[warned] += 1
+    assert min(outcomes[True], outcomes[False]) > 5
+
+
+HALVES = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)) for _ in range(2)]
+SMALL, GRADIENTS = torch.ones(4, WIDTH), 4 * 2 * (WIDTH * WIDTH + WIDTH)
+
+
+def one_after_the_other(half: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> Tensor:
+    """A loss of two graphs. The gradients of the second are live while the first computes its own."""
+    first, second = map(half, HALVES)
+    return second(first(SMALL)).sum()
+
+
+def of_one_graph(half: Callable[[nn.Module], Callable[[Tensor], Tensor]]) -> Tensor:
+    """A loss of two calls of one graph, whose gradients autograd sums."""
+    compiled = half(HALVES[0])
+    return compiled(SMALL).sum() + compiled(-SMALL).sum()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own look
+@pytest.mark.parametrize("loss", [one_after_the_other, of_one_graph])
+@pytest.mark.parametrize(("sets", "warns"), [(1.5, True), (2.5, False)])
+def test_gradients_of_the_same_backward_count(loss, sets, warns):
+    options = {"memory_budget": int(sets * GRADIENTS), "compiler": "aot_eager", "cost_model": "roofline"}
+    result = loss(lambda half: torch.compile(half.forward, backend="autoremat", options=options))
+    with warnings.catch_warnings(record=True) as caught, track_peak("cpu") as peak:
+        warnings.simplefilter("always")
+        result.backward()
+    assert [issubclass(one.category, BudgetWarning) for one in caught] == [True] * warns
+    assert (peak.bytes > options["memory_budget"]) == warns
+    for half in HALVES:
+        half.zero_grad()
