@@ -9,14 +9,14 @@ from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS
 
 FORMS_ANYWHERE = (
-    f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak without "
-    "recomputation); None (no bound)"
+    f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak that "
+    "the step needs without autoremat); None (no bound)"
 )
 """Error text: the forms of a budget that need neither a device nor a step profile."""
 
 
 def parse_budget(value: object, name: str, forms: str = FORMS_ANYWHERE) -> int | float | None:
-    """Returns the budget as bytes (an int), a share of the baseline's peak (a float in (0, 1]) or None for no bound.
+    """Returns the budget as bytes (an int), a share of a reference peak (a float in (0, 1]) or None for no bound.
 
     ``name`` and ``forms`` appear in the error. Raises ``OptionsError`` for a value that is not accepted.
     """
@@ -34,7 +34,7 @@ def parse_budget(value: object, name: str, forms: str = FORMS_ANYWHERE) -> int |
     share = as_float(value)
     if math.isfinite(share) and share > 1:
         raise OptionsError(
-            f"{name}={value!r}: a float is a share of the peak without recomputation, in (0, 1]. "
+            f"{name}={value!r}: a float is a share of the peak that the step needs without autoremat, in (0, 1]. "
             f'For bytes give an int, such as {round(share)}, or a string with a unit, such as "6GiB". '
             f"Accepted: {forms}"
         )
@@ -43,9 +43,9 @@ def parse_budget(value: object, name: str, forms: str = FORMS_ANYWHERE) -> int |
     return share
 
 
-def budget_bytes(budget: int | float | None, baseline_peak_bytes: int) -> int | None:
-    """Returns the budget in bytes, or None for no bound. A float is a share of ``baseline_peak_bytes``."""
+def budget_bytes(budget: int | float | None, reference_bytes: int) -> int | None:
+    """Returns the budget in bytes, or None for no bound. A float is a share of ``reference_bytes``."""
     if isinstance(budget, float):
         # Exact arithmetic on the decimal as written: 0.7 of 10 bytes is 7, but 0.7 as a binary fraction would give 6.
-        return math.floor(Fraction(repr(budget)) * baseline_peak_bytes)
+        return math.floor(Fraction(repr(budget)) * reference_bytes)
     return budget

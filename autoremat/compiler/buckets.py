@@ -102,7 +102,7 @@ def sharing_one_budget(
 def _split_of(options: Options) -> ddp.Split | None:
     """Returns the split whose bucket is compiled now; None if its buckets need no common budget."""
     budget = options.memory_budget
-    if not isinstance(budget, int | float | str) or options.wants_whole_baseline or options.plan or not ddp.is_split():
+    if not isinstance(budget, int | float | str) or options.wants_whole_reference or options.plan or not ddp.is_split():
         return None
     split = ddp.current_split()
     if split is None:
@@ -154,7 +154,7 @@ def _share(profile: StepProfile, graph: _Graph, note: str) -> Share | None:
 
 def _shared_out(step: Step, options: Options, split: ddp.Split) -> StepProfile:
     """Returns the profile of the step under the budget of the options."""
-    budget = options.resolve_budget(step.baseline_peak_bytes, None)
+    budget = options.resolve_budget(step.reference_peak_bytes, None)
     place = f"{split.count} buckets of DistributedDataParallel"
     step, budget = agreed_step(step, budget, options, place, communicates=False)
     try:
@@ -284,7 +284,7 @@ def _planned(bucket: ddp.Bucket, options: Options, patches: Mapping[str, Any]) -
             return Partitioning(context)(joint)
         priced = capture_and_price(prepare(joint, context), context)
         if priced is not None:
-            found.append(plan_for_minimum_peak(priced, context))
+            found.append(plan_for_minimum_peak(priced, context, isinstance(options.memory_budget, float)))
         raise _EndOfTracing
 
     with contextlib.suppress(_EndOfTracing):
@@ -372,12 +372,15 @@ class _BucketBorders:
         planner, kept = self.planned.planner, self.priced.kept_inputs
         assert planner is not None
         source = next((op.source for op in self.priced.graph.ops if op.source), "")
-        points = (*front_of(planner, kept, known), point_of(planner.baseline, kept, known))
-        *front, baseline = (with_code(point, self.priced, self.planned.context) for point in points)
+        plans = (planner.baseline, self.planned.plan_without_us or planner.baseline)
+        points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
+        *front, baseline, reference = (with_code(point, self.priced, self.planned.context) for point in points)
         place = frame.parts[number].graph
         assert place is not None
         return _Graph(
-            StepGraph(f"bucket {number}", source, 1, tuple(front), baseline, self.priced.graph.step_seconds), known, place
+            StepGraph(f"bucket {number}", source, 1, tuple(front), baseline, self.priced.graph.step_seconds, reference),
+            known,
+            place,
         )
 
     def _value(self, node: fx.Node) -> int | None:

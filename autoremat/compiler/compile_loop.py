@@ -228,7 +228,7 @@ def _completed(
         report = dataclasses.replace(report, reserved=record.report.reserved)
     if peak is None and record is not None and record.report is not None:
         peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
-    if peak is not None and planned.context.options.wants_whole_baseline:  # the code of the baseline may exceed its simulation
+    if peak is not None and planned.context.options.wants_whole_reference:  # the code of the plan may exceed its simulation
         counted = dataclasses.replace(report, compiled_peak_bytes=peak).counted_bytes
         report = dataclasses.replace(report, budget_bytes=max(counted, report.budget_bytes or 0))
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)

@@ -14,7 +14,7 @@ from autoremat.basics.progress import now
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture, capture, runs_on_type
 from autoremat.capture.pricing import priced
-from autoremat.compiler.torch_partition import torch_partition_peak
+from autoremat.compiler.torch_partition import torchs_plan
 from autoremat.ops.collectives import group_of, ranks_of
 from autoremat.options.options import Options
 from autoremat.passes import before_capture
@@ -22,6 +22,7 @@ from autoremat.planner.constraints.returning_inputs import without_saved_copies
 from autoremat.planner.cost import Interconnect, Links, Pricing
 from autoremat.planner.graph.graph import Graph, Role, Trait
 from autoremat.planner.multigraph.ledger import Share
+from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.torch_private import joint_graphs
 
@@ -64,6 +65,8 @@ class PlanningContext:
     """Positions of the inputs that are parameters under ``fully_shard``: freed after the forward, back in the backward."""
     planners: list[Planner] = field(default_factory=list)
     """Planners of earlier attempts. An attempt on an equal graph continues with the planner of that graph."""
+    torchs_plans: list[Plan] = field(default_factory=list)
+    """Torch's own partitions of earlier attempts' graphs, which are the references of shares."""
 
     @property
     def fuses(self) -> bool:
@@ -144,9 +147,9 @@ class PricedGraph:
                     for op in self.graph.ops)  # fmt: skip
         return replace(self, captured=replace(self.captured, graph=replace(self.graph, ops=ops)))
 
-    def torch_partition_peak(self) -> int | None:
-        """Returns the simulated peak of torch's own partition without a budget, in bytes; None if it is unknown."""
-        return torch_partition_peak(self.captured, self.joint.inputs, self.joint.keywords)
+    def torchs_plan(self) -> Plan | None:
+        """Returns torch's own partition without a budget as a plan; None if it is unknown."""
+        return torchs_plan(self.captured, self.joint.inputs, self.joint.keywords)
 
     def share_in(self, options: Options) -> Share | None:
         """Returns the graph's share of a step's budget; None if the graph has a budget of its own."""

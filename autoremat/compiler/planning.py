@@ -13,6 +13,7 @@ from autoremat.compiler.headroom import headroom_of
 from autoremat.compiler.infeasibility import memory_notes, no_plan_fits
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, choose_chunking
+from autoremat.compiler.reference import Reference, budget_of, plan_without_us, reference_of
 from autoremat.compiler.shares import acceptance, bytes_at_borders, slacks
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
@@ -22,7 +23,6 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import ROUNDING, Planner, PlanningResult
 from autoremat.planner.search.time_budget import TimeBudget, least_peak, least_peak_result
 from autoremat.report.report import Report
-from autoremat.torch_private import joint_graphs
 
 OPTIMISM = 0.5
 """Excess of the simulated peak over the budget, as a share of the budget, up to which a plan's code is still generated.
@@ -41,6 +41,10 @@ class PlannedGraph:
     plan: Plan
     planner: Planner | None
     """Finds plans for other budgets; None if the plan is read from a file."""
+    reference: Reference | None = None
+    """The reference peak, of which the budget is a share; None if the budget is none."""
+    plan_without_us: Plan | None = None
+    """The plan that the graph has without this package, as a graph of a step; None if it was not asked for."""
     code_headroom_bytes: int = 0
     """Bytes that generated code may need above the simulated peak."""
     planning: PlanningResult | None = None
@@ -98,7 +102,7 @@ class PlannedGraph:
 
     def limit_bytes(self, is_backward: bool) -> int | None:
         """Returns the limit in bytes on the code of one half; None for no limit."""
-        if self.report is None or self.context.options.wants_whole_baseline:
+        if self.report is None or self.context.options.wants_whole_reference:
             return None
         share = self.priced.share_in(self.context.options)
         if share is None:
@@ -122,9 +126,10 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     headroom = headroom_of(priced, context)
     count = Count.of(priced, context, headroom)
     bounded = count if count is not None and count.is_bounded else None
-    baseline = planner.baseline.peak_bytes + headroom if bounded is None else bounded.plan_bytes(planner.baseline)
-    budget = budget_of(priced, context, baseline)
-    limits = _Limits(context, soft_budget, budget, headroom, bounded)
+    counted = bounded.plan_bytes if bounded is not None else lambda plan: plan.peak_bytes + headroom
+    reference = reference_of(priced, context, planner, counted)
+    budget = budget_of(priced, context, reference)
+    limits = _Limits(context, soft_budget, budget, headroom, bounded, reference)
     choice = choose_chunking(priced, context, limits.candidate)
     chosen = choice.taken
     planned = PlannedGraph(
@@ -132,6 +137,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
         context=context,
         plan=_plan_within(limits, choice),
         planner=None if chosen.plan_file is not None else chosen.planner,
+        reference=reference,
         code_headroom_bytes=headroom,
         planning=dataclasses.replace(chosen.planning, baseline=planner.baseline),
         is_last_plan=chosen.plan_file is not None or chosen.planning.plan is None,
@@ -153,6 +159,8 @@ class _Limits:
     """Bytes of the budget that stay free for generated code."""
     bounded: Count | None
     """Counts the bytes of a budget on reserved bytes; None for a budget on allocated bytes."""
+    reference: Reference | None = None
+    """The reference peak of a share."""
     times: list[TimeBudget | None] = field(default_factory=list)
     """The budget of time that the first form sets; empty before."""
 
@@ -186,6 +194,8 @@ class _Limits:
             found, fragmentation = find_within(
                 bounded, budget, limit, lambda limit: search(form, self.context, planner, constrained, limit)
             )
+        if found.plan is None and self.reference is not None and limit is not None:
+            found = self.reference.competing(found, planner.graph, budget, extra)
         return ChunkingCandidate(
             form, planner, constrained, found, chunks, fragmentation_bytes=fragmentation, time=time, least=least
         )
@@ -215,12 +225,15 @@ def report_of(
     """Returns the report of the plan, before code is generated. ``start`` is the time at which planning began."""
     assert planned.planning is not None
     captured, context = planned.priced.captured, planned.context
-    share = planned.priced.share_in(context.options)
+    share, reference = planned.priced.share_in(context.options), planned.reference
     return Report.of(
         planned.planning,
         planned.plan,
         planned.code_headroom_bytes + context.extra_headroom_bytes + planned.fragmentation_bytes,
         budget_bytes=budget,
+        budget_share=None if reference is None else context.options.memory_budget,
+        reference_bytes=None if reference is None else reference.bytes,
+        reference_source="" if reference is None else reference.source,
         soft_budget_bytes=soft_budget,
         planning_seconds=time.perf_counter() - start,
         compiler=context.options.compiler,
@@ -272,11 +285,15 @@ def time_figures(planned: PlannedGraph, time: TimeBudget | None, least: Plan | N
     }
 
 
-def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
-    """Returns the graph with the plan of the minimum peak found, whatever the budget."""
-    now(f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s")
+def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext, compares: bool = True) -> PlannedGraph:
+    """Returns the graph with the plan of the minimum peak found, whatever the budget.
+
+    With ``compares``, it also has the plan without this package, for budgets that are shares.
+    """
     planner, _ = planner_of(priced, context, None)
-    return PlannedGraph(priced, context, planner.search.smallest, planner)
+    without_us = plan_without_us(priced, context, planner)[1] if compares else None
+    now(f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s")
+    return PlannedGraph(priced, context, planner.search.smallest, planner, plan_without_us=without_us)
 
 
 def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | None:
@@ -289,19 +306,8 @@ def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | Non
     if told or priced.joint.is_region or not context.fuses:
         return None
     now("asking for torch's own partition")
-    return priced.torch_partition_peak()
-
-
-def budget_of(priced: PricedGraph, context: PlanningContext, baseline_bytes: int) -> int | None:
-    """Returns the budget in bytes; None for no limit. ``baseline_bytes`` is the baseline's peak with code headroom.
-
-    The baseline's code needs the code headroom too, so a share is a share of both.
-    """
-    if priced.joint.is_region and isinstance(context.options.memory_budget, float):
-        return None
-    is_auto = context.options.memory_budget == "auto"
-    free = context.free_bytes(joint_graphs.device_of(priced.captured.joint)) if is_auto else None
-    return context.options.resolve_budget(baseline_bytes, free)
+    plan = priced.torchs_plan()
+    return None if plan is None else plan.peak_bytes
 
 
 def constraints_of(options: Options) -> Constraints:

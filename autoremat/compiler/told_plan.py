@@ -14,6 +14,7 @@ from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, with_chunks
 from autoremat.compiler.planning import PlannedGraph, planner_of, report_of
+from autoremat.compiler.reference import Reference
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import difference, graph_hash
@@ -36,6 +37,8 @@ class ToldPlan:
     """True if the simulated peak keeps to the budget on that rank."""
     budget_bytes: int | None
     soft_budget_bytes: int | None
+    reference_bytes: int | None
+    reference_source: str
     lower_bound_bytes: int
     lower_bound_seconds: float
     candidates: int
@@ -57,6 +60,8 @@ class ToldPlan:
             fits=True,
             budget_bytes=report.budget_bytes,
             soft_budget_bytes=report.soft_budget_bytes,
+            reference_bytes=report.reference_bytes,
+            reference_source=report.reference_source,
             lower_bound_bytes=report.lower_bound_bytes,
             lower_bound_seconds=report.lower_bound_seconds or 0.0,
             candidates=1,
@@ -76,6 +81,8 @@ def told(planned: PlannedGraph) -> ToldPlan:
         fits=planning.plan is not None,
         budget_bytes=report.budget_bytes,
         soft_budget_bytes=report.soft_budget_bytes,
+        reference_bytes=report.reference_bytes,
+        reference_source=report.reference_source,
         lower_bound_bytes=planning.lower_bound_bytes,
         lower_bound_seconds=planning.lower_bound_seconds,
         candidates=planning.candidates,
@@ -112,7 +119,11 @@ def plan_as_told(priced: PricedGraph, context: PlanningContext, message: ToldPla
     if budget is not None and context.must_fit and not context.decided_by_code and plan.peak_bytes + headroom > budget:
         raise infeasible(planning, budget, form.captured.device.name, plan.peak_bytes + headroom)
     count = Count.of(priced, context, headroom)
-    planned = PlannedGraph(form, context, plan, None, headroom, planning, is_last_plan=not message.fits, count=count)
+    reference = None if message.reference_bytes is None else Reference(message.reference_bytes, message.reference_source)
+    planned = PlannedGraph(
+        form, context, plan, None, reference,
+        code_headroom_bytes=headroom, planning=planning, is_last_plan=not message.fits, count=count,
+    )  # fmt: skip
     allowed, fastest = context.options.allowed_slowdown, message.fastest_seconds
     time_budget = None if allowed is None or fastest is None else TimeBudget(fastest, allowed)
     candidate = ChunkingCandidate(form, planner, constrained, planning, message.chunks, time=time_budget)

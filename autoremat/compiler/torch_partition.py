@@ -58,11 +58,11 @@ def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.G
     return plan
 
 
-def torch_partition_peak(captured: Capture, joint_inputs: Sequence[object], keywords: Mapping[str, Any]) -> int | None:
-    """Returns the simulated peak of torch's partition without a budget, in bytes; None if it cannot be determined."""
+def torchs_plan(captured: Capture, joint_inputs: Sequence[object], keywords: Mapping[str, Any]) -> Plan | None:
+    """Returns torch's partition without a budget as a plan; None if it cannot be determined."""
     try:
         halves = fake_tensors.partition_for(1.0, captured.joint, joint_inputs, keywords)
-        return plan_of_partition(captured, *halves).peak_bytes
+        return plan_of_partition(captured, *halves)
     except Exception as error:  # both are open-ended, and this is only a comparison
         log.info("no partition of torch's to compare with", exc_info=error)
         return None

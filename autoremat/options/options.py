@@ -68,8 +68,8 @@ class Options:
     Fields hold normalised values: bytes are ints, even if given as "6GiB".
 
     - memory_budget: bound on the peak of forward and backward, above the live bytes at the start of the step. It is in bytes
-        (int), a share of the baseline's peak (float in (0, 1]), "auto", or None for no bound. A `StepProfile` divides the
-        budget of a step of several graphs. A `DeviceBudget` is the memory of a whole device.
+        (int), a share of the peak that the step needs without autoremat (float in (0, 1]), "auto", or None for no bound. A
+        `StepProfile` divides the budget of a step of several graphs. A `DeviceBudget` is the memory of a whole device.
     - max_slowdown: bound on the time of the step, as a share of the fastest plan's time beyond that. By itself it asks for the
         least peak within that time; beside `memory_budget` it only bounds the plan's time. "free" costs nothing measurable.
     - auto_headroom: bytes that "auto" keeps free on the CUDA device.
@@ -215,8 +215,8 @@ class Options:
         return self.memory_budget is None if self.on_planning_error is None else self.on_planning_error == "fallback"
 
     @property
-    def wants_whole_baseline(self) -> bool:
-        """True if the budget is exactly the baseline's peak. Code of the baseline is then accepted at any peak."""
+    def wants_whole_reference(self) -> bool:
+        """True if the budget is exactly the reference peak. Code of its plan is then accepted at any peak."""
         return isinstance(self.memory_budget, float) and self.memory_budget == 1
 
     @property
@@ -244,10 +244,10 @@ class Options:
         parts["policy"] = policies.identity(policies.parse(self.policy))
         return json.dumps(stable(parts), sort_keys=True)
 
-    def resolve_budget(self, baseline_peak_bytes: int, free_bytes: int | None) -> int | None:
+    def resolve_budget(self, reference_bytes: int, free_bytes: int | None) -> int | None:
         """Returns the budget in bytes, or None for no bound.
 
-        ``baseline_peak_bytes`` is the peak without recomputation. ``free_bytes`` are free on the CUDA device now; None without
+        ``reference_bytes`` is the peak that a float is a share of. ``free_bytes`` are free on the CUDA device now; None without
         a device. Raises OptionsError if the budget is "auto" and there is no device, or no free memory beyond the headroom.
         """
         match self.memory_budget:
@@ -260,7 +260,7 @@ class Options:
             case DeviceBudget() as device:
                 return device.budget_bytes
             case budget:
-                return budget_bytes(budget, baseline_peak_bytes)
+                return budget_bytes(budget, reference_bytes)
 
     def on_device(self, input_bytes: int, counts_gradients: bool) -> "Options":
         """Returns the options with the bytes that a device budget leaves for one graph, and its ledger; else the same options.

@@ -102,6 +102,12 @@ class ReportData:
     """True if the measured rates are those of a busy machine."""
     interconnect: str = ""
     """Rates of the process groups that communicate in the step, with their sources: given, measured or assumed."""
+    budget_share: float | None = None
+    """The budget as the user gave it, if that is a share of the reference peak."""
+    reference_bytes: int | None = None
+    """Reference peak: what the step needs without this package, with code headroom. None unless the budget is a share of it."""
+    reference_source: str = ""
+    """The plan that has the reference peak."""
     soft_budget_bytes: int | None = None
     """Soft budget: the simulated peak of torch's own partition, used if no budget is given."""
     values: tuple[ForwardValue, ...] = ()

@@ -83,6 +83,7 @@ _BYTES = {
     "budget": "budget_bytes",
     "predicted peak": "predicted_peak_bytes",
     "peak of the generated code": "compiled_peak_bytes",
+    "reference peak": "reference_bytes",
     "baseline": "baseline_peak_bytes",
     "minimum peak found": "minimum_peak_bytes",
     "saved for the backward": "saved_bytes",

@@ -42,13 +42,16 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     budget = f"none{ceiling}" if report.budget_bytes is None else format_bytes(report.budget_bytes)
     if report.budget_bytes is not None and report.count == "reserved":
         budget += " of reserved bytes"
+    if report.budget_share is not None and report.reference_bytes is not None:
+        budget += f": the share of {report.budget_share:g} of the reference peak"
     share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
     reserved = f", plus {format_bytes(report.code_headroom_bytes)} of code headroom" if report.code_headroom_bytes else ""
     least_reserve = reserved if report.compiled_peak_bytes is None else ""  # else it is in the figure, which is of code
     rows = [
         ("budget", budget),
         ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of the baseline){reserved}"),
-        ("baseline", format_bytes(report.baseline_peak_bytes)),
+        *_reference(report),
+        ("baseline", f"{format_bytes(report.baseline_peak_bytes)}, without recomputation"),
         ("minimum peak found", f"{format_bytes(report.minimum_peak_bytes)}{least_reserve} (lower bound "
                            f"{format_bytes(report.lower_bound_bytes)})"),
         ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),
@@ -87,6 +90,13 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.others:
         rows.append(("other graphs", f"{len(report.others)}, see `others`"))
     return rows
+
+
+def _reference(report: ReportData) -> list[tuple[str, str]]:
+    """Returns the peak without this package, with its source; nothing unless the budget is a share of it."""
+    if report.reference_bytes is None:
+        return []
+    return [("reference peak", f"{format_bytes(report.reference_bytes)}, that of {report.reference_source}")]
 
 
 def _budgets(report: ReportData) -> list[tuple[str, str]]:

@@ -205,7 +205,7 @@ class CompiledBlocks(Shown):
     def _plan(self, found: Step) -> None:
         """Divides the budget of the options among the graphs of the measured step."""
         options = self._options.on_device(0, counts_gradients=self._options.open_calls.accumulates)
-        budget = options.resolve_budget(found.baseline_peak_bytes, free_device_bytes(torch.device(found.device)))
+        budget = options.resolve_budget(found.reference_peak_bytes, free_device_bytes(torch.device(found.device)))
         found, budget = agreed_step(found, budget, self._options, "the profile of blocks")
         try:
             profile = found.shared_out(budget)

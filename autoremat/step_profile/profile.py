@@ -103,7 +103,7 @@ def profile_step(
         passed = tensors_in((args, kwargs))
         inputs = sum(t.untyped_storage().nbytes() for t in passed if t.device.type == taken.device.type)
         parsed = with_bytes(parsed.on_device(inputs, counts_gradients=False), taken.device)
-        budget = parsed.resolve_budget(found.baseline_peak_bytes, None)
+        budget = parsed.resolve_budget(found.reference_peak_bytes, None)
         found, budget = agreed_step(found, budget, parsed, "the profile of a step")
         shared, ledger = found.shared_out(budget), parsed.device_ledger
         return replace(shared, device_ledger=None if ledger is None else ledger.of_step(shared.peak_bytes))

@@ -62,9 +62,10 @@ class RecordedGraph:
         planner = self.planned.planner
         assert planner is not None
         source = next((op.source for op in self.plan.graph.ops if op.source), "")
-        points = (*front_of(planner, self.planned.priced.kept_inputs), self.point(planner.baseline))
-        *front, baseline = (with_code(point, self.planned.priced, self.planned.context) for point in points)
-        return StepGraph(self.key, source, 1, tuple(front), baseline, self.plan.graph.step_seconds)
+        plans = (planner.baseline, self.planned.plan_without_us or planner.baseline)
+        points = (*front_of(planner, self.planned.priced.kept_inputs), *map(self.point, plans))
+        *front, baseline, reference = (with_code(point, self.planned.priced, self.planned.context) for point in points)
+        return StepGraph(self.key, source, 1, tuple(front), baseline, self.plan.graph.step_seconds, reference)
 
 
 class Caller(NamedTuple):

@@ -54,7 +54,7 @@ class Preview:
         """
         report, options = self.report(), self.context.options
         budget, least = report.budget_bytes, report.minimum_peak_bytes + report.code_headroom_bytes
-        tight = budget is not None and budget < (1 + NEAR) * least and not options.wants_whole_baseline
+        tight = budget is not None and budget < (1 + NEAR) * least and not options.wants_whole_reference
         return report, tight and self.context.decided_by_code and self.context.must_fit
 
 

@@ -32,6 +32,8 @@ class StepGraph:
     """Plan of the graph without recomputation."""
     step_seconds: float = 0.0
     """Seconds of one call's forward and backward without recomputation, by the cost model."""
+    reference: PlanPoint | None = None
+    """Plan that the graph has without this package; None if that is the baseline."""
     block: int | None = None
     """Number of the block that makes these calls, if the step's calls can be told apart (``compile_blocks``)."""
 
@@ -63,6 +65,15 @@ class Step:
     def baseline_peak_bytes(self) -> int:
         """Peak of the step without recomputation."""
         return ledger.step_peak(self.moments, [graph.baseline for graph in self.graphs])
+
+    @cached_property
+    def reference_peak_bytes(self) -> int:
+        """Reference peak: what the step needs without this package. A budget as a float is a share of it.
+
+        It is at least the smallest peak of the step, so a share of 1 is feasible.
+        """
+        peak = ledger.step_peak(self.moments, [graph.reference or graph.baseline for graph in self.graphs])
+        return max(min(peak, self.baseline_peak_bytes), self._smallest.peak_bytes)
 
     @cached_property
     def graph_seconds(self) -> float:
@@ -186,6 +197,11 @@ class StepProfile(Shown):
         """Peak of the step without recomputation."""
         return self.step.baseline_peak_bytes
 
+    @property
+    def reference_peak_bytes(self) -> int:
+        """Reference peak: what the step needs without this package. A budget as a float is a share of it."""
+        return self.step.reference_peak_bytes
+
     def within(self, memory_budget: int | float | str | DeviceBudget | None) -> StepProfile:
         """Returns the profile of the same step under another budget, without running the step.
 
@@ -195,7 +211,7 @@ class StepProfile(Shown):
             memory_budget.check()
             found = self.step.shared_out(memory_budget.budget_bytes)
             return replace(found, device_ledger=memory_budget.of_step(found.peak_bytes))
-        return self.step.shared_out(budget_bytes(parse_budget(memory_budget, "memory_budget"), self.baseline_peak_bytes))
+        return self.step.shared_out(budget_bytes(parse_budget(memory_budget, "memory_budget"), self.reference_peak_bytes))
 
     def shares_of(self, key: str) -> dict[int | None, Share | None]:
         """Returns the share of each block that calls the graph with this key; the block is None for all other calls.
@@ -249,7 +265,8 @@ class StepProfile(Shown):
         return [
             ("budget of the step", "none" if self.budget_bytes is None else format_bytes(self.budget_bytes)),
             ("predicted peak", format_bytes(self.peak_bytes)),
-            ("baseline", format_bytes(self.baseline_peak_bytes)),
+            ("reference peak", f"{format_bytes(self.reference_peak_bytes)}, without autoremat"),
+            ("baseline", f"{format_bytes(self.baseline_peak_bytes)}, without recomputation"),
             ("minimum peak found", format_bytes(self.minimum_peak_bytes)),
             ("added", f"{format_seconds(self.added_seconds)} estimated"),
             ("order", order),

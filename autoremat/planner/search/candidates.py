@@ -129,6 +129,10 @@ class Search:
             return self.save_everything()
         return self.plan(self.mincut.solve(0.0), self.whole, "save what constraints allow")
 
+    def least_traffic(self) -> Plan:
+        """Returns the plan of the minimum cut of least time, in one segment. It recomputes only what saving would slow down."""
+        return self.plan(self.mincut.cut(0.0, traffic=True).saved, self.whole, "least traffic")
+
     # -- families of candidates ------------------------------------------------------------------------------------------
 
     def segmentations(self) -> Iterator[Segmentation]:
