@@ -5,7 +5,10 @@ from __future__ import annotations
 import dataclasses
 import os
 import random
+import signal
+import subprocess
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -91,8 +94,41 @@ def falling_back(take: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
     return str(caught[0].message)
 
 
+def interrupted() -> dict[str, Any]:
+    """A step whose plan an interrupt ends, if this process plans."""
+    true = peers.plan_graph
+
+    def interrupt(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    peers.plan_graph = interrupt
+    try:
+        return step(SHARE)
+    except KeyboardInterrupt:
+        return {"error": "KeyboardInterrupt"}
+    finally:
+        peers.plan_graph = true
+
+
+def with_an_uneven_batch(rank: int) -> tuple[list[int], list[str]]:
+    """The rows that this rank has plans for, and its warnings. The second batch of rank 1 is larger; gradients are summed."""
+    torch._dynamo.reset()
+    model, before = blocks(64, 6), len(autoremat.reports())
+    compiled = torch.compile(model, backend="autoremat", options=SHARE, dynamic=False)
+    rendezvous.ALONE = 0.2
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", autoremat.BudgetWarning)
+        for rows in (256, 300 if rank else 256):
+            compiled(torch.randn(rows, 64)).square().mean().backward()
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+    rendezvous.ALONE = 60.0
+    return [report.budget_bytes for report in autoremat.reports()[before:]], [str(one.message) for one in caught]
+
+
 def scenarios(rank: int) -> dict[str, Any]:
     """Steps of one rank of two, by the thing that differs between the ranks."""
+    rendezvous.ALONE = 60.0  # all steps are of one place, and both ranks compile each
     return {
         "costs": (with_costs_reversed if rank else step)(SHARE),
         "costs, each by itself": (with_costs_reversed if rank else step)(SHARE | {"agreement": "off"}),
@@ -105,6 +141,8 @@ def scenarios(rank: int) -> dict[str, Any]:
         "sizes": step(SHARE, rows=256 + 64 * rank),
         "time of arrival": time.sleep(2 * rank) or step(SHARE),
         "order": [step(SHARE, depth=depth) for depth in ((8, 10) if rank else (10, 8))],
+        "interrupt": interrupted(),
+        "uneven batch": with_an_uneven_batch(rank),
         "nothing": step(SHARE),
     }
 
@@ -112,7 +150,7 @@ def scenarios(rank: int) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def found() -> dict[str, tuple[Any, Any]]:
     """The scenarios' results on both ranks, from two processes."""
-    first, second = values(run_ranks(scenarios, 2))
+    first, second = values(run_ranks(scenarios, 2, timeout=300))
     return {name: (first[name], second[name]) for name in first}
 
 
@@ -157,6 +195,20 @@ def test_planning_that_fails_on_one_rank_fails_on_all(found):
     assert second["error"] == "PlanningError"
 
 
+def test_an_interrupt_of_the_leader_is_named_on_all_ranks(found):
+    first, second = found["interrupt"]
+    assert first["error"] == "KeyboardInterrupt"
+    assert (second["error"], second["rank"]) == ("AgreementError", 0)
+    assert second["text"].endswith("failed on rank 0, so all ranks that share it stop: KeyboardInterrupt")
+
+
+def test_an_uneven_batch_is_planned_by_its_rank_while_the_other_is_in_a_collective(found):
+    (first, _), (second, warned) = found["uneven batch"]
+    assert (len(first), len(second)) == (1, 2)
+    assert second[1] > second[0] == first[0]
+    assert not warned
+
+
 def test_all_ranks_fall_back_together(found):
     assert all("an unknown op" in text for text in found["fallback"])
 
@@ -172,21 +224,50 @@ def test_ranks_compile_in_opposite_order(found):
 
 
 def ending(rank: int, lost: int, at: str) -> dict[str, Any]:
-    """A step in which one process ends while it plans, or before it does."""
-    channel.SILENCE = 3.0
+    """A step in which one process ends while it plans, while it captures the graph, or before its first compilation."""
     if rank == lost:
+        torch.compile(blocks(64, 1), backend="autoremat")
         place, name = (peers, "plan_graph") if at == "planning" else (joint_graph, "capture")
         setattr(place, name, lambda *_, **__: os._exit(7))
+        if at == "before":
+            os._exit(7)
     return step(SHARE)
 
 
-@pytest.mark.parametrize(("lost", "at"), [(0, "planning"), (1, "capture")])
+@pytest.mark.parametrize(("lost", "at"), [(0, "planning"), (1, "capture"), (1, "before")])
 def test_a_rank_that_is_killed_ends_the_compilation_on_the_others(lost, at):
     found: list[RankResult] = run_ranks(ending, 2, args=(lost, at), timeout=60)
     assert "ended with code 7" in found[lost].error
     other = values([found[1 - lost]])[0]
     assert (other["error"], other["rank"]) == ("AgreementError", lost)
-    assert f"rank {lost} has not answered for 3 s" in other["text"]
+    assert f"rank {lost} is lost: its process" in other["text"]
+
+
+def stopping(rank: int, seconds: float, patience: float) -> dict[str, Any]:
+    """A step in which the process of rank 0 stands still for ``seconds`` while it plans."""
+    channel.SILENCE = patience
+    true = peers.plan_graph
+
+    def plan(*given: Any) -> Any:
+        subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return true(*given)
+
+    peers.plan_graph = plan
+    return step(SHARE)
+
+
+def test_a_leader_that_stands_still_for_a_while_goes_on():
+    first, second = values(run_ranks(stopping, 2, args=(4.0, 30.0)))
+    assert first["schedule"] == second["schedule"]
+
+
+def test_a_leader_that_stands_still_for_too_long_ends_the_compilation_on_all_ranks():
+    first, second = values(run_ranks(stopping, 2, args=(12.0, 3.0)))
+    assert (first["error"], first["rank"], second["error"], second["rank"]) == ("AgreementError", 0, "AgreementError", 0)
+    assert first["text"].startswith("this process, rank 0, stood still for ")
+    assert "rank 0 has not answered for 3 s: its process" in second["text"]
+    assert "is stopped" in second["text"]
 
 
 def arriving(rank: int, seconds: float) -> dict[str, Any]:
@@ -202,7 +283,7 @@ def test_ranks_that_arrive_thirty_seconds_apart_have_one_plan():
 
 def many_times(rank: int, repetitions: int) -> list[Any]:
     """Steps of random depths after random pauses. One rank may find its budget infeasible or compile another graph."""
-    rendezvous.RECOMPILATION = 20.0
+    rendezvous.ALONE = 20.0
     common, own, found = random.Random(0), random.Random(rank), []
     for _ in range(repetitions):
         depth, case = common.randint(1, 3), common.choice(["same", "same", "infeasible", "other"])
@@ -217,10 +298,14 @@ def many_times(rank: int, repetitions: int) -> list[Any]:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_fifty_random_compilations_never_hang(ranks):
     found = values(run_ranks(many_times, ranks, args=(50,), timeout=300))
+    by_case: dict[str, list[Any]] = {"same": [], "other": [], "infeasible": []}
     for of_ranks in zip(*found, strict=True):
-        case = of_ranks[0][0]
-        assert {error for _, error, _ in of_ranks} == {"BudgetInfeasible" if case == "infeasible" else None}
-        assert case != "same" or len({schedule for _, _, schedule in of_ranks}) == 1
+        (case, *_), errors, schedules = of_ranks[0], {error for _, error, _ in of_ranks}, [one[2] for one in of_ranks]
+        by_case[case].append((errors, schedules))
+    assert all(by_case.values())
+    assert all(errors == {"BudgetInfeasible"} for errors, _ in by_case["infeasible"])
+    assert all(errors == {None} for errors, _ in by_case["same"] + by_case["other"])
+    assert all(schedules.count(schedules[0]) == ranks for _, schedules in by_case["same"])
 
 
 def cached(rank: int, folders: tuple[str, ...]) -> dict[str, Any]:

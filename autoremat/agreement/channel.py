@@ -40,6 +40,8 @@ class Channel:
     job: Job
     paused: float = 0.0
     """Seconds of the longest pause of this whole process so far: a debugger, a signal, a machine that slept."""
+    news: dict[int, str] = field(default_factory=dict)
+    """What other ranks have told about their failures."""
     _line: Line = field(default_factory=Line, init=False, repr=False)
 
     @property
@@ -108,9 +110,10 @@ class Channel:
             return self._line.ask(request, self.silence)
         except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
             keeper = self.job.keeper
-            who = "The process that keeps it, usually the launcher," if keeper is None else f"Rank {keeper}, which keeps it,"
+            who = "a process, usually the launcher," if keeper is None else f"rank {keeper}"
+            end = self.news.get(-1 if keeper is None else keeper, f"{who} has ended, is stopped or cannot be reached")
             raise AgreementError(
-                f"the job's store does not answer ({key}): {str(error).strip()}. {who} has ended, is stopped or cannot be "
-                "reached. See its own output for the reason",
+                f"{end}. It keeps the job's store, which does not answer ({key}: {str(error).strip()}). See its own output for "
+                "the reason",
                 keeper,
             ) from error

@@ -27,9 +27,9 @@ class LocalProcess:
     start: str
 
     @classmethod
-    def own(cls) -> LocalProcess:
-        """Returns this process."""
-        return cls(_machine(), os.getpid(), _fields(os.getpid())[1])
+    def of(cls, pid: int) -> LocalProcess:
+        """Returns the process of this machine with that number."""
+        return cls(_machine(), pid, _fields(pid)[1])
 
     def state(self) -> State:
         """Returns the state of the process; unknown on another machine, and where the system does not tell."""

@@ -39,7 +39,7 @@ class Presence:
         self._channel, self._pid, self._over = channel, os.getpid(), threading.Event()
         self._own = Channel(replace(channel.job, store=channel.job.another_connection()))
         with contextlib.suppress(AgreementError):
-            channel.write(f"process/{channel.rank}", asdict(LocalProcess.own()))
+            channel.write(f"process/{channel.rank}", asdict(LocalProcess.of(self._pid)))
         self._thread = threading.Thread(target=self._beat, name="autoremat-heartbeat", daemon=True)
         self._thread.start()
 
@@ -82,6 +82,7 @@ class Presence:
                 self._own.count(f"beat/{rank}")
                 while (found := self._own.read(f"news/{news}")) is not None:
                     if found["rank"] != rank:
+                        self._channel.news[found["rank"]] = found["text"]
                         log.error("%s", found["text"])
                         self._own.count(f"news/{news}/heard")
                     news += 1

@@ -38,7 +38,7 @@ PATIENCE = 300.0
 RECOMPILATION = 60.0
 """Seconds to wait for a rank that has compiled this place before, if the graph communicates."""
 
-ALONE = 3.0
+ALONE = 5.0
 """Seconds to wait for such a rank if the graph does not communicate. Ranks that all recompile come within them."""
 
 BRIEFLY = 5.0
@@ -66,7 +66,7 @@ class Rendezvous:
 
     channel: Channel
     arrivals: Counter[str] = field(default_factory=Counter)
-    """Number of arrivals of this process at each place."""
+    """Number of arrivals of this process at each place, without those at which it need not meet anybody."""
     deserted: set[str] = field(default_factory=set)
     """Places at which recompilations of this process have waited in vain. They do not wait again."""
     apart: set[int] = field(default_factory=set)
@@ -81,19 +81,35 @@ class Rendezvous:
         be alike. Raises ``AgreementError`` if a rank is lost meanwhile.
         """
         digest = hashlib.sha256(place.encode()).hexdigest()[:16]
+        if self.arrivals[digest] and not communicates:
+            return self.meet_again(place, digest, frozenset(ranks))
         occurrence, expected = self.arrivals[digest], set(ranks)
         self.arrivals[digest] += 1
         for generation in range(len(expected)):
             name = f"meet/{digest}/{occurrence}/{generation}"
-            meeting = _Place(self, place, digest, name, occurrence, frozenset(expected), communicates).meet(elsewhere)
+            meeting = _Place(self, place, digest, name, occurrence, frozenset(expected)).meet(elsewhere)
             if self.channel.rank in meeting.members:
-                without = self.lost if meeting.is_needed else self.apart
-                without.update(meeting.missing)
-                self.lost.difference_update(meeting.members)
+                self.lost = (self.lost | set(meeting.missing)) - set(meeting.members)
                 self.apart.difference_update(meeting.members)
                 return meeting
             expected -= set(meeting.members)
         raise AssertionError("the last generation has a single rank")
+
+    def meet_again(self, place: str, digest: str, ranks: frozenset[int]) -> Meeting:
+        """Returns the meeting with those that recompile the graph at ``place`` now, which does not communicate.
+
+        Ranks may do so differently often. Each comes to the first meeting whose members are not settled.
+        """
+        number = self.channel.count(f"again/{digest}", 0)
+        while True:
+            name = f"again/{digest}/{number}"
+            meeting = _Place(self, place, digest, name, 1, ranks, communicates=False).meet(())
+            if self.channel.rank in meeting.members:
+                if self.channel.rank == meeting.members[0]:
+                    self.channel.count(f"again/{digest}")
+                self.apart = (self.apart | set(meeting.missing)) - set(meeting.members)
+                return meeting
+            number += 1
 
 
 @dataclass
@@ -106,7 +122,7 @@ class _Place:
     name: str
     occurrence: int
     expected: frozenset[int]
-    communicates: bool
+    communicates: bool = True
     arrived: dict[int, list[int]] = field(default_factory=dict)
     """The ranks that have arrived, each with the ranks that it knows to be elsewhere. Only the first rank reads them."""
     pulses: dict[int, Pulse] = field(default_factory=dict)
@@ -163,10 +179,9 @@ class _Place:
                 noticed = True
                 log.warning("%s", _notice(self.channel.rank, awaited, self.description))
         missing = sorted(rank for rank in absent if not self.waits_elsewhere(rank))
-        is_needed = self.communicates or not self.occurrence
-        if missing and self.occurrence:
+        if missing and self.occurrence and self.communicates:
             self.rendezvous.deserted.add(self.digest)
-        return {"members": sorted(self.arrived), "missing": missing, "is_needed": is_needed}
+        return {"members": sorted(self.arrived), "missing": missing, "is_needed": self.communicates}
 
     def note_arrivals(self) -> None:
         """Adds the ranks that have arrived since the last look."""
@@ -187,9 +202,9 @@ class _Place:
         """Returns the seconds to wait for an absent rank."""
         if not self.occurrence or not self.channel.has(f"meet/{self.digest}/0/0/came/{rank}"):
             return BRIEFLY if rank in self.rendezvous.lost else PATIENCE
-        if self.digest in self.rendezvous.deserted or (rank in self.rendezvous.apart and not self.communicates):
-            return 0.0
-        return RECOMPILATION if self.communicates else ALONE
+        if not self.communicates:
+            return 0.0 if rank in self.rendezvous.apart else ALONE
+        return 0.0 if self.digest in self.rendezvous.deserted else RECOMPILATION
 
     def waits_elsewhere(self, rank: int) -> bool:
         """Returns True if the rank waits at another place, so that it cannot come before this one is settled."""
