@@ -6,7 +6,8 @@ They come from torch's description of the op (:mod:`autoremat.ops.op_traits`), f
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from autoremat.workspaces.formulas import (
     layouts_under_inductor,
     workspace_bytes,
 )
+from autoremat.workspaces.measurement import LARGEST, measured
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,24 +74,15 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool) -> Cost:
             args, kwargs = (), higher_order.written_arguments(written, kwargs)
         flops, workspace = (declarations.amount(a, args, kwargs) for a in (declared.flops, declared.workspace_bytes))
         return Cost(flops, moved, workspace)
+    if higher_order.name_of(node) in higher_order.RUNS_BODIES and higher_order.bodies(node):
+        simulated = _simulated(node, args, device_type, runs_on, fuses)
+        return simulated if fuses else _measured_in_eager(node, args, kwargs, simulated, runs_on)
     flops = op_traits.flops_of(node, args, kwargs, result)
-    bodies = higher_order.bodies(node) if higher_order.name_of(node) in higher_order.RUNS_BODIES else []
-    if not bodies:
-        found = workspace_of(node, args, kwargs, runs_on, fuses)
-        if found is None:
-            return Cost(flops, moved, estimated_bytes(node, args, runs_on), 0, frozenset([str(node.target)]))
-        excess = 0 if fuses or op_traits.traits_of(node) & NO_KERNEL else excess_bytes(node, args, kwargs, result, runs_on)
-        return Cost(flops, moved, found, excess)
-    inside = [_cost_of_body(body, device_type, runs_on, fuses) for body in bodies]
-    runs = _runs(node, args)
-    held = _tensor_bytes(node) if higher_order.name_of(node) in higher_order.HOLDS_RESULTS_TWICE else 0
-    return Cost(
-        flops or runs * _together(node, [c.flops for c in inside]),
-        max(moved, runs * _together(node, [c.moved_bytes for c in inside])),
-        max(c.workspace_bytes for c in inside) + held,
-        0,
-        frozenset().union(*(c.unknown for c in inside)),
-    )
+    found = workspace_of(node, args, kwargs, runs_on, fuses)
+    if found is None:
+        return Cost(flops, moved, estimated_bytes(node, args, runs_on), 0, frozenset([str(node.target)]))
+    excess = 0 if fuses or op_traits.traits_of(node) & NO_KERNEL else excess_bytes(node, args, kwargs, result, runs_on)
+    return Cost(flops, moved, found, excess)
 
 
 NO_KERNEL = Trait.EFFECTFUL | Trait.COLLECTIVE
@@ -148,6 +141,63 @@ def _tensor_bytes(node: fx.Node) -> int:
     return sum(map(tensor_bytes, _tensors(node)))
 
 
+def _simulated(node: fx.Node, args: tuple[Any, ...], device_type: str, runs_on: str, fuses: bool) -> Cost:
+    """Returns the cost of a higher-order op from those of its bodies, with a bound on the memory that it holds beside them."""
+    inside = [_cost_of_body(body, device_type, runs_on, fuses) for body in higher_order.bodies(node)]
+    runs = _runs(node, args)
+    moved = _tensor_bytes(node) + sum(_tensor_bytes(n) for n in node.all_input_nodes)
+    flops = op_traits.flops_of(node, args, {}, node.meta.get("val"))
+    return Cost(
+        flops or runs * _together(node, [c.flops for c in inside]),
+        max(moved, runs * _together(node, [c.moved_bytes for c in inside])),
+        max(c.workspace_bytes for c in inside) + _held_beside_bodies(node, args, fuses),
+        0,
+        frozenset().union(*(c.unknown for c in inside)),
+    )
+
+
+MOST_FLOPS = 10**10
+"""The most FLOPs of a higher-order op that is measured."""
+
+MOST_RUNS = 1000
+"""The most runs of its body."""
+
+
+def _measured_in_eager(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], simulated: Cost, runs_on: str) -> Cost:
+    """Returns the cost with the memory of an eager run by itself, if it may run; else unchanged.
+
+    Eager loops hold more than their bodies: earlier results, positions, slices.
+    """
+    if higher_order.name_of(node) in higher_order.RUNS_BODY_ONCE:
+        return simulated
+    if simulated.flops > MOST_FLOPS or simulated.workspace_bytes > LARGEST or _runs(node, args) > MOST_RUNS:
+        return simulated
+    here = all(tensor.device.type == runs_on for tensor in _tensors(node))
+    alone = measured(node, args, kwargs, node.meta.get("val")) if here else None
+    if alone is None:
+        return simulated
+    return replace(simulated, workspace_bytes=alone.workspace, excess_bytes=alone.excess)
+
+
+def _held_beside_bodies(node: fx.Node, args: tuple[Any, ...], fuses: bool) -> int:
+    """Returns a bound on the bytes that a higher-order op holds beside its results and a run of its bodies."""
+    name, results = higher_order.name_of(node), _tensor_bytes(node)
+    if fuses:
+        return results if name in higher_order.HOLDS_RUNS else 0
+    if name in higher_order.EAGER_ATTENTION:
+        query, key = args[:2]
+        sides = (*query.shape[:3], key.shape[2])
+        scores: int = math.prod(map(symbolic_sizes.size_hint, sides)) * max(4, query.element_size())
+        return scores * higher_order.EAGER_ATTENTION[name]
+    if name != "scan":
+        return results * higher_order.HOLDS_RESULTS.get(name, 0)
+    (body,) = higher_order.bodies(node)
+    returned = higher_order.results_of(body)
+    slices = sum(tensor_bytes(tensor) for tensor in args[2]) // max(1, _runs(node, args))
+    stacked = sum(symbolic_sizes.size_hint(tensor.numel()) for tensor in returned[len(args[1]) :])
+    return max(slices, 2 * sum(map(tensor_bytes, returned))) + higher_order.INDEX_BYTES * stacked
+
+
 def _runs(node: fx.Node, args: tuple[Any, ...]) -> int:
     """Returns the number of runs of the bodies; 1 if only the data determines it."""
     position = higher_order.LOOPED_OVER.get(higher_order.name_of(node))
@@ -172,10 +222,12 @@ def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: b
         cost = cost_of(node, device_type, runs_on, fuses)
         unknown |= cost.unknown
         flops, moved = flops + cost.flops, moved + traffic_of(node, cost.moved_bytes)
+        excess = cost.excess_bytes
         for tensor in _tensors(node):
             if _key(tensor) not in born:
-                born[_key(tensor)] = storage_bytes(tensor, device_type)
+                born[_key(tensor)] = storage_bytes(tensor, device_type) + excess
                 live += born[_key(tensor)]
+                excess = 0
         peak = max(peak, live + cost.workspace_bytes)
         for key in {_key(t) for n in (node, *node.all_input_nodes) for t in _tensors(n)}:
             if last_use[key] <= position:

@@ -5,17 +5,19 @@ Each distinct kernel is measured once, alone, on synthetic tensors.
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import torch
 from torch import fx
 
+from autoremat.torch_private import higher_order
 from autoremat.torch_private.symbolic_sizes import size_hint
 
 LONGEST_WAIT = 10.0
 """Seconds to wait for another process that writes its measurements."""
 
-REFUSALS = (RuntimeError, TypeError, ValueError, IndexError)
+REFUSALS = (RuntimeError, TypeError, ValueError, IndexError, AssertionError)
 """Errors that ops raise for arguments that they reject. An out-of-memory error is a ``RuntimeError`` too."""
 
 
@@ -26,14 +28,27 @@ def _described(value: Any) -> str:
         return f"{bits}{str(value.dtype).removeprefix('torch.')}{shape}{strides}@{value.device.type}"
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_described, value))}]"
+    if isinstance(value, fx.GraphModule):
+        return hashlib.sha256(_body_text(value).encode()).hexdigest()
     return str(size_hint(value)) if isinstance(value, torch.SymInt) else str(value)
 
 
+def _body_text(body: fx.GraphModule) -> str:
+    """Returns text that is equal for equal graphs on equal arguments."""
+    held = (_described(node.meta.get("val")) for node in body.graph.nodes if node.op == "placeholder")
+    inner = (_body_text(one) for node in body.graph.nodes for one in higher_order.bodies(node))
+    return "\n".join([body.code, *held, *inner])
+
+
 def arguments(node: fx.Node) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the node's arguments, with the (fake) values of argument nodes."""
-    args, kwargs = torch.utils._pytree.tree_map(
-        lambda x: x.meta.get("val") if isinstance(x, fx.Node) else x, (node.args, node.kwargs)
-    )
+    """Returns the node's arguments, with the (fake) values of argument nodes, and graphs for nodes that hold one."""
+
+    def held(x: Any) -> Any:
+        if not isinstance(x, fx.Node):
+            return x
+        return higher_order.held_graph(x) or x.meta.get("val")
+
+    args, kwargs = torch.utils._pytree.tree_map(held, (node.args, node.kwargs))
     return tuple(args), dict(kwargs)
 
 

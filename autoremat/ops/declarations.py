@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from autoremat.basics.errors import OptionsError
-from autoremat.ops import op_traits
+from autoremat.ops import grouped_products, op_traits
 from autoremat.planner.graph.graph import Trait
 from autoremat.torch_private import higher_order
 
@@ -29,8 +29,16 @@ class Declaration:
     workspace_bytes: Amount = 0
 
 
-_declared: dict[str, Declaration] = {}
-"""Declarations by "namespace::op", "namespace::op.overload" or, for Triton kernels, "triton::module.function"."""
+_declared: dict[str, Declaration] = {
+    "transformers::grouped_mm_fallback": Declaration(grouped_products.flops, grouped_products.workspace_bytes),
+    "transformers::grouped_mm_fallback_backward": Declaration(
+        grouped_products.backward_flops, grouped_products.workspace_bytes
+    ),
+}
+"""Declarations by "namespace::op", "namespace::op.overload" or, for Triton kernels, "triton::module.function".
+
+Ops of other libraries that are known to be pure are declared from the start.
+"""
 
 
 def declare_pure(op: object, *, flops: Amount = 0, workspace_bytes: Amount = 0) -> None:

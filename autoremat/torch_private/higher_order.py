@@ -24,8 +24,24 @@ RUNS_BODIES = frozenset(
 LOOPED_OVER = {"scan": 2, "map_impl": 1}
 """Loops, with the position of the argument along whose first dimension the body runs."""
 
-HOLDS_RESULTS_TWICE = frozenset({"map_impl", "while_loop"})
-"""Loops that hold their results twice: they join the collected results, or hold one run's results during the next run."""
+HOLDS_RUNS = frozenset({"map_impl", "while_loop"})
+"""Loops that hold their results twice in generated code."""
+
+HOLDS_RESULTS = {"map_impl": 1, "while_loop": 1, "associative_scan": 3}
+"""Loops that hold as much as their results beside them, several times over. They join the collected results, hold one run's
+results during the next run, or combine pairs of elements, then pairs of pairs."""
+
+EAGER_ATTENTION = {"flex_attention": 6, "flex_attention_backward": 12}
+"""Attention that eager code computes with whole matrices of scores, and a bound on how many it holds at once."""
+
+RUNS_BODY_ONCE = frozenset({"cond", "invoke_subgraph"})
+"""Ops whose eager run is a single run of one body."""
+
+RUNS_BY_DATA = frozenset({"while_loop"})
+"""Ops that may run for ever on synthetic data."""
+
+INDEX_BYTES = 16
+"""Bytes of positions for each element of one run's stacked results in an eager scan: a tensor of them, and a product of it."""
 
 
 def name_of(node: fx.Node) -> str:
@@ -34,12 +50,24 @@ def name_of(node: fx.Node) -> str:
     return str(target.name()) if isinstance(target, torch._ops.HigherOrderOperator) else ""  # type: ignore[no-untyped-call]
 
 
+def held_graph(node: fx.Node) -> fx.GraphModule | None:
+    """Returns the graph that ``node`` holds as an attribute of its module; None for other nodes."""
+    if node.op != "get_attr" or node.graph.owning_module is None:
+        return None
+    found = operator.attrgetter(str(node.target))(node.graph.owning_module)
+    return found if isinstance(found, fx.GraphModule) else None
+
+
 def bodies(node: fx.Node) -> list[fx.GraphModule]:
     """Returns the graphs that the call runs."""
-    owner = node.graph.owning_module
-    held = (n for n in node.all_input_nodes if n.op == "get_attr")
-    found = (operator.attrgetter(str(n.target))(owner) for n in held)
-    return [body for body in found if isinstance(body, fx.GraphModule)]
+    return [body for body in map(held_graph, node.all_input_nodes) if body is not None]
+
+
+def results_of(body: fx.GraphModule) -> list[torch.Tensor]:
+    """Returns the (fake) tensors that a run of ``body`` returns."""
+    (output,) = body.graph.find_nodes(op="output")
+    values = (n.meta.get("val") for n in output.all_input_nodes)
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 def written_op(node: fx.Node) -> torch._ops.OpOverload | None:

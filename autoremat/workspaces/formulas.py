@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat.ops import op_traits
+from autoremat.ops import grouped_products, op_traits
+from autoremat.ops.grouped_products import is_plain_matrix
 from autoremat.ops.tensors import tensor_bytes, tensors_in
 from autoremat.planner.graph.graph import Kind
 from autoremat.torch_private.compilers import lays_channels_last
@@ -161,14 +162,14 @@ def _cpu_fold(columns: torch.Tensor, *_: Any, **__: Any) -> int:
     return tensor_bytes(columns)
 
 
-def _is_plain_matrix(tensor: torch.Tensor) -> bool:
-    """Returns True if BLAS can read the last two dimensions in place.
-
-    One of them must have stride 1, and the other a stride of at least the first one's length.
-    """
-    rows, columns = (size_hint(s) for s in tensor.shape[-2:])
-    row_stride, column_stride = (size_hint(s) for s in tensor.stride()[-2:])
-    return (column_stride == 1 and row_stride >= columns) or (row_stride == 1 and column_stride >= rows)
+def _lies_in_order(tensor: torch.Tensor) -> bool:
+    """Returns True if the last dimension is dense and the others follow without gaps."""
+    length = 1
+    for size, stride in zip(map(size_hint, reversed(tensor.shape)), map(size_hint, reversed(tensor.stride())), strict=True):
+        if size != 1 and stride != length:
+            return False
+        length *= size
+    return True
 
 
 def _cpu_product(*operands: Any, **_: Any) -> int | None:
@@ -179,25 +180,44 @@ def _cpu_product(*operands: Any, **_: Any) -> int | None:
     matrices = [t for t in operands if isinstance(t, torch.Tensor) and t.dim() >= 2]
     if any(t.dtype not in (torch.float32, torch.float64) for t in matrices):
         return None
-    return sum(tensor_bytes(t) for t in matrices if not _is_plain_matrix(t))
+    return sum(tensor_bytes(t) for t in matrices if not is_plain_matrix(t))
+
+
+MAXIMUM = 2
+"""The mode of an embedding bag that returns the largest embedding of each bag."""
+
+
+def _cpu_bags_backward(gradient: torch.Tensor, *arguments: Any) -> int | None:
+    """Returns the bytes of gradients and positions of the bags that are not empty, if each bag's maximum is wanted.
+
+    How many these are depends on the data. A gradient that is not contiguous is copied. None for other modes.
+    """
+    bag_sizes, maxima, mode = arguments[3], arguments[4], arguments[7]
+    if mode != MAXIMUM:
+        return None
+    copies = 1 if _lies_in_order(gradient) else 2
+    return copies * tensor_bytes(gradient) + tensor_bytes(maxima) + 2 * 8 * size_hint(bag_sizes.numel())
 
 
 CPU: dict[Any, Callable[..., int | None]] = {
+    aten._embedding_bag_backward: _cpu_bags_backward,
+    aten._grouped_mm: grouped_products.workspace_bytes,
     aten._scaled_dot_product_flash_attention_for_cpu: _cpu_attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _cpu_attention_backward,
     aten.col2im: _cpu_fold,
     **dict.fromkeys((aten.mm, aten.bmm, aten.addmm, aten.baddbmm), _cpu_product),
 }
 
+KEEPS_OPERAND_SIZE = frozenset(
+    {aten.binary_cross_entropy, aten.col2im, aten.mse_loss, aten.smooth_l1_loss, aten.soft_margin_loss}
+)
+"""Ops whose result may lie in a buffer of the first operand's size: images in that of columns, means in that of losses."""
 
-def _lies_in_order(tensor: torch.Tensor) -> bool:
-    """Returns True if the last dimension is dense and the others follow without gaps."""
-    length = 1
-    for size, stride in zip(map(size_hint, reversed(tensor.shape)), map(size_hint, reversed(tensor.stride())), strict=True):
-        if size != 1 and stride != length:
-            return False
-        length *= size
-    return True
+EXACT_RESULTS = GENERATED | {
+    aten.mm, aten.bmm, aten.addmm, aten.baddbmm, aten._grouped_mm, aten._scaled_dot_product_flash_attention_for_cpu,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward,
+}  # fmt: skip
+"""Ops that allocate exactly their results and write into them. A formula of the workspace says nothing about that."""
 
 
 def _large_batch_norm_backward(gradient: torch.Tensor) -> int:
@@ -286,13 +306,15 @@ def workspace_bytes(
 def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int:
     """Returns the bytes of the results' memory above their sizes; 0 if they are unknown."""
     tensors, name = tensors_in(result), op_traits.packet(node)
-    if not tensors or tensors[0].device.type != runs_on or name in CPU or name in GENERATED:
+    if not tensors or tensors[0].device.type != runs_on or name in EXACT_RESULTS:
         return 0
     if op_traits.facts(node).copies_storage:
         kept, told = (size_hint(t.untyped_storage().nbytes()) for t in (args[0], tensors[0]))
         return max(0, kept - told)
     alone = measured(node, args, kwargs, result)
-    return 0 if alone is None else alone.excess
+    if alone is not None:
+        return alone.excess
+    return max(0, tensor_bytes(args[0]) - tensor_bytes(tensors[0])) if name in KEEPS_OPERAND_SIZE else 0
 
 
 def estimated_bytes(node: fx.Node, args: tuple[Any, ...], runs_on: str) -> int:

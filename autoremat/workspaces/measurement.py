@@ -1,7 +1,7 @@
 """Measured workspaces: each kernel runs alone, on synthetic tensors, once per signature.
 
-Later processes read the result from disk. A measurement is exact for tensors of these sizes, strides and types. Only a kernel
-whose memory depends on the data may need more.
+Later processes read the result from disk. A measurement is exact for tensors of these sizes, strides and types. A kernel whose
+memory depends on the data is measured on several kinds of data, and its dearest run counts (:class:`Filling`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,8 +22,10 @@ from autoremat.basics import disk_cache
 from autoremat.measure.calibration import device_key
 from autoremat.measure.signatures import LONGEST_WAIT, REFUSALS, real, signature
 from autoremat.measure.timer import measurable, undisturbed
+from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensors_in
-from autoremat.torch_private import allocator
+from autoremat.planner.graph.graph import Trait
+from autoremat.torch_private import allocator, higher_order
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensor_identity import storage_key
 
@@ -34,14 +37,49 @@ LARGEST = 2**30
 TIME_LIMIT = 60.0
 """The most seconds of measuring for one graph. Kernels after that are not measured."""
 
-METHOD = 5
+METHOD = 6
 """The version of the measuring method. Increase it with every change of the method: results of other versions are not used."""
 
 REMEMBERED = 20_000
 """The most signatures in the file of a device. The newest are kept."""
 
-REFUSE_ZEROS = frozenset({torch.ops.aten.multinomial.default})
+MOST_BYTES = 2**60
+"""The most bytes that a file of measurements may state for a call."""
+
+aten = torch.ops.aten
+
+REFUSE_ZEROS = frozenset({aten.multinomial.default})
 """Ops that are not run on zeros: their CUDA kernels would make the device unusable for the process."""
+
+
+class Integers(Enum):
+    """The integers of a run: all zeros, all ones, or ascending from zero over the whole range that is valid for sure."""
+
+    ZEROS = 0
+    ONES = 1
+    ASCENDING = 2
+
+
+COUNTS = frozenset({aten.repeat_interleave.Tensor})
+"""Ops whose integers count copies. Large counts would make their results arbitrarily large."""
+
+LENGTHS = frozenset({aten._segment_reduce_backward.default, aten._ctc_loss_backward.Tensor})
+"""Ops that trust the sum of their integers. Only zeros are valid for sure."""
+
+PIVOTS = frozenset({aten.linalg_lu_solve.default, aten.linalg_ldl_solve.default, aten.lu_unpack.default})
+"""Ops whose integers are positions that count from one."""
+
+
+@dataclass(frozen=True)
+class Filling:
+    """The data of one run. ``floats=None`` stands for random numbers from 0 to 1, with masks that are True everywhere."""
+
+    floats: int | None
+    integers: Integers
+
+
+PLAIN = (Filling(None, Integers.ZEROS), Filling(0, Integers.ZEROS))
+WITH_INTEGERS = (Filling(None, Integers.ASCENDING), Filling(None, Integers.ONES))
 
 
 @dataclass(frozen=True)
@@ -117,15 +155,32 @@ def remember() -> None:
 def _stored(key: str) -> Workspaces:
     try:
         record = json.loads(disk_cache.read_text("workspaces", key) or "")
-        return {str(name): None if row is None else Measured(int(row[0]), int(row[1])) for name, row in record.items()}
+        return {str(name): None if row is None else Measured(*map(_checked_bytes, row)) for name, row in record.items()}
     except disk_cache.UNUSABLE:
         return {}
 
 
+def _checked_bytes(value: object) -> int:
+    """Returns ``value``. Raises ``ValueError`` if it is no plausible number of bytes: then the whole file counts as absent."""
+    if type(value) is not int or not 0 <= value <= MOST_BYTES:
+        raise ValueError(f"{value!r} is no number of bytes from 0 to {MOST_BYTES}")
+    return value
+
+
+def runs_only_torch(node: fx.Node) -> bool:
+    """Returns True if the call runs ops of torch alone, and ends on any data. It may have bodies of such ops."""
+    if not isinstance(node.target, torch._ops.HigherOrderOperator):
+        return Trait.OPAQUE not in op_traits.traits_of(node)
+    bodies, name = higher_order.bodies(node), higher_order.name_of(node)
+    if not bodies or name not in higher_order.RUNS_BODIES or name in higher_order.RUNS_BY_DATA:
+        return False
+    return all(runs_only_torch(inner) for body in bodies for inner in body.graph.nodes if inner.op == "call_function")
+
+
 def _can_run(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
-    """Returns True if the call may run alone: an op of torch's own, on dense tensors of a present device, and not too large."""
+    """Returns True if the call may run alone: only ops of torch, on dense tensors of a present device, and not too large."""
     device = tensors[0].device
-    if not isinstance(node.target, torch._ops.OpOverload) or not measurable(device):
+    if not measurable(device) or not runs_only_torch(node):
         return False
     if "mkldnn" in str(node.target):
         return False  # oneDNN's own ops do not check that their arguments match
@@ -138,10 +193,7 @@ def _can_run(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
 def _measure(
     node: fx.Node, args: Any, kwargs: Any, result: Any, device: torch.device, layout: Layout | None
 ) -> Measured | None:
-    """Returns the largest workspace and excess of several runs; None if the op rejects all arguments.
-
-    The runs use random numbers from 0 to 1 with full masks, then zeros. Integers are ones if no run with zeros succeeds.
-    """
+    """Returns the largest workspace and excess of several runs; None if the op rejects all data."""
     target: Callable[..., Any] = node.target  # type: ignore[assignment]
 
     def lay_out(value: Any) -> Any:
@@ -155,32 +207,53 @@ def _measure(
         return None
     arguments = tensors_in((own_args, own_kwargs))
     told = sum(_new_storages(tensors_in(result), tensors_in((args, kwargs))))
-    for floats, integers in ((None, 0), (0, 0), (None, 1)):
-        if found and integers:
-            break  # ones are only for ops that reject zeros, such as those that read the pivots of a decomposition
-        if floats == 0 and node.target in REFUSE_ZEROS:
-            continue
+    valid = _valid_integers(tensors_in((args, kwargs, result)))
+    for filling in _fillings(node, any(map(_holds_integers, arguments)), valid):
+        if found and filling.integers is Integers.ONES and valid == 1:
+            break  # ones are then only for ops that reject zeros
         try:
             for tensor in arguments:
-                _fill(tensor, floats, integers)
+                _fill(tensor, filling, valid)
             found.append(_memory(lambda: target(*own_args, **own_kwargs), arguments, told, device))
         except REFUSALS as error:
             log.debug("%s cannot be run by itself: %s", node.target, error)
     return Measured(max(one.workspace for one in found), max(one.excess for one in found)) if found else None
 
 
-def _fill(tensor: torch.Tensor, floats: int | None, integers: int) -> None:
-    """Fills the tensor's whole storage. ``floats=None`` leaves floats unchanged and sets masks to True."""
-    if tensor.dtype is torch.bool:
-        number = 1 if floats is None else floats
-    elif tensor.is_floating_point() or tensor.is_complex():
-        if floats is None:
-            return
-        number = floats
-    else:
-        number = integers
+def _fillings(node: fx.Node, has_integers: bool, valid: int) -> tuple[Filling, ...]:
+    """Returns the data to run the call on."""
+    if node.target in PIVOTS:
+        return (Filling(None, Integers.ONES),)
+    found: tuple[Filling, ...] = PLAIN
+    if has_integers and node.target not in LENGTHS:
+        ascends = valid > 1 and node.target not in COUNTS
+        found += WITH_INTEGERS if ascends else WITH_INTEGERS[1:]
+    return tuple(one for one in found if one.floats != 0 or node.target not in REFUSE_ZEROS)
+
+
+def _valid_integers(tensors: list[torch.Tensor]) -> int:
+    """Returns the length of a range from zero whose integers are valid for any index: the least side of all tensors.
+
+    A kernel need not check its indices, and a wrong one could damage the process.
+    """
+    return min((size_hint(side) for tensor in tensors for side in tensor.shape if size_hint(side)), default=1)
+
+
+def _holds_integers(tensor: torch.Tensor) -> bool:
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype is torch.bool)
+
+
+def _fill(tensor: torch.Tensor, filling: Filling, valid: int) -> None:
+    """Fills the tensor's whole storage. Ascending integers are below ``valid``."""
     whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
-    whole.fill_(number)
+    if not _holds_integers(tensor):
+        if tensor.dtype is torch.bool or filling.floats is not None:
+            whole.fill_(1 if filling.floats is None else filling.floats)
+    elif filling.integers is Integers.ASCENDING:
+        below = min(valid, torch.iinfo(tensor.dtype).max)
+        whole.copy_(torch.arange(whole.numel(), device=whole.device) * below // max(1, whole.numel()))
+    else:
+        whole.fill_(filling.integers.value)
 
 
 def _memory(run: Callable[[], object], arguments: list[torch.Tensor], told_bytes: int, device: torch.device) -> Measured:
