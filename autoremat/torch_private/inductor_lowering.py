@@ -161,12 +161,26 @@ def _pin_order(scheduler: Any) -> None:
             window.append(node)
 
 
+def _keep_ancestors_that_run_before(scheduler: Any) -> None:
+    """Removes from each node's ancestors those that a later pass moved behind it.
+
+    Inductor writes a buffer in place if all its other readers are ancestors. Passes that overlap communication with computation
+    do not observe the dependencies of ``_pin_order``, so an ancestor by such a dependency alone may still have to read.
+    """
+    started: set[str] = set()
+    for node in scheduler.nodes:
+        started.update(node.get_operation_names())
+        for part in node.get_nodes():
+            part.ancestors &= started
+
+
 @contextlib.contextmanager
 def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
     """Makes Inductor prefer memory over speed while active, if ``wanted()``.
 
     Backward graphs keep their sequence (see ``_pin_order``). Buffers are freed after their last use, and are not kept for a
-    later buffer of the same size.
+    later buffer of the same size. Nodes that no CUDA graph can record stay at their places. Inductor would move those that
+    compute results, such as gradients of parameters, to the end of the graph, and keep what they read until then.
     """
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import Scheduler
@@ -177,12 +191,20 @@ def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
         if wanted() and V.graph.is_backward:
             _pin_order(scheduler)
 
+    def keep_and_compute(compute: Method, scheduler: Any) -> None:
+        if wanted() and V.graph.is_backward:
+            _keep_ancestors_that_run_before(scheduler)  # the sequence of the nodes is final here
+        compute(scheduler)
+
+    compact = {"allow_buffer_reuse": False, "triton.reorder_for_reducing_graph_partitions": False}
+
     def generate_compactly(generate: Method, lowering: Any) -> Any:
-        with inductor_config.patch({"allow_buffer_reuse": False} if wanted() else {}):
+        with inductor_config.patch(compact if wanted() else {}):
             return generate(lowering)
 
     with (
         hooked(Scheduler, "compute_dependencies", compute_and_pin),
+        hooked(Scheduler, "compute_last_usage", keep_and_compute),
         hooked(GraphLowering, "codegen", generate_compactly),
     ):
         yield
