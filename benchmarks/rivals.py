@@ -18,7 +18,6 @@ import os
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
@@ -128,9 +127,9 @@ class Bench:
         gc.collect()
         model = demo_model.build_model(self.size, device=self.device)
         if checkpoint:
-            with warnings.catch_warnings():  # later versions of transformers rename it
-                warnings.simplefilter("ignore", FutureWarning)
-                model.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            names = ("activation_checkpointing_enable", "gradient_checkpointing_enable")  # of new and of earlier transformers
+            enable = next(getattr(model.model, name) for name in names if hasattr(model.model, name))
+            enable({"use_reentrant": False})
         compiled = torch.compile(model)
         if budget is not None:
             compiled = torch.compile(model, backend="autoremat", options={"memory_budget": budget})

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
+
+from autoremat.torch_private import hooks
 
 NAME = "AUTOREMAT"
 
@@ -28,3 +34,21 @@ def accept_in_accelerate() -> None:
 
     DynamoBackend._member_map_[NAME] = ours  # copies of members are looked up by name here before Python 3.11.4
     DynamoBackend._missing_ = look_up  # the hook of enumerations for unknown values
+
+
+@contextlib.contextmanager
+def as_inductor() -> Iterator[None]:
+    """Makes ``torch.compile`` use autoremat where code in this thread asks for Inductor, by name or by default, while active.
+
+    Some libraries accept no other name of a backend, such as torchtitan for models with FlexAttention. autoremat generates code
+    with Inductor, so what those libraries require of the backend still holds. The budget comes from ``autoremat.configure``.
+
+    The calls of ``torch.compile`` and ``module.compile`` must lie inside. The compiled functions may run, and compile, later.
+    """
+    compile_: Callable[..., Any] = hooks.unsubstituted(torch, "compile")
+
+    def with_this_backend(*arguments: Any, backend: Any = "inductor", **settings: Any) -> Any:
+        return compile_(*arguments, backend="autoremat" if backend == "inductor" else backend, **settings)
+
+    with hooks.substituted(torch, "compile", with_this_backend):
+        yield

@@ -1,4 +1,6 @@
-"""Hugging Face's Trainer, which passes only the backend's name. It needs no `gradient_checkpointing` and no `use_cache=False`.
+"""Hugging Face's Trainer, which passes only the backend's name.
+
+It needs no `activation_checkpointing` (formerly `gradient_checkpointing`) and no `use_cache=False`.
 
 The budget comes from `autoremat.configure`, or from AUTOREMAT_MEMORY_BUDGET.
 """
