@@ -101,7 +101,17 @@ def test_an_explanation_names_its_stages_and_counts_traced_ops(monkeypatch):
     autoremat.explain(
         lambda x: model(x).sum(), inputs, options={"memory_budget": 1.0, "cost_model": "roofline"}, device="A100-40GB"
     )
-    stages = ["tracing the step", "tracing forward and backward", "reading", "capturing", "pricing", "planning", "following"]
+    stages = [
+        "tracing the step",
+        "tracing forward and backward",
+        "reading",
+        "capturing",
+        "pricing",
+        "planning",
+        "planning",
+        "describing",
+        "following",
+    ]
     assert [text.startswith(stage) for text, stage in zip(said, stages, strict=True)] == [True] * len(stages)
     (of_dynamo, _), (of_backward, _) = (counts[text]() for text in said[:2])
     assert of_dynamo > 3 < of_backward

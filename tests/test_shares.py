@@ -133,3 +133,9 @@ def test_a_step_has_a_reference_of_its_own():
 
 def test_mlp():
     assert Mlp
+
+
+def test_without_a_budget_too_a_large_graph_does_not_wait_for_torchs_partition(monkeypatch):
+    monkeypatch.setattr(reference, "MOST_OPS", 10)
+    monkeypatch.setattr(PricedGraph, "torchs_plan", lambda priced: pytest.fail("torch's partitioner was asked"))
+    assert explained(None).soft_budget_bytes is not None

@@ -13,7 +13,7 @@ from autoremat.compiler.headroom import headroom_of
 from autoremat.compiler.infeasibility import memory_notes, no_plan_fits
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, choose_chunking
-from autoremat.compiler.reference import Reference, budget_of, plan_without_us, reference_of
+from autoremat.compiler.reference import Reference, budget_of, find_soft_budget, plan_without_us, reference_of
 from autoremat.compiler.shares import acceptance, bytes_at_borders, slacks
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
@@ -119,7 +119,8 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     """
     start = time.perf_counter()
     soft_budget = find_soft_budget(priced, context)  # torch's partitioner has no time limit, so it is not part of the planner's
-    now(f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s")
+    doing = f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s"
+    now(doing)
     for earlier in context.planners:  # of an attempt before, since which the graph was traced again
         earlier.restart()
     planner, _ = planner_of(priced, context, soft_budget)
@@ -128,6 +129,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     bounded = count if count is not None and count.is_bounded else None
     counted = bounded.plan_bytes if bounded is not None else lambda plan: plan.peak_bytes + headroom
     reference = reference_of(priced, context, planner, counted)
+    now(doing)
     budget = budget_of(priced, context, reference)
     limits = _Limits(context, soft_budget, budget, headroom, bounded, reference)
     choice = choose_chunking(priced, context, limits.candidate)
@@ -224,6 +226,7 @@ def report_of(
 ) -> Report:
     """Returns the report of the plan, before code is generated. ``start`` is the time at which planning began."""
     assert planned.planning is not None
+    now("describing the plan")
     captured, context = planned.priced.captured, planned.context
     share, reference = planned.priced.share_in(context.options), planned.reference
     return Report.of(
@@ -294,20 +297,6 @@ def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext, compare
     without_us = plan_without_us(priced, context, planner)[1] if compares else None
     now(f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s")
     return PlannedGraph(priced, context, planner.search.smallest, planner, plan_without_us=without_us)
-
-
-def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | None:
-    """Returns the peak of torch's partition in bytes, if neither a budget, a stored plan nor a policy is given; else None.
-
-    Without a budget the plan should not exceed that peak.
-    """
-    options = context.options
-    told = options.is_bounded or options.plan or options.policy
-    if told or priced.joint.is_region or not context.fuses:
-        return None
-    now("asking for torch's own partition")
-    plan = priced.torchs_plan()
-    return None if plan is None else plan.peak_bytes
 
 
 def constraints_of(options: Options) -> Constraints:

@@ -15,6 +15,7 @@ from autoremat.basics.progress import now
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.torch_private import joint_graphs
 
@@ -93,6 +94,23 @@ def _torchs_plan(priced: PricedGraph, context: PlanningContext) -> Plan | None:
         return None
     context.torchs_plans.append(plan)
     return plan
+
+
+def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | None:
+    """Returns the peak of torch's partition in bytes, if neither a budget, a stored plan nor a policy is given; else None.
+
+    Without a budget the plan should not exceed that peak. On graphs of many ops, the stand-in takes the place of torch's
+    partition, which has no time limit.
+    """
+    options = context.options
+    told = options.is_bounded or options.plan or options.policy
+    if told or priced.joint.is_region or not context.fuses:
+        return None
+    if len(priced.graph.ops) > MOST_OPS:
+        return Search(priced.graph).least_traffic().peak_bytes
+    now("asking for torch's own partition")
+    plan = priced.torchs_plan()
+    return None if plan is None else plan.peak_bytes
 
 
 def budget_of(priced: PricedGraph, context: PlanningContext, reference: Reference | None) -> int | None:
