@@ -25,7 +25,7 @@ from autoremat.agreement.local_process import LocalProcess, State
 from autoremat.agreement.presence import Presence, Pulse
 from autoremat.agreement.rendezvous import Meeting, Rendezvous
 from autoremat.agreement.session import Session
-from autoremat.basics.errors import AgreementError, BudgetInfeasible, BudgetWarning, Occupant
+from autoremat.basics.errors import AgreementError, BudgetInfeasible, Occupant, OptionWarning
 from autoremat.torch_private.processes import Job
 
 LONG = 60.0
@@ -243,7 +243,7 @@ def test_a_rank_that_has_never_registered_is_waited_for_until_half_of_the_timeou
     found = Rendezvous(channel).meet("here", range(2))
     assert (found.members, found.missing) == ((0,), (1,))
     assert [channel.within(seconds) for seconds in (0.2, 300.0)] == [0.2, 0.3]
-    with pytest.warns(BudgetWarning, match="Ranks 1 have not used autoremat in this job"):
+    with pytest.warns(OptionWarning, match="Ranks 1 have not used autoremat in this job"):
         joining._tell_of_missing(found, "here", channel)
 
 

@@ -35,7 +35,7 @@ CALLS: tuple[tuple[Any, tuple[Any, ...]], ...] = (
 )
 
 
-@pytest.mark.parametrize(("op", "arguments"), CALLS, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("op", "arguments"), CALLS, ids=[f"{number}-{op}" for number, (op, _) in enumerate(CALLS)])
 def test_an_op_is_random_if_it_advances_the_generator(op: torch._ops.OpOverload, arguments: tuple[Any, ...]) -> None:
     with torch.random.fork_rng():
         before = torch.get_rng_state()

@@ -117,7 +117,7 @@ def with_an_uneven_batch(rank: int) -> tuple[list[int], list[str]]:
     compiled = torch.compile(model, backend="autoremat", options=SHARE, dynamic=False)
     rendezvous.ALONE = 0.2
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", autoremat.BudgetWarning)
+        warnings.simplefilter("always", autoremat.OptionWarning)
         for rows in (256, 300 if rank else 256):
             compiled(torch.randn(rows, 64)).square().mean().backward()
             for parameter in model.parameters():
