@@ -6,6 +6,7 @@ The backend receives only the graphs that Dynamo captures. Dynamo's own counters
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ from functools import partial
 from torch import fx
 
 from autoremat.basics.errors import BudgetInfeasible, find_cause
+from autoremat.options.options import Options
 from autoremat.torch_private import dynamo
 
 log = logging.getLogger("autoremat")
@@ -54,6 +56,17 @@ def one_of_several(gm: fx.GraphModule) -> Iterator[None]:
                 "autoremat.profile_step(function, *inputs, memory_budget=...)"
             )
         raise
+
+
+def as_part_of(gm: fx.GraphModule, options: Options) -> Options:
+    """Returns ``options`` for ``gm`` as one of several graphs of a broken function, if it is one and the budget is a share.
+
+    The graphs that follow are unknown, and a small one may have nothing to recompute. A graph that does not fit its own share
+    therefore takes the minimum peak, and the step as a whole is judged when it runs.
+    """
+    if not isinstance(options.memory_budget, float) or dynamo.graph_break_around(gm) is None:
+        return options
+    return dataclasses.replace(options, on_infeasible="best_effort", is_part=True)
 
 
 _frame_began: float | None = None

@@ -38,6 +38,7 @@ from autoremat.capture.call_cost import storage_bytes
 from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.compiler.agreed_step import agreed_step
 from autoremat.compiler.compile_loop import with_bytes
+from autoremat.compiler.grants import note_grant, with_grant
 from autoremat.compiler.headroom import with_code
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
 from autoremat.compiler.partitioner import Partitioner
@@ -83,8 +84,9 @@ def sharing_one_budget(
         yield options
         return
     if split.number == 0:
-        options = with_bytes(options, device_of_inputs(gm, inputs))
-        _shared[split.owner] = _planned_together(split, options, patches)
+        options = with_grant(with_bytes(options, device_of_inputs(gm, inputs)), inputs)
+        planned = _shared[split.owner] = _planned_together(split, options, patches)
+        note_grant(options, inputs, None if planned is None else planned.profile.budget_bytes)
     shared = _shared.get(split.owner)
     share = None if shared is None else shared.shares[split.number]
     if shared is None or share is None:

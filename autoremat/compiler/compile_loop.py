@@ -20,6 +20,7 @@ import torch
 from autoremat.basics.errors import ConstraintWarning
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
+from autoremat.capture.capture import device_of_inputs
 from autoremat.compiler import records
 from autoremat.compiler.attempts import (
     Again,
@@ -38,13 +39,16 @@ from autoremat.compiler.joint_graph import PlanningContext, free_device_bytes
 from autoremat.compiler.lowering import Compiled, GraphSource, Lowered, lower
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.peers import ALONE, Peers
+from autoremat.compiler.plain_code import plain_code_peak
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.records import Record
+from autoremat.compiler.reference import CODE
 from autoremat.device_memory.live_optimizers import rows_to_come
 from autoremat.options.options import Options
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Share
+from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
 from autoremat.torch_private import compilers
@@ -100,9 +104,11 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
     step = Again(0 if record is None else record.extra_headroom_bytes)
     caches: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     planners: list[Planner] = []
+    torchs_plans: list[Plan] = []
     attempts: list[Attempt] = []
     codes = Codes()
     is_estimate = False
+    plain_bytes = _plain_code_bytes(source, options, record)
     while True:
         now("tracing", attempt=len(attempts) + 1)
         context = PlanningContext(
@@ -112,6 +118,8 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
             sharded_inputs=sharded_inputs(source.module),
             may_repeat_collectives=may_repeat,
             planners=planners,
+            torchs_plans=torchs_plans,
+            plain_code_bytes=plain_bytes,
         )
         partitioning = Partitioning(context, peers.plan, peers.fail)
         identity = ("autoremat", source_hash(), key, step.headroom_bytes, options.on_infeasible, *peers.identity)
@@ -142,6 +150,17 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
             return CompiledGraph(function, report, key, saved)
         _log_replan(verdict)
         step = verdict
+
+
+def _plain_code_bytes(source: GraphSource, options: Options, record: Record | None) -> int | None:
+    """Returns the peak of Inductor's own code for a share of it, if the simulation is rough; else None.
+
+    A record of an earlier process knows it.
+    """
+    known = None if record is None else record.report
+    if known is not None:
+        return known.reference_bytes if known.reference_source == CODE else None
+    return plain_code_peak(source, PlanningContext(options), device_of_inputs(source.module, source.inputs))
 
 
 def _known_report(record: Record) -> Report | None:

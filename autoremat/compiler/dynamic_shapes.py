@@ -27,7 +27,8 @@ def with_limits(
 
     Guards the limits in Dynamo. ``too_much`` returns True for an error that means that no plan fits the budget.
     """
-    sizes = dynamic_sizes(inputs) if options.memory_budget is not None and not isinstance(options.memory_budget, float) else []
+    is_share = isinstance(options.memory_budget, float) and options.granted_bytes is None
+    sizes = dynamic_sizes(inputs) if options.memory_budget is not None and not is_share else []
     if not sizes:
         return compile_graph(options)
     hints = {size: size.hint for size in sizes}

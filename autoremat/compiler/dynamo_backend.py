@@ -28,12 +28,13 @@ from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.capture.communicating import may_communicate
 from autoremat.compiler import records
 from autoremat.compiler.blocks import compiled_for_blocks, current_block
-from autoremat.compiler.breaks import listen, one_of_several, seconds_in_dynamo, until_reset, what_dynamo_said
+from autoremat.compiler.breaks import as_part_of, listen, one_of_several, seconds_in_dynamo, until_reset, what_dynamo_said
 from autoremat.compiler.buckets import sharing_one_budget
 from autoremat.compiler.cache_key import graph_key
 from autoremat.compiler.compile_loop import compile_graph, with_bytes
 from autoremat.compiler.counting import warn_without_effect
 from autoremat.compiler.dynamic_shapes import with_limits
+from autoremat.compiler.grants import note_grant, with_grant
 from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import Compiled, GraphSource
@@ -48,6 +49,7 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.report.registry import explain_absence_by, note_graph
+from autoremat.report.report import Report
 from autoremat.torch_private import compilers
 from autoremat.torch_private.dynamo import copied_with_sources, passed_bytes, sharded_inputs
 
@@ -111,7 +113,7 @@ def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Op
         return _compile_planned(gm, example_inputs, parsed, patches)
     device = device_of_inputs(gm, example_inputs)
     warn_without_effect(parsed, device.type)
-    parsed = with_open_calls(with_bytes(parsed, device))
+    parsed = with_grant(as_part_of(gm, with_open_calls(with_bytes(parsed, device))), example_inputs)
 
     def compile_with(options: Options) -> Compiled:
         return _compile_planned(gm, example_inputs, options, patches)
@@ -130,7 +132,7 @@ def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: 
             found = compile_graph(GraphSource(gm, example_inputs, patches), agreed, peers)
         if found.record is not None:
             records.save(found.key, found.record)
-        return published(found.function, found.report, parsed)
+        return _published(found.function, found.report, parsed, example_inputs)
     except Exception as error:  # an error of the graph itself recurs in plain Inductor below
         if is_user_error(error):
             raise
@@ -196,4 +198,11 @@ def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Opti
         )
         partitioning = Partitioning(context, peers.plan, peers.fail)
         compiled = compilers.compile_uncompiled(gm, inputs, Partitioner(partitioning))
-    return published(compiled, partitioning.report, options)
+    return _published(compiled, partitioning.report, options, inputs)
+
+
+def _published(compiled: Compiled, report: Report | None, options: Options, inputs: Sequence[Any]) -> Compiled:
+    """Returns ``compiled`` with its report published, and notes what its function is granted."""
+    if report is not None:
+        note_grant(options, inputs, report.budget_bytes)
+    return published(compiled, report, options)

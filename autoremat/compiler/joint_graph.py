@@ -67,6 +67,8 @@ class PlanningContext:
     """Planners of earlier attempts. An attempt on an equal graph continues with the planner of that graph."""
     torchs_plans: list[Plan] = field(default_factory=list)
     """Torch's own partitions of earlier attempts' graphs, which are the references of shares."""
+    plain_code_bytes: int | None = None
+    """Peak of the code that Inductor generates without this package; None if the simulation stands for it."""
 
     @property
     def fuses(self) -> bool:

@@ -38,6 +38,8 @@ class Watched:
 
     report: Report
     by_share: bool
+    is_part: bool = False
+    """True if the graph is one of several of a broken function, which keep a share together."""
 
     @property
     def counts_gradients(self) -> bool:
@@ -83,6 +85,32 @@ class _Call:
             watch.finish(id(self))
 
 
+@dataclass
+class PartsOfStep:
+    """The peak of the present step over the graphs of a broken function, and the share of its reference peak, in bytes."""
+
+    peak_bytes: int = 0
+    limit_bytes: int = 0
+
+    def note(self, running: Report, earlier: list[Report]) -> None:
+        """Counts a call of ``running`` beside the open calls of ``earlier``, under our plans and without this package."""
+        held = sum(one.saved_bytes for one in earlier)
+        without_us = sum(one.reference_saved_bytes or 0 for one in earlier) + (running.reference_bytes or 0)
+        own = max(int((running.budget_share or 0.0) * without_us), running.budget_bytes or 0)
+        self.peak_bytes, self.limit_bytes = max(self.peak_bytes, held + running.peak_bytes), max(self.limit_bytes, own)
+
+    def judge(self) -> None:
+        """Warns if the step that ends now needed more than the share. The next one begins."""
+        peak, limit = self.peak_bytes, self.limit_bytes
+        self.peak_bytes = self.limit_bytes = 0
+        if peak > limit:
+            _warn(
+                f"the graphs of a broken function need {format_bytes(peak)} together, over the {format_bytes(limit)} that are "
+                "the share of their reference peak: some have nothing left to recompute. "
+                "autoremat.profile_step(function, *inputs, memory_budget=...) shares one budget among them"
+            )
+
+
 class Watch:
     """The open calls of this process. ``active`` is False while no call needs watching."""
 
@@ -91,6 +119,7 @@ class Watch:
         self.open: dict[int, _Open] = {}
         self.graphs: weakref.WeakSet[Watched] = weakref.WeakSet()
         self.gradients = StepGradients()
+        self.parts = PartsOfStep()
 
     def add(self, graph: Watched) -> None:
         """Begins to watch the calls of ``graph``."""
@@ -105,6 +134,8 @@ class Watch:
         present = _Open(graph, _device_of(args), frozenset(map(id, leaves)))
         self.judge(present, graph.report.peak_bytes)
         self.gradients.note(leaves)
+        if graph.is_part:
+            self.parts.note(graph.report, [one.graph.report for one in self._open_beside(present) if one.graph.is_part])
         outputs = compiled(*args)
         node = backward_node(outputs, args)
         if node is not None:
@@ -126,6 +157,11 @@ class Watch:
         """Closes the call with this identity, which holds no memory any more."""
         if self.open.pop(call, None) is not None and not self.open:  # no open call means that the step has ended
             self.active = any(map(self._may_exceed, self.graphs))
+            self.parts.judge()
+
+    def _open_beside(self, present: _Open) -> list[_Open]:
+        """Returns the open calls of the thread and the device of ``present``."""
+        return [one for one in list(self.open.values()) if one.device == present.device and one.thread == present.thread]
 
     def _may_exceed(self, graph: Watched) -> bool:
         """Returns True if the gradients of all watched graphs together could bring ``graph`` over its budget."""
@@ -139,7 +175,7 @@ class Watch:
         call's backward.
         """
         graph, budget, counted = present.graph, present.graph.report.budget_bytes, present.graph.report.in_flight - 1
-        here = [one for one in list(self.open.values()) if one.device == present.device and one.thread == present.thread]
+        here = self._open_beside(present)
         own = [one for one in here if one.graph is graph]
         earlier = own[counted:] + [one for one in here if one.graph is not graph and not graph.by_share]
         held = sum(one.graph.report.saved_bytes for one in earlier)
@@ -159,6 +195,7 @@ class Watch:
         self.open.clear()
         self.graphs.clear()
         self.gradients.forget()
+        self.parts = PartsOfStep()
 
     def judge_kept(self, graph: Watched) -> None:
         """Warns if the saved tensors that ``retain_graph=True`` keeps can bring ``graph`` over its budget."""
@@ -222,9 +259,10 @@ def _warn(message: str) -> None:
 _watch = Watch()
 
 
-def watched(compiled: Callable[..., Any], report: Report, by_share: bool) -> Callable[..., Any]:
+def watched(compiled: Callable[..., Any], report: Report, by_share: bool, is_part: bool = False) -> Callable[..., Any]:
     """Returns ``compiled`` with its calls recorded by this process's watch."""
-    graph = Watched(replace(report, plan=None, values=()), by_share)  # drops the plan, as the graph may live long
+    # Drops the plan, as the graph may live long.
+    graph = Watched(replace(report, plan=None, values=()), by_share, is_part)
     _watch.add(graph)
 
     def call(*args: Any) -> Any:

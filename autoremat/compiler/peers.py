@@ -245,12 +245,14 @@ def _agreed_options(members: Members, options: Options) -> Options:
     budget = options.memory_budget
     if isinstance(budget, Share):  # the leader's, because limits of several ranks may not go together
         budget = "share"
-    part = {"budget": budget, "options": json.loads(replace(options, memory_budget=None).cache_key())}
+    same = json.loads(replace(options, memory_budget=None, granted_bytes=None).cache_key())
+    part = {"budget": budget, "granted": options.granted_bytes, "options": same}
 
     def decide(parts: Parts) -> dict[str, Any]:
         _compare_options(parts)
         budgets = {rank: one["budget"] for rank, one in parts.items()}
         kinds = {type(one) for one in budgets.values()}
+        granted = min((one["granted"] or 0 for one in parts.values()), default=0) or None
         if len(kinds) > 1:
             raise AgreementError(
                 f"ranks compile one graph under budgets of different kinds: {_by_rank(budgets)}. Pass all ranks a budget of "
@@ -258,12 +260,14 @@ def _agreed_options(members: Members, options: Options) -> Options:
             )
         if kinds & {int, float} and len(set(budgets.values())) > 1:
             least = min(budgets, key=lambda rank: budgets[rank])
-            return {"budget": budgets[least], "binding": least}
-        return {"budget": budgets[members.session.leader], "binding": None}
+            return {"budget": budgets[least], "binding": least, "granted": granted}
+        return {"budget": budgets[members.session.leader], "binding": None, "granted": granted}
 
     agreed = members.session.round("options", part, decide)
     members.binding = agreed["binding"]
-    return options if isinstance(options.memory_budget, Share) else replace(options, memory_budget=agreed["budget"])
+    if isinstance(options.memory_budget, Share):
+        return options
+    return replace(options, memory_budget=agreed["budget"], granted_bytes=agreed["granted"])
 
 
 def _compare_options(parts: Parts) -> None:

@@ -237,6 +237,8 @@ def report_of(
         budget_share=None if reference is None else context.options.memory_budget,
         reference_bytes=None if reference is None else reference.bytes,
         reference_source="" if reference is None else reference.source,
+        reference_saved_bytes=None if reference is None else reference.saved_bytes,
+        granted_bytes=None if reference is None else context.options.granted_bytes,
         soft_budget_bytes=soft_budget,
         planning_seconds=time.perf_counter() - start,
         compiler=context.options.compiler,

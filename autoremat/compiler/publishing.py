@@ -18,6 +18,12 @@ from autoremat.torch_private.logs import trace_artifact
 
 log = logging.getLogger("autoremat")
 
+PART = (
+    "one graph of several, for Dynamo broke the function: each has the share of its own reference peak, or its minimum peak "
+    "where that is more. The steps that run are judged as a whole, and a warning tells if they need more than the share"
+)
+"""Note in the reports of the graphs of a broken function under a share."""
+
 
 def published(compiled: Compiled, report: Report | None, options: Options) -> Compiled:
     """Registers and logs ``report`` and returns ``compiled``.
@@ -28,13 +34,15 @@ def published(compiled: Compiled, report: Report | None, options: Options) -> Co
     if report is None:
         return compiled
     report = dataclasses.replace(report, device_ledger=options.device_ledger)  # a record may have the ledger of another device
+    if options.is_part:
+        report = dataclasses.replace(report, notes=(*report.notes, PART))
     if report.unknown_workspaces and report.budget_bytes is not None:
         log.warning(
             "the budget may be exceeded by the workspaces of %s, which are not known (of an op of your own, "
             "declare_pure(..., workspace_bytes=...) tells it)",
             ", ".join(report.unknown_workspaces),
         )
-    if not report.within_budget and report.budget_bytes is not None:
+    if not report.within_budget and report.budget_bytes is not None and not options.is_part:
         message = best_effort_message("the step", report.counted_bytes, report.budget_bytes)
         warnings.warn(message, BudgetWarning, stacklevel=2)
     if not report.keeps_time:
@@ -58,4 +66,6 @@ def published(compiled: Compiled, report: Report | None, options: Options) -> Co
             stacklevel=2,
         )
     budget = options.memory_budget
-    return watched(compiled, report, isinstance(budget, float)) if isinstance(budget, int | float | str) else compiled
+    if not isinstance(budget, int | float | str):
+        return compiled
+    return watched(compiled, report, isinstance(budget, float), options.is_part)

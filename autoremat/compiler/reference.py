@@ -24,7 +24,9 @@ log = logging.getLogger("autoremat")
 MOST_OPS = 2500
 """Number of ops up to which torch's partitioner is asked. It takes seconds for a thousand ops, and has no time limit."""
 
-TORCH, STAND_IN, BASELINE = "torch's own partition", "a stand-in for torch's own partition", "the baseline"
+CODE, TORCH, STAND_IN, BASELINE = (
+    "the code that Inductor generates alone", "torch's own partition", "a stand-in for torch's own partition", "the baseline",
+)  # fmt: skip
 """Sources of a reference peak. The stand-in saves the minimum cut of least time, and so recomputes about what torch does."""
 
 
@@ -34,9 +36,14 @@ class Reference:
 
     bytes: int
     source: str
-    """One of ``TORCH``, ``STAND_IN`` and ``BASELINE``."""
+    """One of ``CODE``, ``TORCH``, ``STAND_IN`` and ``BASELINE``."""
     plan: Plan | None = None
     """The plan with this peak; None if another rank found it."""
+
+    @property
+    def saved_bytes(self) -> int | None:
+        """Bytes that the plan saves for the backward."""
+        return None if self.plan is None else self.plan.saved_bytes
 
     def competing(self, found: PlanningResult, graph: Graph, budget_bytes: int | None, extra_bytes: int) -> PlanningResult:
         """Returns ``found``, the result of a search without a plan, with the plan of the reference peak if that fits.
@@ -57,8 +64,11 @@ def reference_of(
     if not isinstance(context.options.memory_budget, float) or priced.joint.is_region:
         return None
     source, plan = plan_without_us(priced, context, planner)
+    size = counted(plan)
+    if context.plain_code_bytes is not None:
+        source, size = CODE, context.plain_code_bytes
     return min(
-        Reference(counted(plan), source, plan),
+        Reference(size, source, plan),
         Reference(counted(planner.baseline), BASELINE, planner.baseline),
         key=lambda reference: reference.bytes,
     )

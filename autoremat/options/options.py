@@ -127,6 +127,10 @@ class Options:
     max_slowdown: float | str | None = None
     device_ledger: DeviceBudget | None = field(default=None, compare=False)
     """The ledger of a device budget, whose bytes for the graph are the ``memory_budget``. No option of the user."""
+    granted_bytes: int | None = None
+    """The bytes that an earlier graph of the function was granted; a share is never less. No option of the user."""
+    is_part: bool = False
+    """True if the graph is one of several of a broken function, which keep a share together. No option of the user."""
 
     def __post_init__(self) -> None:
         normalised = {
@@ -259,6 +263,8 @@ class Options:
                 return budget
             case DeviceBudget() as device:
                 return device.budget_bytes
+            case float() as share:
+                return max(budget_bytes(share, reference_bytes) or 0, self.granted_bytes or 0)
             case budget:
                 return budget_bytes(budget, reference_bytes)
 

@@ -106,6 +106,10 @@ class ReportData:
     """The budget as the user gave it, if that is a share of the reference peak."""
     reference_bytes: int | None = None
     """Reference peak: what the step needs without this package, with code headroom. None unless the budget is a share of it."""
+    reference_saved_bytes: int | None = None
+    """Bytes that the plan with the reference peak saves for the backward."""
+    granted_bytes: int | None = None
+    """The budget of an earlier graph of the function, if a share is to be no less (see ``budget_share``)."""
     reference_source: str = ""
     """The plan that has the reference peak."""
     soft_budget_bytes: int | None = None

@@ -19,6 +19,7 @@ from autoremat.compiler.joint_graph import (
     prepare,
 )
 from autoremat.compiler.planning import plan_graph
+from autoremat.compiler.reference import TORCH
 from autoremat.options.options import Options
 from autoremat.planner.cost import device_memory
 from autoremat.planner.multigraph.device_budget import DeviceBudget
@@ -27,6 +28,7 @@ from autoremat.tools.dry_run import dry_runs, refuse_step_profiles
 from autoremat.tools.target import Target
 from autoremat.tools.trace import Visitor, trace
 from autoremat.torch_private import compilers
+from autoremat.workspaces.formulas import layout_copies_bytes
 
 T = TypeVar("T")
 
@@ -48,14 +50,16 @@ class Preview:
         return report
 
     def report_and_doubt(self) -> tuple[Report, bool]:
-        """Returns the report, and True if only generated code can tell that the budget suffices.
+        """Returns the report, and True if only generated code can tell that the budget suffices, or what it is a share of.
 
         Raises ``BudgetInfeasible``.
         """
         report, options = self.report(), self.context.options
         budget, least = report.budget_bytes, report.minimum_peak_bytes + report.code_headroom_bytes
         tight = budget is not None and budget < (1 + NEAR) * least and not options.wants_whole_reference
-        return report, tight and self.context.decided_by_code and self.context.must_fit
+        captured = self.priced.captured
+        rough = report.reference_source == TORCH and layout_copies_bytes(captured.op_nodes, captured.runs_on) > 0
+        return report, (rough or (tight and self.context.must_fit)) and self.context.decided_by_code
 
 
 def explain(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._dynamo.utils import counters
+from torch._guards import CompileContext
 
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensor_identity import storage_key
@@ -58,6 +59,15 @@ def sharded_inputs(module: fx.GraphModule) -> frozenset[int]:
     """
     placeholders = module.graph.find_nodes(op="placeholder")
     return frozenset(i for i, node in enumerate(placeholders) if _is_sharded(getattr(node, SOURCE_OF_INPUT, None)))
+
+
+def number_of_function() -> int | None:
+    """Returns the number of the function that Dynamo compiles now, which its recompilations share; None outside of Dynamo.
+
+    Torch counts anew after a reset.
+    """
+    number = CompileContext.current_compile_id()
+    return None if number is None else number.frame_id
 
 
 def passed_bytes(module: fx.GraphModule, inputs: Sequence[Any], device: torch.device) -> int:
