@@ -85,7 +85,9 @@ def test_float_above_one_says_which_form_was_meant(value):
     with pytest.raises(OptionsError) as caught:
         Options(memory_budget=value)
     message = str(caught.value)
-    assert message.startswith(f"memory_budget={value!r}: a float is a share of the peak without recomputation, in (0, 1].")
+    assert message.startswith(
+        f"memory_budget={value!r}: a float is a share of the peak that the step needs without autoremat, in (0, 1]."
+    )
     assert f'For bytes give an int, such as {round(value)}, or a string with a unit, such as "6GiB".' in message
 
 

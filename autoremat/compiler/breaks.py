@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from functools import partial
 
 from torch import fx
@@ -25,6 +26,8 @@ SHOWN = 3
 """Number of reasons of graph breaks that a message lists."""
 
 _told: set[str] = set()
+_is_part: ContextVar[bool] = ContextVar("is_part", default=False)
+"""True while one of several graphs of a broken function is compiled."""
 
 
 def what_dynamo_said(before: Counter[str] | None = None) -> str:
@@ -42,12 +45,13 @@ def what_dynamo_said(before: Counter[str] | None = None) -> str:
 def one_of_several(gm: fx.GraphModule) -> Iterator[None]:
     """Adds advice to a ``BudgetInfeasible`` of the body if ``gm`` is one of several graphs of a function.
 
-    The advice is to share one budget among these graphs with ``autoremat.profile_step``.
+    The advice is to share one budget among these graphs with ``autoremat.profile_step``. In the body, :func:`as_part` knows it.
     """
+    reason = dynamo.graph_break_around(gm)
+    token = _is_part.set(reason is not None)
     try:
         yield
     except Exception as error:
-        reason = dynamo.graph_break_around(gm)
         infeasible = find_cause(error, BudgetInfeasible)
         if reason is not None and infeasible is not None:
             why = f" ({dynamo.in_few_words(reason).partition('. ')[0]})" if reason else ""
@@ -56,15 +60,17 @@ def one_of_several(gm: fx.GraphModule) -> Iterator[None]:
                 "autoremat.profile_step(function, *inputs, memory_budget=...)"
             )
         raise
+    finally:
+        _is_part.reset(token)
 
 
-def as_part_of(gm: fx.GraphModule, options: Options) -> Options:
-    """Returns ``options`` for ``gm`` as one of several graphs of a broken function, if it is one and the budget is a share.
+def as_part(options: Options) -> Options:
+    """Returns ``options`` for the present graph as one of several, if it is one (:func:`one_of_several`) under a share.
 
     The graphs that follow are unknown, and a small one may have nothing to recompute. A graph that does not fit its own share
     therefore takes the minimum peak, and the step as a whole is judged when it runs.
     """
-    if not isinstance(options.memory_budget, float) or dynamo.graph_break_around(gm) is None:
+    if not isinstance(options.memory_budget, float) or not _is_part.get():
         return options
     return dataclasses.replace(options, on_infeasible="best_effort", is_part=True)
 

@@ -28,7 +28,7 @@ from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.capture.communicating import may_communicate
 from autoremat.compiler import records
 from autoremat.compiler.blocks import compiled_for_blocks, current_block
-from autoremat.compiler.breaks import as_part_of, listen, one_of_several, seconds_in_dynamo, until_reset, what_dynamo_said
+from autoremat.compiler.breaks import as_part, listen, one_of_several, seconds_in_dynamo, until_reset, what_dynamo_said
 from autoremat.compiler.buckets import sharing_one_budget
 from autoremat.compiler.cache_key import graph_key
 from autoremat.compiler.compile_loop import compile_graph, with_bytes
@@ -113,7 +113,7 @@ def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Op
         return _compile_planned(gm, example_inputs, parsed, patches)
     device = device_of_inputs(gm, example_inputs)
     warn_without_effect(parsed, device.type)
-    parsed = with_grant(as_part_of(gm, with_open_calls(with_bytes(parsed, device))), example_inputs)
+    parsed = with_grant(as_part(with_open_calls(with_bytes(parsed, device))), example_inputs)
 
     def compile_with(options: Options) -> Compiled:
         return _compile_planned(gm, example_inputs, options, patches)

@@ -50,7 +50,7 @@ def plain_code_peak(source: GraphSource, context: PlanningContext, device: torch
     module = dynamo.copied_with_sources(source.module)
     patches = {**source.patches, "custom_partitioner_fn": Partitioner(partition)}
     try:
-        with compilers.without_caches(), inductor_lowering.observe_lowering(lambda: partition.known, observe):
+        with inductor_lowering.without_kernels(), inductor_lowering.observe_lowering(lambda: partition.known, observe):
             compilers.compile_with_inductor(module, source.inputs, patches, EAGER_BACKWARD)
     except Exception as error:  # models and ops are open-ended, and the simulation takes the place of this figure
         if find_cause(error, _Known) is None:

@@ -131,7 +131,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     reference = reference_of(priced, context, planner, counted)
     now(doing)
     budget = budget_of(priced, context, reference)
-    limits = _Limits(context, soft_budget, budget, headroom, bounded, reference)
+    limits = _Limits(context, soft_budget, budget, headroom, bounded)
     choice = choose_chunking(priced, context, limits.candidate)
     chosen = choice.taken
     planned = PlannedGraph(
@@ -161,8 +161,6 @@ class _Limits:
     """Bytes of the budget that stay free for generated code."""
     bounded: Count | None
     """Counts the bytes of a budget on reserved bytes; None for a budget on allocated bytes."""
-    reference: Reference | None = None
-    """The reference peak of a share."""
     times: list[TimeBudget | None] = field(default_factory=list)
     """The budget of time that the first form sets; empty before."""
 
@@ -196,8 +194,6 @@ class _Limits:
             found, fragmentation = find_within(
                 bounded, budget, limit, lambda limit: search(form, self.context, planner, constrained, limit)
             )
-        if found.plan is None and self.reference is not None and limit is not None:
-            found = self.reference.competing(found, planner.graph, budget, extra)
         return ChunkingCandidate(
             form, planner, constrained, found, chunks, fragmentation_bytes=fragmentation, time=time, least=least
         )

@@ -6,27 +6,22 @@ recomputed without this package, so it is the baseline's. It never exceeds the b
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from autoremat.basics.errors import PlanInvalid
 from autoremat.basics.progress import now
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
-from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search
-from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.planner.search.planner import Planner
 from autoremat.torch_private import joint_graphs
-
-log = logging.getLogger("autoremat")
 
 MOST_OPS = 2500
 """Number of ops up to which torch's partitioner is asked. It takes seconds for a thousand ops, and has no time limit."""
 
-CODE, TORCH, STAND_IN, BASELINE = (
-    "the code that Inductor generates alone", "torch's own partition", "a stand-in for torch's own partition", "the baseline",
-)  # fmt: skip
+CODE, TORCH = "the code that Inductor generates alone", "torch's own partition"
+STAND_IN, BASELINE = "a stand-in for torch's own partition", "the baseline"
+SMALLEST = "the smallest plan found, for torch's own partition needs less"
 """Sources of a reference peak. The stand-in saves the minimum cut of least time, and so recomputes about what torch does."""
 
 
@@ -36,22 +31,8 @@ class Reference:
 
     bytes: int
     source: str
-    """One of ``CODE``, ``TORCH``, ``STAND_IN`` and ``BASELINE``."""
-    plan: Plan | None = None
-    """The plan with this peak; None if another rank found it."""
-
-    @property
-    def saved_bytes(self) -> int | None:
-        """Bytes that the plan saves for the backward."""
-        return None if self.plan is None else self.plan.saved_bytes
-
-    def competing(self, found: PlanningResult, graph: Graph, budget_bytes: int | None, extra_bytes: int) -> PlanningResult:
-        """Returns ``found``, the result of a search without a plan, with the plan of the reference peak if that fits.
-
-        ``extra_bytes`` are those by which plans stay below the budget, because the code of earlier ones needed more.
-        """
-        fits = budget_bytes is not None and self.bytes + extra_bytes <= budget_bytes
-        return replace(found, plan=self.plan) if self.plan is not None and fits and self.plan.graph == graph else found
+    saved_bytes: int = 0
+    """Bytes that the plan with this peak saves for the backward."""
 
 
 def reference_of(
@@ -59,6 +40,7 @@ def reference_of(
 ) -> Reference | None:
     """Returns the reference peak of a graph; None unless the budget is a share of it. A share of a nested region is none.
 
+    It is at most the peak of the baseline, and at least that of the smallest plan, so that a share of 1 is feasible.
     ``counted`` returns the bytes of a plan that the budget counts. The time limit of ``planner`` begins afterwards.
     """
     if not isinstance(context.options.memory_budget, float) or priced.joint.is_region:
@@ -67,42 +49,41 @@ def reference_of(
     size = counted(plan)
     if context.plain_code_bytes is not None:
         source, size = CODE, context.plain_code_bytes
-    return min(
-        Reference(size, source, plan),
-        Reference(counted(planner.baseline), BASELINE, planner.baseline),
-        key=lambda reference: reference.bytes,
-    )
+    found = [Reference(size, source, plan.saved_bytes), _of(planner.baseline, BASELINE, counted)]
+    least = _of(planner.search.smallest, SMALLEST, counted)
+    return max(min(found, key=_size), least, key=_size)
+
+
+def _of(plan: Plan, source: str, counted: Callable[[Plan], int]) -> Reference:
+    return Reference(counted(plan), source, plan.saved_bytes)
+
+
+def _size(reference: Reference) -> int:
+    return reference.bytes
 
 
 def plan_without_us(priced: PricedGraph, context: PlanningContext, planner: Planner) -> tuple[str, Plan]:
     """Returns the plan that the graph would have without this package, after its source.
 
-    The stand-in takes its place on graphs of many ops, under constraints, which torch does not know, and where torch's
-    partition is no plan. The time limit of ``planner`` begins afterwards.
+    The sequence of torch's own partition is torch's, so the plan need not keep to the rules of others. The stand-in takes its
+    place on graphs of many ops, and where the simulator cannot follow torch. The time limit of ``planner`` begins afterwards.
     """
     if not context.fuses:
         return BASELINE, planner.baseline
-    asks = len(priced.graph.ops) <= MOST_OPS and not context.options.has_constraints
-    torchs = _torchs_plan(priced, context) if asks else None
+    torchs = _torchs_plan(priced, context) if len(priced.graph.ops) <= MOST_OPS else None
     planner.restart()
     return (STAND_IN, planner.search.least_traffic()) if torchs is None else (TORCH, torchs)
 
 
 def _torchs_plan(priced: PricedGraph, context: PlanningContext) -> Plan | None:
-    """Returns torch's own partition as a plan; None if it breaks a rule of the graph, or if the simulator cannot follow it."""
+    """Returns torch's own partition as a plan; None if the simulator cannot follow it. An earlier attempt's is known."""
     for known in context.torchs_plans:
         if known.graph == priced.graph:
             return known
     now("asking for torch's own partition")
     plan = priced.torchs_plan()
-    if plan is None:
-        return None
-    try:
-        plan.check()
-    except PlanInvalid as error:
-        log.info("torch's own partition is no plan", exc_info=error)
-        return None
-    context.torchs_plans.append(plan)
+    if plan is not None:
+        context.torchs_plans.append(plan)
     return plan
 
 

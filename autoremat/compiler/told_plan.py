@@ -39,6 +39,7 @@ class ToldPlan:
     soft_budget_bytes: int | None
     reference_bytes: int | None
     reference_source: str
+    reference_saved_bytes: int
     lower_bound_bytes: int
     lower_bound_seconds: float
     candidates: int
@@ -62,6 +63,7 @@ class ToldPlan:
             soft_budget_bytes=report.soft_budget_bytes,
             reference_bytes=report.reference_bytes,
             reference_source=report.reference_source,
+            reference_saved_bytes=report.reference_saved_bytes or 0,
             lower_bound_bytes=report.lower_bound_bytes,
             lower_bound_seconds=report.lower_bound_seconds or 0.0,
             candidates=1,
@@ -83,6 +85,7 @@ def told(planned: PlannedGraph) -> ToldPlan:
         soft_budget_bytes=report.soft_budget_bytes,
         reference_bytes=report.reference_bytes,
         reference_source=report.reference_source,
+        reference_saved_bytes=report.reference_saved_bytes or 0,
         lower_bound_bytes=planning.lower_bound_bytes,
         lower_bound_seconds=planning.lower_bound_seconds,
         candidates=planning.candidates,
@@ -119,7 +122,11 @@ def plan_as_told(priced: PricedGraph, context: PlanningContext, message: ToldPla
     if budget is not None and context.must_fit and not context.decided_by_code and plan.peak_bytes + headroom > budget:
         raise infeasible(planning, budget, form.captured.device.name, plan.peak_bytes + headroom)
     count = Count.of(priced, context, headroom)
-    reference = None if message.reference_bytes is None else Reference(message.reference_bytes, message.reference_source)
+    reference = (
+        None
+        if message.reference_bytes is None
+        else Reference(message.reference_bytes, message.reference_source, message.reference_saved_bytes)
+    )
     planned = PlannedGraph(
         form, context, plan, None, reference,
         code_headroom_bytes=headroom, planning=planning, is_last_plan=not message.fits, count=count,

@@ -14,6 +14,7 @@ from torch import fx
 
 from autoremat.basics.errors import OptionsError
 from autoremat.capture.capture import device_of_inputs
+from autoremat.compiler.breaks import as_part
 from autoremat.compiler.compile_loop import compile_graph, with_bytes
 from autoremat.compiler.lowering import GraphSource
 from autoremat.options.options import Options
@@ -68,7 +69,7 @@ class DryRun:
         options = replace(self.target.options_for(self.options), on_planning_error="raise")
         device = device_of_inputs(module, inputs)
         options = options.on_device(passed_bytes(module, inputs, device), options.open_calls.accumulates)
-        planned_by = with_bytes(options, device, self.free_bytes)
+        planned_by = as_part(with_bytes(options, device, self.free_bytes))
         patches = {**asked_config(self.options), **fake_tensors.RUNS_NOTHING}
         source = GraphSource(self.target.as_on_card(module), inputs, patches, self.target.cuda_name, True)
         with self.target.fusing_attention(), inductor_lowering.without_kernels():

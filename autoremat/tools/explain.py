@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from autoremat.basics.progress import status_if_slow
+from autoremat.compiler.breaks import as_part
 from autoremat.compiler.counting import warn_without_effect
 from autoremat.compiler.joint_graph import (
     JointGraph,
@@ -164,6 +165,6 @@ def preview_visitor(options: Options, target: Target, resident_bytes: int, look:
         warn_without_effect(context.options, priced.captured.runs_on)
         inputs = sum(priced.graph.values[number].bytes for number in priced.kept_inputs)
         own = context.options.on_device(inputs, context.options.open_calls.accumulates)
-        return look(Preview(priced, dataclasses.replace(context, options=own)))
+        return look(Preview(priced, dataclasses.replace(context, options=as_part(own))))
 
     return visit
