@@ -106,7 +106,7 @@ class PartsOfStep:
         if peak > limit:
             _warn(
                 f"the graphs of a broken function need {format_bytes(peak)} together, over the {format_bytes(limit)} that are "
-                "the share of their reference peak: some have nothing left to recompute. "
+                "the share of their reference peak: some have nothing left to recompute. Code between graphs does not count. "
                 "autoremat.profile_step(function, *inputs, memory_budget=...) shares one budget among them"
             )
 

@@ -43,9 +43,9 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.budget_bytes is not None and report.count == "reserved":
         budget += " of reserved bytes"
     if report.budget_share is not None and report.reference_bytes is not None:
-        share = f"share of {report.budget_share:g} of the reference peak"
+        asked = f"share of {report.budget_share:g} of the reference peak"
         granted = report.granted_bytes is not None and report.granted_bytes == report.budget_bytes
-        budget += f": that of an earlier graph of this function, over the {share}" if granted else f": the {share}"
+        budget += f": that of an earlier graph of this function, over the {asked}" if granted else f": the {asked}"
     share = report.predicted_peak_bytes / report.baseline_peak_bytes if report.baseline_peak_bytes else 1.0
     reserved = f", plus {format_bytes(report.code_headroom_bytes)} of code headroom" if report.code_headroom_bytes else ""
     least_reserve = reserved if report.compiled_peak_bytes is None else ""  # else it is in the figure, which is of code
