@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import autoremat
+from autoremat.basics import disk_cache
 from autoremat.planner.cost import device_memory
 from autoremat.workspaces import measurement
 
@@ -222,3 +224,17 @@ def test_a_card_that_is_not_here_has_unknown_workspaces_where_no_formula_is() ->
     )
     assert report.unknown_workspaces == ()
     assert report.fits
+
+
+@pytest.mark.parametrize("number", [-1, 10**60, 2**60 + 1, 1.5, True, "1", None, float("inf")])
+def test_a_file_with_implausible_numbers_counts_as_absent(number: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, args = kernel(torch.linalg.qr, torch.randn(36, 17))
+    found = measurement.measured(node, args, {}, node.meta["val"])
+    (key,) = (key for key in measurement._known if key.startswith("cpu"))
+    name = measurement.signature(node)
+    for row in ([number, 0], [0, number], [0], number if number is not None else []):
+        with monkeypatch.context() as context:
+            context.setattr(disk_cache, "read_text", lambda *_, row=row: json.dumps({name: row}))
+            context.setattr(measurement, "_known", {})
+            assert measurement._stored(key) == {}
+            assert measurement.measured(node, args, {}, node.meta["val"]) == found

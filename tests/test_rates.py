@@ -56,7 +56,7 @@ def test_where_more_work_took_less_time_the_longer_time_counts():
 
 @pytest.mark.parametrize(
     "points", [(), ((1.0, 0.0),), ((0.0, 1.0),), ((1.0, math.nan),), ((1.0, math.inf),), ((2.0, 1.0), (1.0, 2.0)),
-               ((1.0, 2.0), (2.0, 1.0)), ((1.0, 1.0), (1.0, 2.0))],
+               ((1.0, 2.0), (2.0, 1.0)), ((1.0, 1.0), (1.0, 2.0)), ((1.0, 1e300),), ((10**60, 1.0),), ((10**400, 1.0),)],
 )  # fmt: skip
 def test_curves_that_are_none_are_refused(points):
     with pytest.raises(ValueError, match="curve"):

@@ -7,7 +7,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from autoremat.basics.disk_cache import UNUSABLE, read_text, write_text
+from autoremat.basics.disk_cache import UNUSABLE, checked_bytes, read_text, write_text
 from autoremat.basics.errors import PlanFileError
 from autoremat.planner.plans.plan import Plan
 from autoremat.report.report import Report
@@ -31,7 +31,7 @@ def load(key: str) -> Record | None:
     """Returns the record of ``key``, or None if it is missing or unusable."""
     try:
         fields: dict[str, Any] = json.loads(read_text("reports", key) or "")
-        headroom, agreement = int(fields["extra_headroom_bytes"]), str(fields.get("agreement", ""))
+        headroom, agreement = checked_bytes(fields["extra_headroom_bytes"]), str(fields.get("agreement", ""))
         if fields["report"] is None:
             return Record(None, headroom, agreement)
         report = Report.from_json(json.dumps(fields["report"]))

@@ -43,9 +43,6 @@ METHOD = 6
 REMEMBERED = 20_000
 """The most signatures in the file of a device. The newest are kept."""
 
-MOST_BYTES = 2**60
-"""The most bytes that a file of measurements may state for a call."""
-
 aten = torch.ops.aten
 
 REFUSE_ZEROS = frozenset({aten.multinomial.default})
@@ -155,16 +152,11 @@ def remember() -> None:
 def _stored(key: str) -> Workspaces:
     try:
         record = json.loads(disk_cache.read_text("workspaces", key) or "")
-        return {str(name): None if row is None else Measured(*map(_checked_bytes, row)) for name, row in record.items()}
+        return {
+            str(name): None if row is None else Measured(*map(disk_cache.checked_bytes, row)) for name, row in record.items()
+        }
     except disk_cache.UNUSABLE:
         return {}
-
-
-def _checked_bytes(value: object) -> int:
-    """Returns ``value``. Raises ``ValueError`` if it is no plausible number of bytes: then the whole file counts as absent."""
-    if type(value) is not int or not 0 <= value <= MOST_BYTES:
-        raise ValueError(f"{value!r} is no number of bytes from 0 to {MOST_BYTES}")
-    return value
 
 
 def runs_only_torch(node: fx.Node) -> bool:

@@ -83,6 +83,10 @@ DOUBLE_SLOWDOWN = 2.0
 """Lower bound for the slowdown of 64-bit arithmetic against 32-bit."""
 
 
+LARGEST_FIGURE = 1e30
+"""Above this, and below its inverse, a figure is no time and no amount of work. Products of such figures could overflow."""
+
+
 @dataclass(frozen=True)
 class Curve:
     """Seconds as a function of an amount of work, through measured points.
@@ -95,7 +99,7 @@ class Curve:
 
     def __post_init__(self) -> None:
         figures = [x for point in self.points for x in point]
-        if not figures or not all(math.isfinite(x) and x > 0 for x in figures):
+        if not figures or not all(1 / LARGEST_FIGURE <= x <= LARGEST_FIGURE for x in figures):
             raise ValueError(f"a curve needs finite points above 0, not {self.points}")
         amounts, seconds = zip(*self.points, strict=True)
         if sorted(set(amounts)) != list(amounts) or sorted(seconds) != list(seconds):
@@ -166,7 +170,7 @@ class Rates:
     seconds."""
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.launch_seconds) and self.launch_seconds >= 0):
+        if not 0 <= self.launch_seconds <= LARGEST_FIGURE:
             raise ValueError(f"launch_seconds={self.launch_seconds} is no time")
         if not 0 <= self.disturbed_share <= 1:
             raise ValueError(f"disturbed_share={self.disturbed_share} is no share")
