@@ -69,7 +69,7 @@ def test_reports_are_a_list_that_says_why_it_is_empty(nothing_yet):
 def test_graphs_without_a_backward_are_told_of(nothing_yet):
     with torch.no_grad():
         torch.compile(nn.Linear(4, 4), backend="autoremat", options=OPTIONS)(torch.randn(2, 4))
-    with pytest.raises(IndexError, match=r"handed 1 graphs without a backward: gradient mode was off"):
+    with pytest.raises(IndexError, match=r"handed 1 graph without a backward: gradient mode was off"):
         autoremat.reports()[-1]
 
 
@@ -152,6 +152,38 @@ def test_a_graph_that_is_the_whole_function_has_no_such_advice():
     with pytest.raises(BudgetInfeasible) as raised:
         autoremat.explain(nn.Linear(8, 1), torch.randn(64, 8), options={**OPTIONS, "memory_budget": 1})
     assert "several" not in str(raised.value)
+
+
+def test_reports_say_that_code_between_graphs_is_not_counted():
+    loss, x = in_two_graphs()
+    torch.compile(loss, backend="autoremat", options=OPTIONS)(x)
+    first, second = (report.notes[-1] for report in autoremat.reports()[-2:])
+    assert re.fullmatch(
+        r"Dynamo broke the function after this graph \(.*graph_break.*\): the memory of code .* not counted", first
+    )
+    assert second == "Dynamo broke the function before this graph: the memory of code between graphs is not counted"
+    torch.compiler.reset()
+    report = autoremat.explain(loss, x, options=OPTIONS)
+    assert any(note.startswith("Dynamo broke graphs: the memory of code between") for note in report.notes)
+    profile = autoremat.profile_step(loss, x, options=OPTIONS, memory_budget=1.0)
+    torch.compile(loss, backend="autoremat", options={**OPTIONS, "memory_budget": profile})(x)
+    assert not any("not counted" in note for note in autoremat.reports()[-1].notes)
+    assert autoremat.explain(nn.Linear(8, 1), x, options=OPTIONS).notes == ()
+
+
+def test_a_transform_of_torch_func_around_a_compiled_function_is_told_of_once(nothing_yet, caplog):
+    weight, x = torch.randn(8, 8), torch.randn(4, 8)
+    compiled = torch.compile(lambda weight, x: (x @ weight).square().mean(), backend="autoremat", options=OPTIONS)
+    breaks.listen()
+    with caplog.at_level(logging.WARNING, logger="autoremat"):
+        for _ in range(2):
+            torch.func.grad(compiled)(weight, x)
+            torch.compiler.reset()
+            breaks.listen()
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "autoremat"]
+    assert "inside of a transform of torch.func, as in torch.func.grad(compiled): no memory budget holds" in line
+    with pytest.raises(IndexError, match=r"handed no graph(.|\n)*inside of a transform of torch\.func"):
+        autoremat.reports()[-1]
 
 
 def test_who_waits_has_waited_since_dynamo_began(nothing_yet, monkeypatch):

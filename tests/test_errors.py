@@ -2,9 +2,11 @@ import copy
 import pickle
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 import pytest
+import torch
 
 import autoremat
 from autoremat.basics import errors
@@ -178,6 +180,19 @@ def test_errors_survive_copying(error):
 def test_every_error_of_the_module_is_covered():
     found = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AutorematError)}
     assert found == {type(error) for error in ALL_ERRORS}
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+def test_an_error_that_says_all_is_shown_without_its_way_through_the_planner(inner):
+    model = torch.nn.Linear(64, 64)
+    options = {"memory_budget": 1000, "compiler": inner, "cost_model": "roofline"}
+    compiled = torch.compile(lambda x: model(x).square().mean(), backend="autoremat", options=options)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        compiled(torch.randn(64, 64))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert isinstance(caught.value.inner_exception, BudgetInfeasible)
+    assert shown.count("no plan was found") == 1
+    assert shown.count("/autoremat/") == 1
 
 
 def test_warning_survives_pickling():

@@ -9,12 +9,14 @@ from html.parser import HTMLParser
 import pytest
 import rich.console
 import torch
-from torch import nn
+from torch import fx, nn
 
 import autoremat
 from autoremat.basics.display import PlainTable
+from autoremat.capture.source_info import origin
 from autoremat.planner.search.pareto_front import HEADROOM_NOTE, Pareto, Point
 from autoremat.report import plots
+from autoremat.report.text_tables import short_source
 
 OPTIONS = {"compiler": "aot_eager"}
 ODD = "[red]<b>&\x1b[31m"
@@ -113,3 +115,19 @@ def test_points_are_a_list_as_before(shown):
     assert repr(Pareto()) == "<Pareto: 0 points>"
     pytest.importorskip("matplotlib")
     plots.pareto(points)
+
+
+@pytest.mark.parametrize(
+    ("file", "source", "short"),
+    [
+        ("/v/lib/python3.11/site-packages/transformers/models/llama/modeling_llama.py", "transformers/models/llama/modeling_llama.py:7",
+         "transformers/models/llama/modeling_llama.py:7"),
+        ("/usr/lib/python3/dist-packages/timm/layers/mlp.py", "timm/layers/mlp.py:7", "timm/layers/mlp.py:7"),
+        ("/home/me/project/src/model/train.py", "/home/me/project/src/model/train.py:7", "src/model/train.py:7"),
+    ],
+)  # fmt: skip
+def test_lines_of_installed_packages_have_a_path_within_the_package(file, source, short):
+    node = fx.Graph().placeholder("x")
+    node.meta["stack_trace"] = f'  File "{file}", line 7, in forward\n    return x'
+    assert origin(node) == ("", source)
+    assert short_source(source) == short

@@ -89,6 +89,16 @@ def test_two_calls_of_a_graph_under_a_share_are_noticed(watch):
     (real - fake).sum().backward()
 
 
+def test_equal_blocks_that_are_compiled_one_by_one_are_pointed_to_compile_blocks(watch):
+    blocks = nn.Sequential(*(Block(0.0) for _ in range(4)))
+    for block in blocks:
+        block.compile(backend="autoremat", options={**EAGER, "memory_budget": "260KiB"})
+    with pytest.warns(BudgetWarning, match=r"are live in one step: .*\.compile_blocks\(blocks") as caught:
+        blocks(torch.randn(ROWS, WIDTH))
+    assert len(caught) == 1
+    assert "in_flight" not in str(caught[0].message)
+
+
 def test_graphs_under_shares_and_graphs_on_other_devices_are_alone(watch):
     model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
     torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})(inputs).backward()

@@ -373,3 +373,10 @@ def causes(error: BaseException) -> Iterator[BaseException]:
         yield seen
         inner = getattr(seen, "inner_exception", None)
         seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)
+
+
+def unwrapped(error: BaseException) -> BaseException:
+    """Returns the exception that exceptions of torch wrap; ``error`` itself if it wraps none."""
+    while isinstance(inner := getattr(error, "inner_exception", None), BaseException):
+        error = inner
+    return error

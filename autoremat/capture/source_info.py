@@ -26,6 +26,9 @@ ROOT = re.compile(r"^([LG]\['(\w+)'\]|\.__closure__\[\d+\]\.cell_contents|\.__se
 PACKAGE = str(Path(__file__).parent.parent)
 """Folder of this package, whose lines are never those of the model."""
 
+INSTALLED = re.compile(r"^.*[/\\](?:site|dist)-packages[/\\]")
+"""Matches the folder of installed packages. A line of one has a path within it, such as ``torch/nn/functional.py``."""
+
 UNNAMED = ("self", "model", "fn")
 """Variable names that do not identify a model."""
 
@@ -69,7 +72,7 @@ def origin(node: fx.Node) -> tuple[str, str]:
             parts = line.strip().split(",")
             file = parts[0][len("File ") :].strip(chr(34))
             if not file.startswith(PACKAGE):  # ``compile_blocks`` calls the blocks
-                source = f"{file}:{parts[1].strip().removeprefix('line ')}"
+                source = f"{INSTALLED.sub('', file)}:{parts[1].strip().removeprefix('line ')}"
     return module, source
 
 

@@ -25,6 +25,10 @@ log = logging.getLogger("autoremat")
 SHOWN = 3
 """Number of reasons of graph breaks that a message lists."""
 
+BETWEEN_GRAPHS = "the memory of code between graphs is not counted"
+
+IN_TRANSFORM = "a transform of torch.func"
+
 _told: set[str] = set()
 _is_part: ContextVar[bool] = ContextVar("is_part", default=False)
 """True while one of several graphs of a broken function is compiled."""
@@ -75,6 +79,20 @@ def as_part(options: Options) -> Options:
     return dataclasses.replace(options, on_infeasible="best_effort", is_part=True)
 
 
+def note_on(gm: fx.GraphModule) -> str:
+    """Returns a note on what the report of ``gm`` does not count, if Dynamo broke the function; else an empty text."""
+    reason = dynamo.graph_break_around(gm)
+    if reason is None:
+        return ""
+    where = f"after this graph ({dynamo.in_few_words(reason).partition('. ')[0]})" if reason else "before this graph"
+    return f"Dynamo broke the function {where}: {BETWEEN_GRAPHS}"
+
+
+def note_on_breaks(before: Counter[str]) -> tuple[str, ...]:
+    """Returns a note on the graph breaks since ``before``; empty if there is none. Dynamo counts a break more than once."""
+    return (f"Dynamo broke graphs: {BETWEEN_GRAPHS}",) if dynamo.graph_breaks() - before else ()
+
+
 _frame_began: float | None = None
 _mark: Callable[[], None] = lambda: None  # noqa: E731
 """A callback without effect that Dynamo calls around each frame. A reset of torch removes it, which shows the reset."""
@@ -83,8 +101,8 @@ _mark: Callable[[], None] = lambda: None  # noqa: E731
 def listen() -> None:
     """Registers callbacks that Dynamo calls before and after each frame.
 
-    They log one warning per process if Dynamo does not trace an RNN, or a function that calls one. They also note the time at
-    which Dynamo begins a frame.
+    They log one warning per process if Dynamo does not trace an RNN, or a function that calls one, and one for a function
+    inside of a transform of ``torch.func``. They also note the time at which Dynamo begins a frame.
     """
     dynamo.around_each_frame(_before_a_frame, _after_a_frame)
 
@@ -106,6 +124,13 @@ def seconds_in_dynamo() -> float:
 def _before_a_frame() -> None:
     global _frame_began
     _frame_began = time.monotonic()
+    if dynamo.runs_in_transform() and IN_TRANSFORM not in _told:
+        _told.add(IN_TRANSFORM)
+        log.warning(
+            "Dynamo compiles nothing inside of %s, as in torch.func.grad(compiled): no memory budget holds there. Compile a "
+            "function that returns its loss, and call backward() on that",
+            IN_TRANSFORM,
+        )
 
 
 def _after_a_frame() -> None:

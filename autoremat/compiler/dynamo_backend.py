@@ -12,6 +12,7 @@ from typing import Any
 from torch import fx
 
 from autoremat.agreement.joining import membership
+from autoremat.basics.checks import options_of, underscored
 from autoremat.basics.errors import (
     BudgetInfeasible,
     BudgetWarning,
@@ -21,14 +22,16 @@ from autoremat.basics.errors import (
     find_cause,
     is_user_error,
     planning_error,
+    unwrapped,
 )
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.capture import source_info
 from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.capture.communicating import may_communicate
 from autoremat.compiler import records
+from autoremat.compiler.absent_backward import warn_without_backward
 from autoremat.compiler.blocks import compiled_for_blocks, current_block
-from autoremat.compiler.breaks import as_part, listen, one_of_several, seconds_in_dynamo, until_reset, what_dynamo_said
+from autoremat.compiler.breaks import as_part, listen, note_on, one_of_several, seconds_in_dynamo, until_reset, what_dynamo_said
 from autoremat.compiler.buckets import sharing_one_budget
 from autoremat.compiler.cache_key import graph_key
 from autoremat.compiler.compile_loop import compile_graph, with_bytes
@@ -78,8 +81,17 @@ def backend(
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
     title, waited = f"compiling {source_info.begin_of(gm.graph)}", seconds_in_dynamo()
-    with status_if_slow(title, shown=parsed.progress, waited=waited), one_of_several(gm):
-        return _compile(gm, example_inputs, parsed)
+    try:
+        with status_if_slow(title, shown=parsed.progress, waited=waited), one_of_several(gm):
+            if active_interceptor() is None:
+                warn_without_backward(gm, parsed, is_explicit="memory_budget" in underscored(options_of(options)))
+            return _compile(gm, example_inputs, parsed)
+    except Exception as error:
+        said = unwrapped(error)
+        if not isinstance(said, BudgetInfeasible | OptionsError):
+            raise
+        log.debug("the error in full", exc_info=error)
+        raise said.with_traceback(None) from None  # its text says all, so neither its way here nor what wraps it is shown
 
 
 listen()
@@ -132,7 +144,7 @@ def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: 
             found = compile_graph(GraphSource(gm, example_inputs, patches), agreed, peers)
         if found.record is not None:
             records.save(found.key, found.record)
-        return _published(found.function, found.report, parsed, example_inputs)
+        return _published(gm, found.function, found.report, parsed, example_inputs)
     except Exception as error:  # an error of the graph itself recurs in plain Inductor below
         if is_user_error(error):
             raise
@@ -198,11 +210,13 @@ def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Opti
         )
         partitioning = Partitioning(context, peers.plan, peers.fail)
         compiled = compilers.compile_uncompiled(gm, inputs, Partitioner(partitioning))
-    return _published(compiled, partitioning.report, options, inputs)
+    return _published(gm, compiled, partitioning.report, options, inputs)
 
 
-def _published(compiled: Compiled, report: Report | None, options: Options, inputs: Sequence[Any]) -> Compiled:
+def _published(
+    gm: fx.GraphModule, compiled: Compiled, report: Report | None, options: Options, inputs: Sequence[Any]
+) -> Compiled:
     """Returns ``compiled`` with its report published, and notes what its function is granted."""
     if report is not None:
         note_grant(options, inputs, report.budget_bytes)
-    return published(compiled, report, options)
+    return published(compiled, report, options, note_on(gm))

@@ -67,7 +67,7 @@ class _Open:
 
     graph: Watched
     device: torch.device
-    leaves: Collection[int] = ()
+    leaves: frozenset[int] = frozenset()
     thread: int = field(default_factory=threading.get_ident)
 
 
@@ -225,14 +225,16 @@ def _of_open_calls(present: _Open, earlier: Collection[_Open], peak: int, more: 
         calls += f", beside the {counted + 1} that in_flight counts,"
     alone = all(one.graph is graph for one in earlier)
     remedy = f" For calls of one graph, in_flight={len(earlier) + counted + 1} counts so many." if alone else ""
+    if any(one.graph is graph and one.leaves.isdisjoint(present.leaves) for one in earlier):
+        remedy = " For equal blocks that are compiled one by one, use autoremat.compile_blocks(blocks, memory_budget=...)."
     gradients = f" beside {format_bytes(more)} of gradients" if more else ""
     return (
         f"several {'calls of one compiled graph' if alone else 'compiled graphs'} are live in one step: {calls} "
         f"{format_bytes(held)} for the backward{gradients} while this one needs {format_bytes(peak)}, so far "
         f"{format_bytes(held + more + peak)} together, over the budget of {format_bytes(graph.report.budget_bytes or 0)} that "
-        f"each call keeps by itself. Later calls add to that.{remedy} autoremat.profile_step(model, *batch, memory_budget=...) "
+        "each call keeps by itself. Later calls add to that. autoremat.profile_step(model, *batch, memory_budget=...) "
         "measures the whole step and shares one budget among all calls. Call it before training, on every rank at the same "
-        "time, and pass its result as memory_budget"
+        f"time, and pass its result as memory_budget.{remedy}"
     )
 
 

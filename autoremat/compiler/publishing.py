@@ -11,6 +11,8 @@ from autoremat.basics.units import format_bytes
 from autoremat.compiler.lowering import Compiled
 from autoremat.compiler.overlap_warning import watched
 from autoremat.options.options import Options
+from autoremat.planner.multigraph.ledger import Share
+from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.registry import add_report
 from autoremat.report.report import Report
 from autoremat.torch_private.autograd import retraces_backwards
@@ -25,17 +27,18 @@ PART = (
 """Note in the reports of the graphs of a broken function under a share."""
 
 
-def published(compiled: Compiled, report: Report | None, options: Options) -> Compiled:
-    """Registers and logs ``report`` and returns ``compiled``.
+def published(compiled: Compiled, report: Report | None, options: Options, note: str = "") -> Compiled:
+    """Registers and logs ``report``, with ``note`` if that is not empty, and returns ``compiled``.
 
     The returned callable is watched for other open calls if the graph has a budget of its own. Warns with ``BudgetWarning`` if
     the step exceeds the budget, or if compiled autograd traces its backward anew.
     """
     if report is None:
         return compiled
-    report = dataclasses.replace(report, device_ledger=options.device_ledger)  # a record may have the ledger of another device
-    if options.is_part:
-        report = dataclasses.replace(report, notes=(*report.notes, PART))
+    has_own_budget = not isinstance(options.memory_budget, Share | StepProfile)  # a profile measures the code between graphs
+    more = (PART if options.is_part else "", note if has_own_budget else "")
+    # A record may have the ledger of another device.
+    report = dataclasses.replace(report, device_ledger=options.device_ledger, notes=(*report.notes, *filter(None, more)))
     if report.unknown_workspaces and report.budget_bytes is not None:
         log.warning(
             "the budget may be exceeded by the workspaces of %s, which are not known (of an op of your own, "

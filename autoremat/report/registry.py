@@ -71,13 +71,15 @@ def why_no_reports() -> str:
     lines = ["no graph with a backward was compiled by autoremat in this process."]
     if _graphs_seen:
         lines.append(
-            f"The backend was handed {_graphs_seen} graphs without a backward: gradient mode was off, or no parameter or input "
-            "requires a gradient, or nothing was returned that depends on one."
+            f"The backend was handed {_graphs_seen} graph{'s' if _graphs_seen > 1 else ''} without a backward: gradient mode "
+            "was off, or no parameter or input requires a gradient, or nothing was returned that depends on one, or the "
+            "function computes gradients itself, as by torch.func.grad."
         )
     else:
         lines.append(
             "The backend was handed no graph. Was a function compiled by it called? Some functions Dynamo leaves alone: those "
             "that call an nn.LSTM, nn.GRU or nn.RNN (unless torch._dynamo.config.allow_rnn is set), and torch's own, such as "
-            "the forward of an nn.Sequential inside of DistributedDataParallel: give that a forward of your own."
+            "the forward of an nn.Sequential inside of DistributedDataParallel: give that a forward of your own. Nothing is "
+            "compiled inside of a transform of torch.func, as in torch.func.grad(compiled)."
         )
     return "\n".join(filter(None, [*lines, *(explanation() for explanation in _explanations)]))

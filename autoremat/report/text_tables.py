@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from autoremat.basics.display import PlainTable, named_figures, plain_table
@@ -30,8 +31,8 @@ def tables(report: ReportData) -> list[PlainTable]:
 
 
 def short_source(source: str) -> str:
-    """Returns the last three parts of a path."""
-    return "/".join(source.replace("\\", "/").split("/")[-3:])
+    """Returns the last three parts of an absolute path. A path within an installed package is relative, and stays whole."""
+    return "/".join(source.replace("\\", "/").split("/")[-3:]) if os.path.isabs(source) else source
 
 
 def figures(report: ReportData) -> list[tuple[str, str]]:

@@ -26,7 +26,7 @@ from autoremat.basics.errors import AutorematError, CaptureError, causes
 from autoremat.basics.progress import now
 from autoremat.capture.capture import may_train
 from autoremat.capture.source_info import take_names
-from autoremat.compiler.breaks import one_of_several, what_dynamo_said
+from autoremat.compiler.breaks import note_on_breaks, one_of_several, what_dynamo_said
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
@@ -181,7 +181,7 @@ def trace_captured(
             "nothing to plan: no graph of the step has a backward. Is gradient mode on, does a parameter or input require a "
             "gradient, and does the function return something that depends on it?" + (f"\n{said}" if said else "")
         )
-    return Traced(tuple(recorder.found), tuple(notes))
+    return Traced(tuple(recorder.found), (*notes, *note_on_breaks(breaks)))
 
 
 def _stopped(error: Exception, found: bool) -> str:

@@ -31,6 +31,9 @@ WITHOUT_RNN = "RNN, GRU, or LSTM"
 """A phrase in the reason of a graph break at a module that Dynamo traces only with ``allow_rnn``."""
 
 
+OPENS_GRADIENT = "_grad_increment_nesting"
+"""The name of the call in a captured graph that begins a gradient of ``torch.func``: grad, vjp and what uses them."""
+
 SOURCES_OF_MODULE, SOURCE_OF_INPUT = ("_param_name_to_source", "_source_to_user_stacks"), "_dynamo_source"
 """Attributes of a captured graph module and of its placeholders. Copies of a module or a graph lack them."""
 
@@ -115,6 +118,24 @@ def graph_break_around(gm: fx.GraphModule) -> str | None:
         return str(ended.reason)
     resumed = any(RESUMED in (node.meta.get("stack_trace") or "") for node in gm.graph.nodes)
     return "" if resumed else None
+
+
+def computes_gradients(module: fx.GraphModule) -> bool:
+    """Returns True if a captured graph differentiates: by ``torch.func``, or by ``torch.autograd.grad``."""
+    graphs = [part.graph for part in module.modules() if isinstance(part, fx.GraphModule)]
+    targets = [node.target for graph in graphs for node in graph.nodes if node.op == "call_function"]
+    return torch.autograd.grad in targets or OPENS_GRADIENT in (getattr(target, "__name__", "") for target in targets)
+
+
+def requires_gradient(module: fx.GraphModule) -> bool:
+    """Returns True if a result of a captured graph depends on something that requires a gradient."""
+    results = (node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes)
+    return any(isinstance(result, torch.Tensor) and result.requires_grad for result in results)
+
+
+def runs_in_transform() -> bool:
+    """Returns True inside of a transform of ``torch.func``, where Dynamo compiles nothing."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def around_each_frame(begins: Callable[[], None], ended: Callable[[], None]) -> None:

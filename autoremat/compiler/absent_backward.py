@@ -1,0 +1,49 @@
+"""Warns of a memory budget for a graph without a backward, on which it has no effect."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import fx
+
+from autoremat.basics.errors import OptionWarning
+from autoremat.capture import source_info
+from autoremat.options.options import Options
+from autoremat.planner.multigraph.step_profile import StepProfile
+from autoremat.torch_private import dynamo
+
+_trained: set[str] = set()
+"""Places of the functions that have a graph with a backward. Their graphs without one serve for evaluation."""
+
+
+def warn_without_backward(gm: fx.GraphModule, options: Options, is_explicit: bool) -> None:
+    """Warns with ``OptionWarning`` if the budget has no effect on a graph that Dynamo captured.
+
+    ``is_explicit`` is True if ``torch.compile`` got the budget itself, and no default of the process.
+    """
+    place = source_info.begin_of(gm.graph)
+    if dynamo.requires_gradient(gm):
+        _trained.add(place)
+        return
+    if options.memory_budget is None or isinstance(options.memory_budget, StepProfile):
+        return
+    reason = _reason(gm, is_explicit and place not in _trained)
+    if reason:
+        warnings.warn(f"memory_budget has no effect on {place}: {reason}", OptionWarning, stacklevel=2)
+
+
+def _reason(gm: fx.GraphModule, is_meant_to_train: bool) -> str:
+    """Returns the reason why the graph has no backward; empty for evaluation, and for a part of a function."""
+    if dynamo.computes_gradients(gm):
+        return (
+            "it computes gradients itself, by torch.func.grad, vjp or torch.autograd.grad, so torch hands over forward and "
+            "backward as one graph, which keeps what it needs. Compile the loss alone and call backward() on its result"
+        )
+    is_part = bool(dynamo.graph_breaks()) or dynamo.graph_break_around(gm) is not None
+    if not torch.is_grad_enabled() or is_part or not is_meant_to_train:
+        return ""
+    return (
+        "it has no backward, because no parameter or input requires a gradient, or nothing is returned that depends on one. "
+        "Let one require a gradient, or evaluate under torch.no_grad()"
+    )
