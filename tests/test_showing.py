@@ -120,8 +120,8 @@ def test_points_are_a_list_as_before(shown):
 @pytest.mark.parametrize(
     ("file", "source", "short"),
     [
-        ("/v/lib/python3.11/site-packages/transformers/models/llama/modeling_llama.py", "transformers/models/llama/modeling_llama.py:7",
-         "transformers/models/llama/modeling_llama.py:7"),
+        ("/v/lib/python3.11/site-packages/transformers/models/llama/modeling_llama.py",
+         "transformers/models/llama/modeling_llama.py:7", "transformers/models/llama/modeling_llama.py:7"),
         ("/usr/lib/python3/dist-packages/timm/layers/mlp.py", "timm/layers/mlp.py:7", "timm/layers/mlp.py:7"),
         ("/home/me/project/src/model/train.py", "/home/me/project/src/model/train.py:7", "src/model/train.py:7"),
     ],
