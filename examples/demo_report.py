@@ -123,7 +123,8 @@ def failures(results: Sequence[Result], dtype: torch.dtype) -> list[str]:
 
 def results_table(results: Sequence[Result]) -> Table:
     times = Times(results)
-    table = Table(title="Peak memory of forward and backward above the step's start, MiB", caption=times.caption())
+    title = "Peak memory of forward and backward above the step's start, MiB"
+    table = Table(title=title, caption=times.caption(), caption_justify="left")
     table.add_column("setting", no_wrap=True)
     for column in ("budget", "predicted", "measured", "fits", "share", "step", "to first", "final loss"):
         table.add_column(column, justify="right")

@@ -81,7 +81,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a smaller model, fewer steps and settings")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a larger model in bfloat16")
     parser.add_argument("--steps", type=int, help="training steps for each setting (15; 9 with --quick)")
-    parser.add_argument("--layers", type=int, help="decoder layers (4; 2 with --quick)")
+    parser.add_argument("--layers", type=int, help="decoder layers (3; 2 with --quick)")
     parser.add_argument("--dropout", type=float, default=0.0, help="probability; on attention and residuals")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, help="which settings to run (default: all)")
     parser.add_argument("--output", type=Path, default=Path("demo-results"), help="folder for the table, JSON, picture")
