@@ -193,9 +193,11 @@ def training_chain(length: int, single_phase: bool = False, size: int = 1) -> Gr
 
 @st.composite
 def saved_sets(draw: st.DrawFn, graph: Graph) -> frozenset[int]:
-    """Sets of forward values that a schedule may save: whatever cannot be repeated is in them if it is needed."""
+    """Sets of forward values that a schedule may save: whatever cannot be repeated is in them if it is needed, and nothing that
+    is to be recomputed."""
     wanted = set(draw(st.sets(st.sampled_from(graph.forward_values)))) if graph.forward_values else set()
-    return close_under_need(graph, wanted)
+    recomputed = {v for op in graph.ops if op.constraint is Constraint.RECOMPUTE and op.rematerializable for v in op.outputs}
+    return close_under_need(graph, wanted - recomputed)
 
 
 def runs_once(op: Op) -> bool:

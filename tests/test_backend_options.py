@@ -53,10 +53,10 @@ def test_another_partitioner_is_refused():
 
 
 def test_an_infeasible_budget_says_what_is_possible():
-    error = failure(memory_budget=100)
+    error = failure(memory_budget=1000)
     assert isinstance(error, BudgetInfeasible)
-    assert error.budget_bytes == 100
-    assert 100 < error.lower_bound_bytes <= error.minimum_bytes
+    assert error.budget_bytes == 1000
+    assert 1000 < error.lower_bound_bytes <= error.minimum_bytes
     assert error.occupants
     sizes = [one.bytes for one in error.occupants]
     assert sizes == sorted(sizes, reverse=True)
@@ -68,7 +68,7 @@ def test_an_infeasible_budget_says_what_is_possible():
 
 
 def test_the_minimum_named_by_the_error_is_feasible():
-    minimum = failure(memory_budget=100).minimum_bytes
+    minimum = failure(memory_budget=1000).minimum_bytes
     compile_(Mlp(), {"compiler": "aot_eager", "memory_budget": minimum})(torch.randn(8, 64)).backward()
     assert autoremat.reports()[-1].fits
     torch._dynamo.reset()

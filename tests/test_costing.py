@@ -156,8 +156,8 @@ class OnXpu(torch.Tensor):
     [
         ({"cost_model": "calibrated"}, {"cost_model": "roofline"}, "roofline", "calibrated"),
         ({}, {"cost_model": "roofline"}, "calibrated", "roofline"),
-        ({}, {"memory_budget": 2}, "calibrated", "calibrated"),
-        ({"memory_budget": 2}, {}, " ", "calibrated"),
+        ({}, {"memory_budget": 222}, "calibrated", "calibrated"),
+        ({"memory_budget": 222}, {}, " ", "calibrated"),
         ({}, {}, None, "calibrated"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -108,14 +109,15 @@ def test_the_option_takes_paths_and_plans(plan, tmp_path):
     other = dataclasses.replace(plan, label="another")
     assert Options(plan=[plan, other]).cache_key() not in digests
     assert Options(plan=other).cache_key() not in digests
-    assert Options().plan == Options(plan=None).plan == ()
+    assert Options().plan is Options(plan=None).plan is None
     configure(plan=plan)
     assert Options.parse({}).plan[0].plan.schedule == plan.schedule
 
 
 def test_other_values_of_the_option_are_refused(tmp_path):
-    with pytest.raises(OptionsError, match="plan=7 is not accepted"):
-        Options(plan=7)
+    for value in (7, "", " ", [], ()):
+        with pytest.raises(OptionsError, match=re.escape(f"plan={value!r} is not accepted")):
+            Options(plan=value)
     with pytest.raises(PlanFileError):
         Options(plan=tmp_path / "nothing.json")
 

@@ -27,6 +27,12 @@ UNITS = ["B", "KB", "MB", "GB", "TB", "KiB", "MiB", "GiB", "TiB"]
         ("007MB", 7_000_000),
         ("9007199254740993B", 2**53 + 1),
         ("0.1GB", 100_000_000),
+        ("6G", 6 * 2**30),
+        ("6 g", 6 * 2**30),
+        ("6Gi", 6 * 2**30),
+        ("6144M", 6 * 2**30),
+        ("1.5T", 3 * 2**39),
+        ("8k", 2**13),
     ],
 )
 def test_parse_bytes_accepts(text, expected):
@@ -35,7 +41,7 @@ def test_parse_bytes_accepts(text, expected):
 
 @pytest.mark.parametrize(
     "text",
-    ["", " ", "6", "1e3", "GiB", "6G", "6Gi", "6 GiB free", "six GiB", "-6GiB", "+6GiB", "1,5GB", "1_000B", "1e3MB"]
+    ["", " ", "6", "1e3", "GiB", "6Gib/s", "6 GiB free", "six GiB", "-6GiB", "+6GiB", "1,5GB", "1_000B", "1e3MB"]
     + ["6.GB", "1.2.3GB", "0x10B", "nanGB", "infGB", "6\u00a0G iB", "\u0666GiB", "6GiB6GiB", "auto", "6PB", "50%"],
 )
 def test_parse_bytes_refuses_nonsense_and_shows_it(text):

@@ -6,24 +6,28 @@ from numbers import Real
 
 from autoremat.basics.checks import MOST_BYTES, as_float, as_int, refused, text_to_bytes
 from autoremat.basics.errors import OptionsError
-from autoremat.basics.units import BYTE_FORMS
+from autoremat.basics.units import BYTE_FORMS, parse_percent
 
 FORMS_ANYWHERE = (
-    f"an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in (0, 1] (that share of the peak that "
+    f'an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in [0.001, 1] or text such as "70%" (that share of the peak that '
     "the step needs without autoremat); None (no bound)"
 )
 """Error text: the forms of a budget that need neither a device nor a step profile."""
 
+LEAST_SHARE = 0.001
+"""Least share of a peak that counts as meant."""
+
 
 def parse_budget(value: object, name: str, forms: str = FORMS_ANYWHERE) -> int | float | None:
-    """Returns the budget as bytes (an int), a share of a reference peak (a float in (0, 1]) or None for no bound.
+    """Returns the budget as bytes (an int), a share of a reference peak (a float in [0.001, 1]) or None for no bound.
 
     ``name`` and ``forms`` appear in the error. Raises ``OptionsError`` for a value that is not accepted.
     """
     if value is None:
         return None
     if isinstance(value, str):
-        return text_to_bytes(value, name, forms)
+        percent = parse_percent(value)
+        return text_to_bytes(value, name, forms) if percent is None else _share(percent, value, name, forms)
     count = as_int(value)
     if count is not None:
         if not 0 < count <= MOST_BYTES:
@@ -34,13 +38,24 @@ def parse_budget(value: object, name: str, forms: str = FORMS_ANYWHERE) -> int |
     share = as_float(value)
     if math.isfinite(share) and share > 1:
         raise OptionsError(
-            f"{name}={value!r}: a float is a share of the peak that the step needs without autoremat, in (0, 1]. "
+            f"{name}={value!r}: a float is a share of the peak that the step needs without autoremat, at most 1. "
+            f"{likely_share(share)}"
             f'For bytes give an int, such as {round(share)}, or a string with a unit, such as "6GiB". '
             f"Accepted: {forms}"
         )
-    if not 0 < share <= 1:
+    return _share(share, value, name, forms)
+
+
+def _share(share: float, value: object, name: str, forms: str) -> float:
+    """Returns ``share``, which the user wrote as ``value``."""
+    if not LEAST_SHARE <= share <= 1:
         raise refused(name, value, forms)
     return share
+
+
+def likely_share(number: float) -> str:
+    """Returns the question whether a number above 1 and at most 100 is meant as per cent, or ""."""
+    return f"Did you mean {number / 100:g} ({number:g} %)? " if 1 < number <= 100 else ""
 
 
 def budget_bytes(budget: int | float | None, reference_bytes: int) -> int | None:

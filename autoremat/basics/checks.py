@@ -1,9 +1,8 @@
 """Checks single values that users give. Each check returns the value in its normal form, or raises ``OptionsError``."""
 
 import math
-import operator
 from collections.abc import Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 from autoremat.basics.errors import OptionsError
@@ -11,6 +10,12 @@ from autoremat.basics.units import parse_bytes
 
 MOST_BYTES = 2**63 - 1
 """Upper limit for byte counts: the largest signed 64-bit integer."""
+
+MOST_PARTS = 2**16
+"""Upper limit for numbers of chunks and of open calls."""
+
+LONGEST_SECONDS = 10**7
+"""Upper limit for durations, in seconds: four months."""
 
 LONGEST_SHOWN = 200
 """Characters of a refused value that an error message shows."""
@@ -35,13 +40,8 @@ def text_to_bytes(text: str, name: str, forms: str) -> int:
 
 
 def as_int(value: Any) -> int | None:
-    """Returns the value of an int or of an int-like object (NumPy's), or None for anything else, including a bool."""
-    if isinstance(value, bool):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
+    """Returns the value of an integer (Python's or NumPy's), or None for anything else, including a bool and any tensor."""
+    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
 
 
 def as_float(value: Real) -> float:
@@ -54,9 +54,17 @@ def as_float(value: Real) -> float:
 
 def refused(name: str, value: object, forms: str) -> OptionsError:
     """Returns the error for a value that is not accepted. ``forms`` lists the accepted ones."""
-    shown = f"an int of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 1 << 256 else repr(value)
-    shown = shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."
+    try:
+        shown = _shown(value)
+    except Exception:  # the value's own ``__repr__``
+        shown = f"a {type(value).__name__}"
     return OptionsError(f"{name}={shown} is not accepted. Accepted: {forms}")
+
+
+def _shown(value: object) -> str:
+    """Returns the text of a value, shortened."""
+    shown = f"an int of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 1 << 256 else repr(value)
+    return shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."
 
 
 def options_of(options: Mapping[str, object] | None) -> Mapping[str, object]:
@@ -90,7 +98,7 @@ def flag(value: object, name: str) -> bool:
 
 
 def positive_seconds(value: object, name: str) -> float:
-    """Returns ``value`` as a float if it is a finite number above 0."""
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < as_float(value) < math.inf:
-        raise refused(name, value, "a finite number of seconds > 0")
+    """Returns ``value`` as a float if it is a number above 0 and at most ``LONGEST_SECONDS``."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not 0 < as_float(value) <= LONGEST_SECONDS:
+        raise refused(name, value, f"a finite number of seconds > 0, at most {LONGEST_SECONDS}")
     return as_float(value)

@@ -5,13 +5,14 @@ Nothing is executed or trusted: the reader checks all types and numbers, and rai
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import math
 import types
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 Reader = Callable[[Any], Any]
 """A function from JSON data to the value of a field."""
@@ -43,7 +44,7 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True)
 class Codec:
-    """Reads JSON data as values of given types: scalars, enums, tuples, dicts and dataclasses, or None where permitted."""
+    """Reads JSON data as values of given types: scalars, enums, tuples, dicts, dataclasses and unions of these and None."""
 
     signed: bool = False
     """True if numbers may be negative or infinite."""
@@ -64,9 +65,8 @@ class Codec:
             return self._scalar(kind)
         if get_origin(kind) is tuple:
             return self._tuple(*get_args(kind))
-        if get_origin(kind) is types.UnionType:
-            inner = next(one for one in get_args(kind) if one is not types.NoneType)
-            return lambda data: None if data is None else self.read(inner, data)
+        if get_origin(kind) in (types.UnionType, Union):
+            return self._union(*get_args(kind))
         if isinstance(kind, type) and dataclasses.is_dataclass(kind):
             return self._dataclass(kind)
         if isinstance(kind, type) and issubclass(kind, enum.Flag):
@@ -87,6 +87,20 @@ class Codec:
             if not fits:
                 raise ValueError(f"{data!r} is no {what}")
             return printable(data) if kind is str else data
+
+        return read
+
+    def _union(self, *kinds: Any) -> Reader:
+        """Returns the reader of the first type that fits. Of None and a single type, the error is that of the type."""
+        *others, last = (self.reader(kind) for kind in kinds if kind is not types.NoneType)
+
+        def read(data: Any) -> Any:
+            if data is None and types.NoneType in kinds:
+                return None
+            for read_one in others:
+                with contextlib.suppress(ValueError, TypeError, KeyError):
+                    return read_one(data)
+            return last(data)
 
         return read
 

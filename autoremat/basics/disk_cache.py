@@ -11,11 +11,9 @@ read from a file is executed, and a file that does not parse counts as absent. R
 from __future__ import annotations
 
 import contextlib
-import errno
 import logging
 import os
 import secrets
-import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -26,6 +24,7 @@ import platformdirs
 
 from autoremat.basics.environment import CACHE_SIZE as SIZE_VARIABLE
 from autoremat.basics.errors import OptionsError
+from autoremat.basics.files import read_regular_text
 from autoremat.basics.units import parse_bytes
 
 if sys.platform != "win32":
@@ -34,9 +33,6 @@ if sys.platform != "win32":
 log = logging.getLogger("autoremat")
 
 DEFAULT_SIZE = 2**30
-LARGEST_FILE = 2**28
-"""Bytes above which a file is not read. No file that this package writes is that large."""
-
 MOST_BYTES = 2**60
 """The most bytes that a file may state for anything."""
 
@@ -65,23 +61,14 @@ def read_text(kind: str, key: str) -> str | None:
     """Returns the text stored as ``kind`` under ``key``, or None. Marks the file as used now."""
     path = folder(kind) / f"{key}.json"
     try:
-        # Opened without blocking: if a pipe had the file's name, the process would wait for ever.
-        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
-        try:
-            about = os.fstat(descriptor)
-            if not stat.S_ISREG(about.st_mode) or about.st_size > LARGEST_FILE:
-                raise OSError(errno.EINVAL, f"{path.name} is no file of ours")
-            with open(descriptor, "rb", closefd=False) as file:
-                text = file.read(LARGEST_FILE).decode()
-        finally:
-            os.close(descriptor)
+        text = read_regular_text(path)
         with contextlib.suppress(OSError):
             os.utime(path)  # eviction goes by this time
         return text
     except (FileNotFoundError, UnicodeDecodeError):
         return None
     except OSError as error:
-        _say_unusable(error.strerror)
+        _say_unusable(f"{path.name}: {error.strerror}")
         return None
 
 

@@ -3,26 +3,19 @@
 import re
 from fractions import Fraction
 
-BYTE_FORMS = '"6GiB", "800MB" or "1.5 GB" (B; KB, MB, GB, TB: powers of 1000; KiB, MiB, GiB, TiB: powers of 1024)'
+BYTE_FORMS = (
+    '"6GiB", "6G", "800MB" or "1.5 GB" (KB, MB, GB, TB: powers of 1000; K, M, G, T and KiB, MiB, GiB, TiB: powers of 1024)'
+)
 
-_BYTES_PER_UNIT = {
-    "b": 1,
-    "kb": 10**3,
-    "mb": 10**6,
-    "gb": 10**9,
-    "tb": 10**12,
-    "kib": 2**10,
-    "mib": 2**20,
-    "gib": 2**30,
-    "tib": 2**40,
-}
-_BYTE_TEXT = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*([kmgt]i?b|b)", re.ASCII | re.IGNORECASE)
+_NUMBER = r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*"
+_BYTE_TEXT = re.compile(_NUMBER + r"(?:([kmgt])(i?b?)|b)", re.ASCII | re.IGNORECASE)
+_PERCENT_TEXT = re.compile(_NUMBER + "%", re.ASCII)
 
 
 def parse_bytes(text: str) -> int:
     """Returns the bytes that ``text`` denotes, rounded down.
 
-    The case of the unit and a space before it do not matter.
+    The case of the unit and a space before it do not matter. A letter alone is a power of 1024, as in most tools.
 
     Raises ``ValueError`` for anything but a positive number with a unit. A number alone is refused, because "6" hardly means
     bytes.
@@ -30,11 +23,19 @@ def parse_bytes(text: str) -> int:
     match = _BYTE_TEXT.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None:
         raise ValueError(f"{text!r} is not a number of bytes; accepted: {BYTE_FORMS}")
-    number, unit = match.groups()
-    count = int(Fraction(number) * _BYTES_PER_UNIT[unit.lower()])  # exact: a float would lose bytes above 2**53
+    number, prefix, rest = match.groups()
+    base = 1000 if rest and rest.lower() == "b" else 1024
+    power = "KMGT".index(prefix.upper()) + 1 if prefix else 0
+    count = int(Fraction(number) * base**power)  # exact: a float would lose bytes above 2**53
     if count == 0:
         raise ValueError(f"{text!r} is less than one byte; accepted: a positive number such as {BYTE_FORMS}")
     return count
+
+
+def parse_percent(text: str) -> float | None:
+    """Returns the share that ``text`` denotes, 0.7 for "70%", or None if it is no number of per cent."""
+    match = _PERCENT_TEXT.fullmatch(text.strip())
+    return None if match is None else float(Fraction(match[1]) / 100)
 
 
 def format_bytes(count: int) -> str:

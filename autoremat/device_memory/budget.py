@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from autoremat.basics.checks import as_int, flag, refused, text_to_bytes
+from autoremat.basics.checks import MOST_BYTES, as_int, flag, refused, text_to_bytes
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS
 from autoremat.device_memory.inventory import Inventory
@@ -173,7 +173,7 @@ def _tensors(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
 def _bytes(value: object, name: str, forms: str = BYTES_FORMS, least: int = 0) -> int:
     """Returns ``value`` in bytes. Raises ``OptionsError`` for other forms."""
     count = text_to_bytes(value, name, forms) if isinstance(value, str) else as_int(value)
-    if count is None or count < least:
+    if count is None or not least <= count <= MOST_BYTES:
         raise refused(name, value, forms)
     return count
 

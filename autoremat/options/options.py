@@ -68,7 +68,7 @@ class Options:
     Fields hold normalised values: bytes are ints, even if given as "6GiB".
 
     - memory_budget: bound on the peak of forward and backward, above the live bytes at the start of the step. It is in bytes
-        (int), a share of the peak that the step needs without autoremat (float in (0, 1]), "auto", or None for no bound. A
+        (int), a share of the peak that the step needs without autoremat (float in [0.001, 1]), "auto", or None for no bound. A
         `StepProfile` divides the budget of a step of several graphs. A `DeviceBudget` is the memory of a whole device.
     - max_slowdown: bound on the time of the step, as a share of the fastest plan's time beyond that. By itself it asks for the
         least peak within that time; beside `memory_budget` it only bounds the plan's time. "free" costs nothing measurable.
@@ -112,7 +112,7 @@ class Options:
     inductor: tuple[tuple[str, object], ...] = ()
     mode: str | None = None
     cost_model: str = "calibrated"
-    plan: tuple[PlanFile, ...] = ()
+    plan: tuple[PlanFile, ...] | None = None
     policy: Policy | str | None = None
     save: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
@@ -194,6 +194,7 @@ class Options:
         """
         given = underscored(options_of(options))
         own = {key: value for key, value in given.items() if key in OWN_KEYS}
+        values.refuse_likely_percent(own.get("memory_budget"), "memory_budget")
         foreign = {key: value for key, value in given.items() if key not in OWN_KEYS}
         if foreign:
             known = inductor_keys()
@@ -340,6 +341,7 @@ def configure(**options: "Unpack[OptionValues]") -> None:
     given: dict[str, Any] = dict(options)
     if unknown := [key for key in given if key not in OWN_KEYS]:
         raise _unknown_key(unknown[0], ())
+    values.refuse_likely_percent(options.get("memory_budget"), "memory_budget")
     checked = Options(**given)
     _configured = _configured | {key: getattr(checked, key) for key in given} if given else {}
     shown = _configured.get("progress")
@@ -375,6 +377,7 @@ def _budget_from_text(text: str) -> Budget:
             break
         except ValueError:
             continue
+    values.refuse_likely_percent(value, ENVIRONMENT_VARIABLE)
     return values.budget(value, ENVIRONMENT_VARIABLE)
 
 

@@ -1,12 +1,13 @@
 """Checks the values of single options and returns them in the form in which ``Options`` holds them."""
 
 import os
-from collections.abc import Collection
+from collections.abc import Sequence, Set
 from numbers import Real
 
-from autoremat.basics.budget import FORMS_ANYWHERE, parse_budget
-from autoremat.basics.checks import MOST_BYTES, as_float, as_int, refused, text_to_bytes
-from autoremat.basics.units import BYTE_FORMS
+from autoremat.basics.budget import FORMS_ANYWHERE, likely_share, parse_budget
+from autoremat.basics.checks import MOST_BYTES, MOST_PARTS, as_float, as_int, refused, text_to_bytes
+from autoremat.basics.errors import OptionsError
+from autoremat.basics.units import BYTE_FORMS, parse_percent
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
@@ -20,21 +21,36 @@ BUDGET_FORMS = (
     "an `autoremat.device_budget`"
 )
 PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
-CHUNK_FORMS = '"auto", True, False or a number of parts, an int >= 2'
+PLAN_FORMS = "the path of a plan that Plan.save wrote, a Plan, a list of these, or None (search for a plan)"
+CHUNK_FORMS = f'"auto", True, False or a number of parts, an int from 2 to {MOST_PARTS}'
 BANDWIDTH_FORMS = 'text such as "50GB/s", a number of bytes per second >= 1, or None'
 AGREEMENT_FORMS = '"auto", "off" or a list of ranks, such as torch.distributed.get_process_group_ranks(group)'
-IN_FLIGHT_FORMS = "an int >= 1, or None to read it from the running pipeline schedule"
-SLOWDOWN_FORMS = 'a share in [0, 1], such as 0.03 for 3 %; "free" (costs nothing measurable); None (no bound)'
+IN_FLIGHT_FORMS = f"an int from 1 to {MOST_PARTS}, or None to read it from the running pipeline schedule"
+SLOWDOWN_FORMS = 'a share in [0, 1], such as 0.03 or "3%"; "free" (costs nothing measurable); None (no bound)'
 HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
 
 def budget(value: object, name: str) -> Budget:
-    """Returns ``value`` as bytes (an int), a float in (0, 1], "auto", a step profile, a share, a device budget or None."""
+    """Returns ``value`` as bytes (an int), a share (a float), "auto", a step profile, a share, a device budget or None."""
     if isinstance(value, StepProfile | Share | DeviceBudget):
         return value
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
     return parse_budget(value, name, BUDGET_FORMS)
+
+
+def refuse_likely_percent(value: object, name: str) -> None:
+    """Raises ``OptionsError`` for a budget of 2 to 100 that a user gives without a unit.
+
+    No training step fits into so few bytes, so the error asks whether per cent are meant. A single byte asks for the least
+    memory possible.
+    """
+    count = as_int(value)
+    if count is not None and (question := likely_share(count)):
+        raise OptionsError(
+            f"{name}={value!r} is {count} bytes, and no training step is that small. {question}"
+            f'For bytes write "{count}B". Accepted: {BUDGET_FORMS}'
+        )
 
 
 def headroom(value: object) -> int:
@@ -60,28 +76,37 @@ def slowdown(value: object) -> float | None:
     """Returns the option ``max_slowdown`` as a share of the time of the fastest plan."""
     if value is None:
         return None
-    if value == "free":
+    if isinstance(value, str) and value == "free":
         return SETTINGS.search.free_slowdown
-    if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= as_float(value) <= 1:
+    share = parse_percent(value) if isinstance(value, str) else value
+    if isinstance(share, bool) or not isinstance(share, Real):
         raise refused("max_slowdown", value, SLOWDOWN_FORMS)
-    return as_float(value)
+    share = as_float(share)
+    if 1 < share <= 100:
+        raise OptionsError(f"max_slowdown={value!r} is above 1. {likely_share(share)}Accepted: {SLOWDOWN_FORMS}")
+    if not 0 <= share <= 1:
+        raise refused("max_slowdown", value, SLOWDOWN_FORMS)
+    return share
 
 
-def plans(value: object) -> tuple[PlanFile, ...]:
+def plans(value: object) -> tuple[PlanFile, ...] | None:
     """Returns the plans that ``value`` names. Raises PlanFileError for one that cannot be read."""
     if value is None:
-        return ()
+        return None
+    given = value if isinstance(value, list | tuple) else [value]
+    if not given:
+        raise refused("plan", value, PLAN_FORMS)
     found = []
-    for one in value if isinstance(value, list | tuple) else [value]:
-        if not isinstance(one, str | os.PathLike | Plan | PlanFile):
-            raise refused("plan", one, "the path of a plan that Plan.save wrote, a Plan, or a sequence of these")
+    for one in given:
+        if not isinstance(one, str | os.PathLike | Plan | PlanFile) or (isinstance(one, str) and not one.strip()):
+            raise refused("plan", one, PLAN_FORMS)
         found.append(one if isinstance(one, PlanFile) else PlanFile.of(one))
     return tuple(found)
 
 
 def patterns(value: object, name: str) -> tuple[str, ...]:
     """Returns the patterns without repetition."""
-    if isinstance(value, str) or not isinstance(value, Collection):
+    if isinstance(value, str) or not isinstance(value, Sequence | Set):
         raise refused(name, value, PATTERN_FORMS)
     if wrong := [pattern for pattern in value if not isinstance(pattern, str) or not pattern.strip()]:
         raise refused(name, wrong[0], PATTERN_FORMS)
@@ -90,18 +115,20 @@ def patterns(value: object, name: str) -> tuple[str, ...]:
 
 def chunks(value: object) -> bool | int | str:
     """Returns the option ``chunk_loss``, with int-like numbers of chunks as ints."""
-    if isinstance(value, bool) or value == "auto":
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value == "auto":
         return value
     count = as_int(value)
-    if count is None or count < 2:
+    if count is None or not 2 <= count <= MOST_PARTS:
         raise refused("chunk_loss", value, CHUNK_FORMS)
     return count
 
 
 def agreement(value: object) -> str | tuple[int, ...]:
     """Returns the option ``agreement``, with ranks in ascending order."""
-    if value in ("auto", "off"):
-        return str(value)
+    if isinstance(value, str) and value in ("auto", "off"):
+        return value
     ranks = [as_int(one) for one in value] if isinstance(value, list | tuple | range) else []
     if not ranks or any(rank is None or rank < 0 for rank in ranks):
         raise refused("agreement", value, AGREEMENT_FORMS)
@@ -113,6 +140,6 @@ def calls(value: object) -> int | OpenCalls | None:
     if value is None or isinstance(value, OpenCalls):
         return value
     count = as_int(value)
-    if count is None or count < 1:
+    if count is None or not 1 <= count <= MOST_PARTS:
         raise refused("in_flight", value, IN_FLIGHT_FORMS)
     return count

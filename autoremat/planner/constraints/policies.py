@@ -24,6 +24,7 @@ from dataclasses import dataclass, is_dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
+from autoremat.basics.checks import refused
 from autoremat.basics.errors import OptionsError
 from autoremat.planner.constraints.model_structure import Forward as Forward
 from autoremat.planner.constraints.model_structure import Ops
@@ -249,7 +250,7 @@ def parse(value: Any, name: str = "policy") -> Policy | None:
             return COUNTED[kind](int(argument))
         if kind == "selective":
             return Selective(tuple(part.strip() for part in argument.split(",")))
-    raise OptionsError(f"{name}={value!r} is not accepted. Accepted: {FORMS}")
+    raise refused(name, value, FORMS)
 
 
 def identity(policy: Policy | None) -> object:

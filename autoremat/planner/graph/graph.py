@@ -256,8 +256,8 @@ class Graph:
         return cls.from_dag(*lists_of_networkx(directed), **arguments)
 
     def verify(self) -> None:
-        """Raises ``ValueError`` unless producers come before readers and forward ops before backward ops, or for a number of
-        calls that a graph cannot have."""
+        """Raises ``ValueError`` unless producers come before readers and forward ops before backward ops, and for numbers of
+        bytes, seconds and calls that a graph cannot have."""
         calls = (self.in_flight, self.resident_bytes)
         if self.in_flight < 1 or self.resident_bytes < 0 or (self.single_phase and calls != (1, 0)):
             raise ValueError(
@@ -267,7 +267,11 @@ class Graph:
         forward_flags = [op.forward for op in self.ops]
         if sorted(forward_flags, reverse=True) != forward_flags:
             raise ValueError("forward ops must all stand before the backward ops")
+        if negative := [value.name for value in self.values if value.bytes < 0]:
+            raise ValueError(f"{negative[0]} has less than 0 bytes")
         for index, op in enumerate(self.ops):
+            if op.workspace_bytes < 0 or not op.seconds >= 0:
+                raise ValueError(f"op {op.name} has {op.workspace_bytes} bytes of workspace and takes {op.seconds} s")
             for value in op.inputs:
                 producer = self.values[value].producer
                 if producer is not None and producer >= index:

@@ -10,9 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.errors import PlanFileError, PlanInvalid
+from autoremat.basics.files import read_regular_text
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.graph import Graph
@@ -205,7 +207,7 @@ class Plan(Shown):
         ``name`` stands for the plan in errors. Raises ``PlanFileError`` on anything else.
         """
         try:
-            record = json.loads(text)
+            record = json.loads(text, object_pairs_hook=_without_repetition)
             if not isinstance(record, dict) or record.get("format") != FORMAT:
                 raise PlanFileError(f"{name} is no plan of autoremat's. Plans are written by Plan.save(path)")
             if record.get("version") != VERSION:
@@ -261,6 +263,15 @@ class Plan(Shown):
             raise PlanInvalid(f"no plan has a lower peak than {self.lower_bound_bytes} bytes, it says, but its own is {peak}")
 
 
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns the pairs of a JSON object as a dict. Raises ``ValueError`` for a key that stands there twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands there twice")
+    return found
+
+
 def _finite(figure: float) -> float | None:
     return figure if math.isfinite(figure) else None
 
@@ -268,6 +279,7 @@ def _finite(figure: float) -> float | None:
 def read_plan_text(path: str | os.PathLike[str]) -> str:
     """Returns the text of a plan file. Raises ``PlanFileError`` if it cannot be read."""
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return read_regular_text(path)
     except (OSError, ValueError) as error:  # OSError: no such file; ValueError: no UTF-8 text, or an impossible file name
-        raise PlanFileError(f"the plan {os.fspath(path)!r} cannot be read: {error}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise PlanFileError(f"the plan {os.fspath(path)!r} cannot be read: {reason}") from error

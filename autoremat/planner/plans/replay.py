@@ -9,9 +9,10 @@ If the code generator fuses, some buffers are *absent*, because their readers co
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 
 from autoremat.planner.graph.graph import Graph, Inlining, Kind, Role
 from autoremat.planner.graph.schedule import Schedule
@@ -46,7 +47,7 @@ def replay(graph: Graph, schedule: Schedule) -> Replay:
         exist = list(range(len(buffers.value)))
         first, last = buffers.made, list(map(max, buffers.made, buffers.last_read))
     live_ranges = [(buffers.value[b], first[b], end if buffers.held[b] else last[b]) for b in exist]
-    crossing = frozenset(buffers.value[b] for b in range(buffers.begins[border]) if buffers.crosses(b))
+    crossing = frozenset(buffers.value[b] for b in buffers.crossing)
     kept = crossing.union(buffers.value[b] for b in range(buffers.begins[border]) if buffers.held[b])
     changes = [0] * (end + 2)
     for value, start, stop in live_ranges:
@@ -62,8 +63,8 @@ class _Buffers:
     """All buffers, numbered in the sequence of their making, and all reads. Executions are positions in the sequence."""
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
-        self.border = len(schedule.forward)
-        self.ops = [graph.ops[index] for index in schedule.sequence]
+        self.border, self.sequence = len(schedule.forward), schedule.sequence
+        self.ops = [graph.ops[index] for index in self.sequence]
         self.value: list[int] = []
         self.made: list[int] = []
         """For each buffer, the execution that makes it."""
@@ -75,25 +76,28 @@ class _Buffers:
         """For each execution, the first buffer that it makes; one entry more for the end."""
         newest: dict[int, int] = {}
         returned: list[int] = []
-        for position, index in enumerate(schedule.sequence):
+        value, made, last_read, computed_inputs = self.value, self.made, self.last_read, graph.computed_inputs
+        for position, (index, op) in enumerate(zip(self.sequence, self.ops, strict=True)):
             if position == self.border:
-                returned = [newest[value] for value in graph.forward_outputs if value in newest]
-            read = [newest[value] for value in graph.computed_inputs[index]]
+                returned = [newest[output] for output in graph.forward_outputs if output in newest]
+            read = [newest[one] for one in computed_inputs[index]]
             for buffer in read:
-                self.last_read[buffer] = position
+                last_read[buffer] = position
             self.reads.append(read)
-            self.begins.append(len(self.value))
-            for value in self.ops[position].outputs:
-                newest[value] = len(self.value)
-                self.value.append(value)
-                self.made.append(position)
-                self.last_read.append(-1)
-        self.begins.append(len(self.value))
+            self.begins.append(len(value))
+            for output in op.outputs:
+                newest[output] = len(value)
+                value.append(output)
+                made.append(position)
+                last_read.append(-1)
+        self.begins.append(len(value))
         if self.border == len(self.ops):
-            returned = [newest[value] for value in graph.forward_outputs if value in newest]
-        self.gradients = {newest[value] for value in graph.backward_outputs if value in newest}
-        self.held = self.marked([*returned, *self.gradients])
+            returned = [newest[output] for output in graph.forward_outputs if output in newest]
+        gradients = {newest[output] for output in graph.backward_outputs if output in newest}
+        self.held = self.marked([*returned, *gradients])
         """For each buffer, True if the caller holds it to the end."""
+        self.crossing = [b for b in range(self.begins[self.border]) if last_read[b] >= self.border or b in gradients]
+        """The buffers that the forward makes and the backward reads or returns."""
 
     def marked(self, buffers: Iterable[int]) -> list[bool]:
         """Returns, for each buffer, True if it is among ``buffers``."""
@@ -102,13 +106,15 @@ class _Buffers:
             found[buffer] = True
         return found
 
-    def crosses(self, buffer: int) -> bool:
-        """Returns True if the forward makes the buffer and the backward reads or returns it."""
-        return self.made[buffer] < self.border and (self.last_read[buffer] >= self.border or buffer in self.gradients)
-
     def made_by(self, position: int) -> range:
         """Returns the buffers that an execution makes."""
         return range(self.begins[position], self.begins[position + 1])
+
+
+def _given(graph: Graph) -> list[frozenset[int]]:
+    """Returns, for each op, its inputs that no op computes, as negative numbers."""
+    sources = {number for number, value in enumerate(graph.values) if value.producer is None}
+    return [frozenset(-1 - value for value in op.inputs if value in sources) for op in graph.ops]
 
 
 class _Fusion:
@@ -120,46 +126,45 @@ class _Fusion:
         self.kinds = [op.kind for op in buffers.ops]
         self.externs = list(accumulate((kind is Kind.EXTERN for kind in self.kinds), initial=0))
         """The number of extern kernels before each execution."""
-        self.readers = [0] * len(buffers.value)
-        for read in buffers.reads:
-            for buffer in read:
-                self.readers[buffer] += 1
-        by_extern = self._read_by(Kind.EXTERN)
-        self.fusible = [
-            self.kinds[made] is Kind.POINTWISE
-            and self.readers[b] > 0
-            and not (buffers.held[b] or by_extern[b] or buffers.crosses(b))
-            for b, made in enumerate(buffers.made)
-        ]
+        self.readers = Counter(chain.from_iterable(buffers.reads))
+        """The number of readers of each buffer that is read."""
+        self.fusible = self._fusible()
+        """For each buffer, True if it is a pointwise result that no caller, extern kernel or other half needs."""
         self.inlined = self._inlined()
         self.absent = list(self.inlined)
         self.last = list(buffers.made)
         """For each buffer, the last execution that makes or reads it. The readers of an absent buffer read its inputs."""
         self._read_late()
 
-    def _read_by(self, kind: Kind) -> list[bool]:
-        """Returns, for each buffer, True if an op of ``kind`` reads it."""
-        reads = zip(self.kinds, self.buffers.reads, strict=True)
-        return self.buffers.marked(buffer for reader, read in reads if reader is kind for buffer in read)
+    def _fusible(self) -> list[bool]:
+        buffers, kinds = self.buffers, self.kinds
+        found = [kinds[made] is Kind.POINTWISE and not held for made, held in zip(buffers.made, buffers.held, strict=True)]
+        unread = (buffer for buffer in range(len(found)) if buffer not in self.readers)
+        by_extern = (buffer for kind, read in zip(kinds, buffers.reads, strict=True) if kind is Kind.EXTERN for buffer in read)
+        for buffer in chain(buffers.crossing, unread, by_extern):
+            found[buffer] = False
+        return found
 
     def _inlined(self) -> list[bool]:
-        """Returns, for each buffer, True if all readers compute it: a single one, or a cheap expression of few buffers."""
-        buffers, values, most_reads = self.buffers, self.graph.values, self.graph.most_reads
+        """Returns, for each buffer, True if its readers compute it: a single one, or each a cheap expression of few buffers."""
+        buffers, given, most_reads, fusible = self.buffers, self.graph.derived(_given), self.graph.most_reads, self.fusible
         inlined = [False] * len(buffers.value)
         expressions: dict[int, frozenset[int] | None] = {}  # by execution: what it reads; None for too much to compute twice
-        for position, op in enumerate(buffers.ops):
-            if op.kind is not Kind.POINTWISE:
+        for buffer, position in enumerate(buffers.made):
+            if not fusible[buffer]:
                 continue
-            reads = {-1 - value for value in op.inputs if values[value].producer is None}
-            cheap = op.inlining is not Inlining.ONCE
-            for buffer in buffers.reads[position]:
-                behind = expressions[buffers.made[buffer]] if inlined[buffer] else (buffer,)
-                cheap = cheap and behind is not None
-                reads.update(behind or ())
-            cheap = cheap and len(reads) <= most_reads
-            expressions[position] = frozenset(reads) if cheap else None
-            for buffer in buffers.made_by(position) if op.inlining is not Inlining.NEVER else ():
-                inlined[buffer] = self.fusible[buffer] and (cheap or self.readers[buffer] == 1)
+            op = buffers.ops[position]
+            if position not in expressions:
+                reads: set[int] = set()
+                cheap = op.inlining is not Inlining.ONCE
+                for source in buffers.reads[position]:
+                    behind = expressions[buffers.made[source]] if inlined[source] else (source,)
+                    cheap = cheap and behind is not None
+                    reads.update(behind or ())
+                reads.update(given[buffers.sequence[position]])
+                expressions[position] = frozenset(reads) if cheap and len(reads) <= most_reads else None
+            cheap = expressions[position] is not None
+            inlined[buffer] = op.inlining is not Inlining.NEVER and (cheap or self.readers[buffer] == 1)
         return inlined
 
     def _read_late(self) -> None:
@@ -167,22 +172,25 @@ class _Fusion:
 
         From the end, because all readers of a buffer come before its maker then.
         """
-        buffers, externs = self.buffers, self.externs
-        loop_end, reduced = list(buffers.made), [False] * len(buffers.value)
-        for position in reversed(range(len(self.kinds))):
+        buffers, externs, last, absent, inlined = self.buffers, self.externs, self.last, self.absent, self.inlined
+        loop_end, reduced, begins, fusible = list(buffers.made), [False] * len(last), buffers.begins, self.fusible
+        for position in range(len(self.kinds) - 1, -1, -1):
             done = done_inlined = position
             reduces = self.kinds[position] is Kind.REDUCTION
-            for buffer in buffers.made_by(position):
-                if self.inlined[buffer]:
+            for buffer in range(begins[position], begins[position + 1]):
+                if inlined[buffer]:
                     done_inlined, reduces = max(done_inlined, loop_end[buffer]), reduces or reduced[buffer]
-                elif self.fusible[buffer] and not reduced[buffer]:
-                    self.absent[buffer] = externs[loop_end[buffer]] == externs[position]
-                if self.absent[buffer]:
-                    done = max(done, self.last[buffer])
+                elif fusible[buffer] and not reduced[buffer]:
+                    absent[buffer] = externs[loop_end[buffer]] == externs[position]
+                if absent[buffer]:
+                    done = max(done, last[buffer])
             for buffer in buffers.reads[position]:
-                self.last[buffer] = max(self.last[buffer], done)
-                loop_end[buffer] = max(loop_end[buffer], done_inlined)
-                reduced[buffer] = reduced[buffer] or reduces
+                if last[buffer] < done:
+                    last[buffer] = done
+                if loop_end[buffer] < done_inlined:
+                    loop_end[buffer] = done_inlined
+                if reduces:
+                    reduced[buffer] = True
 
     def first_and_last(self) -> tuple[list[int], list[int]]:
         """Returns the first and the last execution during which each buffer is live."""
