@@ -308,7 +308,7 @@ def pareto(
 
 @main.command("max-batch", short_help="Find the largest size that fits a budget.")
 @_planning
-@click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or auto.")
+@click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or auto; no share.")
 @_max_slowdown
 @_whole_device
 @click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Try multiples of this size only.")
@@ -356,7 +356,7 @@ def max_batch(
 
 @main.command("best-batch", short_help="Find the size with the most samples per second within a budget.")
 @_planning
-@click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or auto.")
+@click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or auto; no share.")
 @_max_slowdown
 @_whole_device
 @click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Try multiples of this size only.")

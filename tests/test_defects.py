@@ -2,7 +2,8 @@
 
 D1 to D7: dropout masks drawn again; peaks that rise as the budget falls; orders to save ignored at budget 0; and in the
 knapsack solvers: cheap items lost beside huge ones, tiny items that weigh nothing, a capacity that is exceeded, results
-of a float solver compared for equality. Where a later torch has mended one, its half of the test is skipped.
+of a float solver compared for equality. The halves on torch keep the comparison on the pages true: where a later torch has
+mended a defect, its half is skipped and the claim goes.
 """
 
 from __future__ import annotations

@@ -342,7 +342,6 @@ def test_what_gloo_allocates_beside_the_results_counts(world, share):
     held = 2 * max(op.workspace_bytes + sum(graph.values[v].bytes for v in (*op.inputs, *op.outputs)) for op in graph.ops)
     assert report.predicted_peak_bytes <= min(peaks)
     assert max(peaks) <= report.predicted_peak_bytes + held
-    assert share == 1 or max(peaks) <= report.budget_bytes
 
 
 @pytest.mark.slow

@@ -211,7 +211,7 @@ def test_by_best_effort_the_memory_takes_precedence():
 def test_a_policy_demands_recomputation_within_the_time():
     exact, bounded = explained(policy="full"), explained(policy="full", max_slowdown=0.0)
     assert bounded.slowdown <= 1e-9
-    assert bounded.predicted_peak_bytes <= exact.predicted_peak_bytes or bounded.recompute_seconds <= exact.recompute_seconds
+    assert bounded.predicted_peak_bytes <= exact.predicted_peak_bytes
     assert bounded.recomputed_ops > 0
 
 

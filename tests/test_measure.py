@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autoremat.measure.peak import _CudaTracker, _replay, track_peak
+from autoremat.measure import peak as peak_module
+from autoremat.measure.peak import UNKNOWN_BLOCK, _CudaTracker, _replay, track_peak
 
 MIB = 1 << 20
 
@@ -203,12 +204,26 @@ def test_an_unknown_device_is_an_error():
 
 
 def test_nothing_is_printed():
-    code = "import torch; from autoremat.measure.peak import track_peak\nwith track_peak('cpu'): torch.empty(10)"
+    code = (
+        "import os, torch; from autoremat.measure.peak import track_peak\nolder = torch.empty(9)\n"
+        "for _ in range(2):\n    with track_peak('cpu'): torch.empty(10); older = None"
+    )
     environment = {key: value for key, value in os.environ.items() if key != "KINETO_LOG_LEVEL"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout + done.stderr == ""
+
+
+def test_messages_of_others_are_printed_while_torchs_is_dropped(capfd):
+    class Older:
+        def set_(self) -> None:
+            os.write(2, b"[W peak] " + UNKNOWN_BLOCK + b", and so on\nof another thread\n")
+
+    peak_module._used_up.clear()
+    peak_module._use_up_the_warning(Older())
+    peak_module._use_up_the_warning(None)  # once per process
+    assert capfd.readouterr().err == "of another thread\n"
 
 
 @pytest.mark.gpu

@@ -83,8 +83,9 @@ class Cells(HTMLParser):
 def test_a_notebook_shows_tables(shown, kind):
     found = Cells(shown[kind]._repr_html_())
     assert found.tags <= {"table", "caption", "tr", "th", "td", "br"}
-    words = set(" ".join(found.cells).split())
-    assert set(str(shown[kind]).split()) <= words | {"", "..."}
+    words = {"...", *" ".join(found.cells).split()}
+    for printed in str(shown[kind]).split():  # part of a word, where a long path is wrapped
+        assert any(printed in word for word in words), printed
 
 
 def test_texts_are_no_markup_wherever_they_come_from():

@@ -9,8 +9,8 @@ from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS, parse_percent
 
 FORMS_ANYWHERE = (
-    f'an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in [0.001, 1] or text such as "70%" (that share of the peak that '
-    "the step needs without autoremat); None (no bound)"
+    f'an int > 0 (bytes); a string such as {BYTE_FORMS}; a float in [0.001, 1] or text such as "70%" (that share of the '
+    "peak that the step needs without autoremat); None (no bound)"
 )
 """Error text: the forms of a budget that need neither a device nor a step profile."""
 

@@ -41,7 +41,9 @@ def text_to_bytes(text: str, name: str, forms: str) -> int:
 
 def as_int(value: Any) -> int | None:
     """Returns the value of an integer (Python's or NumPy's), or None for anything else, including a bool and any tensor."""
-    return int(value) if isinstance(value, Integral) and not isinstance(value, bool) else None
+    if isinstance(value, bool):
+        return None
+    return int(value) if isinstance(value, Integral) else None
 
 
 def as_float(value: Real) -> float:

@@ -282,4 +282,4 @@ def unused_reason(attempts: Sequence[Attempt], is_fastest: bool) -> str:
         return "the code of a looser plan is over the budget"
     if any(attempt.purpose is Purpose.LOOSEN for attempt in attempts):
         return "the plan was loosened once already"
-    return f"a looser plan saves less than {LEAST_GAIN:.0%} of the step"
+    return f"a plan of more memory saves less than {LEAST_GAIN:.0%} of the step's time"

@@ -82,6 +82,8 @@ class ReportData:
     compiler: str
     device: str
     strategy: str
+    """Where the search found the plan: its segments, its saved set ("cut 6": number 6 of the minimum cuts), and "filled" or
+    "recreated" if ops were taken out of its recomputation afterwards. Or the stored plan or the policy that it is."""
     saved: tuple[SavedTensor, ...]
     """Saved tensors, the largest first."""
     compiled_peak_bytes: int | None = None

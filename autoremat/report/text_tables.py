@@ -62,7 +62,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
                        f"({report.overhead:.1%} of the forward)"),
         ("optimality gap", "unknown" if report.gap is None else f"at most {report.gap:.1%} of the step's time"),
         ("cost model", _sources(report)),
-        ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}; {report.strategy}"),
+        ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}"),
         ("gradients", f"{format_bytes(report.gradient_bytes)} at the end of the step, whatever is recomputed"),
         *micro_batches(report),
     ]  # fmt: skip
@@ -73,7 +73,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.peak_after is not None:
         rows.insert(3, ("peak snapshot", place(report.peak_after)))
     if report.compiled_peak_bytes is not None:
-        because = f"; no more, because {report.room_left_because}" if report.room_left_because else ""
+        because = f"; memory of the budget stays free, because {report.room_left_because}" if report.room_left_because else ""
         rows.insert(2, ("peak of the generated code", format_bytes(report.compiled_peak_bytes) + because))
     if report.graph_pool_bytes is not None:
         pool = f"{format_bytes(report.graph_pool_bytes)}, kept between steps, part of the peak of the generated code"
@@ -225,7 +225,7 @@ def totals_table(totals: Sequence[Total], by: str) -> PlainTable:
 def moment_table(moment: PeakSnapshot, limit: int | None) -> PlainTable:
     """Returns a table of the live tensors at a peak, the largest first."""
     table = plain_table(
-        f"{format_bytes(moment.bytes)} live in the {place(moment)}", ("bytes", "tensor", "is", "where"), numbers=1
+        f"{format_bytes(moment.bytes)} live in the {place(moment)}", ("bytes", "tensor", "kind", "where"), numbers=1
     )
     shown = moment.live if limit is None else moment.live[:limit]
     for tensor in shown:
