@@ -174,7 +174,7 @@ _used_up: list[bool] = []
 """Not empty once torch has had its occasion for the warning ``UNKNOWN_BLOCK``."""
 
 
-def _use_up_the_warning(older: torch.Tensor) -> None:
+def _use_up_the_warning(older: Any) -> None:
     """Frees ``older``, made before the profile, at the first call in a process, and drops the warning that torch then prints.
 
     Whatever else reaches the standard error meanwhile, such as lines of other threads, is printed afterwards.
@@ -186,7 +186,7 @@ def _use_up_the_warning(older: torch.Tensor) -> None:
         shown = os.dup(STDERR)
         os.dup2(kept.fileno(), STDERR)
         try:
-            older.set_()  # type: ignore[no-untyped-call]
+            older.set_()
         finally:
             os.dup2(shown, STDERR)
             os.close(shown)
