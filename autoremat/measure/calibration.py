@@ -55,6 +55,11 @@ WORRYING_SHARE = 0.25
 LONGEST_CALIBRATION = 30.0
 """Seconds after which no further measurement begins."""
 
+EAGER, COMPILED, OTHER_TYPES = "eager kernels", "compiled arithmetic", "other types"
+PARTS = ((EAGER, 0.5), (COMPILED, 0.8), (OTHER_TYPES, 1.0))
+"""The parts of a calibration, each with the share of ``LONGEST_CALIBRATION`` at which it ends. On a busy machine, compilation
+alone takes longer than all of it."""
+
 LONGEST_WAIT = 90.0
 """Seconds to wait for another process that calibrates the same device. After that, this process calibrates too."""
 
@@ -153,15 +158,24 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile, known: Rate
     A rate is the least plausible time, or the data sheet's if no measured time is plausible. So is a rate for which the time
     does not suffice. ``compile_`` compiles fused arithmetic. Raises ``RuntimeError`` if the device cannot do 32-bit arithmetic.
     """
-    end, tally = timer.now() + LONGEST_CALIBRATION, Tally()
+    begin, tally = timer.now(), Tally()
     now(f"calibrating {device}, at most {LONGEST_CALIBRATION:.0f} s", tally.count)
-    # The cost of a call of compiled code does not depend on the arithmetic in it.
-    calls = {"launch": matmul(Place(device), TINY)[1], "call": compile_(torch.neg, torch.zeros(1, device=device))}
-    overheads = {name: timer.seconds(run) for name, run in calls.items()}
     every = {curve_name(recipe.rate, _name(recipe.dtype)): recipe for recipe in recipes(device, compile_)}
     kept = {} if known is None else {name: known.curves[name] for name in known.curves.keys() - set(known.unmeasured)}
     wanted = set(every) if known is None or known.is_disturbed else set(known.unmeasured)
-    found, doubtful = _measured_twice({n: r for n, r in every.items() if n in wanted}, device, timer, end, tally)
+    calls = {"launch": matmul(Place(device), TINY)[1]}
+    overheads = {"launch": timer.seconds(calls["launch"])}
+    found: dict[str, Points] = {}
+    doubtful: set[str] = set()
+    for part, share in PARTS:
+        todo = {name: recipe for name, recipe in every.items() if name in wanted and _part_of(recipe) == part}
+        end = begin + share * LONGEST_CALIBRATION
+        if part == COMPILED and todo and timer.now() <= end:
+            # The cost of a call of compiled code does not depend on the arithmetic in it.
+            calls["call"] = compile_(torch.neg, torch.zeros(1, device=device))
+            overheads["call"] = timer.seconds(calls["call"])
+        points, unsettled = _measured_twice(todo, device, timer, end, tally)
+        found, doubtful = found | points, doubtful | unsettled
     overheads = {name: min(overheads[name], timer.seconds(run)) for name, run in calls.items()}
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -173,6 +187,13 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile, known: Rate
     rates = Rates(device_name(device), overheads["launch"], curves, disturbed, unmeasured)
     _say_incomplete(device, rates, doubtful | implausible, len(every))
     return rates
+
+
+def _part_of(recipe: Recipe) -> str:
+    """Returns the part of a calibration in which the recipe runs."""
+    if recipe.rate in FUSED:
+        return COMPILED
+    return EAGER if recipe.dtype is torch.float32 else OTHER_TYPES
 
 
 def _curves(
@@ -225,7 +246,7 @@ def _measured_twice(
     """
     found: dict[str, Points] = {}
     unsettled = dict(recipes)
-    tally.total = 2 * len(recipes)
+    tally.total += 2 * len(recipes)
     for turn in range(MOST_TURNS):
         tally.total += len(unsettled) if turn > 1 else 0
         for name, recipe in tuple(unsettled.items()):
