@@ -39,7 +39,7 @@ def build_network() -> nn.Sequential:
 
 
 def train(memory_budget: float) -> None:
-    """Trains for some steps under `memory_budget`, a share of the peak without recomputation; prints the outcome."""
+    """Trains for some steps under `memory_budget`, a share of the peak without autoremat; prints the outcome."""
     torch._dynamo.reset()
     network = build_network()
     optimizer = torch.optim.SGD(network.parameters(), lr=0.05, momentum=0.9)

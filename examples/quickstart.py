@@ -1,4 +1,4 @@
-"""Trains a residual network with half of the peak memory that it needs without recomputation."""
+"""Trains a residual network with half of the peak memory that it needs without autoremat."""
 
 import torch
 from torch import nn

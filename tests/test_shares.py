@@ -179,6 +179,13 @@ def test_a_larger_batch_has_a_share_of_its_own():
         step(torch.randn(size, 64)).backward()
     first, second = autoremat.reports()[-2:]
     assert second.budget_bytes > first.budget_bytes
+    assert "one graph of several" not in str(second)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: nn.Sequential(f)], ids=["module", "container"])
+def test_a_whole_function_that_does_not_fit_its_share_is_an_error(wrap):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no plan was found"):
+        torch.compile(wrap(blocks()), backend="autoremat", options=EAGER | {"memory_budget": 0.1})(torch.randn(64, 64))
 
 
 def test_another_branch_of_the_function_may_use_the_bytes_of_the_first():

@@ -52,6 +52,8 @@ def one_of_several(gm: fx.GraphModule) -> Iterator[None]:
     The advice is to share one budget among these graphs with ``autoremat.profile_step``. In the body, :func:`as_part` knows it.
     """
     reason = dynamo.graph_break_around(gm)
+    if reason is None and dynamo.is_called_by_a_broken_function():
+        reason = ""
     token = _is_part.set(reason is not None)
     try:
         yield

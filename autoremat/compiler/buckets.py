@@ -380,7 +380,9 @@ class _BucketBorders:
         place = frame.parts[number].graph
         assert place is not None
         return _Graph(
-            StepGraph(f"bucket {number}", source, 1, tuple(front), baseline, self.priced.graph.step_seconds, reference),
+            StepGraph(
+                f"bucket {number}", source, 1, tuple(front), baseline, self.priced.graph.step_seconds, reference=reference
+            ),
             known,
             place,
         )

@@ -69,11 +69,16 @@ class _AsTorchDoes:
         self.context, self.known = context, ReplayContext()
 
     def __call__(self, joint: JointGraph) -> joint_graphs.PartitionedModules:
-        """Returns the halves of ``joint``. Raises ``_Known`` if there is no backward, or if the graph has many ops."""
+        """Returns the halves of ``joint``.
+
+        Raises ``_Known`` if there is no backward, if the graph has many ops, or if memory beside its call counts.
+        """
         if not joint.is_region:
             copied = fx.GraphModule(joint.module, fake_tensors.shallow_copy(joint.module.graph))
             priced = capture_and_price(prepare(replace(joint, module=copied), self.context), self.context)
             if priced is None or len(priced.graph.ops) > MOST_OPS:
+                raise _Known
+            if priced.graph.in_flight > 1 or priced.graph.resident_bytes:
                 raise _Known
             self.known = replay_context(priced.captured, priced.kept_inputs)
         return joint_graphs.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)

@@ -65,7 +65,7 @@ class RecordedGraph:
         plans = (planner.baseline, self.planned.plan_without_us or planner.baseline)
         points = (*front_of(planner, self.planned.priced.kept_inputs), *map(self.point, plans))
         *front, baseline, reference = (with_code(point, self.planned.priced, self.planned.context) for point in points)
-        return StepGraph(self.key, source, 1, tuple(front), baseline, self.plan.graph.step_seconds, reference)
+        return StepGraph(self.key, source, 1, tuple(front), baseline, self.plan.graph.step_seconds, reference=reference)
 
 
 class Caller(NamedTuple):

@@ -6,6 +6,7 @@ This module decides nothing about plans.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,6 +34,9 @@ WITHOUT_RNN = "RNN, GRU, or LSTM"
 
 OPENS_GRADIENT = "_grad_increment_nesting"
 """The name of the call in a captured graph that begins a gradient of ``torch.func``: grad, vjp and what uses them."""
+
+CONTAINERS = "torch/nn/modules/container.py"
+"""The end of the path of modules that call others in sequence, as a user's do."""
 
 SOURCES_OF_MODULE, SOURCE_OF_INPUT = ("_param_name_to_source", "_source_to_user_stacks"), "_dynamo_source"
 """Attributes of a captured graph module and of its placeholders. Copies of a module or a graph lack them."""
@@ -136,6 +140,24 @@ def requires_gradient(module: fx.GraphModule) -> bool:
 def runs_in_transform() -> bool:
     """Returns True inside of a transform of ``torch.func``, where Dynamo compiles nothing."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def is_called_by_a_broken_function() -> bool:
+    """Returns True if the function that Dynamo compiles now is called by one that runs: Dynamo broke that, or left it alone.
+
+    A function that is compiled as a whole is called by the wrapper of ``torch.compile``, with other code of torch between them
+    at most, such as that of distributed modules.
+    """
+    frame, passed = inspect.currentframe(), False
+    while frame is not None:
+        file, name = frame.f_code.co_filename.replace("\\", "/"), frame.f_code.co_name
+        passed = passed or file.endswith("_dynamo/convert_frame.py")
+        if passed and file.endswith("_dynamo/eval_frame.py") and name in ("compile_wrapper", "_fn"):
+            return False
+        if passed and (file.endswith(CONTAINERS) or not ("/torch/" in file or file.endswith("/contextlib.py"))):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def around_each_frame(begins: Callable[[], None], ended: Callable[[], None]) -> None:

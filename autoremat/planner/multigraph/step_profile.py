@@ -32,10 +32,10 @@ class StepGraph:
     """Plan of the graph without recomputation."""
     step_seconds: float = 0.0
     """Seconds of one call's forward and backward without recomputation, by the cost model."""
-    reference: PlanPoint | None = None
-    """Plan that the graph has without this package; None if that is the baseline."""
     block: int | None = None
     """Number of the block that makes these calls, if the step's calls can be told apart (``compile_blocks``)."""
+    reference: PlanPoint | None = None
+    """Plan that the graph has without this package; None if that is the baseline."""
 
 
 @dataclass(frozen=True)
