@@ -158,7 +158,10 @@ def test_inference_goes_untouched(modules, new_reports, context):
 
 def test_a_graph_without_parameters_goes_untouched(modules, new_reports):
     x = torch.randn(8)
-    assert torch.equal(compile_(lambda x: x.sin() + 1)(x), x.sin() + 1)
+    torch._dynamo.utils.counters.clear()  # after a graph break, the graph could be a part of a function
+    with pytest.warns(autoremat.OptionWarning, match="no effect on the graph at .*: it has no backward"):
+        result = compile_(lambda x: x.sin() + 1)(x)
+    assert torch.equal(result, x.sin() + 1)
     assert not modules
     assert new_reports() == []
 

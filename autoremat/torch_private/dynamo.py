@@ -132,9 +132,9 @@ def computes_gradients(module: fx.GraphModule) -> bool:
 
 
 def requires_gradient(module: fx.GraphModule) -> bool:
-    """Returns True if a result of a captured graph depends on something that requires a gradient."""
-    results = (node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes)
-    return any(isinstance(result, torch.Tensor) and result.requires_grad for result in results)
+    """Returns True if a result of a captured graph depends on something that requires a gradient, or if that is unknown."""
+    results = [node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes]
+    return any(one is None or (isinstance(one, torch.Tensor) and one.requires_grad) for one in results)
 
 
 def runs_in_transform() -> bool:
