@@ -196,6 +196,21 @@ def test_ranks_that_recompile_differently_often_meet_when_they_come_together():
     assert together(body, 2) == [([], (0, 1)), ([(1,), (1,)], (0, 1))]
 
 
+def test_a_lost_rank_is_named_but_not_needed_where_a_graph_without_communication_is_compiled_again(caplog):
+    met = threading.Barrier(2)
+
+    def body(channel):
+        rendezvous = Rendezvous(channel)
+        rendezvous.meet("a", range(2))
+        if channel.rank:
+            Presence(channel).end(MemoryError("nothing left"))
+        met.wait(LONG)
+        return None if channel.rank else rendezvous.meet("a", range(2), communicates=False).members
+
+    assert together(body, 2) == [(0,), None]
+    assert "rank 1 has ended with MemoryError: nothing left. a is compiled again without it" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("error", "said"), [(ValueError("no data"), "ended with ValueError: no data"), (KeyboardInterrupt(), "ended with Keyboard")]
 )

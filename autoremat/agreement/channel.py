@@ -40,8 +40,8 @@ class Channel:
     job: Job
     paused: float = 0.0
     """Seconds of the longest pause of this whole process so far: a debugger, a signal, a machine that slept."""
-    news: dict[int, str] = field(default_factory=dict)
-    """What other ranks have told about their failures."""
+    ends: dict[int, str] = field(default_factory=dict)
+    """What ranks have told about their ends, by rank."""
     _line: Line = field(default_factory=Line, init=False, repr=False)
 
     @property
@@ -111,9 +111,8 @@ class Channel:
         except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
             keeper = self.job.keeper
             who = "a process, usually the launcher," if keeper is None else f"rank {keeper}"
-            end = self.news.get(-1 if keeper is None else keeper, f"{who} has ended, is stopped or cannot be reached")
+            reason = "; ".join(self.ends.values()) or f"{who} has ended, is stopped or cannot be reached"
             raise AgreementError(
-                f"{end}. It keeps the job's store, which does not answer ({key}: {str(error).strip()}). See its own output for "
-                "the reason",
-                keeper,
+                f"{reason}. The job's store, kept by {who.rstrip(',')}, does not answer ({key}: {str(error).strip()})",
+                next(iter(self.ends), keeper),
             ) from error

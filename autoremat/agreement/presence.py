@@ -31,6 +31,10 @@ LINGER = 3.0
 """Seconds for which a process that keeps the store and fails waits until the others have read the reason."""
 
 
+ENDED = "has ended"
+"""What a process that ends with an error tells the others."""
+
+
 class Presence:
     """The life of this process, for the other ranks to see, and its ear for their failures."""
 
@@ -56,7 +60,7 @@ class Presence:
         with contextlib.suppress(AgreementError):
             self._channel.write(f"end/{self._channel.rank}", {"error": None if error is None else in_words(error)})
             if error is not None:
-                self.tell("has ended", error)
+                self.tell(ENDED, error)
 
     def tell(self, what: str, error: BaseException) -> None:
         """Has the other ranks log that this rank did ``what`` because of ``error``, unless another rank is the reason.
@@ -67,7 +71,9 @@ class Presence:
         if culprit is not None and culprit.rank != rank:
             return
         number = self._channel.count("news")
-        self._channel.write(f"news/{number}", {"rank": rank, "text": f"rank {rank} {what}: {in_words(error)}"})
+        self._channel.write(
+            f"news/{number}", {"rank": rank, "is_end": what == ENDED, "text": f"rank {rank} {what}: {in_words(error)}"}
+        )
         self._channel.linger(f"news/{number}/heard", self._channel.job.world_size - 1, LINGER)
 
     def _beat(self) -> None:
@@ -81,8 +87,9 @@ class Presence:
                 self._channel.paused = max(self._channel.paused, time.monotonic() - begin - BEAT)
                 self._own.count(f"beat/{rank}")
                 while (found := self._own.read(f"news/{news}")) is not None:
+                    if found["is_end"]:
+                        self._channel.ends[found["rank"]] = found["text"]
                     if found["rank"] != rank:
-                        self._channel.news[found["rank"]] = found["text"]
                         log.error("%s", found["text"])
                         self._own.count(f"news/{news}/heard")
                     news += 1

@@ -127,6 +127,8 @@ class _Place:
     """The ranks that have arrived, each with the ranks that it knows to be elsewhere. Only the first rank reads them."""
     pulses: dict[int, Pulse] = field(default_factory=dict)
     """The lives of the ranks that are awaited."""
+    noticed: set[int] = field(default_factory=set)
+    """Lost ranks that a log line has named."""
 
     @property
     def channel(self) -> Channel:
@@ -158,7 +160,7 @@ class _Place:
         told = {"error": described(error), "rank": self.channel.rank}
         if is_first:
             self.channel.write(f"{self.name}/members", told)
-            self.channel.linger(f"{self.name}/heard", len(self.arrived) - 1, LINGER)
+            self.channel.linger(f"{self.name}/heard", len(self.expected) - 1, LINGER)
             return
         found = self.channel.read(f"{self.name}/members")
         if found is None or self.channel.rank in found.get("members", ()):  # as a member of the session to come
@@ -189,13 +191,17 @@ class _Place:
             self.arrived[int(found["rank"])] = found["elsewhere"]
 
     def may_come(self, rank: int, waited: float) -> bool:
-        """Returns True if an absent rank may still come in time. Raises ``AgreementError`` if it is lost."""
+        """Returns True if an absent rank may still come in time. Raises ``AgreementError`` if it is lost and needed."""
         if waited >= self.channel.within(self.patience(rank)) or self.waits_elsewhere(rank):
             return False
         pulse = self.pulses.setdefault(rank, Pulse(self.channel, rank))
         loss = pulse.look()
         if loss is not None and not pulse.has_left:
-            raise AgreementError(f"{loss}. The other ranks waited for it to compile {self.description}", rank)
+            if self.communicates:
+                raise AgreementError(f"{loss}. The other ranks waited for it to compile {self.description}", rank)
+            if rank not in self.noticed:
+                self.noticed.add(rank)
+                log.warning("%s. %s is compiled again without it", loss, self.description)
         return loss is None
 
     def patience(self, rank: int) -> float:
