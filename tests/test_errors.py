@@ -182,7 +182,7 @@ def test_every_error_of_the_module_is_covered():
     assert found == {type(error) for error in ALL_ERRORS}
 
 
-@pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_an_error_that_says_all_is_shown_without_its_way_through_the_planner(inner):
     model = torch.nn.Linear(64, 64)
     options = {"memory_budget": 1000, "compiler": inner, "cost_model": "roofline"}
