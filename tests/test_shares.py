@@ -16,6 +16,7 @@ import autoremat
 from autoremat.compiler import reference
 from autoremat.compiler.headroom import headroom_of
 from autoremat.compiler.joint_graph import PricedGraph
+from autoremat.compiler.peers import Members, _agreed_options
 from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Graph
@@ -216,6 +217,26 @@ def test_another_model_has_a_share_of_its_own():
     assert step(large, 0.65).granted_bytes is None
     torch._dynamo.reset()
     assert step(large, 0.7).granted_bytes is None
+
+
+@dataclasses.dataclass
+class Ranks:
+    """A session of this process and of one more, whose earlier graph was granted ``theirs``."""
+
+    theirs: int | None
+    leader: int = 0
+
+    def round(self, _, part, decide):
+        return decide({0: part, 1: {**part, "granted": self.theirs}})
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "agreed"), [(300, 200, 200), (200, 300, 200), (300, None, None), (None, None, None)]
+)
+def test_ranks_use_the_least_bytes_that_one_of_them_was_granted(ours, theirs, agreed):
+    options = Options(memory_budget=0.5, granted_bytes=ours)
+    found = _agreed_options(Members(Ranks(theirs)), options)
+    assert (found.memory_budget, found.granted_bytes) == (0.5, agreed)
 
 
 class Broken(nn.Module):

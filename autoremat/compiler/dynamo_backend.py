@@ -69,7 +69,7 @@ def backend(
     """Returns a callable that computes a graph captured by Dynamo and keeps its training step within a memory budget.
 
     ``options`` and ``mode`` are those of ``torch.compile``; :class:`autoremat.Options` documents the options of this package. A
-    budget is in bytes, or a share of the baseline's peak.
+    budget is in bytes, or a share of the peak that the step needs without autoremat.
 
     Raises ``OptionsError`` for unknown options and ``BudgetInfeasible`` if no plan fits. Raises ``PlanningError`` if planning
     fails and no fallback is allowed; with a fallback it warns with ``FallbackWarning``.
