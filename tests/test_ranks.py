@@ -115,20 +115,18 @@ def with_an_uneven_batch(rank: int) -> tuple[list[int], list[str]]:
     torch._dynamo.reset()
     model, before = blocks(64, 6), len(autoremat.reports())
     compiled = torch.compile(model, backend="autoremat", options=SHARE, dynamic=False)
-    rendezvous.ALONE = 0.2
+    rendezvous.ALONE = 0.2  # instead of the tests' patience
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", autoremat.OptionWarning)
         for rows in (256, 300 if rank else 256):
             compiled(torch.randn(rows, 64)).square().mean().backward()
             for parameter in model.parameters():
                 torch.distributed.all_reduce(parameter.grad)
-    rendezvous.ALONE = 60.0
     return [report.budget_bytes for report in autoremat.reports()[before:]], [str(one.message) for one in caught]
 
 
 def scenarios(rank: int) -> dict[str, Any]:
     """Steps of one rank of two, by the thing that differs between the ranks."""
-    rendezvous.ALONE = 60.0  # all steps are of one place, and both ranks compile each
     return {
         "costs": (with_costs_reversed if rank else step)(SHARE),
         "costs, each by itself": (with_costs_reversed if rank else step)(SHARE | {"agreement": "off"}),
