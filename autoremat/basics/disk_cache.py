@@ -36,6 +36,9 @@ DEFAULT_SIZE = 2**30
 MOST_BYTES = 2**60
 """The most bytes that a file may state for anything."""
 
+MOST_BYTES = 2**60
+"""The most bytes that a file may state for anything."""
+
 EVICTED = ("reports", "plans")
 KINDS = (*EVICTED, "rates", "workspaces")
 """All kinds of files. Only the ``EVICTED`` kinds are deleted for space: a compilation restores them. Measured figures are small
