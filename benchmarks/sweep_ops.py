@@ -3,6 +3,7 @@
     pip install expecttest                # torch.testing's op database needs it
     python benchmarks/sweep_ops.py        # some minutes
     python benchmarks/sweep_ops.py --only fft. linalg.
+    python benchmarks/sweep_ops.py --compiler inductor
 
 Around each op stand a product with one before it and a nonlinear chain behind it, so that there are activations on both
 sides. Outputs and gradients must have the bits that `torch.compile(backend="aot_eager")` gives with the same seed.
@@ -43,12 +44,13 @@ SKIP = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="ops whose names begin so")
+    parser.add_argument("--compiler", choices=("aot_eager", "inductor"), default="aot_eager")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     begin = time.perf_counter()
     rows = []
     for op in ops(tuple(arguments.only)):
-        row = examine(op)
+        row = examine(op, arguments.compiler)
         print(f"{row.name}: {row.result} {row.reason} {row.note}", flush=True)
         rows.append(row)
     setup = {
@@ -57,7 +59,9 @@ def main() -> None:
         "cores": os.cpu_count(),
         "minutes": round((time.perf_counter() - begin) / 60, 1),
     }
-    write("Differentiable ops at the smallest feasible budget, inner aot_eager", "sweep_ops", rows, setup, arguments.output)
+    title = f"Differentiable ops at the smallest feasible budget, inner {arguments.compiler}"
+    stem = "sweep_ops" if arguments.compiler == "aot_eager" else f"sweep_ops_{arguments.compiler}"
+    write(title, stem, rows, setup, arguments.output)
 
 
 def ops(prefixes: tuple[str, ...]) -> Iterator[Any]:
@@ -70,7 +74,7 @@ def ops(prefixes: tuple[str, ...]) -> Iterator[Any]:
             yield op
 
 
-def examine(op: Any) -> Row:
+def examine(op: Any, compiler: str) -> Row:
     """Returns one op's row."""
     name = f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
     if op.name in SKIP:
@@ -80,7 +84,7 @@ def examine(op: Any) -> Row:
             sample = usable_sample(op)
             if sample is None:
                 return Row(name, SKIPPED, "no sample has a differentiable output")
-            return judge(name, training_step(op, sample), RECOMPUTED)
+            return judge(name, training_step(op, sample), RECOMPUTED | {"compiler": compiler})
     except Late as late:
         return Row(name, SKIPPED, str(late))
     except Exception as error:  # of the op database's own sampling; what the cases do, `judge` records

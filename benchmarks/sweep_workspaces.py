@@ -4,7 +4,8 @@
     python benchmarks/sweep_workspaces.py             # goes on where an earlier run ended
     python benchmarks/sweep_workspaces.py --only linalg. fft.
 
-Every differentiable op runs with its samples of several types, its tensors contiguous and transposed. Each ATen call of its
+Every differentiable op runs with its samples of several types, its tensors contiguous and transposed. A sample with integers
+also runs with zeros in their place, and with its integers in ascending order. Each ATen call of its
 forward and backward is measured on the numbers that it really gets, and held against its planned workspace. The planned one was
 measured before on made-up numbers, or is bounded by a formula. The call is also held against the bound that stands for kernels
 that are not measured, if it has one.
@@ -13,6 +14,7 @@ that are not measured, if it has one.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import warnings
@@ -42,6 +44,13 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "contiguous": lambda tensor: tensor,
     "transposed": lambda tensor: tensor.mT.contiguous().mT if tensor.dim() >= 2 else tensor,
 }
+INTEGERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "own": lambda tensor: tensor,
+    "zeros": torch.zeros_like,
+    "ascending": lambda tensor: tensor.flatten().sort().values.view(tensor.shape),
+}
+"""Kinds of integer data. All are valid where the sample's own is."""
+
 UNKNOWN = -1
 
 
@@ -130,7 +139,11 @@ def examine(op: Any, dtype: torch.dtype, layout: str) -> Row:
             for number, sample in enumerate(op.sample_inputs("cpu", dtype, requires_grad=True)):
                 if number == SAMPLES:
                     break
-                step(op, sample, LAYOUTS[layout], meter)
+                step(op, sample, LAYOUTS[layout], INTEGERS["own"], meter)
+                if any(map(holds_integers, pytree.tree_leaves((sample.input, sample.args, sample.kwargs)))):
+                    for kind in ("zeros", "ascending"):
+                        with contextlib.suppress(RuntimeError, IndexError, ValueError):  # data that the op refuses
+                            step(op, sample, LAYOUTS[layout], INTEGERS[kind], meter)
     except Late as late:
         reason = str(late)
     except Exception as error:  # of the op's own: its samples, or arguments that a layout makes it refuse
@@ -152,12 +165,25 @@ def largest(found: dict[str, tuple[int, int]]) -> tuple[float, str]:
     return ratio, worst[:200] if ratio > 1 else ""
 
 
-def step(op: Any, sample: Any, lay_out: Callable[[torch.Tensor], torch.Tensor], meter: Meter) -> None:
-    """Runs forward and backward of one sample."""
+def holds_integers(leaf: Any) -> bool:
+    if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
+        return False
+    return not (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype is torch.bool)
+
+
+def step(
+    op: Any,
+    sample: Any,
+    lay_out: Callable[[torch.Tensor], torch.Tensor],
+    integers: Callable[[torch.Tensor], torch.Tensor],
+    meter: Meter,
+) -> None:
+    """Runs forward and backward of one sample, with its integers of one kind."""
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
             return leaf
+        leaf = integers(leaf) if holds_integers(leaf) else leaf
         return lay_out(leaf.detach().clone()).requires_grad_(leaf.requires_grad)
 
     first, args, kwargs = pytree.tree_map(own, (sample.input, sample.args, sample.kwargs))
