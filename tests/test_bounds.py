@@ -59,7 +59,7 @@ def test_the_bound_falls_as_the_budget_grows(graph):
 def test_a_chain_is_planned_close_to_the_optimum():
     """Every activation weighs the same: what does not fit has to be recomputed, and little else."""
     graph = chain(120, size=100, saving_seconds_per_byte=0.0, forward_outputs=(120,))
-    planner = Planner(graph)
+    planner = Planner(graph, 600.0)
     for tenths in (9, 8, 7, 6, 5, 4):
         budget = planner.baseline.peak_bytes * tenths // 10
         found = planner.find(budget)
