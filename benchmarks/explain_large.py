@@ -132,7 +132,7 @@ def note_stages(seconds: dict[str, float]) -> Callable[..., None]:
         named(doing, *arguments, **keywords)
 
     for module in list(sys.modules.values()):
-        if getattr(module, "now", None) is named and module is not progress:
+        if getattr(module, "now", None) is named:  # modules that are imported later find it in `progress`
             module.now = now  # type: ignore[attr-defined]
     return now
 
