@@ -81,7 +81,8 @@ class MinCut:
         self.needs = sorted(graph.backward_needs)
         self.need = self._arcs([(self.index[v] + num_ops, self.sink) for v in self.needs])
         makers = [graph.ops[producer] for producer in producers]
-        self.to_recompute = np.array([op.constraint is Constraint.RECOMPUTE and op.rematerializable for op in makers], dtype=bool)
+        to_recompute = [op.constraint is Constraint.RECOMPUTE and op.rematerializable for op in makers]
+        self.to_recompute = np.array(to_recompute, dtype=bool)
 
     def _arcs(self, pairs: list[tuple[int, int]]) -> NDArray[np.int32]:
         """Adds arcs of infinite capacity, which no cut contains."""
