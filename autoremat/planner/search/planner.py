@@ -149,8 +149,8 @@ class Planner:
                 best = self._without_budget()
             else:
                 best = search.cheapest(budget_bytes)
-        for plan in filter(None, (best, self.search.smallest)):
-            plan.check()
+            for plan in filter(None, (best, search.smallest)):
+                plan.check()
         return best
 
     def fastest(self, accepts: Callable[[Plan], bool] | None = None) -> Plan | None:
