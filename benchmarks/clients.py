@@ -1,11 +1,13 @@
-"""Trains programs of other libraries for three steps under plain Inductor and under two budgets, and writes one table.
+"""Trains programs of other libraries for three steps without and with two budgets, and writes one table.
 
     pip install torch transformers accelerate trl peft lightning diffusers x-transformers litgpt torchtune torchtitan timm
     python benchmarks/clients.py
     python benchmarks/clients.py --only Wav2Vec2 --limit 600
+    python benchmarks/clients.py --compiler aot_eager  # far quicker: without generated code
 
-The first budget is a share, the second the minimum peak found and 3 % more, in bytes. Each program has a process of its own
-with a time limit. A library that cannot be imported is a row. Models are tiny and random, and nothing is downloaded.
+The program without a budget runs under the compiler alone. The first budget is a share, the second the minimum peak found
+and 3 % more, in bytes. Each program has a process of its own with a time limit. A library that cannot be imported is a row.
+Models are tiny and random, and nothing is downloaded.
 
 The measured peak is that of the third step, from the end of the second update to the end of its own.
 """
@@ -51,7 +53,7 @@ class Row:
     outcome: str = "trains"
     losses: tuple[float, ...] = ()
     difference: float | None = None
-    """Largest relative difference of a loss from plain Inductor's."""
+    """Largest relative difference of a loss from that without a budget."""
     graphs: int = 0
     budget_bytes: int | None = None
     predicted_bytes: int | None = None
@@ -98,17 +100,18 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=[], help="parts of the names of programs; the file keeps all other rows")
     parser.add_argument("--limit", type=float, default=900, help="seconds of a program")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
+    parser.add_argument("--compiler", choices=["inductor", "aot_eager"], default="inductor")
     parser.add_argument("--program", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.program:
-        run_program(arguments.program)
+        run_program(arguments.program, arguments.compiler)
         return
-    path = arguments.output / "clients.json"
+    path = arguments.output / ("clients.json" if arguments.compiler == "inductor" else f"clients_{arguments.compiler}.json")
     rows = [Row(**row) for row in json.loads(path.read_text())] if arguments.only and path.exists() else []
     for name in CLIENTS:
         if arguments.only and not any(part in name for part in arguments.only):
             continue
-        rows = [*(row for row in rows if row.program != name), *in_a_process(name, arguments.limit)]
+        rows = [*(row for row in rows if row.program != name), *in_a_process(name, arguments.compiler, arguments.limit)]
         rows.sort(key=lambda row: list(CLIENTS).index(row.program))
         path.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
         with path.with_suffix(".txt").open("w") as file:
@@ -116,13 +119,14 @@ def main() -> None:
     Console().print(table(rows))
 
 
-def in_a_process(name: str, limit: float) -> list[Row]:
+def in_a_process(name: str, compiler: str, limit: float) -> list[Row]:
     """Returns the rows of one program. What the process printed before its limit counts."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--program", name]
+    command = [sys.executable, str(Path(__file__).resolve()), "--program", name, "--compiler", compiler]
     settings = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     try:
         done = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=limit)
-        output, ended = done.stdout, f"ends with code {done.returncode}" if done.returncode else ""
+        last = (done.stderr.splitlines() or [""])[-1]
+        output, ended = done.stdout, f"ends with code {done.returncode}: {last}"[:120] if done.returncode else ""
     except subprocess.TimeoutExpired as error:
         output, ended = (error.stdout or b"").decode(), f"not done after {limit:.0f} s"
     rows = [Row(**json.loads(line)) for line in output.splitlines() if line.startswith('{"program"')]
@@ -131,7 +135,7 @@ def in_a_process(name: str, limit: float) -> list[Row]:
     return rows
 
 
-def run_program(name: str) -> None:
+def run_program(name: str, compiler: str) -> None:
     """Prints a row of JSON for each setting of one program."""
     warnings.simplefilter("ignore")
     client = CLIENTS[name]
@@ -145,11 +149,12 @@ def run_program(name: str) -> None:
     distributions = importlib.metadata.packages_distributions()
     versions = ", ".join(f"{package} {importlib.metadata.version(distributions[package][0])}" for package in client.packages)
     row = replace(row, versions=versions)
-    plain = print_row(measured(replace(row, budget="Inductor"), None))
-    share = print_row(compared(measured(replace(row, budget=f"{SHARE:.0%}"), SHARE), plain))
+    autoremat.configure(cost_model="roofline", progress=False, compiler=compiler)
+    plain = print_row(measured(replace(row, budget="none"), compiler))
+    share = print_row(compared(measured(replace(row, budget=f"{SHARE:.0%}"), "autoremat", SHARE), plain))
     if share.minimum_bytes is not None:
         budget = int(share.minimum_bytes * MARGIN)
-        print_row(compared(measured(replace(row, budget=f"minimum + {MARGIN - 1:.0%}"), budget), plain))
+        print_row(compared(measured(replace(row, budget=f"minimum + {MARGIN - 1:.0%}"), "autoremat", budget), plain))
 
 
 def print_row(row: Row) -> Row:
@@ -157,14 +162,14 @@ def print_row(row: Row) -> Row:
     return row
 
 
-def measured(row: Row, budget: float | None) -> Row:
-    """Returns the row after a run; without a budget, under plain Inductor."""
+def measured(row: Row, backend: str, budget: float | None = None) -> Row:
+    """Returns the row after a run."""
     torch._dynamo.reset()
     torch.manual_seed(0)
     watch, count = Watch(), len(autoremat.reports())
-    autoremat.configure(memory_budget=budget, cost_model="roofline", progress=False)
+    autoremat.configure(memory_budget=budget)
     try:
-        watch.run(lambda: CLIENTS[row.program].run("inductor" if budget is None else "autoremat"))
+        watch.run(lambda: CLIENTS[row.program].run(backend))
     except Exception as error:
         cause = getattr(error, "inner_exception", error)
         return replace(
@@ -172,7 +177,7 @@ def measured(row: Row, budget: float | None) -> Row:
             outcome=f"{type(cause).__name__}: {str(cause).splitlines()[0][:90]}",
             minimum_bytes=getattr(cause, "minimum_bytes", None),
         )
-    row = replace(row, losses=tuple(watch.losses), measured_bytes=watch.tracker.peak_bytes)
+    row = replace(row, losses=tuple(watch.losses), measured_bytes=watch.tracker.bytes)
     reports = [report for report in autoremat.reports()[count:] if report.budget_bytes is not None]
     if not reports:
         return row if budget is None else replace(row, outcome="trains without a plan")
@@ -184,7 +189,7 @@ def measured(row: Row, budget: float | None) -> Row:
 
 
 def compared(row: Row, plain: Row) -> Row:
-    """Returns the row with the difference of its losses from those of plain Inductor."""
+    """Returns the row with the difference of its losses from those without a budget."""
     if not row.losses or len(row.losses) != len(plain.losses):
         return row
     differences = (abs(ours - theirs) / abs(theirs) for ours, theirs in zip(row.losses, plain.losses, strict=True))
@@ -211,7 +216,7 @@ def table(rows: list[Row]) -> Table:
             "" if size is None else f"{size / 1024:,.0f}"
             for size in (row.budget_bytes, row.predicted_bytes, row.measured_bytes)
         )
-        first = f"{row.program}\n{row.versions}" if row.budget in {"-", "Inductor"} else ""
+        first = f"{row.program}\n{row.versions}" if row.budget in {"-", "none"} else ""
         difference = "" if row.difference is None else f"{row.difference:.0e}"
         result.add_row(
             first, row.needs if first else "", row.budget, row.outcome, difference, str(row.graphs or ""), *sizes,
