@@ -188,10 +188,12 @@ def trainer(backend: str) -> None:
 @client("Accelerate", "accelerate", "transformers", needs="`accept_in_accelerate()`")
 def accelerate(backend: str) -> None:
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
 
     from autoremat.tools import integrations
 
     integrations.accept_in_accelerate()
+    AcceleratorState._reset_state(reset_partial_state=True)  # which keeps the backend of an earlier program of this process
     accelerator = Accelerator(cpu=True, dynamo_backend=backend)
     model = transformers_model("LlamaForCausalLM", **TEXT)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -1,6 +1,6 @@
 """Trains programs of other libraries for three steps without and with two budgets, and writes one table.
 
-    pip install torch transformers accelerate trl peft lightning diffusers x-transformers litgpt torchtune torchtitan timm
+    pip install . torch transformers accelerate trl peft lightning diffusers x-transformers litgpt torchtune torchtitan timm
     python benchmarks/clients.py
     python benchmarks/clients.py --only Wav2Vec2 --limit 600
     python benchmarks/clients.py --compiler aot_eager  # far quicker: without generated code
