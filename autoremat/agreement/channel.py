@@ -92,13 +92,13 @@ class Channel:
             for key in keys:
                 self._ask(key, lambda key=key: self.job.store.delete_key(self.prefix + key))  # type: ignore[misc]
 
-    def linger(self, key: str, number: int, seconds: float) -> None:
+    def linger(self, key: str, number: int, seconds: float, always: bool = False) -> None:
         """Waits up to ``seconds`` until ``key`` has been counted ``number`` times, if this process keeps the store.
 
-        The others can then read the last message before the store ends with this process.
+        The others can then read the last message before the store ends with this process. With ``always``, it waits in any case.
         """
         deadline = time.monotonic() + seconds
-        if self.job.keeper == self.rank:
+        if always or self.job.keeper == self.rank:
             with contextlib.suppress(AgreementError):
                 for _ in pauses():
                     if self.count(key, 0) >= number or time.monotonic() > deadline:

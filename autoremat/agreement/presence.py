@@ -74,7 +74,8 @@ class Presence:
         self._channel.write(
             f"news/{number}", {"rank": rank, "is_end": what == ENDED, "text": f"rank {rank} {what}: {in_words(error)}"}
         )
-        self._channel.linger(f"news/{number}/heard", self._channel.job.world_size - 1, LINGER)
+        # The end of this process fails the collectives of others, which may then end before they have read the reason.
+        self._channel.linger(f"news/{number}/heard", self._channel.job.world_size - 1, LINGER, always=True)
 
     def _beat(self) -> None:
         """Sends heartbeats, notes pauses of this process and logs the failures of others."""
