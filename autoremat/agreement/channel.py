@@ -95,7 +95,7 @@ class Channel:
     def linger(self, key: str, number: int, seconds: float, always: bool = False) -> None:
         """Waits up to ``seconds`` until ``key`` has been counted ``number`` times, if this process keeps the store.
 
-        The others can then read the last message before the store ends with this process. With ``always``, it waits in any case.
+        The others can then read the last message before the store ends with this process. ``always`` waits in any case.
         """
         deadline = time.monotonic() + seconds
         if always or self.job.keeper == self.rank:
