@@ -111,14 +111,15 @@ def test_a_step_without_seconds_is_never_slower():
 # -- the option --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", ["3%", "fast", -0.1, 1.5, 3, True, float("nan"), [0.03]])
+@pytest.mark.parametrize("value", ["fast", -0.1, 1.5, 3, True, float("nan"), [0.03]])
 def test_other_values_are_refused(value):
-    with pytest.raises(OptionsError, match="max_slowdown=.*such as 0.03 for 3 %"):
+    with pytest.raises(OptionsError, match='max_slowdown=.*such as 0.03 or "3%"'):
         Options.parse({"max_slowdown": value})
 
 
 def test_values():
     assert Options.parse({"max-slowdown": 0}).max_slowdown == 0.0
+    assert Options.parse({"max_slowdown": "3%"}).max_slowdown == 0.03
     assert Options.parse({"max_slowdown": "free"}).max_slowdown == SETTINGS.search.free_slowdown
     assert Options.parse({}).max_slowdown is None
     one, other = (Options.parse({"max_slowdown": share}).cache_key() for share in (0.03, 0.1))

@@ -230,8 +230,9 @@ def test_a_card_that_is_not_here_has_unknown_workspaces_where_no_formula_is() ->
 @pytest.mark.parametrize("number", [-1, 10**60, 2**60 + 1, 1.5, True, "1", None, float("inf")])
 def test_a_file_with_implausible_numbers_counts_as_absent(number: object, monkeypatch: pytest.MonkeyPatch) -> None:
     node, args = kernel(torch.linalg.qr, torch.randn(36, 17))
+    monkeypatch.setattr(measurement, "_known", {})
     found = measurement.measured(node, args, {}, node.meta["val"])
-    (key,) = (key for key in measurement._known if key.startswith("cpu"))
+    (key,) = measurement._known
     name = measurement.signature(node)
     for row in ([number, 0], [0, number], [0], number if number is not None else []):
         with monkeypatch.context() as context:

@@ -205,7 +205,7 @@ def test_every_answer_is_a_valid_plan_within_the_budget_or_none(graph):
         assert found.lower_bound_bytes <= found.smallest.peak_bytes
         assert (found.plan is None) == (budget < found.smallest.peak_bytes)
         for plan in filter(None, (found.plan, found.smallest, found.baseline)):
-            plan.check()
+            plan.check(ignores_recompute=plan is found.baseline)
             assert plan.peak_bytes == max(replay_bytes(graph, plan.schedule))
         assert found.plan is None or found.plan.peak_bytes <= budget
         assert not found.interrupted
