@@ -37,7 +37,8 @@ MEASURED: dict[str, Rates] = {}
 
 @pytest.fixture(autouse=True)
 def known_rates(request, monkeypatch, tmp_path):
-    """Rates and times from nowhere, except for slow tests, which measure."""
+    """Rates and times from nowhere, except for slow tests, which measure all of them, however busy the machine is."""
+    monkeypatch.setattr(calibration, "LONGEST_CALIBRATION", 600.0)
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
     known = MEASURED if request.node.get_closest_marker("slow") else {calibration.device_key(torch.device("cpu")): some_rates()}
     monkeypatch.setattr(calibration, "_known", known)
@@ -215,7 +216,6 @@ def test_measured_costs_under_inductor(monkeypatch):
     """Measures while the graph is compiled, keeps what it measured, and changes no gradient."""
     MEASURED.clear()
     monkeypatch.setattr(calibration, "_is_idle", lambda device: False)  # rates of a busy machine would be measured again
-    monkeypatch.setattr(calibration, "LONGEST_CALIBRATION", 600.0)  # a busy machine does not reach all rates in time
     expected, _ = trained("roofline", compiler="aot_eager", memory_budget=None)
     found, report = trained("calibrated")
     torch.testing.assert_close(found, expected)

@@ -35,6 +35,7 @@ class Mlp(nn.Module):
 def peak_at(model: nn.Module, step, rows: int) -> int:
     """The measured peak of a step that is compiled already."""
     inputs = torch.randn(rows, WIDTH)
+    model.zero_grad(set_to_none=True)
     step(inputs).backward()
     model.zero_grad(set_to_none=True)
     with autoremat.track_peak("cpu") as peak:
