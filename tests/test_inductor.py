@@ -76,7 +76,7 @@ def test_values_are_close_to_eager(budget):
         torch.testing.assert_close(found, expected, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize(("budget", "dropout"), [(None, 0.3), (0.6, 0.0), (0.5, 0.3), (1, 0.0), (1, 0.3)])
+@pytest.mark.parametrize(("budget", "dropout"), [(None, 0.3), (0.78, 0.0), (0.7, 0.3), (1, 0.0), (1, 0.3)])
 def test_measured_peak_is_the_compiled_peak_and_within_the_budget(budget, dropout):
     model = Network(64, dropout)
     function = compiled(model, budget)
