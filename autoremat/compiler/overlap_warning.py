@@ -179,7 +179,7 @@ class Watch:
         own = [one for one in here if one.graph is graph]
         earlier = own[counted:] + [one for one in here if one.graph is not graph and not graph.by_share]
         held = sum(one.graph.report.saved_bytes for one in earlier)
-        to_own, to_others = self.gradients.live_bytes(present.device, present.leaves)
+        to_own, to_others = self.gradients.live_bytes(present.device, present.leaves, bool(here))
         if budget is None:
             return
         more = to_others + (0 if graph.counts_gradients else to_own) if graph.bounds_gradients else 0

@@ -42,8 +42,12 @@ class StepGradients:
         """Records that the running backward has computed gradients of the leaves with these identities."""
         self._computed.update(dict.fromkeys(leaves, backward_number()))
 
-    def live_bytes(self, device: torch.device, own: Collection[int]) -> tuple[int, int]:
-        """Returns the bytes of the step's gradients on ``device``: of leaves with an identity in ``own``, and of all others."""
+    def live_bytes(self, device: torch.device, own: Collection[int], is_within_step: bool) -> tuple[int, int]:
+        """Returns the bytes of the step's gradients on ``device``: of leaves with an identity in ``own``, and of all others.
+
+        ``is_within_step`` tells that other calls are open. Without them, gradients of other leaves belong to the present step
+        only if the running backward computed them, or if own leaves have gradients too. Else another model left them.
+        """
         found = [(leaf, version) for reference, version in self._bare.values() if (leaf := reference()) is not None]
         if any(leaf._version != version for leaf, version in found):
             self.forget()
@@ -51,12 +55,14 @@ class StepGradients:
         inventory = Inventory(device.type, ROUNDING if device.type == "cuda" else 1)
         owns: list[torch.Tensor] = []
         others: list[torch.Tensor] = []
+        earlier: list[torch.Tensor] = []
         running = backward_number()
         for leaf, _ in found:
             waits = running is not None and self._computed.get(id(leaf)) == running
             gradient = leaf if leaf.grad is None and waits else leaf.grad  # a leaf has the size of its gradient
             if gradient is not None and gradient.device == device:
-                (owns if id(leaf) in own else others).append(gradient)
+                (owns if id(leaf) in own else others if waits else earlier).append(gradient)
+        others += earlier if is_within_step or owns else []
         return inventory.bytes_of(owns), inventory.bytes_of(others)
 
     def forget(self) -> None:
