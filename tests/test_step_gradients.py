@@ -165,3 +165,13 @@ def test_gradients_of_the_same_backward_count(loss, sets, warns):
     assert (peak.bytes > options["memory_budget"]) == warns
     for half in HALVES:
         half.zero_grad()
+
+
+def test_gradients_that_another_model_left_are_no_part_of_the_step():
+    options = {"memory_budget": int(1.5 * GRADIENTS), "compiler": "aot_eager", "cost_model": "roofline"}
+    for half in HALVES:  # the second step begins with the gradients of the first
+        with track_peak("cpu") as peak:
+            torch.compile(half.forward, backend="autoremat", options=options)(SMALL).sum().backward()
+        assert peak.bytes <= options["memory_budget"]
+    for half in HALVES:
+        half.zero_grad()
