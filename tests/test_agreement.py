@@ -237,14 +237,16 @@ def test_a_rank_that_has_ended_in_order_is_not_waited_for():
 
 def test_a_process_that_is_killed_before_its_first_compilation_ends_the_others():
     killed = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process = LocalProcess.of(killed.pid)
+    process, registered = LocalProcess.of(killed.pid), threading.Event()
 
     def body(channel):
         if channel.rank == 2:
-            channel.write("process/2", dataclasses.asdict(process))
+            channel.write("process/2", dataclasses.asdict(process))  # in place of this process
+            registered.set()
             killed.kill()
             killed.communicate()
             return None
+        assert registered.wait(LONG)
         return Rendezvous(channel).meet("here", range(3))
 
     *others, _ = together(body, 3)
