@@ -168,7 +168,7 @@ def test_operands_in_float8_are_saved_with_one_byte():
     reference = inductors_gradients(built, torch.bfloat16)
     found = cells(module, x, torch.bfloat16, ROUNDING[torch.bfloat16], reference=reference)
     assert found[1].recomputed_ops > 0
-    report = planned_step(module, (x,), memory_budget=0.7).report
+    report = planned_step(module, (x,), memory_budget=1.0).report
     narrow = [value for value in report.values if value.decision is Decision.SAVED and value.bytes == x.numel()]
     assert narrow
     assert not report.unknown_workspaces

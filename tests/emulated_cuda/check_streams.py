@@ -54,15 +54,16 @@ def test_streams_are_numbered_and_switched():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")  # the best effort exceeds one byte
 def test_a_step_on_a_stream_of_its_own():
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.LayerNorm(256), nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 16))
     module, inputs = on_card((Squared(layers), (torch.randn(256, 64),)))
-    expected = planned_step(module, inputs, cost_model="roofline", memory_budget=0.7)
+    expected = planned_step(module, inputs, cost_model="roofline", memory_budget=1, on_infeasible="best_effort")
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        step = planned_step(module, inputs, cost_model="roofline", memory_budget=0.7)
+        step = planned_step(module, inputs, cost_model="roofline", memory_budget=1, on_infeasible="best_effort")
     torch.cuda.current_stream().wait_stream(side)
     assert all(map(torch.equal, step.result.gradients, expected.result.gradients))
     assert step.result.peak_bytes == step.replayed_bytes == expected.replayed_bytes
