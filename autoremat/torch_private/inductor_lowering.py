@@ -58,6 +58,19 @@ def _layout_bytes(buffer: Any, device_type: str = "cpu") -> int:
         return 0
 
 
+def _results(buffer: Any) -> list[str]:
+    """Returns the names of the buffers that hold the results of the call that ``buffer`` stands for.
+
+    Results that are views of the call's operands have no memory of their own, and are left out.
+    """
+    from torch._inductor import ir
+
+    if not isinstance(buffer, ir.ExternKernel) or buffer.get_inputs_that_alias_output():
+        return []
+    found = torch.utils._pytree.tree_leaves(getattr(buffer, "outputs", ()))
+    return [result.get_name() for result in found if type(result) is ir.MultiOutput]
+
+
 def _strides(buffer: Any) -> tuple[object, ...]:
     """Returns the strides of the dimensions that are longer than 1; an empty tuple for objects that are not tensors."""
     with contextlib.suppress(AttributeError, NotImplementedError):
@@ -104,11 +117,14 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
             buffer = lowering.try_get_buffer(name)
             return 0 if buffer is None else _layout_bytes(buffer, known.device_type)
 
+        def results(name: str) -> list[str]:
+            return _results(lowering.try_get_buffer(name))
+
         copied = known.copied_inputs
         if lowering.is_backward and copied is not None:  # what the forward saves is in the memory of CUDA graphs already
             copied = {name: size for name, size in counted.items() if name.startswith("tangents")}
         facts = known.allocation_bytes, known.workspaces, copied, known.device_type
-        replayed = replay(source, counted, buffer_bytes, held, *facts)
+        replayed = replay(source, counted, buffer_bytes, held, *facts, results)
         pool, other = (_scheduled_peak(lowering, held), 0) if replayed is None else (replayed.pool_bytes, replayed.other_bytes)
         if lowering.is_backward:  # outputs of the forward stay live although the backward does not read them
             pool += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)

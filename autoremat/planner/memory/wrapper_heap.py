@@ -66,8 +66,8 @@ class Heap:
         self.note_peak(in_pool)
 
     def release(self, name: str) -> None:
-        """Removes ``name`` and frees the storages that no other name refers to."""
-        for storage in self.names.pop(name, set()):
+        """Removes ``name`` and frees the storages that no other name refers to, the last first, as Python frees a tuple."""
+        for storage in sorted(self.names.pop(name, set()), reverse=True):
             self.holders[storage].discard(name)
             if not self.holders[storage]:
                 self.live[storage in self.pooled] -= self.sizes[storage]

@@ -104,7 +104,7 @@ NO_MEMORY = ast.Constant(None)
 def _unpackings(statements: list[ast.stmt]) -> dict[str, list[str]]:
     """Returns, for each name bound to the results of a call, the names that take one of them each.
 
-    Such statements are ``buf7 = buf6[1]`` and ``buf7 = buf6``.
+    Such statements are ``buf7 = buf6[1]``, ``buf7 = buf6[0][1]`` and ``buf7 = buf6``.
     """
     found: dict[str, list[str]] = {}
     made = set()
@@ -114,10 +114,11 @@ def _unpackings(statements: list[ast.stmt]) -> dict[str, list[str]]:
         target, value = statement.targets[0], statement.value
         if isinstance(value, ast.Call) and isinstance(target, ast.Name) and aliased(value) is None:
             made.add(target.id)
-        if isinstance(value, ast.Subscript) or (isinstance(value, ast.Name) and value.id in made):
-            source = value.value if isinstance(value, ast.Subscript) else value
-            if isinstance(target, ast.Name) and isinstance(source, ast.Name):
-                found.setdefault(source.id, []).append(target.id)
+        source = value
+        while isinstance(source, ast.Subscript):
+            source = source.value
+        if isinstance(target, ast.Name) and isinstance(source, ast.Name) and (source is not value or source.id in made):
+            found.setdefault(source.id, []).append(target.id)
     return found
 
 
@@ -130,6 +131,7 @@ def replay(
     workspaces: Mapping[str, Mapping[int, int]] | None = None,
     copied: Mapping[str, int] | None = None,
     device_type: str = "cpu",
+    results: Callable[[str], Sequence[str]] = lambda _: (),
 ) -> ReplayedPeak | None:
     """Returns the most bytes live while ``source`` runs, or None if the code has an unknown form.
 
@@ -140,6 +142,8 @@ def replay(
     - ``workspaces``: workspace bytes by function name in the source and bytes of the results.
     - ``copied``: bytes by name of the inputs that CUDA graphs copy. None without CUDA graphs.
     - ``device_type``: type of the device whose memory counts. Code for a GPU may have buffers on the host too.
+    - ``results(name)``: returns the buffers of all results of the call that ``name`` is bound to. The code names only those that
+      it reads; the others live until it deletes ``name``.
     """
     statements, is_recorded = _code(source, copied is not None)
     if statements is None:
@@ -160,12 +164,19 @@ def replay(
                 _copy(heap, name, value, copied)
             else:
                 counts = device_type == "cpu" or not called_function(value).startswith(HOST_BUFFER)
-                _assign(heap, name, value if counts else NO_MEMORY, parts, lambda name: buffer_bytes(name_in_code(name)))
+                shares = _shares(name, parts, results)
+                _assign(heap, name, value if counts else NO_MEMORY, shares, lambda name: buffer_bytes(name_in_code(name)))
         if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
             made = heap.live_bytes - before or _written(statement.value, heap)
             needed = _workspace(statement.value, made, workspaces) + _reordered(statement.value, heap)
             heap.use_workspace(needed, _is_recorded(statement, is_recorded))
     return ReplayedPeak(heap.peak[True], heap.peak[False], _allocations(heap, input_bytes, statements))
+
+
+def _shares(name: str, parts: Mapping[str, list[str]], results: Callable[[str], Sequence[str]]) -> list[tuple[str, str | None]]:
+    """Returns the buffer of each result of the call that ``name`` is bound to, and the variable that takes it, if any."""
+    taken = {name_in_code(part): part for part in parts.get(name, ())}
+    return [(buffer, taken.get(buffer)) for buffer in dict.fromkeys([*results(name_in_code(name)), *taken])]
 
 
 def _allocations(heap: Heap, arguments: Iterable[str], statements: Sequence[ast.stmt]) -> HalfAllocations:
@@ -212,14 +223,19 @@ def _workspace(value: ast.expr, made: int, workspaces: Mapping[str, Mapping[int,
         return 0
     attributes = {n.attr for n in ast.walk(value.func) if isinstance(n, ast.Attribute)}
     sizes = next((sizes for name, sizes in workspaces.items() if name in attributes), {})
-    # ``made`` lacks results that nothing reads. So take the next larger call, or the largest of all. If ``made`` is 0, the call
-    # writes to existing buffers and may be any of them.
+    # ``made`` may lack results whose buffers are unknown. So take the next larger call, or the largest of all. If ``made`` is 0,
+    # the call writes to existing buffers and may be any of them.
     larger = [results for results in sizes if results >= made > 0]
     return sizes[min(larger)] if larger else max(sizes.values(), default=0)
 
 
-def _assign(heap: Heap, name: str, value: ast.expr, parts: Mapping[str, list[str]], buffer_bytes: Callable[[str], int]) -> None:
-    """Applies the assignment of ``value`` to ``name``: an alias, an unpacking or an allocation."""
+def _assign(
+    heap: Heap, name: str, value: ast.expr, shares: Sequence[tuple[str, str | None]], buffer_bytes: Callable[[str], int]
+) -> None:
+    """Applies the assignment of ``value`` to ``name``: an alias, an unpacking or an allocation.
+
+    ``shares`` are the results of a call, each with the variable that takes it.
+    """
     other = aliased(value)
     if other is not None:
         planar = is_planar(value) or (isinstance(value, ast.Name) and other in heap.planar)
@@ -239,5 +255,5 @@ def _assign(heap: Heap, name: str, value: ast.expr, parts: Mapping[str, list[str
         if own:
             heap.allocate(own, name)
             return
-        for part in parts.get(name, ()):  # a call with several results has no storage of its own
-            heap.allocate(buffer_bytes(part), name, part)
+        for buffer, taker in shares:  # a call with several results has no storage of its own
+            heap.allocate(buffer_bytes(buffer), name, *([] if taker is None else [taker]))
