@@ -237,7 +237,7 @@ def _holds_integers(tensor: torch.Tensor) -> bool:
 
 def _fill(tensor: torch.Tensor, filling: Filling, valid: int) -> None:
     """Fills the tensor's whole storage. Ascending integers are below ``valid``."""
-    whole = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(tensor.untyped_storage())
+    whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
     if not _holds_integers(tensor):
         if tensor.dtype is torch.bool or filling.floats is not None:
             whole.fill_(1 if filling.floats is None else filling.floats)
