@@ -40,11 +40,12 @@ def split(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) 
 
     ``static_inputs`` are the positions of forward inputs with the same address in every step (parameters and buffers).
     """
-    random = (i for i, op in enumerate(capture.graph.ops[: capture.graph.num_forward]) if Trait.RANDOM in op.traits)
-    for op in (*capture.graph.must_run, *random):
+    forward_ops, must_run = capture.graph.ops[: capture.graph.num_forward], frozenset(capture.graph.must_run)
+    for index, (op, call) in enumerate(zip(forward_ops, capture.op_nodes, strict=False)):
         # The extraction would also run an effect or a random draw in the backward if its operands are there, for example the
-        # sizes that an assertion compares.
-        call = capture.op_nodes[op]
+        # sizes that an assertion compares. Torch calls an op impure that could draw, even where this call draws nothing.
+        if not (index in must_run or Trait.RANDOM in op.traits or call.is_impure()):
+            continue
         for node in (call, *communication.waits_for(call)):
             node.meta["partitioner_tag"] = "must_be_in_forward"
     forward_nodes = set(capture.op_nodes[: capture.graph.num_forward])

@@ -57,3 +57,25 @@ def test_a_draw_with_probability_zero_leaves_the_generator_as_eager_does() -> No
         function(x).backward()
         states.append(torch.get_rng_state())
     assert torch.equal(*states)
+
+
+def attended(x: torch.Tensor) -> torch.Tensor:
+    heads = x.view(1, 2, 8, 4)
+    return torch.nn.functional.scaled_dot_product_attention(heads, heads.sin(), heads).reshape_as(x)
+
+
+def without_dropout(x: torch.Tensor) -> torch.Tensor:
+    return torch.dropout(x.sin(), 0.0, train=True) * x
+
+
+@pytest.mark.parametrize("function", [attended, without_dropout, lambda x: torch.bernoulli(x.detach().sin(), p=0.0) * x + x])
+@pytest.mark.parametrize("budget", [1, 1.0])
+@pytest.mark.filterwarnings("ignore::autoremat.BudgetWarning")
+def test_the_backward_runs_no_op_that_could_draw_where_compiled_code_draws_as_eager_code_does(function, budget) -> None:
+    x = torch.randn(8, 8, requires_grad=True)
+    options = {"compiler": "aot_eager", "memory_budget": budget, "on_infeasible": "best_effort"}
+    compiled = torch.compile(lambda: function(x).square().mean(), backend="autoremat", options=options)
+    with torch._inductor.config.patch(fallback_random=True):
+        (found,) = torch.autograd.grad(compiled(), x)
+    (expected,) = torch.autograd.grad(function(x).square().mean(), x)
+    assert torch.allclose(found, expected)
