@@ -2,6 +2,7 @@
 
     python benchmarks/random_programs.py                                    # 300 programs
     python benchmarks/random_programs.py --count 60 --inductor-count 10
+    python benchmarks/random_programs.py --resume                           # goes on from the rows that are there
     python benchmarks/random_programs.py --only 17 --compiler inductor      # one program, by its seed
 
 A program chains some statements of ``random_statements``. Its budget is its own step without recomputation in bytes, its
@@ -218,7 +219,7 @@ def judged(
 
 
 def write(rows: list[Row], folder: Path) -> None:
-    """Prints the counts and writes the table."""
+    """Writes the counts and the table."""
     lines = [f"Random programs under a budget; torch {torch.__version__}, {torch.get_num_threads()} threads"]
     summary: dict[str, dict[str, int]] = {}
     for compiler in (EAGER, INDUCTOR):
@@ -243,7 +244,13 @@ def write(rows: list[Row], folder: Path) -> None:
     setup = {"torch": torch.__version__, "threads": torch.get_num_threads(), "cores": os.cpu_count()}
     record = setup | {"summary": summary, "rows": [asdict(row) for row in rows]}
     (folder / "random_programs.json").write_text(json.dumps(record, indent=1) + "\n")
-    print("\n".join(lines[:3]))
+
+
+def stored(folder: Path) -> list[Row]:
+    """Returns the rows of an earlier call."""
+    record = json.loads((folder / "random_programs.json").read_text())
+    tuples = [row | {name: tuple(row[name]) for name in ("statements", "lengths")} for row in record["rows"]]
+    return [Row(**row) for row in tuples]
 
 
 def main() -> None:
@@ -252,20 +259,24 @@ def main() -> None:
     parser.add_argument("--inductor-count", type=int, default=60)
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--only", type=int, nargs="+", help="seeds to run; nothing is written")
+    parser.add_argument("--resume", action="store_true", help="keep the rows that are there")
     parser.add_argument("--compiler", choices=(EAGER, INDUCTOR), default=EAGER, help="for --only")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
     seeds = {EAGER: range(arguments.count), INDUCTOR: range(arguments.inductor_count)}
     if arguments.only:
         seeds = {arguments.compiler: arguments.only}
-    rows = []
+    rows = stored(arguments.output) if arguments.resume else []
+    there = {(row.compiler, row.seed) for row in rows}
     for compiler, numbers in seeds.items():
-        for number in numbers:
-            rows.append(examine(number + (0 if arguments.only else arguments.first), compiler))
+        for seed in (number + (0 if arguments.only else arguments.first) for number in numbers):
+            if (compiler, seed) in there:
+                continue
+            rows.append(examine(seed, compiler))
             if rows[-1].result != KEPT or arguments.only:
                 print(rows[-1], flush=True)
-    if not arguments.only:
-        write(rows, arguments.output)
+            if not arguments.only:
+                write(rows, arguments.output)
 
 
 if __name__ == "__main__":

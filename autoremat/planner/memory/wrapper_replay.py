@@ -142,8 +142,8 @@ def replay(
     - ``workspaces``: workspace bytes by function name in the source and bytes of the results.
     - ``copied``: bytes by name of the inputs that CUDA graphs copy. None without CUDA graphs.
     - ``device_type``: type of the device whose memory counts. Code for a GPU may have buffers on the host too.
-    - ``results(name)``: returns the buffers of all results of the call that ``name`` is bound to. The code names only those that
-      it reads; the others live until it deletes ``name``.
+    - ``results(name)``: returns the buffers of all results of the call that ``name`` is bound to. The code names only the ones
+      that it reads; the others live until it deletes ``name``.
     """
     statements, is_recorded = _code(source, copied is not None)
     if statements is None:
@@ -223,8 +223,8 @@ def _workspace(value: ast.expr, made: int, workspaces: Mapping[str, Mapping[int,
         return 0
     attributes = {n.attr for n in ast.walk(value.func) if isinstance(n, ast.Attribute)}
     sizes = next((sizes for name, sizes in workspaces.items() if name in attributes), {})
-    # ``made`` may lack results whose buffers are unknown. So take the next larger call, or the largest of all. If ``made`` is 0,
-    # the call writes to existing buffers and may be any of them.
+    # ``made`` may lack results whose buffers are unknown. So take the next larger call, or the largest of all. If ``made`` is
+    # 0, the call writes to existing buffers and may be any of them.
     larger = [results for results in sizes if results >= made > 0]
     return sizes[min(larger)] if larger else max(sizes.values(), default=0)
 
