@@ -115,6 +115,7 @@ def test_a_card_by_name_has_its_data_sheets_memory_and_the_defaults_of_cuda():
     [
         ({"total": "lots"}, "total='lots' is not accepted"),
         ({"total": 0}, "total=0 is not accepted"),
+        ({"total": 80}, 'total=80 is 80 bytes, .* Did you mean "80GiB"'),
         ({"total": "auto"}, "needs a model on a CUDA device"),
         ({"accumulate": 0}, "accumulate=0 is not accepted"),
         ({"optimizer": "adam"}, "optimizer='adam' is not accepted"),

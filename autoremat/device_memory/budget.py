@@ -127,6 +127,9 @@ class _WholeDevice:
             return int(torch.cuda.mem_get_info(self.index)[1])
         if isinstance(total, str) and (memory := device_memory(total)) is not None:
             return memory
+        count = as_int(total)
+        if count is not None and 0 < count < 1024:
+            raise OptionsError(f'total={total!r} is {count} bytes, and no device is that small. Did you mean "{count}GiB"?')
         return _bytes(total, "total", TOTAL_FORMS, least=1)
 
     def context_bytes(self) -> int:
