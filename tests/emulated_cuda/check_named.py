@@ -15,6 +15,9 @@ from emulated_cuda import named
 WORKSPACES = 128 * 1024
 """Most bytes of the workspaces of convolutions that are measured on the card and unknown without it."""
 
+ESTIMATED = 384 * 1024
+"""Most bytes of the workspaces of cuDNN's attention, estimated without the card. The emulated card's kernels need none."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", named.STEPS)
@@ -30,4 +33,5 @@ def test_the_plan_and_the_peak_of_its_code_are_those_of_the_card(name):
     report = autoremat.explain(step, *inputs, device="cuda", lower=True, options=options)
     assert report.strategy.startswith("stored plan")
     assert report.plan.schedule == stored.schedule
-    assert 0 <= report.compiled_peak_bytes - predicted <= WORKSPACES * ("llama" not in name)
+    least, most = -ESTIMATED * ("attention" in name), WORKSPACES * ("llama" not in name)
+    assert least <= report.compiled_peak_bytes - predicted <= most

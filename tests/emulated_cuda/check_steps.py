@@ -14,6 +14,11 @@ from emulated_cuda.small_models import MODELS
 
 BUDGETS = (None, 0.8, 1)
 
+SIXTEEN_BITS = {
+    "llama": torch.float16, "gpt2": torch.bfloat16, "vit": torch.bfloat16, "resnet": torch.float16, "experts": torch.bfloat16,
+}  # fmt: skip
+"""The type of 16 bits in which each model runs beside float32. ``write_cells`` runs every model in both."""
+
 
 class Block(nn.Module):
     """A linear network with layer norm, GELU and two dropouts."""
@@ -75,8 +80,7 @@ def test_convolutions_and_batch_norm():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ROUNDING)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "dtype"), [*((name, torch.float32) for name in MODELS), *SIXTEEN_BITS.items()])
 def test_a_model(name, dtype):
     for cell in cells_of_model(name, dtype):
         check(cell, ROUNDING[dtype], flips=name == "resnet")
