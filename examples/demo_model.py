@@ -35,7 +35,7 @@ class ModelSize:
 
 FULL = ModelSize(layers=10, hidden=192, batch=4, sequence=512, vocabulary=2048)
 """Of the benchmarks."""
-DEMO = replace(FULL, layers=3)
+DEMO = replace(FULL, layers=2)
 QUICK = replace(FULL, layers=2, vocabulary=1024)
 CUDA = ModelSize(layers=10, hidden=2048, batch=4, sequence=4096, vocabulary=8192, dtype=torch.bfloat16)
 
