@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracles import least_added_seconds, replay_bytes
-from strategies import dags, graphs, training_chain
+from strategies import chain, dags, graphs, training_chain, with_orders
 
 import autoremat
 from autoremat.basics.errors import OptionsError, PlanInvalid
 from autoremat.planner.api import SOLVERS, plan
 from autoremat.planner.exact import annealing
-from autoremat.planner.graph.graph import Graph, Trait
+from autoremat.planner.graph.graph import Constraint, Graph, Trait
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import simulate
 from autoremat.planner.plans.plan import Plan, Status
@@ -239,6 +239,14 @@ def test_recomputing_all_saves_what_may_run_once():
     once = [index != 2 for index in range(count)]
     graph = Graph.from_dag([1.0] * count, [1] * count, edges, outputs=(9,), rematerializable=once, num_forward=5)
     assert plan(graph, solver="recompute_all").saved == (2,)
+
+
+@every_solver
+def test_no_solver_saves_what_is_to_be_recomputed(solver):
+    """The ordered op lies behind a cut, and two values that the backward needs are computed from its result."""
+    graph = with_orders(chain(12, fuses=False), op5=Constraint.RECOMPUTE, op6=Constraint.RECOMPUTE)
+    for budget in (0.6, None):
+        assert {6, 7}.isdisjoint(plan(graph, budget, solver).saved)
 
 
 def test_an_infeasible_budget_gives_the_smallest_plan_with_bounds():

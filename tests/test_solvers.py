@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from oracles import cheapest_cut, cut_cost, replay_bytes, subsets
-from strategies import GraphBuilder, chain, close_under_need, graphs
+from strategies import GraphBuilder, chain, close_under_need, graphs, with_orders
 
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.graph import Constraint, Graph, Kind, Role, Trait
@@ -87,11 +87,6 @@ def test_free_values_are_saved_whatever_the_price():
     graph = chain(6, size=1000, seconds=1e-3, forward_outputs=(6,))
     assert 3 not in MinCut(graph).solve(1.0)
     assert 3 in MinCut(graph).solve(1.0, free=frozenset({3}))
-
-
-def with_orders(graph: Graph, **orders: Constraint) -> Graph:
-    ops = tuple(dataclasses.replace(op, constraint=orders.get(op.name, op.constraint)) for op in graph.ops)
-    return dataclasses.replace(graph, ops=ops)
 
 
 def test_orders_are_obeyed_at_every_price():

@@ -72,7 +72,7 @@ SOLVERS: dict[str, Solver] = {
 | ``segments`` | segments and greedy fill without minimum cuts |
 | ``sqrt`` | about √n segments for n forward ops; saves the values between segments (Chen et al.) |
 | ``recompute_all`` | recomputes every op that may run again |
-| ``save_all`` | recomputes nothing |
+| ``save_all`` | recomputes only what constraints demand |
 """
 
 

@@ -17,8 +17,8 @@ Policy = Callable[[Graph], Plan]
 
 
 def save_all(graph: Graph) -> Plan:
-    """Returns the plan without recomputation."""
-    return without_recomputation(graph)
+    """Returns the plan that recomputes only what constraints demand, each value from its producer's saved inputs."""
+    return Plan.of(graph, build_schedule(graph, frozenset(graph.forward_values) - _must_be_recomputed(graph)), "save all")
 
 
 def recompute_all(graph: Graph) -> Plan:
@@ -30,11 +30,11 @@ def save_cuts(graph: Graph) -> Plan:
     """Returns the plan of Chen et al., "Training Deep Nets with Sublinear Memory Cost" (2016).
 
     The number of segments is about the square root of the number of forward ops. Values that cross a cut and long-range values
-    are saved. The inside of a segment is recomputed when the backward reaches the segment.
+    are saved, unless a constraint forbids it. The inside of a segment is recomputed when the backward reaches the segment.
     """
     chain = Chain.of(graph)
     segments, _ = chain.segments(max(1, round(math.sqrt(graph.num_forward))))
-    saved = must_be_saved(graph) | segments.kept | chain.long_range
+    saved = must_be_saved(graph) | ((segments.kept | chain.long_range) - _must_be_recomputed(graph))
     return Plan.of(graph, build_schedule(graph, saved, segments), f"{segments.count} segments")
 
 
@@ -43,6 +43,13 @@ def must_be_saved(graph: Graph) -> frozenset[int]:
     ops = graph.ops[: graph.num_forward]
     single = {v for op in ops if not op.rematerializable or op.constraint is Constraint.SAVE for v in op.outputs}
     return frozenset(single.union(graph.forward_outputs))
+
+
+def _must_be_recomputed(graph: Graph) -> frozenset[int]:
+    """Returns the forward values that a constraint forbids to save. The caller holds outputs of the forward in any plan."""
+    ops = graph.ops[: graph.num_forward]
+    ordered = {v for op in ops if op.rematerializable and op.constraint is Constraint.RECOMPUTE for v in op.outputs}
+    return frozenset(ordered.difference(graph.forward_outputs))
 
 
 def solve(graph: Graph, budget: int | None, policy: Policy) -> PlanningResult:
