@@ -218,7 +218,7 @@ def test_settings_are_read_from_the_text_of_the_variable(text, expected):
 @pytest.mark.parametrize(
     "text",
     ["expandable_segments", "expandable_segments:1", "max_split_size_mb:much", "roundup_power2_divisions:3",
-     "roundup_power2_divisions:[4]", "roundup_power2_divisions:[4:2"],
+     "roundup_power2_divisions:[4]", "roundup_power2_divisions:[4:2", "max_split_size_mb:19", "max_non_split_rounding_mb:4"],
 )  # fmt: skip
 def test_text_of_another_form_is_refused(text):
     with pytest.raises(OptionsError, match="Accepted"):
@@ -232,10 +232,11 @@ every_setting = pytest.mark.parametrize(
     [
         AllocatorSettings(),
         EXPANDABLE,
-        AllocatorSettings(largest_split_bytes=16 * MIB),
+        AllocatorSettings(largest_split_bytes=24 * MIB),
+        AllocatorSettings(largest_split_bytes=24 * MIB, large_segment_bytes=64 * MIB),
         AllocatorSettings(roundup_divisions=(4,) * CLASSES),
     ],
-    ids=["default", "expandable", "split", "roundup"],
+    ids=["default", "expandable", "split", "split below segments", "roundup"],
 )
 
 
@@ -311,7 +312,8 @@ def test_reserved_bytes_lie_between_the_allocated_ones_and_all_that_is_requested
     found = reserved_for(step, settings)
     assert found == reserved_for(step, settings), "deterministic"
     assert found.allocated_bytes <= found.least_bytes <= found.bytes
-    assert found.bytes <= sum(SMALL_SEGMENT if size <= MIB else 2 * size + LARGE_SEGMENT for size, _ in drawn) * 2
+    segment = settings.large_segment_bytes
+    assert found.bytes <= sum(SMALL_SEGMENT if size <= MIB else 2 * size + segment for size, _ in drawn) * 2
     known = {AllocatorSettings(): found.default_bytes, EXPANDABLE: found.expandable_bytes}
     assert found.bytes == known.get(settings, found.bytes)
 

@@ -93,6 +93,12 @@ def _mebibytes(value: str) -> int:
     return int(value) * MIB
 
 
+def _at_least_a_segment(value: str) -> int:
+    if _mebibytes(value) < LARGE_SEGMENT:  # torch refuses it, too
+        raise ValueError(value)
+    return _mebibytes(value)
+
+
 def _divisions(value: str) -> tuple[int, ...]:
     """Returns the divisions of each class of sizes: one number for all, or a list of pairs of mebibytes and a number."""
     if not value.startswith("["):
@@ -121,8 +127,8 @@ def _power_of_2(value: str) -> int:
 
 FIELDS: dict[str, tuple[str, Callable[[str], object]]] = {
     "expandable_segments": ("expandable_segments", _flag),
-    "max_split_size_mb": ("largest_split_bytes", _mebibytes),
-    "max_non_split_rounding_mb": ("largest_rest_bytes", _mebibytes),
+    "max_split_size_mb": ("largest_split_bytes", _at_least_a_segment),
+    "max_non_split_rounding_mb": ("largest_rest_bytes", _at_least_a_segment),
     "large_segment_size_mb": ("large_segment_bytes", _mebibytes),
     "roundup_power2_divisions": ("roundup_divisions", _divisions),
 }

@@ -64,6 +64,11 @@ class Block:
         return self.is_free and self.is_mapped
 
     @property
+    def is_segment(self) -> bool:
+        """True for a block that is a whole segment, which alone can go back to the driver."""
+        return self.before is None and self.after is None
+
+    @property
     def bytes_with_growth(self) -> int:
         """Bytes of the block, with the addresses behind it into which it can grow."""
         return self.bytes + (0 if self.after is None or self.after.is_mapped else self.after.bytes)
@@ -226,12 +231,12 @@ class CachingAllocator:
         least = self.settings.largest_split_bytes
         if math.isinf(least):
             return False
-        needed = max(wanted, int(least))
-        at, released = bisect_left(pool.free, Block(-1, needed, pool)), 0
-        if at < len(pool.free):
-            released = self._release(pool.free[at])
-        while released < needed and pool.free and pool.free[-1].bytes >= least:
-            released += self._release(pool.free[-1])
+        needed, released = max(wanted, int(least)), 0
+        oversize = [block for block in pool.free[bisect_left(pool.free, Block(-1, int(least), pool)) :] if block.is_segment]
+        enough = next((block for block in oversize if block.bytes >= needed), None)
+        for block in reversed(oversize) if enough is None else (enough,):
+            if released < needed:
+                released += self._release(block)
         return released >= needed
 
     def empty_cache(self) -> None:
@@ -240,7 +245,7 @@ class CachingAllocator:
             for block in list(pool.free):
                 if self.settings.expandable_segments:
                     self._release_pages(block)
-                elif block.before is None and block.after is None:
+                elif block.is_segment:
                     self._release(block)
 
     def _release(self, block: Block) -> int:

@@ -53,7 +53,10 @@ class TimeBudget:
 
 
 def _seconds(plan: Plan) -> float:
-    return plan.graph.step_seconds + plan.cost_seconds
+    """Returns the seconds of the step under ``plan``, and zero where only the rounding of a sum is left of them."""
+    step = plan.graph.step_seconds
+    seconds = step + plan.cost_seconds
+    return seconds if seconds > ROUNDING * step else 0.0
 
 
 def _fastest(planner: Planner) -> Plan:
