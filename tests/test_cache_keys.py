@@ -104,7 +104,7 @@ def test_the_key_changes_with_the_processor(monkeypatch):
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "of another kind")
         keys.append(key())
     with monkeypatch.context() as patch:
-        patch.setattr(kernel_settings, "multiplies_in_tiles", lambda dtype: None)
+        patch.setattr(kernel_settings, "packs_operands", lambda dtype: None)
         keys.append(key())
     assert not any(one == other for one, other in itertools.combinations(keys, 2))
 

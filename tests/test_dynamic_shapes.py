@@ -101,6 +101,23 @@ def test_the_limit_is_the_size_at_hand_where_no_more_fits(possible):
     assert caught.value.inner_exception.minimum_bytes == possible.minimum_peak_bytes
 
 
+@pytest.mark.filterwarnings("ignore::autoremat.BudgetWarning")
+def test_a_size_that_tracing_fixes_is_planned_as_it_is():
+    """Fractional pooling fixes the size while a plan for more rows is tried; then follows the plan for the size at hand."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.fractional_max_pool2d(torch.tanh(x)[None, None], 2, output_size=(8, 16)).square().mean()
+
+    options = {"compiler": "aot_eager", "memory_budget": 1, "on_infeasible": "best_effort"}
+    step = torch.compile(loss, backend="autoremat", options=options, dynamic=True)
+    for rows in (60, 48):
+        compiled, eager = (torch.linspace(-1, 1, rows * WIDTH).view(rows, WIDTH).requires_grad_() for _ in range(2))
+        for function, x in ((step, compiled), (loss, eager)):
+            torch.manual_seed(3)
+            function(x).backward()
+        assert same_bits(compiled.grad, eager.grad)
+
+
 def test_a_declared_maximum_is_the_limit(possible):
     model, before = Mlp(), len(autoremat.reports())
     budget = (possible.minimum_peak_bytes + possible.baseline_peak_bytes) // 2

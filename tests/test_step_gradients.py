@@ -167,6 +167,23 @@ def test_gradients_of_the_same_backward_count(loss, sets, warns):
         half.zero_grad()
 
 
+def test_gradients_of_an_earlier_batch_count_though_the_inputs_alone_have_any():
+    """The second batch is another graph of the same function, and no parameter links the two calls."""
+
+    def loss(x: Tensor) -> Tensor:
+        return x.sin().square().sum()
+
+    batches = [torch.ones(rows, WIDTH, requires_grad=True) for rows in (WIDTH, WIDTH - 8)]
+    options = {"memory_budget": int(3.2 * batches[0].nbytes), "compiler": "aot_eager", "cost_model": "roofline"}
+    step = torch.compile(loss, backend="autoremat", options=options, dynamic=False)
+    with warnings.catch_warnings(record=True) as caught, track_peak("cpu") as peak:
+        warnings.simplefilter("always")
+        for batch in batches:
+            step(batch).backward()
+    assert [issubclass(one.category, BudgetWarning) for one in caught] == [True]
+    assert peak.bytes > options["memory_budget"]
+
+
 def test_gradients_that_another_model_left_are_no_part_of_the_step():
     options = {"memory_budget": int(1.5 * GRADIENTS), "compiler": "aot_eager", "cost_model": "roofline"}
     for half in HALVES:  # the second step begins with the gradients of the first

@@ -36,8 +36,8 @@ class Cost:
     flops: int
     moved_bytes: int
     workspace_bytes: int
-    excess_bytes: int = 0
-    """Bytes of the results' memory above their sizes."""
+    excess_bytes: tuple[int, ...] = ()
+    """For each new result, the bytes of its memory above its size. Results behind the last one have none."""
     unknown: frozenset[str] = frozenset()
     """Names of kernels with unknown workspaces. For these, the cost contains an estimate, or 0."""
 
@@ -80,8 +80,8 @@ def cost_of(node: fx.Node, device_type: str, runs_on: str, fuses: bool) -> Cost:
     flops = op_traits.flops_of(node, args, kwargs, result)
     found = workspace_of(node, args, kwargs, runs_on, fuses)
     if found is None:
-        return Cost(flops, moved, estimated_bytes(node, args, runs_on), 0, frozenset([str(node.target)]))
-    excess = 0 if fuses or op_traits.traits_of(node) & NO_KERNEL else excess_bytes(node, args, kwargs, result, runs_on)
+        return Cost(flops, moved, estimated_bytes(node, args, runs_on), (), frozenset([str(node.target)]))
+    excess = () if fuses or op_traits.traits_of(node) & NO_KERNEL else excess_bytes(node, args, kwargs, result, runs_on)
     return Cost(flops, moved, found, excess)
 
 
@@ -151,7 +151,7 @@ def _simulated(node: fx.Node, args: tuple[Any, ...], device_type: str, runs_on: 
         flops or runs * _together(node, [c.flops for c in inside]),
         max(moved, runs * _together(node, [c.moved_bytes for c in inside])),
         max(c.workspace_bytes for c in inside) + _held_beside_bodies(node, args, fuses),
-        0,
+        (),
         frozenset().union(*(c.unknown for c in inside)),
     )
 
@@ -222,18 +222,17 @@ def _cost_of_body(body: fx.GraphModule, device_type: str, runs_on: str, fuses: b
         cost = cost_of(node, device_type, runs_on, fuses)
         unknown |= cost.unknown
         flops, moved = flops + cost.flops, moved + traffic_of(node, cost.moved_bytes)
-        excess = cost.excess_bytes
+        excess = iter(cost.excess_bytes)
         for tensor in _tensors(node):
             if _key(tensor) not in born:
-                born[_key(tensor)] = storage_bytes(tensor, device_type) + excess
+                born[_key(tensor)] = storage_bytes(tensor, device_type) + next(excess, 0)
                 live += born[_key(tensor)]
-                excess = 0
         peak = max(peak, live + cost.workspace_bytes)
         for key in {_key(t) for n in (node, *node.all_input_nodes) for t in _tensors(n)}:
             if last_use[key] <= position:
                 live -= born.get(key, 0)
                 born[key] = 0
-    return Cost(flops, moved, max(0, peak - live), 0, unknown)  # the results are still live at the end
+    return Cost(flops, moved, max(0, peak - live), (), unknown)  # the results are still live at the end
 
 
 def _key(tensor: torch.Tensor) -> int:

@@ -316,9 +316,8 @@ def _op(
 ) -> Op:
     cost = call_cost.cost_of(node, builder.device_type, runs_on, builder.fuses)
     builder.unknown_workspaces |= cost.unknown
-    if cost.excess_bytes:
-        first = builder.makes[node][0]
-        builder.values[first] = replace(builder.values[first], bytes=builder.values[first].bytes + cost.excess_bytes)
+    for value, excess in zip(builder.makes[node], cost.excess_bytes, strict=False):
+        builder.values[value] = replace(builder.values[value], bytes=builder.values[value].bytes + excess)
     traits = call_cost.traits_of(node)
     if builder.may_repeat_collectives and communication.is_gathering(node):
         traits = traits & ~Trait.COLLECTIVE | Trait.GATHER

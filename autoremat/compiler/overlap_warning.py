@@ -26,6 +26,7 @@ from autoremat.basics.units import format_bytes
 from autoremat.compiler.step_gradients import StepGradients, leaves_of
 from autoremat.report.report import Report
 from autoremat.torch_private.autograd import backward_node, keeps_graph
+from autoremat.torch_private.dynamo import number_of_function
 from autoremat.torch_private.pipelining import infers_metadata
 
 
@@ -40,6 +41,8 @@ class Watched:
     by_share: bool
     is_part: bool = False
     """True if the graph is one of several of a broken function, which keep a share together."""
+    function: int | None = None
+    """Dynamo's number of the function."""
 
     @property
     def counts_gradients(self) -> bool:
@@ -133,7 +136,7 @@ class Watch:
         leaves = leaves_of(args)
         present = _Open(graph, _device_of(args), frozenset(map(id, leaves)))
         self.judge(present, graph.report.peak_bytes)
-        self.gradients.note(leaves)
+        self.gradients.note(leaves, graph.function)
         if graph.is_part:
             self.parts.note(graph.report, [one.graph.report for one in self._open_beside(present) if one.graph.is_part])
         outputs = compiled(*args)
@@ -179,7 +182,7 @@ class Watch:
         own = [one for one in here if one.graph is graph]
         earlier = own[counted:] + [one for one in here if one.graph is not graph and not graph.by_share]
         held = sum(one.graph.report.saved_bytes for one in earlier)
-        to_own, to_others = self.gradients.live_bytes(present.device, present.leaves, bool(here))
+        to_own, to_others = self.gradients.live_bytes(present.device, present.leaves, graph.function, bool(here))
         if budget is None:
             return
         more = to_others + (0 if graph.counts_gradients else to_own) if graph.bounds_gradients else 0
@@ -264,7 +267,7 @@ _watch = Watch()
 def watched(compiled: Callable[..., Any], report: Report, by_share: bool, is_part: bool = False) -> Callable[..., Any]:
     """Returns ``compiled`` with its calls recorded by this process's watch."""
     # Drops the plan, as the graph may live long.
-    graph = Watched(replace(report, plan=None, values=()), by_share, is_part)
+    graph = Watched(replace(report, plan=None, values=()), by_share, is_part, number_of_function())
     _watch.add(graph)
 
     def call(*args: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from autoremat.ops.tensors import tensor_bytes
-from autoremat.torch_private.kernel_settings import multiplies_in_tiles
+from autoremat.torch_private.kernel_settings import packs_operands
 from autoremat.torch_private.symbolic_sizes import size_hint
 
 
@@ -28,15 +28,15 @@ def is_plain_matrix(tensor: torch.Tensor) -> bool:
 def workspace_bytes(*operands: Any, **_: Any) -> int:
     """Returns the bytes of copied operands, of a single matrix for a stack of them.
 
-    CPUs with matrix tiles also pack operands and accumulate in 32 bits.
+    Where oneDNN multiplies, it packs the operands and accumulates in 32 bits.
     """
     found = 0
     for operand in operands:
         if isinstance(operand, torch.Tensor) and operand.is_floating_point() and operand.dim() >= 2:
             matrices = size_hint(operand.shape[0]) if operand.dim() == 3 else 1
             size = tensor_bytes(operand) // max(1, matrices)
-            in_tiles = multiplies_in_tiles(operand.dtype)
-            found += 2 * size * max(1, 4 // operand.element_size()) if in_tiles else 0 if is_plain_matrix(operand) else size
+            packs = packs_operands(operand.dtype)
+            found += 2 * size * max(1, 4 // operand.element_size()) if packs else 0 if is_plain_matrix(operand) else size
     return found
 
 

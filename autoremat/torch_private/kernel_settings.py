@@ -1,4 +1,4 @@
-"""Torch's private names for settings and instructions that kernels depend on: the precision of products, and tiles of CPUs."""
+"""Torch's private names for settings and instructions that kernels depend on: the precision of products, and packed operands."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 
-def multiplies_in_tiles(dtype: torch.dtype) -> bool:
-    """Returns True if this CPU multiplies matrices of ``dtype`` in tiles (AMX). For these, oneDNN packs the operands."""
-    probe = {torch.bfloat16: "_is_amx_tile_supported", torch.float16: "_is_amx_fp16_supported"}.get(dtype, "")
-    return bool(getattr(torch.cpu, probe, bool)())
+def packs_operands(dtype: torch.dtype) -> bool:
+    """Returns True if oneDNN multiplies matrices of ``dtype`` on this CPU (AVX-512, AMX). It packs the operands for that."""
+    probe = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}.get(dtype, "")
+    available: Any = torch.backends.mkldnn.is_available
+    return bool(probe and available() and getattr(torch.ops.mkldnn, probe)())
 
 
 def rounds_to_tf32() -> bool:
@@ -34,7 +35,8 @@ def machine_fingerprint() -> str:
     """Returns text that changes with this CPU's instructions, which kernels depend on, and with the switches of libraries."""
     cuda: Any = torch.backends.cuda
     switches = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
-    tiles = [multiplies_in_tiles(dtype) for dtype in (torch.bfloat16, torch.float16)]
+    packed = [packs_operands(dtype) for dtype in (torch.bfloat16, torch.float16)]
+    tiles = [getattr(torch.cpu, probe, bool)() for probe in ("_is_amx_tile_supported", "_is_amx_fp16_supported")]
     libraries: list[Any] = [torch.backends.mkldnn, torch.backends.cudnn]
     enabled = [*(getattr(cuda, switch)() for switch in switches), *(library.enabled for library in libraries)]
-    return f"{torch.backends.cpu.get_cpu_capability()} {tiles} {enabled}"
+    return f"{torch.backends.cpu.get_cpu_capability()} {packed} {tiles} {enabled}"

@@ -128,11 +128,8 @@ class DynamicSize:
     """A size of the inputs that a compiled graph leaves open."""
 
     number: torch.SymInt
-
-    @property
-    def symbol(self) -> Any:
-        """The size's sympy symbol."""
-        return self.number.node.expr
+    symbol: Any
+    """The size's sympy symbol, also after tracing has fixed the size and ``number`` has become a constant."""
 
     @property
     def hint(self) -> int:
@@ -171,5 +168,5 @@ def dynamic_sizes(inputs: Iterable[Any]) -> list[DynamicSize]:
                     "Give a share, such as 0.7, which is planned for the lengths at hand, or pad the rows"
                 )
             if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.has_hint():
-                found.setdefault(size.node.expr, DynamicSize(size))
+                found.setdefault(size.node.expr, DynamicSize(size, size.node.expr))
     return list(found.values())

@@ -19,7 +19,7 @@ from autoremat.ops.grouped_products import is_plain_matrix
 from autoremat.ops.tensors import tensor_bytes, tensors_in
 from autoremat.planner.graph.graph import Kind
 from autoremat.torch_private.compilers import lays_channels_last
-from autoremat.torch_private.kernel_settings import multiplies_in_tiles
+from autoremat.torch_private.kernel_settings import packs_operands
 from autoremat.torch_private.symbolic_sizes import most, size_hint
 from autoremat.workspaces import cuda
 from autoremat.workspaces.measurement import Layout, measured
@@ -66,7 +66,7 @@ def _cpu_attention(query: torch.Tensor, key: torch.Tensor, *_: Any, **__: Any) -
     per_thread = max(4, query.element_size()) * rows * (columns + 2 + width)
     if query.element_size() < 4:
         per_thread += 2 * rows * columns
-    packed = _packed_keys_and_values(query, key) if multiplies_in_tiles(query.dtype) else 0
+    packed = _packed_keys_and_values(query, key) if packs_operands(query.dtype) else 0
     return torch.get_num_threads() * per_thread + packed
 
 
@@ -303,18 +303,18 @@ def workspace_bytes(
     return None if found is None else found + (SCALARS if runs_on == "cpu" else 0)
 
 
-def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> int:
-    """Returns the bytes of the results' memory above their sizes; 0 if they are unknown."""
+def excess_bytes(node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any, runs_on: str) -> tuple[int, ...]:
+    """Returns the bytes of each new result's memory above its size; nothing for results behind the last that is known."""
     tensors, name = tensors_in(result), op_traits.packet(node)
     if not tensors or tensors[0].device.type != runs_on or name in EXACT_RESULTS:
-        return 0
+        return ()
     if op_traits.facts(node).copies_storage:
         kept, told = (size_hint(t.untyped_storage().nbytes()) for t in (args[0], tensors[0]))
-        return max(0, kept - told)
+        return (max(0, kept - told),)
     alone = measured(node, args, kwargs, result)
     if alone is not None:
         return alone.excess
-    return max(0, tensor_bytes(args[0]) - tensor_bytes(tensors[0])) if name in KEEPS_OPERAND_SIZE else 0
+    return (max(0, tensor_bytes(args[0]) - tensor_bytes(tensors[0])),) if name in KEEPS_OPERAND_SIZE else ()
 
 
 def estimated_bytes(node: fx.Node, args: tuple[Any, ...], runs_on: str) -> int:

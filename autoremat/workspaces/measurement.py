@@ -7,6 +7,7 @@ memory depends on the data is measured on several kinds of data, and its dearest
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import logging
 import time
@@ -37,7 +38,7 @@ LARGEST = 2**30
 TIME_LIMIT = 60.0
 """The most seconds of measuring for one graph. Kernels after that are not measured."""
 
-METHOD = 6
+METHOD = 7
 """The version of the measuring method. Increase it with every change of the method: results of other versions are not used."""
 
 REMEMBERED = 20_000
@@ -83,12 +84,12 @@ WITH_INTEGERS = (Filling(None, Integers.ASCENDING), Filling(None, Integers.ONES)
 class Measured:
     """The memory of one call, in bytes.
 
-    ``workspace`` is the kernel's workspace. ``excess`` is the memory of its results above their sizes: the mean of a loss may
-    keep the whole buffer of the losses.
+    ``workspace`` is the kernel's workspace. ``excess`` is the memory of each of its new results above its size: the mean of a
+    loss may keep the whole buffer of the losses.
     """
 
     workspace: int
-    excess: int
+    excess: tuple[int, ...]
 
 
 Workspaces = dict[str, Measured | None]
@@ -145,18 +146,22 @@ def remember() -> None:
         _unwritten.discard(key)
         with disk_cache.locked("workspaces", key, LONGEST_WAIT):  # another process may write to the same file
             newest = list((_stored(key) | _known[key]).items())[-REMEMBERED:]
-            rows = {name: None if found is None else [found.workspace, found.excess] for name, found in newest}
+            rows = {name: None if found is None else [found.workspace, *found.excess] for name, found in newest}
             disk_cache.write_text("workspaces", key, json.dumps(rows, indent=1))
 
 
 def _stored(key: str) -> Workspaces:
     try:
         record = json.loads(disk_cache.read_text("workspaces", key) or "")
-        return {
-            str(name): None if row is None else Measured(*map(disk_cache.checked_bytes, row)) for name, row in record.items()
-        }
+        return {str(name): None if row is None else _measured_of(row) for name, row in record.items()}
     except disk_cache.UNUSABLE:
         return {}
+
+
+def _measured_of(row: list[object]) -> Measured:
+    """Returns the measurement of a stored row."""
+    workspace, *excess = map(disk_cache.checked_bytes, row)
+    return Measured(workspace, tuple(excess))
 
 
 def runs_only_torch(node: fx.Node) -> bool:
@@ -198,7 +203,7 @@ def _measure(
         log.debug("%s cannot be run by itself: %s", node.target, error)
         return None
     arguments = tensors_in((own_args, own_kwargs))
-    told = sum(_new_storages(tensors_in(result), tensors_in((args, kwargs))))
+    told = _new_storages(tensors_in(result), tensors_in((args, kwargs)))
     valid = _valid_integers(tensors_in((args, kwargs, result)))
     for filling in _fillings(node, any(map(_holds_integers, arguments)), valid):
         if found and filling.integers is Integers.ONES and valid == 1:
@@ -209,7 +214,10 @@ def _measure(
             found.append(_memory(lambda: target(*own_args, **own_kwargs), arguments, told, device))
         except REFUSALS as error:
             log.debug("%s cannot be run by itself: %s", node.target, error)
-    return Measured(max(one.workspace for one in found), max(one.excess for one in found)) if found else None
+    if not found:
+        return None
+    excess = itertools.zip_longest(*(one.excess for one in found), fillvalue=0)
+    return Measured(max(one.workspace for one in found), tuple(map(max, excess)))
 
 
 def _fillings(node: fx.Node, has_integers: bool, valid: int) -> tuple[Filling, ...]:
@@ -248,15 +256,17 @@ def _fill(tensor: torch.Tensor, filling: Filling, valid: int) -> None:
         whole.fill_(filling.integers.value)
 
 
-def _memory(run: Callable[[], object], arguments: list[torch.Tensor], told_bytes: int, device: torch.device) -> Measured:
-    """Returns the memory of a warm ``run()``, whose results have ``told_bytes`` by their sizes.
+def _memory(run: Callable[[], object], arguments: list[torch.Tensor], told: list[int], device: torch.device) -> Measured:
+    """Returns the memory of a warm ``run()``, whose new results have the bytes ``told`` by their sizes.
 
     A first run allocates the memory that the kernel keeps for later calls.
     """
     run()
     peak, result = allocator.peak_on_cpu(run) if device.type == "cpu" else allocator.peak_on_cuda(run, device)
-    made = sum(_new_storages(tensors_in(result), arguments))
-    return Measured(max(0, peak - made), max(0, made - told_bytes))
+    made = _new_storages(tensors_in(result), arguments)
+    if len(made) != len(told):  # the kernel's results share storages otherwise than the fake ones
+        return Measured(max(0, peak - sum(made)), (max(0, sum(made) - sum(told)),))
+    return Measured(max(0, peak - sum(made)), tuple(max(0, own - size) for own, size in zip(made, told, strict=True)))
 
 
 def _new_storages(results: list[torch.Tensor], arguments: list[torch.Tensor]) -> list[int]:
