@@ -1,4 +1,4 @@
-"""Torch's private names for settings and instructions that kernels depend on: the precision of products, and packed operands."""
+"""Torch's private names for settings and instructions that kernels depend on: precision and packing of products."""
 
 from __future__ import annotations
 
