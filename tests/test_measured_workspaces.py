@@ -234,7 +234,7 @@ def test_a_file_with_implausible_numbers_counts_as_absent(number: object, monkey
     found = measurement.measured(node, args, {}, node.meta["val"])
     (key,) = measurement._known
     name = measurement.signature(node)
-    for row in ([number, 0], [0, number], [0], number if number is not None else []):
+    for row in ([number, [0]], [0, [number]], [0, number], [0], number if number is not None else []):
         with monkeypatch.context() as context:
             context.setattr(disk_cache, "read_text", lambda *_, row=row: json.dumps({name: row}))
             context.setattr(measurement, "_known", {})

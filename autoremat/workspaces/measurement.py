@@ -146,7 +146,7 @@ def remember() -> None:
         _unwritten.discard(key)
         with disk_cache.locked("workspaces", key, LONGEST_WAIT):  # another process may write to the same file
             newest = list((_stored(key) | _known[key]).items())[-REMEMBERED:]
-            rows = {name: None if found is None else [found.workspace, *found.excess] for name, found in newest}
+            rows = {name: None if found is None else [found.workspace, found.excess] for name, found in newest}
             disk_cache.write_text("workspaces", key, json.dumps(rows, indent=1))
 
 
@@ -158,10 +158,10 @@ def _stored(key: str) -> Workspaces:
         return {}
 
 
-def _measured_of(row: list[object]) -> Measured:
-    """Returns the measurement of a stored row."""
-    workspace, *excess = map(disk_cache.checked_bytes, row)
-    return Measured(workspace, tuple(excess))
+def _measured_of(row: Any) -> Measured:
+    """Returns the measurement of a stored row. Raises ``TypeError`` or ``ValueError`` for a row of another form."""
+    workspace, excess = row
+    return Measured(disk_cache.checked_bytes(workspace), tuple(map(disk_cache.checked_bytes, excess)))
 
 
 def runs_only_torch(node: fx.Node) -> bool:
