@@ -5,8 +5,8 @@
     python benchmarks/clients.py --only Wav2Vec2 --limit 600
     python benchmarks/clients.py --compiler aot_eager  # far quicker: without generated code
 
-The program without a budget runs under the compiler alone. The first budget is a share, the second the minimum peak found
-and 3 % more, in bytes. Each program has a process of its own with a time limit. A library that cannot be imported is a row.
+The program without a budget runs under the compiler alone. The first budget is a share, the second the minimum peak that the
+report names and 3 % more, in bytes. If that is an error, the third is the minimum peak that the error names. Each program has a process of its own with a time limit. A library that cannot be imported is a row.
 Models are tiny and random, and nothing is downloaded.
 
 The measured peak is that of the third step, from the end of the second update to the end of its own.
@@ -152,9 +152,12 @@ def run_program(name: str, compiler: str) -> None:
     autoremat.configure(cost_model="roofline", progress=False, compiler=compiler)
     plain = print_row(measured(replace(row, budget="none"), compiler))
     share = print_row(compared(measured(replace(row, budget=f"{SHARE:.0%}"), "autoremat", SHARE), plain))
-    if share.minimum_bytes is not None:
-        budget = int(share.minimum_bytes * MARGIN)
-        print_row(compared(measured(replace(row, budget=f"minimum + {MARGIN - 1:.0%}"), "autoremat", budget), plain))
+    if share.minimum_bytes is None:
+        return
+    budget = int(share.minimum_bytes * MARGIN)
+    tight = print_row(compared(measured(replace(row, budget=f"minimum + {MARGIN - 1:.0%}"), "autoremat", budget), plain))
+    if tight.minimum_bytes is not None and tight.fits is None:
+        print_row(compared(measured(replace(row, budget="as the error says"), "autoremat", tight.minimum_bytes), plain))
 
 
 def print_row(row: Row) -> Row:
