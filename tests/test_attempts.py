@@ -14,6 +14,7 @@ from autoremat.compiler.attempts import (
     Accept,
     Again,
     Attempt,
+    GainNeeded,
     Infeasible,
     Purpose,
     Rules,
@@ -22,6 +23,7 @@ from autoremat.compiler.attempts import (
     next_step,
     pool_bytes,
     unused_reason,
+    verdict_on,
 )
 
 BUDGET = 100
@@ -57,7 +59,7 @@ def run(rules: Rules, codes: Sequence[Attempt], record: int = 0) -> tuple[list[t
         verdict = None
         for stage in stages:
             if stage.code_peaks or stage.is_complete:
-                verdict = next_step([*seen, stage], rules)
+                verdict = verdict_on([*seen, stage], rules, lambda headroom_bytes: 0.0)
             if verdict is not None:
                 seen.append(stage)
                 break
@@ -72,7 +74,7 @@ def test_code_within_the_budget_is_accepted(rules):
 
 
 def test_no_limit_accepts_everything():
-    unlimited = attempt(1000, limits={False: None, True: None}, gain=lambda _: 1.0)
+    unlimited = attempt(1000, limits={False: None, True: None}, gain=1.0)
     assert run(Rules(), [unlimited])[:2] == ([(0, FIT)], Accept())
 
 
@@ -120,7 +122,7 @@ def test_a_half_whose_plan_stays_far_below_its_limit_gets_the_headroom_that_its_
 
 
 def faster(peaks: dict[bool, int] | int, gain: float = 0.5) -> Attempt:
-    return attempt(peaks, gain=lambda _: gain)
+    return attempt(peaks, gain=gain)
 
 
 @pytest.mark.parametrize(
@@ -144,8 +146,17 @@ def test_a_plan_is_not_loosened_against_the_rules():
 
 def test_the_gain_is_that_of_the_looser_headroom():
     asked = []
-    run(Rules(), [attempt(50, gain=lambda headroom: asked.append(headroom) or 0.0)])
-    assert asked == [-45]
+    assert next_step([attempt(50, is_complete=False)], Rules()) == GainNeeded(-45)
+    verdict = verdict_on([attempt(50, is_complete=False)], Rules(), lambda headroom: asked.append(headroom) or 0.5)
+    assert (asked, verdict) == ([-45], Again(-45, LOOSEN))
+
+
+def test_the_gain_is_not_asked_for_where_it_decides_nothing():
+    def never(headroom_bytes: int) -> float:
+        raise AssertionError(headroom_bytes)
+
+    for peak, rules in ((101, Rules()), (98, Rules()), (50, Rules(may_loosen=False))):
+        verdict_on([attempt(peak, is_complete=False)], rules, never)
 
 
 # -- nothing fits --------------------------------------------------------------------------------------------------------

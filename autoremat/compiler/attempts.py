@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 MAX_REPLANS = 4
 """Number of replans after which the best code is taken, or an error raised. An error may need one more, to name its figures."""
@@ -74,8 +74,8 @@ class Attempt:
     code_headroom_bytes: int = 0
     is_last_plan: bool = False
     """True if no plan of lower peak can be tried."""
-    gain: Callable[[int], float] = lambda headroom_bytes: 0.0
-    """Returns the share of the step's seconds that the plan for another headroom saves."""
+    gain: float | None = None
+    """Share of the step's seconds that the plan for ``loosening_headroom_bytes`` saves; None if it is not known."""
 
     @property
     def peak_bytes(self) -> int:
@@ -139,15 +139,38 @@ class Infeasible:
     minimum_bytes: int
 
 
+@dataclass(frozen=True)
+class GainNeeded:
+    """The verdict depends on ``gain`` of the last attempt: that of the plan for this headroom."""
+
+    headroom_bytes: int
+
+
 Verdict = Accept | Again | Infeasible
 
 
-def next_step(attempts: Sequence[Attempt], rules: Rules) -> Verdict | None:
+def verdict_on(attempts: Sequence[Attempt], rules: Rules, gain_of: Callable[[int], float]) -> Verdict | None:
+    """Returns the verdict on the last of ``attempts``; None if Inductor shall go on with it.
+
+    ``gain_of`` returns the share of the step's seconds that the plan for a headroom saves. It is asked only if that decides.
+    """
+    step = next_step(attempts, rules)
+    if isinstance(step, GainNeeded):
+        *earlier, last = attempts
+        step = next_step([*earlier, replace(last, gain=gain_of(step.headroom_bytes))], rules)
+        assert not isinstance(step, GainNeeded)
+    return step
+
+
+def next_step(attempts: Sequence[Attempt], rules: Rules) -> Verdict | GainNeeded | None:
     """Returns the verdict on the last of ``attempts``; None if Inductor shall go on with it."""
     last = attempts[-1]
     if not last.excesses or _is_tolerated(attempts, rules):
-        if _is_worth_loosening(attempts, rules):
-            return Again(last.loosening_headroom_bytes, Purpose.LOOSEN)
+        if _may_loosen(attempts, rules):
+            if last.gain is None:
+                return GainNeeded(last.loosening_headroom_bytes)
+            if last.gain >= LEAST_GAIN:
+                return Again(last.loosening_headroom_bytes, Purpose.LOOSEN)
         return Accept() if last.is_complete else None
     if not (last.is_complete or last.shows_both_halves) and _may_end_in_error(attempts, rules):
         return None  # an error names the peak of the step, so it needs the code of both halves
@@ -183,15 +206,15 @@ def _is_tolerated(attempts: Sequence[Attempt], rules: Rules) -> bool:
     return rules.on_infeasible == "best_effort" and (settled or _is_final(attempts))
 
 
-def _is_worth_loosening(attempts: Sequence[Attempt], rules: Rules) -> bool:
-    """Returns True if a faster plan is expected to fit into the memory that the code leaves unused."""
+def _may_loosen(attempts: Sequence[Attempt], rules: Rules) -> bool:
+    """Returns True if the code leaves enough memory unused for a faster plan, and the rules allow to try one."""
     last = attempts[-1]
     fresh = all(attempt.purpose is Purpose.FIT and not attempt.excesses for attempt in attempts)
     bounded = any(limit is not None for limit in last.limits.values())
     if not (rules.may_loosen and fresh and bounded and last.shows_both_halves and not last.is_complete):
         return False
     room = last.budget_bytes - last.peak_bytes
-    return room >= LEAST_ROOM * last.budget_bytes and last.gain(last.loosening_headroom_bytes) >= LEAST_GAIN
+    return room >= LEAST_ROOM * last.budget_bytes
 
 
 def _closest(attempts: Sequence[Attempt]) -> Attempt:

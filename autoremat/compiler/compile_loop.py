@@ -123,7 +123,7 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
         )
         partitioning = Partitioning(context, peers.plan, peers.fail)
         identity = ("autoremat", source_hash(), key, step.headroom_bytes, options.on_infeasible, *peers.identity)
-        decide = _decision(attempts, lambda tried: peers.verdict(tried, rules), partitioning, step, codes)  # noqa: B023
+        decide = _decision(attempts, peers, rules, partitioning, step, codes)
         with caches():
             function, lowered, verdict = lower(source, partitioning, identity, decide)
         is_estimate = is_estimate or lowered.is_estimate
@@ -140,7 +140,7 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
             caches = compilers.without_caches
             continue
         attempts.append(attempt_of(planned, step, lowered, codes, is_complete=function is not None))
-        verdict = verdict or peers.verdict(attempts, rules)
+        verdict = verdict or peers.verdict(attempts, rules, planned.gain)
         if isinstance(verdict, Infeasible):
             raise peers.named(_error(planned, verdict, attempts, codes))
         if not isinstance(verdict, Again):
@@ -197,7 +197,6 @@ def attempt_of(planned: PlannedGraph, step: Again, lowered: Lowered, codes: Code
         minimum_bytes=planned.planning.smallest.peak_bytes,
         code_headroom_bytes=planned.code_headroom_bytes,
         is_last_plan=planned.is_last_plan,
-        gain=planned.gain,
     )
 
 
@@ -217,11 +216,7 @@ def _reserved_peaks(
 
 
 def _decision(
-    attempts: list[Attempt],
-    verdict_on: Callable[[list[Attempt]], Verdict | None],
-    partitioning: Partitioning,
-    step: Again,
-    codes: Codes,
+    attempts: list[Attempt], peers: Peers, rules: Rules, partitioning: Partitioning, step: Again, codes: Codes
 ) -> Callable[[Lowered], Verdict | None]:
     """Returns the function that decides, from the code of one or both halves, on the present attempt."""
 
@@ -229,7 +224,8 @@ def _decision(
         planned = partitioning.planned
         if planned is None:
             return None
-        return verdict_on([*attempts, attempt_of(planned, step, lowered, codes, is_complete=False)])
+        tried = [*attempts, attempt_of(planned, step, lowered, codes, is_complete=False)]
+        return peers.verdict(tried, rules, planned.gain)
 
     return decide
 

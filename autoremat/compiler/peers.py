@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -17,7 +17,7 @@ from autoremat.agreement.joining import session_at
 from autoremat.agreement.session import Parts, Session
 from autoremat.basics.errors import AgreementError, BudgetInfeasible
 from autoremat.basics.progress import now
-from autoremat.compiler.attempts import Accept, Again, Attempt, Infeasible, Purpose, Rules, Verdict, next_step
+from autoremat.compiler.attempts import Accept, Again, Attempt, Infeasible, Purpose, Rules, Verdict, verdict_on
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
 from autoremat.compiler.planning import PlannedGraph, plan_graph
 from autoremat.compiler.records import Record
@@ -50,8 +50,8 @@ class Peers(Protocol):
     def plan(self, priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
         """Returns the graph with the plan for its budget."""
 
-    def verdict(self, attempts: Sequence[Attempt], rules: Rules) -> Verdict | None:
-        """Returns the verdict on the last attempt; None if Inductor shall go on with it."""
+    def verdict(self, attempts: Sequence[Attempt], rules: Rules, gain_of: Callable[[int], float]) -> Verdict | None:
+        """Returns the verdict on the last attempt; None if Inductor shall go on with it. See :func:`verdict_on`."""
 
     def named(self, error: Exception) -> Exception:
         """Returns ``error`` with the rank that it comes from."""
@@ -78,8 +78,8 @@ class Alone:
     def plan(self, priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
         return plan_graph(priced, context)
 
-    def verdict(self, attempts: Sequence[Attempt], rules: Rules) -> Verdict | None:
-        return next_step(attempts, rules)
+    def verdict(self, attempts: Sequence[Attempt], rules: Rules, gain_of: Callable[[int], float]) -> Verdict | None:
+        return verdict_on(attempts, rules, gain_of)
 
     def named(self, error: Exception) -> Exception:
         return error
@@ -159,15 +159,15 @@ class Members:
             return planned
         return replace(planned, report=replace(planned.report, ranks=members))
 
-    def verdict(self, attempts: Sequence[Attempt], rules: Rules) -> Verdict | None:
+    def verdict(self, attempts: Sequence[Attempt], rules: Rules, gain_of: Callable[[int], float]) -> Verdict | None:
         if self.record is not None:
-            return next_step(attempts, rules)
+            return verdict_on(attempts, rules, gain_of)
         last = attempts[-1]
         part = {"peaks": {str(int(half)): peak for half, peak in last.code_peaks.items()}, "is_complete": last.is_complete}
 
         def decide(parts: Parts) -> dict[str, Any] | None:
             self.joint[len(attempts)] = _with_largest_peaks(last, parts)
-            return _written(next_step([self.joint[number + 1] for number in range(len(attempts))], rules))
+            return _written(verdict_on([self.joint[number + 1] for number in range(len(attempts))], rules, gain_of))
 
         return _read(self.session.round("verdict", part, decide))
 
