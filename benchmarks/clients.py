@@ -148,7 +148,8 @@ def run_program(name: str, compiler: str) -> None:
         print_row(replace(row, outcome=f"not installed: {error.name}"))
         return
     distributions = importlib.metadata.packages_distributions()
-    versions = ", ".join(f"{package} {importlib.metadata.version(distributions[package][0])}" for package in client.packages)
+    packages = ("torch", *client.packages)
+    versions = ", ".join(f"{package} {importlib.metadata.version(distributions[package][0])}" for package in packages)
     row = replace(row, versions=versions)
     autoremat.configure(cost_model="roofline", progress=False, compiler=compiler)
     plain = print_row(measured(replace(row, budget="none"), compiler))
@@ -214,7 +215,7 @@ def table(rows: list[Row]) -> Table:
         "measured",
         "fits",
     )
-    result = Table(*columns, title=f"torch {torch.__version__}")
+    result = Table(*columns)
     for row in rows:
         sizes = (
             "" if size is None else f"{size / 1024:,.0f}"
