@@ -312,6 +312,17 @@ def x_transformers(backend: str) -> None:
     train(model, model, tokens())
 
 
+@client("PyG, two kinds of layers", "torch_geometric")
+def graph_network(backend: str) -> None:
+    from torch_geometric.nn import GATConv, GCNConv, Sequential
+
+    layers = [(GCNConv(16, 64), "x, edges -> x"), nn.ReLU(), (GATConv(64, 16, heads=4), "x, edges -> x"), nn.Linear(64, 10)]
+    model = Sequential("x, edges", layers)
+    model.compile(backend=backend)
+    nodes, edges, labels = torch.randn(256, 16), torch.randint(256, (2, 2048)), torch.randint(10, (256,))
+    train(model, lambda: nn.functional.cross_entropy(model(nodes, edges), labels))
+
+
 @client("timm, ConvNeXt", "timm", "torchvision")
 def convnext(backend: str) -> None:
     import timm
