@@ -60,7 +60,7 @@ def is_traced_in_forward(node: fx.Node) -> bool:
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Returns True if the node holds an object that is neither a tensor nor a symbolic number. Torch 2.11 has none."""
+    """Returns True if the node holds an object that is neither a tensor nor a symbolic number; False under torch 2.11."""
     check: Callable[[fx.Node], bool] | None = names.resolve("torch._functorch.partitioners:is_opaque_node")
     return check is not None and bool(check(node))
 
