@@ -53,11 +53,13 @@ class PlanFileError(OptionsError):
 
 
 class UnsupportedTorchError(AutorematError, RuntimeError):
-    """Raised if the installed torch is outside the supported range."""
+    """Raised if the installed torch is outside the supported range, or lacks a private name that the package uses."""
 
-    def __init__(self, found: str) -> None:
+    def __init__(self, found: str, missing: str = "") -> None:
+        """Makes the error. ``found`` is the version of torch, ``missing`` the private name and its use."""
+        lacking = f", which has no {missing}" if missing else ""
         super().__init__(
-            f"autoremat supports torch 2.{SUPPORTED_MINORS[0]} to 2.{SUPPORTED_MINORS[-1]}; found torch {found}. "
+            f"autoremat supports torch 2.{SUPPORTED_MINORS[0]} to 2.{SUPPORTED_MINORS[-1]}; found torch {found}{lacking}. "
             f"Install a supported version (torch>=2.{SUPPORTED_MINORS.start},<2.{SUPPORTED_MINORS.stop}) or another release of "
             "autoremat."
         )

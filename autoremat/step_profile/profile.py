@@ -26,7 +26,7 @@ from autoremat.planner.multigraph.ledger import Moment, Share
 from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepProfile
 from autoremat.step_profile.meter import meter_of
 from autoremat.step_profile.recording import Recording
-from autoremat.torch_private import autograd, compilers
+from autoremat.torch_private import autograd, compilers, names
 from autoremat.torch_private.dynamo import graph_breaks
 
 
@@ -203,7 +203,7 @@ def _modules_of(function: Any) -> list[nn.Module]:
 
 def _holds_compiled(function: Any) -> bool:
     """Returns True if ``function`` is or contains a result of ``torch.compile``."""
-    if hasattr(function, "_torchdynamo_orig_callable"):
+    if names.read(function, "torch._dynamo.eval_frame!_torchdynamo_orig_callable") is not None:
         return True
     modules = [module for root in _modules_of(function) for module in root.modules()]
     return any(autograd.is_compiled(module) for module in modules)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from autoremat.planner.memory.allocator_settings import AllocatorSettings, allocator_settings
+from autoremat.torch_private import names
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -22,14 +23,9 @@ def settings_of_process() -> AllocatorSettings:
     They are those of the environment, or those that the process has set later. Raises ``OptionsError`` for text that torch does
     not accept either.
     """
-    present = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    present = names.resolve("torch._C:_accelerator_getAllocatorSettings")
     text = "" if present is None else present()
     return allocator_settings(text or next(filter(None, map(os.environ.get, VARIABLES)), ""))
-
-
-def can_see_allocations() -> bool:
-    """Returns True if this version of torch can record the CPU allocations of one thread."""
-    return hasattr(torch._C._autograd, "_enable_profiler_legacy")
 
 
 def peak_on_cpu(run: Callable[[], object]) -> tuple[int, object]:

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 from torch.autograd.graph import Node
 
-from autoremat.torch_private import compilers
+from autoremat.torch_private import compilers, names
 
 COMPILED_NODE = "CompiledFunctionBackward"
 VIEWS_DEEP = 4
@@ -100,13 +100,13 @@ def leaves_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """Returns the leaf tensors whose gradients ``tensor.backward()`` would accumulate."""
     if tensor.grad_fn is None:
         return [tensor] if tensor.requires_grad else []
+    accumulating = names.resolve("torch._C:_functions.AccumulateGrad")
     found: dict[int, torch.Tensor] = {}
     seen, stack = {tensor.grad_fn}, [tensor.grad_fn]
     while stack:
         node = stack.pop()
-        variable = getattr(node, "variable", None)
-        if isinstance(variable, torch.Tensor):
-            found[id(variable)] = variable
+        if isinstance(node, accumulating):
+            found[id(node.variable)] = node.variable
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
@@ -133,4 +133,4 @@ def is_compiled(module: torch.nn.Module) -> bool:
     """Returns True if the module comes from ``torch.compile`` or its call was compiled by ``module.compile``."""
     from torch._dynamo import OptimizedModule
 
-    return isinstance(module, OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None
+    return isinstance(module, OptimizedModule) or module._compiled_call_impl is not None

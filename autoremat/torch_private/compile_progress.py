@@ -63,7 +63,7 @@ def inductor_is_told() -> Iterator[None]:
         half = _half_of(lowering)
         now(f"generating code of the {half}")
         generated = generate(lowering)
-        kernels.total, kernels.done = len(KERNEL.findall(str(getattr(generated[0], "value", "")))), 0
+        kernels.total, kernels.done = len(KERNEL.findall(generated[0].value)), 0
         now(f"compiling kernels of the {half}", kernels.count if kernels.total else None)
         return generated
 

@@ -14,6 +14,7 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 
+from autoremat.torch_private import names
 from autoremat.torch_private.compile_progress import inductor_is_told
 from autoremat.torch_private.joint_graphs import PartitionedModules
 
@@ -104,12 +105,15 @@ def most_reads_inlined() -> int:
 
 def largest_expression(device_type: str) -> int:
     """Returns the most ops that Inductor computes in one expression on that device type. A larger expression gets a buffer."""
-    settings = vars(inductor_config)["_config"]  # torch 2.11 and 2.12 lack the two settings for device types
     for_all = inductor_config.realize_opcount_threshold
     if for_all is not None:
         return int(for_all)
-    name = "realize_cpu_opcount_threshold" if device_type == "cpu" else "_realize_opcount_threshold_default"
-    return int(getattr(inductor_config, name)) if name in settings else 30
+    on_cpu, elsewhere = (
+        "torch._inductor.config:realize_cpu_opcount_threshold",
+        "torch._inductor.config:_realize_opcount_threshold_default",
+    )
+    limit = names.resolve(on_cpu if device_type == "cpu" else elsewhere)
+    return 30 if limit is None else int(limit)  # torch 2.11 and 2.12 have one limit for all device types
 
 
 def lays_channels_last(device_type: str) -> bool:

@@ -17,6 +17,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext
 
+from autoremat.torch_private import names
 from autoremat.torch_private.dynamo import copied_with_sources
 
 
@@ -44,25 +45,22 @@ class Bucket:
 def is_split() -> bool:
     """Returns True if the graph that Dynamo compiles now was split into buckets."""
     context = TracingContext.try_get()
-    marks = (getattr(context, "ddp_optimizer_ctx", None), getattr(context, "fakify_first_call", None))
+    places = ("torch._guards:TracingContext.ddp_optimizer_ctx", "torch._guards:TracingContext.fakify_first_call")
+    marks = [names.read(context, place) for place in places]
     return any(mark is not None and mark is not False for mark in marks)
 
 
 def current_split() -> Split | None:
-    """Returns the split whose bucket is compiled now; None if there is none, or if this version of torch does not show it."""
-    from torch._dynamo.backends import distributed
-
-    compiler: Any = getattr(distributed, "SubmodCompiler", None)
-    run_node = getattr(compiler, "run_node", None)
-    code = getattr(run_node, "__code__", None)
+    """Returns the split whose bucket is compiled now; None if there is none."""
+    code = names.resolve("torch._dynamo.backends.distributed:SubmodCompiler.run_node").__code__
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
-    if code is None or frame is None:
+    if frame is None:
         return None
     owner: Any = frame.f_locals.get(code.co_varnames[0])
     node = frame.f_locals.get(code.co_varnames[1])
-    if node is None or not isinstance(getattr(owner, "module", None), fx.GraphModule):
+    if node is None or not isinstance(owner.module, fx.GraphModule):
         return None
     calls = [call for call in owner.module.graph.nodes if call.op == "call_module"]
     return Split(owner, calls.index(node), len(calls))
@@ -136,8 +134,4 @@ def gradients_become_views() -> bool:
     """Returns True if the gradients of the model that runs now are moved into the buckets of ``DistributedDataParallel``."""
     wrapper: Any = torch.nn.parallel.DistributedDataParallel
     active = wrapper._get_active_ddp_module()
-    return bool(
-        active is not None
-        and getattr(active, "gradient_as_bucket_view", False)
-        and getattr(active, "require_backward_grad_sync", True)
-    )
+    return active is not None and bool(active.gradient_as_bucket_view and active.require_backward_grad_sync)

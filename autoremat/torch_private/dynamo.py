@@ -16,30 +16,36 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
+from autoremat.torch_private import names
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensor_identity import storage_key
 
-RESUMED = "torch_dynamo_resume_in"
+RESUMED = names.resolve("torch._dynamo.resume_execution:TORCH_DYNAMO_RESUME_IN_PREFIX")
 """The prefix in the name of a function that resumes after a graph break."""
 
-BY_DDP = "DDPOptimizer"
+BY_DDP = names.resolve("torch._dynamo.backends.distributed!DDPOptimizer intentional graph-break")
 """The begin of the reason by which torch marks a bucket of ``DistributedDataParallel`` as broken off."""
 
-STATIC_INPUT = "_dynamo_static_input_type"
+STATIC_INPUT = names.resolve("torch._dynamo.variables.builder!_dynamo_static_input_type")
 """A key of the placeholders of parameters and buffers, whose addresses never change."""
 
-WITHOUT_RNN = "RNN, GRU, or LSTM"
+WITHOUT_RNN = names.resolve("torch._dynamo.variables.builder!RNN, GRU, or LSTM")
 """A phrase in the reason of a graph break at a module that Dynamo traces only with ``allow_rnn``."""
 
-
-OPENS_GRADIENT = "_grad_increment_nesting"
+OPENS_GRADIENT = names.resolve("torch._C._functorch:_grad_increment_nesting").__name__
 """The name of the call in a captured graph that begins a gradient of ``torch.func``: grad, vjp and what uses them."""
 
 CONTAINERS = "torch/nn/modules/container.py"
 """The end of the path of modules that call others in sequence, as a user's do."""
 
-SOURCES_OF_MODULE, SOURCE_OF_INPUT = ("_param_name_to_source", "_source_to_user_stacks"), "_dynamo_source"
-"""Attributes of a captured graph module and of its placeholders. Copies of a module or a graph lack them."""
+SOURCES_OF_MODULE = (
+    names.resolve("torch._dynamo.output_graph!_param_name_to_source"),
+    names.resolve("torch._dynamo.output_graph!_source_to_user_stacks"),
+)
+"""Attributes of a captured graph module. Copies of the module lack them."""
+
+SOURCE_OF_INPUT = names.resolve("torch._dynamo.output_graph!_dynamo_source")
+"""An attribute of the placeholders of a captured graph. Copies of the graph lack it."""
 
 
 def copied_with_sources(module: fx.GraphModule) -> fx.GraphModule:
@@ -93,8 +99,8 @@ def _is_sharded(source: Any) -> bool:
     chain = []
     while source is not None:
         chain.append(source)
-        source = getattr(source, "base", None)
-    is_parameter = any(getattr(one, "member", "") == "_parameters" for one in chain)
+        source = names.read(source, "torch._dynamo.source:ChainedSource.base")
+    is_parameter = any(names.read(one, "torch._dynamo.source:AttrSource.member") == "_parameters" for one in chain)
     return is_parameter and any(isinstance(one, sources.FSDPNNModuleSource) for one in chain)
 
 
@@ -115,8 +121,8 @@ def graph_break_around(gm: fx.GraphModule) -> str | None:
 
     The result is empty if ``gm`` is the last part of a broken function: the reason is known for an earlier part.
     """
-    ended: Any = getattr(gm, "compile_subgraph_reason", None)
-    if getattr(ended, "graph_break", False):
+    ended = names.read(gm, "torch._dynamo.output_graph!compile_subgraph_reason")
+    if ended is not None and ended.graph_break:
         if str(ended.reason).startswith(BY_DDP):  # buckets share one budget
             return None
         return str(ended.reason)
@@ -168,7 +174,7 @@ def around_each_frame(begins: Callable[[], None], ended: Callable[[], None]) -> 
     from torch._dynamo.callback import callback_handler
 
     for callbacks, listener in ((callback_handler.start_callbacks, begins), (callback_handler.end_callbacks, ended)):
-        if not any(getattr(callback, "listener", None) is listener for callback in callbacks):
+        if not any(isinstance(callback, _Callback) and callback.listener is listener for callback in callbacks):
             callbacks.append(_Callback(listener))
 
 
@@ -176,7 +182,8 @@ def is_called(begins: Callable[[], None]) -> bool:
     """Returns True if ``begins`` is still registered: torch was not reset since :func:`around_each_frame`."""
     from torch._dynamo.callback import callback_handler
 
-    return any(getattr(callback, "listener", None) is begins for callback in callback_handler.start_callbacks)
+    callbacks = callback_handler.start_callbacks
+    return any(isinstance(callback, _Callback) and callback.listener is begins for callback in callbacks)
 
 
 class _Callback:

@@ -6,6 +6,7 @@ This module decides nothing about plans.
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 
+from autoremat.torch_private import names
 from autoremat.torch_private.live_bytes import is_number, is_wrapper
 
 HOOKS = (
@@ -31,7 +33,9 @@ OWN_METHODS = ("step", "zero_grad")
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the local shard of a distributed tensor; any other tensor as it is."""
-    shard = getattr(tensor, "_local_tensor", None)
+    if "torch.distributed.tensor" not in sys.modules:
+        return tensor
+    shard = names.read(tensor, "torch.distributed.tensor:DTensor._local_tensor")
     return shard if isinstance(shard, torch.Tensor) else tensor
 
 
@@ -94,7 +98,7 @@ def _faked(value: Any, copies: FakeCopies, seen: dict[int, Any]) -> Any:
 def step_of(optimizer: Optimizer) -> Callable[[], Any]:
     """Returns the step of the optimizer's class, without the hooks that torch runs around it."""
     step: Any = type(optimizer).step
-    inner = step.__wrapped__ if getattr(step, "hooked", False) else step
+    inner = step.__wrapped__ if names.read(step, "torch.optim.optimizer!hooked") else step
     return lambda: inner(optimizer)
 
 

@@ -26,12 +26,12 @@ def gathered_groups(model: nn.Module) -> Iterator[tuple[int, bool]]:
     for module in reversed(shards):  # inner ones first
         own = [p for p in module.parameters() if id(p) not in taken]
         taken.update(map(id, own))
-        group: Any = getattr(module._get_fsdp_state(), "_fsdp_param_group", None)
-        kept = module is shards[0] or getattr(group, "post_forward_mesh_info", True) is None
+        group: Any = module._get_fsdp_state()._fsdp_param_group
+        kept = module is shards[0] or (group is not None and group.post_forward_mesh_info is None)
         yield sum(p.numel() * _gathered_type(p, group).itemsize for p in own), not kept
 
 
 def _gathered_type(parameter: torch.Tensor, group: Any) -> torch.dtype:
     """Returns the type in which a parameter is gathered."""
-    found: Any = getattr(getattr(group, "mp_policy", None), "param_dtype", None)
-    return found if isinstance(found, torch.dtype) else parameter.dtype
+    found: torch.dtype | None = None if group is None else group.mp_policy.param_dtype
+    return parameter.dtype if found is None else found

@@ -21,6 +21,7 @@ from autoremat.basics.errors import OptionWarning
 from autoremat.basics.progress import now
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.wrapper_replay import ReplayContext, replay
+from autoremat.torch_private import names
 from autoremat.torch_private.hooks import Method, hooked
 from autoremat.torch_private.symbolic_sizes import most_of_expression
 
@@ -49,13 +50,21 @@ def _layout_bytes(buffer: Any, device_type: str = "cpu") -> int:
     """
     from torch._inductor.virtualized import V
 
-    try:
-        layout = buffer.get_layout()
-        if layout.device.type == "cpu" != device_type:
-            return 0
-        return most_of_expression(layout.storage_size(), V.graph.sizevars) * int(layout.dtype.itemsize)
-    except (AttributeError, NotImplementedError):
+    layout = _layout(buffer)
+    if layout is None or layout.device.type == "cpu" != device_type:
         return 0
+    return most_of_expression(layout.storage_size(), V.graph.sizevars) * int(layout.dtype.itemsize)
+
+
+def _layout(buffer: Any) -> Any | None:
+    """Returns the layout of an Inductor buffer; None for a buffer that stands for several results, and for other objects."""
+    from torch._inductor import ir
+
+    try:
+        layout = buffer.get_layout() if isinstance(buffer, ir.IRNode) else None
+    except NotImplementedError:
+        return None
+    return layout if isinstance(layout, ir.Layout) else None
 
 
 def _results(buffer: Any) -> list[str]:
@@ -67,15 +76,14 @@ def _results(buffer: Any) -> list[str]:
 
     if not isinstance(buffer, ir.ExternKernel) or buffer.get_inputs_that_alias_output():
         return []
-    found = torch.utils._pytree.tree_leaves(getattr(buffer, "outputs", ()))
+    found = torch.utils._pytree.tree_leaves(names.read(buffer, "torch._inductor.ir:FallbackKernel.outputs", ()))
     return [result.get_name() for result in found if type(result) is ir.MultiOutput]
 
 
 def _strides(buffer: Any) -> tuple[object, ...]:
     """Returns the strides of the dimensions that are longer than 1; an empty tuple for objects that are not tensors."""
-    with contextlib.suppress(AttributeError, NotImplementedError):
-        return tuple(step for size, step in zip(buffer.get_size(), buffer.get_stride(), strict=True) if size != 1)
-    return ()
+    layout = _layout(buffer)
+    return () if layout is None else tuple(step for size, step in zip(layout.size, layout.stride, strict=True) if size != 1)
 
 
 def _scheduled_peak(lowering: Any, held: Collection[str]) -> int:
@@ -228,9 +236,7 @@ def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
 
 def chooses_layouts_of_gradients() -> bool:
     """Returns True if this Inductor chooses the layouts of a convolution gradient's inputs. Earlier versions keep them."""
-    from torch._inductor.kernel import conv
-
-    return hasattr(conv, "convolution_backward_lowering")
+    return names.resolve("torch._inductor.kernel.conv:convolution_backward_lowering") is not None
 
 
 @contextlib.contextmanager
@@ -256,11 +262,10 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
     """
     from torch._inductor.codegen.triton import TritonOverrides
 
-    method = "_can_use_4x_random"
-    if not hasattr(TritonOverrides, method):
+    if names.resolve("torch._inductor.codegen.triton:TritonOverrides._can_use_4x_random") is None:
         yield
         return
-    if patches.get("use_rand4x", getattr(inductor_config, "use_rand4x", False)):
+    if patches.get("use_rand4x", names.resolve("torch._inductor.config:use_rand4x")):
         warnings.warn(
             "use_rand4x has no effect on what this backend compiles: kernels of different shapes would draw different numbers "
             "for the same seed, and a recomputed dropout another mask. Leave the setting off here",
@@ -268,7 +273,7 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
             stacklevel=2,
         )
 
-    with hooked(TritonOverrides, method, lambda _: False):
+    with hooked(TritonOverrides, "_can_use_4x_random", lambda _: False):
         yield
 
 
@@ -276,12 +281,12 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
 def sums_at_their_places() -> Iterator[None]:
     """Makes this thread's kernels for CPUs add to the right elements in tiled loops with several threads, while active.
 
-    Before torch 2.15, Inductor adds the offset in the tile to such an index twice. The kernel then writes behind the buffer
+    Before torch 2.14, Inductor adds the offset in the tile to such an index twice. The kernel then writes behind the buffer
     (https://github.com/pytorch/pytorch/issues/191837). Loops are tiled if they read tensors of different layouts.
     """
     from torch._inductor.codegen.cpp import CppTile2DKernel, CppVecKernel
 
-    if hasattr(CppVecKernel, "_use_parallel_atomic_add"):  # the correction of torch 2.15
+    if names.resolve("torch._inductor.codegen.cpp:CppVecKernel._use_parallel_atomic_add") is not None:  # torch's own correction
         yield
         return
 
@@ -307,8 +312,7 @@ def observe_lowering(known: Callable[[], ReplayContext], observer: Callable[[Low
     def generate_and_observe(generate: Method, lowering: Any) -> Any:
         generated = generate(lowering)
         if not isinstance(lowering, SubgraphLowering) and not lowering.is_inference:
-            source = str(getattr(generated[0], "value", ""))
-            observer(_lowered_peak(lowering, source, known()))
+            observer(_lowered_peak(lowering, generated[0].value, known()))
         return generated
 
     with hooked(GraphLowering, "codegen", generate_and_observe):

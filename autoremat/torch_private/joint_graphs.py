@@ -1,12 +1,10 @@
 """Torch's private names for joint graphs: AOTAutograd's marks on nodes, and the steps of torch's partitioner.
 
-This module decides nothing about plans. Where a private signature differs between the supported versions, arguments are
-matched by name.
+This module decides nothing about plans.
 """
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -23,11 +21,12 @@ from torch.fx.experimental.proxy_tensor import is_sym_node as is_sym_node
 from torch.utils.checkpoint import CheckpointPolicy as CheckpointPolicy
 
 from autoremat.basics.errors import ConstraintWarning, OptionWarning
+from autoremat.torch_private import names
 
 PartitionedModules = tuple[fx.GraphModule, fx.GraphModule]
 
-BUDGET_KEY = getattr(torch.fx.traceback, "MEMORY_BUDGET_ANNOTATION_KEY", "")
-"""The key of a ``torch.autograd.graph.region_activation_memory_budget`` among a node's annotations."""
+BUDGET_KEY: str | None = names.resolve("torch.fx.traceback:MEMORY_BUDGET_ANNOTATION_KEY")
+"""The key of a ``torch.autograd.graph.region_activation_memory_budget`` among a node's annotations; None without regions."""
 
 
 def is_tangent(node: fx.Node) -> bool:
@@ -61,9 +60,9 @@ def is_traced_in_forward(node: fx.Node) -> bool:
 
 
 def is_opaque(node: fx.Node) -> bool:
-    """Returns True if the node holds an object that is neither a tensor nor a symbolic number."""
-    check: Callable[[fx.Node], bool] | None = getattr(partitioners, "is_opaque_node", None)
-    return bool(check(node)) if check is not None else False
+    """Returns True if the node holds an object that is neither a tensor nor a symbolic number; False under torch 2.11."""
+    check: Callable[[fx.Node], bool] | None = names.resolve("torch._functorch.partitioners:is_opaque_node")
+    return check is not None and bool(check(node))
 
 
 def is_with_effects(node: fx.Node) -> bool:
@@ -102,11 +101,11 @@ def prepare_joint(
 def _without_common_subexpressions(joint: fx.GraphModule, num_fwd_outputs: int) -> fx.Graph:
     """Returns the graph with equal calls merged.
 
-    Since torch 2.15, a call that only the forward needs is not merged with one that the backward needs. A model that computes
+    Since torch 2.14, a call that only the forward needs is not merged with one that the backward needs. A model that computes
     something again in its backward does not want it saved.
     """
     merge: Callable[..., fx.Graph] = compile_utils.fx_graph_cse
-    if "extra_node_key" not in inspect.signature(merge).parameters:
+    if names.resolve("torch._functorch.compile_utils:fx_graph_cse(extra_node_key)") is None:
         return merge(joint.graph)
     _, gradients = joint_outputs(joint, num_fwd_outputs)
     stack = [node for node in gradients if isinstance(node, fx.Node)]
@@ -159,13 +158,13 @@ def orders_streams(node: fx.Node) -> bool:
     target = node.target
     if isinstance(target, torch._ops.OpOverload):
         return target.namespace == "streams" or (node.meta.get("custom") or {}).get("stream") is not None
-    return isinstance(target, torch._ops.HigherOrderOperator) and getattr(target, "_name", "") == "control_deps"
+    if not isinstance(target, torch._ops.HigherOrderOperator):
+        return False
+    return target is names.resolve("torch._inductor.fx_passes.control_dependencies:control_deps")
 
 
 def partition_as_torch_does(joint: fx.GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> PartitionedModules:
     """Returns the forward and the backward of torch's own partitioner, for graphs in which there is nothing to plan."""
-    accepted = inspect.signature(partitioners.min_cut_rematerialization_partition).parameters
-    kwargs = {name: value for name, value in kwargs.items() if name in accepted}
     forward, backward = partitioners.min_cut_rematerialization_partition(joint, joint_inputs, **kwargs)
     return forward, backward
 
@@ -202,8 +201,9 @@ def inputs_written_afterwards(joint: fx.GraphModule) -> list[fx.Node]:
 
 def _unwrapped(description: Any) -> Any:
     """Returns the description of a tensor for that of a component of it: of a tensor subclass's inner tensor."""
-    while hasattr(description, "base"):
-        description = description.base
+    place = "torch._functorch._aot_autograd.descriptors:SubclassGetAttrAOTInput.base"
+    while (whole := names.read(description, place)) is not None:
+        description = whole
     return description
 
 
@@ -253,16 +253,16 @@ def extract_modules(
 
     The outputs are in the sequence that AOTAutograd expects.
     """
-    wanted: dict[str, Any] = {
-        "saved_sym_nodes": saved_symbols,
-        "saved_opaque_nodes": saved_opaque,
-        "saved_opaque_objects": saved_opaque,
-        "num_fwd_outputs": num_fwd_outputs,
-        "static_lifetime_input_nodes": torch.utils._ordered_set.OrderedSet(static_lifetime_inputs),
-    }
-    accepted = inspect.signature(partitioners._extract_fwd_bwd_modules).parameters
-    kwargs = {name: value for name, value in wanted.items() if name in accepted}
-    forward, backward = partitioners._extract_fwd_bwd_modules(joint, saved, **kwargs)
+    opaque = names.resolve("torch._functorch.partitioners:_extract_fwd_bwd_modules(saved_opaque_nodes)")
+    varying: dict[str, Any] = {} if opaque is None else {opaque: saved_opaque}
+    forward, backward = partitioners._extract_fwd_bwd_modules(
+        joint,
+        saved,
+        saved_sym_nodes=saved_symbols,
+        num_fwd_outputs=num_fwd_outputs,
+        static_lifetime_input_nodes=torch.utils._ordered_set.OrderedSet(static_lifetime_inputs),
+        **varying,
+    )
     return forward, backward
 
 

@@ -6,22 +6,26 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
+from autoremat.torch_private import names
+
 UNKNOWN_RANKS = 1 << 20
 """Ranks of a group that this process does not know. The share that each rank sends is then nearly 1, its upper bound."""
 
 
 def name_of(group: object) -> str:
     """Returns the name of the process group that a collective's argument holds: a name, or the group itself."""
-    return str(getattr(group, "group_name", group))
+    if isinstance(group, str):
+        return group
+    return str(names.read(group, "torch._C._distributed_c10d:ProcessGroup.group_name", group))
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
     """Returns the process group of that name; None if this process does not know it."""
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    resolve: Callable[[str], dist.ProcessGroup] | None = getattr(dist.distributed_c10d, "_resolve_process_group", None)
+    known: Callable[[str], dist.ProcessGroup] = names.resolve("torch.distributed.distributed_c10d:_resolve_process_group")
     try:
-        return None if resolve is None else resolve(name)
+        return known(name)
     except (LookupError, ValueError, RuntimeError):
         return None
 

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 
 import sympy
 import torch
-from torch.fx.experimental import symbolic_shapes
 
 from autoremat.basics.errors import CaptureError
+from autoremat.torch_private import names
 
 UNKNOWN_SIZE = 4096  # hint of a data-dependent dimension, as in torch's partitioner
 
@@ -29,6 +29,10 @@ POINTS = {1: 65, 2: 9, 3: 5}
 MOST_SIZES = 8
 """The number of size symbols that are sampled per expression. Further symbols take their largest value."""
 
+_hint: Callable[..., int] = names.resolve("torch.fx.experimental.symbolic_shapes:optimization_hint") or names.resolve(
+    "torch.fx.experimental.symbolic_shapes:size_hint"  # its name in torch 2.11
+)
+
 Result = TypeVar("Result")
 
 
@@ -40,8 +44,7 @@ def size_hint(size: int | torch.SymInt) -> int:
     if isinstance(size, int):
         return size
     known = _at_planned_sizes(size.node.expr)
-    hint = vars(symbolic_shapes).get("optimization_hint") or vars(symbolic_shapes)["size_hint"]  # its name in 2.11
-    return known if known is not None else int(hint(size, fallback=UNKNOWN_SIZE))
+    return known if known is not None else int(_hint(size, fallback=UNKNOWN_SIZE))
 
 
 def most(size: int | torch.SymInt) -> int:

@@ -181,8 +181,6 @@ def _can_run(node: fx.Node, tensors: list[torch.Tensor]) -> bool:
         return False
     if "mkldnn" in str(node.target):
         return False  # oneDNN's own ops do not check that their arguments match
-    if device.type == "cpu" and not allocator.can_see_allocations():
-        return False
     dense = all(tensor.layout is torch.strided and not tensor.is_quantized for tensor in tensors)
     return dense and sum(size_hint(t.numel()) * t.element_size() for t in tensors) <= LARGEST
 
