@@ -35,7 +35,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """What click calls once the arguments of the whole line are parsed."""
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # type: ignore[assignment]  # takes any arguments
+            warnings.showwarning = lambda message, *_: click.echo(f"Warning: {message}", err=True)
             try:
                 return super().invoke(ctx)
             except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -59,10 +59,6 @@ def _failure(error: BaseException) -> click.ClickException:
         code = FAILURE
     vars(shown)["exit_code"] = code  # declared as the class's
     return shown
-
-
-def _show_warning(message: Warning | str, *_: Any) -> None:
-    click.echo(f"Warning: {message}", err=True)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})

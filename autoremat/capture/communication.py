@@ -52,7 +52,7 @@ def _is_awaited_once(call: fx.Node) -> bool:
     return (
         bool(awaits)
         and len(awaits) == len(readers)
-        and all(len(holder.users) <= 1 for holder in _results(call) if _holds_tensor(holder))
+        and all(len(holder.users) <= 1 for holder in _results(call) if isinstance(holder.meta.get("val"), torch.Tensor))
         and all(unpacked(operand) is call for node in awaits for operand in node.all_input_nodes)
         and all(joint_graphs.is_traced_in_backward(node) == joint_graphs.is_traced_in_backward(call) for node in awaits)
     )
@@ -64,10 +64,6 @@ def _results(call: fx.Node) -> Iterator[fx.Node]:
     for user in call.users:
         if user.target is operator.getitem:
             yield from _results(user)
-
-
-def _holds_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
 
 
 def unpacked(node: fx.Node) -> fx.Node:

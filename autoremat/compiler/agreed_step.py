@@ -27,7 +27,8 @@ def agreed_step(
     with session_at(place, options.agreement, communicates=communicates) as session:
         if session is None:
             return step, budget
-        alike = session.split("step", _structure(step))
+        structure = [*(f"{graph.key} {graph.block}" for graph in step.graphs), *step.order, str(len(step.moments))]
+        alike = session.split("step", hashlib.sha256("\n".join(structure).encode()).hexdigest())
 
         def join(parts: Parts) -> dict[str, Any]:
             steps = [CODEC.read(Step, part["step"]) for part in parts.values()]
@@ -36,12 +37,6 @@ def agreed_step(
 
         agreed = alike.round("profile", {"step": plain(step), "budget": budget}, join)
     return CODEC.read(Step, agreed["step"]), agreed["budget"]
-
-
-def _structure(step: Step) -> str:
-    """Returns a hash of the step's graphs and of the order of their halves."""
-    parts = [*(f"{graph.key} {graph.block}" for graph in step.graphs), *step.order, str(len(step.moments))]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 
 def _joined(steps: list[Step]) -> Step:

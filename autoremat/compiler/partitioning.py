@@ -74,7 +74,9 @@ class Partitioning:
                 raise planning_error(error, source_info.place_of(untouched)) from error
             self.report_failure(error)
             joint.module.graph = untouched
-            self.fall_back(error, source_info.place_of(untouched))
+            self.fell_back, self.planned = True, None
+            log.info("planning failed", exc_info=error)
+            warnings.warn(fallback_message(error, source_info.place_of(untouched)), FallbackWarning, stacklevel=1)
         return joint_graphs.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
 
     def plan_and_rewrite(self, priced: PricedGraph) -> joint_graphs.PartitionedModules:
@@ -84,9 +86,3 @@ class Partitioning:
         self.replay_context, self.memory_first = rewritten.replay_context, rewritten.memory_first
         log.debug("%s", self.report.summary() if self.report else "")
         return rewritten.modules
-
-    def fall_back(self, error: Exception, place: str) -> None:
-        """Warns that no budget holds for this graph, and records the fallback."""
-        self.fell_back, self.planned = True, None
-        log.info("planning failed", exc_info=error)
-        warnings.warn(fallback_message(error, place), FallbackWarning, stacklevel=2)

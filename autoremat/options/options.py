@@ -225,11 +225,6 @@ class Options:
         return isinstance(self.memory_budget, float) and self.memory_budget == 1
 
     @property
-    def has_constraints(self) -> bool:
-        """True if there is a policy or a constraint."""
-        return bool(self.policy or self.save or self.recompute)
-
-    @property
     def open_calls(self) -> OpenCalls:
         """The calls that are open at once, as far as the options tell."""
         if isinstance(self.in_flight, OpenCalls):

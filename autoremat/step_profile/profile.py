@@ -121,7 +121,8 @@ def _measured(
     taken: Recording, step: Callable[[], Any], loss: Callable[[Any], torch.Tensor], parameters: list[nn.Parameter]
 ) -> list[Moment]:
     """Returns the moments of the step. Runs ``step`` once to trace it and once to measure it."""
-    devices, breaks = _state_devices(), graph_breaks()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    breaks = graph_breaks()
     for attempt in ("trace", "measure"):
         now(f"running it uncompiled, {'once more to measure it' if attempt == 'measure' else 'to trace it'}")
         with torch.random.fork_rng(devices):
@@ -138,10 +139,6 @@ def _measured(
             + (f"\n{said}" if said else "")
         )
     return taken.moments(meter.readings)
-
-
-def _state_devices() -> list[int]:
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
 
 
 def _loss_of(output: Any) -> torch.Tensor:

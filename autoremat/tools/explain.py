@@ -107,7 +107,9 @@ def explain_by(
     lower: bool = False,
 ) -> Report:
     """Returns the result of :func:`explain` for parsed options."""
-    device = card_of(options) if device is None else device
+    budget = options.memory_budget
+    if device is None and isinstance(budget, DeviceBudget) and device_memory(budget.device) is not None:
+        device = budget.device  # a card, here or not
     if not lower:
         found, notes = previews(model_or_fn, args, kwargs, options, device, Preview.report_and_doubt)
         lower = any(doubtful for _, doubtful in found)
@@ -120,12 +122,6 @@ def explain_by(
     own = [report.notes for report in reports]
     others = tuple(dataclasses.replace(r, notes=(*own[i], *notes[:-1])) for i, r in enumerate(reports) if i != main)
     return dataclasses.replace(reports[main], notes=(*own[main], *notes), others=others)
-
-
-def card_of(options: Options) -> str | None:
-    """Returns the card that a device budget names; None for other budgets and for devices of torch."""
-    budget = options.memory_budget
-    return budget.device if isinstance(budget, DeviceBudget) and device_memory(budget.device) is not None else None
 
 
 def previews(

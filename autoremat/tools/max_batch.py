@@ -182,11 +182,6 @@ def minimum_bytes_of(outcome: Outcome) -> int:
     return max(one.minimum_peak_bytes for one in (outcome, *outcome.others))
 
 
-def _excess_bytes(outcome: Outcome) -> int:
-    """Returns the minimum peak found minus the budget, in bytes; negative for a size that fits."""
-    return minimum_bytes_of(outcome) - (outcome.budget_bytes or 0)
-
-
 @dataclass
 class SizeSearch:
     """A bisection that takes its first guesses from a straight line through two peaks."""
@@ -229,6 +224,7 @@ class SizeSearch:
         """Returns the count whose peak would equal the budget if peaks lay on the line through the two nearest known ones."""
         nearest = sorted(self.outcomes, key=lambda count: abs(count - self.fits))[:2]
         # A device budget shrinks with the inputs, so the line is that of the excess over the budget.
-        (first, below), (second, above) = sorted((count, _excess_bytes(self.outcomes[count])) for count in nearest)
+        excesses = {count: minimum_bytes_of(one) - (one.budget_bytes or 0) for count, one in self.outcomes.items()}
+        (first, below), (second, above) = sorted((count, excesses[count]) for count in nearest)
         slope = (above - below) / (second - first)
         return int(first - below / slope) if slope > 0 else 2 * second

@@ -15,7 +15,7 @@ import functools
 import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -237,7 +237,8 @@ def _borrowed(
         for container, before in kept:
             if list(map(id, _items(container))) != list(map(id, before)):
                 container.clear()
-                (container.extend if isinstance(container, (list, deque)) else container.update)(_refill(container, before))
+                refill = dict(zip(before[::2], before[1::2], strict=True)) if isinstance(container, dict) else before
+                (container.extend if isinstance(container, (list, deque)) else container.update)(refill)
 
 
 _CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict, Counter)
@@ -270,11 +271,6 @@ def _contents(roots: Sequence[object]) -> list[tuple[Any, list[object]]]:
 def _items(container: Any) -> list[object]:
     """Returns the contents of the container in sequence; for a dict, keys and values alternate."""
     return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
-
-
-def _refill(container: object, before: list[object]) -> Iterable[Any]:
-    """Returns ``before`` in the form that the container accepts."""
-    return dict(zip(before[::2], before[1::2], strict=True)) if isinstance(container, dict) else before
 
 
 def models_in(thing: object, depth: int = SEARCH_DEPTH, seen: set[int] | None = None) -> Iterator[nn.Module]:
