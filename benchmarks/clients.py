@@ -6,8 +6,9 @@
     python benchmarks/clients.py --compiler aot_eager  # far quicker: without generated code
 
 The program without a budget runs under the compiler alone. The first budget is a share, the second the minimum peak that the
-report names and 3 % more, in bytes. If that is an error, the third is the minimum peak that the error names. Each program has a process of its own with a time limit. A library that cannot be imported is a row.
-Models are tiny and random, and nothing is downloaded.
+report names and 3 % more, in bytes. If that is an error, the third is the minimum peak that the error names. Each program has
+a process of its own with a time limit. A library that cannot be imported is a row. Models are tiny
+and random, and nothing is downloaded.
 
 The measured peak is that of the third step, from the end of the second update to the end of its own.
 """
