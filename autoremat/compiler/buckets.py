@@ -41,8 +41,7 @@ from autoremat.compiler.compile_loop import with_bytes
 from autoremat.compiler.grants import note_grant, with_grant
 from autoremat.compiler.headroom import with_code
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
-from autoremat.compiler.partitioner import Partitioner
-from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.partitioning import tracing_to
 from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Role
@@ -204,10 +203,6 @@ def _together(alone: BudgetInfeasible, shared: SharedBudget, split: ddp.Split) -
 # -- the step ----------------------------------------------------------------------------------------------------------
 
 
-class _EndOfTracing(Exception):
-    """Ends the tracing of a bucket after it has been planned."""
-
-
 @dataclass(frozen=True, eq=False)
 class _PlannedBucket:
     """A bucket and its graph with a planner. ``graph`` is None if the bucket has no backward."""
@@ -281,18 +276,13 @@ def _planned(bucket: ddp.Bucket, options: Options, patches: Mapping[str, Any]) -
     context = PlanningContext(options)
     found: list[PlannedGraph] = []
 
-    def hand_over(joint: JointGraph) -> joint_graphs.PartitionedModules:
-        if joint.is_region:  # called by the surrounding graph
-            return Partitioning(context)(joint)
+    def visit(joint: JointGraph) -> None:
         priced = capture_and_price(prepare(joint, context), context)
         if priced is not None:
             found.append(plan_for_minimum_peak(priced, context, isinstance(options.memory_budget, float)))
-        raise _EndOfTracing
 
-    with contextlib.suppress(_EndOfTracing):
-        fake_tensors.trace_as_compiled(
-            bucket.module, bucket.inputs, Partitioner(hand_over), options.compiler == "inductor", patches
-        )
+    with tracing_to(visit, context) as partitioner:
+        fake_tensors.trace_as_compiled(bucket.module, bucket.inputs, partitioner, options.compiler == "inductor", patches)
     return found[0] if found else None
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from autoremat.basics.errors import (
@@ -20,6 +21,7 @@ from autoremat.basics.errors import (
 )
 from autoremat.capture import source_info
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
+from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.peers import ALONE
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.rewriting import rewrite
@@ -86,3 +88,24 @@ class Partitioning:
         self.replay_context, self.memory_first = rewritten.replay_context, rewritten.memory_first
         log.debug("%s", self.report.summary() if self.report else "")
         return rewritten.modules
+
+
+class _EndOfTracing(Exception):
+    """Ends the tracing of a graph after its joint graph has been visited."""
+
+
+@contextlib.contextmanager
+def tracing_to(visit: Callable[[JointGraph], object], context: PlanningContext) -> Iterator[Partitioner]:
+    """Gives the body a partitioner to trace a graph with. The body ends when ``visit`` has received the joint graph.
+
+    Nested compile regions, which the surrounding graph calls, are planned under ``context``.
+    """
+
+    def hand_over(joint: JointGraph) -> joint_graphs.PartitionedModules:
+        if joint.is_region:
+            return Partitioning(context)(joint)
+        visit(joint)
+        raise _EndOfTracing
+
+    with contextlib.suppress(_EndOfTracing):
+        yield Partitioner(hand_over)

@@ -22,7 +22,7 @@ from autoremat.planner.cost import datasheet
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.report import Report
 from autoremat.tools.target import Target
-from autoremat.tools.trace import CapturedVisitor, trace_captured
+from autoremat.tools.trace import CapturedVisitor, trace
 from autoremat.torch_private import compilers, fake_tensors, inductor_lowering, named_card
 from autoremat.torch_private.dynamo import passed_bytes
 
@@ -121,5 +121,5 @@ def dry_runs(
         lowered = dry_run(options, target, resident)
         return lambda module, inputs: [lowered.report(module, inputs)]
 
-    found, notes = trace_captured(model_or_fn, args, kwargs, device, visiting).results()
+    found, notes = trace(model_or_fn, args, kwargs, device, visiting)
     return found, (*notes, *left_out_notes(options))

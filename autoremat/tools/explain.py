@@ -27,7 +27,7 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
 from autoremat.tools.dry_run import dry_runs, refuse_step_profiles
 from autoremat.tools.target import Target
-from autoremat.tools.trace import Visitor, trace
+from autoremat.tools.trace import CapturedVisitor, joint_visitor, trace
 from autoremat.torch_private import compilers
 from autoremat.workspaces.formulas import layout_copies_bytes
 
@@ -138,14 +138,16 @@ def previews(
     """
     refuse_step_profiles(options)
 
-    def visiting(target: Target, resident: int) -> Visitor[T | None]:
+    def visiting(target: Target, resident: int) -> CapturedVisitor[T | None]:
         return preview_visitor(options, target, resident, look)
 
-    return trace(model_or_fn, args, kwargs, options, device, visiting).results()
+    return trace(model_or_fn, args, kwargs, device, visiting)
 
 
-def preview_visitor(options: Options, target: Target, resident_bytes: int, look: Callable[[Preview], T]) -> Visitor[T | None]:
-    """Returns the visitor that captures and prices each joint graph for ``target`` and passes it to ``look``."""
+def preview_visitor(
+    options: Options, target: Target, resident_bytes: int, look: Callable[[Preview], T]
+) -> CapturedVisitor[T | None]:
+    """Returns the visitor that captures and prices the joint graph of each graph for ``target`` and passes it to ``look``."""
     context = PlanningContext(
         target.options_for(options),
         free_bytes=lambda device: target.free_bytes(device, resident_bytes),
@@ -163,4 +165,4 @@ def preview_visitor(options: Options, target: Target, resident_bytes: int, look:
         own = context.options.on_device(inputs, context.options.open_calls.accumulates)
         return look(Preview(priced, dataclasses.replace(context, options=as_part(own))))
 
-    return visit
+    return joint_visitor(options, target, visit)
