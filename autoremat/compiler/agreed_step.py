@@ -33,15 +33,9 @@ def agreed_step(
         def join(parts: Parts) -> dict[str, Any]:
             steps = [CODEC.read(Step, part["step"]) for part in parts.values()]
             budgets = [part["budget"] for part in parts.values() if part["budget"] is not None]
-            return {"step": plain(_joined(steps)), "budget": min(budgets, default=None)}
+            moments = zip(*(step.moments for step in steps), strict=True)
+            most = tuple(replace(same[0], base_bytes=max(moment.base_bytes for moment in same)) for same in moments)
+            return {"step": plain(replace(steps[0], moments=most)), "budget": min(budgets, default=None)}
 
         agreed = alike.round("profile", {"step": plain(step), "budget": budget}, join)
     return CODEC.read(Step, agreed["step"]), agreed["budget"]
-
-
-def _joined(steps: list[Step]) -> Step:
-    """Returns the first step with the largest base bytes of all at each moment."""
-    first = steps[0]
-    moments = zip(*(step.moments for step in steps), strict=True)
-    most = tuple(replace(same[0], base_bytes=max(moment.base_bytes for moment in same)) for same in moments)
-    return replace(first, moments=most)
