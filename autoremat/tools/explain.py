@@ -12,13 +12,7 @@ import torch
 from autoremat.basics.progress import status_if_slow
 from autoremat.compiler.breaks import as_part
 from autoremat.compiler.counting import warn_without_effect
-from autoremat.compiler.joint_graph import (
-    JointGraph,
-    PlanningContext,
-    PricedGraph,
-    capture_and_price,
-    prepare,
-)
+from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.reference import TORCH
 from autoremat.options.options import Options
