@@ -98,12 +98,6 @@ def dry_run(options: Options, target: Target, resident_bytes: int) -> DryRun:
     return DryRun(options, target, resident_bytes)
 
 
-def left_out_notes(options: Options) -> tuple[str, ...]:
-    """Returns a note on the settings that the generated code lacks, because they run kernels; empty if none was asked for."""
-    left_out = [key for key in fake_tensors.RUNS_NOTHING if asked_config(options).get(key)]
-    return (f"code without {', '.join(left_out)}, which would run kernels to choose among them",) if left_out else ()
-
-
 def dry_runs(
     model_or_fn: Callable[..., Any],
     args: Sequence[Any],
@@ -122,4 +116,6 @@ def dry_runs(
         return lambda module, inputs: [lowered.report(module, inputs)]
 
     found, notes = trace(model_or_fn, args, kwargs, device, visiting)
-    return found, (*notes, *left_out_notes(options))
+    if left_out := [key for key in fake_tensors.RUNS_NOTHING if asked_config(options).get(key)]:
+        notes = (*notes, f"code without {', '.join(left_out)}, which would run kernels to choose among them")
+    return found, notes
