@@ -26,7 +26,6 @@ from autoremat.basics.errors import (
     BudgetInfeasible,
     BudgetWarning,
     OptionsError,
-    best_effort_message,
     find_cause,
     is_user_error,
     planning_error,
@@ -36,7 +35,7 @@ from autoremat.basics.units import format_bytes
 from autoremat.capture import source_info
 from autoremat.capture.call_cost import storage_bytes
 from autoremat.capture.capture import device_of_inputs, may_train
-from autoremat.compiler.agreed_step import agreed_step
+from autoremat.compiler.agreed_profile import agreed_profile
 from autoremat.compiler.compile_loop import with_bytes
 from autoremat.compiler.grants import note_grant, with_grant
 from autoremat.compiler.headroom import with_code
@@ -45,7 +44,6 @@ from autoremat.compiler.partitioning import tracing_to
 from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Role
-from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.frame import Border, Frame, Part
 from autoremat.planner.multigraph.fronts import border_values, front_of, output_bytes, point_of
 from autoremat.planner.multigraph.ledger import KnownBorders, Share
@@ -62,8 +60,6 @@ class SharedBudget:
 
     profile: StepProfile
     shares: tuple[Share | None, ...]
-    ledger: DeviceBudget | None = None
-    """The ledger of the whole device, if the budget comes from one."""
 
 
 _shared: WeakKeyDictionary[Any, SharedBudget | None] = WeakKeyDictionary()
@@ -92,7 +88,7 @@ def sharing_one_budget(
         yield options
         return
     try:
-        yield dataclasses.replace(options, memory_budget=share, device_ledger=shared.ledger)
+        yield dataclasses.replace(options, memory_budget=share, device_ledger=shared.profile.device_ledger)
     except Exception as error:
         alone = find_cause(error, BudgetInfeasible)
         if alone is None:
@@ -141,31 +137,28 @@ def _planned_together(split: ddp.Split, options: Options, patches: Mapping[str, 
     if not step.graphs:
         return None
     profile = _shared_out(step, options, split)
-    shares = [None if one is None else _share(profile, one, _note(n, split, profile)) for n, one in enumerate(graphs)]
+    shares = [None if one is None else _share(profile, one, split, number) for number, one in enumerate(graphs)]
     log.info("%d buckets of DistributedDataParallel share one budget: %s", split.count, profile.line())
-    ledger = options.device_ledger
-    return SharedBudget(profile, tuple(shares), None if ledger is None else ledger.of_step(profile.peak_bytes))
+    return SharedBudget(profile, tuple(shares))
 
 
-def _share(profile: StepProfile, graph: _Graph, note: str) -> Share | None:
-    """Returns the share of ``graph``."""
+def _share(profile: StepProfile, graph: _Graph, split: ddp.Split, number: int) -> Share | None:
+    """Returns the share of ``graph``, which is the bucket of that number."""
     share = profile.shares[graph.number]
+    note = (
+        f"bucket {number + 1} of {split.count} of DistributedDataParallel: they share one budget of "
+        f"{format_bytes(profile.budget_bytes or 0)}, of which {format_bytes(profile.peak_bytes)} are planned (baseline "
+        f"{format_bytes(profile.baseline_peak_bytes)}, minimum {format_bytes(profile.minimum_peak_bytes)})"
+    )
     return None if share is None else dataclasses.replace(share, known=graph.known, note=note)
 
 
 def _shared_out(step: Step, options: Options, split: ddp.Split) -> StepProfile:
     """Returns the profile of the step under the budget of the options."""
-    budget = options.resolve_budget(step.reference_peak_bytes, None)
     place = f"{split.count} buckets of DistributedDataParallel"
-    step, budget = agreed_step(step, budget, options, place, communicates=False)
     try:
-        return step.shared_out(budget)
+        return agreed_profile(step, options, place, settles_as=f"the step of {place}", communicates=False)
     except BudgetInfeasible as error:
-        if options.on_infeasible == "best_effort":
-            subject = f"the step of {split.count} buckets of DistributedDataParallel"
-            message = best_effort_message(subject, error.minimum_bytes, error.budget_bytes)
-            warnings.warn(message, BudgetWarning, stacklevel=2)
-            return step.shared_out(error.minimum_bytes)
         error.advise(_advice(split))
         raise
 
@@ -175,14 +168,6 @@ def _advice(split: ddp.Split) -> str:
         f"the figures are those of the {split.count} buckets of DistributedDataParallel together. "
         "torch._dynamo.config.optimize_ddp = False compiles them as one graph, which shares memory better and overlaps no "
         "communication; gradient_as_bucket_view=True keeps no second copy of the gradients"
-    )
-
-
-def _note(number: int, split: ddp.Split, profile: StepProfile) -> str:
-    return (
-        f"bucket {number + 1} of {split.count} of DistributedDataParallel: they share one budget of "
-        f"{format_bytes(profile.budget_bytes or 0)}, of which {format_bytes(profile.peak_bytes)} are planned (baseline "
-        f"{format_bytes(profile.baseline_peak_bytes)}, minimum {format_bytes(profile.minimum_peak_bytes)})"
     )
 
 
