@@ -21,6 +21,7 @@ import click
 
 import autoremat
 from autoremat.basics import disk_cache
+from autoremat.basics.checks import arguments_of
 from autoremat.basics.errors import AutorematError, BudgetInfeasible
 from autoremat.basics.units import format_bytes
 from autoremat.report import plots
@@ -127,13 +128,6 @@ def _made(target: str, *size: int) -> tuple[Any, Any, Any]:
         expected = "(model, inputs) or (model, inputs, optimizer)"
         raise click.UsageError(f"{target} should return {expected}, and returns {type(made).__name__}")
     return made[0], made[1], made[2] if len(made) == 3 else None
-
-
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword arguments that ``inputs`` stand for."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
 
 
 def _number_or_text(text: str) -> Any:
@@ -264,7 +258,7 @@ def explain(
     arguments or a dict of keyword arguments, and model(inputs) returns the loss. The model may be on the meta device.
     """
     model, inputs, own = _made(request.target)
-    args, kwargs = _arguments(inputs)
+    args, kwargs = arguments_of(inputs)
     options = request.options(request.budget_for(model, own))
     found = autoremat.explain(model, *args, options=options, device=request.device, lower=lower, **kwargs)
     if save_plan is not None and found.plan is not None:
@@ -294,7 +288,7 @@ def pareto(request: _Request, as_json: bool, points: int, torch_too: bool, lower
     the lower bound.
     """
     model, inputs, _ = _made(request.target)
-    args, kwargs = _arguments(inputs)
+    args, kwargs = arguments_of(inputs)
     kwargs = kwargs if torch_too else {**kwargs, "torch_budgets": ()}
     options, device = request.options(), request.device
     found = autoremat.pareto(model, *args, points=points, options=options, device=device, lower=lower, **kwargs)

@@ -99,3 +99,10 @@ def positive_seconds(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < as_float(value) <= LONGEST_SECONDS:
         raise refused(name, value, f"a finite number of seconds > 0, at most {LONGEST_SECONDS}")
     return as_float(value)
+
+
+def arguments_of(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns what a user gives as inputs as positional and keyword arguments: a mapping, a tuple or list, or one argument."""
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return tuple(given) if isinstance(given, tuple | list) else (given,), {}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoremat.basics.checks import options_of
+from autoremat.basics.checks import arguments_of, options_of
 from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.errors import BudgetInfeasible, OptionsError
 from autoremat.basics.progress import status_if_slow
@@ -22,8 +22,6 @@ from autoremat.torch_private import compilers, fake_tensors
 
 LIMIT = 1 << 20
 """Largest size that is tried if the user gives no limit."""
-
-Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 Outcome = Report | BudgetInfeasible
 """The result for one size: the report of a plan that fits, or the error that none fits."""
@@ -158,7 +156,7 @@ def planning_sizes(
     def outcome_of(count: int) -> Outcome:
         with fake_tensors.new_mode():
             given = make_inputs(count * step)
-        args, kwargs = _call(given)
+        args, kwargs = arguments_of(given)
         try:
             with status_if_slow(f"trying {count * step} (size number {next(numbers)})"):
                 return explain_by(model_or_fn, args, kwargs, options, device, lower)
@@ -166,13 +164,6 @@ def planning_sizes(
             return error
 
     return outcome_of
-
-
-def _call(given: Any) -> Call:
-    """Returns the result of ``make_inputs`` as positional and keyword arguments."""
-    if isinstance(given, Mapping):
-        return (), given
-    return (given, {}) if isinstance(given, (tuple, list)) else ((given,), {})
 
 
 def minimum_bytes_of(outcome: Outcome) -> int:
