@@ -86,9 +86,8 @@ def may_communicate(gm: fx.GraphModule) -> bool:
 
 def _communicates(target: Any) -> bool:
     namespace = getattr(target, "namespace", None) or str(getattr(target, "_qualified_op_name", "")).partition("::")[0]
-    return namespace in op_traits.COLLECTIVE_NAMESPACES or str(getattr(target, "__module__", "")).startswith(
-        "torch.distributed"
-    )
+    module = str(getattr(target, "__module__", ""))
+    return namespace in op_traits.COLLECTIVE_NAMESPACES or module.startswith("torch.distributed")
 
 
 def _is_subclass(node: fx.Node) -> bool:
