@@ -26,7 +26,7 @@ from autoremat.basics.errors import AutorematError, CaptureError, causes
 from autoremat.basics.progress import now
 from autoremat.capture.capture import may_train
 from autoremat.capture.source_info import take_names
-from autoremat.compiler.breaks import note_on_breaks, one_of_several, what_dynamo_said
+from autoremat.compiler.breaks import BETWEEN_GRAPHS, one_of_several, what_dynamo_said
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext
 from autoremat.compiler.partitioning import tracing_to
 from autoremat.ops.tensors import tensors_in
@@ -134,7 +134,9 @@ def trace(
     found = [result for result in recorder.found if result is not None]
     if not found:
         raise CaptureError("nothing to plan: the graphs of the step have no backward of their own")
-    return found, (*notes, *note_on_breaks(breaks))
+    if graph_breaks() - breaks:  # Dynamo counts a break more than once
+        notes.append(f"Dynamo broke graphs: {BETWEEN_GRAPHS}")
+    return found, tuple(notes)
 
 
 def _stopped(error: Exception, found: bool) -> str:
