@@ -38,14 +38,13 @@ from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.compiler.agreed_profile import agreed_profile
 from autoremat.compiler.compile_loop import with_bytes
 from autoremat.compiler.grants import note_grant, with_grant
-from autoremat.compiler.headroom import with_code
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
 from autoremat.compiler.partitioning import tracing_to
 from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Role
 from autoremat.planner.multigraph.frame import Border, Frame, Part
-from autoremat.planner.multigraph.fronts import border_values, front_of, output_bytes, point_of
+from autoremat.planner.multigraph.fronts import border_values, output_bytes
 from autoremat.planner.multigraph.ledger import KnownBorders, Share
 from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepGraph, StepProfile
 from autoremat.planner.plans.plan import Plan
@@ -346,21 +345,9 @@ class _BucketBorders:
         elsewhere = frame.held_elsewhere(number)
         held = (value for value, place in self.places.items() if place in elsewhere)
         known = KnownBorders(tuple(sorted(self.free)), tuple(sorted(held)))
-        planner, kept = self.planned.planner, self.priced.kept_inputs
-        assert planner is not None
-        source = next((op.source for op in self.priced.graph.ops if op.source), "")
-        plans = (planner.baseline, self.planned.plan_without_us or planner.baseline)
-        points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
-        *front, baseline, reference = (with_code(point, self.priced, self.planned.context) for point in points)
         place = frame.parts[number].graph
         assert place is not None
-        return _Graph(
-            StepGraph(
-                f"bucket {number}", source, 1, tuple(front), baseline, self.priced.graph.step_seconds, reference=reference
-            ),
-            known,
-            place,
-        )
+        return _Graph(self.planned.in_step(f"bucket {number}", known), known, place)
 
     def _value(self, node: fx.Node) -> int | None:
         """Returns the number of the value that ``node`` holds; None unless it is a single one."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from autoremat.basics.progress import now
 from autoremat.compiler.counting import Count, find_within, judged
-from autoremat.compiler.headroom import headroom_of
+from autoremat.compiler.headroom import headroom_of, with_code
 from autoremat.compiler.infeasibility import memory_notes, no_plan_fits
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, choose_chunking
@@ -17,6 +17,9 @@ from autoremat.compiler.reference import Reference, budget_of, find_soft_budget,
 from autoremat.compiler.shares import acceptance, bytes_at_borders, slacks
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
+from autoremat.planner.multigraph.fronts import front_of, point_of
+from autoremat.planner.multigraph.ledger import KnownBorders
+from autoremat.planner.multigraph.step_profile import StepGraph
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import ROUNDING, Planner, PlanningResult
@@ -109,6 +112,16 @@ class PlannedGraph:
         if not is_backward:
             return share.forward_peak_bytes
         return share.backward_peak_bytes - bytes_at_borders(self.plan, self.priced, share)
+
+    def in_step(self, key: str, known: KnownBorders | None = None) -> StepGraph:
+        """Returns the facts that the ledger of a step needs, for one call. ``known`` are the holders of values at borders."""
+        planner, kept = self.planner, self.priced.kept_inputs
+        assert planner is not None
+        source = next((op.source for op in self.priced.graph.ops if op.source), "")
+        plans = (planner.baseline, self.plan_without_us or planner.baseline)
+        points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
+        *front, baseline, reference = (with_code(point, self.priced, self.context) for point in points)
+        return StepGraph(key, source, 1, tuple(front), baseline, self.priced.graph.step_seconds, reference=reference)
 
 
 def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
