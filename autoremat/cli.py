@@ -6,6 +6,7 @@ Exit codes: 0 all went well; 1 no plan within the budget; 2 wrong usage or input
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import inspect
 import json
@@ -20,6 +21,7 @@ import click
 
 import autoremat
 from autoremat.basics import disk_cache
+from autoremat.basics.checks import arguments_of
 from autoremat.basics.errors import AutorematError, BudgetInfeasible
 from autoremat.basics.units import format_bytes
 from autoremat.report import plots
@@ -35,7 +37,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         """What click calls once the arguments of the whole line are parsed."""
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning  # type: ignore[assignment]  # takes any arguments
+            warnings.showwarning = lambda message, *_: click.echo(f"Warning: {message}", err=True)
             try:
                 return super().invoke(ctx)
             except (click.ClickException, click.exceptions.Exit, click.Abort):
@@ -59,10 +61,6 @@ def _failure(error: BaseException) -> click.ClickException:
         code = FAILURE
     vars(shown)["exit_code"] = code  # declared as the class's
     return shown
-
-
-def _show_warning(message: Warning | str, *_: Any) -> None:
-    click.echo(f"Warning: {message}", err=True)
 
 
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
@@ -132,13 +130,6 @@ def _made(target: str, *size: int) -> tuple[Any, Any, Any]:
     return made[0], made[1], made[2] if len(made) == 3 else None
 
 
-def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The positional and the keyword arguments that ``inputs`` stand for."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,), {}
-
-
 def _number_or_text(text: str) -> Any:
     """``text`` as JSON has it (a number, a truth value, a list), else itself."""
     try:
@@ -147,86 +138,104 @@ def _number_or_text(text: str) -> Any:
         return text
 
 
-def _planning(command: Callable[..., None]) -> Callable[..., None]:
-    """The argument and the options that all commands have that plan."""
-    for decorate in (
-        click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
-        click.option("-o", "--option", "further", metavar="KEY=VALUE", multiple=True,
-                     help="Any other option of the backend; may be repeated."),
-        click.option("--device", metavar="DEVICE", help="Where to plan for: cpu, cuda, or a card such as H100-80GB, here or "
-                     "not. Default: where the model is."),
-        click.argument("target", metavar="MODULE:FUNCTION"),
-    ):  # fmt: skip
-        command = decorate(command)
-    return command
-
-
 _html = click.option("--html", type=_Output(), metavar="FILE",
                      help="Also write the report, with pictures, as one HTML file.")  # fmt: skip
-
-
-_max_slowdown = click.option("--max-slowdown", metavar="SHARE", help="At most so much more time than the fastest plan: 0.03, "
-                             "or free. Default: no bound.")  # fmt: skip
 
 
 _lower = click.option("--lower", is_flag=True,
                       help="Also generate the code, without its kernels, and show what memory that needs.")  # fmt: skip
 
 
-def _whole_device(command: Callable[..., None]) -> Callable[..., None]:
-    """The options of a budget from the memory of a whole device."""
-    for decorate in (
-        click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True,
-                     help="With --device-memory: micro-batches in one step of the optimizer."),
-        click.option("--optimizer", metavar="NAME", help="With --device-memory: a class of torch.optim, such as AdamW, where "
-                     "the function returns no optimizer."),
-        click.option("--device-memory", metavar="TOTAL", help="In place of --budget: the memory of the whole device, 24GiB or "
-                     "a card such as H100-80GB. Parameters, gradients and optimizer are counted."),
-    ):  # fmt: skip
-        command = decorate(command)
-    return command
+@dataclasses.dataclass(frozen=True)
+class _Request:
+    """What is planned, as the argument and the options of a command say."""
+
+    target: str
+    device: str | None
+    further: tuple[str, ...]
+    budget: str | None = None
+    max_slowdown: str | None = None
+    device_memory: str | None = None
+    optimizer: str | None = None
+    accumulate: int = 1
+
+    def budget_for(self, model: Any, optimizer: Any) -> Any:
+        """The budget of a command: bytes or a share, or that of a whole device; None without one."""
+        if self.device_memory is None:
+            if self.optimizer is not None or self.accumulate > 1:
+                raise click.UsageError("--optimizer and --accumulate need --device-memory")
+            return None if self.budget is None else _number_or_text(self.budget)
+        if self.budget is not None:
+            raise click.UsageError("--budget and --device-memory exclude each other")
+        modules = list(importlib.import_module("autoremat.tools.trace").models_in(model))
+        if optimizer is None and self.optimizer is not None:
+            kind = getattr(importlib.import_module("torch.optim"), self.optimizer, None)
+            if not isinstance(kind, type):
+                raise click.BadParameter(f"torch.optim has no class {self.optimizer!r}", param_hint="--optimizer")
+            optimizer = kind([parameter for module in modules for parameter in module.parameters()])
+        return autoremat.device_budget(_number_or_text(self.device_memory), modules, optimizer, accumulate=self.accumulate)
+
+    def options(self, budget: Any = None) -> dict[str, Any]:
+        """The backend's options, as ``torch.compile(options=...)`` takes them."""
+        options: dict[str, Any] = {}
+        for one in self.further:
+            key, equals, value = one.partition("=")
+            if not equals:
+                raise click.BadParameter(f"{one!r} is not of the form KEY=VALUE", param_hint="--option")
+            options[key] = _number_or_text(value)
+        slowdown = None if self.max_slowdown is None else _number_or_text(self.max_slowdown)
+        own = {"memory_budget": budget, "max_slowdown": slowdown}
+        return options | {key: value for key, value in own.items() if value is not None}
+
+    def size_by(self, search: Callable[..., Any], first: int, settings: Mapping[str, Any]) -> Any:
+        """The result of a ``search`` for a size within the budget. The size ``first`` gives the model."""
+        model, _, own = _made(self.target, first)
+        budget = self.budget_for(model, own)
+        if budget is None:
+            raise click.UsageError("one of --budget and --device-memory is required")
+        inputs = lambda size: _made(self.target, size)[1]  # noqa: E731
+        return search(inputs, model, budget, options=self.options(), device=self.device, **settings)
 
 
-def _device_budget(total: str, model: Any, optimizer: Any, name: str | None, accumulate: int) -> autoremat.DeviceBudget:
-    """The budget that a device of ``total`` memory leaves; ``name`` is a class of torch.optim, for want of an ``optimizer``."""
-    modules = list(importlib.import_module("autoremat.tools.trace").models_in(model))
-    if optimizer is None and name is not None:
-        kind = getattr(importlib.import_module("torch.optim"), name, None)
-        if not isinstance(kind, type):
-            raise click.BadParameter(f"torch.optim has no class {name!r}", param_hint="--optimizer")
-        optimizer = kind([parameter for module in modules for parameter in module.parameters()])
-    return autoremat.device_budget(_number_or_text(total), modules, optimizer, accumulate=accumulate)
+_PLANNED = (
+    click.option("--json", "as_json", is_flag=True, help="Print JSON instead of text."),
+    click.option("-o", "--option", "further", metavar="KEY=VALUE", multiple=True,
+                 help="Any other option of the backend; may be repeated."),
+    click.option("--device", metavar="DEVICE", help="Where to plan for: cpu, cuda, or a card such as H100-80GB, here or "
+                 "not. Default: where the model is."),
+    click.argument("target", metavar="MODULE:FUNCTION"),
+)  # fmt: skip
+_BOUNDED = (
+    click.option("--accumulate", type=click.IntRange(min=1), default=1, show_default=True,
+                 help="With --device-memory: micro-batches in one step of the optimizer."),
+    click.option("--optimizer", metavar="NAME", help="With --device-memory: a class of torch.optim, such as AdamW, where "
+                 "the function returns no optimizer."),
+    click.option("--device-memory", metavar="TOTAL", help="In place of --budget: the memory of the whole device, 24GiB or "
+                 "a card such as H100-80GB. Parameters, gradients and optimizer are counted."),
+    click.option("--max-slowdown", metavar="SHARE", help="At most so much more time than the fastest plan: 0.03, "
+                 "or free. Default: no bound."),
+)  # fmt: skip
 
 
-def _options(further: tuple[str, ...], budget: Any = None, max_slowdown: str | None = None) -> dict[str, Any]:
-    """The backend's options, as ``torch.compile(options=...)`` takes them."""
-    options: dict[str, Any] = {}
-    for one in further:
-        key, equals, value = one.partition("=")
-        if not equals:
-            raise click.BadParameter(f"{one!r} is not of the form KEY=VALUE", param_hint="--option")
-        options[key] = _number_or_text(value)
-    slowdown = None if max_slowdown is None else _number_or_text(max_slowdown)
-    own = {"memory_budget": budget, "max_slowdown": slowdown}
-    return options | {key: value for key, value in own.items() if value is not None}
+def _planning(budget_forms: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The argument and the options of commands that plan, which receive them as ``request``; bounds if a budget has forms."""
+    bounds = () if budget_forms is None else (*_BOUNDED, click.option("--budget", metavar="BUDGET", help=budget_forms))
 
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def with_request(**given: Any) -> None:
+            own = {one.name: given.pop(one.name) for one in dataclasses.fields(_Request) if one.name in given}
+            command(_Request(**own), **given)
 
-def _budget_of(budget: str | None, total: str | None, model: Any, optimizer: Any, name: str | None, accumulate: int) -> Any:
-    """The budget of a command: bytes or a share, or that of a whole device; None without one."""
-    if total is None:
-        if name is not None or accumulate > 1:
-            raise click.UsageError("--optimizer and --accumulate need --device-memory")
-        return None if budget is None else _number_or_text(budget)
-    if budget is not None:
-        raise click.UsageError("--budget and --device-memory exclude each other")
-    return _device_budget(total, model, optimizer, name, accumulate)
+        for option in (*bounds, *_PLANNED):
+            with_request = option(with_request)
+        return with_request
+
+    return decorate
 
 
 @main.command()
-@_planning
-@click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or a share such as 0.5. Default: no bound.")
-@_max_slowdown
-@_whole_device
+@_planning("6GiB, bytes, or a share such as 0.5. Default: no bound.")
 @click.option("--values", is_flag=True, help="Also show what becomes of the largest values of the forward, and why.")
 @click.option("--totals", type=click.Choice(["module", "op"]), help="Also show sums by kind of module or by op.")
 @click.option("--peak", is_flag=True, help="Also show what is live where memory is fullest.")
@@ -234,11 +243,7 @@ def _budget_of(budget: str | None, total: str | None, model: Any, optimizer: Any
 @_html
 @click.option("--save-plan", type=_Output(), metavar="FILE", help="Store the plan.")
 def explain(
-    target: str,
-    budget: str | None,
-    max_slowdown: str | None,
-    device: str | None,
-    further: tuple[str, ...],
+    request: _Request,
     as_json: bool,
     values: bool,
     totals: str | None,
@@ -246,19 +251,16 @@ def explain(
     lower: bool,
     html: Path | None,
     save_plan: Path | None,
-    device_memory: str | None,
-    optimizer: str | None,
-    accumulate: int,
 ) -> None:
     """Plan a training step without running it.
 
     MODULE:FUNCTION takes nothing and returns (model, inputs) or (model, inputs, optimizer): inputs is a tensor, a tuple of
     arguments or a dict of keyword arguments, and model(inputs) returns the loss. The model may be on the meta device.
     """
-    model, inputs, own = _made(target)
-    args, kwargs = _arguments(inputs)
-    options = _options(further, _budget_of(budget, device_memory, model, own, optimizer, accumulate), max_slowdown)
-    found = autoremat.explain(model, *args, options=options, device=device, lower=lower, **kwargs)
+    model, inputs, own = _made(request.target)
+    args, kwargs = arguments_of(inputs)
+    options = request.options(request.budget_for(model, own))
+    found = autoremat.explain(model, *args, options=options, device=request.device, lower=lower, **kwargs)
     if save_plan is not None and found.plan is not None:
         found.plan.save(save_plan)
     if html is not None:
@@ -274,30 +276,22 @@ def explain(
 
 
 @main.command(short_help="List time against peak memory for many budgets.")
-@_planning
+@_planning()
 @click.option("--points", type=click.IntRange(min=2), default=20, show_default=True, help="For so many budgets.")
 @click.option("--torch/--no-torch", "torch_too", default=True, help="Also torch's partitions; slow on large graphs.")
 @_lower
 @click.option("--picture", type=_Output(".png", ".svg", ".pdf"), metavar="FILE", help="Also draw it: PNG, SVG or PDF.")
-def pareto(
-    target: str,
-    device: str | None,
-    further: tuple[str, ...],
-    as_json: bool,
-    points: int,
-    torch_too: bool,
-    lower: bool,
-    picture: Path | None,
-) -> None:
+def pareto(request: _Request, as_json: bool, points: int, torch_too: bool, lower: bool, picture: Path | None) -> None:
     """Time against peak memory of a training step, for many budgets.
 
     MODULE:FUNCTION is that of `autoremat explain`. Besides ours, the plans of fixed policies and of torch's partitioner, and
     the lower bound.
     """
-    model, inputs, _ = _made(target)
-    args, kwargs = _arguments(inputs)
+    model, inputs, _ = _made(request.target)
+    args, kwargs = arguments_of(inputs)
     kwargs = kwargs if torch_too else {**kwargs, "torch_budgets": ()}
-    found = autoremat.pareto(model, *args, points=points, options=_options(further), device=device, lower=lower, **kwargs)
+    options, device = request.options(), request.device
+    found = autoremat.pareto(model, *args, points=points, options=options, device=device, lower=lower, **kwargs)
     if picture is not None:
         plots.pareto(found).savefig(picture)
     if as_json:
@@ -307,46 +301,17 @@ def pareto(
 
 
 @main.command("max-batch", short_help="Find the largest size that fits a budget.")
-@_planning
-@click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or auto; no share.")
-@_max_slowdown
-@_whole_device
+@_planning("6GiB, bytes, or auto; no share.")
 @click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Try multiples of this size only.")
 @click.option("--limit", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="The largest size to try.")
 @_lower
-def max_batch(
-    target: str,
-    device: str | None,
-    further: tuple[str, ...],
-    as_json: bool,
-    budget: str | None,
-    max_slowdown: str | None,
-    step: int,
-    limit: int,
-    lower: bool,
-    device_memory: str | None,
-    optimizer: str | None,
-    accumulate: int,
-) -> None:
+def max_batch(request: _Request, as_json: bool, **settings: Any) -> None:
     """The largest batch, or other size, that fits a budget.
 
     MODULE:FUNCTION takes the size and returns (model, inputs) or (model, inputs, optimizer). Nothing is allocated for the
     sizes that are tried.
     """
-    model, _, own = _made(target, step)
-    bound = _budget_of(budget, device_memory, model, own, optimizer, accumulate)
-    if bound is None:
-        raise click.UsageError("one of --budget and --device-memory is required")
-    found = autoremat.max_batch(
-        lambda size: _made(target, size)[1],
-        model,
-        bound,
-        step=step,
-        limit=limit,
-        options=_options(further, max_slowdown=max_slowdown),
-        device=device,
-        lower=lower,
-    )
+    found = request.size_by(autoremat.max_batch, settings["step"], settings)
     if not as_json:
         click.echo(str(found))
         return
@@ -355,51 +320,19 @@ def max_batch(
 
 
 @main.command("best-batch", short_help="Find the size with the most samples per second within a budget.")
-@_planning
-@click.option("--budget", metavar="BUDGET", help="6GiB, bytes, or auto; no share.")
-@_max_slowdown
-@_whole_device
+@_planning("6GiB, bytes, or auto; no share.")
 @click.option("--step", type=click.IntRange(min=1), default=1, show_default=True, help="Try multiples of this size only.")
 @click.option("--limit", type=click.IntRange(min=1), default=1 << 20, show_default=True, help="The largest size to try.")
-@click.option("--size", "sizes", type=click.IntRange(min=1), multiple=True, help="Try this size; may be repeated.")
+@click.option("--size", "candidates", type=click.IntRange(min=1), multiple=True, help="Try this size; may be repeated.")
 @click.option("--seconds-per-step", type=click.FloatRange(min=0), default=0.0, help="Seconds of a step beside its batch.")
 @_lower
-def best_batch(
-    target: str,
-    device: str | None,
-    further: tuple[str, ...],
-    as_json: bool,
-    budget: str | None,
-    max_slowdown: str | None,
-    step: int,
-    limit: int,
-    sizes: tuple[int, ...],
-    seconds_per_step: float,
-    lower: bool,
-    device_memory: str | None,
-    optimizer: str | None,
-    accumulate: int,
-) -> None:
+def best_batch(request: _Request, as_json: bool, candidates: tuple[int, ...], **settings: Any) -> None:
     """The batch with the most samples per predicted second within a budget.
 
     MODULE:FUNCTION is that of `autoremat max-batch`.
     """
-    model, _, own = _made(target, sizes[0] if sizes else step)
-    bound = _budget_of(budget, device_memory, model, own, optimizer, accumulate)
-    if bound is None:
-        raise click.UsageError("one of --budget and --device-memory is required")
-    found = autoremat.best_batch(
-        lambda size: _made(target, size)[1],
-        model,
-        bound,
-        step=step,
-        limit=limit,
-        candidates=sizes or None,
-        seconds_per_step=seconds_per_step,
-        options=_options(further, max_slowdown=max_slowdown),
-        device=device,
-        lower=lower,
-    )
+    first = candidates[0] if candidates else settings["step"]
+    found = request.size_by(autoremat.best_batch, first, {**settings, "candidates": candidates or None})
     if not as_json:
         click.echo(str(found))
         return

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
-from autoremat.capture.communicating import may_communicate
+from autoremat.capture.communication import may_communicate
 
 
 def graphs(function: Callable[..., Tensor], *inputs: Tensor) -> list[fx.GraphModule]:

@@ -18,8 +18,7 @@ from torch import fx
 from autoremat.basics import disk_cache
 from autoremat.measure import calibration, signatures
 from autoremat.measure.microbenchmarks import Place, Recipe, recipes
-from autoremat.measure.run_delay import longest_delay, run_delays
-from autoremat.measure.timer import MAX_RUNS, Stopwatch, measurable, undisturbed
+from autoremat.measure.timer import MAX_RUNS, Stopwatch, longest_delay, measurable, run_delays, undisturbed
 from autoremat.planner.cost import Curve, Rate, Rates, Task, Work, cpu_device, curve_name
 
 CPU = torch.device("cpu")

@@ -171,7 +171,8 @@ class _Place:
         """Returns the members, and the ranks that were expected and did not come in time."""
         begin, noticed = time.monotonic(), False
         for _ in pauses():
-            self.note_arrivals()
+            while (found := self.channel.read(f"{self.name}/arrival/{len(self.arrived) + 1}")) is not None:
+                self.arrived[int(found["rank"])] = found["elsewhere"]
             waited = time.monotonic() - begin
             absent = self.expected - self.arrived.keys() - {rank for others in self.arrived.values() for rank in others}
             awaited = {rank for rank in absent if self.may_come(rank, waited)}
@@ -184,11 +185,6 @@ class _Place:
         if missing and self.occurrence and self.communicates:
             self.rendezvous.deserted.add(self.digest)
         return {"members": sorted(self.arrived), "missing": missing, "is_needed": self.communicates}
-
-    def note_arrivals(self) -> None:
-        """Adds the ranks that have arrived since the last look."""
-        while (found := self.channel.read(f"{self.name}/arrival/{len(self.arrived) + 1}")) is not None:
-            self.arrived[int(found["rank"])] = found["elsewhere"]
 
     def may_come(self, rank: int, waited: float) -> bool:
         """Returns True if an absent rank may still come in time. Raises ``AgreementError`` if it is lost and needed."""

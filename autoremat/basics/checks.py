@@ -57,16 +57,11 @@ def as_float(value: Real) -> float:
 def refused(name: str, value: object, forms: str) -> OptionsError:
     """Returns the error for a value that is not accepted. ``forms`` lists the accepted ones."""
     try:
-        shown = _shown(value)
+        shown = f"an int of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 1 << 256 else repr(value)
+        shown = shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."
     except Exception:  # the value's own ``__repr__``
         shown = f"a {type(value).__name__}"
     return OptionsError(f"{name}={shown} is not accepted. Accepted: {forms}")
-
-
-def _shown(value: object) -> str:
-    """Returns the text of a value, shortened."""
-    shown = f"an int of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 1 << 256 else repr(value)
-    return shown if len(shown) <= LONGEST_SHOWN else f"{shown[:LONGEST_SHOWN]}..."
 
 
 def options_of(options: Mapping[str, object] | None) -> Mapping[str, object]:
@@ -104,3 +99,10 @@ def positive_seconds(value: object, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 < as_float(value) <= LONGEST_SECONDS:
         raise refused(name, value, f"a finite number of seconds > 0, at most {LONGEST_SECONDS}")
     return as_float(value)
+
+
+def arguments_of(given: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns what a user gives as inputs as positional and keyword arguments: a mapping, a tuple or list, or one argument."""
+    if isinstance(given, Mapping):
+        return (), dict(given)
+    return tuple(given) if isinstance(given, tuple | list) else (given,), {}

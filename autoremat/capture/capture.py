@@ -128,7 +128,8 @@ class _Builder:
             self.complete(node)
         elif op_traits.is_view(node):
             base = next((a for a in map(self.aliases.get, node.all_input_nodes) if a is not None), None)
-            self.aliases[node] = _like(node.meta.get("val"), base)
+            result = node.meta.get("val")
+            self.aliases[node] = tuple(base for _ in result) if isinstance(result, (tuple, list)) else base
         elif joint_graphs.is_sym_node(node) and not any(self.aliases.get(n) is not None for n in node.all_input_nodes):
             self.aliases[node] = None
         else:
@@ -186,10 +187,6 @@ class _Builder:
             self.value_nodes[alias] = node
         self.calls.append(node)
         self.reads[node], self.makes[node] = read, tuple(made)
-
-
-def _like(result: Any, base: Alias) -> Alias:
-    return tuple(base for _ in result) if isinstance(result, (tuple, list)) else base
 
 
 def _flatten(alias: Alias) -> Iterable[int]:

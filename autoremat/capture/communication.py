@@ -1,4 +1,4 @@
-"""Finds the nodes that belong to one collective: the call, the unpackings of its results, and the waits for them.
+"""Finds collectives, and the nodes that belong to one: the call, the unpackings of its results, and the waits for them.
 
 A collective returns before its results are complete. The wait for a result returns the same memory, complete. Call and waits
 are one op of the graph, so a plan repeats all of them or none, and no incomplete result crosses into the backward.
@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from autoremat.ops import op_traits
 from autoremat.torch_private import joint_graphs
@@ -52,7 +54,7 @@ def _is_awaited_once(call: fx.Node) -> bool:
     return (
         bool(awaits)
         and len(awaits) == len(readers)
-        and all(len(holder.users) <= 1 for holder in _results(call) if _holds_tensor(holder))
+        and all(len(holder.users) <= 1 for holder in _results(call) if isinstance(holder.meta.get("val"), torch.Tensor))
         and all(unpacked(operand) is call for node in awaits for operand in node.all_input_nodes)
         and all(joint_graphs.is_traced_in_backward(node) == joint_graphs.is_traced_in_backward(call) for node in awaits)
     )
@@ -66,12 +68,29 @@ def _results(call: fx.Node) -> Iterator[fx.Node]:
             yield from _results(user)
 
 
-def _holds_tensor(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), torch.Tensor)
-
-
 def unpacked(node: fx.Node) -> fx.Node:
     """Returns the call whose (nested) result ``node`` unpacks."""
     while node.target is operator.getitem and isinstance(source := node.args[0], fx.Node):
         node = source
     return node
+
+
+def may_communicate(gm: fx.GraphModule) -> bool:
+    """Returns True if Dynamo's graph, or one inside of it, has a collective or a tensor subclass, which may bring collectives.
+
+    Collectives of hooks, as those of DistributedDataParallel, lie outside of the graph.
+    """
+    bodies = [module.graph for module in gm.modules() if isinstance(module, fx.GraphModule)]
+    return any(_communicates(node.target) or _is_subclass(node) for graph in bodies for node in graph.nodes)
+
+
+def _communicates(target: Any) -> bool:
+    namespace = getattr(target, "namespace", None) or str(getattr(target, "_qualified_op_name", "")).partition("::")[0]
+    module = str(getattr(target, "__module__", ""))
+    return namespace in op_traits.COLLECTIVE_NAMESPACES or module.startswith("torch.distributed")
+
+
+def _is_subclass(node: fx.Node) -> bool:
+    value = node.meta.get("example_value")
+    values = value if isinstance(value, list | tuple) else (value,)
+    return any(is_traceable_wrapper_subclass(one) for one in values)

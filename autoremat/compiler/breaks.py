@@ -90,11 +90,6 @@ def note_on(gm: fx.GraphModule) -> str:
     return f"Dynamo broke the function {where}: {BETWEEN_GRAPHS}"
 
 
-def note_on_breaks(before: Counter[str]) -> tuple[str, ...]:
-    """Returns a note on the graph breaks since ``before``; empty if there is none. Dynamo counts a break more than once."""
-    return (f"Dynamo broke graphs: {BETWEEN_GRAPHS}",) if dynamo.graph_breaks() - before else ()
-
-
 _frame_began: float | None = None
 _mark: Callable[[], None] = lambda: None  # noqa: E731
 """A callback without effect that Dynamo calls around each frame. A reset of torch removes it, which shows the reset."""

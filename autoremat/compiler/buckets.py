@@ -26,7 +26,6 @@ from autoremat.basics.errors import (
     BudgetInfeasible,
     BudgetWarning,
     OptionsError,
-    best_effort_message,
     find_cause,
     is_user_error,
     planning_error,
@@ -36,19 +35,16 @@ from autoremat.basics.units import format_bytes
 from autoremat.capture import source_info
 from autoremat.capture.call_cost import storage_bytes
 from autoremat.capture.capture import device_of_inputs, may_train
-from autoremat.compiler.agreed_step import agreed_step
+from autoremat.compiler.agreed_profile import agreed_profile
 from autoremat.compiler.compile_loop import with_bytes
 from autoremat.compiler.grants import note_grant, with_grant
-from autoremat.compiler.headroom import with_code
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
-from autoremat.compiler.partitioner import Partitioner
-from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.partitioning import tracing_to
 from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Role
-from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.frame import Border, Frame, Part
-from autoremat.planner.multigraph.fronts import border_values, front_of, output_bytes, point_of
+from autoremat.planner.multigraph.fronts import border_values, output_bytes
 from autoremat.planner.multigraph.ledger import KnownBorders, Share
 from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepGraph, StepProfile
 from autoremat.planner.plans.plan import Plan
@@ -63,8 +59,6 @@ class SharedBudget:
 
     profile: StepProfile
     shares: tuple[Share | None, ...]
-    ledger: DeviceBudget | None = None
-    """The ledger of the whole device, if the budget comes from one."""
 
 
 _shared: WeakKeyDictionary[Any, SharedBudget | None] = WeakKeyDictionary()
@@ -93,7 +87,7 @@ def sharing_one_budget(
         yield options
         return
     try:
-        yield dataclasses.replace(options, memory_budget=share, device_ledger=shared.ledger)
+        yield dataclasses.replace(options, memory_budget=share, device_ledger=shared.profile.device_ledger)
     except Exception as error:
         alone = find_cause(error, BudgetInfeasible)
         if alone is None:
@@ -142,31 +136,28 @@ def _planned_together(split: ddp.Split, options: Options, patches: Mapping[str, 
     if not step.graphs:
         return None
     profile = _shared_out(step, options, split)
-    shares = [None if one is None else _share(profile, one, _note(n, split, profile)) for n, one in enumerate(graphs)]
+    shares = [None if one is None else _share(profile, one, split, number) for number, one in enumerate(graphs)]
     log.info("%d buckets of DistributedDataParallel share one budget: %s", split.count, profile.line())
-    ledger = options.device_ledger
-    return SharedBudget(profile, tuple(shares), None if ledger is None else ledger.of_step(profile.peak_bytes))
+    return SharedBudget(profile, tuple(shares))
 
 
-def _share(profile: StepProfile, graph: _Graph, note: str) -> Share | None:
-    """Returns the share of ``graph``."""
+def _share(profile: StepProfile, graph: _Graph, split: ddp.Split, number: int) -> Share | None:
+    """Returns the share of ``graph``, which is the bucket of that number."""
     share = profile.shares[graph.number]
+    note = (
+        f"bucket {number + 1} of {split.count} of DistributedDataParallel: they share one budget of "
+        f"{format_bytes(profile.budget_bytes or 0)}, of which {format_bytes(profile.peak_bytes)} are planned (baseline "
+        f"{format_bytes(profile.baseline_peak_bytes)}, minimum {format_bytes(profile.minimum_peak_bytes)})"
+    )
     return None if share is None else dataclasses.replace(share, known=graph.known, note=note)
 
 
 def _shared_out(step: Step, options: Options, split: ddp.Split) -> StepProfile:
     """Returns the profile of the step under the budget of the options."""
-    budget = options.resolve_budget(step.reference_peak_bytes, None)
     place = f"{split.count} buckets of DistributedDataParallel"
-    step, budget = agreed_step(step, budget, options, place, communicates=False)
     try:
-        return step.shared_out(budget)
+        return agreed_profile(step, options, place, settles_as=f"the step of {place}", communicates=False)
     except BudgetInfeasible as error:
-        if options.on_infeasible == "best_effort":
-            subject = f"the step of {split.count} buckets of DistributedDataParallel"
-            message = best_effort_message(subject, error.minimum_bytes, error.budget_bytes)
-            warnings.warn(message, BudgetWarning, stacklevel=2)
-            return step.shared_out(error.minimum_bytes)
         error.advise(_advice(split))
         raise
 
@@ -176,14 +167,6 @@ def _advice(split: ddp.Split) -> str:
         f"the figures are those of the {split.count} buckets of DistributedDataParallel together. "
         "torch._dynamo.config.optimize_ddp = False compiles them as one graph, which shares memory better and overlaps no "
         "communication; gradient_as_bucket_view=True keeps no second copy of the gradients"
-    )
-
-
-def _note(number: int, split: ddp.Split, profile: StepProfile) -> str:
-    return (
-        f"bucket {number + 1} of {split.count} of DistributedDataParallel: they share one budget of "
-        f"{format_bytes(profile.budget_bytes or 0)}, of which {format_bytes(profile.peak_bytes)} are planned (baseline "
-        f"{format_bytes(profile.baseline_peak_bytes)}, minimum {format_bytes(profile.minimum_peak_bytes)})"
     )
 
 
@@ -202,10 +185,6 @@ def _together(alone: BudgetInfeasible, shared: SharedBudget, split: ddp.Split) -
 
 
 # -- the step ----------------------------------------------------------------------------------------------------------
-
-
-class _EndOfTracing(Exception):
-    """Ends the tracing of a bucket after it has been planned."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -281,18 +260,13 @@ def _planned(bucket: ddp.Bucket, options: Options, patches: Mapping[str, Any]) -
     context = PlanningContext(options)
     found: list[PlannedGraph] = []
 
-    def hand_over(joint: JointGraph) -> joint_graphs.PartitionedModules:
-        if joint.is_region:  # called by the surrounding graph
-            return Partitioning(context)(joint)
+    def visit(joint: JointGraph) -> None:
         priced = capture_and_price(prepare(joint, context), context)
         if priced is not None:
             found.append(plan_for_minimum_peak(priced, context, isinstance(options.memory_budget, float)))
-        raise _EndOfTracing
 
-    with contextlib.suppress(_EndOfTracing):
-        fake_tensors.trace_as_compiled(
-            bucket.module, bucket.inputs, Partitioner(hand_over), options.compiler == "inductor", patches
-        )
+    with tracing_to(visit, context) as partitioner:
+        fake_tensors.trace_as_compiled(bucket.module, bucket.inputs, partitioner, options.compiler == "inductor", patches)
     return found[0] if found else None
 
 
@@ -371,21 +345,9 @@ class _BucketBorders:
         elsewhere = frame.held_elsewhere(number)
         held = (value for value, place in self.places.items() if place in elsewhere)
         known = KnownBorders(tuple(sorted(self.free)), tuple(sorted(held)))
-        planner, kept = self.planned.planner, self.priced.kept_inputs
-        assert planner is not None
-        source = next((op.source for op in self.priced.graph.ops if op.source), "")
-        plans = (planner.baseline, self.planned.plan_without_us or planner.baseline)
-        points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
-        *front, baseline, reference = (with_code(point, self.priced, self.planned.context) for point in points)
         place = frame.parts[number].graph
         assert place is not None
-        return _Graph(
-            StepGraph(
-                f"bucket {number}", source, 1, tuple(front), baseline, self.priced.graph.step_seconds, reference=reference
-            ),
-            known,
-            place,
-        )
+        return _Graph(self.planned.in_step(f"bucket {number}", known), known, place)
 
     def _value(self, node: fx.Node) -> int | None:
         """Returns the number of the value that ``node`` holds; None unless it is a single one."""

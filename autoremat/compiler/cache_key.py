@@ -43,7 +43,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, may
         pricing.identity(options.cost_model, device_of_inputs(gm, inputs)),
         declarations.identity(),
         gm.print_readable(print_output=False),
-        source_info.identity(gm) if options.has_constraints else "",
+        source_info.identity(gm) if options.policy or options.save or options.recompute else "",
         *map(_describe, inputs),
         f"{sorted(sharded_inputs(gm))}",
         symbolic_sizes.planned_identity(),

@@ -148,7 +148,9 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
             report = _completed(planned, attempts, record, is_estimate, codes)
             saved = None if partitioning.fell_back else peers.signed(Record(report, step.headroom_bytes))
             return CompiledGraph(function, report, key, saved)
-        _log_replan(verdict)
+        side = "below" if verdict.headroom_bytes >= 0 else "above"
+        missing = format_bytes(abs(verdict.headroom_bytes))
+        log.debug("planning again for %s %s the budget: %s", missing, side, verdict.purpose.value)
         step = verdict
 
 
@@ -168,11 +170,6 @@ def _known_report(record: Record) -> Report | None:
     for message in () if record.report is None else record.report.constraint_warnings:
         warnings.warn(message, ConstraintWarning, stacklevel=3)
     return record.report
-
-
-def _log_replan(verdict: Again) -> None:
-    side = "below" if verdict.headroom_bytes >= 0 else "above"
-    log.debug("planning again for %s %s the budget: %s", format_bytes(abs(verdict.headroom_bytes)), side, verdict.purpose.value)
 
 
 def attempt_of(planned: PlannedGraph, step: Again, lowered: Lowered, codes: Codes, is_complete: bool) -> Attempt:

@@ -27,7 +27,7 @@ from autoremat.basics.errors import (
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.capture import source_info
 from autoremat.capture.capture import device_of_inputs, may_train
-from autoremat.capture.communicating import may_communicate
+from autoremat.capture.communication import may_communicate
 from autoremat.compiler import records
 from autoremat.compiler.absent_backward import warn_without_backward
 from autoremat.compiler.blocks import compiled_for_blocks, current_block

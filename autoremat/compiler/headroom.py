@@ -9,15 +9,15 @@ from autoremat.workspaces.formulas import layout_copies_bytes
 
 
 def headroom_of(priced: PricedGraph, context: PlanningContext) -> int:
-    """Returns the bytes to keep free of the budget: those of generated code, and tensors that a collective holds too long."""
-    return held_too_long_bytes(priced.captured) + (headroom_of_code(priced) if context.fuses else 0)
+    """Returns the bytes to keep free of the budget: those of generated code, and tensors that a collective holds too long.
 
-
-def headroom_of_code(priced: PricedGraph) -> int:
-    """Returns the code headroom in bytes, with copies into layouts that kernels want and into the memory of CUDA graphs."""
-    captured = priced.captured
+    Generated code also makes copies into layouts that kernels want, and into the memory of CUDA graphs.
+    """
+    captured, held = priced.captured, held_too_long_bytes(priced.captured)
+    if not context.fuses:
+        return held
     copies = layout_copies_bytes(captured.op_nodes, captured.runs_on)
-    return code_headroom_bytes(captured.graph) + copies + copies_for_cuda_graphs_bytes(captured, priced.kept_inputs)
+    return held + code_headroom_bytes(captured.graph) + copies + copies_for_cuda_graphs_bytes(captured, priced.kept_inputs)
 
 
 def with_code(point: PlanPoint, priced: PricedGraph, context: PlanningContext) -> PlanPoint:

@@ -32,12 +32,6 @@ def occupants_of(plan: Plan, minimum: int | None) -> list[Occupant]:
     return [*found, Occupant("code headroom", rest)] if rest > 0 else found
 
 
-def _gradient_bytes(plan: Plan) -> int:
-    """Returns the bytes of gradients that are live at the peak of ``plan``."""
-    moment = peak_of(plan, 0)
-    return 0 if moment is None else dict(moment.by_sort).get(TensorCategory.GRADIENT, 0)
-
-
 def memory_notes(budget: int | None, device: str) -> tuple[str, ...]:
     """Returns a note on a budget that exceeds the memory of the device, by its data sheet; empty if there is none."""
     memory = device_memory(device)
@@ -65,6 +59,7 @@ def infeasible(
     """
     smallest = planning.smallest
     needed = minimum if allocated is None else allocated
+    moment = peak_of(smallest, 0)
     return BudgetInfeasible(
         budget_bytes=budget,
         minimum_bytes=smallest.peak_bytes if minimum is None else minimum,
@@ -75,7 +70,7 @@ def infeasible(
         unconstrained_bytes=unconstrained,
         remedy=remedy,
         allocated_bytes=allocated,
-        gradient_bytes=_gradient_bytes(smallest),
+        gradient_bytes=0 if moment is None else dict(moment.by_sort).get(TensorCategory.GRADIENT, 0),
         device_bytes=device_memory(device),
         is_simulated=is_simulated,
         **time_figures,  # type: ignore[arg-type]

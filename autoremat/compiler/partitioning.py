@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from autoremat.basics.errors import (
@@ -20,6 +21,7 @@ from autoremat.basics.errors import (
 )
 from autoremat.capture import source_info
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
+from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.peers import ALONE
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.rewriting import rewrite
@@ -74,7 +76,9 @@ class Partitioning:
                 raise planning_error(error, source_info.place_of(untouched)) from error
             self.report_failure(error)
             joint.module.graph = untouched
-            self.fall_back(error, source_info.place_of(untouched))
+            self.fell_back, self.planned = True, None
+            log.info("planning failed", exc_info=error)
+            warnings.warn(fallback_message(error, source_info.place_of(untouched)), FallbackWarning, stacklevel=1)
         return joint_graphs.partition_as_torch_does(joint.module, joint.inputs, **joint.keywords)
 
     def plan_and_rewrite(self, priced: PricedGraph) -> joint_graphs.PartitionedModules:
@@ -85,8 +89,23 @@ class Partitioning:
         log.debug("%s", self.report.summary() if self.report else "")
         return rewritten.modules
 
-    def fall_back(self, error: Exception, place: str) -> None:
-        """Warns that no budget holds for this graph, and records the fallback."""
-        self.fell_back, self.planned = True, None
-        log.info("planning failed", exc_info=error)
-        warnings.warn(fallback_message(error, place), FallbackWarning, stacklevel=2)
+
+class _EndOfTracing(Exception):
+    """Ends the tracing of a graph after its joint graph has been visited."""
+
+
+@contextlib.contextmanager
+def tracing_to(visit: Callable[[JointGraph], object], context: PlanningContext) -> Iterator[Partitioner]:
+    """Gives the body a partitioner to trace a graph with. The body ends when ``visit`` has received the joint graph.
+
+    Nested compile regions, which the surrounding graph calls, are planned under ``context``.
+    """
+
+    def hand_over(joint: JointGraph) -> joint_graphs.PartitionedModules:
+        if joint.is_region:
+            return Partitioning(context)(joint)
+        visit(joint)
+        raise _EndOfTracing
+
+    with contextlib.suppress(_EndOfTracing):
+        yield Partitioner(hand_over)

@@ -21,7 +21,12 @@ def with_open_calls(options: Options) -> Options:
     """
     if isinstance(options.memory_budget, Share | StepProfile):
         if options.in_flight is not None or options.accumulate is not None:
-            _warn_of_profile()
+            warnings.warn(
+                "in_flight and accumulate have no effect under a profiled step, whose profile counts open calls and gradients "
+                "itself",
+                OptionWarning,
+                stacklevel=1,
+            )
         return replace(options, in_flight=None, accumulate=None)
     stage = running_stage()
     if stage is not None and stage.splits_backward and options.memory_budget is not None:
@@ -37,11 +42,3 @@ def _calls_of(stage: Stage, options: Options) -> OpenCalls:
     accumulates = stage.microbatches > 1 if options.accumulate is None else options.accumulate
     kept = max(number, stage.microbatches if stage.keeps_outputs else 0)
     return OpenCalls(number, accumulates, kept, sends_gradients=stage.index > 0 and stage.microbatches > 1)
-
-
-def _warn_of_profile() -> None:
-    warnings.warn(
-        "in_flight and accumulate have no effect under a profiled step, whose profile counts open calls and gradients itself",
-        OptionWarning,
-        stacklevel=2,
-    )

@@ -9,15 +9,17 @@ from typing import Any
 
 from autoremat.basics.progress import now
 from autoremat.compiler.counting import Count, find_within, judged
-from autoremat.compiler.headroom import headroom_of
+from autoremat.compiler.headroom import headroom_of, with_code
 from autoremat.compiler.infeasibility import memory_notes, no_plan_fits
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, choose_chunking
 from autoremat.compiler.reference import Reference, budget_of, find_soft_budget, plan_without_us, reference_of
 from autoremat.compiler.shares import acceptance, bytes_at_borders, slacks
-from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
+from autoremat.planner.multigraph.fronts import front_of, point_of
+from autoremat.planner.multigraph.ledger import KnownBorders
+from autoremat.planner.multigraph.step_profile import StepGraph
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import ROUNDING, Planner, PlanningResult
@@ -111,6 +113,16 @@ class PlannedGraph:
             return share.forward_peak_bytes
         return share.backward_peak_bytes - bytes_at_borders(self.plan, self.priced, share)
 
+    def in_step(self, key: str, known: KnownBorders | None = None) -> StepGraph:
+        """Returns the facts that the ledger of a step needs, for one call. ``known`` are the holders of values at borders."""
+        planner, kept = self.planner, self.priced.kept_inputs
+        assert planner is not None
+        source = next((op.source for op in self.priced.graph.ops if op.source), "")
+        plans = (planner.baseline, self.plan_without_us or planner.baseline)
+        points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
+        *front, baseline, reference = (with_code(point, self.priced, self.context) for point in points)
+        return StepGraph(key, source, 1, tuple(front), baseline, self.priced.graph.step_seconds, reference=reference)
+
 
 def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     """Returns the graph with its plan for the budget, and with the report of the plan.
@@ -168,7 +180,9 @@ class _Limits:
         """Returns ``form``, whose loss has so many ``chunks``, with its best plan within the limits."""
         planner, constrained = planner_of(form, self.context, self.soft_budget)
         if not self.times:
-            self.times.append(time_budget_of(form, self.context, planner))
+            allowed = self.context.options.allowed_slowdown
+            # A nested region has no budget of time, because the surrounding graph may recompute it whole.
+            self.times.append(None if allowed is None or form.joint.is_region else TimeBudget.of(planner, allowed))
         stored = stored_plan(form, self.context, planner)
         if stored is None:
             return self._searched(form, chunks, planner, constrained, self.times[0])
@@ -297,34 +311,22 @@ def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext, compare
     return PlannedGraph(priced, context, planner.search.smallest, planner, plan_without_us=without_us)
 
 
-def constraints_of(options: Options) -> Constraints:
-    """Returns the constraints of the options. With a budget, a policy only demands recomputation."""
-    return Constraints(options.save, options.recompute, policies.parse(options.policy), exact=not options.is_bounded)
-
-
 def planner_of(priced: PricedGraph, context: PlanningContext, soft_budget: int | None) -> tuple[Planner, ConstrainedGraph]:
     """Returns a planner of the graph under the constraints of the options, and the constrained graph.
 
     A planner of an earlier attempt on an equal graph starts afresh, with its candidates.
     """
-    constrained = constraints_of(context.options).apply(priced.graph)
+    options = context.options
+    policy = policies.parse(options.policy)
+    constrained = Constraints(options.save, options.recompute, policy, exact=not options.is_bounded).apply(priced.graph)
     given = () if constrained.candidate is None else (constrained.candidate,)
     for planner in context.planners:
         same_candidates = [c.plan.schedule for c in planner.given] == [c.plan.schedule for c in given]
         if planner.graph == constrained.graph and same_candidates and planner.soft_budget_bytes == soft_budget:
             return planner, constrained
-    planner = Planner(constrained.graph, context.options.time_limit, given=given, soft_budget_bytes=soft_budget)
+    planner = Planner(constrained.graph, options.time_limit, given=given, soft_budget_bytes=soft_budget)
     context.planners.append(planner)
     return planner, constrained
-
-
-def time_budget_of(priced: PricedGraph, context: PlanningContext, planner: Planner) -> TimeBudget | None:
-    """Returns the budget of time beside the fastest plan of ``planner``; None if there is none.
-
-    A nested region has none, because the surrounding graph may recompute it whole.
-    """
-    allowed = context.options.allowed_slowdown
-    return None if allowed is None or priced.joint.is_region else TimeBudget.of(planner, allowed)
 
 
 def stored_plan(priced: PricedGraph, context: PlanningContext, planner: Planner) -> tuple[str, Plan] | None:

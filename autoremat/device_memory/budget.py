@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +145,8 @@ class _WholeDevice:
 def _whole_device(total: int | str, modules: Sequence[nn.Module], device: str | torch.device | None) -> _WholeDevice:
     """Returns the device of ``total``. Raises ``OptionsError`` for a device that is neither torch's nor a known card."""
     named = str(device) if device is not None else total if isinstance(total, str) else ""
-    own = next((t.device for t in _tensors(modules)), torch.device("cpu"))
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    own = next((tensor.device for tensor in tensors), torch.device("cpu"))
     if device_memory(named) is not None:
         return _on_cuda(named, own, own.type == "cuda")
     try:
@@ -165,12 +166,6 @@ def _on_cuda(name: str, device: torch.device, is_here: bool, moved: bool = False
         return _WholeDevice(name, "cpu", is_cuda=True, moved=True)
     index = torch.cuda.current_device() if device.index is None else device.index
     return _WholeDevice(name, "cuda", is_cuda=True, index=index, moved=moved)
-
-
-def _tensors(modules: Sequence[nn.Module]) -> Iterator[torch.Tensor]:
-    for module in modules:
-        yield from module.parameters()
-        yield from module.buffers()
 
 
 def _bytes(value: object, name: str, forms: str = BYTES_FORMS, least: int = 0) -> int:

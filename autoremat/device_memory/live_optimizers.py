@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterator
 
 import torch
 from torch.optim import Optimizer
@@ -18,13 +17,10 @@ from autoremat.planner.multigraph.device_budget import UPDATES, LedgerRow
 
 def live_optimizers(device: torch.device) -> list[Optimizer]:
     """Returns the optimizers of this process with parameters on ``device`` that require gradients."""
-    found = {id(optimizer): optimizer for optimizer in map(unwrapped, _all_optimizers())}
+    # By their own types: proxies and lazy objects are not asked.
+    every = (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer) and hasattr(thing, "param_groups"))
+    found = {id(optimizer): optimizer for optimizer in map(unwrapped, every)}
     return [o for o in found.values() if any(p.device == device and p.requires_grad for p in parameters_of([o]))]
-
-
-def _all_optimizers() -> Iterator[Optimizer]:
-    """Yields the optimizers among Python's objects, by their own types: proxies and lazy objects are not asked."""
-    return (thing for thing in gc.get_objects() if issubclass(type(thing), Optimizer) and hasattr(thing, "param_groups"))
 
 
 def rows_to_come(device: torch.device) -> tuple[LedgerRow, ...]:

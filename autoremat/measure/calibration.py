@@ -160,7 +160,7 @@ def calibrate(device: torch.device, timer: Timer, compile_: Compile, known: Rate
     """
     begin, tally = timer.now(), Tally()
     now(f"calibrating {device}, at most {LONGEST_CALIBRATION:.0f} s", tally.count)
-    every = {curve_name(recipe.rate, _name(recipe.dtype)): recipe for recipe in recipes(device, compile_)}
+    every = {curve_name(recipe.rate, str(recipe.dtype).removeprefix("torch.")): recipe for recipe in recipes(device, compile_)}
     kept = {} if known is None else {name: known.curves[name] for name in known.curves.keys() - set(known.unmeasured)}
     wanted = set(every) if known is None or known.is_disturbed else set(known.unmeasured)
     calls = {"launch": matmul(Place(device), TINY)[1]}
@@ -258,10 +258,6 @@ def _measured_twice(
             found[name] = _lesser(points, found.get(name, {}))
             tally.done += 1
     return found, set(unsettled)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _plausible(recipe: Recipe, points: Points, device: torch.device) -> Points:

@@ -40,7 +40,8 @@ def interconnects_of(names: Iterable[str]) -> Mapping[str, Interconnect]:
             continue
         known = _measured.get(name)
         if known is None or known[0] is not group:
-            device = _device_of(group)
+            is_on_cuda = dist.get_backend(group) == "nccl"
+            device = torch.device("cuda", torch.cuda.current_device()) if is_on_cuda else torch.device("cpu")
             with ThreadPoolExecutor(1, "autoremat-interconnect") as thread:
                 known = _measured[name] = group, thread.submit(measure_bandwidth, group, device).result()
         found[name] = known[1]
@@ -56,12 +57,6 @@ def measure_bandwidth(group: dist.ProcessGroup, device: torch.device) -> Interco
     small, large = (_seconds_on_all_ranks(nbytes, group, device) for nbytes in (SMALL_BYTES, LARGE_BYTES))
     sent = sent_bytes(Pattern.GATHER, LARGE_BYTES - SMALL_BYTES, max(group.size(), 2))
     return Interconnect(sent / max(large - small, LEAST_SECONDS), small, LinkSource.MEASURED)
-
-
-def _device_of(group: dist.ProcessGroup) -> torch.device:
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
 
 
 def _seconds_on_all_ranks(nbytes: int, group: dist.ProcessGroup, device: torch.device) -> float:

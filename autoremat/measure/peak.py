@@ -55,18 +55,16 @@ def track_peak(device: torch.device | str | None = None, *, timeline: bool = Fal
 
     Raises ``ValueError`` for other device types.
     """
-    chosen = _default_device() if device is None else torch.device(device)
+    if device is None:
+        in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        device = "cuda" if in_use else "cpu"
+    chosen = torch.device(device)
     if chosen.type == "cpu":
         return CpuTracker()
     if chosen.type == "cuda":
         index = torch.cuda.current_device() if chosen.index is None else chosen.index
         return _CudaTracker(index, record_timeline=timeline)
     raise ValueError(f"`track_peak` measures the CPU and CUDA devices, not {chosen.type!r}.")
-
-
-def _default_device() -> torch.device:
-    in_use = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return torch.device("cuda" if in_use else "cpu")
 
 
 class PeakTracker(ABC):

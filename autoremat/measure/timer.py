@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +15,6 @@ from typing import Protocol, TypeVar
 import torch
 
 from autoremat.basics import progress
-from autoremat.measure.run_delay import longest_delay, run_delays
 from autoremat.torch_private import symbolic_sizes
 
 Result = TypeVar("Result")
@@ -24,6 +24,26 @@ MAX_RUNS = 100
 
 UNDISTURBED = 0.05
 """The largest share of a sample that a thread may wait for a processor if the sample counts as undisturbed."""
+
+TASKS = "/proc/self/task"
+
+
+def run_delays() -> dict[str, float]:
+    """Returns the run delay of each thread of this process, in seconds since its start; empty where the system counts none.
+
+    It is the time that a thread waits for a processor because other programs run. Linux counts it (https://docs.kernel.org/scheduler/sched-stats.html).
+    """
+    found = {}
+    with contextlib.suppress(OSError):
+        for task in os.listdir(TASKS):
+            with contextlib.suppress(OSError, ValueError, IndexError), open(f"{TASKS}/{task}/schedstat") as file:
+                found[task] = int(file.read().split()[1]) * 1e-9
+    return found
+
+
+def longest_delay(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    """Returns the largest increase of the run delay of one thread, in seconds."""
+    return max((seconds - before.get(task, 0.0) for task, seconds in after.items()), default=0.0)
 
 
 class Timer(Protocol):

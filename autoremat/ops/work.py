@@ -52,14 +52,10 @@ def _elements(tensors: list[torch.Tensor]) -> int:
     return max((size_hint(t.numel()) for t in tensors), default=0)
 
 
-def _dtype(node: fx.Node) -> str:
-    """Returns the element type of the computation: that of the first operand that is not an integer tensor."""
-    types = [t.dtype for t in _operands(node) if t.dtype.is_floating_point or t.dtype.is_complex]
-    return str(types[0]).removeprefix("torch.") if types else "float32"
-
-
 def _flops(node: fx.Node, flops: int) -> Task:
-    facts, dtype = op_traits.facts(node), _dtype(node)
+    types = [t.dtype for t in _operands(node) if t.dtype.is_floating_point or t.dtype.is_complex]
+    dtype = str(types[0]).removeprefix("torch.") if types else "float32"
+    facts = op_traits.facts(node)
     rate = facts.rate
     if rate is Rate.BATCHED_MATMUL:
         batch = max(size_hint(_operands(node)[-1].shape[0]), 1)

@@ -15,14 +15,7 @@ from typing import TYPE_CHECKING, Any, TypedDict
 
 from autoremat.basics import environment
 from autoremat.basics.budget import FORMS_ANYWHERE, budget_bytes
-from autoremat.basics.checks import (
-    flag,
-    one_of,
-    options_of,
-    positive_seconds,
-    refused,
-    underscored,
-)
+from autoremat.basics.checks import flag, one_of, options_of, positive_seconds, refused, underscored
 from autoremat.basics.environment import BUDGET as ENVIRONMENT_VARIABLE
 from autoremat.basics.environment import COST_MODEL as COST_MODEL_VARIABLE
 from autoremat.basics.environment import POLICY as POLICY_VARIABLE
@@ -50,13 +43,35 @@ INFEASIBLE_ACTIONS = ("raise", "best_effort")
 COST_MODELS = ("roofline", "calibrated")
 COUNTS = ("allocated", "reserved")
 PLANNING_ERROR_ACTIONS = ("fallback", "raise")
-OWN_KEYS = (
-    "memory_budget", "max_slowdown", "auto_headroom", "time_limit", "compiler", "on_infeasible", "on_planning_error",
-    "cost_model", "plan", "policy", "save", "recompute", "chunk_loss", "in_flight", "accumulate", "interconnect_bandwidth",
-    "interconnect_latency", "agreement", "count", "progress",
-)  # fmt: skip
-PLANNING_KEYS = tuple(key for key in OWN_KEYS if key not in ("agreement", "progress"))
 
+
+class OptionValues(TypedDict, total=False):
+    """The options that :func:`configure` takes, in the forms that users write."""
+
+    memory_budget: Budget
+    max_slowdown: float | str | None
+    auto_headroom: int | str
+    time_limit: float
+    compiler: str
+    on_infeasible: str
+    on_planning_error: str | None
+    cost_model: str
+    plan: str | os.PathLike[str] | Plan | Sequence[str | os.PathLike[str] | Plan] | None
+    policy: Policy | str | None
+    save: Collection[str]
+    recompute: Collection[str]
+    chunk_loss: bool | int | str
+    in_flight: int | None
+    accumulate: bool | None
+    interconnect_bandwidth: float | str | None
+    interconnect_latency: float | None
+    agreement: str | Sequence[int]
+    count: str
+    progress: bool
+
+
+OWN_KEYS = tuple(OptionValues.__annotations__)
+PLANNING_KEYS = tuple(key for key in OWN_KEYS if key not in ("agreement", "progress"))
 
 _configured: dict[str, object] = {}
 
@@ -225,11 +240,6 @@ class Options:
         return isinstance(self.memory_budget, float) and self.memory_budget == 1
 
     @property
-    def has_constraints(self) -> bool:
-        """True if there is a policy or a constraint."""
-        return bool(self.policy or self.save or self.recompute)
-
-    @property
     def open_calls(self) -> OpenCalls:
         """The calls that are open at once, as far as the options tell."""
         if isinstance(self.in_flight, OpenCalls):
@@ -303,31 +313,6 @@ class Options:
                 "Free device memory, lower `auto_headroom`, or give the budget in bytes."
             )
         return free_bytes - self.auto_headroom
-
-
-class OptionValues(TypedDict, total=False):
-    """The options that :func:`configure` takes, in the forms that users write."""
-
-    memory_budget: Budget
-    max_slowdown: float | str | None
-    auto_headroom: int | str
-    time_limit: float
-    compiler: str
-    on_infeasible: str
-    cost_model: str
-    on_planning_error: str | None
-    plan: str | os.PathLike[str] | Plan | Sequence[str | os.PathLike[str] | Plan] | None
-    policy: Policy | str | None
-    save: Collection[str]
-    recompute: Collection[str]
-    chunk_loss: bool | int | str
-    interconnect_bandwidth: float | str | None
-    interconnect_latency: float | None
-    agreement: str | Sequence[int]
-    in_flight: int | None
-    accumulate: bool | None
-    count: str
-    progress: bool
 
 
 def configure(**options: "Unpack[OptionValues]") -> None:

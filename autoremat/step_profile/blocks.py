@@ -19,11 +19,10 @@ from autoremat.basics.errors import (
     BudgetWarning,
     OptionsError,
     StepProfileError,
-    best_effort_message,
     find_cause,
 )
 from autoremat.basics.progress import now, status_if_slow
-from autoremat.compiler.agreed_step import agreed_step
+from autoremat.compiler.agreed_profile import agreed_profile
 from autoremat.compiler.blocks import current_block, running_block
 from autoremat.compiler.cache_key import graph_key
 from autoremat.compiler.dynamo_backend import backend
@@ -205,18 +204,8 @@ class CompiledBlocks(Shown):
     def _plan(self, found: Step) -> None:
         """Divides the budget of the options among the graphs of the measured step."""
         options = self._options.on_device(0, counts_gradients=self._options.open_calls.accumulates)
-        budget = options.resolve_budget(found.reference_peak_bytes, free_device_bytes(torch.device(found.device)))
-        found, budget = agreed_step(found, budget, self._options, "the profile of blocks")
-        try:
-            profile = found.shared_out(budget)
-        except BudgetInfeasible as error:
-            if self._options.on_infeasible != "best_effort":
-                raise
-            message = best_effort_message("the step", error.minimum_bytes, error.budget_bytes)
-            warnings.warn(message, BudgetWarning, stacklevel=5)
-            profile = found.shared_out(error.minimum_bytes)
-        ledger = options.device_ledger
-        self._use(profile if ledger is None else replace(profile, device_ledger=ledger.of_step(profile.peak_bytes)))
+        free = free_device_bytes(torch.device(found.device))
+        self._use(agreed_profile(found, options, "the profile of blocks", free, settles_as="the step"))
 
     def _use(self, profile: StepProfile) -> None:
         """Makes the blocks follow their plans in ``profile`` from their next calls on."""

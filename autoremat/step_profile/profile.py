@@ -15,7 +15,7 @@ from torch import nn
 from autoremat.basics.checks import as_int, options_of, refused
 from autoremat.basics.errors import OptionsError, StepProfileError
 from autoremat.basics.progress import now, status_if_slow
-from autoremat.compiler.agreed_step import agreed_step
+from autoremat.compiler.agreed_profile import agreed_profile
 from autoremat.compiler.breaks import listen, what_dynamo_said
 from autoremat.compiler.compile_loop import with_bytes
 from autoremat.compiler.interception import intercepted_by
@@ -103,10 +103,7 @@ def profile_step(
         passed = tensors_in((args, kwargs))
         inputs = sum(t.untyped_storage().nbytes() for t in passed if t.device.type == taken.device.type)
         parsed = with_bytes(parsed.on_device(inputs, counts_gradients=False), taken.device)
-        budget = parsed.resolve_budget(found.reference_peak_bytes, None)
-        found, budget = agreed_step(found, budget, parsed, "the profile of a step")
-        shared, ledger = found.shared_out(budget), parsed.device_ledger
-        return replace(shared, device_ledger=None if ledger is None else ledger.of_step(shared.peak_bytes))
+        return agreed_profile(found, parsed, "the profile of a step")
 
 
 def variants_of(value: object) -> int:
@@ -121,7 +118,8 @@ def _measured(
     taken: Recording, step: Callable[[], Any], loss: Callable[[Any], torch.Tensor], parameters: list[nn.Parameter]
 ) -> list[Moment]:
     """Returns the moments of the step. Runs ``step`` once to trace it and once to measure it."""
-    devices, breaks = _state_devices(), graph_breaks()
+    devices = list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
+    breaks = graph_breaks()
     for attempt in ("trace", "measure"):
         now(f"running it uncompiled, {'once more to measure it' if attempt == 'measure' else 'to trace it'}")
         with torch.random.fork_rng(devices):
@@ -138,10 +136,6 @@ def _measured(
             + (f"\n{said}" if said else "")
         )
     return taken.moments(meter.readings)
-
-
-def _state_devices() -> list[int]:
-    return list(range(torch.cuda.device_count())) if torch.cuda.is_available() else []
 
 
 def _loss_of(output: Any) -> torch.Tensor:

@@ -18,17 +18,15 @@ from torch.autograd.graph import Node
 from autoremat.capture.capture import device_of_inputs
 from autoremat.compiler.blocks import current_block
 from autoremat.compiler.cache_key import graph_key
-from autoremat.compiler.headroom import with_code
 from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
 from autoremat.options.options import Options
-from autoremat.planner.multigraph.fronts import front_of, output_bytes, point_of
-from autoremat.planner.multigraph.ledger import Moment, PlanPoint
+from autoremat.planner.multigraph.fronts import output_bytes, point_of
+from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.multigraph.step_profile import StepGraph
-from autoremat.planner.plans.plan import Plan
 from autoremat.step_profile.meter import Meter, Reading
 from autoremat.torch_private import autograd, compilers
 from autoremat.torch_private.dynamo import copied_with_sources, sharded_inputs
@@ -46,26 +44,15 @@ class RecordedGraph:
     device: torch.device
 
     @property
-    def plan(self) -> Plan:
-        """The plan that ran."""
+    def saved_bytes(self) -> int:
+        """Bytes that a call saves under the plan that ran."""
         assert self.planned is not None
-        return self.planned.plan
-
-    def point(self, plan: Plan) -> PlanPoint:
-        """Returns ``plan`` as a point in the ledger."""
-        assert self.planned is not None
-        return point_of(plan, self.planned.priced.kept_inputs)
+        return point_of(self.planned.plan, self.planned.priced.kept_inputs).saved_bytes
 
     def profiled(self) -> StepGraph:
         """Returns the facts about the graph that the ledger of the step needs, for a single call."""
         assert self.planned is not None
-        planner = self.planned.planner
-        assert planner is not None
-        source = next((op.source for op in self.plan.graph.ops if op.source), "")
-        plans = (planner.baseline, self.planned.plan_without_us or planner.baseline)
-        points = (*front_of(planner, self.planned.priced.kept_inputs), *map(self.point, plans))
-        *front, baseline, reference = (with_code(point, self.planned.priced, self.planned.context) for point in points)
-        return StepGraph(self.key, source, 1, tuple(front), baseline, self.plan.graph.step_seconds, reference=reference)
+        return self.planned.in_step(self.key)
 
 
 class Caller(NamedTuple):
@@ -181,7 +168,7 @@ class Recording:
         The moments refer to the entries of ``callers``.
         """
         number_of = {caller: number for number, caller in enumerate(self.callers)}
-        ran = {caller: self._point(caller.graph).saved_bytes for caller in number_of}
+        ran = {caller: self.graphs[caller.graph].saved_bytes for caller in number_of}
         open_calls: list[int] = []
         running: list[Event] = []
         found: list[Moment] = []
@@ -216,15 +203,11 @@ class Recording:
                 found.append(Moment(reading.live_bytes - saved - own, others, number_of[caller], event.backward))
         return found
 
-    def _point(self, number: int) -> PlanPoint:
-        """Returns the plan that the graph with this number ran, as a point in the ledger."""
-        return self.graphs[number].point(self.graphs[number].plan)
-
     def _own_bytes(self, number: int, event: Event) -> int:
         """Returns the bytes that are live when a backward begins and that its peak counts."""
         graph = self.graphs[number]
         if not graph.planned:
             return 0
-        captured = graph.plan.graph
+        captured = graph.planned.plan.graph
         handed = min(event.tangent_bytes, captured.tangent_bytes)
-        return self._point(number).saved_bytes + output_bytes(captured) + handed
+        return graph.saved_bytes + output_bytes(captured) + handed

@@ -22,7 +22,7 @@ from autoremat.planner.cost import datasheet
 from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.report import Report
 from autoremat.tools.target import Target
-from autoremat.tools.trace import CapturedVisitor, trace_captured
+from autoremat.tools.trace import CapturedVisitor, trace
 from autoremat.torch_private import compilers, fake_tensors, inductor_lowering, named_card
 from autoremat.torch_private.dynamo import passed_bytes
 
@@ -98,12 +98,6 @@ def dry_run(options: Options, target: Target, resident_bytes: int) -> DryRun:
     return DryRun(options, target, resident_bytes)
 
 
-def left_out_notes(options: Options) -> tuple[str, ...]:
-    """Returns a note on the settings that the generated code lacks, because they run kernels; empty if none was asked for."""
-    left_out = [key for key in fake_tensors.RUNS_NOTHING if asked_config(options).get(key)]
-    return (f"code without {', '.join(left_out)}, which would run kernels to choose among them",) if left_out else ()
-
-
 def dry_runs(
     model_or_fn: Callable[..., Any],
     args: Sequence[Any],
@@ -121,5 +115,7 @@ def dry_runs(
         lowered = dry_run(options, target, resident)
         return lambda module, inputs: [lowered.report(module, inputs)]
 
-    found, notes = trace_captured(model_or_fn, args, kwargs, device, visiting).results()
-    return found, (*notes, *left_out_notes(options))
+    found, notes = trace(model_or_fn, args, kwargs, device, visiting)
+    if left_out := [key for key in fake_tensors.RUNS_NOTHING if asked_config(options).get(key)]:
+        notes = (*notes, f"code without {', '.join(left_out)}, which would run kernels to choose among them")
+    return found, notes

@@ -12,13 +12,7 @@ import torch
 from autoremat.basics.progress import status_if_slow
 from autoremat.compiler.breaks import as_part
 from autoremat.compiler.counting import warn_without_effect
-from autoremat.compiler.joint_graph import (
-    JointGraph,
-    PlanningContext,
-    PricedGraph,
-    capture_and_price,
-    prepare,
-)
+from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.reference import TORCH
 from autoremat.options.options import Options
@@ -27,7 +21,7 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
 from autoremat.tools.dry_run import dry_runs, refuse_step_profiles
 from autoremat.tools.target import Target
-from autoremat.tools.trace import Visitor, trace
+from autoremat.tools.trace import CapturedVisitor, joint_visitor, trace
 from autoremat.torch_private import compilers
 from autoremat.workspaces.formulas import layout_copies_bytes
 
@@ -107,7 +101,9 @@ def explain_by(
     lower: bool = False,
 ) -> Report:
     """Returns the result of :func:`explain` for parsed options."""
-    device = card_of(options) if device is None else device
+    budget = options.memory_budget
+    if device is None and isinstance(budget, DeviceBudget) and device_memory(budget.device) is not None:
+        device = budget.device  # a card, here or not
     if not lower:
         found, notes = previews(model_or_fn, args, kwargs, options, device, Preview.report_and_doubt)
         lower = any(doubtful for _, doubtful in found)
@@ -120,12 +116,6 @@ def explain_by(
     own = [report.notes for report in reports]
     others = tuple(dataclasses.replace(r, notes=(*own[i], *notes[:-1])) for i, r in enumerate(reports) if i != main)
     return dataclasses.replace(reports[main], notes=(*own[main], *notes), others=others)
-
-
-def card_of(options: Options) -> str | None:
-    """Returns the card that a device budget names; None for other budgets and for devices of torch."""
-    budget = options.memory_budget
-    return budget.device if isinstance(budget, DeviceBudget) and device_memory(budget.device) is not None else None
 
 
 def previews(
@@ -142,14 +132,16 @@ def previews(
     """
     refuse_step_profiles(options)
 
-    def visiting(target: Target, resident: int) -> Visitor[T | None]:
+    def visiting(target: Target, resident: int) -> CapturedVisitor[T | None]:
         return preview_visitor(options, target, resident, look)
 
-    return trace(model_or_fn, args, kwargs, options, device, visiting).results()
+    return trace(model_or_fn, args, kwargs, device, visiting)
 
 
-def preview_visitor(options: Options, target: Target, resident_bytes: int, look: Callable[[Preview], T]) -> Visitor[T | None]:
-    """Returns the visitor that captures and prices each joint graph for ``target`` and passes it to ``look``."""
+def preview_visitor(
+    options: Options, target: Target, resident_bytes: int, look: Callable[[Preview], T]
+) -> CapturedVisitor[T | None]:
+    """Returns the visitor that captures and prices the joint graph of each graph for ``target`` and passes it to ``look``."""
     context = PlanningContext(
         target.options_for(options),
         free_bytes=lambda device: target.free_bytes(device, resident_bytes),
@@ -167,4 +159,4 @@ def preview_visitor(options: Options, target: Target, resident_bytes: int, look:
         own = context.options.on_device(inputs, context.options.open_calls.accumulates)
         return look(Preview(priced, dataclasses.replace(context, options=as_part(own))))
 
-    return visit
+    return joint_visitor(options, target, visit)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autoremat.basics.checks import options_of
+from autoremat.basics.checks import arguments_of, options_of
 from autoremat.basics.display import PlainTable, Shown
 from autoremat.basics.errors import BudgetInfeasible, OptionsError
 from autoremat.basics.progress import status_if_slow
@@ -22,8 +22,6 @@ from autoremat.torch_private import compilers, fake_tensors
 
 LIMIT = 1 << 20
 """Largest size that is tried if the user gives no limit."""
-
-Call = tuple[Sequence[Any], Mapping[str, Any]]
 
 Outcome = Report | BudgetInfeasible
 """The result for one size: the report of a plan that fits, or the error that none fits."""
@@ -158,7 +156,7 @@ def planning_sizes(
     def outcome_of(count: int) -> Outcome:
         with fake_tensors.new_mode():
             given = make_inputs(count * step)
-        args, kwargs = _call(given)
+        args, kwargs = arguments_of(given)
         try:
             with status_if_slow(f"trying {count * step} (size number {next(numbers)})"):
                 return explain_by(model_or_fn, args, kwargs, options, device, lower)
@@ -168,23 +166,11 @@ def planning_sizes(
     return outcome_of
 
 
-def _call(given: Any) -> Call:
-    """Returns the result of ``make_inputs`` as positional and keyword arguments."""
-    if isinstance(given, Mapping):
-        return (), given
-    return (given, {}) if isinstance(given, (tuple, list)) else ((given,), {})
-
-
 def minimum_bytes_of(outcome: Outcome) -> int:
     """Returns the minimum peak found in bytes; for several graphs the largest of their minimum peaks."""
     if isinstance(outcome, BudgetInfeasible):
         return outcome.minimum_bytes
     return max(one.minimum_peak_bytes for one in (outcome, *outcome.others))
-
-
-def _excess_bytes(outcome: Outcome) -> int:
-    """Returns the minimum peak found minus the budget, in bytes; negative for a size that fits."""
-    return minimum_bytes_of(outcome) - (outcome.budget_bytes or 0)
 
 
 @dataclass
@@ -229,6 +215,7 @@ class SizeSearch:
         """Returns the count whose peak would equal the budget if peaks lay on the line through the two nearest known ones."""
         nearest = sorted(self.outcomes, key=lambda count: abs(count - self.fits))[:2]
         # A device budget shrinks with the inputs, so the line is that of the excess over the budget.
-        (first, below), (second, above) = sorted((count, _excess_bytes(self.outcomes[count])) for count in nearest)
+        excesses = {count: minimum_bytes_of(one) - (one.budget_bytes or 0) for count, one in self.outcomes.items()}
+        (first, below), (second, above) = sorted((count, excesses[count]) for count in nearest)
         slope = (above - below) / (second - first)
         return int(first - below / slope) if slope > 0 else 2 * second

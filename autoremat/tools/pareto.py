@@ -22,7 +22,7 @@ from autoremat.planner.search.pareto_front import OURS, TORCH, Pareto, our_point
 from autoremat.tools.dry_run import DryRun, dry_run
 from autoremat.tools.explain import Preview, preview_visitor
 from autoremat.tools.target import Target
-from autoremat.tools.trace import CapturedVisitor, joint_visitor, trace_captured
+from autoremat.tools.trace import CapturedVisitor, trace
 from autoremat.torch_private import compilers, fake_tensors
 
 TORCH_BUDGETS = tuple(tenths / 10 for tenths in range(10, 0, -1))
@@ -89,7 +89,7 @@ def pareto(
         return Pareto([*ours, *policy_points(graph), *theirs])
 
     def visiting(target: Target, resident: int) -> CapturedVisitor[Pareto | None]:
-        visit = joint_visitor(parsed, target, preview_visitor(parsed, target, resident, look))
+        visit = preview_visitor(parsed, target, resident, look)
         if not lower:
             return visit
         lowered = dry_run(parsed, target, resident)
@@ -98,7 +98,7 @@ def pareto(
         ]
 
     with status_if_slow(f"comparing plans for {points} budgets", shown=parsed.progress):
-        found, _ = trace_captured(model_or_fn, args, kwargs, device, visiting).results()
+        found, _ = trace(model_or_fn, args, kwargs, device, visiting)
     return max(found, key=lambda graph: max(point.peak_bytes for point in graph))
 
 

@@ -15,7 +15,7 @@ import functools
 import types
 import warnings
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -26,23 +26,18 @@ from autoremat.basics.errors import AutorematError, CaptureError, causes
 from autoremat.basics.progress import now
 from autoremat.capture.capture import may_train
 from autoremat.capture.source_info import take_names
-from autoremat.compiler.breaks import note_on_breaks, one_of_several, what_dynamo_said
+from autoremat.compiler.breaks import BETWEEN_GRAPHS, one_of_several, what_dynamo_said
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext
-from autoremat.compiler.partitioner import Partitioner
-from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.partitioning import tracing_to
 from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import Options
 from autoremat.tools.target import Target, target_of
-from autoremat.torch_private import compilers, fake_tensors, joint_graphs
+from autoremat.torch_private import compilers, fake_tensors
 from autoremat.torch_private.compile_progress import tracing_is_told
 from autoremat.torch_private.cuda_decompositions import as_on_cuda
 from autoremat.torch_private.dynamo import graph_breaks
 
 T = TypeVar("T")
-R = TypeVar("R")
-
-Visitor = Callable[[JointGraph], T]
-"""Receives the joint graph of each graph that trains."""
 
 CapturedVisitor = Callable[[fx.GraphModule, Sequence[Any]], Sequence[T]]
 """Receives each graph that may train as Dynamo captured it, with its inputs. Returns any number of results."""
@@ -68,83 +63,38 @@ class _Recorder(Generic[T]):
         return runnable.forward
 
 
-class _EndOfTracing(Exception):
-    """Ends the tracing of a graph after its joint graph has been visited."""
-
-
-def joint_visitor(options: Options, target: Target, visit: Visitor[T]) -> CapturedVisitor[T]:
+def joint_visitor(options: Options, target: Target, visit: Callable[[JointGraph], T]) -> CapturedVisitor[T]:
     """Returns the visitor that traces the joint graph of each captured graph and passes it to ``visit``."""
 
     def visit_captured(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[T]:
         module = target.as_on_card(module)
         found: list[T] = []
-
-        def hand_over(joint: JointGraph) -> joint_graphs.PartitionedModules:
-            if joint.is_region:  # called by the surrounding graph
-                return Partitioning(PlanningContext(options, cuda_name=target.cuda_name, may_repeat_collectives=True))(joint)
-            found.append(visit(joint))
-            raise _EndOfTracing
-
+        regions = PlanningContext(options, cuda_name=target.cuda_name, may_repeat_collectives=True)
         config = {**compilers.mode_config(options.mode), **dict(options.inductor)}
-        with contextlib.suppress(_EndOfTracing):
-            decompositions = as_on_cuda() if target.is_represented else None
-            with target.fusing_attention(), tracing_is_told("tracing forward and backward, ops"):
-                fake_tensors.trace_joint(
-                    module, inputs, Partitioner(hand_over), options.compiler == "inductor", config, decompositions
-                )
+        decompositions = as_on_cuda() if target.is_represented else None
+        with (
+            tracing_to(lambda joint: found.append(visit(joint)), regions) as partitioner,
+            target.fusing_attention(),
+            tracing_is_told("tracing forward and backward, ops"),
+        ):
+            fake_tensors.trace_joint(module, inputs, partitioner, options.compiler == "inductor", config, decompositions)
         return found
 
     return visit_captured
-
-
-@dataclass(frozen=True)
-class Traced(Generic[T]):
-    """The visitor's results for the joint graphs, in sequence, with notes for the user."""
-
-    found: tuple[T, ...]
-    notes: tuple[str, ...]
-
-    def results(self: Traced[R | None]) -> tuple[list[R], tuple[str, ...]]:
-        """Returns the visitor's results that are not None (at least one), and the notes.
-
-        Raises ``CaptureError`` if there are none.
-        """
-        found = [result for result in self.found if result is not None]
-        if not found:
-            raise CaptureError("nothing to plan: the graphs of the step have no backward of their own")
-        return found, self.notes
 
 
 def trace(
     model_or_fn: Callable[..., Any],
     args: Sequence[Any],
     kwargs: Mapping[str, Any],
-    options: Options,
     device: str | torch.device | None,
-    visit: Callable[[Target, int], Visitor[T]],
-) -> Traced[T]:
-    """Returns the visitor's results for a trace of ``model_or_fn(*args, **kwargs)``, which does not run.
+    visit: Callable[[Target, int], CapturedVisitor[T | None]],
+) -> tuple[list[T], tuple[str, ...]]:
+    """Returns a visitor's results that are not None (at least one), and notes for the user.
 
-    The visitor receives the joint graph of each graph that trains. ``visit`` maps the target and the bytes that exist before
-    the step to the visitor. Raises ``CaptureError`` if nothing can be planned.
-    """
-
-    def visit_captured(target: Target, resident: int) -> CapturedVisitor[T]:
-        return joint_visitor(options, target, visit(target, resident))
-
-    return trace_captured(model_or_fn, args, kwargs, device, visit_captured)
-
-
-def trace_captured(
-    model_or_fn: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    device: str | torch.device | None,
-    visit: Callable[[Target, int], CapturedVisitor[T]],
-) -> Traced[T]:
-    """Returns the same as :func:`trace` for a visitor that receives each graph that may train as Dynamo captured it.
-
-    Models are found in the closures of a function and in the globals that it names.
+    ``model_or_fn(*args, **kwargs)`` is traced and does not run. ``visit`` maps the target and the bytes that exist before the
+    step to the visitor, which receives each graph that may train. Models are found in the closures of a function and in the
+    globals that it names. Raises ``CaptureError`` if nothing can be planned.
     """
     models = list(dict.fromkeys(models_in(model_or_fn)))
     own = [t for model in models for t in (*model.parameters(), *model.buffers())]
@@ -181,7 +131,12 @@ def trace_captured(
             "nothing to plan: no graph of the step has a backward. Is gradient mode on, does a parameter or input require a "
             "gradient, and does the function return something that depends on it?" + (f"\n{said}" if said else "")
         )
-    return Traced(tuple(recorder.found), (*notes, *note_on_breaks(breaks)))
+    found = [result for result in recorder.found if result is not None]
+    if not found:
+        raise CaptureError("nothing to plan: the graphs of the step have no backward of their own")
+    if graph_breaks() - breaks:  # Dynamo counts a break more than once
+        notes.append(f"Dynamo broke graphs: {BETWEEN_GRAPHS}")
+    return found, tuple(notes)
 
 
 def _stopped(error: Exception, found: bool) -> str:
@@ -237,7 +192,8 @@ def _borrowed(
         for container, before in kept:
             if list(map(id, _items(container))) != list(map(id, before)):
                 container.clear()
-                (container.extend if isinstance(container, (list, deque)) else container.update)(_refill(container, before))
+                refill = dict(zip(before[::2], before[1::2], strict=True)) if isinstance(container, dict) else before
+                (container.extend if isinstance(container, (list, deque)) else container.update)(refill)
 
 
 _CONTAINERS = (list, deque, set, dict, OrderedDict, defaultdict, Counter)
@@ -270,11 +226,6 @@ def _contents(roots: Sequence[object]) -> list[tuple[Any, list[object]]]:
 def _items(container: Any) -> list[object]:
     """Returns the contents of the container in sequence; for a dict, keys and values alternate."""
     return [part for item in container.items() for part in item] if isinstance(container, dict) else list(container)
-
-
-def _refill(container: object, before: list[object]) -> Iterable[Any]:
-    """Returns ``before`` in the form that the container accepts."""
-    return dict(zip(before[::2], before[1::2], strict=True)) if isinstance(container, dict) else before
 
 
 def models_in(thing: object, depth: int = SEARCH_DEPTH, seen: set[int] | None = None) -> Iterator[nn.Module]:

@@ -159,7 +159,7 @@ class Forward:
         if not _is_product(self.ops[last]):
             return ()
         between, products = self._between(last)
-        softmax = {index for index in between if "softmax" in _model_op(self.ops[index])}
+        softmax = {index for index in between if "softmax" in (self.ops[index].decomposed_from or self.ops[index].target)}
         if not softmax:
             return ()
         inside = self._descendants({p for p in products if _is_product(self.ops[p])}, between)
@@ -201,10 +201,6 @@ def _longest_run(flags: NDArray[np.bool_]) -> tuple[int, int]:
         return 0, 0
     longest = int((ends - starts).argmax())
     return int(starts[longest]), int(ends[longest] - starts[longest])
-
-
-def _model_op(op: Op) -> str:
-    return op.decomposed_from or op.target
 
 
 def _is_product(op: Op) -> bool:

@@ -40,11 +40,6 @@ Vector = NDArray[np.float64]
 Columns = NDArray[np.int64]
 
 
-def read_at_the_end(graph: Graph) -> frozenset[int]:
-    """Returns the values that must exist at the end and may be freed and recomputed before."""
-    return frozenset(graph.forward_outputs if graph.single_phase else graph.backward_outputs)
-
-
 def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
     """Returns, for each op, the sites where it may be recomputed. The number of ops stands for the end.
 
@@ -54,7 +49,8 @@ def recompute_sites(graph: Graph, depth: int) -> list[set[int]]:
     movable = [
         op.forward and op.rematerializable and op.constraint is not Constraint.SAVE and bool(op.outputs) for op in graph.ops
     ]
-    at_end = read_at_the_end(graph)
+    # These values must exist at the end, and may be freed and recomputed before.
+    at_end = frozenset(graph.forward_outputs if graph.single_phase else graph.backward_outputs)
     sites: list[set[int]] = [set() for _ in graph.ops]
     for index, op in enumerate(graph.ops):
         if movable[index]:

@@ -153,14 +153,10 @@ class Sites:
         """Updates ``apart`` at all changed sites."""
         for site in self.changed:
             if self.at[site]:
-                self.apart[site] = self._apart(site)
+                self.apart[site] = self._better_order(site)[1]
             else:
                 self.apart[site] = -self.workspace[site] if site < self.end else 0.0
         self.changed.clear()
-
-    def _apart(self, site: int) -> float:
-        """Returns ``apart`` of the site, for the better of the two sequences."""
-        return self._better_order(site)[1]
 
     def _better_order(self, site: int) -> tuple[list[int], float]:
         """Returns the recomputations at ``site`` in the better of two sequences, with the ``apart`` that follows.

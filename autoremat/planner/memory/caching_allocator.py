@@ -110,7 +110,7 @@ class CachingAllocator:
         pool = self._pools.setdefault((small, stream), _Pool(small, len(self._pools) * ADDRESSES))
         block = self._take(pool, wanted) or self._new(pool, wanted) or self._after_release(pool, wanted)
         if self._splits(block, wanted):
-            self._split(block, wanted)
+            insort(pool.free, _cut(block, wanted))
         block.is_free = False
         self.allocated_bytes += block.bytes
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
@@ -277,9 +277,6 @@ class CachingAllocator:
         if block.pool.is_small or self.settings.expandable_segments:
             return rest >= ROUNDING
         return wanted < self.settings.largest_split_bytes and rest > MOST_SMALL
-
-    def _split(self, block: Block, wanted: int) -> None:
-        insort(block.pool.free, _cut(block, wanted))
 
 
 def _room(begin: Block, wanted: int) -> int:

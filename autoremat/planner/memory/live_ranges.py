@@ -56,7 +56,9 @@ class Buffers:
         self.source = self._newest(read, self.reader)
         """For each read, the live range that is read; ``reader`` is the execution that reads it."""
         if len(missing := np.flatnonzero(self.source < 0)):
-            raise self._never_made(int(self.reader[missing[0]]), int(read[missing[0]]))
+            position = int(self.reader[missing[0]])
+            reader, value = graph.ops[self.sequence[position]].name, graph.values[read[missing[0]]].name
+            raise PlanInvalid(f"execution {position} ({reader}) reads {value}, which was never computed")
         self.last = self.start.copy()
         """For each live range, the last execution that computes or reads it."""
         np.maximum.at(self.last, self.source, self.reader)
@@ -88,7 +90,3 @@ class Buffers:
     def ends(self) -> Numbers:
         """Returns, for each live range, the execution after which it is freed."""
         return np.where(self.kept, len(self.sequence) - 1, self.last)
-
-    def _never_made(self, position: int, value: int) -> PlanInvalid:
-        reader, missing = self.graph.ops[self.sequence[position]].name, self.graph.values[value].name
-        return PlanInvalid(f"execution {position} ({reader}) reads {missing}, which was never computed")

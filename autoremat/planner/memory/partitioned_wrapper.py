@@ -57,7 +57,9 @@ def _joined(statement: ast.stmt, partitions: Mapping[int, Sequence[ast.stmt]]) -
     arguments = ARGUMENTS.fullmatch(_name(target))
     if arguments and isinstance(value, ast.List):
         number = int(arguments[1])
-        yield from _bound(_parameters(partitions[number]), [_name(x) for x in value.elts], number)
+        # The list of arguments holds them, although the caller deletes its own names before the call.
+        for parameter, argument in zip(_parameters(partitions[number]), value.elts, strict=True):
+            yield _assigned(f"{parameter}{MARK}{number}", _name(argument))
     elif (called := _called(value)) is not None:
         yield from _run(partitions[called], _names(target), called)
     else:
@@ -101,12 +103,6 @@ def _assigned(target: str, value: str) -> ast.stmt:
 
 def _deleted(names: Sequence[str]) -> ast.stmt:
     return ast.Delete([ast.Name(name, ast.Del()) for name in names])
-
-
-def _bound(parameters: Sequence[str], arguments: Sequence[str], number: int) -> Iterator[ast.stmt]:
-    """Yields the binding of the list of arguments: it holds them, although the caller deletes its own names before the call."""
-    for parameter, argument in zip(parameters, arguments, strict=True):
-        yield _assigned(f"{parameter}{MARK}{number}", argument)
 
 
 def _copies(names: Sequence[str]) -> Iterator[ast.stmt]:

@@ -36,10 +36,6 @@ class Heap:
         """Live bytes in the pool and outside."""
         return sum(self.live.values())
 
-    def note_peak(self, in_pool: bool) -> None:
-        """Raises the peak to the live bytes."""
-        self.peak[in_pool] = max(self.peak[in_pool], self.live[in_pool])
-
     def use_workspace(self, size: int, in_pool: bool) -> None:
         """Allocates and frees a workspace of ``size`` bytes."""
         if size:
@@ -63,7 +59,7 @@ class Heap:
         if in_pool:
             self.pooled.add(storage)
         self.live[in_pool] += self.sizes[storage]
-        self.note_peak(in_pool)
+        self.peak[in_pool] = max(self.peak[in_pool], self.live[in_pool])
 
     def release(self, name: str) -> None:
         """Removes ``name`` and frees the storages that no other name refers to, the last first, as Python frees a tuple."""

@@ -5,7 +5,7 @@ The planner's own arithmetic is not trusted here. :mod:`autoremat.planner.plans.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.graph import Constraint, Graph, Role
@@ -83,11 +83,7 @@ def check_figures(graph: Graph, schedule: Schedule, timeline: Timeline, replayed
             raise PlanInvalid(
                 f"{counted[position]} bytes are live at execution {position} ({name}), not {said[position]} as the plan says"
             )
-    if sorted(_triples(timeline)) != sorted(replayed.live_ranges):
-        raise PlanInvalid("the live ranges are not those of the schedule")
-
-
-def _triples(timeline: Timeline) -> Sequence[tuple[int, int, int]]:
-    """Returns the live ranges as triples: the value, the first and the last execution."""
     ranges = timeline.live_ranges
-    return list(zip(ranges.values.tolist(), ranges.starts.tolist(), ranges.ends.tolist(), strict=True))
+    triples = zip(ranges.values.tolist(), ranges.starts.tolist(), ranges.ends.tolist(), strict=True)
+    if sorted(triples) != sorted(replayed.live_ranges):
+        raise PlanInvalid("the live ranges are not those of the schedule")
