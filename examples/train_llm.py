@@ -36,7 +36,7 @@ from torch._inductor.compile_fx import compile_fx  # noqa: E402
 
 import autoremat  # noqa: E402
 from autoremat.basics.units import format_bytes  # noqa: E402
-from autoremat.measure.run_delay import longest_delay, run_delays  # noqa: E402
+from autoremat.measure.timer import longest_delay, run_delays  # noqa: E402
 
 FIRST_STEPS = 3
 """One compiles, one warms up, one is tracked. None is timed."""
