@@ -4,6 +4,7 @@
     python benchmarks/clients.py
     python benchmarks/clients.py --only Wav2Vec2 --limit 600
     python benchmarks/clients.py --compiler aot_eager  # far quicker: without generated code
+    python benchmarks/clients.py --page  # the stored rows, as docs/integrations.md shows them
 
 The program without a budget runs under the compiler alone. The first budget is a share, the second the minimum peak that the
 report names and 3 % more, in bytes. If that is an error, the third is the minimum peak that the error names. Each program has
@@ -102,13 +103,17 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=900, help="seconds of a program")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--compiler", choices=["inductor", "aot_eager"], default="inductor")
+    parser.add_argument("--page", action="store_true", help="print the stored rows as the table of docs/integrations.md")
     parser.add_argument("--program", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.program:
         run_program(arguments.program, arguments.compiler)
         return
     path = arguments.output / ("clients.json" if arguments.compiler == "inductor" else f"clients_{arguments.compiler}.json")
-    rows = [Row(**row) for row in json.loads(path.read_text())] if arguments.only and path.exists() else []
+    if arguments.page:
+        print(page(stored(path)))
+        return
+    rows = stored(path) if arguments.only and path.exists() else []
     for name in CLIENTS:
         if arguments.only and not any(part in name for part in arguments.only):
             continue
@@ -118,6 +123,11 @@ def main() -> None:
         with path.with_suffix(".txt").open("w") as file:
             Console(file=file, width=200).print(table(rows))
     Console().print(table(rows))
+
+
+def stored(path: Path) -> list[Row]:
+    """Returns the rows of an earlier call."""
+    return [Row(**row) for row in json.loads(path.read_text())]
 
 
 def in_a_process(name: str, compiler: str, limit: float) -> list[Row]:
@@ -228,6 +238,31 @@ def table(rows: list[Row]) -> Table:
             "" if row.fits is None else "yes" if row.fits else "no",
         )  # fmt: skip
     return result
+
+
+def page(rows: list[Row]) -> str:
+    """Returns the table of the page, with one line per program."""
+    lines = ["| Program | Needs | 70 % of Inductor's peak | Least budget | Loss differs by |", "|---|---|---|---|---|"]
+    for name in dict.fromkeys(row.program for row in rows):
+        own = [row for row in rows if row.program == name]
+        plain, *budgets = own
+        versions = plain.versions.partition(", ")[2]
+        if not budgets:
+            lines.append(f"| {name} | {plain.outcome} | | | |")
+            continue
+        differences = [row.difference for row in budgets if row.difference is not None]
+        worst = f"{max(differences):.0e}" if differences else ""
+        lines.append(f"| {name} ({versions}) | {plain.needs} | {peak(budgets[0])} | {peak(budgets[-1])} | {worst} |")
+    return "\n".join(lines)
+
+
+def peak(row: Row) -> str:
+    """Returns the measured peak and the budget of a row in KiB, or how the program ended."""
+    if row.measured_bytes is None or row.budget_bytes is None:
+        return "infeasible" if row.outcome.startswith("BudgetInfeasible") else row.outcome
+    if row.graphs > 1:
+        return f"{row.measured_bytes / 1024:,.0f} KiB in {row.graphs} graphs" + ("" if row.fits else ", with a warning")
+    return f"{row.measured_bytes / 1024:,.0f} of {row.budget_bytes / 1024:,.0f} KiB" + ("" if row.fits else ", with a warning")
 
 
 if __name__ == "__main__":
