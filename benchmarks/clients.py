@@ -242,13 +242,12 @@ def table(rows: list[Row]) -> Table:
 
 def page(rows: list[Row]) -> str:
     """Returns the table of the page, with one line per program."""
-    lines = ["| Program | Needs | 70 % of Inductor's peak | Least budget | Loss differs by |", "|---|---|---|---|---|"]
+    lines = ["| Program | Needs | A share of 70 % | Close to the minimum peak | Loss differs by |", "|---|---|---|---|---|"]
     for name in dict.fromkeys(row.program for row in rows):
         own = [row for row in rows if row.program == name]
         plain, *budgets = own
-        versions = plain.versions.partition(", ")[2]
-        if not budgets:
-            lines.append(f"| {name} | {plain.outcome} | | | |")
+        versions = plain.versions.partition(", ")[2] or plain.versions
+        if not budgets:  # its library is not installed
             continue
         differences = [row.difference for row in budgets if row.difference is not None]
         worst = f"{max(differences):.0e}" if differences else ""
