@@ -43,7 +43,8 @@ from autoremat.basics.units import format_bytes
 from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.planning import PlannedGraph
-from autoremat.planner.graph.graph import Constraint, Graph, Op
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Op
 from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, StepProfile
 from autoremat.planner.search import candidates
 from autoremat.planner.search.planner import Planner

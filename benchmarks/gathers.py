@@ -37,7 +37,7 @@ from autoremat.basics.units import format_bytes, format_seconds  # noqa: E402
 from autoremat.compiler.joint_graph import capture_and_price  # noqa: E402
 from autoremat.compiler.planning import plan_graph  # noqa: E402
 from autoremat.options.options import Options  # noqa: E402
-from autoremat.planner.graph.graph import COMMUNICATES, Trait  # noqa: E402
+from autoremat.planner.graph.op import COMMUNICATES, Trait  # noqa: E402
 from autoremat.planner.plans.plan import Plan  # noqa: E402
 from autoremat.report.report import Report  # noqa: E402
 from autoremat.tools.explain import Preview, previews  # noqa: E402

@@ -31,7 +31,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autoremat.ops import op_traits
-from autoremat.planner.graph.graph import Trait
+from autoremat.planner.graph.op import Trait
 from autoremat.torch_private import allocator
 from autoremat.torch_private.tensor_identity import storage_key
 from autoremat.workspaces import measurement

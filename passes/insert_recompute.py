@@ -19,9 +19,10 @@ from typing import Any
 from torch import fx
 
 from autoremat.basics.errors import PlanInvalid
-from autoremat.capture.capture import Alias, Capture
+from autoremat.capture.builder import Alias
+from autoremat.capture.capture import Capture
 from autoremat.ops import op_traits
-from autoremat.planner.graph.graph import COMMUNICATES, Role
+from autoremat.planner.graph.op import COMMUNICATES, Role
 from autoremat.planner.graph.schedule import Schedule
 
 RECOMPUTED = "autoremat_recompute_of"

@@ -14,7 +14,7 @@ from torch import fx
 
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture
-from autoremat.planner.graph.graph import Trait
+from autoremat.planner.graph.op import Trait
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.torch_private import joint_graphs
 

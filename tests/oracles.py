@@ -13,7 +13,8 @@ from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from autoremat.planner.graph.graph import Constraint, Graph, Inlining, Kind, Role
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Inlining, Kind, Role
 from autoremat.planner.graph.schedule import Schedule
 
 if TYPE_CHECKING:

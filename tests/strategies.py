@@ -13,7 +13,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from autoremat.planner.graph.graph import Constraint, Graph, Inlining, Kind, Op, Role, Trait, Value
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Inlining, Kind, Op, Role, Trait, Value
 
 DTYPE_BYTES = 4
 MAX_OPS: int | None = None  # set by --max-ops: no random graph has more ops, whatever a test asks for

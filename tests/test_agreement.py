@@ -1,69 +1,29 @@
-"""Meetings and rounds of several ranks: each rank is a thread, and the store is in memory."""
+"""Meetings of several ranks: each rank is a thread, and the store is in memory."""
 
 from __future__ import annotations
 
 import dataclasses
-import os
 import random
-import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
 
 import pytest
+from rank_threads import LONG, quick, together  # noqa: F401
 from torch.distributed import HashStore
 
-from autoremat.agreement import channel as channels
 from autoremat.agreement import joining
-from autoremat.agreement import presence as presences
 from autoremat.agreement import rendezvous as meetings
 from autoremat.agreement.channel import Channel
-from autoremat.agreement.local_process import LocalProcess, State
-from autoremat.agreement.presence import Presence, Pulse
-from autoremat.agreement.rendezvous import Meeting, Rendezvous
+from autoremat.agreement.local_process import LocalProcess
+from autoremat.agreement.presence import Presence
+from autoremat.agreement.rendezvous import Rendezvous
 from autoremat.agreement.session import Session
-from autoremat.basics.errors import AgreementError, BudgetInfeasible, Occupant, OptionWarning
+from autoremat.basics.errors import AgreementError, OptionWarning
 from autoremat.torch_private.processes import Job
 
-LONG = 60.0
-"""Seconds after which a rank that has not come back hangs."""
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    """Ranks beat, fall silent and lose patience within tenths of a second."""
-    monkeypatch.setattr(presences, "BEAT", 0.05)
-    monkeypatch.setattr(presences, "LOOK", 0.05)
-    monkeypatch.setattr(channels, "SILENCE", 1.0)
-    monkeypatch.setattr(meetings, "RECOMPILATION", 0.3)
-    monkeypatch.setattr(meetings, "ALONE", 0.3)
-    monkeypatch.setattr(meetings, "NOTICE", 0.1)
-
-
-def together(body: Callable[[Channel], Any], ranks: int) -> list[Any]:
-    """The result, or the error, of ``body`` on each rank."""
-    store, found = HashStore(), [None] * ranks
-
-    def run(rank: int) -> None:
-        channel = Channel(Job(rank, ranks, store))
-        presence = Presence(channel)
-        try:
-            found[rank] = body(channel)
-        except BaseException as error:
-            found[rank] = error
-        finally:
-            presence.stop()
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LONG)
-    assert not any(thread.is_alive() for thread in threads), "a rank hangs"
-    return found
+pytestmark = pytest.mark.usefixtures("quick")
 
 
 def test_ranks_at_one_place_meet_whenever_they_come():
@@ -326,209 +286,3 @@ def test_random_arrivals_never_hang_and_members_agree(seed):
         assert all(rank in one.members and named[one.name] == one.members for one in found)
     if all(own == places for own in sequences):
         assert {one.members for found in by_rank for one in found} == {tuple(range(ranks))}
-
-
-# -- rounds ------------------------------------------------------------------------------------------------------------
-
-
-def session(channel: Channel) -> Session:
-    return Session(channel, Meeting("test", tuple(range(channel.job.world_size))))
-
-
-def test_the_leader_makes_one_result_of_all_parts():
-    def body(channel):
-        rounds = session(channel)
-        total = rounds.round("sum", channel.rank + 1, lambda parts: sum(parts.values()))
-        told = rounds.from_leader("tell", lambda: f"rank {channel.rank}")
-        rounds.close()
-        return total, told
-
-    assert together(body, 3) == [(6, "rank 0")] * 3
-
-
-@pytest.mark.parametrize("failing", [0, 1, 2])
-def test_an_error_on_one_rank_is_an_error_on_all(failing):
-    def body(channel):
-        rounds = session(channel)
-        rounds.round("begin", None, lambda parts: None)
-        if channel.rank == failing:
-            rounds.fail(ValueError("the graph is odd"))
-            return None
-        return rounds.round("next", None, lambda parts: None)
-
-    found = together(body, 3)
-    others = [error for rank, error in enumerate(found) if rank != failing]
-    assert all(isinstance(error, AgreementError) and error.rank == failing for error in others)
-    assert all(f"failed on rank {failing}" in str(error) and "the graph is odd" in str(error) for error in others)
-
-
-def test_an_interrupt_of_the_leader_reaches_all():
-    def body(channel):
-        def plan():
-            raise KeyboardInterrupt
-
-        return session(channel).from_leader("plan", plan)
-
-    own, *others = together(body, 3)
-    assert isinstance(own, KeyboardInterrupt)
-    assert all(str(one).endswith("failed on rank 0, so all ranks that share it stop: KeyboardInterrupt") for one in others)
-
-
-def test_a_process_that_keeps_the_store_waits_until_the_others_know_its_error():
-    def body(channel):
-        channel.job = dataclasses.replace(channel.job, keeper=0)
-        if channel.rank:
-            time.sleep(0.3)
-            return session(channel).round("begin", None, lambda parts: None)
-        rounds = session(channel)
-        rounds.fail(ValueError("odd"))
-        return channel.count("test/heard", 0)
-
-    heard, *_ = together(body, 3)
-    assert heard == 2
-
-
-def test_a_rank_that_was_given_up_reads_of_itself():
-    def body(channel):
-        channel.paused = 41.0 if channel.rank == 0 else 0.0
-        rounds = session(channel)
-        if channel.rank:
-            rounds.fail(AgreementError("rank 0 has not answered for 30 s", 0))
-            return None
-        return rounds.round("begin", None, lambda parts: None)
-
-    found, _ = together(body, 2)
-    assert str(found).startswith("this process, rank 0, stood still for 41 s while a graph was compiled, and rank 1 waits 1 s")
-    assert found.rank == 0
-
-
-def test_failures_of_a_rank_by_itself_are_logged_by_the_others(caplog):
-    def body(channel):
-        if channel.rank:
-            Presence(channel).tell("failed while it compiled here by itself", MemoryError("nothing left"))
-        while not [one for one in caplog.records if "nothing left" in one.getMessage()]:
-            time.sleep(0.01)
-
-    together(body, 2)
-    assert caplog.records[0].getMessage() == "rank 1 failed while it compiled here by itself: MemoryError: nothing left"
-
-
-def test_figures_of_an_infeasible_budget_reach_all_ranks():
-    error = BudgetInfeasible(
-        budget_bytes=10, minimum_bytes=30, lower_bound_bytes=20, occupants=[Occupant("t", 30)], device="cpu"
-    )
-
-    def body(channel):
-        def plan():
-            raise error
-
-        return session(channel).from_leader("plan", plan)
-
-    own, told = together(body, 2)
-    assert own is error
-    assert isinstance(told, BudgetInfeasible)
-    assert told.figures() == error.figures() | {"rank": 0}
-    assert "within the budget of rank 0" in str(told)
-
-
-@pytest.mark.parametrize("lost", [0, 1])
-def test_a_rank_that_falls_silent_ends_the_round_on_the_others(lost):
-    def body(channel):
-        return "gone" if channel.rank == lost else session(channel).round("begin", None, lambda parts: None)
-
-    found = together(body, 3)
-    assert found[lost] == "gone"
-    errors = [error for rank, error in enumerate(found) if rank != lost]
-    assert all(isinstance(error, AgreementError) and error.rank == lost for error in errors), errors
-    assert all(f"rank {lost} has not answered" in str(error) for error in errors)
-
-
-@pytest.mark.parametrize(
-    ("looks", "is_lost"),
-    [
-        ([0.0, 0.4, 0.8, 1.3], True),
-        ([0.0, 0.4, 5.0], False),  # this process itself stood still
-    ],
-)
-def test_only_seconds_in_which_this_process_looked_count_as_silence(monkeypatch, looks, is_lost):
-    monkeypatch.setattr(presences, "LOOK", 0.2)
-    channel, times = Channel(Job(0, 2, HashStore())), iter([100 + at for at in looks])
-    channel.write("process/1", {"machine": "", "pid": 1, "start": ""})
-    pulse = Pulse(channel, 1, clock=lambda: next(times))
-    found = [pulse.look() for _ in looks]
-    assert [one is not None for one in found] == [False] * (len(looks) - 1) + [is_lost]
-
-
-def test_the_state_of_a_process_of_this_machine():
-    other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-    process, found = LocalProcess.of(other.pid), []
-    if not process.machine:
-        pytest.skip("this system does not tell the state of processes")
-    for number in (signal.SIGSTOP, signal.SIGCONT, signal.SIGKILL):
-        os.kill(other.pid, number)
-        os.waitid(os.P_PID, other.pid, os.WSTOPPED | os.WCONTINUED | os.WEXITED | os.WNOWAIT)
-        found.append(process.state())
-    other.communicate()
-    assert found == [State.STOPPED, State.RUNNING, State.ENDED]
-    assert process.state() is State.ENDED
-    assert dataclasses.replace(process, machine="another").state() is State.UNKNOWN
-    assert LocalProcess.of(os.getpid()).state() is State.RUNNING
-    assert dataclasses.replace(LocalProcess.of(os.getpid()), start="earlier").state() is State.ENDED
-
-
-def test_a_store_that_never_answers_is_an_error_and_later_requests_fail_at_once(monkeypatch):
-    monkeypatch.setattr(channels, "SILENCE", 0.1)
-    asked = []
-
-    class Stopped(HashStore):
-        def check(self, keys):
-            asked.append(keys)
-            time.sleep(LONG)
-
-    channel = Channel(Job(1, 2, Stopped(), keeper=0))
-    for _ in range(2):
-        with pytest.raises(AgreementError, match="rank 0 has ended, is stopped or cannot be reached") as caught:
-            channel.has("key")
-        assert caught.value.rank == 0
-    assert len(asked) == 1
-
-
-def test_ranks_of_different_graphs_split():
-    def body(channel):
-        part = session(channel).split("graph", "even" if channel.rank % 2 == 0 else "odd")
-        value = part.round("sum", channel.rank, lambda parts: sum(parts.values()))
-        part.close()
-        return part.members, value
-
-    assert together(body, 4) == [((0, 2), 2), ((1, 3), 4), ((0, 2), 2), ((1, 3), 4)]
-
-
-def test_ranks_at_different_rounds_are_told_so():
-    def body(channel):
-        return session(channel).round("plan" if channel.rank else "verdict", None, lambda parts: None)
-
-    found = together(body, 2)
-    assert all("rank 1 is at 'plan'" in str(error) and "rank 0 is at 'verdict'" in str(error) for error in found)
-
-
-def test_a_closed_session_leaves_no_data_of_its_rounds():
-    stores = []
-
-    def body(channel):
-        rounds = session(channel)
-        rounds.from_leader("plan", lambda: "x" * 1000)
-        stores.append(channel)
-        rounds.close()
-
-    together(body, 2)
-    assert not stores[0].has("test/1/result")
-    assert stores[0].has("test/2/result"), "a member may still read the end of the session"
-
-
-def test_a_store_that_has_gone_is_an_agreement_error():
-    class Gone(HashStore):
-        def check(self, keys):
-            raise RuntimeError("connection closed")
-
-    with pytest.raises(AgreementError, match="connection closed"):
-        Channel(Job(0, 2, Gone())).has("key")

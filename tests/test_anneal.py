@@ -19,7 +19,8 @@ from autoremat.planner.exact.annealing import Annealing, improve, lengths_of, re
 from autoremat.planner.exact.interval_model import sites_of
 from autoremat.planner.exact.polish import Polishing, polished
 from autoremat.planner.exact.rematerialization_state import Sites
-from autoremat.planner.graph.graph import Constraint, Graph
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.planner.search.single_phase import OnePhaseBounds, outcome, without_recomputation

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from oracles import cut_cost, subsets
 from strategies import GraphBuilder, chain, close_under_need, graphs
 
-from autoremat.planner.graph.graph import Kind, Role, Trait
+from autoremat.planner.graph.op import Kind, Role, Trait
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search, spread

@@ -18,7 +18,7 @@ import autoremat
 from autoremat import Report
 from autoremat.basics.errors import ConstraintWarning
 from autoremat.compiler.peers import Alone
-from autoremat.planner.graph.graph import Constraint, Op, Trait
+from autoremat.planner.graph.op import Constraint, Op, Trait
 from autoremat.report.decisions import Decision, Reason
 
 pytestmark = [

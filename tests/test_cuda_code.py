@@ -16,7 +16,7 @@ from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import GraphSource, lower
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.planner.cost.devices import MATMUL_EFFICIENCY
-from autoremat.planner.graph.graph import Kind
+from autoremat.planner.graph.op import Kind
 from autoremat.torch_private import compilers, inductor_lowering, kernel_settings
 from autoremat.workspaces.formulas import SMALL
 

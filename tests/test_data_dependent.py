@@ -9,7 +9,7 @@ from torch import Tensor
 
 import autoremat
 from autoremat.ops import op_traits
-from autoremat.planner.graph.graph import Trait
+from autoremat.planner.graph.op import Trait
 from autoremat.report.decisions import Decision
 
 pytestmark = pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, find_cause
 from autoremat.planner.constraints.returning_inputs import without_saved_copies
-from autoremat.planner.graph.graph import Constraint, Graph, Op, Role, Value
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Op, Role, Value
 from autoremat.planner.multigraph.frame import Border, Frame, Part
 
 # Dynamo looks at `.grad` of what it is handed after a graph break.

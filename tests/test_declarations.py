@@ -18,7 +18,8 @@ from autoremat.capture.capture import capture
 from autoremat.compiler import peers
 from autoremat.ops import declarations
 from autoremat.passes import apply_plan
-from autoremat.planner.graph.graph import Graph, Trait
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Trait
 from autoremat.planner.search.planner import Planner
 
 pytestmark = [

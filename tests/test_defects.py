@@ -26,7 +26,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import autoremat
 from autoremat.compiler import peers, rewriting
-from autoremat.planner.graph.graph import Graph, Role
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Role
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner

@@ -8,16 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from measured_optimizers import OPTIMIZERS, Model, Sorting, bytes_of, measured_updates, row, state_bytes
+from measured_optimizers import OPTIMIZERS, Model, bytes_of, row, state_bytes
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import autoremat
 from autoremat.basics.errors import causes, find_cause
-from autoremat.compiler.compile_loop import with_bytes
 from autoremat.compiler.records import Record, load, save
-from autoremat.device_memory.live_optimizers import live_optimizers, rows_to_come
-from autoremat.device_memory.optimizer_run import optimizer_memory
 from autoremat.planner.multigraph.device_budget import EARLIER_GRADIENTS, INPUTS, StepPart
 from autoremat.report.report import Report
 
@@ -339,32 +336,6 @@ def test_the_peak_of_buckets_that_share_a_budget_is_that_of_the_step(views):
     assert ledger.step_peak_bytes > 0
     held = sum(row(ledger, name).bytes for name in ("parameters", "buffers", "buckets of DistributedDataParallel"))
     assert autoremat.reports()[-1].predicted_device_bytes == pytest.approx(peak.bytes + held, rel=0.03)
-
-
-# -- "auto" ------------------------------------------------------------------------------------------------------------
-
-
-def test_auto_leaves_room_for_state_that_does_not_exist_yet(monkeypatch):
-    model = Model()
-    optimizer = torch.optim.AdamW(model.parameters())
-    device = torch.device("cpu")
-    assert optimizer in live_optimizers(device)
-    monkeypatch.setattr("autoremat.device_memory.live_optimizers.live_optimizers", lambda device: [optimizer])
-    monkeypatch.setattr("autoremat.compiler.compile_loop.free_device_bytes", lambda device: 2**30)
-    options = with_bytes(autoremat.Options(memory_budget="auto", auto_headroom=2**20), device)
-    to_come = optimizer_memory([optimizer], "cpu").state_bytes
-    assert options.memory_budget == 2**30 - 2**20 - to_come
-    assert options.device_ledger is not None
-    measured_updates(optimizer, model)
-    assert rows_to_come(device) == ()
-    assert with_bytes(autoremat.Options(memory_budget="auto", auto_headroom=2**20), device).memory_budget == 2**30 - 2**20
-
-
-def test_auto_warns_of_an_optimizer_that_cannot_be_predicted(monkeypatch):
-    optimizer = Sorting(Model(1).parameters())
-    monkeypatch.setattr("autoremat.device_memory.live_optimizers.live_optimizers", lambda device: [optimizer])
-    with pytest.warns(autoremat.BudgetWarning, match=r'device_budget\("auto", model, optimizer\)'):
-        assert rows_to_come(torch.device("cpu")) == ()
 
 
 # -- Hugging Face ------------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import GraphBuilder, chain, graphs
 
-from autoremat.planner.graph.graph import Constraint, Graph, Kind, Role, Trait
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Kind, Role, Trait
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner

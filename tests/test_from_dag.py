@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from strategies import dags
 
-from autoremat.planner.graph.graph import Graph, Kind, Role
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import simulate
 

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat.ops.op_traits import inlining_of, kind_of, works_in_place
-from autoremat.planner.graph.graph import Graph, Inlining, Kind
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Inlining, Kind
 
 aten = torch.ops.aten
 

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import autoremat
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.options.options import Options
-from autoremat.planner.graph.graph import Trait
+from autoremat.planner.graph.op import Trait
 from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
 from autoremat.tools.explain import previews
@@ -256,6 +256,18 @@ def test_activations_that_are_gathered_over_the_sequence_are_priced_alike(world)
 # -- execution -----------------------------------------------------------------------------------------------------------
 
 
+def measured_peaks(compiled: Step, tensors: list[Tensor], steps: int) -> list[int]:
+    """The peak of each of so many steps."""
+    peaks = []
+    for _ in range(steps):
+        for tensor in tensors:
+            tensor.grad = None
+        with autoremat.track_peak() as tracked:
+            compiled(*tensors).backward()
+        peaks.append(tracked.bytes)
+    return peaks
+
+
 def repeated(step: Step, expected_of: Step, gather: str) -> tuple[Report, list[str]]:
     """The report of ``step`` with the least memory, which repeats ``gather`` alone, and the collectives that ran."""
     tensors = inputs(1, rows=MANY_ROWS)
@@ -316,13 +328,9 @@ def test_the_simulated_peak_is_measured(world):
     for share in (0.8, 1):
         torch._dynamo.reset()
         compiled = torch.compile(step, backend="autoremat", options=LEAST | {"memory_budget": share})
-        for _ in range(2):
-            for tensor in tensors:
-                tensor.grad = None
-            with autoremat.track_peak() as tracked:
-                compiled(*tensors).backward()
+        _, peak = measured_peaks(compiled, tensors, 2)
         report = autoremat.reports()[-1]
-        assert tracked.bytes == report.predicted_peak_bytes
+        assert peak == report.predicted_peak_bytes
     assert again(report)
 
 
@@ -332,13 +340,7 @@ def test_what_gloo_allocates_beside_the_results_counts(world, share):
     tensors = inputs(1)
     torch._dynamo.reset()
     compiled = torch.compile(coalesced_step, backend="autoremat", options=LEAST | {"memory_budget": share})
-    peaks = []
-    for _ in range(6):
-        for tensor in tensors:
-            tensor.grad = None
-        with autoremat.track_peak() as tracked:
-            compiled(*tensors).backward()
-        peaks.append(tracked.bytes)
+    peaks = measured_peaks(compiled, tensors, 6)
     report = autoremat.reports()[-1]
     graph = report.plan.graph
     held = 2 * max(op.workspace_bytes + sum(graph.values[v].bytes for v in (*op.inputs, *op.outputs)) for op in graph.ops)
@@ -366,13 +368,7 @@ def one_rank(rank: int, options: dict[str, Any]) -> tuple[list[Tensor], list[Ten
     gradients, names = run(sharded_step, tensors, backend="autoremat", options=options)
     report = autoremat.reports()[-1]
     assert names == planned_calls(report)
-    compiled, peaks = torch.compile(sharded_step, backend="autoremat", options=options), []
-    for _ in range(4):
-        for tensor in tensors:
-            tensor.grad = None
-        with autoremat.track_peak() as tracked:
-            compiled(*tensors).backward()
-        peaks.append(tracked.bytes)
+    peaks = measured_peaks(torch.compile(sharded_step, backend="autoremat", options=options), tensors, 4)
     return gradients, expected, names, again(report), peaks, report.budget_bytes or 0
 
 

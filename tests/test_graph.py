@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from strategies import GraphBuilder, chain, graphs
 
-from autoremat.planner.graph.graph import NOT_REMATERIALIZABLE, Graph, Kind, Op, Role, Trait, Value
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import NOT_REMATERIALIZABLE, Kind, Op, Role, Trait, Value
 
 
 def small() -> Graph:

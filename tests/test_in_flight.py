@@ -12,7 +12,8 @@ from strategies import GraphBuilder, chain, close_under_need, graphs
 
 from autoremat import plan as plan_of
 from autoremat.basics.errors import OptionsError
-from autoremat.planner.graph.graph import Graph, Kind, Role
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.multigraph.fronts import output_bytes, point_of
 from autoremat.planner.plans.plan import Plan

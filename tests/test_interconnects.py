@@ -7,7 +7,8 @@ import pytest
 from autoremat.basics.errors import OptionsError
 from autoremat.options.options import Options
 from autoremat.planner.cost import Interconnect, Links, LinkSource, Pattern, assumed_interconnect, sent_bytes
-from autoremat.planner.graph.graph import Graph, Op, Role, Trait, Value
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Op, Role, Trait, Value
 from autoremat.planner.search.planner import Planner
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import GraphBuilder, graphs
 
-from autoremat.planner.graph.graph import Role
+from autoremat.planner.graph.op import Role
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner

@@ -6,7 +6,7 @@ import torch
 
 from autoremat.ops.op_table import _ROWS, OpFacts, facts_of
 from autoremat.planner.cost import Rate
-from autoremat.planner.graph.graph import Kind
+from autoremat.planner.graph.op import Kind
 
 aten = torch.ops.aten
 

@@ -18,7 +18,8 @@ import autoremat
 from autoremat.basics.errors import BudgetInfeasible, OptionsError, PlanFileError
 from autoremat.compiler import records
 from autoremat.options.options import Options, configure
-from autoremat.planner.graph.graph import Constraint, Graph
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.plan import Plan

@@ -20,7 +20,8 @@ import autoremat
 from autoremat.basics.errors import OptionsError, PlanInvalid
 from autoremat.planner.api import SOLVERS, plan
 from autoremat.planner.exact import annealing
-from autoremat.planner.graph.graph import Constraint, Graph, Trait
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Trait
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import simulate
 from autoremat.planner.plans.plan import Plan, Status

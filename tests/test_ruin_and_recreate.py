@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from strategies import GraphBuilder, graphs
 
-from autoremat.planner.graph.graph import Graph, Role, Trait
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.planner import Planner

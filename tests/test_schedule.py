@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import GraphBuilder, chain, graphs, saved_sets
 
-from autoremat.planner.graph.graph import Role
+from autoremat.planner.graph.op import Role
 from autoremat.planner.graph.schedule import Schedule, Segments, build_schedule, one_segment
 from autoremat.planner.graph.segments import Chain
 from autoremat.planner.plans.plan import Plan

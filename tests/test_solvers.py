@@ -16,7 +16,8 @@ from oracles import cheapest_cut, cut_cost, replay_bytes, subsets
 from strategies import GraphBuilder, chain, close_under_need, graphs, with_orders
 
 from autoremat.planner.cost.fused_traffic import traffic_of
-from autoremat.planner.graph.graph import Constraint, Graph, Kind, Role, Trait
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Kind, Role, Trait
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.graph.segments import Chain, segment_counts
 from autoremat.planner.plans.plan import Plan

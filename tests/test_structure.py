@@ -8,7 +8,8 @@ from strategies import GraphBuilder, chain
 from autoremat.basics.errors import ConstraintWarning
 from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.policies import Block, Full, Region, Segments, Selective, Sqrt, Uniform, grouped
-from autoremat.planner.graph.graph import Graph, Role, Scope
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Role, Scope
 
 
 def forward_of(*modules: tuple[Scope, ...] | str, **fields: object) -> Forward:

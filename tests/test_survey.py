@@ -280,7 +280,8 @@ def test_the_step_fits_its_budget_under_inductor(regional):
         peaks.append(measured(model, step, inputs))
         assert peaks[-1] <= profile.budget_bytes
         torch.compiler.reset()
-    assert peaks[-1] < peaks[0] or not regional
+    if regional:  # the broken function has one budget alone
+        assert peaks[-1] < peaks[0]
 
 
 def test_an_optimizer_in_the_backward_is_refused():

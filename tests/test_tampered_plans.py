@@ -11,7 +11,8 @@ import pytest
 from strategies import GraphBuilder
 
 from autoremat.basics.errors import PlanFileError, PlanInvalid
-from autoremat.planner.graph.graph import Constraint, Graph, Kind, Role, Trait
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Kind, Role, Trait
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.memory.live_ranges import LiveRanges
 from autoremat.planner.memory.simulator import Timeline

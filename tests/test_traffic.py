@@ -8,7 +8,8 @@ from oracles import recompute_seconds, saving_seconds
 from strategies import GraphBuilder, graphs
 
 from autoremat.planner.cost.fused_traffic import traffic_of
-from autoremat.planner.graph.graph import Graph, Kind, Role
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.search.planner import Planner
 
 SIZE, PER_BYTE = 100, 1e-6

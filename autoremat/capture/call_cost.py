@@ -17,7 +17,7 @@ from autoremat.measure.signatures import arguments
 from autoremat.ops import collectives, declarations, op_traits
 from autoremat.ops.tensors import tensor_bytes, tensors_in
 from autoremat.ops.work import FUSED_SHARE
-from autoremat.planner.graph.graph import Kind, Trait
+from autoremat.planner.graph.op import Kind, Trait
 from autoremat.torch_private import higher_order, symbolic_sizes, tensor_identity
 from autoremat.workspaces.formulas import (
     channels_last_workspace,

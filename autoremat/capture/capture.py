@@ -12,9 +12,8 @@ pure also begins the backward, if it follows the forward's last op.
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,22 +21,15 @@ from torch import fx
 
 from autoremat.basics.errors import CaptureError
 from autoremat.capture import call_cost, communication
+from autoremat.capture.builder import Alias, Builder, flatten
 from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensor_bytes
 from autoremat.planner.cost import Device, cpu_device, cuda_device, roofline_seconds, saving_seconds_per_byte
-from autoremat.planner.graph.graph import Constraint, Graph, Op, Role, Trait, Value
-from autoremat.torch_private import compilers, higher_order, joint_graphs, kernel_settings, tensor_identity
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Op, Role, Trait, Value
+from autoremat.torch_private import compilers, joint_graphs, kernel_settings
 from autoremat.workspaces.measurement import one_graph
-
-Alias = int | None | tuple["Alias", ...] | dict[str, "Alias"]
-"""The memory that a node holds: a value number, None for no memory, or several of these by position or by name."""
-
-
-SEVERAL_STREAMS = (
-    "runs on a stream of its own, and what is recomputed there would need to be waited for. Keep code that switches streams "
-    "out of compiled graphs: put it into a function under torch.compiler.disable"
-)
 
 
 @dataclass(frozen=True)
@@ -56,145 +48,6 @@ class Capture:
     """The type of the planned device. The trace may run on another device that represents it."""
     unknown_workspaces: tuple[str, ...] = ()
     """Kernels with unknown workspaces. For these, an estimate counts, or 0."""
-
-
-@dataclass
-class _Builder:
-    """Collects nodes in joint order. Ops are numbered afterwards, forward first."""
-
-    joint: fx.GraphModule
-    num_fwd_outputs: int
-    device_type: str
-    fuses: bool = False
-    values: list[Value] = field(default_factory=list)
-    value_nodes: list[fx.Node | None] = field(default_factory=list)
-    aliases: dict[fx.Node, Alias] = field(default_factory=dict)
-    storages: dict[int, int] = field(default_factory=dict)
-    calls: list[fx.Node] = field(default_factory=list)
-    reads: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
-    makes: dict[fx.Node, tuple[int, ...]] = field(default_factory=dict)
-    maker: dict[int, fx.Node] = field(default_factory=dict)
-    unknown_workspaces: frozenset[str] = frozenset()
-    may_repeat_collectives: bool = False
-
-    def nbytes(self, tensor: torch.Tensor) -> int:
-        """Returns the bytes of the tensor's storage; 0 if it is not on the model's device."""
-        return call_cost.storage_bytes(tensor, self.device_type)
-
-    def new_value(self, node: fx.Node, name: str, tensor: torch.Tensor, role: Role) -> int:
-        module, source = origin(node)
-        self.values.append(Value(name, self.nbytes(tensor), None, role, module, source))
-        self.value_nodes.append(node if role is not Role.COMPUTED else None)
-        number = len(self.values) - 1
-        key = tensor_identity.storage_key(tensor)
-        if key is not None:
-            self.storages[key] = number
-        if role is Role.COMPUTED:
-            self.maker[number] = node
-        return number
-
-    def visit(self, node: fx.Node) -> None:
-        """Adds the next node of the joint graph."""
-        if node.op == "placeholder":
-            self.placeholder(node)
-        elif node.op == "get_attr":
-            self.constant(node)
-        elif node.op == "call_function":
-            self.call(node)
-        elif node.op != "output":
-            raise CaptureError("a joint graph should hold only function calls")
-
-    def placeholder(self, node: fx.Node) -> None:
-        tensor = node.meta.get("val")
-        if isinstance(tensor, torch.Tensor):
-            role = Role.TANGENT if joint_graphs.is_tangent(node) else Role.INPUT
-            self.aliases[node] = self.new_value(node, node.name, tensor, role)
-        else:
-            self.aliases[node] = None
-
-    def constant(self, node: fx.Node) -> None:
-        tensor = node.meta.get("val")
-        if not isinstance(tensor, torch.Tensor):
-            held = getattr(self.joint, str(node.target), None)
-            tensor = held if isinstance(held, torch.Tensor) else None
-        self.aliases[node] = None if tensor is None else self.new_value(node, node.name, tensor, Role.INPUT)
-
-    def call(self, node: fx.Node) -> None:
-        if joint_graphs.orders_streams(node):
-            raise CaptureError(SEVERAL_STREAMS)
-        if node.target is operator.getitem:
-            self.unpack(node)
-        elif communication.awaited_call(node) is not None:
-            self.complete(node)
-        elif op_traits.is_view(node):
-            base = next((a for a in map(self.aliases.get, node.all_input_nodes) if a is not None), None)
-            result = node.meta.get("val")
-            self.aliases[node] = tuple(base for _ in result) if isinstance(result, (tuple, list)) else base
-        elif joint_graphs.is_sym_node(node) and not any(self.aliases.get(n) is not None for n in node.all_input_nodes):
-            self.aliases[node] = None
-        else:
-            self.compute(node)
-
-    def complete(self, wait: fx.Node) -> None:
-        """Makes ``wait`` the holder of the results that it completes."""
-        held = tuple(self.aliases.get(n) for n in wait.all_input_nodes)
-        self.aliases[wait] = held if isinstance(wait.meta.get("val"), (tuple, list)) else held[0]
-        for value in _flatten(held):
-            # The unpackings of a wait for several results become the holders later.
-            self.value_nodes[value] = wait if self.aliases[wait] == value else None
-
-    def unpack(self, node: fx.Node) -> None:
-        source, index = node.args
-        held = self.aliases.get(source) if isinstance(source, fx.Node) else None
-        alias: Alias = held
-        if isinstance(held, (tuple, dict)):
-            alias = held[index]  # type: ignore[index]
-        self.aliases[node] = alias
-        if isinstance(alias, int) and self.value_nodes[alias] is None and self.maker.get(alias) is self.call_of(node):
-            self.value_nodes[alias] = node
-
-    def call_of(self, node: fx.Node) -> fx.Node:
-        """Returns the op whose (nested) result ``node`` unpacks."""
-        call = communication.unpacked(node)
-        awaited = communication.awaited_call(call)
-        return call if awaited is None else awaited
-
-    def compute(self, node: fx.Node) -> None:
-        read = tuple(dict.fromkeys(v for n in node.all_input_nodes for v in _flatten(self.aliases.get(n))))
-        made: list[int] = []
-        # A higher-order op returns no alias of an operand, although calls of one region may share the fake tensors of results.
-        # A collective's result is a new value: its content differs from the operand's, or is ready only later.
-        may_alias = set() if higher_order.name_of(node) or call_cost.traits_of(node) == Trait.COLLECTIVE else set(read)
-
-        def hold(tensor: Any, name: str) -> Alias:
-            if isinstance(tensor, (tuple, list)):
-                return tuple(hold(t, f"{name}[{i}]") for i, t in enumerate(tensor))
-            if isinstance(tensor, dict):  # results of Triton kernels, by argument name
-                return {str(key): hold(t, f"{name}[{key!r}]") for key, t in tensor.items()}
-            if not isinstance(tensor, torch.Tensor):
-                return None
-            known = self.storages.get(tensor_identity.storage_key(tensor) or 0)
-            if known is not None and known in may_alias:
-                return known
-            made.append(self.new_value(node, name, tensor, Role.COMPUTED))
-            return made[-1]
-
-        alias = hold(node.meta.get("val"), node.name)
-        self.aliases[node] = alias
-        if not made and alias is not None and call_cost.traits_of(node) == Trait.NONE:
-            return  # `_unsafe_view`, `unsafe_split`: an alias that the schema does not declare
-        if isinstance(alias, int) and alias in made:
-            self.value_nodes[alias] = node
-        self.calls.append(node)
-        self.reads[node], self.makes[node] = read, tuple(made)
-
-
-def _flatten(alias: Alias) -> Iterable[int]:
-    if isinstance(alias, (tuple, dict)):
-        for part in alias.values() if isinstance(alias, dict) else alias:
-            yield from _flatten(part)
-    elif alias is not None:
-        yield alias
 
 
 def may_train(gm: fx.GraphModule, inputs: Sequence[Any]) -> bool:
@@ -238,7 +91,7 @@ def _naming(node: fx.Node) -> Iterator[None]:
         raise CaptureError(f"{node.op} {node.target} ({node.name}){where}: {type(error).__name__}: {error}") from error
 
 
-def _is_backward(builder: _Builder, required: set[fx.Node]) -> dict[fx.Node, bool]:
+def _is_backward(builder: Builder, required: set[fx.Node]) -> dict[fx.Node, bool]:
     """Returns, for each call, True if it belongs to the backward. The module's docstring has the rule."""
     tangent_values = {v for v, value in enumerate(builder.values) if value.role is Role.TANGENT}
     found: dict[fx.Node, bool] = {}
@@ -257,7 +110,7 @@ def _is_backward(builder: _Builder, required: set[fx.Node]) -> dict[fx.Node, boo
     return found
 
 
-def _required_in_forward(builder: _Builder) -> set[fx.Node]:
+def _required_in_forward(builder: Builder) -> set[fx.Node]:
     """Returns the nodes that the forward's outputs and effects depend on."""
     outputs, _ = joint_graphs.joint_outputs(builder.joint, builder.num_fwd_outputs)
     stack = [n for n in outputs if isinstance(n, fx.Node) and not joint_graphs.must_be_in_backward(n)]
@@ -279,17 +132,17 @@ def _pins(node: fx.Node) -> bool:
     return joint_graphs.must_be_in_forward(node) or bool(call_cost.traits_of(node) & effects)
 
 
-def _overwritten_inputs(builder: _Builder) -> set[int]:
+def _overwritten_inputs(builder: Builder) -> set[int]:
     """Returns the inputs that are written in the forward or after it, so that the backward would read changed data."""
     written = joint_graphs.inputs_written_afterwards(builder.joint)
-    found = {value for node in written for value in _flatten(builder.aliases.get(node))}
+    found = {value for node in written for value in flatten(builder.aliases.get(node))}
     for node in builder.calls:
         schema = getattr(node.target, "_schema", None)
         if schema is None or not schema.is_mutable:
             continue
         for argument, value in zip(schema.arguments, node.args, strict=False):
             if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
-                found.update(_flatten(builder.aliases.get(value)))
+                found.update(flatten(builder.aliases.get(value)))
     return found
 
 
@@ -303,7 +156,7 @@ def _named(calls: Iterable[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:
 
 
 def _op(
-    builder: _Builder,
+    builder: Builder,
     node: fx.Node,
     backward: bool,
     overwritten: set[int],
@@ -339,7 +192,7 @@ def _order_of(node: fx.Node) -> Constraint:
     return orders.pop() if len(orders) == 1 else Constraint.SAVE if Constraint.SAVE in orders else Constraint.NONE
 
 
-def _in_place(builder: _Builder, node: fx.Node) -> tuple[int, ...]:
+def _in_place(builder: Builder, node: fx.Node) -> tuple[int, ...]:
     """Returns the values that are read at the positions that the node writes, if it has a single result.
 
     Only whole values count, not views of larger ones.
@@ -373,7 +226,7 @@ def capture(
     name, if a node is not understood.
     """
     device = joint_graphs.device_of(joint)
-    builder = _Builder(joint, num_fwd_outputs, device.type, fuses, may_repeat_collectives=may_repeat_collectives)
+    builder = Builder(joint, num_fwd_outputs, device.type, fuses, may_repeat_collectives=may_repeat_collectives)
     for node in joint.graph.nodes:
         with _naming(node):
             builder.visit(node)
@@ -386,7 +239,7 @@ def capture(
     overwritten = _overwritten_inputs(builder)
 
     def computed(nodes: list[Any]) -> tuple[int, ...]:
-        held = (v for n in nodes if isinstance(n, fx.Node) for v in _flatten(builder.aliases.get(n)))
+        held = (v for n in nodes if isinstance(n, fx.Node) for v in flatten(builder.aliases.get(n)))
         return tuple(dict.fromkeys(v for v in held if builder.values[v].role is Role.COMPUTED))
 
     forward_outputs, backward_outputs = joint_graphs.joint_outputs(joint, num_fwd_outputs)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from autoremat.planner.graph.graph import Scope
+from autoremat.planner.graph.op import Scope
 from autoremat.report.text_tables import short_source
 from autoremat.torch_private import tensor_identity
 

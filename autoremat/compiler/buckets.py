@@ -42,7 +42,7 @@ from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGr
 from autoremat.compiler.partitioning import tracing_to
 from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
 from autoremat.options.options import Options
-from autoremat.planner.graph.graph import Role
+from autoremat.planner.graph.op import Role
 from autoremat.planner.multigraph.frame import Border, Frame, Part
 from autoremat.planner.multigraph.fronts import border_values, output_bytes
 from autoremat.planner.multigraph.ledger import KnownBorders, Share

@@ -148,9 +148,7 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
             report = _completed(planned, attempts, record, is_estimate, codes)
             saved = None if partitioning.fell_back else peers.signed(Record(report, step.headroom_bytes))
             return CompiledGraph(function, report, key, saved)
-        side = "below" if verdict.headroom_bytes >= 0 else "above"
-        missing = format_bytes(abs(verdict.headroom_bytes))
-        log.debug("planning again for %s %s the budget: %s", missing, side, verdict.purpose.value)
+        log.debug("planning again for %s of headroom: %s", format_bytes(verdict.headroom_bytes), verdict.purpose.value)
         step = verdict
 
 

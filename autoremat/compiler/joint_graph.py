@@ -20,7 +20,8 @@ from autoremat.options.options import Options
 from autoremat.passes import before_capture
 from autoremat.planner.constraints.returning_inputs import without_saved_copies
 from autoremat.planner.cost import Interconnect, Links, Pricing
-from autoremat.planner.graph.graph import Graph, Role, Trait
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner

@@ -8,7 +8,8 @@ import torch
 
 from autoremat.capture.capture import Capture
 from autoremat.ops.collectives import GLOO_THREADS, held_bytes
-from autoremat.planner.graph.graph import Graph, Role
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Role
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import compilers
 from autoremat.workspaces.formulas import SMALL

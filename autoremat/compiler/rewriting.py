@@ -8,7 +8,7 @@ from autoremat.basics.progress import now
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.replay_context import replay_context
 from autoremat.passes import apply_plan
-from autoremat.planner.graph.graph import Kind
+from autoremat.planner.graph.op import Kind
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import joint_graphs
 

@@ -12,7 +12,7 @@ from torch import fx
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.capture.capture import Capture
-from autoremat.planner.graph.graph import Trait
+from autoremat.planner.graph.op import Trait
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.torch_private import fake_tensors

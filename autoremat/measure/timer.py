@@ -31,7 +31,8 @@ TASKS = "/proc/self/task"
 def run_delays() -> dict[str, float]:
     """Returns the run delay of each thread of this process, in seconds since its start; empty where the system counts none.
 
-    It is the time that a thread waits for a processor because other programs run. Linux counts it (https://docs.kernel.org/scheduler/sched-stats.html).
+    It is the time that a thread waits for a processor because other programs run. Linux counts it
+    (https://docs.kernel.org/scheduler/sched-stats.html).
     """
     found = {}
     with contextlib.suppress(OSError):

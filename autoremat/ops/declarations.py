@@ -14,7 +14,7 @@ import torch
 
 from autoremat.basics.errors import OptionsError
 from autoremat.ops import grouped_products, op_traits
-from autoremat.planner.graph.graph import Trait
+from autoremat.planner.graph.op import Trait
 from autoremat.torch_private import higher_order, names
 
 Amount = int | float | Callable[..., Any]

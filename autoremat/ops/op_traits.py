@@ -16,7 +16,7 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry
 
 from autoremat.ops.op_table import OpFacts, facts_of
-from autoremat.planner.graph.graph import Constraint, Inlining, Kind, Trait
+from autoremat.planner.graph.op import Constraint, Inlining, Kind, Trait
 from autoremat.torch_private.joint_graphs import CheckpointPolicy, is_with_effects
 from autoremat.torch_private.symbolic_sizes import size_hint
 

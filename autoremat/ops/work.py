@@ -12,7 +12,7 @@ from torch import fx
 from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensors_in
 from autoremat.planner.cost import BATCH, Rate, Task, Work
-from autoremat.planner.graph.graph import Kind, Op
+from autoremat.planner.graph.op import Kind, Op
 from autoremat.torch_private.symbolic_sizes import size_hint
 
 FUSED_SHARE = 3
@@ -53,6 +53,7 @@ def _elements(tensors: list[torch.Tensor]) -> int:
 
 
 def _flops(node: fx.Node, flops: int) -> Task:
+    # The first operand that is not an integer tensor has the type of the computation.
     types = [t.dtype for t in _operands(node) if t.dtype.is_floating_point or t.dtype.is_complex]
     dtype = str(types[0]).removeprefix("torch.") if types else "float32"
     facts = op_traits.facts(node)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.fused_traffic import traffic_of
-from autoremat.planner.graph.graph import Constraint, Trait
+from autoremat.planner.graph.op import Constraint, Trait
 from autoremat.planner.plans.plan import Plan
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoremat.planner.graph.arrays import arrays_of
-from autoremat.planner.graph.graph import Role
+from autoremat.planner.graph.op import Role
 from autoremat.planner.plans.plan import Plan
 from autoremat.report.decisions import module_class
 

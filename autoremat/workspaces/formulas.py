@@ -17,7 +17,7 @@ from torch import fx
 from autoremat.ops import grouped_products, op_traits
 from autoremat.ops.grouped_products import is_plain_matrix
 from autoremat.ops.tensors import tensor_bytes, tensors_in
-from autoremat.planner.graph.graph import Kind
+from autoremat.planner.graph.op import Kind
 from autoremat.torch_private.compilers import lays_channels_last
 from autoremat.torch_private.kernel_settings import packs_operands
 from autoremat.torch_private.symbolic_sizes import most, size_hint

@@ -25,7 +25,7 @@ from autoremat.measure.signatures import LONGEST_WAIT, REFUSALS, real, signature
 from autoremat.measure.timer import measurable, undisturbed
 from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensors_in
-from autoremat.planner.graph.graph import Trait
+from autoremat.planner.graph.op import Trait
 from autoremat.torch_private import allocator, higher_order
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensor_identity import storage_key

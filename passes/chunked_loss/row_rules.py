@@ -17,7 +17,7 @@ from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.capture import call_cost
 from autoremat.ops import op_traits
 from autoremat.passes.chunked_loss.row_partition import Arguments, Make, Region, Rows, Step, described, shape_of
-from autoremat.planner.graph.graph import Trait
+from autoremat.planner.graph.op import Trait
 
 aten = torch.ops.aten
 prims = torch.ops.prims

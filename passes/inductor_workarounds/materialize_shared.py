@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from torch import fx
 
 from autoremat.ops.op_traits import facts, is_view, kind_of
-from autoremat.planner.graph.graph import Kind
+from autoremat.planner.graph.op import Kind
 
 MARK = "inductor_realize_to_strides"
 """Key of a node's metadata that makes Inductor materialise its result with the traced strides."""

@@ -21,7 +21,8 @@ from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.patterns import matches_op, nearest
 from autoremat.planner.constraints.policies import Policy, Region
 from autoremat.planner.constraints.warning import collected, warn
-from autoremat.planner.graph.graph import NOT_REMATERIALIZABLE, Constraint, Graph, Op, Trait
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import NOT_REMATERIALIZABLE, Constraint, Op, Trait
 from autoremat.planner.graph.schedule import Segments, build_schedule
 from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan

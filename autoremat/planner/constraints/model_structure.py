@@ -22,7 +22,8 @@ from itertools import takewhile
 import numpy as np
 from numpy.typing import NDArray
 
-from autoremat.planner.graph.graph import Graph, Op, Scope
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Op, Scope
 from autoremat.planner.graph.segments import Chain
 
 Ops = tuple[int, ...]

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
-from autoremat.planner.graph.graph import Op
+from autoremat.planner.graph.op import Op
 
 NEAREST = 3
 """Number of similar names that are listed for a pattern that matches nothing."""

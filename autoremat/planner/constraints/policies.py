@@ -30,7 +30,7 @@ from autoremat.planner.constraints.model_structure import Forward as Forward
 from autoremat.planner.constraints.model_structure import Ops
 from autoremat.planner.constraints.patterns import matches_path, nearest
 from autoremat.planner.constraints.warning import warn
-from autoremat.planner.graph.graph import Scope
+from autoremat.planner.graph.op import Scope
 
 
 @dataclass(frozen=True)

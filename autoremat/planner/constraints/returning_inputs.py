@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from autoremat.planner.graph.graph import Constraint, Graph
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint
 
 
 def without_saved_copies(graph: Graph, returning: Collection[int]) -> Graph:

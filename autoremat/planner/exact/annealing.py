@@ -20,7 +20,8 @@ import numpy as np
 from autoremat.planner.exact.local_search import Moves
 from autoremat.planner.exact.polish import polished
 from autoremat.planner.exact.rematerialization_state import Sites
-from autoremat.planner.graph.graph import Constraint, Graph
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import PlanningResult

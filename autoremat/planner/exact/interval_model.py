@@ -33,7 +33,8 @@ from scipy.sparse import csc_matrix
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.exact.mip import Rows
 from autoremat.planner.graph.arrays import arrays_of
-from autoremat.planner.graph.graph import Constraint, Graph
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
 
 Vector = NDArray[np.float64]

@@ -20,7 +20,8 @@ import numpy as np
 
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.exact.interval_model import in_order
-from autoremat.planner.graph.graph import Constraint, Graph
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.settings import SETTINGS
 

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autoremat.planner.graph.graph import Role
+from autoremat.planner.graph.op import Role
 from autoremat.planner.memory.simulator import Timeline, held_sizes
 
 FREED = -1

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, REDUCTION, Flags, Numbers, arrays_of
-from autoremat.planner.graph.graph import Inlining
+from autoremat.planner.graph.op import Inlining
 from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 
 

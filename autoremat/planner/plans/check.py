@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from autoremat.basics.errors import PlanInvalid
-from autoremat.planner.graph.graph import Constraint, Graph, Role
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Role
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import Timeline
 from autoremat.planner.plans.replay import Replay

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from typing import Any, get_type_hints
 
 from autoremat.basics.codec import Codec, plain
-from autoremat.planner.graph.graph import Graph, Op, Value
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Op, Value
 from autoremat.planner.graph.schedule import Schedule
 
 LONGEST = 10_000

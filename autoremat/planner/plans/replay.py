@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
-from autoremat.planner.graph.graph import Graph, Inlining, Kind, Role
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Inlining, Kind, Role
 from autoremat.planner.graph.schedule import Schedule
 
 

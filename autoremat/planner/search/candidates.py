@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
 
-from autoremat.planner.graph.graph import Constraint, Graph
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import build_schedule, one_segment
 from autoremat.planner.graph.segments import Chain, segment_counts
 from autoremat.planner.plans.candidate import Candidate, Segmentation

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from autoremat.planner.cost.fused_traffic import traffic_of
-from autoremat.planner.graph.graph import Constraint
+from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import SETTINGS
 

@@ -25,7 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autoremat.planner.graph.arrays import arrays_of
-from autoremat.planner.graph.graph import Graph, Kind, Role
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.search.min_cut import Cut, MinCut
 from autoremat.planner.search.time_limit import TimeLimit
 from autoremat.planner.settings import SETTINGS

@@ -27,7 +27,8 @@ from ortools.graph.python import max_flow
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.cost.fused_traffic import traffic_of
-from autoremat.planner.graph.graph import Constraint, Graph
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint
 
 RESOLUTION = 1 << 36
 """Integer to which the sum of all finite costs and prices of a cut is scaled, because capacities are integers."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from autoremat.planner.graph.graph import Constraint, Graph
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.settings import SETTINGS

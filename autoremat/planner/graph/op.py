@@ -1,0 +1,158 @@
+"""Defines the facts of an op and of a value.
+
+A :class:`Value` is one *storage*. Views and aliases are the same value, because saving a view saves its whole base. An
+:class:`Op` is one call that allocates storages or has an effect; pure views are not ops. Bytes are ints, seconds are floats.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+
+class Trait(enum.Flag):
+    """Properties of an op that decide on a second execution."""
+
+    NONE = 0
+    RANDOM = enum.auto()
+    MUTATING = enum.auto()
+    COLLECTIVE = enum.auto()
+    EFFECTFUL = enum.auto()
+    OPAQUE = enum.auto()
+    """A custom or higher-order op that is not declared pure."""
+    READS_MUTATED_INPUT = enum.auto()
+    """The op reads an input that the forward later overwrites. A second execution would read the new contents."""
+    DISCONTINUOUS = enum.auto()
+    """The op selects among floating-point numbers, such as the experts of a token. Recomputed by other code, whose last bits
+    differ, it might select others."""
+    DATA_DEPENDENT = enum.auto()
+    """Sizes or numbers follow from the contents of an input. Recomputed by other code, they might differ from those that the
+    rest of the step uses."""
+    GATHER = enum.auto()
+    """An all-gather together with its wait. All ranks of its group follow the same plan, so they repeat it together. This is
+    the one trait that forbids nothing."""
+
+
+NOT_REMATERIALIZABLE = (
+    Trait.RANDOM
+    | Trait.MUTATING
+    | Trait.COLLECTIVE
+    | Trait.EFFECTFUL
+    | Trait.OPAQUE
+    | Trait.READS_MUTATED_INPUT
+    | Trait.DISCONTINUOUS
+    | Trait.DATA_DEPENDENT
+)
+
+COMMUNICATES = Trait.COLLECTIVE | Trait.GATHER
+"""Traits of ops that all ranks of a group run together, in the same sequence."""
+
+
+class Kind(enum.Enum):
+    """The way in which a code generator realises the result of an op."""
+
+    POINTWISE = "pointwise"
+    REDUCTION = "reduction"
+    EXTERN = "extern"
+
+
+class Inlining(enum.Enum):
+    """The rule by which a fusing code generator inlines a pointwise result into its readers, instead of materialising it."""
+
+    CHEAP = "cheap"
+    """Into all readers, as long as the expression reads few buffers."""
+    ONCE = "once"
+    """Only into a single reader, and so for every expression that contains it: exponentials and the like on CPUs."""
+    NEVER = "never"
+    """Into no reader: random numbers."""
+
+
+class Constraint(enum.Enum):
+    """The demand of a user, a policy or a model on the results of an op."""
+
+    NONE = "none"
+    SAVE = "save"
+    RECOMPUTE = "recompute"
+
+
+class Role(enum.Enum):
+    """The origin of a value, which decides who frees it."""
+
+    COMPUTED = "computed"
+    INPUT = "input"
+    """Exists before and after the step (parameter, batch). It costs nothing and is never freed."""
+    TANGENT = "tangent"
+    """A gradient that autograd hands to the backward and holds until the backward returns."""
+
+
+@dataclass(frozen=True)
+class Value:
+    """One storage of ``bytes`` bytes, computed by op number ``producer`` (None for inputs and tangents)."""
+
+    name: str
+    bytes: int
+    producer: int | None
+    role: Role = Role.COMPUTED
+    module: str = ""
+    source: str = ""
+
+
+@dataclass(frozen=True)
+class Scope:
+    """One call of a module.
+
+    ``path`` is the module's path, such as "model.layers.0.mlp". ``kind`` is the name of its class. ``call`` counts its calls
+    from 0.
+    """
+
+    path: str
+    kind: str = ""
+    call: int = 0
+
+
+@dataclass(frozen=True)
+class Op:
+    """One call. ``inputs`` and ``outputs`` are value numbers without repetition; ``seconds`` are those of the cost model."""
+
+    name: str
+    target: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    forward: bool
+    seconds: float = 0.0
+    flops: int = 0
+    bytes_moved: int = 0
+    workspace_bytes: int = 0
+    """Bytes that the op allocates beside its results and frees before it returns."""
+    kind: Kind = Kind.EXTERN
+    traits: Trait = Trait.NONE
+    constraint: Constraint = Constraint.NONE
+    module: str = ""
+    source: str = ""
+    scopes: tuple[Scope, ...] = ()
+    """The modules that were running when the op was called, outermost first."""
+    decomposed_from: str = ""
+    """The target of the model's op from which this op was decomposed, or "" if it is the model's own."""
+    tensor_names: tuple[str, ...] = ()
+    """Names that the model gives to the result (``autoremat.name``)."""
+    in_place: tuple[int, ...] = ()
+    """Inputs that the op reads at the same elements that it writes.
+
+    Where the code generator fuses, the result may reuse the buffer of such an input. Both must have the same size, and the
+    input must have no later reader.
+    """
+    inlining: Inlining = Inlining.CHEAP
+    memory_bound_seconds: float = 0.0
+    """The part of ``seconds`` for the op's share of the memory traffic of a fused kernel."""
+    demanded: bool = False
+    """True if a selective-checkpoint policy of the model demands recomputation. A checkpoint region only prefers it."""
+
+    @property
+    def rematerializable(self) -> bool:
+        """True if a second execution surely gives the same result and has no other effect.
+
+        A collective counts as rematerializable if the model demands its recomputation. All ranks then repeat it alike, as under
+        torch's own checkpoints. An all-gather is one without that demand where all ranks follow the same plan.
+        """
+        hindrance = self.traits & NOT_REMATERIALIZABLE
+        return not hindrance or (hindrance is Trait.COLLECTIVE and self.constraint is Constraint.RECOMPUTE)

@@ -1,0 +1,44 @@
+"""Names that a model gives to its tensors, and the constraints that refer to them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from captured import planned
+from torch import nn
+from torch.nn import functional as F
+
+import autoremat
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = autoremat.name(self.qkv(x), "qkv").chunk(3, -1)
+        hidden = torch.ops.autoremat.named(F.gelu(q * k + v), name="hidden")
+        return (x + self.out(hidden)).square().mean()
+
+
+def test_named_tensors_take_orders():
+    x = torch.randn(4, 8)
+    seen, _ = planned(Named(), x, save=["qkv"], recompute=["hidden"])
+    assert seen.recomputed() == [("", "aten.gelu.default")]
+    assert ("qkv", "aten.addmm.default") in seen.saved()
+    seen, _ = planned(Named(), x, recompute=["qkv", "hid*"])
+    assert ("qkv", "aten.addmm.default") in seen.recomputed()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_name_changes_nothing_elsewhere(backend):
+    model, x = Named(), torch.randn(4, 8)
+    model(x).backward()
+    expected = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    torch._dynamo.reset()
+    torch.compile(model, backend=backend, fullgraph=True)(x).backward()
+    assert all(map(torch.equal, (p.grad for p in model.parameters()), expected))
+    y = torch.randn(2, 2, requires_grad=True)
+    assert autoremat.name(y, "y").grad_fn is None
