@@ -79,3 +79,42 @@ def test_the_backward_runs_no_op_that_could_draw_where_compiled_code_draws_as_ea
         (found,) = torch.autograd.grad(compiled(), x)
     (expected,) = torch.autograd.grad(function(x).square().mean(), x)
     assert torch.allclose(found, expected)
+
+
+def far_from_its_sequence(nodes: list[Any], *_: Any) -> list[Any]:
+    """A scheduler's nodes in a sequence that their dependencies allow. The last of those that can run always comes next."""
+    found, pending = [], list(nodes)
+    while pending:
+        unmade = {name for node in pending for name in node.get_buffer_names()}
+        ready = [node for node in pending if unmade.isdisjoint({d.name for d in node.unmet_dependencies})]
+        found.append(ready[-1])
+        pending.remove(ready[-1])
+    return found
+
+
+@pytest.mark.slow
+def test_draws_keep_their_sequence_however_kernels_are_sorted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor sorts kernels for memory; here it moves them as far as dependencies allow.
+
+    Its own dependencies between draws go by their results, and are lost with a result that nobody reads.
+    """
+    monkeypatch.setattr("torch._inductor.memory.reorder_for_peak_memory", far_from_its_sequence)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        torch.nn.functional.rrelu(x, training=True)  # draws, although nobody reads its result
+        return torch.nn.functional.rrelu((x * torch.randn_like(x)).cos(), training=True).sum()
+
+    compiled = torch.compile(loss, backend="autoremat", options={"cost_model": "roofline"})
+    found = []
+    with (
+        torch._inductor.config.patch(fallback_random=True, fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        for function in (loss, compiled):
+            x = torch.linspace(-2, 2, 1024).view(32, 32).requires_grad_()
+            torch.manual_seed(1)
+            function(x).backward()
+            found.append((x.grad, torch.get_rng_state()))
+    (expected, state), (gradient, own_state) = found
+    assert torch.equal(own_state, state)
+    torch.testing.assert_close(gradient, expected)

@@ -115,6 +115,7 @@ def lower(
             inductor_lowering.memory_first(lambda: partitioning.memory_first),
             inductor_lowering.rewriting_before_lowering(before_lowering),
             inductor_lowering.draws_by_place(patches),
+            inductor_lowering.draws_in_sequence(),
             inductor_lowering.sums_at_their_places(),
             inductor_lowering.observe_lowering(lambda: partitioning.replay_context, observe),
             _answers_for(source),

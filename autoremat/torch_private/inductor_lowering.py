@@ -151,6 +151,20 @@ def _names_of_results(lowering: Any) -> dict[str, str]:
     }
 
 
+def _run_after(node: Any, earlier: Any) -> None:
+    """Makes the scheduler keep ``node`` behind ``earlier``.
+
+    A weak dependency fixes the sequence of the two nodes and keeps no buffer live. The graph's own ``additional_buffer_deps``
+    would also make the node a user of the buffer. Inductor writes no buffer in place that has such a user, or that is read in
+    two ways.
+    """
+    from torch._inductor.dependencies import WeakDep
+
+    read = {dependency.name for dependency in node.read_writes.reads}
+    for name in earlier.get_buffer_names() - read:
+        node.add_fake_dep(WeakDep(name, node.get_name(), is_fake=True))
+
+
 def _pin_order(scheduler: Any) -> None:
     """Keeps the graph's sequence of extern kernels and templates.
 
@@ -158,16 +172,7 @@ def _pin_order(scheduler: Any) -> None:
     recomputation to an early op that reads the same buffer.
     """
     from torch._inductor import ir
-    from torch._inductor.dependencies import WeakDep
     from torch._inductor.scheduler import ExternKernelSchedulerNode, NopKernelSchedulerNode
-
-    def after(node: Any, earlier: Any) -> None:
-        # A weak dependency fixes the sequence of the two nodes and keeps no buffer live. The graph's own
-        # `additional_buffer_deps` would also make the node a user of the buffer. Inductor writes no buffer in place that has
-        # such a user, or that is read in two ways.
-        read = {dependency.name for dependency in node.read_writes.reads}
-        for name in earlier.get_buffer_names() - read:
-            node.add_fake_dep(WeakDep(name, node.get_name(), is_fake=True))
 
     barrier: Any = None
     window: list[Any] = []
@@ -175,11 +180,11 @@ def _pin_order(scheduler: Any) -> None:
         if isinstance(node, NopKernelSchedulerNode) or isinstance(node.node, ir.MultiOutput):
             continue
         if barrier is not None:
-            after(node, barrier)
+            _run_after(node, barrier)
         # Autotuning chooses templates for matrix products and attention: kernels that Inductor writes itself.
         if isinstance(node, ExternKernelSchedulerNode) or node.is_template():
             for earlier in window:
-                after(node, earlier)
+                _run_after(node, earlier)
             barrier, window = node, []
         else:
             window.append(node)
@@ -274,6 +279,30 @@ def draws_by_place(patches: Mapping[str, Any]) -> Iterator[None]:
         )
 
     with hooked(TritonOverrides, "_can_use_4x_random", lambda _: False):
+        yield
+
+
+@contextlib.contextmanager
+def draws_in_sequence() -> Iterator[None]:
+    """Makes ATen's kernels that draw random numbers keep the graph's sequence in this thread's code, while active.
+
+    They share a generator. Inductor's own dependencies between them go by their results, and are lost with a result that nobody
+    reads. Its reordering for memory, which depends on the saved tensors, could then give one tensor the numbers of another.
+    """
+    from torch._inductor.ir import ExternKernel
+    from torch._inductor.scheduler import Scheduler
+
+    def compute_and_chain(compute: Method, scheduler: Any) -> None:
+        compute(scheduler)
+        last = None
+        for node in scheduler.nodes:
+            op = node.node.op_overload if isinstance(node.node, ExternKernel) else None
+            if isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags:
+                if last is not None:
+                    _run_after(node, last)
+                last = node
+
+    with hooked(Scheduler, "compute_dependencies", compute_and_chain):
         yield
 
 

@@ -117,6 +117,7 @@ NAMES = (
     PrivateName("torch._inductor.graph:GraphLowering.scheduler", "peaks of code"),
     PrivateName("torch._inductor.graph:GraphLowering.sizevars", "peaks of code"),
     PrivateName("torch._inductor.graph:GraphLowering.try_get_buffer", "peaks of code", "self, name"),
+    PrivateName("torch._inductor.ir:ExternKernel.op_overload", "random states"),
     PrivateName("torch._inductor.ir:ExternKernel.get_inputs_that_alias_output", "peaks of code", "self"),
     PrivateName("torch._inductor.ir:FallbackKernel.outputs", "peaks of code"),
     PrivateName("torch._inductor.ir:IRNode.get_layout", "peaks of code", "self"),
