@@ -14,10 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autoremat
 from autoremat.basics.errors import OptionsError
 from autoremat.capture.capture import device_of_inputs
-from autoremat.compiler import cache_key, dynamo_backend
+from autoremat.compiler import cache_key
 from autoremat.compiler.cache_key import fingerprint
-from autoremat.compiler.compile_loop import with_bytes
 from autoremat.options.options import Options
+from autoremat.request import surroundings
+from autoremat.request.budgets import request_of
+from autoremat.request.request import Request
+from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import kernel_settings
 
 SECOND = torch.device("cuda", 1)
@@ -44,11 +47,11 @@ def scale(x: Tensor) -> Tensor:
 
 
 def key(inputs: tuple[Any, ...] = (torch.ones(4),)) -> str:
-    return fingerprint(fx.symbolic_trace(scale), inputs, Options(cost_model="roofline"))
+    return fingerprint(fx.symbolic_trace(scale), inputs, Request(cost_model="roofline"))
 
 
 def test_auto_is_looked_up_once_on_the_graphs_own_device(card, monkeypatch):
-    monkeypatch.setattr(dynamo_backend, "device_of_inputs", lambda *_: SECOND)
+    monkeypatch.setattr(surroundings, "device_of_inputs", lambda *_: SECOND)
     before = len(autoremat.reports())
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     options = {"compiler": "aot_eager", "cost_model": "roofline", "memory_budget": "auto", "auto_headroom": "128MiB"}
@@ -60,13 +63,12 @@ def test_auto_is_looked_up_once_on_the_graphs_own_device(card, monkeypatch):
 
 def test_the_key_has_the_bytes_that_auto_stands_for(card):
     options = Options(memory_budget="auto")
-    first, second = (with_bytes(options, SECOND) for _ in range(2))
-    assert first.memory_budget == 448 * MIB
-    assert second.memory_budget == 384 * MIB
+    first, second = (request_of(options, Surroundings(SECOND)) for _ in range(2))
+    assert first.limits.peak_bytes == 448 * MIB
+    assert second.limits.peak_bytes == 384 * MIB
     assert first.cache_key() != second.cache_key()
-    assert with_bytes(Options(memory_budget=0.5), SECOND) == Options(memory_budget=0.5)
     with pytest.raises(OptionsError, match="needs a CUDA device"):
-        with_bytes(options, torch.device("cpu"))
+        request_of(options, Surroundings(torch.device("cpu")))
 
 
 def test_a_graphs_device_is_that_of_its_inputs_else_of_its_results():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from requests_of_options import request_with
 
 import autoremat
 from autoremat import Options
@@ -46,7 +47,7 @@ def compiled(budget: int | None, **options: object) -> compile_loop.CompiledGrap
 
     def backend(module, inputs):
         parsed = Options(cost_model="roofline", memory_budget=budget, **options)
-        found.append(compile_loop.compile_graph(GraphSource(module, inputs, {}), parsed))
+        found.append(compile_loop.compile_graph(GraphSource(module, inputs, {}), request_with(parsed)))
         return module.forward
 
     torch.compile(torch.nn.Sequential(*layers), backend=backend)(torch.ones(64, 32))

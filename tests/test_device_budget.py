@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from measured_optimizers import OPTIMIZERS, Model, bytes_of, row, state_bytes
+from requests_of_options import request_with
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -260,9 +261,10 @@ def test_accumulation_is_not_warned_of_if_the_ledger_has_it():
 def test_the_cache_key_has_the_bytes_alone():
     model = Model(1)
     budget = autoremat.device_budget("1GiB", model)
-    resolved = autoremat.Options(memory_budget=budget).on_device(100, counts_gradients=False)
-    assert resolved.cache_key() == autoremat.Options(memory_budget=resolved.memory_budget).cache_key()
-    assert resolved == autoremat.Options(memory_budget=resolved.memory_budget)
+    request = request_with(autoremat.Options(memory_budget=budget))
+    assert request.limits.ledger is not None
+    same = request_with(autoremat.Options(memory_budget=request.limits.peak_bytes))
+    assert (request, request.cache_key()) == (same, same.cache_key())
     with pytest.raises(autoremat.OptionsError, match="device_ledger"):
         autoremat.Options.parse({"device_ledger": budget})
 

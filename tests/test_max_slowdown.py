@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from requests_of_options import key_of
 from strategies import chain, graphs, training_chain
 from torch import nn
 
@@ -122,7 +123,7 @@ def test_values():
     assert Options.parse({"max_slowdown": "3%"}).max_slowdown == 0.03
     assert Options.parse({"max_slowdown": "free"}).max_slowdown == SETTINGS.search.free_slowdown
     assert Options.parse({}).max_slowdown is None
-    one, other = (Options.parse({"max_slowdown": share}).cache_key() for share in (0.03, 0.1))
+    one, other = (key_of(Options.parse({"max_slowdown": share})) for share in (0.03, 0.1))
     assert one != other
 
 
@@ -183,7 +184,7 @@ def test_the_error_names_both_figures_and_either_helps():
     assert explained(memory_budget=error.minimum_bytes, max_slowdown=0.01).fits
     enough = float(str(error).partition("raise max_slowdown to ")[2].partition(",")[0])
     assert explained(memory_budget=0.5, max_slowdown=enough).fits
-    again = BudgetInfeasible(**json.loads(json.dumps(error.figures() | {"occupants": []})) | {"remedy": ""})
+    again = BudgetInfeasible(**json.loads(json.dumps(error.figures() | {"occupants": []})) | {"remedies": []})
     assert again.least_slowdown == error.least_slowdown
 
 
@@ -269,7 +270,7 @@ def test_another_rank_takes_the_plan_with_its_time():
 
 
 def test_ranks_with_other_budgets_of_time_do_not_agree():
-    options = [json.loads(Options.parse({"max_slowdown": share}).cache_key()) for share in (0.03, 0.1)]
+    options = [json.loads(key_of(Options.parse({"max_slowdown": share}))) for share in (0.03, 0.1)]
     with pytest.raises(AgreementError, match="max_slowdown is 0.03 on rank 0, 0.1 on rank 1"):
         _compare_options({rank: {"options": one} for rank, one in enumerate(options)})
 

@@ -13,9 +13,7 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import dataclass
 
 from autoremat.basics.errors import ConstraintWarning
 from autoremat.basics.progress import now
@@ -35,46 +33,26 @@ from autoremat.compiler.attempts import (
 from autoremat.compiler.cache_key import fingerprint, source_hash
 from autoremat.compiler.counting import Codes, expandable_remedy
 from autoremat.compiler.infeasibility import infeasible
-from autoremat.compiler.joint_graph import PlanningContext, free_device_bytes
+from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import Compiled, GraphSource, Lowered, lower
+from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.peers import ALONE, Peers
 from autoremat.compiler.plain_code import plain_code_peak
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.records import Record
 from autoremat.compiler.reference import CODE
-from autoremat.device_memory.live_optimizers import rows_to_come
-from autoremat.options.options import Options
 from autoremat.planner.memory.allocations import HalfAllocations
-from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
+from autoremat.request.request import Request
 from autoremat.torch_private import compilers
 from autoremat.torch_private.dynamo import sharded_inputs
 
 log = logging.getLogger("autoremat")
 
 ESTIMATED = "the peak of the code is an estimate: a C++ wrapper that branches does not show it"
-
-
-def with_bytes(
-    options: Options, device: torch.device, free_bytes: Callable[[torch.device], int | None] | None = None
-) -> Options:
-    """Returns ``options`` with the bytes that are free on ``device`` now in place of ``"auto"``.
-
-    State that live optimizers will allocate does not count as free. The cache key and the plan then use the same number.
-    ``free_bytes`` returns the free bytes of a device that is not present; None reads those of a present one.
-    """
-    if options.memory_budget != "auto":
-        return options
-    free = (free_bytes or free_device_bytes)(device)
-    budget, rows = options.resolve_budget(0, free), rows_to_come(device) if free_bytes is None else ()
-    if not rows or free is None:
-        return replace(options, memory_budget=budget)
-    ledger = DeviceBudget(free, rows, options.auto_headroom, f"memory that is free on {device}")
-    return replace(options, memory_budget=ledger).on_device(0, options.open_calls.accumulates)
 
 
 @dataclass(frozen=True)
@@ -90,17 +68,17 @@ class CompiledGraph:
     """The record to save; None if a record exists, or if planning failed. After a fallback the next process shall warn too."""
 
 
-def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -> CompiledGraph:
+def compile_graph(source: GraphSource, request: Request, peers: Peers = ALONE) -> CompiledGraph:
     """Returns the graph compiled by Inductor, after as many attempts as the generated code requires.
 
     ``peers`` are the ranks that compile it together. Raises ``BudgetInfeasible`` if the code exceeds the budget with every plan
     that is tried, and ``AgreementError`` if another rank fails.
     """
     may_repeat = peers.may_repeat_collectives or source.may_repeat_collectives
-    key = fingerprint(source.module, source.inputs, options, may_repeat)
+    key = fingerprint(source.module, source.inputs, request, may_repeat)
     record = peers.agreed_record(records.load(key))
-    is_shared = isinstance(options.memory_budget, Share)
-    rules = Rules(options.on_infeasible, record is None and not is_shared, is_shared)
+    is_shared = request.limits.step_share is not None
+    rules = Rules(request.must_fit, record is None and not is_shared, is_shared)
     step = Again(0 if record is None else record.extra_headroom_bytes)
     caches: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
     planners: list[Planner] = []
@@ -108,11 +86,11 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
     attempts: list[Attempt] = []
     codes = Codes()
     is_estimate = False
-    plain_bytes = _plain_code_bytes(source, options, record)
+    plain_bytes = _plain_code_bytes(source, request, record)
     while True:
         now("tracing", attempt=len(attempts) + 1)
         context = PlanningContext(
-            options,
+            request,
             step.headroom_bytes,
             cuda_name=source.cuda_name,
             sharded_inputs=sharded_inputs(source.module),
@@ -122,7 +100,7 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
             plain_code_bytes=plain_bytes,
         )
         partitioning = Partitioning(context, peers.plan, peers.fail)
-        identity = ("autoremat", source_hash(), key, step.headroom_bytes, options.on_infeasible, *peers.identity)
+        identity = ("autoremat", source_hash(), key, step.headroom_bytes, request.must_fit, *peers.identity)
         decide = _decision(attempts, peers, rules, partitioning, step, codes)
         with caches():
             function, lowered, verdict = lower(source, partitioning, identity, decide)
@@ -152,7 +130,18 @@ def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -
         step = verdict
 
 
-def _plain_code_bytes(source: GraphSource, options: Options, record: Record | None) -> int | None:
+def compile_uncompiled(source: GraphSource, request: Request, peers: Peers = ALONE) -> CompiledGraph:
+    """Returns a callable that runs the halves of the planned graph as FX graphs, without generated code."""
+    now("tracing")
+    context = PlanningContext(
+        request, may_repeat_collectives=peers.may_repeat_collectives, sharded_inputs=sharded_inputs(source.module)
+    )
+    partitioning = Partitioning(context, peers.plan, peers.fail)
+    function = compilers.compile_uncompiled(source.module, source.inputs, Partitioner(partitioning))
+    return CompiledGraph(function, partitioning.report, "")
+
+
+def _plain_code_bytes(source: GraphSource, request: Request, record: Record | None) -> int | None:
     """Returns the peak of Inductor's own code for a share of it, if the simulation is rough; else None.
 
     A record of an earlier process knows it.
@@ -160,7 +149,7 @@ def _plain_code_bytes(source: GraphSource, options: Options, record: Record | No
     known = None if record is None else record.report
     if known is not None:
         return known.reference_bytes if known.reference_source == CODE else None
-    return plain_code_peak(source, PlanningContext(options), device_of_inputs(source.module, source.inputs))
+    return plain_code_peak(source, PlanningContext(request), device_of_inputs(source.module, source.inputs))
 
 
 def _known_report(record: Record) -> Report | None:
@@ -238,7 +227,7 @@ def _completed(
         report = dataclasses.replace(report, reserved=record.report.reserved)
     if peak is None and record is not None and record.report is not None:
         peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
-    if peak is not None and planned.context.options.wants_whole_reference:  # the code of the plan may exceed its simulation
+    if peak is not None and planned.context.request.limits.takes_whole_reference:  # its code may exceed its simulation
         counted = dataclasses.replace(report, compiled_peak_bytes=peak).counted_bytes
         report = dataclasses.replace(report, budget_bytes=max(counted, report.budget_bytes or 0))
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
@@ -251,17 +240,15 @@ def _error(planned: PlannedGraph, verdict: Infeasible, attempts: list[Attempt], 
     report, planning = planned.report, planned.planning
     assert report is not None
     assert planning is not None
-    remedy, allocated = "", None
+    remedies: tuple[str, ...] = ()
+    allocated = None
     if planned.count is not None and planned.bounds_reserved:
         least = next(one for one in attempts if one.peak_bytes == verdict.minimum_bytes)
         allocated = max((least.allocated_peaks or {}).values(), default=None)
         if halves := codes.note(least.headroom_bytes, {}):
             reserved = planned.count.code_report(planned.plan, halves)
-            remedy = expandable_remedy(reserved, report.budget_bytes or 0)
-    error = infeasible(
-        planning, report.budget_bytes or 0, report.device, verdict.minimum_bytes, planned.plan_file, remedy=remedy,
-        allocated=allocated,
+            remedies = (expandable_remedy(reserved, report.budget_bytes or 0),)
+    return infeasible(
+        planning, planned.context.request.limits, report.budget_bytes or 0, report.device, verdict.minimum_bytes,
+        planned.plan_file, remedies=remedies, allocated=allocated,
     )  # fmt: skip
-    if report.device_ledger is not None:
-        report.device_ledger.advise(error)
-    return error

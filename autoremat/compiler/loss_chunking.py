@@ -15,12 +15,12 @@ from torch import fx
 
 from autoremat.basics.errors import ChunkingUnsupported, OptionWarning
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
-from autoremat.options.options import Options
 from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
 from autoremat.planner.constraints.constraints import ConstrainedGraph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner, PlanningResult
 from autoremat.planner.search.time_budget import TimeBudget
+from autoremat.request.limits import Limits
 from autoremat.torch_private import fake_tensors
 
 NUMBERS_OF_CHUNKS = (8, 16)
@@ -89,13 +89,13 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
 
     The fastest candidate that fits is best; if none fits, the one with the minimum peak.
     """
-    wanted = False if priced.joint.is_region else context.options.chunk_loss
+    wanted = False if priced.joint.is_region else context.request.chunk_loss
     asked = wanted is True or type(wanted) is int
-    is_shared = priced.share_in(context.options) is not None
+    is_shared = priced.step_share(context.request.limits) is not None
     if is_shared and asked:
         _warn("the budget of a profiled step is shared out among its graphs as they are")
     always = type(wanted) is int and not is_shared
-    if wanted is False or is_shared or (context.options.plan and not always):
+    if wanted is False or is_shared or (context.request.plan and not always):
         only = contend(priced, 1)
         return ChunkingChoice(only, only)
     found = [] if always else [contend(priced, 1)]
@@ -111,13 +111,13 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
     fitting = [candidate for candidate in found if candidate.fits]
     fitting = fitting or [candidate for candidate in found if candidate.planning.plan is not None]
     if fitting:
-        return ChunkingChoice(min(fitting, key=_rank_under(context.options)), whole, remedy)
+        return ChunkingChoice(min(fitting, key=_rank_under(context.request.limits)), whole, remedy)
     return ChunkingChoice(min(found, key=lambda candidate: candidate.planning.smallest.peak_bytes), whole, remedy)
 
 
-def _rank_under(options: Options) -> Callable[[ChunkingCandidate], float]:
+def _rank_under(limits: Limits) -> Callable[[ChunkingCandidate], float]:
     """Returns the figure of a candidate that shall be least: its seconds, or its peak under a budget of time alone."""
-    if options.memory_budget is None and options.max_slowdown is not None:
+    if not limits.bounds_memory and limits.max_slowdown is not None:
         return lambda candidate: candidate.planning.plan.peak_bytes if candidate.planning.plan is not None else math.inf
     return lambda candidate: candidate.step_seconds
 
@@ -129,7 +129,7 @@ def _chunked(
 
     Raises ``ChunkingUnsupported`` if the loss cannot be chunked.
     """
-    wanted = context.options.chunk_loss
+    wanted = context.request.chunk_loss
     numbers = (wanted,) if type(wanted) is int else NUMBERS_OF_CHUNKS
     for number in numbers:
         if wanted == "auto" and any(candidate.fits for candidate in found):

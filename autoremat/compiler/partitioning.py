@@ -20,7 +20,7 @@ from autoremat.basics.errors import (
     planning_error,
 )
 from autoremat.capture import source_info
-from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
+from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, price_graph
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.peers import ALONE
 from autoremat.compiler.planning import PlannedGraph
@@ -61,18 +61,17 @@ class Partitioning:
         Raises ``BudgetInfeasible`` if no plan fits, and ``PlanningError`` if a stage fails and no fallback is allowed.
         """
         untouched = fake_tensors.shallow_copy(joint.module.graph)
-        options = self.context.options
+        request = self.context.request
         try:
-            joint = prepare(joint, self.context)
-            priced = capture_and_price(joint, self.context)
+            priced = price_graph(joint, self.context)
             if priced is not None:
                 return self.plan_and_rewrite(priced)
         except (BudgetInfeasible, OptionsError, ConstraintWarning, BudgetWarning, OptionWarning):
             raise
         except Exception as error:  # models and ops are open-ended, so any error may occur; the graph shall train all the same
-            if isinstance(error, AutorematError) and not options.falls_back:
+            if isinstance(error, AutorematError) and not request.falls_back:
                 raise
-            if not options.falls_back:
+            if not request.falls_back:
                 raise planning_error(error, source_info.place_of(untouched)) from error
             self.report_failure(error)
             joint.module.graph = untouched
@@ -95,16 +94,19 @@ class _EndOfTracing(Exception):
 
 
 @contextlib.contextmanager
-def tracing_to(visit: Callable[[JointGraph], object], context: PlanningContext) -> Iterator[Partitioner]:
-    """Gives the body a partitioner to trace a graph with. The body ends when ``visit`` has received the joint graph.
+def tracing_to(visit: Callable[[PricedGraph], object], context: PlanningContext) -> Iterator[Partitioner]:
+    """Gives the body a partitioner to trace a graph with. The body ends when ``visit`` has received the priced joint graph.
 
-    Nested compile regions, which the surrounding graph calls, are planned under ``context``.
+    A graph without a backward is not visited. Nested compile regions, which the surrounding graph calls, are planned under
+    ``context``.
     """
 
     def hand_over(joint: JointGraph) -> joint_graphs.PartitionedModules:
         if joint.is_region:
             return Partitioning(context)(joint)
-        visit(joint)
+        priced = price_graph(joint, context)
+        if priced is not None:
+            visit(priced)
         raise _EndOfTracing
 
     with contextlib.suppress(_EndOfTracing):

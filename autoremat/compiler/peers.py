@@ -23,9 +23,8 @@ from autoremat.compiler.planning import PlannedGraph, plan_graph
 from autoremat.compiler.records import Record
 from autoremat.compiler.told_plan import TOLD, ToldPlan, plan_as_told, told
 from autoremat.measure.interconnect import interconnects_of
-from autoremat.options.options import Options
-from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan_file import graph_hash
+from autoremat.request.request import Request
 from autoremat.torch_private.pipelining import running_stage
 from autoremat.torch_private.processes import job
 
@@ -185,7 +184,7 @@ def _with_measured_links(priced: PricedGraph, context: PlanningContext) -> Price
 
     Data sheets and options come instead where the cost model is "roofline" or the bandwidth is given.
     """
-    if context.options.cost_model == "roofline" or context.options.interconnect_bandwidth is not None:
+    if context.request.cost_model == "roofline" or context.request.interconnect_bandwidth is not None:
         return priced
     now("measuring the interconnect")
     again = capture_and_price(priced.joint, replace(context, interconnects=interconnects_of(priced.gathering_groups)))
@@ -221,8 +220,8 @@ def _read(data: dict[str, Any] | None) -> Verdict | None:
 
 
 @contextlib.contextmanager
-def joined(options: Options, place: str | None, communicates: bool) -> Iterator[tuple[Peers, Options]]:
-    """Yields the peers that compile the graph at ``place`` together, and the options that all of them use.
+def joined(request: Request, place: str | None, communicates: bool) -> Iterator[tuple[Peers, Request]]:
+    """Yields the peers that compile the graph at ``place`` together, and the request that all of them have.
 
     A process without peers compiles alone, and so does one whose graph needs no plan (``place`` is None). A rank may compile a
     graph again by itself unless it ``communicates``: only repeated gathers, and Inductor's messages about collectives, need the
@@ -232,27 +231,29 @@ def joined(options: Options, place: str | None, communicates: bool) -> Iterator[
     if stage is not None:
         place = f"{place}, stage {stage.index} of a pipeline"
     elsewhere = () if stage is None else stage.group_ranks
-    with session_at(place, options.agreement, elsewhere, communicates) as session:
+    with session_at(place, request.agreement, elsewhere, communicates) as session:
         if session is None:
-            yield ALONE, options
+            yield ALONE, request
             return
         members = Members(session)
-        yield members, _agreed_options(members, options)
+        yield members, _agreed(members, request)
 
 
-def _agreed_options(members: Members, options: Options) -> Options:
-    """Returns ``options`` with the least budget of all members. Raises ``AgreementError`` if other options differ."""
-    budget = options.memory_budget
-    if isinstance(budget, Share):  # the leader's, because limits of several ranks may not go together
+def _agreed(members: Members, request: Request) -> Request:
+    """Returns ``request`` with the least budget of all members. Raises ``AgreementError`` if anything else differs."""
+    limits, granted = request.limits, request.limits.granted_bytes
+    budget: object = limits.peak_bytes if limits.reference_share is None else limits.reference_share
+    if limits.step_share is not None:  # the leader's, because limits of several ranks may not go together
         budget = "share"
-    same = json.loads(replace(options, memory_budget=None, granted_bytes=None).cache_key())
-    part = {"budget": budget, "granted": options.granted_bytes, "options": same}
+    others = replace(limits, peak_bytes=None, reference_share=None, granted_bytes=0, step_share=None)
+    same = json.loads(replace(request, limits=others).cache_key())
+    part = {"budget": budget, "granted": granted, "options": same}
 
     def decide(parts: Parts) -> dict[str, Any]:
         _compare_options(parts)
         budgets = {rank: one["budget"] for rank, one in parts.items()}
         kinds = {type(one) for one in budgets.values()}
-        granted = min((one["granted"] or 0 for one in parts.values()), default=0) or None
+        granted = min(one["granted"] for one in parts.values())
         if len(kinds) > 1:
             raise AgreementError(
                 f"ranks compile one graph under budgets of different kinds: {_by_rank(budgets)}. Pass all ranks a budget of "
@@ -265,9 +266,12 @@ def _agreed_options(members: Members, options: Options) -> Options:
 
     agreed = members.session.round("options", part, decide)
     members.binding = agreed["binding"]
-    if isinstance(options.memory_budget, Share):
-        return options
-    return replace(options, memory_budget=agreed["budget"], granted_bytes=agreed["granted"])
+    if limits.step_share is not None:
+        return request
+    least, granted = agreed["budget"], agreed["granted"]
+    if limits.reference_share is not None:
+        return replace(request, limits=replace(limits, reference_share=least, granted_bytes=granted))
+    return replace(request, limits=replace(limits, peak_bytes=least))
 
 
 def _compare_options(parts: Parts) -> None:

@@ -99,14 +99,14 @@ class PlannedGraph:
     @property
     def slacks(self) -> dict[bool, int]:
         """Bytes by which each half stays below its share of a step's budget, by ``is_backward``; empty without a share."""
-        share = self.priced.share_in(self.context.options)
+        share = self.priced.step_share(self.context.request.limits)
         return {} if share is None else slacks(self.plan, self.priced, self.context, share)
 
     def limit_bytes(self, is_backward: bool) -> int | None:
         """Returns the limit in bytes on the code of one half; None for no limit."""
-        if self.report is None or self.context.options.wants_whole_reference:
+        if self.report is None or self.context.request.limits.takes_whole_reference:
             return None
-        share = self.priced.share_in(self.context.options)
+        share = self.priced.step_share(self.context.request.limits)
         if share is None:
             return self.report.budget_bytes
         if not is_backward:
@@ -131,7 +131,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     """
     start = time.perf_counter()
     soft_budget = find_soft_budget(priced, context)  # torch's partitioner has no time limit, so it is not part of the planner's
-    doing = f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s"
+    doing = f"planning {len(priced.graph.ops):,} ops, at most {context.request.time_limit:g} s"
     now(doing)
     for earlier in context.planners:  # of an attempt before, since which the graph was traced again
         earlier.restart()
@@ -142,7 +142,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     counted = bounded.plan_bytes if bounded is not None else lambda plan: plan.peak_bytes + headroom
     reference = reference_of(priced, context, planner, counted)
     now(doing)
-    budget = budget_of(priced, context, reference)
+    budget = budget_of(context, reference)
     limits = _Limits(context, soft_budget, budget, headroom, bounded)
     choice = choose_chunking(priced, context, limits.candidate)
     chosen = choice.taken
@@ -180,7 +180,7 @@ class _Limits:
         """Returns ``form``, whose loss has so many ``chunks``, with its best plan within the limits."""
         planner, constrained = planner_of(form, self.context, self.soft_budget)
         if not self.times:
-            allowed = self.context.options.allowed_slowdown
+            allowed = self.context.request.limits.max_slowdown
             # A nested region has no budget of time, because the surrounding graph may recompute it whole.
             self.times.append(None if allowed is None or form.joint.is_region else TimeBudget.of(planner, allowed))
         stored = stored_plan(form, self.context, planner)
@@ -225,7 +225,7 @@ def _plan_within(limits: _Limits, choice: ChunkingChoice) -> Plan:
     assert limits.budget is not None
     is_too_slow = plan is not None
     plan = plan or chosen.planning.smallest
-    if context.must_fit and not chosen.priced.joint.is_region:
+    if context.request.must_fit and not chosen.priced.joint.is_region:
         if is_too_slow or not _may_fit(plan, chosen, context, limits.budget):
             raise no_plan_fits(choice, context, limits.budget, limits.headroom, limits.bounded)
     return plan
@@ -238,20 +238,21 @@ def report_of(
     assert planned.planning is not None
     now("describing the plan")
     captured, context = planned.priced.captured, planned.context
-    share, reference = planned.priced.share_in(context.options), planned.reference
+    limits = context.request.limits
+    share, reference = planned.priced.step_share(limits), planned.reference
     return Report.of(
         planned.planning,
         planned.plan,
         planned.code_headroom_bytes + context.extra_headroom_bytes + planned.fragmentation_bytes,
         budget_bytes=budget,
-        budget_share=None if reference is None else context.options.memory_budget,
+        budget_share=None if reference is None else limits.reference_share,
         reference_bytes=None if reference is None else reference.bytes,
         reference_source="" if reference is None else reference.source,
         reference_saved_bytes=None if reference is None else reference.saved_bytes,
-        granted_bytes=None if reference is None else context.options.granted_bytes,
+        granted_bytes=None if reference is None else limits.granted_bytes or None,
         soft_budget_bytes=soft_budget,
         planning_seconds=time.perf_counter() - start,
-        compiler=context.options.compiler,
+        compiler=context.request.compiler,
         device=captured.device.name,
         loss_chunks=choice.taken.chunks,
         code_headroom_bytes=planned.code_headroom_bytes,
@@ -261,7 +262,7 @@ def report_of(
         constraint_warnings=choice.taken.constrained.warnings,
         reserved=None if planned.count is None else planned.count.plan_report(planned.plan),
         count="reserved" if planned.bounds_reserved else "allocated",
-        device_ledger=context.options.device_ledger,
+        device_ledger=limits.ledger,
         notes=(
             *((share.note,) if share is not None and share.note else ()),
             *_notes_on(planned.count),
@@ -287,7 +288,7 @@ def time_figures(planned: PlannedGraph, time: TimeBudget | None, least: Plan | N
         return {}
     assert planned.planning is not None
     slowdown = time.slowdown(planned.plan)
-    if planned.context.options.memory_budget is None:
+    if not planned.context.request.limits.bounds_memory:
         binding = "max_slowdown" if planned.plan.peak_bytes > planned.planning.smallest.peak_bytes else ""
     else:
         binding = "memory_budget" if slowdown > ROUNDING else ""
@@ -307,7 +308,7 @@ def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext, compare
     """
     planner, _ = planner_of(priced, context, None)
     without_us = plan_without_us(priced, context, planner)[1] if compares else None
-    now(f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s")
+    now(f"planning {len(priced.graph.ops):,} ops, at most {context.request.time_limit:g} s")
     return PlannedGraph(priced, context, planner.search.smallest, planner, plan_without_us=without_us)
 
 
@@ -316,15 +317,15 @@ def planner_of(priced: PricedGraph, context: PlanningContext, soft_budget: int |
 
     A planner of an earlier attempt on an equal graph starts afresh, with its candidates.
     """
-    options = context.options
-    policy = policies.parse(options.policy)
-    constrained = Constraints(options.save, options.recompute, policy, exact=not options.is_bounded).apply(priced.graph)
+    request = context.request
+    policy = policies.parse(request.policy)
+    constrained = Constraints(request.save, request.recompute, policy, exact=not request.limits.is_bounded).apply(priced.graph)
     given = () if constrained.candidate is None else (constrained.candidate,)
     for planner in context.planners:
         same_candidates = [c.plan.schedule for c in planner.given] == [c.plan.schedule for c in given]
         if planner.graph == constrained.graph and same_candidates and planner.soft_budget_bytes == soft_budget:
             return planner, constrained
-    planner = Planner(constrained.graph, options.time_limit, given=given, soft_budget_bytes=soft_budget)
+    planner = Planner(constrained.graph, request.time_limit, given=given, soft_budget_bytes=soft_budget)
     context.planners.append(planner)
     return planner, constrained
 
@@ -334,9 +335,9 @@ def stored_plan(priced: PricedGraph, context: PlanningContext, planner: Planner)
 
     Raises ``PlanFileError`` if the stored plan does not fit the graph.
     """
-    if not context.options.plan or priced.joint.is_region:
+    if not context.request.plan or priced.joint.is_region:
         return None
-    file, plan = plan_file.fitted(context.options.plan, planner.graph)
+    file, plan = plan_file.fitted(context.request.plan, planner.graph)
     return file.name, plan
 
 
@@ -354,7 +355,7 @@ def search(
     """
     if time is not None and limit is None:
         return least_peak_result(planner, time)
-    if not context.options.is_bounded and constrained.candidate is not None:
+    if not context.request.limits.is_bounded and constrained.candidate is not None:
         constrained.candidate.plan.check()
         return planner.judge(constrained.candidate.plan, None)
     return planner.find(limit, acceptance(priced, context))

@@ -14,7 +14,6 @@ from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.planner import Planner
-from autoremat.torch_private import joint_graphs
 
 MOST_OPS = 2500
 """Number of ops up to which torch's partitioner is asked. It takes seconds for a thousand ops, and has no time limit."""
@@ -43,7 +42,7 @@ def reference_of(
     It is at most the peak of the baseline, and at least that of the smallest plan, so that a share of 1 is feasible.
     ``counted`` returns the bytes of a plan that the budget counts. The time limit of ``planner`` begins afterwards.
     """
-    if not isinstance(context.options.memory_budget, float) or priced.joint.is_region:
+    if context.request.limits.reference_share is None or priced.joint.is_region:
         return None
     source, plan = plan_without_us(priced, context, planner)
     size = counted(plan)
@@ -68,7 +67,7 @@ def plan_without_us(priced: PricedGraph, context: PlanningContext, planner: Plan
     The sequence of torch's own partition is torch's, so the plan need not keep to the rules of others. The stand-in takes its
     place on graphs of many ops, and where the simulator cannot follow torch. The time limit of ``planner`` begins afterwards.
     """
-    if not context.fuses:
+    if not context.request.fuses:
         return BASELINE, planner.baseline
     torchs = _torchs_plan(priced, context) if len(priced.graph.ops) <= MOST_OPS else None
     planner.restart()
@@ -93,9 +92,9 @@ def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | Non
     Without a budget the plan should not exceed that peak. On graphs of many ops, the stand-in takes the place of torch's
     partition, which has no time limit.
     """
-    options = context.options
-    told = options.is_bounded or options.plan or options.policy
-    if told or priced.joint.is_region or not context.fuses:
+    request = context.request
+    told = request.limits.is_bounded or request.plan or request.policy
+    if told or priced.joint.is_region or not context.request.fuses:
         return None
     if len(priced.graph.ops) > MOST_OPS:
         return Search(priced.graph).least_traffic().peak_bytes
@@ -104,10 +103,9 @@ def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | Non
     return None if plan is None else plan.peak_bytes
 
 
-def budget_of(priced: PricedGraph, context: PlanningContext, reference: Reference | None) -> int | None:
+def budget_of(context: PlanningContext, reference: Reference | None) -> int | None:
     """Returns the budget in bytes; None for no limit. ``reference`` is the reference peak of a share."""
-    if reference is None and isinstance(context.options.memory_budget, float):
-        return None
-    is_auto = context.options.memory_budget == "auto"
-    free = context.free_bytes(joint_graphs.device_of(priced.captured.joint)) if is_auto else None
-    return context.options.resolve_budget(0 if reference is None else reference.bytes, free)
+    limits = context.request.limits
+    if limits.reference_share is None:
+        return limits.peak_bytes
+    return None if reference is None else limits.bytes_for(reference.bytes)

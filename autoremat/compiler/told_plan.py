@@ -119,8 +119,8 @@ def plan_as_told(priced: PricedGraph, context: PlanningContext, message: ToldPla
     )
     headroom = headroom_of(priced, context)
     budget = message.budget_bytes
-    if budget is not None and context.must_fit and not context.decided_by_code and plan.peak_bytes + headroom > budget:
-        raise infeasible(planning, budget, form.captured.device.name, plan.peak_bytes + headroom)
+    if budget is not None and context.request.must_fit and not context.decided_by_code and plan.peak_bytes + headroom > budget:
+        raise infeasible(planning, context.request.limits, budget, form.captured.device.name, plan.peak_bytes + headroom)
     count = Count.of(priced, context, headroom)
     reference = (
         None
@@ -131,7 +131,7 @@ def plan_as_told(priced: PricedGraph, context: PlanningContext, message: ToldPla
         form, context, plan, None, reference,
         code_headroom_bytes=headroom, planning=planning, is_last_plan=not message.fits, count=count,
     )  # fmt: skip
-    allowed, fastest = context.options.allowed_slowdown, message.fastest_seconds
+    allowed, fastest = context.request.limits.max_slowdown, message.fastest_seconds
     time_budget = None if allowed is None or fastest is None else TimeBudget(fastest, allowed)
     candidate = ChunkingCandidate(form, planner, constrained, planning, message.chunks, time=time_budget)
     choice = ChunkingChoice(candidate, None)

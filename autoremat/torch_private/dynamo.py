@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -178,14 +179,6 @@ def around_each_frame(begins: Callable[[], None], ended: Callable[[], None]) -> 
             callbacks.append(_Callback(listener))
 
 
-def is_called(begins: Callable[[], None]) -> bool:
-    """Returns True if ``begins`` is still registered: torch was not reset since :func:`around_each_frame`."""
-    from torch._dynamo.callback import callback_handler
-
-    callbacks = callback_handler.start_callbacks
-    return any(isinstance(callback, _Callback) and callback.listener is begins for callback in callbacks)
-
-
 class _Callback:
     """A callback of Dynamo that calls a listener without Dynamo's arguments."""
 
@@ -194,3 +187,22 @@ class _Callback:
 
     def __call__(self, _: Any) -> None:
         self.listener()
+
+
+_mark: Callable[[], None] = lambda: None  # noqa: E731
+"""A callback without effect that Dynamo calls around each frame. A reset of torch removes it, which shows the reset."""
+
+
+def until_reset() -> Callable[[], bool]:
+    """Returns a function that is true while torch has not been reset. A reset drops everything that is compiled from now on."""
+    global _mark
+    from torch._dynamo.callback import callback_handler
+
+    def is_called(mark: Callable[[], None]) -> bool:
+        callbacks = callback_handler.start_callbacks
+        return any(isinstance(callback, _Callback) and callback.listener is mark for callback in callbacks)
+
+    if not is_called(_mark):
+        _mark = lambda: None  # noqa: E731  # a new object after each reset
+        around_each_frame(_mark, _mark)
+    return partial(is_called, _mark)

@@ -94,10 +94,10 @@ class Step:
         """Returns the plans with these indices."""
         return [graph.front[number] for graph, number in zip(self.graphs, choice, strict=True)]
 
-    def shared_out(self, budget: int | None) -> StepProfile:
+    def shared_out(self, budget: int | None, remedies: Sequence[str] = ()) -> StepProfile:
         """Returns the step profile whose plans take the least time with a peak of at most ``budget`` bytes (None: no bound).
 
-        Raises ``BudgetInfeasible`` if no choice of plans fits.
+        Raises ``BudgetInfeasible`` with the advice ``remedies`` if no choice of plans fits.
         """
         smallest, chosen = self._smallest, None
         if budget is not None:
@@ -105,7 +105,7 @@ class Step:
         chosen = chosen or self._entries.allocate(budget)
         if chosen is None:
             assert budget is not None
-            raise self._infeasible(self.points(smallest.choice), budget)
+            raise self._infeasible(self.points(smallest.choice), budget, remedies)
         points = self.points(chosen.choice)
         limits: Sequence[Share | None] = [None] * len(points)
         if budget is not None:
@@ -146,7 +146,7 @@ class Step:
             for share, variant in zip(shares, variants, strict=True)
         ]
 
-    def _infeasible(self, points: Sequence[PlanPoint], budget: int) -> BudgetInfeasible:
+    def _infeasible(self, points: Sequence[PlanPoint], budget: int, remedies: Sequence[str]) -> BudgetInfeasible:
         """Returns the error that lists the memory at the step's peak, for the plans of the smallest peak."""
         moment = ledger.fullest(self.moments, points)
         occupants = [Occupant("what no plan decides", moment.base_bytes)]
@@ -166,6 +166,7 @@ class Step:
             lower_bound_bytes=max(0, *(m.base_bytes for m in self.moments)),
             occupants=[occupant for occupant in occupants if occupant.bytes > 0],
             device=self.device,
+            remedies=remedies,
         )
 
 
@@ -290,5 +291,5 @@ ORDER_SHOWN = 12
 CODE_HEADROOM = 0.05
 """Share of a step's budget that stays free, because the peak of generated code differs from the simulated one."""
 
-Budget = int | float | str | Share | StepProfile | DeviceBudget | None
+Budget = int | float | str | StepProfile | DeviceBudget | None
 """Types that are accepted as a ``memory_budget``."""
