@@ -143,7 +143,7 @@ def simulated(preview: Preview, ranks: int, bandwidth: str) -> Iterator[Row]:
     assert priced is not None
 
     def planned(**changed: Any) -> Report:
-        context = replace(preview.context, request=replace(request, **changed), planners=[])
+        context = replace(preview.context, request=replace(request, **changed))
         report = plan_graph(priced, context).report
         assert report is not None
         return report

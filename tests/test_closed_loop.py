@@ -104,7 +104,7 @@ def test_a_share_of_one_is_the_peak_of_the_baselines_code(monkeypatch):
 def test_a_region_that_could_not_be_planned_does_not_hide_the_report_around_it(monkeypatch, planned_around):
     """No record is kept of either, so that the next process warns of it too."""
 
-    def fails(priced, context):
+    def fails(priced, context, earlier):
         raise RuntimeError("as if")
 
     attempts = fake_lower(monkeypatch, [1000])

@@ -15,6 +15,7 @@ from autoremat.compiler import compile_loop
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import GraphSource, lower
 from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.planning import plan_graph
 from autoremat.planner.cost.devices import MATMUL_EFFICIENCY
 from autoremat.planner.graph.op import Kind
 from autoremat.request.request import Request
@@ -37,7 +38,9 @@ def drawn_at_once(monkeypatch, patches):
 
     monkeypatch.setattr(compilers, "compile_with_inductor", compile_nothing)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-    lower(GraphSource(module, [torch.zeros(1, 2)], patches), Partitioning(PlanningContext()), (), lambda lowered: None)
+    lower(
+        GraphSource(module, [torch.zeros(1, 2)], patches), Partitioning(PlanningContext(), plan_graph), (), lambda lowered: None
+    )
     assert TritonOverrides._can_use_4x_random()
     return seen
 
@@ -66,7 +69,7 @@ def test_only_parameters_stay_where_they_are():
     found = []
 
     def backend(module, inputs):
-        partitioning = Partitioning(PlanningContext(Request(cost_model="roofline")))
+        partitioning = Partitioning(PlanningContext(Request(cost_model="roofline")), plan_graph)
         with inductor_lowering.without_kernels():
             lower(GraphSource(module, inputs, {}), partitioning, (), lambda lowered: None)
         found.append(partitioning.planned.priced)

@@ -35,7 +35,7 @@ from autoremat.compiler.agreed_profile import agreed_profile
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.lowering import GraphSource
 from autoremat.compiler.partitioning import tracing_to
-from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
+from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
 from autoremat.planner.graph.op import Role
 from autoremat.planner.multigraph.frame import Border, Frame, Part
 from autoremat.planner.multigraph.fronts import border_values, output_bytes
@@ -161,7 +161,7 @@ class _PlannedBucket:
     """A bucket and its graph with a planner. ``graph`` is None if the bucket has no backward."""
 
     bucket: ddp.Bucket
-    graph: PlannedGraph | None
+    graph: SmallestGraph | None
 
 
 class _Tracing:
@@ -221,13 +221,13 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _planned(bucket: ddp.Bucket, request: Request, patches: Mapping[str, Any]) -> PlannedGraph | None:
+def _planned(bucket: ddp.Bucket, request: Request, patches: Mapping[str, Any]) -> SmallestGraph | None:
     """Returns the bucket with its planner; None if it has no backward. No code is generated."""
     if not may_train(bucket.module, bucket.inputs):
         return None
     source_info.take_names(bucket.module)
     context = PlanningContext(request)
-    found: list[PlannedGraph] = []
+    found: list[SmallestGraph] = []
 
     def visit(priced: PricedGraph) -> None:
         found.append(plan_for_minimum_peak(priced, context, request.limits.reference_share is not None))
@@ -271,7 +271,7 @@ class _BucketBorders:
 
     traced: _Tracing
     bucket: ddp.Bucket
-    planned: PlannedGraph
+    planned: SmallestGraph
 
     @property
     def priced(self) -> PricedGraph:
@@ -286,7 +286,6 @@ class _BucketBorders:
     @cached_property
     def plans(self) -> list[Plan]:
         """All plans that the search finds."""
-        assert self.planned.planner is not None
         return self.planned.planner.search.spread_out()
 
     @cached_property

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 
 from autoremat.basics.errors import ConstraintWarning
 from autoremat.basics.progress import now
@@ -39,12 +40,10 @@ from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.peers import ALONE, Peers
 from autoremat.compiler.plain_code import plain_code_peak
-from autoremat.compiler.planning import PlannedGraph
+from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
 from autoremat.compiler.records import Record
 from autoremat.compiler.reference import CODE
 from autoremat.planner.memory.allocations import HalfAllocations
-from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner
 from autoremat.report.report import Report
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers
@@ -81,8 +80,7 @@ def compile_graph(source: GraphSource, request: Request, peers: Peers = ALONE) -
     rules = Rules(request.must_fit, record is None and not is_shared, is_shared)
     step = Again(0 if record is None else record.extra_headroom_bytes)
     caches: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    planners: list[Planner] = []
-    torchs_plans: list[Plan] = []
+    earlier = EarlierSearches()
     attempts: list[Attempt] = []
     codes = Codes()
     is_estimate = False
@@ -95,11 +93,9 @@ def compile_graph(source: GraphSource, request: Request, peers: Peers = ALONE) -
             cuda_name=source.cuda_name,
             sharded_inputs=sharded_inputs(source.module),
             may_repeat_collectives=may_repeat,
-            planners=planners,
-            torchs_plans=torchs_plans,
             plain_code_bytes=plain_bytes,
         )
-        partitioning = Partitioning(context, peers.plan, peers.fail)
+        partitioning = Partitioning(context, partial(peers.plan, earlier=earlier), peers.fail)
         identity = ("autoremat", source_hash(), key, step.headroom_bytes, request.must_fit, *peers.identity)
         decide = _decision(attempts, peers, rules, partitioning, step, codes)
         with caches():
@@ -138,7 +134,7 @@ def compile_uncompiled(source: GraphSource, request: Request, peers: Peers = ALO
     )
     partitioning = Partitioning(context, peers.plan, peers.fail)
     function = compilers.compile_uncompiled(source.module, source.inputs, Partitioner(partitioning))
-    return CompiledGraph(function, partitioning.report, "")
+    return CompiledGraph(function, None if partitioning.planned is None else partitioning.planned.report, "")
 
 
 def _plain_code_bytes(source: GraphSource, request: Request, record: Record | None) -> int | None:
@@ -159,10 +155,8 @@ def _known_report(record: Record) -> Report | None:
     return record.report
 
 
-def attempt_of(planned: PlannedGraph, step: Again, lowered: Lowered, codes: Codes, is_complete: bool) -> Attempt:
+def attempt_of(planned: BudgetedGraph, step: Again, lowered: Lowered, codes: Codes, is_complete: bool) -> Attempt:
     """Returns the facts about an attempt that decisions depend on. Adds the allocations of its code to ``codes``."""
-    assert planned.report is not None
-    assert planned.planning is not None
     headroom = step.headroom_bytes + planned.fragmentation_bytes
     known = codes.note(headroom, lowered.allocations)
     allocated = {half: peak + planned.plan.timeline.beside_bytes for half, peak in lowered.code_peaks.items()}
@@ -185,7 +179,7 @@ def attempt_of(planned: PlannedGraph, step: Again, lowered: Lowered, codes: Code
 
 
 def _reserved_peaks(
-    planned: PlannedGraph, allocated: Mapping[bool, int], known: Mapping[bool, HalfAllocations]
+    planned: BudgetedGraph, allocated: Mapping[bool, int], known: Mapping[bool, HalfAllocations]
 ) -> dict[bool, int]:
     """Returns the reserved bytes of the halves with generated code. Those of the backward include the forward's.
 
@@ -200,7 +194,7 @@ def _reserved_peaks(
 
 
 def _decision(
-    attempts: list[Attempt], peers: Peers, rules: Rules, partitioning: Partitioning, step: Again, codes: Codes
+    attempts: list[Attempt], peers: Peers, rules: Rules, partitioning: Partitioning[BudgetedGraph], step: Again, codes: Codes
 ) -> Callable[[Lowered], Verdict | None]:
     """Returns the function that decides, from the code of one or both halves, on the present attempt."""
 
@@ -215,11 +209,10 @@ def _decision(
 
 
 def _completed(
-    planned: PlannedGraph, attempts: list[Attempt], record: Record | None, is_estimate: bool, codes: Codes
+    planned: BudgetedGraph, attempts: list[Attempt], record: Record | None, is_estimate: bool, codes: Codes
 ) -> Report:
     """Returns the report with the peak and the reserved bytes of the accepted code."""
     report, peak, pool = planned.report, allocated_peak_bytes(attempts), pool_bytes(attempts)
-    assert report is not None
     halves = codes.note(attempts[-1].headroom_bytes, {})
     if planned.count is not None and len(halves) == 2:
         report = dataclasses.replace(report, reserved=planned.count.code_report(planned.plan, halves))
@@ -235,11 +228,9 @@ def _completed(
     return dataclasses.replace(report, notes=(*report.notes, ESTIMATED)) if is_estimate else report
 
 
-def _error(planned: PlannedGraph, verdict: Infeasible, attempts: list[Attempt], codes: Codes) -> Exception:
+def _error(planned: BudgetedGraph, verdict: Infeasible, attempts: list[Attempt], codes: Codes) -> Exception:
     """Returns the error for a graph whose code exceeds the budget with every plan that was tried."""
     report, planning = planned.report, planned.planning
-    assert report is not None
-    assert planning is not None
     remedies: tuple[str, ...] = ()
     allocated = None
     if planned.count is not None and planned.bounds_reserved:

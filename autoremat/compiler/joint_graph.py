@@ -22,7 +22,6 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner
 from autoremat.request.limits import Limits
 from autoremat.request.request import Request
 from autoremat.torch_private import joint_graphs
@@ -46,10 +45,6 @@ class PlanningContext:
     """Measured rates of process groups, by name. The rates of other groups are assumed."""
     sharded_inputs: frozenset[int] = frozenset()
     """Positions of the inputs that are parameters under ``fully_shard``: freed after the forward, back in the backward."""
-    planners: list[Planner] = field(default_factory=list)
-    """Planners of earlier attempts. An attempt on an equal graph continues with the planner of that graph."""
-    torchs_plans: list[Plan] = field(default_factory=list)
-    """Torch's own partitions of earlier attempts' graphs, which are the references of shares."""
     plain_code_bytes: int | None = None
     """Peak of the code that Inductor generates without this package; None if the simulation stands for it."""
 

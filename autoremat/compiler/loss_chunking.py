@@ -67,8 +67,8 @@ class ChunkingCandidate:
         return float("inf") if plan is None else plan.graph.step_seconds + plan.cost_seconds
 
 
-Contend = Callable[[PricedGraph, int], ChunkingCandidate]
-"""Plans a graph whose loss has so many chunks."""
+Contend = Callable[[PricedGraph, int, ChunkingCandidate | None], ChunkingCandidate]
+"""Plans a graph whose loss has so many chunks, after the candidate that was planned first, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -96,9 +96,9 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
         _warn("the budget of a profiled step is shared out among its graphs as they are")
     always = type(wanted) is int and not is_shared
     if wanted is False or is_shared or (context.request.plan and not always):
-        only = contend(priced, 1)
+        only = contend(priced, 1, None)
         return ChunkingChoice(only, only)
-    found = [] if always else [contend(priced, 1)]
+    found = [] if always else [contend(priced, 1, None)]
     whole, remedy = next(iter(found), None), ""
     try:
         for candidate in _chunked(priced, context, contend, found):
@@ -107,7 +107,7 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
         remedy = reason.remedy
         if asked:
             _warn(str(reason))
-        found = found or [contend(priced, 1)]
+        found = found or [contend(priced, 1, None)]
     fitting = [candidate for candidate in found if candidate.fits]
     fitting = fitting or [candidate for candidate in found if candidate.planning.plan is not None]
     if fitting:
@@ -137,7 +137,7 @@ def _chunked(
         module, chunks = _module_with_chunks(priced, int(number))
         if any(candidate.chunks == chunks for candidate in found):
             return  # there are too few rows for more chunks
-        yield contend(_priced_again(priced, context, module), chunks)
+        yield contend(_priced_again(priced, context, module), chunks, next(iter(found), None))
 
 
 def with_chunks(priced: PricedGraph, context: PlanningContext, number: int) -> PricedGraph:

@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from autoremat.basics.errors import (
     AutorematError,
@@ -22,18 +23,19 @@ from autoremat.basics.errors import (
 from autoremat.capture import source_info
 from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, price_graph
 from autoremat.compiler.partitioner import Partitioner
-from autoremat.compiler.peers import ALONE
-from autoremat.compiler.planning import PlannedGraph
+from autoremat.compiler.planning import PlannedGraph, plan_graph
 from autoremat.compiler.rewriting import rewrite
 from autoremat.planner.memory.wrapper_replay import ReplayContext
-from autoremat.report.report import Report
 from autoremat.torch_private import fake_tensors, joint_graphs
 
 log = logging.getLogger("autoremat")
 
 
+P = TypeVar("P", bound=PlannedGraph)
+
+
 @dataclass
-class Partitioning:
+class Partitioning(Generic[P]):
     """Partitions the joint graphs of one attempt: nested compile regions first, then the graph around them.
 
     After the calls, the attributes describe the outermost graph. They keep their first values if a cache answered for the
@@ -41,19 +43,14 @@ class Partitioning:
     """
 
     context: PlanningContext
-    plan: Callable[[PricedGraph, PlanningContext], PlannedGraph] = ALONE.plan
+    plan: Callable[[PricedGraph, PlanningContext], P]
     report_failure: Callable[[Exception], None] = lambda error: None
     """Tells the ranks that share the graph about an error after which this one falls back."""
-    planned: PlannedGraph | None = field(default=None, init=False)
+    planned: P | None = field(default=None, init=False)
     replay_context: ReplayContext = field(default_factory=ReplayContext, init=False)
     memory_first: bool = field(default=False, init=False)
     fell_back: bool = field(default=False, init=False)
     """True if planning failed and torch's partitioner takes a graph (fallback)."""
-
-    @property
-    def report(self) -> Report | None:
-        """The report of the plan, before code is generated."""
-        return None if self.planned is None else self.planned.report
 
     def __call__(self, joint: JointGraph) -> joint_graphs.PartitionedModules:
         """Returns the forward and the backward of ``joint`` by its plan; those of torch's partitioner without a plan.
@@ -85,7 +82,6 @@ class Partitioning:
         self.planned = self.plan(priced, self.context)
         rewritten = rewrite(self.planned)
         self.replay_context, self.memory_first = rewritten.replay_context, rewritten.memory_first
-        log.debug("%s", self.report.summary() if self.report else "")
         return rewritten.modules
 
 
@@ -103,7 +99,7 @@ def tracing_to(visit: Callable[[PricedGraph], object], context: PlanningContext)
 
     def hand_over(joint: JointGraph) -> joint_graphs.PartitionedModules:
         if joint.is_region:
-            return Partitioning(context)(joint)
+            return Partitioning(context, plan_graph)(joint)
         priced = price_graph(joint, context)
         if priced is not None:
             visit(priced)

@@ -19,7 +19,7 @@ from autoremat.basics.errors import AgreementError, BudgetInfeasible
 from autoremat.basics.progress import now
 from autoremat.compiler.attempts import Accept, Again, Attempt, Infeasible, Purpose, Rules, Verdict, verdict_on
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
-from autoremat.compiler.planning import PlannedGraph, plan_graph
+from autoremat.compiler.planning import BudgetedGraph, EarlierSearches, plan_graph
 from autoremat.compiler.records import Record
 from autoremat.compiler.told_plan import TOLD, ToldPlan, plan_as_told, told
 from autoremat.measure.interconnect import interconnects_of
@@ -46,7 +46,7 @@ class Peers(Protocol):
     def signed(self, record: Record) -> Record:
         """Returns ``record`` with the name of the agreement under which it was made."""
 
-    def plan(self, priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
+    def plan(self, priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
         """Returns the graph with the plan for its budget."""
 
     def verdict(self, attempts: Sequence[Attempt], rules: Rules, gain_of: Callable[[int], float]) -> Verdict | None:
@@ -74,8 +74,8 @@ class Alone:
     def signed(self, record: Record) -> Record:
         return record
 
-    def plan(self, priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
-        return plan_graph(priced, context)
+    def plan(self, priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
+        return plan_graph(priced, context, earlier)
 
     def verdict(self, attempts: Sequence[Attempt], rules: Rules, gain_of: Callable[[int], float]) -> Verdict | None:
         return verdict_on(attempts, rules, gain_of)
@@ -124,11 +124,13 @@ class Members:
     def signed(self, record: Record) -> Record:
         return replace(record, agreement=self.nonce)
 
-    def plan(self, priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
+    def plan(self, priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
         if self.record is not None:
             report = self.record.report
             known = None if report is None or report.plan is None else ToldPlan.of_report(report)
-            return self._signed(plan_graph(priced, context) if known is None else plan_as_told(priced, context, known))
+            return self._signed(
+                plan_graph(priced, context, earlier) if known is None else plan_as_told(priced, context, known, earlier)
+            )
         self.session = self.session.split("graph", graph_hash(priced.graph))
         if priced.gathering_ranks:
             # A rank that gathers with others than the members would wait for them in vain.
@@ -137,11 +139,11 @@ class Members:
                 priced = _with_measured_links(priced, context)
             else:
                 priced = priced.with_gathers_once()
-        found: list[PlannedGraph] = []
+        found: list[BudgetedGraph] = []
 
         def compute() -> str:
             try:
-                found.append(plan_graph(priced, context))
+                found.append(plan_graph(priced, context, earlier))
             except BudgetInfeasible as error:
                 raise self.named(error) from None
             return told(found[0]).to_json()
@@ -149,12 +151,14 @@ class Members:
         if not self.session.leads:
             now(f"waiting for the plan of rank {self.session.leader}")
         text = self.session.from_leader("plan", compute)
-        return self._signed(found[0] if found else plan_as_told(priced, context, TOLD.read(ToldPlan, json.loads(text))))
+        if found:
+            return self._signed(found[0])
+        return self._signed(plan_as_told(priced, context, TOLD.read(ToldPlan, json.loads(text)), earlier))
 
-    def _signed(self, planned: PlannedGraph) -> PlannedGraph:
+    def _signed(self, planned: BudgetedGraph) -> BudgetedGraph:
         """Returns ``planned`` with the members in its report, if there are several."""
         members = self.session.members
-        if planned.report is None or len(members) == 1:
+        if len(members) == 1:
             return planned
         return replace(planned, report=replace(planned.report, ranks=members))
 

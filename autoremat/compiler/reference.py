@@ -35,16 +35,21 @@ class Reference:
 
 
 def reference_of(
-    priced: PricedGraph, context: PlanningContext, planner: Planner, counted: Callable[[Plan], int]
+    priced: PricedGraph,
+    context: PlanningContext,
+    planner: Planner,
+    counted: Callable[[Plan], int],
+    torchs_plans: list[Plan],
 ) -> Reference | None:
     """Returns the reference peak of a graph; None unless the budget is a share of it. A share of a nested region is none.
 
     It is at most the peak of the baseline, and at least that of the smallest plan, so that a share of 1 is feasible.
-    ``counted`` returns the bytes of a plan that the budget counts. The time limit of ``planner`` begins afterwards.
+    ``counted`` returns the bytes of a plan that the budget counts. ``torchs_plans`` are those of earlier attempts; a new one is
+    added. The time limit of ``planner`` begins afterwards.
     """
     if context.request.limits.reference_share is None or priced.joint.is_region:
         return None
-    source, plan = plan_without_us(priced, context, planner)
+    source, plan = plan_without_us(priced, context, planner, torchs_plans)
     size = counted(plan)
     if context.plain_code_bytes is not None:
         source, size = CODE, context.plain_code_bytes
@@ -61,7 +66,9 @@ def _size(reference: Reference) -> int:
     return reference.bytes
 
 
-def plan_without_us(priced: PricedGraph, context: PlanningContext, planner: Planner) -> tuple[str, Plan]:
+def plan_without_us(
+    priced: PricedGraph, context: PlanningContext, planner: Planner, torchs_plans: list[Plan]
+) -> tuple[str, Plan]:
     """Returns the plan that the graph would have without this package, after its source.
 
     The sequence of torch's own partition is torch's, so the plan need not keep to the rules of others. The stand-in takes its
@@ -69,20 +76,20 @@ def plan_without_us(priced: PricedGraph, context: PlanningContext, planner: Plan
     """
     if not context.request.fuses:
         return BASELINE, planner.baseline
-    torchs = _torchs_plan(priced, context) if len(priced.graph.ops) <= MOST_OPS else None
+    torchs = _torchs_plan(priced, torchs_plans) if len(priced.graph.ops) <= MOST_OPS else None
     planner.restart()
     return (STAND_IN, planner.search.least_traffic()) if torchs is None else (TORCH, torchs)
 
 
-def _torchs_plan(priced: PricedGraph, context: PlanningContext) -> Plan | None:
+def _torchs_plan(priced: PricedGraph, torchs_plans: list[Plan]) -> Plan | None:
     """Returns torch's own partition as a plan; None if the simulator cannot follow it. An earlier attempt's is known."""
-    for known in context.torchs_plans:
+    for known in torchs_plans:
         if known.graph == priced.graph:
             return known
     now("asking for torch's own partition")
     plan = priced.torchs_plan()
     if plan is not None:
-        context.torchs_plans.append(plan)
+        torchs_plans.append(plan)
     return plan
 
 

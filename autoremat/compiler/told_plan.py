@@ -13,7 +13,7 @@ from autoremat.compiler.headroom import headroom_of
 from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, with_chunks
-from autoremat.compiler.planning import PlannedGraph, planner_of, report_of
+from autoremat.compiler.planning import BudgetedGraph, EarlierSearches, ReportedPlan, planner_of, report_of
 from autoremat.compiler.reference import Reference
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
@@ -72,11 +72,9 @@ class ToldPlan:
         )
 
 
-def told(planned: PlannedGraph) -> ToldPlan:
+def told(planned: BudgetedGraph) -> ToldPlan:
     """Returns the plan of ``planned`` in the form in which other ranks receive it."""
     report, planning = planned.report, planned.planning
-    assert report is not None
-    assert planning is not None
     return ToldPlan(
         plan=planned.plan.dumps(),
         chunks=report.loss_chunks,
@@ -94,17 +92,19 @@ def told(planned: PlannedGraph) -> ToldPlan:
     )
 
 
-def plan_as_told(priced: PricedGraph, context: PlanningContext, message: ToldPlan) -> PlannedGraph:
+def plan_as_told(
+    priced: PricedGraph, context: PlanningContext, message: ToldPlan, earlier: EarlierSearches | None = None
+) -> BudgetedGraph:
     """Returns the graph with another rank's plan, checked and simulated on this rank's graph.
 
     Seconds are those of the other rank, so all reports are alike. Raises ``BudgetInfeasible`` if this rank's own peak exceeds
     the budget, and ``PlanInvalid`` if the plan breaks a rule of this rank's graph.
     """
-    start = time.perf_counter()
+    start, earlier = time.perf_counter(), earlier or EarlierSearches()
     theirs = Plan.loads(message.plan, "the plan of another rank")
     form = priced if message.chunks == 1 else with_chunks(priced, context, message.chunks)
-    whole, _ = planner_of(priced, context, message.soft_budget_bytes)
-    planner, constrained = planner_of(form, context, message.soft_budget_bytes)
+    whole, _ = planner_of(priced, context, message.soft_budget_bytes, earlier)
+    planner, constrained = planner_of(form, context, message.soft_budget_bytes, earlier)
     graph = _with_seconds_of(theirs.graph, planner.graph)
     plan = Plan.of(graph, theirs.schedule, theirs.label)
     plan.check()
@@ -127,15 +127,13 @@ def plan_as_told(priced: PricedGraph, context: PlanningContext, message: ToldPla
         if message.reference_bytes is None
         else Reference(message.reference_bytes, message.reference_source, message.reference_saved_bytes)
     )
-    planned = PlannedGraph(
-        form, context, plan, None, reference,
-        code_headroom_bytes=headroom, planning=planning, is_last_plan=not message.fits, count=count,
-    )  # fmt: skip
     allowed, fastest = context.request.limits.max_slowdown, message.fastest_seconds
     time_budget = None if allowed is None or fastest is None else TimeBudget(fastest, allowed)
     candidate = ChunkingCandidate(form, planner, constrained, planning, message.chunks, time=time_budget)
     choice = ChunkingChoice(candidate, None)
-    return replace(planned, report=report_of(planned, choice, budget, message.soft_budget_bytes, start))
+    facts = ReportedPlan(choice, plan, planning, headroom, count, reference, budget, message.soft_budget_bytes)
+    report = report_of(facts, context, start)
+    return BudgetedGraph(form, context, plan, None, planning, report, headroom, not message.fits, count)
 
 
 def _with_seconds_of(theirs: Graph, ours: Graph) -> Graph:

@@ -21,7 +21,7 @@ from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
-from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
+from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.fronts import output_bytes, point_of
 from autoremat.planner.multigraph.ledger import Moment
@@ -41,7 +41,7 @@ class RecordedGraph:
     """A graph that a step called. ``planned`` holds the plan that ran and the planner of all others; None without a choice."""
 
     key: str
-    planned: PlannedGraph | None
+    planned: SmallestGraph | None
     device: torch.device
 
     @property

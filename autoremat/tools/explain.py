@@ -42,9 +42,7 @@ class Preview:
 
     def report(self) -> Report:
         """Returns the report of the plan. Raises ``BudgetInfeasible`` as the backend does."""
-        report = plan_graph(self.priced, self.context).report
-        assert report is not None
-        return report
+        return plan_graph(self.priced, self.context).report
 
     def report_and_doubt(self) -> tuple[Report, bool]:
         """Returns the report, and True if only generated code can tell that the budget suffices, or what it is a share of.
