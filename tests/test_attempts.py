@@ -201,7 +201,7 @@ def test_an_error_names_the_least_memory_of_any_code(codes, steps, named):
     assert run(RAISE, codes)[:2] == (steps, Infeasible(named))
 
 
-@pytest.mark.parametrize("rules", [RAISE, BEST_EFFORT, Rules(True, False, True), Rules(must_fit=False, False, True)])
+@pytest.mark.parametrize("rules", [RAISE, BEST_EFFORT, Rules(True, False, True), Rules(False, False, True)])
 @pytest.mark.parametrize("peak", [101, 150, 10_000])
 def test_every_compilation_ends(rules, peak):
     limit = MAX_REPLANS + 2
