@@ -31,7 +31,7 @@ from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.ops import op_traits
 from autoremat.passes.building import Builder
 from autoremat.passes.chunked_loss.hoist_selection import select_before_projecting
-from autoremat.passes.chunked_loss.row_partition import Region, Rows, Step, described, shape_of
+from autoremat.passes.chunked_loss.row_partition import Region, Rows, Step, described, has_dynamic_sizes, shape_of, size_hints
 from autoremat.passes.chunked_loss.row_rules import projection_step, step_of
 from autoremat.torch_private import joint_graphs
 
@@ -57,6 +57,8 @@ def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
     chunked; ``joint`` is then unusable.
     """
     projection = _projection(joint.graph)
+    if has_dynamic_sizes(projection) and not _feeds_softmax(projection):  # no advice on sizes where static ones change nothing
+        raise ChunkingUnsupported(f"what {described(projection)} makes goes into no softmax")
     while (narrower := select_before_projecting(projection)) is not projection:
         projection = narrower
     rows, width = shape_of(projection)
@@ -85,12 +87,24 @@ def _projection(graph: fx.Graph) -> fx.Node:
             continue
         if joint_graphs.is_traced_in_backward(node) or node.kwargs:
             continue
-        (rows, width), (_, inner) = shape_of(node), shape_of(node.args[-2])
+        (rows, width), (_, inner) = size_hints(node), size_hints(node.args[-2])
         found.append((rows * width if width >= WIDENS * inner else 0, node))
     size, largest = max(found, key=lambda pair: pair[0], default=(0, None))
     if largest is None or not size:
         raise ChunkingUnsupported(f"it has no matrix product whose result is {WIDENS} times as wide as what it reads")
     return largest
+
+
+def _feeds_softmax(projection: fx.Node) -> bool:
+    """Returns True if a softmax, or a part of one, reads rows of the projection or tensors as wide that follow from them."""
+    width, wide = size_hints(projection)[-1], {projection}
+    for node in projection.graph.nodes:
+        if node.op == "call_function" and not wide.isdisjoint(node.all_input_nodes):
+            if op_traits.packet(node) in EXPONENTIALS:
+                return True
+            if 2 * (size_hints(node) or (1,))[-1] > width:
+                wide.add(node)
+    return False
 
 
 @dataclass
