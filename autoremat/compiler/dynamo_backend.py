@@ -196,7 +196,8 @@ def _with_device_bytes(gm: fx.GraphModule, inputs: Sequence[Any], options: Optio
     """Returns ``options`` with the bytes that a device budget leaves for the graph in place of it."""
     if not isinstance(options.memory_budget, DeviceBudget) or not may_train(gm, inputs):
         return options
-    given = passed_bytes(gm, inputs, device_of_inputs(gm, inputs))
+    device = device_of_inputs(gm, inputs)
+    given = passed_bytes(gm, inputs, device, device.type == "cuda")
     return options.on_device(given, with_open_calls(options).open_calls.accumulates)
 
 

@@ -68,7 +68,8 @@ class DryRun:
         inputs = fake_tensors.own_inputs(inputs)
         options = replace(self.target.options_for(self.options), on_planning_error="raise")
         device = device_of_inputs(module, inputs)
-        options = options.on_device(passed_bytes(module, inputs, device), options.open_calls.accumulates)
+        is_cuda = self.target.cuda_name is not None or device.type == "cuda"
+        options = options.on_device(passed_bytes(module, inputs, device, is_cuda), options.open_calls.accumulates)
         planned_by = as_part(with_bytes(options, device, self.free_bytes))
         patches = {**asked_config(self.options), **fake_tensors.RUNS_NOTHING}
         source = GraphSource(self.target.as_on_card(module), inputs, patches, self.target.cuda_name, True)
