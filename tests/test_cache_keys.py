@@ -147,11 +147,9 @@ def test_the_next_process_sees_an_edit_of_an_editable_install(tmp_path):
         assert Path(file).is_relative_to(tmp_path)
         return found
 
-    found = [hashed()]
-    for edited in (None, "autoremat/planner/settings.py", "passes/split.py"):
-        if edited is not None:
-            with (tmp_path / edited).open("a") as file:
-                file.write("# edited\n")
-        found.append(hashed())
-    assert found[0] == found[1], "nothing was edited"
-    assert len(set(found)) == 3
+    found = {hashed()}
+    for edited in ("autoremat/planner/settings.py", "passes/split.py"):
+        with (tmp_path / edited).open("a") as file:
+            file.write("# edited\n")
+        found.add(hashed())
+    assert len(found) == 3
