@@ -24,15 +24,12 @@ from torch.utils._pytree import tree_leaves
 
 from autoremat.basics import environment
 from autoremat.ops.op_traits import traits_of
-from autoremat.planner.graph.op import Trait
+from autoremat.planner.graph.op import SEQUENTIAL
 
 log = logging.getLogger("autoremat.passes")
 
 Pass = Callable[[fx.GraphModule], int]
 """Rewrites the graph of a module in place. Returns the number of its rewrites; after 0 the graph is as before."""
-
-SEQUENTIAL = Trait.RANDOM | Trait.MUTATING | Trait.EFFECTFUL
-"""Traits of ops whose number and sequence are part of what a graph does."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +50,15 @@ class Interface:
     outputs: tuple[str, ...]
     """Types, sizes and layouts of the outputs."""
     effects: tuple[str, ...]
-    """Random draws, mutations and other effects, in the sequence of the graph."""
+    """Names and targets of random draws, mutations and other effects, in the sequence of the graph."""
 
     @classmethod
     def of(cls, graph: fx.Graph) -> Interface:
         """Returns the interface of ``graph``."""
         inputs = tuple(f"{node.name}: {_described(node)}" for node in graph.find_nodes(op="placeholder"))
         outputs = tuple(_described(leaf) for node in graph.find_nodes(op="output") for leaf in tree_leaves(node.args))
-        return cls(inputs, outputs, tuple(str(node.target) for node in graph.nodes if traits_of(node) & SEQUENTIAL))
+        effects = tuple(f"{node.name}: {node.target}" for node in graph.nodes if traits_of(node) & SEQUENTIAL)
+        return cls(inputs, outputs, effects)
 
 
 def run_passes(module: fx.GraphModule, *passes: Pass) -> tuple[PassRun, ...]:
