@@ -117,6 +117,23 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], **tolerances: float)
         torch.testing.assert_close(one, other, **tolerances)
 
 
+def with_noise(logits: Tensor, labels: Tensor) -> Tensor:
+    """Two draws of one size: the first needs the losses of all tokens, the second does not."""
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return F.dropout(losses).mean() + (F.dropout(labels.flatten() * 0.1) * losses).mean()
+
+
+def test_draws_behind_the_logits_keep_their_sequence():
+    model, tokens = Model(with_noise), tokens_of()
+    results = []
+    for chunks in (False, 4):
+        torch.manual_seed(3)
+        found, report = train(model, tokens, chunk_loss=chunks)
+        results.append(found)
+    assert report.loss_chunks == 4
+    assert_close(*results)
+
+
 QUICK = {"mean", "shifted", "sliced", "capped", "masked", "by_hand"}
 
 

@@ -19,6 +19,7 @@ Sums of 16-bit numbers stay in 32 bits until the last chunk.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from autoremat.passes.building import Builder
 from autoremat.passes.chunked_loss.hoist_selection import select_before_projecting
 from autoremat.passes.chunked_loss.row_partition import Region, Rows, Step, described, has_dynamic_sizes, shape_of, size_hints
 from autoremat.passes.chunked_loss.row_rules import projection_step, step_of
+from autoremat.planner.graph.op import SEQUENTIAL
 from autoremat.torch_private import joint_graphs
 
 aten = torch.ops.aten
@@ -292,10 +294,18 @@ class _Rewriting:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Moves each node that reads a later node behind that node, and keeps the sequence of all other nodes."""
+    """Moves each node that reads a later node behind that node, and keeps the sequence of all other nodes.
+
+    Random draws and other effects also wait for the one before: their sequence is part of what the graph does.
+    """
     nodes = list(graph.nodes)
     order = {node: position for position, node in enumerate(nodes)}
+    effects = [node for node in nodes if op_traits.traits_of(node) & SEQUENTIAL]
+    followers = {node: list(node.users) for node in nodes}
     waits = {node: len(node.all_input_nodes) for node in nodes}
+    for effect, following in itertools.pairwise(effects):
+        followers[effect].append(following)
+        waits[following] += 1
     ready = [order[node] for node in nodes if not waits[node]]
     heapq.heapify(ready)
     last: fx.Node | None = None
@@ -304,7 +314,7 @@ def _sort(graph: fx.Graph) -> None:
         if last is not None:
             last.append(node)
         last = node
-        for user in node.users:
-            waits[user] -= 1
-            if not waits[user]:
-                heapq.heappush(ready, order[user])
+        for follower in followers[node]:
+            waits[follower] -= 1
+            if not waits[follower]:
+                heapq.heappush(ready, order[follower])
