@@ -148,7 +148,7 @@ def test_the_next_process_sees_an_edit_of_an_editable_install(tmp_path):
         return found
 
     found = {hashed()}
-    for edited in ("autoremat/planner/settings.py", "passes/split.py"):
+    for edited in ("autoremat/planner/settings.py", "autoremat/passes/split.py"):
         with (tmp_path / edited).open("a") as file:
             file.write("# edited\n")
         found.add(hashed())
