@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -23,6 +28,7 @@ from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import kernel_settings
 
+ROOT = Path(__file__).parent.parent
 SECOND = torch.device("cuda", 1)
 MIB = 2**20
 
@@ -125,3 +131,27 @@ def test_the_key_changes_with_what_a_tensor_subclass_says_of_itself():
     one.placement, other.placement = "shards", "replicas"
     assert key((one,)) == key((one,))
     assert key((one,)) != key((other,))
+
+
+@pytest.mark.slow
+def test_the_next_process_sees_an_edit_of_an_editable_install(tmp_path):
+    """In a checkout, ``autoremat/passes`` is a link, behind which an edit counts too."""
+    for name in ("autoremat", "passes"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def hashed() -> str:
+        command = (
+            "import autoremat; from autoremat.compiler.cache_key import source_hash as of; print(autoremat.__file__, of())"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        ran = subprocess.run([sys.executable, "-c", command], env=environment, cwd=tmp_path, capture_output=True, check=True)
+        file, found = ran.stdout.decode().split()
+        assert Path(file).is_relative_to(tmp_path)
+        return found
+
+    found = {hashed()}
+    for edited in ("autoremat/planner/settings.py", "autoremat/passes/split.py"):
+        with (tmp_path / edited).open("a") as file:
+            file.write("# edited\n")
+        found.add(hashed())
+    assert len(found) == 3

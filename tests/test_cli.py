@@ -67,6 +67,15 @@ def test_help_and_version():
     assert __version__ in run("--version").output
 
 
+@pytest.mark.parametrize("command", ["max-batch", "best-batch"])
+def test_where_a_share_is_refused_the_help_says_so(training, command):
+    (line,) = [line for line in run(command, "--help").output.splitlines() if "--budget BUDGET" in line]
+    assert "no share" in line
+    refused = run(command, f"{training}:sized", "--budget", "0.5")
+    assert refused.exit_code == 2
+    assert "needs bytes" in refused.stderr
+
+
 def test_the_summaries_of_commands_are_not_cut():
     lines = run("--help").output.splitlines()
     listed = lines[lines.index("Commands:") + 1 :]

@@ -153,6 +153,18 @@ def test_text_shows_the_compiled_peak_where_it_is_known():
     assert "peak of the generated code" in str(report_for(None, compiled_peak_bytes=3 * SIZE))
 
 
+def test_text_says_that_memory_stays_free_and_why():
+    report = dataclasses.replace(report_for(None), compiled_peak_bytes=3 * SIZE, room_left_because="nothing needs it")
+    (line,) = [line for line in str(report).splitlines() if "peak of the generated code" in line]
+    assert line.endswith("3.00 MiB; memory of the budget stays free, because nothing needs it")
+
+
+def test_text_has_no_names_of_search_strategies():
+    report = dataclasses.replace(report_for(16 * SIZE), strategy="1 segment, cut 6, recreated")
+    assert "recreated" not in str(report)
+    assert "recreated" in report.to_json()
+
+
 def test_text_shows_the_pool_of_cuda_graphs():
     report = dataclasses.replace(report_for(None, compiled_peak_bytes=3 * SIZE), graph_pool_bytes=2 * SIZE)
     assert f"pool of CUDA graphs         {format_bytes(2 * SIZE)}" in str(report)
@@ -222,6 +234,7 @@ def test_tables_show_values_and_what_is_alive():
     assert "layers.*" in text_tables.as_text(report.totals_table()) == str(report.totals_table())
     before, after = (text_tables.as_text(report.peak_table(before=before)) for before in (True, False))
     assert "26.00 MiB live in the backward" in before
+    assert "bytes tensor kind where" in " ".join(before.split())
     assert "saved" in after
     with pytest.raises(ValueError, match="not a valid Decision"):
         report.table("kept")

@@ -10,12 +10,14 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import fx
 
 from autoremat.basics.errors import ChunkingUnsupported, OptionWarning
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
 from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
+from autoremat.passes.pipeline import run_passes
 from autoremat.planner.constraints.constraints import ConstrainedGraph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner, PlanningResult
@@ -151,7 +153,8 @@ def _module_with_chunks(priced: PricedGraph, number: int) -> tuple[fx.GraphModul
     joint = priced.captured.joint
     module = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
     module.meta = dict(joint.meta)
-    return module, chunk_loss(module, number)
+    (run,) = run_passes(module, partial(chunk_loss, chunks=number))
+    return module, run.rewrites
 
 
 def _priced_again(priced: PricedGraph, context: PlanningContext, module: fx.GraphModule) -> PricedGraph:

@@ -44,7 +44,7 @@ class Report(ReportData, Shown):
         return compare(self, other)
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Writes one self-contained HTML file with plots. Raises ``ImportError`` without matplotlib and Jinja."""
+        """Writes one self-contained HTML file with plots. Raises ``ImportError`` without matplotlib."""
         html_report.write(self, path)
 
     def summary(self) -> str:

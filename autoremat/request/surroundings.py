@@ -40,6 +40,8 @@ class Surroundings:
     """Bytes of the tensors that a step is passed; None for those that ``inputs`` show."""
     free_bytes_of: Callable[[torch.device], int | None] = field(default_factory=lambda: free_device_bytes)
     """Returns the bytes that the step could allocate on a device; None if they are unknown."""
+    is_card: bool = False
+    """True if the device stands for a card of CUDA by name."""
     runs_here: bool = True
     """False if another process or machine runs the graph, so that nothing in this process surrounds it."""
 
@@ -58,7 +60,7 @@ class Surroundings:
         """Bytes that a call is passed beside parameters and buffers."""
         if self.passed_bytes is not None or self.module is None:
             return self.passed_bytes or 0
-        return dynamo.passed_bytes(self.module, self.inputs, self.device)
+        return dynamo.passed_bytes(self.module, self.inputs, self.device, self.is_card or self.device.type == "cuda")
 
     @cached_property
     def free_bytes(self) -> int | None:

@@ -66,7 +66,7 @@ class Target:
             return request_of(options, Surroundings(device, module, inputs, runs_here=False))
         memory = device_memory(self.cuda_name)
         free = None if memory is None else max(0, memory - resident_bytes)
-        around = Surroundings(device, module, inputs, free_bytes_of=lambda device: free, runs_here=False)
+        around = Surroundings(device, module, inputs, free_bytes_of=lambda device: free, is_card=True, runs_here=False)
         return replace(request_of(options, around), cost_model=ROOFLINE)
 
 

@@ -17,7 +17,9 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
+from autoremat.planner.memory.caching_allocator import ROUNDING
 from autoremat.torch_private import names
+from autoremat.torch_private.live_bytes import rounded
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensor_identity import storage_key
 
@@ -84,13 +86,16 @@ def number_of_function() -> int | None:
     return None if number is None else number.frame_id
 
 
-def passed_bytes(module: fx.GraphModule, inputs: Sequence[Any], device: torch.device) -> int:
-    """Returns the bytes of the storages on ``device`` that a captured graph is passed, beside parameters and buffers."""
-    found = {}
+def passed_bytes(module: fx.GraphModule, inputs: Sequence[Any], device: torch.device, is_cuda: bool) -> int:
+    """Returns the bytes of the storages on ``device`` that a captured graph is passed, beside parameters and buffers.
+
+    ``is_cuda`` is True if the device is CUDA's, whose allocator rounds each storage up, or stands for one.
+    """
+    found, rounding = {}, ROUNDING if is_cuda else 1
     for node, tensor in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
         is_static = STATIC_INPUT in (node.meta.get("tensor_dict") or {}) or isinstance(tensor, torch.nn.Parameter)
         if isinstance(tensor, torch.Tensor) and tensor.device == device and not is_static:
-            found[storage_key(tensor)] = size_hint(tensor.untyped_storage().nbytes())
+            found[storage_key(tensor)] = rounded(size_hint(tensor.untyped_storage().nbytes()), rounding)
     return sum(found.values())
 
 

@@ -245,12 +245,12 @@ def chooses_layouts_of_gradients() -> bool:
 
 
 @contextlib.contextmanager
-def rewriting_before_lowering(rewrite: Callable[[fx.Graph], None]) -> Iterator[None]:
-    """Applies ``rewrite`` to each FX graph, in place, just before Inductor lowers it."""
+def rewriting_before_lowering(rewrite: Callable[[fx.GraphModule], None]) -> Iterator[None]:
+    """Applies ``rewrite`` to each FX graph module, in place, just before Inductor lowers it."""
     from torch._inductor.graph import GraphLowering
 
     def rewrite_and_run(run: Method, lowering: Any, *arguments: Any) -> Any:
-        rewrite(lowering.module.graph)
+        rewrite(lowering.module)
         return run(lowering, *arguments)
 
     with hooked(GraphLowering, "run", rewrite_and_run):
