@@ -99,7 +99,7 @@ def bytes_at(position: int, more: int) -> Callable[[Timeline], dict[str, Any]]:
 def live_ranges(change: Callable[[list[Any]], list[Any]]) -> Callable[[Timeline], dict[str, Any]]:
     def changed(timeline: Timeline) -> dict[str, Any]:
         found = timeline.live_ranges
-        return {"live_ranges": LiveRanges(*change([found.values, found.computed_at, found.starts, found.ends]))}
+        return {"live_ranges": LiveRanges(*change([found.values, found.computed_at, found.starts, found.ends, found.bytes]))}
 
     return changed
 
@@ -144,8 +144,9 @@ TAMPERINGS: dict[str, Callable[[Plan], Plan]] = {
     "no bytes": with_timeline(lambda t: {"bytes_at": t.bytes_at[:0]}),
     "a live range left out": with_timeline(live_ranges(lambda parts: [part[1:] for part in parts])),
     "a live range twice": with_timeline(live_ranges(lambda parts: [part[[0, *range(len(part))]] for part in parts])),
-    "a live range that ends early": with_timeline(live_ranges(lambda p: [*p[:3], p[3] - (p[3] == p[3].max())])),
-    "a live range that begins late": with_timeline(live_ranges(lambda p: [*p[:2], p[2] + (p[2] == p[2].max()), p[3]])),
+    "a live range that ends early": with_timeline(live_ranges(lambda p: [*p[:3], p[3] - (p[3] == p[3].max()), p[4]])),
+    "a live range that begins late": with_timeline(live_ranges(lambda p: [*p[:2], p[2] + (p[2] == p[2].max()), *p[3:]])),
+    "a live range of other bytes": with_timeline(live_ranges(lambda p: [*p[:4], p[4] + (p[2] == p[2].max())])),
     "a live range of another value": with_timeline(live_ranges(lambda p: [p[0][::-1], *p[1:]])),
     "a bound above the peak": lambda plan: dataclasses.replace(plan, lower_bound_bytes=plan.peak_bytes + 1),
     "a saved value left out": with_one_saved_value_less,

@@ -110,8 +110,8 @@ def simulated(timeline: Timeline) -> Allocations:
     graph, ranges, length = timeline.graph, list(timeline.live_ranges), len(timeline.schedule.sequence)
     begins, ends = defaultdict[int, list[Event]](list), defaultdict[int, list[Event]](list)
     for number, one in enumerate(ranges):
-        if size := graph.values[one.value].bytes:
-            begins[one.start].append((number, size))
+        if one.bytes:
+            begins[one.start].append((number, one.bytes))
             ends[one.end].append((number, FREED))
     tangents = [value.bytes for value in graph.values if value.role is Role.TANGENT and value.bytes]
     begins[len(timeline.schedule.forward)].extend(enumerate(tangents, len(ranges)))

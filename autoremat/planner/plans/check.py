@@ -84,7 +84,5 @@ def check_figures(graph: Graph, schedule: Schedule, timeline: Timeline, replayed
             raise PlanInvalid(
                 f"{counted[position]} bytes are live at execution {position} ({name}), not {said[position]} as the plan says"
             )
-    ranges = timeline.live_ranges
-    triples = zip(ranges.values.tolist(), ranges.starts.tolist(), ranges.ends.tolist(), strict=True)
-    if sorted(triples) != sorted(replayed.live_ranges):
+    if sorted((one.value, one.start, one.end, one.bytes) for one in timeline.live_ranges) != sorted(replayed.live_ranges):
         raise PlanInvalid("the live ranges are not those of the schedule")
