@@ -199,7 +199,7 @@ def test_a_plan_that_breaks_an_order_is_refused(plan):
     ops = list(plan.graph.ops)
     again = plan.recomputed[0]
     ops[again] = dataclasses.replace(ops[again], constraint=Constraint.SAVE)
-    with pytest.raises(PlanFileError, match="breaks a rule of this graph: .* ordered to be saved but runs twice"):
+    with pytest.raises(PlanFileError, match="breaks a rule of this graph: .* is to be saved, but runs twice"):
         plan_file.fitted([file_of(plan)], dataclasses.replace(plan.graph, ops=tuple(ops)))
 
 

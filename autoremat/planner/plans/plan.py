@@ -258,8 +258,15 @@ class Plan(Shown):
         if budget is not None and self.peak_bytes <= budget < peak:
             raise PlanInvalid(f"the peak is {format_bytes(peak)}, over the budget of {format_bytes(budget)}")
         check_figures(graph, self.schedule, self.timeline, replayed)
+        anew = replace(self, timeline=replace(self.timeline))  # without the figures that were kept when they were first read
+        for kept, counted in ((self.timeline, anew.timeline), (self, anew)):
+            for name in vars(kept).keys() - vars(counted).keys():
+                if vars(kept)[name] != getattr(counted, name):
+                    raise PlanInvalid(f"the plan's {name} is not what follows from its schedule")
         if replayed.crossing != set(self.saved):
             raise PlanInvalid("the saved values are not those that the schedule's backward reads from the forward")
+        if not all(figure >= 0 for figure in (budget or 0, self.lower_bound_bytes, self.lower_bound_seconds)):
+            raise PlanInvalid("the budget and the bounds must be numbers of at least 0")
         if self.lower_bound_bytes > peak:
             raise PlanInvalid(f"no plan has a lower peak than {self.lower_bound_bytes} bytes, it says, but its own is {peak}")
 

@@ -24,11 +24,12 @@ class Replay:
     """The result of a replay.
 
     ``bytes_at`` are the bytes live at each execution, with those of the other open calls. ``live_ranges`` are tuples: a value,
-    its first and its last execution, and its bytes. ``crossing`` are the values that the forward leaves for the backward.
+    the execution that makes it, the first and the last execution during which it is live, and its bytes. ``crossing`` are the
+    values that the forward leaves for the backward.
     """
 
     bytes_at: Sequence[int]
-    live_ranges: Sequence[tuple[int, int, int, int]]
+    live_ranges: Sequence[tuple[int, int, int, int, int]]
     crossing: frozenset[int]
 
 
@@ -47,11 +48,12 @@ def replay(graph: Graph, schedule: Schedule) -> Replay:
     else:
         exist = list(range(len(buffers.value)))
         first, last = buffers.made, list(map(max, buffers.made, buffers.last_read))
-    live_ranges = [(buffers.value[b], first[b], end if buffers.held[b] else last[b], buffers.bytes[b]) for b in exist]
+    ends = [end if held else last[b] for b, held in enumerate(buffers.held)]
+    live_ranges = [(buffers.value[b], buffers.made[b], first[b], ends[b], buffers.bytes[b]) for b in exist]
     crossing = frozenset(buffers.value[b] for b in buffers.crossing)
     kept = crossing.union(buffers.value[b] for b in range(buffers.begins[border]) if buffers.held[b])
     changes = [0] * (end + 2)
-    for _, start, stop, size in live_ranges:
+    for _, _, start, stop, size in live_ranges:
         changes[start] += size
         changes[stop + 1] -= size
     changes[0] += graph.resident_bytes + (graph.in_flight - 1) * sum(graph.values[value].bytes for value in kept)
