@@ -281,6 +281,23 @@ def test_a_workspace_is_that_of_the_call_with_results_of_its_size():
     assert with_workspace(in_place) == 9000
 
 
+def test_a_workspace_is_that_of_the_node_whose_kernel_writes_the_buffer():
+    workspaces, by_node = {"kernel": {400: 1000, 404: 9000}}, {"buf1": 10, "buf3": 9000, "buf4": 0}
+
+    def peak_of(body: str) -> int | None:
+        source = "def call(args):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+        sizes = {"buf1": 400, "buf4": 400}
+        return replay_peak(source, {}, lambda name: sizes.get(name, 0), workspaces=workspaces, workspace_of=by_node.get)
+
+    assert peak_of("buf1 = torch.ops.aten.kernel.default(x)\nreturn (buf1,)") == 410
+    assert peak_of("buf4 = torch.ops.aten.kernel.default(x)\nreturn (buf4,)") == 400
+    written = f"buf3 = {empty(100)}\nextern_kernels.kernel(x, out={{}})\nreturn (buf3,)"
+    assert peak_of(written.format("buf3")) == 9400
+    assert peak_of(written.format("reinterpret_tensor(buf3, (10, 10), (10, 1), 0)")) == 9400
+    unknown = f"buf7 = {empty(100)}\nextern_kernels.kernel(x, out=buf7)\nreturn (buf7,)"
+    assert peak_of(unknown) == 1400, "no node is known, so the size decides"
+
+
 CPP = """
 cpp_wrapper_src = (r'''
 void inductor_entry_impl(

@@ -25,6 +25,9 @@ from autoremat.torch_private import names
 from autoremat.torch_private.hooks import Method, hooked
 from autoremat.torch_private.symbolic_sizes import most_of_expression
 
+WORKSPACE = "autoremat_workspace_bytes"
+"""Key of ``node.meta`` for the workspace of an op's node, in bytes. Clones of the node and Inductor's graph keep it."""
+
 
 @dataclass(frozen=True)
 class LoweredPeak:
@@ -80,6 +83,24 @@ def _results(buffer: Any) -> list[str]:
     return [result.get_name() for result in found if type(result) is ir.MultiOutput]
 
 
+def _workspaces(lowering: Any) -> Callable[[str], int | None]:
+    """Returns the function from the name of an extern kernel's buffer to the workspace of the node that became this kernel.
+
+    It returns None for other buffers, and for nodes that Inductor's own passes have created.
+    """
+    from torch._inductor import ir
+
+    place = {node: number for number, node in enumerate(lowering.module.graph.nodes)}
+
+    def workspace(name: str) -> int | None:
+        buffer = lowering.try_get_buffer(name)
+        # Operands that were not materialised yet are origins too. The node itself is the latest, because it reads them.
+        origins = [node for node in buffer.origins if node in place] if isinstance(buffer, ir.ExternKernel) else []
+        return max(origins, key=place.__getitem__).meta.get(WORKSPACE) if origins else None
+
+    return workspace
+
+
 def _strides(buffer: Any) -> tuple[object, ...]:
     """Returns the strides of the dimensions that are longer than 1; an empty tuple for objects that are not tensors."""
     layout = _layout(buffer)
@@ -132,7 +153,7 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
         if lowering.is_backward and copied is not None:  # what the forward saves is in the memory of CUDA graphs already
             copied = {name: size for name, size in counted.items() if name.startswith("tangents")}
         facts = known.allocation_bytes, known.workspaces, copied, known.device_type
-        replayed = replay(source, counted, buffer_bytes, held, *facts, results)
+        replayed = replay(source, counted, buffer_bytes, held, *facts, results, _workspaces(lowering))
         pool, other = (_scheduled_peak(lowering, held), 0) if replayed is None else (replayed.pool_bytes, replayed.other_bytes)
         if lowering.is_backward:  # outputs of the forward stay live although the backward does not read them
             pool += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
