@@ -50,6 +50,7 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
+from autoremat.report.op_bytes import code_bytes_of
 from autoremat.report.report import Report
 from autoremat.torch_private import compilers
 from autoremat.torch_private.dynamo import sharded_inputs
@@ -236,13 +237,15 @@ def _completed(
         report = dataclasses.replace(report, reserved=planned.count.code_report(planned.plan, halves))
     elif peak is None and record is not None and record.report is not None and record.report.reserved is not None:
         report = dataclasses.replace(report, reserved=record.report.reserved)
+    code_bytes = code_bytes_of(planned.plan, halves)
     if peak is None and record is not None and record.report is not None:
         peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
+        code_bytes = record.report.code_bytes
     if peak is not None and planned.context.options.wants_whole_reference:  # the code of the plan may exceed its simulation
         counted = dataclasses.replace(report, compiled_peak_bytes=peak).counted_bytes
         report = dataclasses.replace(report, budget_bytes=max(counted, report.budget_bytes or 0))
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
-    report = dataclasses.replace(report.compiled(peak, len(attempts) - 1, reason), graph_pool_bytes=pool)
+    report = dataclasses.replace(report.compiled(peak, len(attempts) - 1, reason), graph_pool_bytes=pool, code_bytes=code_bytes)
     return dataclasses.replace(report, notes=(*report.notes, ESTIMATED)) if is_estimate else report
 
 

@@ -38,6 +38,8 @@ class HalfAllocations(Allocations):
     """Names and numbers of the tensors that the half receives. The events begin with their allocation."""
     results: tuple[tuple[str, int], ...] = ()
     """Names and numbers of the tensors that are live at the end because the half returns them."""
+    kernels: tuple[tuple[str, int], ...] = ()
+    """Names of what kernels compute, in sequence, and the bytes that are live while each kernel runs."""
 
     def with_names(self, names: Mapping[str, str]) -> HalfAllocations:
         """Returns the allocations with other names of results."""

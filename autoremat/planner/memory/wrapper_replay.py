@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.cpp_wrapper import as_python
@@ -150,13 +150,13 @@ def replay(
     statements, is_recorded = _code(source, copied is not None)
     if statements is None:
         return None
-    parts = _unpackings(statements)
+    parts, kernels = _unpackings(statements), _Kernels()
     heap = Heap(round_to, is_recorded)
     for name, size in input_bytes.items():
         is_result = copied is not None and name not in copied  # of a recorded forward
         heap.allocate(size, name, *(["(caller)"] if name in held else []), in_pool=is_result)
     for statement in statements:
-        before = heap.live_bytes
+        before, needed = heap.live_bytes, 0
         if isinstance(statement, ast.Delete):
             for name in [target.id for target in statement.targets if isinstance(target, ast.Name)]:
                 heap.release(name)
@@ -174,7 +174,31 @@ def replay(
             needed = _workspace_by_name(statement.value, made, workspaces) if own is None else own
             needed += _reordered(statement.value, heap)
             heap.use_workspace(needed, _is_recorded(statement, is_recorded))
-    return ReplayedPeak(heap.peak[True], heap.peak[False], _allocations(heap, input_bytes, statements))
+        if isinstance(statement, (ast.Assign, ast.Expr)):
+            kernels.follow(statement, heap.live_bytes + needed)
+    allocations = replace(_allocations(heap, input_bytes, statements), kernels=tuple(kernels.bytes.items()))
+    return ReplayedPeak(heap.peak[True], heap.peak[False], allocations)
+
+
+class _Kernels:
+    """The kernels that the statements call."""
+
+    def __init__(self) -> None:
+        self.unwritten: set[str] = set()
+        """Buffers that are allocated, or take a buffer over, and that no kernel has written yet."""
+        self.bytes: dict[str, int] = {}
+        """For each buffer, in sequence, the bytes that are live while the kernel runs that first writes it."""
+
+    def follow(self, statement: ast.Assign | ast.Expr, live_bytes: int) -> None:
+        """Notes the buffers that the statement allocates, or the kernel that it calls."""
+        if isinstance(statement, ast.Assign) and not _written_buffer(statement):
+            self.unwritten.update(name_in_code(one.id) for one in statement.targets if isinstance(one, ast.Name))
+            return
+        named = {name_in_code(node.id) for node in ast.walk(statement) if isinstance(node, ast.Name)}
+        written = named & self.unwritten | {name_in_code(_written_buffer(statement))} - {""}
+        for name in sorted(written):
+            self.bytes.setdefault(name, live_bytes)
+        self.unwritten -= written
 
 
 def _shares(name: str, parts: Mapping[str, list[str]], results: Callable[[str], Sequence[str]]) -> list[tuple[str, str | None]]:
