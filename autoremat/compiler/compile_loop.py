@@ -44,6 +44,7 @@ from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
 from autoremat.compiler.records import Record
 from autoremat.compiler.reference import CODE
 from autoremat.planner.memory.allocations import HalfAllocations
+from autoremat.report.op_bytes import code_bytes_of
 from autoremat.report.report import Report
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers
@@ -218,13 +219,15 @@ def _completed(
         report = dataclasses.replace(report, reserved=planned.count.code_report(planned.plan, halves))
     elif peak is None and record is not None and record.report is not None and record.report.reserved is not None:
         report = dataclasses.replace(report, reserved=record.report.reserved)
+    code_bytes = code_bytes_of(planned.plan, halves)
     if peak is None and record is not None and record.report is not None:
         peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
+        code_bytes = record.report.code_bytes
     if peak is not None and planned.context.request.limits.takes_whole_reference:  # its code may exceed its simulation
         counted = dataclasses.replace(report, compiled_peak_bytes=peak).counted_bytes
         report = dataclasses.replace(report, budget_bytes=max(counted, report.budget_bytes or 0))
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
-    report = dataclasses.replace(report.compiled(peak, len(attempts) - 1, reason), graph_pool_bytes=pool)
+    report = dataclasses.replace(report.compiled(peak, len(attempts) - 1, reason), graph_pool_bytes=pool, code_bytes=code_bytes)
     return dataclasses.replace(report, notes=(*report.notes, ESTIMATED)) if is_estimate else report
 
 

@@ -92,12 +92,12 @@ def plan(
     """
     if solver not in SOLVERS:
         raise OptionsError(f"solver={solver!r} is not accepted. Accepted: {', '.join(SOLVERS)}")
-    if solver == "ilp" and graph.fuses:
+    if solver == "ilp" and not graph.is_plain:
         raise OptionsError(
-            "solver='ilp' counts every result as materialised, but this graph's code generator fuses. Use 'auto'"
+            "solver='ilp' counts the results of one call, all of them materialised, but this graph's code generator fuses or "
+            f"other calls are open (fuses={graph.fuses}, in_flight={graph.in_flight}, resident_bytes={graph.resident_bytes}). "
+            "Use 'auto'"
         )
-    if solver == "ilp" and (graph.in_flight > 1 or graph.resident_bytes):
-        raise OptionsError("solver='ilp' counts one call, but this graph has several in flight. Use 'auto'")
     seconds = positive_seconds(time_limit, "time_limit")
     parsed = parse_budget(memory_budget, "memory_budget")
     budget = budget_bytes(parsed, single_phase.without_recomputation(graph).peak_bytes)

@@ -180,6 +180,9 @@ class ReportData:
     binding_budget: str = ""
     """The budget that decides on the plan beside a budget of time, "max_slowdown" or "memory_budget"; empty if neither does."""
 
+    code_bytes: tuple[int | None, ...] = ()
+    """Bytes that are live while the generated code runs each execution of the plan, by replay; None for an execution without a
+    kernel. Empty if no code was generated here, or if it could not be replayed."""
     timed_minimum_bytes: int | None = None
     """Simulated minimum peak found within ``max_slowdown``, if that exceeds the budget of memory."""
 

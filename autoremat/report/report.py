@@ -12,6 +12,7 @@ from autoremat.report import html_report, text_tables
 from autoremat.report.data import ReportData
 from autoremat.report.decisions import Decision
 from autoremat.report.diff import ReportDiff, compare
+from autoremat.report.op_bytes import op_bytes_table
 
 
 @dataclass(frozen=True, repr=False)
@@ -38,6 +39,13 @@ class Report(ReportData, Shown):
         """
         moment = self.peak_before if before else self.peak_after
         return None if moment is None else text_tables.moment_table(moment, limit)
+
+    def op_bytes_table(self) -> PlainTable | None:
+        """Returns the live bytes of each execution as a table, simulated and by replay of the generated code.
+
+        Both are those of one call, without code headroom. None if the report has no plan.
+        """
+        return None if self.plan is None else op_bytes_table(self.plan, self.code_bytes)
 
     def diff(self, other: Report) -> ReportDiff:
         """Returns the differences between this report and ``other``. Values are matched by their names."""

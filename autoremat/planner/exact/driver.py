@@ -114,7 +114,7 @@ def improve(
 ) -> PlanningResult:
     """Returns ``found`` or a better result. A plan whose optimality gap, as a share of the step, is at most ``good_gap`` ends
     the search."""
-    if budget is None or graph.fuses or graph.in_flight > 1 or graph.resident_bytes or found.is_converged(good_gap):
+    if budget is None or not graph.is_plain or found.is_converged(good_gap):
         return found
 
     def within_gap(plan: Plan) -> bool:
