@@ -243,6 +243,8 @@ def _completed(
         report = dataclasses.replace(report, budget_bytes=max(counted, report.budget_bytes or 0))
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
     report = dataclasses.replace(report.compiled(peak, len(attempts) - 1, reason), graph_pool_bytes=pool)
+    if planned.context.was_ended_by_clock:  # also of a search behind code generation
+        report = dataclasses.replace(report, time_limited=True, ended_by_clock=True)
     return dataclasses.replace(report, notes=(*report.notes, ESTIMATED)) if is_estimate else report
 
 

@@ -72,6 +72,11 @@ class PlanningContext:
     """Peak of the code that Inductor generates without this package; None if the simulation stands for it."""
 
     @property
+    def was_ended_by_clock(self) -> bool:
+        """True if the clock has ended a search of any attempt, so that another compilation may choose another plan."""
+        return any(planner.limit.ended_by_clock for planner in self.planners)
+
+    @property
     def fuses(self) -> bool:
         """True if Inductor compiles the graph."""
         return self.options.compiler == "inductor"
@@ -153,6 +158,10 @@ class PricedGraph:
     def torchs_plan(self) -> Plan | None:
         """Returns torch's own partition without a budget as a plan; None if it is unknown."""
         return torchs_plan(self.captured, self.joint.inputs, self.joint.keywords)
+
+    def name_planning(self, options: Options) -> None:
+        """Names the planning of the graph as the present stage."""
+        now(f"planning {len(self.graph.ops):,} ops, at most {options.time_limit:g} s")
 
     def share_in(self, options: Options) -> Share | None:
         """Returns the graph's share of a step's budget; None if the graph has a budget of its own."""

@@ -131,8 +131,6 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     """
     start = time.perf_counter()
     soft_budget = find_soft_budget(priced, context)  # torch's partitioner has no time limit, so it is not part of the planner's
-    doing = f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s"
-    now(doing)
     for earlier in context.planners:  # of an attempt before, since which the graph was traced again
         earlier.restart()
     planner, _ = planner_of(priced, context, soft_budget)
@@ -141,7 +139,6 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
     bounded = count if count is not None and count.is_bounded else None
     counted = bounded.plan_bytes if bounded is not None else lambda plan: plan.peak_bytes + headroom
     reference = reference_of(priced, context, planner, counted)
-    now(doing)
     budget = budget_of(priced, context, reference)
     limits = _Limits(context, soft_budget, budget, headroom, bounded)
     choice = choose_chunking(priced, context, limits.candidate)
@@ -153,7 +150,12 @@ def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
         planner=None if chosen.plan_file is not None else chosen.planner,
         reference=reference,
         code_headroom_bytes=headroom,
-        planning=dataclasses.replace(chosen.planning, baseline=planner.baseline),
+        planning=dataclasses.replace(
+            chosen.planning,
+            baseline=planner.baseline,
+            interrupted=chosen.planning.interrupted or context.was_ended_by_clock,
+            ended_by_clock=context.was_ended_by_clock,
+        ),
         is_last_plan=chosen.plan_file is not None or chosen.planning.plan is None,
         plan_file=chosen.plan_file,
         count=count,
@@ -307,7 +309,6 @@ def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext, compare
     """
     planner, _ = planner_of(priced, context, None)
     without_us = plan_without_us(priced, context, planner)[1] if compares else None
-    now(f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s")
     return PlannedGraph(priced, context, planner.search.smallest, planner, plan_without_us=without_us)
 
 
@@ -317,6 +318,7 @@ def planner_of(priced: PricedGraph, context: PlanningContext, soft_budget: int |
     A planner of an earlier attempt on an equal graph starts afresh, with its candidates.
     """
     options = context.options
+    priced.name_planning(options)
     policy = policies.parse(options.policy)
     constrained = Constraints(options.save, options.recompute, policy, exact=not options.is_bounded).apply(priced.graph)
     given = () if constrained.candidate is None else (constrained.candidate,)

@@ -71,6 +71,7 @@ def plan_without_us(priced: PricedGraph, context: PlanningContext, planner: Plan
     if not context.fuses:
         return BASELINE, planner.baseline
     torchs = _torchs_plan(priced, context) if len(priced.graph.ops) <= MOST_OPS else None
+    priced.name_planning(context.options)
     planner.restart()
     return (STAND_IN, planner.search.least_traffic()) if torchs is None else (TORCH, torchs)
 
