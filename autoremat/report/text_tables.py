@@ -99,8 +99,8 @@ def _end(report: ReportData) -> str:
     """Returns what ended the search, if anything was left to try."""
     if report.ended_by_clock:
         return (
-            ". THE CLOCK ended the search at time_limit, before its work was done, so another run may find another plan: raise "
-            "time_limit, or plan on a less busy machine"
+            ", ENDED BY THE CLOCK at time_limit, before the work was done: another run may find another plan, so raise "
+            "time_limit or plan on a less busy machine"
         )
     return ", until the work of time_limit was done" if report.time_limited else ""
 
