@@ -15,6 +15,8 @@ from strategies import training_chain
 
 import autoremat
 from autoremat.compiler import joint_graph, loss_chunking
+from autoremat.planner.multigraph.ledger import Moment, PlanPoint
+from autoremat.planner.multigraph.step_profile import Step, StepGraph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search import work_limit
 from autoremat.planner.search.candidates import spread_early
@@ -237,3 +239,11 @@ def test_the_report_of_a_step_names_the_clock(monkeypatch):
                                options={"compiler": "aot_eager", "memory_budget": 0.9, "on_infeasible": "best_effort"})  # fmt: skip
     assert report.time_limited
     assert report.ended_by_clock
+
+
+def test_the_profile_of_a_step_names_the_clock():
+    point = PlanPoint(0.0, 400, 500, 900)
+    for by_clock in (False, True):
+        graph = StepGraph("key", "train.py:7", 1, (point,), point, ended_by_clock=by_clock)
+        profile = Step((graph,), (Moment(0, running=0, backward=True),), (), "cpu").shared_out(10_000)
+        assert ("ENDED BY THE CLOCK" in " ".join(str(profile).split())) == by_clock

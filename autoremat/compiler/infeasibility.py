@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from autoremat.basics.errors import BudgetInfeasible, Occupant
+from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.compiler.counting import Count, expandable_remedy
 from autoremat.compiler.joint_graph import PlanningContext
@@ -87,6 +88,7 @@ def no_plan_fits(
     chosen = choice.taken
     unconstrained = None
     if chosen.constrained.graph is not chosen.priced.graph:
+        now("planning without constraints")
         unconstrained = Planner(chosen.priced.graph, context.options.time_limit).search.smallest.peak_bytes
     device = chosen.priced.captured.device.name
     if chosen.time is not None:

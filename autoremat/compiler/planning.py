@@ -121,7 +121,8 @@ class PlannedGraph:
         plans = (planner.baseline, self.plan_without_us or planner.baseline)
         points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
         *front, baseline, reference = (with_code(point, self.priced, self.context) for point in points)
-        return StepGraph(key, source, 1, tuple(front), baseline, self.priced.graph.step_seconds, reference=reference)
+        seconds, by_clock = self.priced.graph.step_seconds, self.context.was_ended_by_clock
+        return StepGraph(key, source, 1, tuple(front), baseline, seconds, reference=reference, ended_by_clock=by_clock)
 
 
 def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:

@@ -81,12 +81,13 @@ class WorkLimit:
         self.ended_by_clock = self.ended_by_clock or part.ended_by_clock
 
     def has_passed(self, share: float = 1.0) -> bool:
-        """Returns True if that share of the work or of the time has passed, or if another unit might end late.
+        """Returns True if no further unit may begin within that share of the work.
 
-        A unit may take as long as the longest one before it.
+        The clock ends a stage in time to leave later stages half of their share, and the search before a unit that may end
+        late. A unit may take as long as the longest one before it.
         """
         is_done = self.done >= share * self.seconds * WORK_PER_SECOND
-        is_late = self.elapsed > share * self.seconds or self.elapsed + self._longest > self.seconds
+        is_late = self.elapsed > (1 + share) / 2 * self.seconds or self.elapsed + self._longest > self.seconds
         self.interrupted = self.interrupted or is_done or is_late
         self.ended_by_clock = self.ended_by_clock or (is_late and not is_done)
         return is_done or is_late
