@@ -3,10 +3,10 @@
     python benchmarks/same_plans.py                            # ten plans of each of six models
     python benchmarks/same_plans.py --only gpt2 --plans 2      # to try the script
 
-Each plan is `autoremat.explain` in a process of its own, with its own seed of hashes, for an H100 by name, at 60 % of the reference
-peak. The first half runs alone, the second half beside busy processes. The deep GPT-2 and Llama have thousands of ops, so that the
-work of `time_limit` binds. Seconds are those of planning, and depend on whatever else the machine does: the load is written
-beside them. Written to `benchmarks/results/same_plans.txt` and `.json`.
+Each plan is `autoremat.explain` in a process of its own, with its own seed of hashes, for an H100 by name, at 60 % of the
+reference peak. The first half runs alone, the second half beside busy processes. The deep GPT-2 and Llama have thousands of
+ops, so that the work of `time_limit` may bind. Seconds are those of planning, and depend on whatever else the machine does: the
+load at the start of each process is written beside them. Written to `benchmarks/results/same_plans.txt` and `.json`.
 """
 
 from __future__ import annotations
@@ -93,18 +93,21 @@ def in_a_process(name: str) -> dict[str, Any]:
 
 def write(rows: Sequence[dict[str, Any]], folder: Path) -> None:
     """Writes all rows, as a table and as JSON, and prints the table."""
-    lines = [
-        f"torch {torch.__version__}, {os.cpu_count()} cores, {rows[0]['busy processes']} busy processes beside the second half",
-        f"{'model':<8}{'ops':>6}  {'plans':>12}  {'distinct':>18}  {'ended by':<14}{'seconds alone (load)':>24}{'busy (load)':>24}",
-    ]
+    heads = ("model", "ops", "plans", "distinct", "ended by", "seconds alone (load)", "seconds busy (load)")
+    table = [heads]
     for row in rows:
         alone, busy = row["alone"], row["busy"]
         every = [*alone, *busy]
         ops = "/".join(sorted({f"{one['ops']:,}" for one in every}))
-        distinct = f"{plans(alone)} alone, {plans(every)} in all"
         ends = "/".join(sorted({one["ended by"] for one in every}))
-        counts = f"{len(alone)} and {len(busy)}"
-        lines.append(f"{row['model']:<8}{ops:>6}  {counts:>12}  {distinct:>18}  {ends:<14}{spent(alone):>24}{spent(busy):>24}")
+        counts, distinct = f"{len(alone)} + {len(busy)}", f"{plans(alone)} alone, {plans(every)} in all"
+        table.append((row["model"], ops, counts, distinct, ends, spent(alone), spent(busy)))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        f"torch {torch.__version__}, {os.cpu_count()} cores; beside the second number of plans, {rows[0]['busy processes']} "
+        "busy processes ran",
+        *("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip() for cells in table),
+    ]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "same_plans.txt").write_text("\n".join(lines) + "\n")
     setup = {"torch": torch.__version__, "cores": os.cpu_count(), "device": DEVICE, "share": SHARE}

@@ -235,8 +235,9 @@ def test_the_capture_of_another_form_of_the_loss_is_no_part_of_planning(monkeypa
 def test_the_report_of_a_step_names_the_clock(monkeypatch):
     standing = iter(range(10**9))
     monkeypatch.setattr(work_limit, "time", types.SimpleNamespace(monotonic=lambda: 100.0 * next(standing)))
-    report = autoremat.explain(classified, torch.randn(8, 512, requires_grad=True), torch.randn(64, 8),
-                               options={"compiler": "aot_eager", "memory_budget": 0.9, "on_infeasible": "best_effort"})  # fmt: skip
+    weight, x = torch.randn(8, 512, requires_grad=True), torch.randn(64, 8)
+    options = {"compiler": "aot_eager", "memory_budget": 0.9, "on_infeasible": "best_effort"}
+    report = autoremat.explain(classified, weight, x, options=options)
     assert report.time_limited
     assert report.ended_by_clock
 
