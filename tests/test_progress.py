@@ -110,6 +110,7 @@ def test_an_explanation_names_its_stages_and_counts_traced_ops(monkeypatch):
         "pricing",
         "planning",
         "planning",
+        "planning",
         "describing",
         "following",
     ]

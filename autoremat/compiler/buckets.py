@@ -41,7 +41,7 @@ from autoremat.planner.multigraph.frame import Border, Frame, Part
 from autoremat.planner.multigraph.fronts import border_values, output_bytes
 from autoremat.planner.multigraph.ledger import KnownBorders, Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
-from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepGraph, StepProfile
+from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, ENDED_BY_CLOCK, Step, StepGraph, StepProfile
 from autoremat.planner.plans.plan import Plan
 from autoremat.request.grants import note_grant
 from autoremat.request.limits import CommonBudget, Limits
@@ -142,6 +142,7 @@ def _share(profile: StepProfile, graph: _Graph, split: ddp.Split, number: int) -
         f"{format_bytes(profile.budget_bytes or 0)}, of which {format_bytes(profile.peak_bytes)} are planned (baseline "
         f"{format_bytes(profile.baseline_peak_bytes)}, minimum {format_bytes(profile.minimum_peak_bytes)})"
     )
+    note += f"; plans {ENDED_BY_CLOCK}" if profile.step.ended_by_clock else ""
     return None if share is None else replace(share, known=graph.known, note=note)
 
 

@@ -120,7 +120,7 @@ def compile_graph(source: GraphSource, request: Request, peers: Peers = ALONE) -
             raise peers.named(_error(planned, verdict, attempts, codes))
         if not isinstance(verdict, Again):
             assert function is not None
-            report = _completed(planned, attempts, record, is_estimate, codes)
+            report = _completed(planned, attempts, earlier, record, is_estimate, codes)
             saved = None if partitioning.fell_back else peers.signed(Record(report, step.headroom_bytes))
             return CompiledGraph(function, report, key, saved)
         log.debug("planning again for %s of headroom: %s", format_bytes(verdict.headroom_bytes), verdict.purpose.value)
@@ -210,7 +210,12 @@ def _decision(
 
 
 def _completed(
-    planned: BudgetedGraph, attempts: list[Attempt], record: Record | None, is_estimate: bool, codes: Codes
+    planned: BudgetedGraph,
+    attempts: list[Attempt],
+    earlier: EarlierSearches,
+    record: Record | None,
+    is_estimate: bool,
+    codes: Codes,
 ) -> Report:
     """Returns the report with the peak and the reserved bytes of the accepted code."""
     report, peak, pool = planned.report, allocated_peak_bytes(attempts), pool_bytes(attempts)
@@ -228,6 +233,8 @@ def _completed(
         report = dataclasses.replace(report, budget_bytes=max(counted, report.budget_bytes or 0))
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
     report = dataclasses.replace(report.compiled(peak, len(attempts) - 1, reason), graph_pool_bytes=pool, code_bytes=code_bytes)
+    if earlier.ended_by_clock:  # also of a search behind code generation
+        report = dataclasses.replace(report, time_limited=True, ended_by_clock=True)
     return dataclasses.replace(report, notes=(*report.notes, ESTIMATED)) if is_estimate else report
 
 

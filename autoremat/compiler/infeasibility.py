@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from autoremat.basics.errors import BudgetInfeasible, Occupant
+from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.compiler.counting import Count, expandable_remedy
 from autoremat.compiler.joint_graph import PlanningContext
@@ -96,6 +97,7 @@ def no_plan_fits(
     chosen, limits = choice.taken, context.request.limits
     unconstrained = None
     if chosen.constrained.graph is not chosen.priced.graph:
+        now("planning without constraints")
         unconstrained = Planner(chosen.priced.graph, context.request.time_limit).search.smallest.peak_bytes
     device = chosen.priced.captured.device.name
     if chosen.time is not None:

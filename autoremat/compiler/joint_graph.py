@@ -121,6 +121,10 @@ class PricedGraph:
         """Returns torch's own partition without a budget as a plan; None if it is unknown."""
         return torchs_plan(self.captured, self.joint.inputs, self.joint.keywords)
 
+    def name_planning(self, time_limit: float) -> None:
+        """Names the planning of the graph as the present stage. ``time_limit`` is in seconds."""
+        now(f"planning {len(self.graph.ops):,} ops, at most {time_limit:g} s")
+
     def step_share(self, limits: Limits) -> Share | None:
         """Returns the graph's share of a step's budget; None for a budget of its own, and for a nested region."""
         return None if self.joint.is_region else limits.step_share

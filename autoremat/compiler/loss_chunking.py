@@ -15,6 +15,7 @@ from functools import partial
 from torch import fx
 
 from autoremat.basics.errors import ChunkingUnsupported, OptionWarning
+from autoremat.basics.progress import now
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
 from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
 from autoremat.passes.pipeline import run_passes
@@ -150,6 +151,7 @@ def with_chunks(priced: PricedGraph, context: PlanningContext, number: int) -> P
 
 def _module_with_chunks(priced: PricedGraph, number: int) -> tuple[fx.GraphModule, int]:
     """Returns a copy of the joint graph with a chunked loss, and the number of its chunks."""
+    now("chunking the loss")
     joint = priced.captured.joint
     module = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
     module.meta = dict(joint.meta)

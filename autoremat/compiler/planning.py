@@ -43,6 +43,11 @@ class EarlierSearches:
     torchs_plans: list[Plan] = field(default_factory=list)
     """Torch's own partitions, which are the references of shares."""
 
+    @property
+    def ended_by_clock(self) -> bool:
+        """True if the clock has ended a search of any attempt, so that another compilation may choose another plan."""
+        return any(planner.limit.ended_by_clock for planner in self.planners)
+
 
 @dataclass(frozen=True)
 class PlannedGraph:
@@ -81,7 +86,8 @@ class SmallestGraph(PlannedGraph):
         plans = (planner.baseline, self.plan_without_us or planner.baseline)
         points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
         *front, baseline, reference = (with_code(point, self.priced, self.context) for point in points)
-        return StepGraph(key, source, 1, tuple(front), baseline, self.priced.graph.step_seconds, reference=reference)
+        seconds, by_clock = self.priced.graph.step_seconds, planner.limit.ended_by_clock
+        return StepGraph(key, source, 1, tuple(front), baseline, seconds, reference=reference, ended_by_clock=by_clock)
 
 
 @dataclass(frozen=True)
@@ -146,8 +152,6 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
     start = time.perf_counter()
     earlier = earlier or EarlierSearches()
     soft_budget = find_soft_budget(priced, context)  # torch's partitioner has no time limit, so it is not part of the planner's
-    doing = f"planning {len(priced.graph.ops):,} ops, at most {context.request.time_limit:g} s"
-    now(doing)
     for planner in earlier.planners:  # of an attempt before, since which the graph was traced again
         planner.restart()
     planner, _ = planner_of(priced, context, soft_budget, earlier)
@@ -156,12 +160,17 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
     bounded = count if count is not None and count.is_bounded else None
     counted = bounded.plan_bytes if bounded is not None else lambda plan: plan.peak_bytes + headroom
     reference = reference_of(priced, context, planner, counted, earlier.torchs_plans)
-    now(doing)
     budget = budget_of(context, reference)
     limits = _Limits(context, soft_budget, budget, headroom, bounded, earlier)
     choice = choose_chunking(priced, context, limits.candidate)
     chosen = choice.taken
-    planning = dataclasses.replace(chosen.planning, baseline=planner.baseline)
+    by_clock = earlier.ended_by_clock
+    planning = dataclasses.replace(
+        chosen.planning,
+        baseline=planner.baseline,
+        interrupted=chosen.planning.interrupted or by_clock,
+        ended_by_clock=by_clock,
+    )
     plan = _plan_within(limits, choice)
     facts = ReportedPlan(choice, plan, planning, headroom, count, reference, budget, soft_budget)
     return BudgetedGraph(
@@ -339,7 +348,6 @@ def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext, compare
     """
     planner, _ = planner_of(priced, context, None, EarlierSearches())
     without_us = plan_without_us(priced, context, planner, [])[1] if compares else None
-    now(f"planning {len(priced.graph.ops):,} ops, at most {context.request.time_limit:g} s")
     return SmallestGraph(priced, context, planner.search.smallest, planner, without_us)
 
 
@@ -351,6 +359,7 @@ def planner_of(
     A planner of an earlier attempt on an equal graph starts afresh, with its candidates.
     """
     request = context.request
+    priced.name_planning(request.time_limit)
     policy = policies.parse(request.policy)
     constrained = Constraints(request.save, request.recompute, policy, exact=not request.limits.is_bounded).apply(priced.graph)
     given = () if constrained.candidate is None else (constrained.candidate,)

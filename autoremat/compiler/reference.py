@@ -77,6 +77,7 @@ def plan_without_us(
     if not context.request.fuses:
         return BASELINE, planner.baseline
     torchs = _torchs_plan(priced, torchs_plans) if len(priced.graph.ops) <= MOST_OPS else None
+    priced.name_planning(context.request.time_limit)
     planner.restart()
     return (STAND_IN, planner.search.least_traffic()) if torchs is None else (TORCH, torchs)
 

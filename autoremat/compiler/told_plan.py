@@ -44,6 +44,7 @@ class ToldPlan:
     lower_bound_seconds: float
     candidates: int
     interrupted: bool
+    ended_by_clock: bool = False
     fastest_seconds: float | None = None
     """Seconds of the step under the fastest plan; None without a budget of time."""
 
@@ -67,7 +68,8 @@ class ToldPlan:
             lower_bound_bytes=report.lower_bound_bytes,
             lower_bound_seconds=report.lower_bound_seconds or 0.0,
             candidates=1,
-            interrupted=False,
+            interrupted=report.time_limited,
+            ended_by_clock=report.ended_by_clock,
             fastest_seconds=report.fastest_seconds,
         )
 
@@ -88,6 +90,7 @@ def told(planned: BudgetedGraph) -> ToldPlan:
         lower_bound_seconds=planning.lower_bound_seconds,
         candidates=planning.candidates,
         interrupted=planning.interrupted,
+        ended_by_clock=planning.ended_by_clock,
         fastest_seconds=report.fastest_seconds,
     )
 
@@ -116,6 +119,7 @@ def plan_as_told(
         lower_bound_seconds=message.lower_bound_seconds,
         candidates=message.candidates,
         interrupted=message.interrupted,
+        ended_by_clock=message.ended_by_clock,
     )
     headroom = headroom_of(priced, context)
     budget = message.budget_bytes

@@ -81,7 +81,8 @@ class Options:
     - max_slowdown: bound on the time of the step, as a share of the fastest plan's time beyond that. By itself it asks for the
         least peak within that time; beside `memory_budget` it only bounds the plan's time. "free" costs nothing measurable.
     - auto_headroom: bytes that "auto" keeps free on the CUDA device.
-    - time_limit: seconds that one search may take. Each attempt searches anew, and so does each form of a chunked loss.
+    - time_limit: seconds that one search may take. They grant an amount of work, which ends the search at the same plan on any
+        machine. Each attempt searches anew, and so does each form of a chunked loss.
     - compiler: the compiler of the planned graphs: "inductor", or "aot_eager", which runs them uncompiled.
     - on_infeasible: the action if no plan fits: "raise", or "best_effort" to run at the minimum peak found.
     - cost_model: the source of the ops' seconds: "calibrated" (rates of the device, measured once) or "roofline" (data sheets;

@@ -86,9 +86,10 @@ def plan(
     """Returns the cheapest plan that ``solver`` (a key of ``SOLVERS``) finds for ``graph``, after a check by replay.
 
     ``memory_budget`` bounds the peak. It is a number of bytes (an int, or text such as "6GiB"), a share of the peak without
-    recomputation (a float in (0, 1]), or None. ``time_limit`` is in seconds. Equal arguments give equal plans, unless the time
-    limit interrupts the search (``Plan.interrupted``). If no plan found fits, the plan of the minimum peak found is returned,
-    with the ``status`` "infeasible". Raises ``OptionsError``, a ``ValueError``, for an argument that is not accepted.
+    recomputation (a float in (0, 1]), or None. ``time_limit`` is in seconds, and grants an amount of work. Equal arguments give
+    equal plans, unless the clock interrupts a solver (``Plan.interrupted``). If no plan found fits, the plan of the minimum
+    peak found is returned, with the ``status`` "infeasible". Raises ``OptionsError``, a ``ValueError``, for an argument that is
+    not accepted.
     """
     if solver not in SOLVERS:
         raise OptionsError(f"solver={solver!r} is not accepted. Accepted: {', '.join(SOLVERS)}")

@@ -91,6 +91,9 @@ class ReportData:
     replans: int = 0
     """Number of further attempts, with a tighter plan, because the generated code was over the budget."""
     time_limited: bool = False
+    """True if the time limit ended the search, as an amount of work or by the clock."""
+    ended_by_clock: bool = False
+    """True if the clock ended it before its work was done, so that another run may find another plan."""
     step_seconds: float = 0.0
     """Seconds of forward and backward without recomputation."""
     lower_bound_seconds: float | None = 0.0
@@ -263,6 +266,7 @@ class ReportData:
             strategy=plan.label,
             saved=_saved_tensors(graph, plan),
             time_limited=planning.interrupted,
+            ended_by_clock=planning.ended_by_clock,
             step_seconds=graph.step_seconds,
             in_flight=graph.in_flight,
             held_bytes=plan.timeline.held_bytes,

@@ -60,10 +60,11 @@ class Report(ReportData, Shown):
         budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
         gap = "" if self.gap is None else f" (at most {self.gap:.1%} of the step over the optimum)"
         over = "" if self.within_budget else ", OVER THE BUDGET"
+        clock = ", ENDED BY THE CLOCK" if self.ended_by_clock else ""
         reserved = f" ({format_bytes(self.counted_bytes)} reserved)" if self.count == "reserved" else ""
         return (
             f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.peak_bytes)}{reserved}{over}, "
-            f"recomputation {self.overhead:.1%} of the forward{gap}, planned in {format_seconds(self.planning_seconds)}"
+            f"recomputation {self.overhead:.1%} of the forward{gap}, planned in {format_seconds(self.planning_seconds)}{clock}"
         )
 
     def line(self) -> str:

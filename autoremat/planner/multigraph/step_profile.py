@@ -15,6 +15,12 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Allocation, Moment, PlanPoint, Share
 from autoremat.planner.multigraph.variants import Entries
 
+ENDED_BY_CLOCK = (
+    "ENDED BY THE CLOCK at time_limit, before the work was done: another run may share out the budget otherwise, so raise "
+    "time_limit or plan on a less busy machine"
+)
+"""What a step's profile and its graphs' reports say of searches that the clock ended."""
+
 
 @dataclass(frozen=True)
 class StepGraph:
@@ -36,6 +42,8 @@ class StepGraph:
     """Number of the block that makes these calls, if the step's calls can be told apart (``compile_blocks``)."""
     reference: PlanPoint | None = None
     """Plan that the graph has without this package; None if that is the baseline."""
+    ended_by_clock: bool = False
+    """True if the clock ended the search for these plans, so that another profile may have others."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,11 @@ class Step:
     """Keys of graphs without a plan, because they save nothing for a backward."""
     variants: int = 1
     """Maximum number of different plans of one graph, for the blocks that call it."""
+
+    @property
+    def ended_by_clock(self) -> bool:
+        """True if the clock ended the search for the plans of any graph."""
+        return any(graph.ended_by_clock for graph in self.graphs)
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -271,6 +284,7 @@ class StepProfile(Shown):
             ("minimum peak found", format_bytes(self.minimum_peak_bytes)),
             ("added", f"{format_seconds(self.added_seconds)} estimated"),
             ("order", order),
+            *([("plans", ENDED_BY_CLOCK)] if self.step.ended_by_clock else ()),
         ]
 
 

@@ -13,7 +13,7 @@ from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
 from autoremat.planner.search.lower_bounds import Bounds, Moments
-from autoremat.planner.search.time_limit import TimeLimit
+from autoremat.planner.search.work_limit import CHECK, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
@@ -37,7 +37,9 @@ class PlanningResult:
     """Lower bound on the added seconds of any plan within the budget; infinite if no plan fits."""
     candidates: int
     interrupted: bool
-    """True if the time limit ended the search."""
+    """True if the time limit, as an amount of work, ended the search."""
+    ended_by_clock: bool = False
+    """True if the clock ended it earlier, or ended one that it builds on: another search may find another plan."""
 
     def within_gap(self, plan: Plan, good_gap: float) -> bool:
         """Returns True if the optimality gap of ``plan``, as a share of the step, is at most ``good_gap``."""
@@ -79,6 +81,7 @@ class Planner:
 
     graph: Graph
     time_limit: float = 10.0
+    """Limit in seconds, of which follows the work of the search (:mod:`autoremat.planner.search.work_limit`)."""
     strategies: Strategies = EVERY_STRATEGY
     stepwise: bool = False
     """If True, memory is filled in fixed steps. Without ruin and recreate, a larger budget then never costs more, even in a new
@@ -93,20 +96,24 @@ class Planner:
     much more memory."""
 
     def __post_init__(self) -> None:
-        limit = TimeLimit(self.time_limit)
-        self.search = Search(self.graph, limit, self.strategies, self.given)
-        self.moments = Moments(self.graph, self.search.mincut, limit=limit)
+        self.limit = WorkLimit(self.time_limit)
+        self.search = Search(self.graph, self.limit, self.strategies, self.given)
+        with self.limit.unit():
+            self.moments = Moments(self.graph, self.search.mincut)
         self.baseline = self.search.save_everything()
-        self.baseline.check(ignores_recompute=True)
+        self.check(self.baseline, ignores_recompute=True)
 
     def restart(self) -> None:
-        """Begins a new search with a new time limit. Candidates stay; plans that were filled for other budgets go.
+        """Begins a new search with all its work. Candidates stay; plans that were filled for other budgets go.
 
         The plan for a budget therefore does not depend on earlier searches.
         """
-        limit = TimeLimit(self.time_limit)
-        self.search.restart(limit)
-        self.moments.restart(limit)
+        self.search.restart()
+
+    def check(self, plan: Plan, ignores_recompute: bool = False) -> None:
+        """Raises ``PlanInvalid`` if ``plan`` breaks a rule, within the limit of the search. See :meth:`Plan.check`."""
+        with self.limit.unit(CHECK * len(plan.sequence)):
+            plan.check(ignores_recompute=ignores_recompute)
 
     def find(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> PlanningResult:
         """Returns the cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the lower bounds.
@@ -115,8 +122,9 @@ class Planner:
         """
         best = self.choose(budget_bytes, accepts=accepts)
         search, seconds = self.search, 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
-        bytes_, interrupted = self.moments.peak_bytes(), search.is_limited or self.moments.interrupted
-        return PlanningResult(best, self.baseline, search.smallest, bytes_, seconds, search.simulated, interrupted)
+        bytes_, smallest = self.moments.peak_bytes(), search.smallest
+        ends = (search.is_limited, self.limit.ended_by_clock)
+        return PlanningResult(best, self.baseline, smallest, bytes_, seconds, search.simulated, *ends)
 
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
         """Returns the result of :meth:`find` as if ``plan`` were the only plan found.
@@ -126,7 +134,8 @@ class Planner:
         limit = plan.peak_bytes if budget_bytes is None else budget_bytes
         fitting = plan if plan.peak_bytes <= limit else None
         bytes_, seconds = self.moments.peak_bytes(), self.moments.seconds(limit)
-        return PlanningResult(fitting, self.baseline, plan, bytes_, seconds, 1, self.moments.interrupted)
+        ends = (self.limit.interrupted, self.limit.ended_by_clock)
+        return PlanningResult(fitting, self.baseline, plan, bytes_, seconds, 1, *ends)
 
     def choose(
         self,
@@ -150,7 +159,7 @@ class Planner:
             else:
                 best = search.cheapest(budget_bytes)
             for plan in filter(None, (best, search.smallest)):
-                plan.check()
+                self.check(plan)
         return best
 
     def fastest(self, accepts: Callable[[Plan], bool] | None = None) -> Plan | None:
@@ -179,7 +188,7 @@ class Planner:
         top = steps if budget is None else min(steps, ((budget + 1) * steps - 1) // max(peak, 1))
         for step in range(top if Strategies.FILL in self.strategies else 0, 0, -1):
             level, best = peak * step // steps, search.best(budget)
-            if best is None or level < search.smallest.peak_bytes or search.is_over():
+            if best is None or level < search.smallest.peak_bytes or self.limit.has_passed(settings.plans_share):
                 break
             if min(best.cost_seconds, known_seconds) <= max(search.least_cost, bounds.seconds(level)):
                 break

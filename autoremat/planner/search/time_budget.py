@@ -69,7 +69,7 @@ def least_peak(planner: Planner, time: TimeBudget) -> Plan | None:
     descent = Descent(planner, time)
     descent.run()
     if descent.best is not None:
-        descent.best.check()
+        planner.check(descent.best)
     return descent.best
 
 
@@ -77,7 +77,10 @@ def least_peak_result(planner: Planner, time: TimeBudget) -> PlanningResult:
     """Returns the result of :func:`least_peak`. The lower bound on the added seconds is that for the plan's own peak."""
     plan, search = least_peak(planner, time), planner.search
     judged = planner.judge(plan or search.smallest, None)
-    return replace(judged, plan=plan, smallest=search.smallest, candidates=search.simulated, interrupted=search.is_limited)
+    return replace(
+        judged, plan=plan, smallest=search.smallest, candidates=search.simulated,
+        interrupted=search.is_limited, ended_by_clock=planner.limit.ended_by_clock,
+    )  # fmt: skip
 
 
 class Descent:
