@@ -145,7 +145,7 @@ def test_the_time_between_attempts_is_not_the_planners(monkeypatch):
         assert not first.planner.search.is_limited
         passed[0] += 1000.0  # the graph is traced again
         again = plan_graph(preview.priced, preview.context, earlier)
-        return not again.planning.interrupted and len(earlier.planners) == 1
+        return not again.planning.interrupted and len(earlier.searches) == 1
 
     options = Options.parse({"time_limit": 600, "memory_budget": 0.75}, None, compilers.inductor_config_names)
     model, inputs = build("gpt2", layers=1)

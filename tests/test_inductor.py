@@ -22,7 +22,8 @@ from autoremat.compiler import lowering
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.planner.memory.allocations import FREED
 from autoremat.planner.search.candidates import Search
-from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.torch_private import inductor_lowering
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")]

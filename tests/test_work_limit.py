@@ -21,7 +21,8 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search import work_limit
 from autoremat.planner.search.candidates import spread_early
 from autoremat.planner.search.min_cut import MinCut
-from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.work_limit import WORK_PER_SECOND, WorkLimit
 from autoremat.report.report import Report
 

@@ -285,9 +285,9 @@ class _BucketBorders:
         return joint_graphs.ends_of(self.priced.joint.module, self.priced.joint.num_forward_outputs)
 
     @cached_property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> Sequence[Plan]:
         """All plans that the search finds."""
-        return self.planned.planner.search.spread_out()
+        return self.planned.planner.front()
 
     @cached_property
     def places(self) -> dict[int, int]:

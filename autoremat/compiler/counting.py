@@ -13,7 +13,7 @@ from autoremat.planner.memory.allocations import Allocations, HalfAllocations, b
 from autoremat.planner.memory.allocator_settings import AllocatorSettings
 from autoremat.planner.memory.reserved import Reserved, reserved_bytes, reserved_for
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.request.limits import Limits
 from autoremat.request.request import Request
 from autoremat.torch_private.allocator import settings_of_process

@@ -16,7 +16,8 @@ from autoremat.compiler.shares import counted
 from autoremat.planner.cost import device_memory
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.report.peak_snapshot import TensorCategory, peak_of
 from autoremat.request.limits import Limits
 
@@ -126,7 +127,7 @@ def _least_excess_bytes(chosen: ChunkingCandidate, context: PlanningContext, sha
     """
     observed = max(0, context.extra_headroom_bytes)
     extra = observed if observed < budget else 0
-    plans = (*chosen.planner.search.spread_out(), chosen.planning.smallest)
+    plans = (*chosen.planner.front(), chosen.planning.smallest)
     return max(1, min(share.excess_bytes(counted(plan, chosen.priced, context, share), extra) for plan in plans))
 
 

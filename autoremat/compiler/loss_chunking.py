@@ -21,7 +21,8 @@ from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
 from autoremat.passes.pipeline import run_passes
 from autoremat.planner.constraints.constraints import ConstrainedGraph
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.planner.search.plan_source import PlanSource
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.request.limits import Limits
 from autoremat.torch_private import fake_tensors
@@ -36,7 +37,7 @@ class ChunkingCandidate:
     """The graph as it is, or with a chunked loss, and its plans. ``chunks`` is 1 for the graph as it is."""
 
     priced: PricedGraph
-    planner: Planner
+    planner: PlanSource
     constrained: ConstrainedGraph
     planning: PlanningResult
     chunks: int = 1

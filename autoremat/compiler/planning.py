@@ -17,13 +17,17 @@ from autoremat.compiler.reference import Reference, budget_of, find_soft_budget,
 from autoremat.compiler.shares import acceptance, bytes_at_borders, slacks
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
+from autoremat.planner.graph.graph import Graph
 from autoremat.planner.multigraph.fronts import front_of, point_of
 from autoremat.planner.multigraph.ledger import KnownBorders
 from autoremat.planner.multigraph.step_profile import StepGraph
 from autoremat.planner.plans import plan_file
+from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import ROUNDING, Planner, PlanningResult
-from autoremat.planner.search.time_budget import TimeBudget, least_peak, least_peak_result
+from autoremat.planner.search.plan_source import PlanSource
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import ROUNDING, PlanningResult
+from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.report.report import Report
 from autoremat.request.limits import Limits
 
@@ -39,14 +43,15 @@ QUICK_OPS = 2000
 class EarlierSearches:
     """The searches of earlier attempts of a compilation. An attempt on an equal graph continues with them."""
 
-    planners: list[Planner] = field(default_factory=list)
+    searches: list[tuple[object, PlanSource]] = field(default_factory=list)
+    """Each search after what it was begun for: graph, given schedules and soft budget."""
     torchs_plans: list[Plan] = field(default_factory=list)
     """Torch's own partitions, which are the references of shares."""
 
     @property
     def ended_by_clock(self) -> bool:
         """True if the clock has ended a search of any attempt, so that another compilation may choose another plan."""
-        return any(planner.limit.ended_by_clock for planner in self.planners)
+        return any(planner.ended_by_clock for _, planner in self.searches)
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,7 @@ class PlannedGraph:
     priced: PricedGraph
     context: PlanningContext
     plan: Plan
-    planner: Planner | None
+    planner: PlanSource | None
     """Finds plans for other budgets; None if the plan is read from a file, or another rank's."""
 
     @property
@@ -75,7 +80,7 @@ class PlannedGraph:
 class SmallestGraph(PlannedGraph):
     """A graph with its plan of the minimum peak, before the budget of its step is shared out."""
 
-    planner: Planner
+    planner: PlanSource
     plan_without_us: Plan | None
     """The plan that the graph has without this package; None if it was not asked for."""
 
@@ -86,7 +91,7 @@ class SmallestGraph(PlannedGraph):
         plans = (planner.baseline, self.plan_without_us or planner.baseline)
         points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
         *front, baseline, reference = (with_code(point, self.priced, self.context) for point in points)
-        seconds, by_clock = self.priced.graph.step_seconds, planner.limit.ended_by_clock
+        seconds, by_clock = self.priced.graph.step_seconds, planner.ended_by_clock
         return StepGraph(key, source, 1, tuple(front), baseline, seconds, reference=reference, ended_by_clock=by_clock)
 
 
@@ -152,7 +157,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
     start = time.perf_counter()
     earlier = earlier or EarlierSearches()
     soft_budget = find_soft_budget(priced, context)  # torch's partitioner has no time limit, so it is not part of the planner's
-    for planner in earlier.planners:  # of an attempt before, since which the graph was traced again
+    for _, planner in earlier.searches:  # of an attempt before, since which the graph was traced again
         planner.restart()
     planner, _ = planner_of(priced, context, soft_budget, earlier)
     headroom = headroom_of(priced, context)
@@ -218,13 +223,15 @@ class _Limits:
             found = judged(self.bounded, self.budget, found)
         return ChunkingCandidate(form, planner, constrained, found, chunks, file_name)
 
-    def _time(self, planner: Planner, form: PricedGraph) -> TimeBudget | None:
+    def _time(self, planner: PlanSource, form: PricedGraph) -> TimeBudget | None:
         """Returns the budget of time; None for a nested region, because the surrounding graph may recompute it whole."""
         allowed = self.context.request.limits.max_slowdown
-        return None if allowed is None or form.joint.is_region else TimeBudget.of(planner, allowed)
+        if allowed is None or form.joint.is_region:
+            return None
+        return TimeBudget.of(planner.fastest() or planner.baseline, allowed)
 
     def _searched(
-        self, form: PricedGraph, chunks: int, planner: Planner, constrained: ConstrainedGraph, time: TimeBudget | None
+        self, form: PricedGraph, chunks: int, planner: PlanSource, constrained: ConstrainedGraph, time: TimeBudget | None
     ) -> ChunkingCandidate:
         """Returns ``form`` with the best plan that a search finds within the limits."""
         budget, bounded, extra = self.budget, self.bounded, self.context.extra_headroom_bytes
@@ -348,12 +355,12 @@ def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext, compare
     """
     planner, _ = planner_of(priced, context, None, EarlierSearches())
     without_us = plan_without_us(priced, context, planner, [])[1] if compares else None
-    return SmallestGraph(priced, context, planner.search.smallest, planner, without_us)
+    return SmallestGraph(priced, context, planner.smallest, planner, without_us)
 
 
 def planner_of(
     priced: PricedGraph, context: PlanningContext, soft_budget: int | None, earlier: EarlierSearches
-) -> tuple[Planner, ConstrainedGraph]:
+) -> tuple[PlanSource, ConstrainedGraph]:
     """Returns a planner of the graph under the constraints of the request, and the constrained graph.
 
     A planner of an earlier attempt on an equal graph starts afresh, with its candidates.
@@ -363,16 +370,20 @@ def planner_of(
     policy = policies.parse(request.policy)
     constrained = Constraints(request.save, request.recompute, policy, exact=not request.limits.is_bounded).apply(priced.graph)
     given = () if constrained.candidate is None else (constrained.candidate,)
-    for planner in earlier.planners:
-        same_candidates = [c.plan.schedule for c in planner.given] == [c.plan.schedule for c in given]
-        if planner.graph == constrained.graph and same_candidates and planner.soft_budget_bytes == soft_budget:
-            return planner, constrained
-    planner = Planner(constrained.graph, request.time_limit, given=given, soft_budget_bytes=soft_budget)
-    earlier.planners.append(planner)
+    wanted = (constrained.graph, [candidate.plan.schedule for candidate in given], soft_budget)
+    known = next((planner for begun_for, planner in earlier.searches if begun_for == wanted), None)
+    planner = known or new_planner(constrained.graph, request.time_limit, given, soft_budget)
+    if known is None:
+        earlier.searches.append((wanted, planner))
     return planner, constrained
 
 
-def stored_plan(priced: PricedGraph, context: PlanningContext, planner: Planner) -> tuple[str, Plan] | None:
+def new_planner(graph: Graph, time_limit: float, given: tuple[Candidate, ...], soft_budget: int | None) -> PlanSource:
+    """Returns the search that trains models. Another :class:`PlanSource` can take its place here."""
+    return Planner(graph, time_limit, given=given, soft_budget_bytes=soft_budget)
+
+
+def stored_plan(priced: PricedGraph, context: PlanningContext, planner: PlanSource) -> tuple[str, Plan] | None:
     """Returns the stored plan of the options for this graph, with the name of its file; None if the options have none.
 
     Raises ``PlanFileError`` if the stored plan does not fit the graph.
@@ -386,7 +397,7 @@ def stored_plan(priced: PricedGraph, context: PlanningContext, planner: Planner)
 def search(
     priced: PricedGraph,
     context: PlanningContext,
-    planner: Planner,
+    planner: PlanSource,
     constrained: ConstrainedGraph,
     limit: int | None,
     time: TimeBudget | None = None,
@@ -396,7 +407,7 @@ def search(
     With a budget of time alone, it has the least peak within that time. Without a budget, a policy's plan is taken.
     """
     if time is not None and limit is None:
-        return least_peak_result(planner, time)
+        return planner.least_peak(time)
     if not context.request.limits.is_bounded and constrained.candidate is not None:
         constrained.candidate.plan.check()
         return planner.judge(constrained.candidate.plan, None)
@@ -411,7 +422,9 @@ def _may_fit(plan: Plan, chosen: ChunkingCandidate, context: PlanningContext, bu
     return context.decided_by_code and accepted and is_tried
 
 
-def _within_both(planner: Planner, found: PlanningResult, limit: int, time: TimeBudget) -> tuple[PlanningResult, Plan | None]:
+def _within_both(
+    planner: PlanSource, found: PlanningResult, limit: int, time: TimeBudget
+) -> tuple[PlanningResult, Plan | None]:
     """Returns the result for both budgets and, if the plan found for the bytes takes too long, the least peak within the time.
 
     That search may find a plan that keeps to both. It has a time limit of its own.
@@ -419,7 +432,7 @@ def _within_both(planner: Planner, found: PlanningResult, limit: int, time: Time
     if found.plan is not None and time.keeps(found.plan):
         return found, None
     planner.restart()
-    least = least_peak(planner, time)
+    least = planner.least_peak(time).plan
     if least is not None and least.peak_bytes <= limit:
         return dataclasses.replace(found, plan=least), None
     return found, least

@@ -13,7 +13,7 @@ from autoremat.basics.progress import now
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search
-from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.plan_source import PlanSource
 
 MOST_OPS = 2500
 """Number of ops up to which torch's partitioner is asked. It takes seconds for a thousand ops, and has no time limit."""
@@ -37,7 +37,7 @@ class Reference:
 def reference_of(
     priced: PricedGraph,
     context: PlanningContext,
-    planner: Planner,
+    planner: PlanSource,
     counted: Callable[[Plan], int],
     torchs_plans: list[Plan],
 ) -> Reference | None:
@@ -54,7 +54,7 @@ def reference_of(
     if context.plain_code_bytes is not None:
         source, size = CODE, context.plain_code_bytes
     found = [Reference(size, source, plan.saved_bytes), _of(planner.baseline, BASELINE, counted)]
-    least = _of(planner.search.smallest, SMALLEST, counted)
+    least = _of(planner.smallest, SMALLEST, counted)
     return max(min(found, key=_size), least, key=_size)
 
 
@@ -67,7 +67,7 @@ def _size(reference: Reference) -> int:
 
 
 def plan_without_us(
-    priced: PricedGraph, context: PlanningContext, planner: Planner, torchs_plans: list[Plan]
+    priced: PricedGraph, context: PlanningContext, planner: PlanSource, torchs_plans: list[Plan]
 ) -> tuple[str, Plan]:
     """Returns the plan that the graph would have without this package, after its source.
 
@@ -79,7 +79,7 @@ def plan_without_us(
     torchs = _torchs_plan(priced, torchs_plans) if len(priced.graph.ops) <= MOST_OPS else None
     priced.name_planning(context.request.time_limit)
     planner.restart()
-    return (STAND_IN, planner.search.least_traffic()) if torchs is None else (TORCH, torchs)
+    return (STAND_IN, planner.least_traffic()) if torchs is None else (TORCH, torchs)
 
 
 def _torchs_plan(priced: PricedGraph, torchs_plans: list[Plan]) -> Plan | None:

@@ -18,7 +18,7 @@ from autoremat.compiler.reference import Reference
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import difference, graph_hash
-from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.report.report import Report
 

@@ -15,7 +15,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search import baselines, single_phase
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Strategies
-from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.portfolio

@@ -14,7 +14,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.memory.reserved import Reserved
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.report.decisions import Decision, ForwardValue, explain_values, module_class, op_name
 from autoremat.report.peak_snapshot import PeakSnapshot, Profile, peak_of, profile_of
 

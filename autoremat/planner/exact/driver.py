@@ -15,7 +15,7 @@ from autoremat.planner.exact.interval_model import IntervalModel, Vector, recomp
 from autoremat.planner.exact.large_neighborhood import Improvement, Incumbent
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.interval_model

@@ -39,7 +39,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.lower_bounds import fixed_bytes
-from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.time_indexed_bound

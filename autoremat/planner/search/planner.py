@@ -13,53 +13,12 @@ from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
 from autoremat.planner.search.lower_bounds import Bounds, Moments
+from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.time_budget import Descent, TimeBudget
 from autoremat.planner.search.work_limit import CHECK, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
-
-ROUNDING = 1e-9
-"""Share of the step below which a difference in seconds counts as zero."""
-
-
-@dataclass(frozen=True)
-class PlanningResult:
-    """Result of a search. ``plan`` is None if no plan found fits the budget."""
-
-    plan: Plan | None
-    baseline: Plan
-    """Plan without recomputation: everything that the backward reads is saved."""
-    smallest: Plan
-    """Plan of the minimum peak found."""
-    lower_bound_bytes: int
-    """Lower bound on the peak of any plan."""
-    lower_bound_seconds: float
-    """Lower bound on the added seconds of any plan within the budget; infinite if no plan fits."""
-    candidates: int
-    interrupted: bool
-    """True if the time limit, as an amount of work, ended the search."""
-    ended_by_clock: bool = False
-    """True if the clock ended it earlier, or ended one that it builds on: another search may find another plan."""
-
-    def within_gap(self, plan: Plan, good_gap: float) -> bool:
-        """Returns True if the optimality gap of ``plan``, as a share of the step, is at most ``good_gap``."""
-        step, bound = plan.graph.step_seconds, self.lower_bound_seconds
-        return plan.added_seconds <= bound + good_gap * (step + bound) + ROUNDING * step
-
-    def is_converged(self, good_gap: float) -> bool:
-        """Returns True if the optimality gap of the plan is at most ``good_gap``, or if the bound shows that no plan fits."""
-        return math.isinf(self.lower_bound_seconds) or (self.plan is not None and self.within_gap(self.plan, good_gap))
-
-    def with_plans(self, plans: list[Plan], budget: int, interrupted: bool) -> PlanningResult:
-        """Returns the result after adding ``plans``, for a budget in bytes. The best and the smallest plan are checked."""
-        known = [*filter(None, (self.plan, self.smallest)), *plans]
-        fitting = [plan for plan in known if plan.peak_bytes <= budget]
-        best = min(fitting, key=lambda p: (p.cost_seconds, p.peak_bytes), default=None)
-        smallest = min(known, key=lambda p: (p.peak_bytes, p.cost_seconds))
-        for plan in filter(None, (best, smallest)):
-            plan.check()
-        candidates, interrupted = self.candidates + len(plans), self.interrupted or interrupted
-        return replace(self, plan=best, smallest=smallest, candidates=candidates, interrupted=interrupted)
 
 
 @contextlib.contextmanager
@@ -102,6 +61,16 @@ class Planner:
             self.moments = Moments(self.graph, self.search.mincut)
         self.baseline = self.search.save_everything()
         self.check(self.baseline, ignores_recompute=True)
+
+    @property
+    def smallest(self) -> Plan:
+        """The plan of the minimum peak found."""
+        return self.search.smallest
+
+    @property
+    def ended_by_clock(self) -> bool:
+        """True if the clock has ended a search."""
+        return self.limit.ended_by_clock
 
     def restart(self) -> None:
         """Begins a new search with all its work. Candidates stay; plans that were filled for other budgets go.
@@ -165,6 +134,29 @@ class Planner:
     def fastest(self, accepts: Callable[[Plan], bool] | None = None) -> Plan | None:
         """Returns the plan of least time, without a bound on memory."""
         return self.search.best(None) if accepts is None else self.choose(None, accepts=accepts)
+
+    def least_peak(self, time: TimeBudget) -> PlanningResult:
+        """Returns the plan of the least peak found that keeps to ``time``, if there is one.
+
+        The lower bound on the added seconds is that for the plan's own peak.
+        """
+        descent = Descent(self.search, self.moments, time)
+        descent.run()
+        if descent.best is not None:
+            self.check(descent.best)
+        judged = self.judge(descent.best or self.smallest, None)
+        return replace(
+            judged, plan=descent.best, smallest=self.smallest, candidates=self.search.simulated,
+            interrupted=self.search.is_limited, ended_by_clock=self.ended_by_clock,
+        )  # fmt: skip
+
+    def least_traffic(self) -> Plan:
+        """Returns the plan that recomputes only what saving would slow down."""
+        return self.search.least_traffic()
+
+    def front(self) -> list[Plan]:
+        """Returns plans of many peaks and many amounts of saved bytes, for a graph that shares its budget with others."""
+        return self.search.spread_out()
 
     def _without_budget(self) -> Plan | None:
         """Returns the cheapest plan within the soft budget if that costs little time; else the fastest plan."""

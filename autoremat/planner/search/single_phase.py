@@ -23,7 +23,8 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Strategies
 from autoremat.planner.search.lower_bounds import Bounds, Moments, working_set_bytes
 from autoremat.planner.search.min_cut import MinCut
-from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.work_limit import PREPARATION, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
