@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import os
 import subprocess
@@ -15,6 +17,10 @@ from strategies import training_chain
 
 import autoremat
 from autoremat.compiler import joint_graph, loss_chunking
+from autoremat.compiler.joint_graph import PlanningContext
+from autoremat.compiler.planning import plan_graph
+from autoremat.compiler.told_plan import TOLD, ToldPlan, plan_as_told, told
+from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint
 from autoremat.planner.multigraph.step_profile import Step, StepGraph
 from autoremat.planner.plans.plan import Plan
@@ -25,6 +31,7 @@ from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.work_limit import WORK_PER_SECOND, WorkLimit
 from autoremat.report.report import Report
+from autoremat.tools.explain import Preview, previews
 
 UNITS_BESIDE = 12
 """The most units that a search needs in any case: two cuts, baseline, two candidates, a program point that it has begun."""
@@ -233,14 +240,20 @@ def test_the_capture_of_another_form_of_the_loss_is_no_part_of_planning(monkeypa
     assert said[at : at + 4] == ["chunking", "capturing", "pricing", "planning"]
 
 
-def test_the_report_of_a_step_names_the_clock(monkeypatch):
-    standing = iter(range(10**9))
-    monkeypatch.setattr(work_limit, "time", types.SimpleNamespace(monotonic=lambda: 100.0 * next(standing)))
+def test_the_report_of_a_step_names_the_clock_and_so_do_those_of_ranks_that_take_its_plan(monkeypatch):
+    def look(preview: Preview) -> tuple[Report, Report]:
+        leading = plan_graph(preview.priced, preview.context)
+        monkeypatch.undo()
+        message = TOLD.read(ToldPlan, json.loads(told(leading).to_json()))
+        return leading.report, plan_as_told(preview.priced, PlanningContext(parsed), message).report
+
+    ticks = itertools.count()
+    monkeypatch.setattr(work_limit, "time", types.SimpleNamespace(monotonic=lambda: 100.0 * next(ticks)))
     weight, x = torch.randn(8, 512, requires_grad=True), torch.randn(64, 8)
-    options = {"compiler": "aot_eager", "memory_budget": 0.9, "on_infeasible": "best_effort"}
-    report = autoremat.explain(classified, weight, x, options=options)
-    assert report.time_limited
-    assert report.ended_by_clock
+    parsed = Options.parse({"compiler": "aot_eager", "memory_budget": 0.9, "on_infeasible": "best_effort"})
+    [reports], _ = previews(classified, (weight, x), {}, parsed, None, look)
+    assert [report.ended_by_clock for report in reports] == [True, True]
+    assert [report.time_limited for report in reports] == [True, True]
 
 
 def test_the_profile_of_a_step_names_the_clock():
