@@ -206,3 +206,16 @@ def test_an_attribute_is_read_from_objects_that_have_it():
     place = "torch._library.custom_ops:CustomOpDef._opoverload"
     assert read(torch.library.custom_op("names::read", print, mutates_args=(), schema="() -> ()"), place) is not None
     assert read(torch.ops.aten.add, place, "no custom op") == "no custom op"
+
+
+class Caller:
+    """A class whose method calls one that is renamed, and reads an attribute of instances."""
+
+    def call(self) -> None:
+        self.renamed(self.attribute)
+
+
+def test_a_function_that_code_only_calls_is_not_there():
+    assert PrivateName(f"{__name__}:Caller.attribute", "tests").look_up() == "attribute"
+    with pytest.raises(AttributeError):
+        PrivateName(f"{__name__}:Caller.renamed", "tests", "self").look_up()

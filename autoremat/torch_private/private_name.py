@@ -67,7 +67,8 @@ class PrivateName:
         path, _, parameter = path.removesuffix(")").partition("(")
         found: Any = importlib.import_module(module)
         for name in filter(None, path.split(".")):
-            is_of_instances = isinstance(found, type) and not hasattr(found, name) and name in _names_in(found)
+            is_of_instances = isinstance(found, type) and not hasattr(found, name) and not self.signature
+            is_of_instances = is_of_instances and name in _names_in(found)  # code that only calls a function names it too
             found = name if is_of_instances else getattr(found, name)
         if parameter and parameter not in inspect.signature(found).parameters:
             raise LookupError(self.where)
