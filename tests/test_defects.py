@@ -152,9 +152,7 @@ def graph_of(model: nn.Module, inputs: Sequence[torch.Tensor], monkeypatch: pyte
     """The captured graph of the model's training step."""
     graphs = []
     original = peers.plan_graph
-    monkeypatch.setattr(
-        peers, "plan_graph", lambda priced, context: (graphs.append(priced.graph), original(priced, context))[1]
-    )
+    monkeypatch.setattr(peers, "plan_graph", lambda priced, *given: (graphs.append(priced.graph), original(priced, *given))[1])
     compiled_by_us(model, memory_budget=None)(*inputs)
     return graphs[0]
 

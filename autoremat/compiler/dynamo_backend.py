@@ -139,6 +139,8 @@ def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Su
     try:
         with planned_for(sizes), joined(request, source_info.begin_of(gm.graph), may_communicate(gm)) as (peers, agreed):
             found = compile_with(source, agreed, peers)
+        if found.record is not None:
+            records.save(found.key, found.record)
     except Exception as error:  # an error of the graph itself recurs in plain Inductor below
         if is_user_error(error) or not request.fuses:
             raise
@@ -151,8 +153,6 @@ def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Su
         return compiled
     for size, limit in sizes.items():
         size.guard_at_most(limit)
-    if found.record is not None:
-        records.save(found.key, found.record)
     if found.report is not None:
         note_grant(request, around, found.report.budget_bytes)
     return published(found.function, found.report, request, note_on(gm))

@@ -354,7 +354,7 @@ def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext, compare
     With ``compares``, it also has the plan without this package, for budgets that are shares.
     """
     planner, _ = planner_of(priced, context, None, EarlierSearches())
-    without_us = plan_without_us(priced, context, planner, [])[1] if compares else None
+    without_us = plan_without_us(priced, context, planner)[1] if compares else None
     return SmallestGraph(priced, context, planner.smallest, planner, without_us)
 
 

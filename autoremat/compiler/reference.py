@@ -67,7 +67,7 @@ def _size(reference: Reference) -> int:
 
 
 def plan_without_us(
-    priced: PricedGraph, context: PlanningContext, planner: PlanSource, torchs_plans: list[Plan]
+    priced: PricedGraph, context: PlanningContext, planner: PlanSource, torchs_plans: list[Plan] | None = None
 ) -> tuple[str, Plan]:
     """Returns the plan that the graph would have without this package, after its source.
 
@@ -76,7 +76,7 @@ def plan_without_us(
     """
     if not context.request.fuses:
         return BASELINE, planner.baseline
-    torchs = _torchs_plan(priced, torchs_plans) if len(priced.graph.ops) <= MOST_OPS else None
+    torchs = _torchs_plan(priced, [] if torchs_plans is None else torchs_plans) if len(priced.graph.ops) <= MOST_OPS else None
     priced.name_planning(context.request.time_limit)
     planner.restart()
     return (STAND_IN, planner.least_traffic()) if torchs is None else (TORCH, torchs)
