@@ -16,7 +16,7 @@ import autoremat
 from autoremat.compiler import reference
 from autoremat.compiler.headroom import headroom_of
 from autoremat.compiler.joint_graph import PricedGraph
-from autoremat.compiler.peers import Members, _agreed_options
+from autoremat.compiler.peers import Members
 from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Graph
@@ -234,8 +234,8 @@ class Ranks:
     ("ours", "theirs", "agreed"), [(300, 200, 200), (200, 300, 200), (300, None, None), (None, None, None)]
 )
 def test_ranks_use_the_least_bytes_that_one_of_them_was_granted(ours, theirs, agreed):
-    options = Options(memory_budget=0.5, granted_bytes=ours)
-    found = _agreed_options(Members(Ranks(theirs)), options)
+    options = Options(memory_budget=0.5, granted_bytes=ours, cost_model="roofline")
+    found = Members(Ranks(theirs)).agree(options, torch.device("cpu")).options
     assert (found.memory_budget, found.granted_bytes) == (0.5, agreed)
 
 

@@ -140,8 +140,8 @@ def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: 
     if not may_train(gm, example_inputs):
         return compilers.compile_with_inductor(gm, example_inputs, patches, {})
     try:
-        with joined(parsed, source_info.begin_of(gm.graph), may_communicate(gm)) as (peers, agreed):
-            found = compile_graph(GraphSource(gm, example_inputs, patches), agreed, peers)
+        with joined(parsed, source_info.begin_of(gm.graph), may_communicate(gm)) as peers:
+            found = compile_graph(GraphSource(gm, example_inputs, patches), parsed, peers)
         if found.record is not None:
             records.save(found.key, found.record)
         return _published(gm, found.function, found.report, parsed, example_inputs)
@@ -204,12 +204,19 @@ def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Opti
     """Returns a callable that runs the halves of the planned graph as FX graphs, without generated code."""
     now("tracing")
     place = source_info.begin_of(gm.graph) if may_train(gm, inputs) else None
-    with joined(options, place, may_communicate(gm)) as (peers, agreed):
+    with joined(options, place, may_communicate(gm)) as peers:
+        agreed = peers.agree(options, device_of_inputs(gm, inputs))
         context = PlanningContext(
-            agreed, may_repeat_collectives=peers.may_repeat_collectives, sharded_inputs=sharded_inputs(gm)
+            agreed.options,
+            rates=agreed.rates,
+            may_repeat_collectives=peers.may_repeat_collectives,
+            sharded_inputs=sharded_inputs(gm),
         )
-        partitioning = Partitioning(context, peers.plan, peers.fail)
-        compiled = compilers.compile_uncompiled(gm, inputs, Partitioner(partitioning))
+        is_settled = False
+        while not is_settled:
+            partitioning = Partitioning(context, peers.plan, peers.fail)
+            compiled = compilers.compile_uncompiled(gm, inputs, Partitioner(partitioning))
+            is_settled = peers.settled()
     return _published(gm, compiled, partitioning.report, options, inputs)
 
 

@@ -19,11 +19,12 @@ from autoremat.ops.collectives import group_of, ranks_of
 from autoremat.options.options import Options
 from autoremat.passes import before_capture
 from autoremat.planner.constraints.returning_inputs import without_saved_copies
-from autoremat.planner.cost import Interconnect, Links, Pricing
+from autoremat.planner.cost import Interconnect, Links, Pricing, Rates
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.planner.search.planner import Planner
 from autoremat.torch_private import joint_graphs
 
@@ -45,6 +46,15 @@ def free_device_bytes(device: torch.device) -> int | None:
 
 
 @dataclass(frozen=True)
+class ToldPlan:
+    """A plan that is applied instead of a search, because another rank or an earlier process has made it."""
+
+    file: PlanFile
+    chunks: int
+    """Number of chunks of the loss."""
+
+
+@dataclass(frozen=True)
 class PlanningContext:
     """Everything beside the joint graph that decides its plan."""
 
@@ -62,6 +72,10 @@ class PlanningContext:
     """True if ranks that share the graph follow one plan, so that they can repeat an all-gather together."""
     interconnects: Mapping[str, Interconnect] = field(default_factory=dict)
     """Measured rates of process groups, by name. The rates of other groups are assumed."""
+    rates: Rates | None = None
+    """The rates of the rank whose rates hold for all; None for those of the device here."""
+    told: ToldPlan | None = None
+    """The plan of another rank or of an earlier process; None for a search."""
     sharded_inputs: frozenset[int] = frozenset()
     """Positions of the inputs that are parameters under ``fully_shard``: freed after the forward, back in the backward."""
     planners: list[Planner] = field(default_factory=list)
@@ -184,7 +198,7 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
         captured = replace(captured, graph=options.open_calls.of(captured.graph, accumulated))
     links = Links(options.interconnect_bandwidth, options.interconnect_latency, context.interconnects)
     now(f"pricing {len(captured.graph.ops):,} ops")
-    captured, pricing = priced(captured, options.cost_model, links)
+    captured, pricing = priced(captured, options.cost_model, links, context.rates)
     captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, context)))
     return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured), accumulated)
 

@@ -89,7 +89,7 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
 
     The fastest candidate that fits is best; if none fits, the one with the minimum peak.
     """
-    wanted = False if priced.joint.is_region else context.options.chunk_loss
+    wanted = False if priced.joint.is_region else _wanted(context)
     asked = wanted is True or type(wanted) is int
     is_shared = priced.share_in(context.options) is not None
     if is_shared and asked:
@@ -115,6 +115,13 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
     return ChunkingChoice(min(found, key=lambda candidate: candidate.planning.smallest.peak_bytes), whole, remedy)
 
 
+def _wanted(context: PlanningContext) -> bool | int | str:
+    """Returns the option ``chunk_loss``, or the number of chunks under which a plan was made that is applied again."""
+    if context.told is None:
+        return context.options.chunk_loss
+    return context.told.chunks if context.told.chunks > 1 else False
+
+
 def _rank_under(options: Options) -> Callable[[ChunkingCandidate], float]:
     """Returns the figure of a candidate that shall be least: its seconds, or its peak under a budget of time alone."""
     if options.memory_budget is None and options.max_slowdown is not None:
@@ -129,35 +136,20 @@ def _chunked(
 
     Raises ``ChunkingUnsupported`` if the loss cannot be chunked.
     """
-    wanted = context.options.chunk_loss
+    wanted = _wanted(context)
     numbers = (wanted,) if type(wanted) is int else NUMBERS_OF_CHUNKS
     for number in numbers:
         if wanted == "auto" and any(candidate.fits for candidate in found):
             return
-        module, chunks = _module_with_chunks(priced, int(number))
+        joint = priced.captured.joint
+        module = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
+        module.meta = dict(joint.meta)
+        chunks = chunk_loss(module, int(number))
         if any(candidate.chunks == chunks for candidate in found):
             return  # there are too few rows for more chunks
-        yield contend(_priced_again(priced, context, module), chunks)
-
-
-def with_chunks(priced: PricedGraph, context: PlanningContext, number: int) -> PricedGraph:
-    """Returns the graph with its loss in ``number`` chunks. Raises ``ChunkingUnsupported`` if the loss cannot be chunked."""
-    module, _ = _module_with_chunks(priced, number)
-    return _priced_again(priced, context, module)
-
-
-def _module_with_chunks(priced: PricedGraph, number: int) -> tuple[fx.GraphModule, int]:
-    """Returns a copy of the joint graph with a chunked loss, and the number of its chunks."""
-    joint = priced.captured.joint
-    module = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
-    module.meta = dict(joint.meta)
-    return module, chunk_loss(module, number)
-
-
-def _priced_again(priced: PricedGraph, context: PlanningContext, module: fx.GraphModule) -> PricedGraph:
-    again = capture_and_price(dataclasses.replace(priced.joint, module=module), context)
-    assert again is not None
-    return again
+        again = capture_and_price(dataclasses.replace(priced.joint, module=module), context)
+        assert again is not None
+        yield contend(again, chunks)
 
 
 def _warn(reason: str) -> None:

@@ -190,7 +190,7 @@ class _Limits:
         found = planner.judge(plan, self.budget)
         if self.bounded is not None and self.budget is not None:
             found = judged(self.bounded, self.budget, found)
-        return ChunkingCandidate(form, planner, constrained, found, chunks, file_name)
+        return ChunkingCandidate(form, planner, constrained, found, chunks, file_name, time=self.times[0])
 
     def _searched(
         self, form: PricedGraph, chunks: int, planner: Planner, constrained: ConstrainedGraph, time: TimeBudget | None
@@ -220,7 +220,7 @@ def _plan_within(limits: _Limits, choice: ChunkingChoice) -> Plan:
     """
     chosen, context = choice.taken, limits.context
     plan = chosen.planning.plan
-    if plan is not None and chosen.keeps_time:
+    if plan is not None and (chosen.keeps_time or chosen.plan_file is not None):
         return plan
     assert limits.budget is not None
     is_too_slow = plan is not None
@@ -330,13 +330,14 @@ def planner_of(priced: PricedGraph, context: PlanningContext, soft_budget: int |
 
 
 def stored_plan(priced: PricedGraph, context: PlanningContext, planner: Planner) -> tuple[str, Plan] | None:
-    """Returns the stored plan of the options for this graph, with the name of its file; None if the options have none.
+    """Returns the plan that another rank, an earlier process or the options have for this graph, with the name of its file.
 
-    Raises ``PlanFileError`` if the stored plan does not fit the graph.
+    Returns None if there is none. Raises ``PlanFileError`` if a stored plan does not fit the graph.
     """
-    if not context.options.plan or priced.joint.is_region:
+    files = context.options.plan if context.told is None else (context.told.file,)
+    if not files or priced.joint.is_region:
         return None
-    file, plan = plan_file.fitted(context.options.plan, planner.graph)
+    file, plan = plan_file.fitted(files, planner.graph)
     return file.name, plan
 
 
