@@ -239,6 +239,7 @@ def _planning(budget_forms: str | None = None) -> Callable[[Callable[..., None]]
 @click.option("--values", is_flag=True, help="Also show what becomes of the largest values of the forward, and why.")
 @click.option("--totals", type=click.Choice(["module", "op"]), help="Also show sums by kind of module or by op.")
 @click.option("--peak", is_flag=True, help="Also show what is live where memory is fullest.")
+@click.option("--timeline", is_flag=True, help="Also show the bytes of each op: simulated and, with --lower, of the code.")
 @_lower
 @_html
 @click.option("--save-plan", type=_Output(), metavar="FILE", help="Store the plan.")
@@ -248,6 +249,7 @@ def explain(
     values: bool,
     totals: str | None,
     peak: bool,
+    timeline: bool,
     lower: bool,
     html: Path | None,
     save_plan: Path | None,
@@ -270,7 +272,7 @@ def explain(
         return
     click.echo(str(found))
     tables = [found.table() if values else None, found.totals_table(totals) if totals else None]
-    for table in [*tables, found.peak_table() if peak else None]:
+    for table in [*tables, found.peak_table() if peak else None, found.op_bytes_table() if timeline else None]:
         if table is not None:
             click.echo(f"\n{as_text(table)}")
 

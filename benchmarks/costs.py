@@ -47,7 +47,7 @@ from autoremat.capture.capture import Capture, capture
 from autoremat.capture.pricing import priced
 from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
-from autoremat.compiler.planning import PlannedGraph
+from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
 from autoremat.compiler.torch_partition import schedule_of_partition
 from autoremat.options.options import COST_MODELS
 from autoremat.planner.graph.schedule import Schedule
@@ -112,12 +112,12 @@ def _copied(joint: fx.GraphModule) -> fx.GraphModule:
     return fx.GraphModule(joint, copy.deepcopy(joint.graph))
 
 
-def recording(records: list[Recorded]) -> Callable[[PricedGraph, PlanningContext], PlannedGraph]:
+def recording(records: list[Recorded]) -> Callable[[PricedGraph, PlanningContext, EarlierSearches | None], BudgetedGraph]:
     """Returns `plan_graph`, extended to leave a record. The graph is copied, because it is rewritten afterwards."""
     plan_graph = peers.plan_graph
 
-    def plan_and_record(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
-        planned = plan_graph(priced, context)
+    def plan_and_record(priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None) -> BudgetedGraph:
+        planned = plan_graph(priced, context, earlier)
         captured = planned.priced.captured
         again = capture(_copied(captured.joint), captured.num_fwd_outputs, fuses=True)
         records.append(Recorded(again, planned.plan.schedule))

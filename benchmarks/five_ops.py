@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 import autoremat
-from autoremat.compiler.planning import PlannedGraph, plan_graph
+from autoremat.compiler.planning import BudgetedGraph, plan_graph
 from autoremat.compiler.reference import plan_without_us
 from autoremat.compiler.rewriting import rewrite
 from autoremat.options.options import Options
@@ -52,7 +52,7 @@ class Stages:
     """The results of the stages *prepare* to *rewrite*."""
 
     joint: torch.fx.Graph
-    planned: PlannedGraph
+    planned: BudgetedGraph
     torchs: Plan
     """Torch's own partition."""
     halves: tuple[list[str], list[str]]
@@ -88,7 +88,7 @@ def calls(half: torch.fx.GraphModule) -> list[str]:
 
 def execution_rows(found: Stages) -> Iterator[str]:
     """The table of executions: what *capture*, *price* and *plan* know about each."""
-    fastest, within = found.planned.plan_for(None), found.planned.plan
+    fastest, within = found.planned.fastest, found.planned.plan
     assert fastest is not None
     sides, graph, seen = [_timeline(plan) for plan in (fastest, within)], within.graph, set()
     yield "| Execution | Reads | Kind | Bytes | Time, µs | Live bytes, fastest plan | Live bytes, plan within the budget |"
@@ -119,7 +119,7 @@ def _timeline(plan: Plan) -> dict[str, int]:
 def plan_rows(found: Stages) -> Iterator[str]:
     """The table of plans, with their peaks and costs."""
     planned = found.planned
-    fastest = planned.plan_for(None)
+    fastest = planned.fastest
     assert fastest is not None
     rows = {"torch's own partition": found.torchs, "fastest plan": fastest, "plan within the budget": planned.plan}
     yield "| Plan | Saves | Recomputes | Simulated peak | Cost, µs |"

@@ -37,9 +37,11 @@ from autoremat.basics.units import format_bytes, format_seconds  # noqa: E402
 from autoremat.compiler.joint_graph import capture_and_price  # noqa: E402
 from autoremat.compiler.planning import plan_graph  # noqa: E402
 from autoremat.options.options import Options  # noqa: E402
+from autoremat.options.values import bandwidth as parsed_bandwidth  # noqa: E402
 from autoremat.planner.graph.op import COMMUNICATES, Trait  # noqa: E402
 from autoremat.planner.plans.plan import Plan  # noqa: E402
 from autoremat.report.report import Report  # noqa: E402
+from autoremat.request.limits import Limits  # noqa: E402
 from autoremat.tools.explain import Preview, previews  # noqa: E402
 
 SIZES = {
@@ -136,32 +138,32 @@ def traced(ranks: int) -> Preview:
 
 def simulated(preview: Preview, ranks: int, bandwidth: str) -> Iterator[Row]:
     """Yields the rows of plans of a step for one bandwidth."""
-    options = replace(preview.context.options, interconnect_bandwidth=bandwidth)  # type: ignore[arg-type]
-    priced = capture_and_price(preview.priced.joint, replace(preview.context, options=options))
+    request = replace(preview.context.request, interconnect_bandwidth=parsed_bandwidth(bandwidth))
+    priced = capture_and_price(preview.priced.joint, replace(preview.context, request=request))
     assert priced is not None
 
     def planned(**changed: Any) -> Report:
-        context = replace(preview.context, options=replace(options, **changed), planners=[])
+        context = replace(preview.context, request=replace(request, **changed))
         report = plan_graph(priced, context).report
         assert report is not None
         return report
 
-    least = {"memory_budget": 1, "on_infeasible": "best_effort"}
-    fastest, smallest = planned(memory_budget=1.0), planned(**least)
+    def within(budget: int) -> Report:
+        return planned(limits=Limits(budget))
+
+    least = {"limits": Limits(1), "on_infeasible": "best_effort"}
+    whole = Limits(reference_share=1.0)
+    fastest, smallest = planned(limits=whole), planned(**least)
     yield row(ranks, bandwidth, "every gather saved: fastest", fastest)
     yield row(ranks, bandwidth, "every gather saved: minimum", planned(**least, save=ALL_GATHERS))
-    repeated = planned(memory_budget=1.0, recompute=ALL_GATHERS)
+    repeated = planned(limits=whole, recompute=ALL_GATHERS)
     yield row(ranks, bandwidth, "every gather repeated: fastest", repeated)
-    yield row(
-        ranks,
-        bandwidth,
-        "the same peak, planned",
-        planned(memory_budget=repeated.predicted_peak_bytes + repeated.code_headroom_bytes),
-    )
+    same = within(repeated.predicted_peak_bytes + repeated.code_headroom_bytes)
+    yield row(ranks, bandwidth, "the same peak, planned", same)
     low, high = smallest.predicted_peak_bytes, fastest.predicted_peak_bytes
     for position in POSITIONS:
         budget = int(low + position * (high - low)) + fastest.code_headroom_bytes
-        yield row(ranks, bandwidth, f"planned, {position:.0%} of the way", planned(memory_budget=budget))
+        yield row(ranks, bandwidth, f"planned, {position:.0%} of the way", within(budget))
     yield row(ranks, bandwidth, "minimum", smallest)
 
 

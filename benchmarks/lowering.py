@@ -25,7 +25,7 @@ from autoremat.compiler import compile_loop, peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.lowering import Lowered as Code
 from autoremat.compiler.partitioning import Partitioning
-from autoremat.compiler.planning import PlannedGraph
+from autoremat.compiler.planning import BudgetedGraph
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import inductor_lowering
 
@@ -112,14 +112,14 @@ class Watch:
     """The attempts of one compilation, and its last plan."""
 
     attempts: list[Attempt] = field(default_factory=list)
-    planned: PlannedGraph | None = None
+    planned: BudgetedGraph | None = None
     known: ReplayContext = field(default_factory=ReplayContext)
     """The facts about the graph that the replay of the code needs."""
 
     @property
     def report(self) -> autoremat.Report:
         """Of the last attempt. Raises ``RuntimeError`` if nothing was planned."""
-        if self.planned is None or self.planned.report is None:
+        if self.planned is None:
             raise RuntimeError("nothing was planned: a cache answered, or the graph has no backward")
         return self.planned.report
 
@@ -167,8 +167,9 @@ def watching(kernels: bool) -> Iterator[Watch]:
             return lower(source, partitioning, identity, decide_or_stop)
         finally:
             watch.planned, watch.known = partitioning.planned, partitioning.replay_context
-            if partitioning.report is not None:
-                planned = partitioning.report.predicted_peak_bytes + partitioning.report.code_headroom_bytes
+            if watch.planned is not None:
+                report = watch.planned.report
+                planned = report.predicted_peak_bytes + report.code_headroom_bytes
                 watch.attempts.append(Attempt(planned, max(code_peaks.values(), default=0)))
 
     with unittest.mock.patch.object(compile_loop, "lower", watched):
@@ -187,7 +188,7 @@ def planned(name: str) -> autoremat.Report:
     model, inputs = build(name)
     watch, plan_graph = Watch(), peers.plan_graph
 
-    def plan_and_stop(priced: PricedGraph, context: PlanningContext) -> Any:
+    def plan_and_stop(priced: PricedGraph, context: PlanningContext, earlier: object) -> Any:
         watch.planned = plan_graph(priced, context)
         raise Lowered
 

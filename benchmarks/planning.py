@@ -38,7 +38,9 @@ from torch._inductor.decomposition import select_decomp_table
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
-from autoremat.options.options import Options
+from autoremat.compiler.planning import plan_graph
+from autoremat.request.limits import Limits
+from autoremat.request.request import Request
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
@@ -117,9 +119,9 @@ def time_both(layers: int, joint: fx.GraphModule, inputs: Any, keywords: dict[st
             unittest.mock.patch.object(partitioners, "solve_min_cut", timed),
         ):
             theirs.append(seconds_of(min_cut_rematerialization_partition))
-        ours = Partitioning(PlanningContext(Options(memory_budget=BUDGET)))
+        ours = Partitioning(PlanningContext(Request(Limits(reference_share=BUDGET))), plan_graph)
         whole.append(seconds_of(Partitioner(ours)))
-        planning.append(ours.report.planning_seconds)
+        planning.append(ours.planned.report.planning_seconds)
     medians = map(statistics.median, (theirs, cuts, planning, whole))
     return Row(layers, len(joint.graph.nodes), *medians)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from functools import partial
 
 from torch import fx
 
@@ -16,6 +17,7 @@ from autoremat.passes.inductor_workarounds.one_hot_sum import OPERATIONS
 from autoremat.passes.inductor_workarounds.one_hot_sum import simplify_one_hot_sum as simplify_one_hot_sum
 from autoremat.passes.inductor_workarounds.preserve_strides import preserve_strides as preserve_strides
 from autoremat.passes.insert_recompute import insert_recomputation
+from autoremat.passes.pipeline import Pass, run_passes
 from autoremat.passes.split import split
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.torch_private import compilers, joint_graphs
@@ -26,37 +28,32 @@ def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
 
     ``runs_on`` is the type of the graph's device under Inductor, such as "cuda", and None without Inductor.
     """
-    forward_region_operands(joint)
+    passes: list[Pass] = [forward_region_operands]
     if runs_on is not None:
-        rewrite_for_inductor(joint, runs_on)
-
-
-def rewrite_for_inductor(joint: fx.GraphModule, runs_on: str) -> None:
-    """Rewrites a joint graph in place that Inductor compiles for a device of type ``runs_on``."""
-    accumulate_into_first(joint)
+        passes.append(accumulate_into_first)
     # Vectorised loops sum over an iota slowly. The rewritten gradient must fit one kernel, because a split kernel no longer
     # writes in place.
     if runs_on == "cpu" and compilers.largest_expression(runs_on) >= OPERATIONS:
-        simplify_one_hot_sum(joint)
+        passes.append(simplify_one_hot_sum)
+    run_passes(joint, *passes)
 
 
 def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> joint_graphs.PartitionedModules:
     """Returns the (forward, backward) modules that run ``schedule``; ``capture.joint`` is consumed."""
-    insert_recomputation(capture, schedule)
+    run_passes(capture.joint, partial(insert_recomputation, capture=capture, schedule=schedule))
     forward, backward = split(capture, schedule, static_inputs)
     forward.graph.lint()
     backward.graph.lint()
     _check_split(capture, backward)
     if capture.graph.fuses:
-        materialize_shared(forward)
-        materialize_shared(backward)
-        preserve_strides(backward)
+        run_passes(forward, materialize_shared)
+        run_passes(backward, materialize_shared, preserve_strides)
     return forward, backward
 
 
-def before_lowering(graph: fx.Graph) -> None:
-    """Rewrites the graph of one half in place just before Inductor lowers it."""
-    state_channels_last(graph)
+def before_lowering(half: fx.GraphModule) -> None:
+    """Rewrites one half in place just before Inductor lowers it."""
+    run_passes(half, state_channels_last)
 
 
 def _check_split(capture: Capture, backward: fx.GraphModule) -> None:

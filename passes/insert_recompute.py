@@ -153,12 +153,11 @@ class _Inserter:
         output.args = ((*outputs[:kept], *redirected),)
 
 
-def insert_recomputation(capture: Capture, schedule: Schedule) -> fx.GraphModule:
-    """Rewrites ``capture.joint`` in place so that its backward half runs ``schedule.backward``, and returns it.
+def insert_recomputation(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -> int:
+    """Rewrites ``joint`` in place so that its backward half runs ``schedule.backward``. Returns the number of recomputed ops.
 
-    Raises ``PlanInvalid`` if the schedule does not fit the graph.
+    ``capture`` is that of ``joint``. Raises ``PlanInvalid`` if the schedule does not fit the graph.
     """
+    assert capture.joint is joint
     _Inserter(capture).run(schedule)
-    capture.joint.graph.lint()
-    capture.joint.recompile()
-    return capture.joint
+    return sum(op < capture.graph.num_forward for op in schedule.backward)

@@ -12,7 +12,7 @@ import torch
 
 from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
-from autoremat.compiler.planning import PlannedGraph
+from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
 from autoremat.planner.plans.plan import Plan
 
 
@@ -45,8 +45,8 @@ def seen() -> Iterator[Seen]:
     found = Seen()
     original = peers.plan_graph
 
-    def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
-        planned = original(priced, context)
+    def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
+        planned = original(priced, context, earlier)
         found.plans.append(planned.plan)
         return planned
 

@@ -13,6 +13,7 @@ import strategies
 from hypothesis import is_hypothesis_test, settings
 from hypothesis.database import DirectoryBasedExampleDatabase
 
+from autoremat.basics.environment import VERIFY_PASSES
 from autoremat.options.options import COST_MODEL_VARIABLE, ENVIRONMENT_VARIABLE, POLICY_VARIABLE, PROGRESS_VARIABLE, configure
 from autoremat.report import registry
 
@@ -93,6 +94,7 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         patch.setenv(COST_MODEL_VARIABLE, "roofline")
         patch.setenv(PROGRESS_VARIABLE, "0")  # its own tests switch it on
+        patch.setenv(VERIFY_PASSES, "1")
         yield
 
 

@@ -22,7 +22,8 @@ from autoremat.planner.exact.rematerialization_state import Sites
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.single_phase import OnePhaseBounds, outcome, without_recomputation
 
 HOT = 3.0

@@ -27,8 +27,8 @@ from autoremat.compiler.attempts import (
 )
 
 BUDGET = 100
-BEST_EFFORT = Rules("best_effort", may_loosen=False)
-RAISE = Rules("raise", may_loosen=False)
+BEST_EFFORT = Rules(must_fit=False, may_loosen=False)
+RAISE = Rules(must_fit=True, may_loosen=False)
 FIT, LOOSEN, RETURN, MINIMIZE, SETTLE = Purpose
 
 
@@ -104,14 +104,14 @@ def test_the_attempt_before_the_last_plans_for_the_minimum_peak():
 
 
 def test_halves_of_a_shared_budget_have_limits_of_their_own():
-    shared = Rules("raise", may_loosen=False, budget_is_shared=True)
+    shared = Rules(must_fit=True, may_loosen=False, budget_is_shared=True)
     code = attempt({False: 40, True: 75}, limits={False: 50, True: 70})
     steps, verdict, _ = run(shared, [code, attempt({False: 40, True: 70}, limits={False: 50, True: 70})])
     assert (steps, verdict) == ([(0, FIT), (5, FIT)], Accept())
 
 
 def test_a_half_whose_plan_stays_far_below_its_limit_gets_the_headroom_that_its_code_needs():
-    shared, limits = Rules("raise", may_loosen=False, budget_is_shared=True), {False: 50, True: 70}
+    shared, limits = Rules(must_fit=True, may_loosen=False, budget_is_shared=True), {False: 50, True: 70}
     code = attempt({False: 40, True: 75}, limits=limits, slacks={False: 10, True: 30})
     fits = attempt({False: 40, True: 60}, limits=limits)
     steps, verdict, _ = run(shared, [code, code, fits])
@@ -201,7 +201,7 @@ def test_an_error_names_the_least_memory_of_any_code(codes, steps, named):
     assert run(RAISE, codes)[:2] == (steps, Infeasible(named))
 
 
-@pytest.mark.parametrize("rules", [RAISE, BEST_EFFORT, Rules("raise", False, True), Rules("best_effort", False, True)])
+@pytest.mark.parametrize("rules", [RAISE, BEST_EFFORT, Rules(True, False, True), Rules(False, False, True)])
 @pytest.mark.parametrize("peak", [101, 150, 10_000])
 def test_every_compilation_ends(rules, peak):
     limit = MAX_REPLANS + 2
@@ -211,7 +211,7 @@ def test_every_compilation_ends(rules, peak):
         steps, verdict, _ = run(rules, codes[:count])
         if not isinstance(verdict, Again):
             break
-    assert isinstance(verdict, Accept if rules.on_infeasible == "best_effort" else Infeasible)
+    assert isinstance(verdict, Infeasible if rules.must_fit else Accept)
     assert len(steps) <= limit
 
 

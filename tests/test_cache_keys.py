@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,12 +19,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autoremat
 from autoremat.basics.errors import OptionsError
 from autoremat.capture.capture import device_of_inputs
-from autoremat.compiler import cache_key, dynamo_backend
+from autoremat.compiler import cache_key
 from autoremat.compiler.cache_key import fingerprint
-from autoremat.compiler.compile_loop import with_bytes
 from autoremat.options.options import Options
+from autoremat.request import surroundings
+from autoremat.request.budgets import request_of
+from autoremat.request.request import Request
+from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import kernel_settings
 
+ROOT = Path(__file__).parent.parent
 SECOND = torch.device("cuda", 1)
 MIB = 2**20
 
@@ -44,11 +53,11 @@ def scale(x: Tensor) -> Tensor:
 
 
 def key(inputs: tuple[Any, ...] = (torch.ones(4),)) -> str:
-    return fingerprint(fx.symbolic_trace(scale), inputs, Options(cost_model="roofline"))
+    return fingerprint(fx.symbolic_trace(scale), inputs, Request(cost_model="roofline"))
 
 
 def test_auto_is_looked_up_once_on_the_graphs_own_device(card, monkeypatch):
-    monkeypatch.setattr(dynamo_backend, "device_of_inputs", lambda *_: SECOND)
+    monkeypatch.setattr(surroundings, "device_of_inputs", lambda *_: SECOND)
     before = len(autoremat.reports())
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
     options = {"compiler": "aot_eager", "cost_model": "roofline", "memory_budget": "auto", "auto_headroom": "128MiB"}
@@ -60,13 +69,12 @@ def test_auto_is_looked_up_once_on_the_graphs_own_device(card, monkeypatch):
 
 def test_the_key_has_the_bytes_that_auto_stands_for(card):
     options = Options(memory_budget="auto")
-    first, second = (with_bytes(options, SECOND) for _ in range(2))
-    assert first.memory_budget == 448 * MIB
-    assert second.memory_budget == 384 * MIB
+    first, second = (request_of(options, Surroundings(SECOND)) for _ in range(2))
+    assert first.limits.peak_bytes == 448 * MIB
+    assert second.limits.peak_bytes == 384 * MIB
     assert first.cache_key() != second.cache_key()
-    assert with_bytes(Options(memory_budget=0.5), SECOND) == Options(memory_budget=0.5)
     with pytest.raises(OptionsError, match="needs a CUDA device"):
-        with_bytes(options, torch.device("cpu"))
+        request_of(options, Surroundings(torch.device("cpu")))
 
 
 def test_a_graphs_device_is_that_of_its_inputs_else_of_its_results():
@@ -123,3 +131,27 @@ def test_the_key_changes_with_what_a_tensor_subclass_says_of_itself():
     one.placement, other.placement = "shards", "replicas"
     assert key((one,)) == key((one,))
     assert key((one,)) != key((other,))
+
+
+@pytest.mark.slow
+def test_the_next_process_sees_an_edit_of_an_editable_install(tmp_path):
+    """In a checkout, ``autoremat/passes`` is a link, behind which an edit counts too."""
+    for name in ("autoremat", "passes"):
+        shutil.copytree(ROOT / name, tmp_path / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+
+    def hashed() -> str:
+        command = (
+            "import autoremat; from autoremat.compiler.cache_key import source_hash as of; print(autoremat.__file__, of())"
+        )
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        ran = subprocess.run([sys.executable, "-c", command], env=environment, cwd=tmp_path, capture_output=True, check=True)
+        file, found = ran.stdout.decode().split()
+        assert Path(file).is_relative_to(tmp_path)
+        return found
+
+    found = {hashed()}
+    for edited in ("autoremat/planner/settings.py", "autoremat/passes/split.py"):
+        with (tmp_path / edited).open("a") as file:
+            file.write("# edited\n")
+        found.add(hashed())
+    assert len(found) == 3

@@ -117,6 +117,23 @@ def assert_close(found: list[Tensor], wanted: list[Tensor], **tolerances: float)
         torch.testing.assert_close(one, other, **tolerances)
 
 
+def with_noise(logits: Tensor, labels: Tensor) -> Tensor:
+    """Two draws of one size: the first needs the losses of all tokens, the second does not."""
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return F.dropout(losses).mean() + (F.dropout(labels.flatten() * 0.1) * losses).mean()
+
+
+def test_draws_behind_the_logits_keep_their_sequence():
+    model, tokens = Model(with_noise), tokens_of()
+    results = []
+    for chunks in (False, 4):
+        torch.manual_seed(3)
+        found, report = train(model, tokens, chunk_loss=chunks)
+        results.append(found)
+    assert report.loss_chunks == 4
+    assert_close(*results)
+
+
 QUICK = {"mean", "shifted", "sliced", "capped", "masked", "by_hand"}
 
 
@@ -340,6 +357,36 @@ def test_dynamic_sizes_are_refused():
     torch._dynamo.mark_dynamic(tokens, 1)
     with pytest.warns(OptionWarning, match="dynamic"):
         train(model, tokens, chunk_loss=4)
+
+
+ADVICE = "compile with dynamic=False"
+
+
+@pytest.mark.parametrize("loss", [by_hand, sliced])
+def test_the_advice_on_dynamic_sizes_leads_to_a_chunked_loss(loss):
+    """A second length makes the sizes dynamic. With ``dynamic=False``, as the error says, the same budget suffices."""
+    model, short, long = Model(loss, words=LARGE), tokens_of(4, 32), tokens_of(4, 64)
+    options = {"compiler": "aot_eager", "memory_budget": train(model, long, chunk_loss=False)[1].minimum_peak_bytes // 2}
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="autoremat", options=options)
+    compiled(short)
+    with pytest.raises(BackendCompilerFailed, match=ADVICE):
+        compiled(long)
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="autoremat", dynamic=False, options=options)
+    compiled(short)
+    compiled(long)
+    assert autoremat.reports()[-1].loss_chunks > 1
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_no_advice_on_dynamic_sizes_where_static_ones_change_nothing(dynamic):
+    layers = [nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16), nn.Softmax(-1), SumOf()]
+    options = {"compiler": "aot_eager", "memory_budget": 1}
+    compiled = torch.compile(nn.Sequential(*layers), backend="autoremat", dynamic=dynamic, options=options)
+    with pytest.raises(BackendCompilerFailed) as caught:
+        compiled(torch.randn(32, 16))
+    assert ADVICE not in str(caught.value)
 
 
 def test_by_default_nothing_warns():

@@ -67,6 +67,15 @@ def test_help_and_version():
     assert __version__ in run("--version").output
 
 
+@pytest.mark.parametrize("command", ["max-batch", "best-batch"])
+def test_where_a_share_is_refused_the_help_says_so(training, command):
+    (line,) = [line for line in run(command, "--help").output.splitlines() if "--budget BUDGET" in line]
+    assert "no share" in line
+    refused = run(command, f"{training}:sized", "--budget", "0.5")
+    assert refused.exit_code == 2
+    assert "needs bytes" in refused.stderr
+
+
 def test_the_summaries_of_commands_are_not_cut():
     lines = run("--help").output.splitlines()
     listed = lines[lines.index("Commands:") + 1 :]
@@ -185,6 +194,19 @@ def test_explain_prints_the_report_and_stores_the_plan(training, function, tmp_p
     plan = Plan.load(tmp_path / "plan.json")
     assert plan.budget_bytes is not None
     assert plan.peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_explain_shows_the_bytes_of_each_op(training, lower):
+    done = run("explain", f"{training}:loss", "--timeline", *(["--lower"] if lower else []))
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    rows = lines[
+        1 + next(n for n, line in enumerate(lines) if line.split() == ["simulated", "replayed", "op", "half", "where"]) :
+    ]
+    assert f"{len(rows)} executions" in done.stdout
+    assert any("backward" in row for row in rows)
+    assert all(" - " in row for row in rows) != lower
 
 
 def test_explain_for_a_device_that_is_not_here_as_json(training):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from requests_of_options import request_with
 
 import autoremat
 from autoremat import Options
@@ -46,7 +47,7 @@ def compiled(budget: int | None, **options: object) -> compile_loop.CompiledGrap
 
     def backend(module, inputs):
         parsed = Options(cost_model="roofline", memory_budget=budget, **options)
-        found.append(compile_loop.compile_graph(GraphSource(module, inputs, {}), parsed))
+        found.append(compile_loop.compile_graph(GraphSource(module, inputs, {}), request_with(parsed)))
         return module.forward
 
     torch.compile(torch.nn.Sequential(*layers), backend=backend)(torch.ones(64, 32))
@@ -103,7 +104,7 @@ def test_a_share_of_one_is_the_peak_of_the_baselines_code(monkeypatch):
 def test_a_region_that_could_not_be_planned_does_not_hide_the_report_around_it(monkeypatch, planned_around):
     """No record is kept of either, so that the next process warns of it too."""
 
-    def fails(priced, context):
+    def fails(priced, context, earlier):
         raise RuntimeError("as if")
 
     attempts = fake_lower(monkeypatch, [1000])

@@ -9,14 +9,16 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from autoremat import Options, OptionWarning, explain
+from autoremat import OptionWarning, explain
 from autoremat.capture.capture import device_rates
 from autoremat.compiler import compile_loop
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import GraphSource, lower
 from autoremat.compiler.partitioning import Partitioning
+from autoremat.compiler.planning import plan_graph
 from autoremat.planner.cost.devices import MATMUL_EFFICIENCY
 from autoremat.planner.graph.op import Kind
+from autoremat.request.request import Request
 from autoremat.torch_private import compilers, inductor_lowering, kernel_settings
 from autoremat.workspaces.formulas import SMALL
 
@@ -36,7 +38,9 @@ def drawn_at_once(monkeypatch, patches):
 
     monkeypatch.setattr(compilers, "compile_with_inductor", compile_nothing)
     module = torch.fx.symbolic_trace(torch.nn.Linear(2, 2))
-    lower(GraphSource(module, [torch.zeros(1, 2)], patches), Partitioning(PlanningContext(Options())), (), lambda lowered: None)
+    lower(
+        GraphSource(module, [torch.zeros(1, 2)], patches), Partitioning(PlanningContext(), plan_graph), (), lambda lowered: None
+    )
     assert TritonOverrides._can_use_4x_random()
     return seen
 
@@ -65,7 +69,7 @@ def test_only_parameters_stay_where_they_are():
     found = []
 
     def backend(module, inputs):
-        partitioning = Partitioning(PlanningContext(Options(cost_model="roofline")))
+        partitioning = Partitioning(PlanningContext(Request(cost_model="roofline")), plan_graph)
         with inductor_lowering.without_kernels():
             lower(GraphSource(module, inputs, {}), partitioning, (), lambda lowered: None)
         found.append(partitioning.planned.priced)
@@ -102,7 +106,7 @@ def test_a_precision_that_is_set_for_cuda_alone_is_no_error():
         assert device_rates(torch.device("cpu"), joint, "H100").flops_per_second == 494e12 * MATMUL_EFFICIENCY
         options = {"compiler": "aot_eager", "memory_budget": "1MiB"}
         torch.compile(torch.nn.Linear(4, 4), backend="autoremat", options=options)(torch.ones(2, 4)).sum().backward()
-        assert compile_loop.fingerprint(torch.fx.symbolic_trace(torch.nn.Linear(4, 4)), [], Options(cost_model="roofline"))
+        assert compile_loop.fingerprint(torch.fx.symbolic_trace(torch.nn.Linear(4, 4)), [], Request(cost_model="roofline"))
     finally:
         products.fp32_precision = before
 

@@ -109,7 +109,7 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[Graph]:
     found: list[Graph] = []
     original = peers.plan_graph
 
-    def plan_graph(priced, context):
+    def plan_graph(priced, context, earlier):
         found.append(priced.graph)
         return original(priced, context)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from measured_optimizers import OPTIMIZERS, Model, bytes_of, row, state_bytes
+from requests_of_options import request_with
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -17,6 +18,7 @@ from autoremat.basics.errors import causes, find_cause
 from autoremat.compiler.records import Record, load, save
 from autoremat.planner.multigraph.device_budget import EARLIER_GRADIENTS, INPUTS, StepPart
 from autoremat.report.report import Report
+from autoremat.torch_private import named_card
 
 UNCOMPILED = {"compiler": "aot_eager", "cost_model": "roofline"}
 TOKENS = torch.randint(64, (8, 32))
@@ -260,9 +262,10 @@ def test_accumulation_is_not_warned_of_if_the_ledger_has_it():
 def test_the_cache_key_has_the_bytes_alone():
     model = Model(1)
     budget = autoremat.device_budget("1GiB", model)
-    resolved = autoremat.Options(memory_budget=budget).on_device(100, counts_gradients=False)
-    assert resolved.cache_key() == autoremat.Options(memory_budget=resolved.memory_budget).cache_key()
-    assert resolved == autoremat.Options(memory_budget=resolved.memory_budget)
+    request = request_with(autoremat.Options(memory_budget=budget))
+    assert request.limits.ledger is not None
+    same = request_with(autoremat.Options(memory_budget=request.limits.peak_bytes))
+    assert (request, request.cache_key()) == (same, same.cache_key())
     with pytest.raises(autoremat.OptionsError, match="device_ledger"):
         autoremat.Options.parse({"device_ledger": budget})
 
@@ -287,6 +290,27 @@ def test_explain_plans_for_the_card_that_the_budget_names():
     assert any("A100-40GB" in note for note in report.notes)
     assert report.within_budget
     assert report.predicted_device_bytes < 40 * 10**9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", [None, "H100-80GB"])
+def test_explain_has_the_same_ledger_with_and_without_code(device):
+    """The inputs are one view of a larger tensor, and labels whose size CUDA's allocator rounds up."""
+    if device is not None and not named_card.generates_triton():
+        pytest.skip("no triton")
+    model = nn.Sequential(nn.Linear(33, 65), nn.Tanh(), nn.Linear(65, 7))
+    budget = autoremat.device_budget(device or "1GiB", model, torch.optim.AdamW(model.parameters()))
+    inputs = torch.randn(301, 66)[:, :33], torch.randint(7, (301,))
+    options = {"memory_budget": budget, "cost_model": "roofline"}
+
+    def loss(x, labels):
+        return nn.functional.cross_entropy(model(x), labels)
+
+    without, with_code = (autoremat.explain(loss, *inputs, options=options, device=device, lower=way) for way in (False, True))
+    assert with_code.compiled_peak_bytes is not None
+    assert row(with_code.device_ledger, INPUTS) == row(without.device_ledger, INPUTS)
+    assert with_code.budget_bytes == without.budget_bytes
+    assert with_code.predicted_peak_bytes == without.predicted_peak_bytes
 
 
 def test_max_batch_and_configure_take_a_device_budget():

@@ -107,12 +107,6 @@ def test_what_is_ordered_to_be_recomputed_does_not_cross_into_the_backward():
     assert Incumbent.of(model, np.round(solution.values[: len(free)])).plan.recomputed == (1,)
 
 
-def test_a_graph_that_fuses_is_refused():
-    graph = dataclasses.replace(Graph.from_dag([1.0] * 3, [1] * 3, [(0, 1), (1, 2)]), fuses=True)
-    with pytest.raises(ValueError, match="fuses"):
-        IntervalModel(graph, 1)
-
-
 def test_skips_across_a_wide_middle_are_recomputed_at_their_readers():
     """The exact model finds that one cheap skip is run again and the dear one held."""
     seconds, sizes = [1.0, 5.0, 1.0, 1.0, 1.0, 1.0], [10, 10, 30, 30, 1, 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -12,11 +13,14 @@ from strategies import GraphBuilder, chain, close_under_need, graphs
 
 from autoremat import plan as plan_of
 from autoremat.basics.errors import OptionsError
+from autoremat.planner.exact import annealing, driver, time_indexed_bound
+from autoremat.planner.exact.interval_model import IntervalModel
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.multigraph.fronts import output_bytes, point_of
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search import baselines
 from autoremat.planner.search.lower_bounds import Moments
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner
@@ -148,5 +152,19 @@ def test_the_public_planner_counts_calls_in_flight():
     found = plan_of(graph, memory_budget=0.7)
     assert found.peak_bytes <= found.budget_bytes
     assert output_bytes(graph) == 100
-    with pytest.raises(OptionsError, match="several in flight"):
+
+
+@pytest.mark.parametrize("fields", [{"fuses": True}, {"in_flight": 2}, {"resident_bytes": 5}], ids=str)
+def test_exact_models_leave_graphs_that_are_not_plain(fields):
+    plain = chain(10, size=100, forward_outputs=(10,))
+    graph = dataclasses.replace(plain, **fields)
+    assert (plain.is_plain, graph.is_plain) == (True, False)
+    (name, value), budget = *fields.items(), 1
+    with pytest.raises(OptionsError, match=f"other calls are open .*{name}={value}.* Use 'auto'"):
         plan_of(graph, memory_budget=0.7, solver="ilp")
+    with pytest.raises(ValueError, match="this graph fuses or other calls are open"):
+        IntervalModel(graph, 1)
+    found = baselines.solve(graph, budget, baselines.save_all)
+    assert time_indexed_bound.tighten(graph, budget, 1.0, found, 0.0) is found
+    assert annealing.improve(graph, budget, 1.0, 0, found, 0.0, math.inf) is found
+    assert driver.improve(graph, budget, 1.0, 0, found, 0.0, math.inf) is found

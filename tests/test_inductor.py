@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,8 +20,10 @@ from autoremat import Report, track_peak
 from autoremat.capture.capture import Capture
 from autoremat.compiler import lowering
 from autoremat.compiler.partitioner import Partitioner
+from autoremat.planner.memory.allocations import FREED
 from autoremat.planner.search.candidates import Search
-from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.torch_private import inductor_lowering
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")]
@@ -250,3 +253,27 @@ def test_gradients_are_added_at_their_places_where_a_kernel_reads_two_layouts():
     """Else the kernel writes behind its buffer, which can end the process."""
     done = subprocess.run([sys.executable, "-c", TILED_SUM], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_workspace_belongs_to_the_node_and_not_to_the_nearest_size(monkeypatch):
+    """Three calls of one op, with results of the same or nearly the same bytes, and different workspaces."""
+    halves, original = [], inductor_lowering._lowered_peak
+
+    def keep(*arguments: object) -> inductor_lowering.LoweredPeak:
+        halves.append(original(*arguments))
+        return halves[-1]
+
+    monkeypatch.setattr(inductor_lowering, "_lowered_peak", keep)
+    weight = nn.Parameter(torch.randn(64, 64))
+
+    def function(wide: Tensor, narrow: Tensor, other: Tensor) -> Tensor:
+        found = [rows.kthvalue(3).values for rows in (wide, narrow, other)]
+        return (torch.cat(found)[:64] @ weight).sum()
+
+    compiled(function, None)(torch.randn(64, 4096), torch.randn(64, 16), torch.randn(65, 1024)).backward()
+    graph = autoremat.reports()[-1].plan.graph
+    wanted = [op.workspace_bytes for op in graph.ops if op.target == "aten.kthvalue.default"]
+    assert len(set(wanted)) == 3
+    events = halves[0].allocations.events
+    freed_at_once = [size for (number, size), after in itertools.pairwise(events) if after == (number, FREED)]
+    assert [size for size in freed_at_once if size in wanted] == wanted

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx
 
 from autoremat.passes import preserve_strides
+from autoremat.passes.pipeline import run_passes
 
 aten = torch.ops.aten
 SIZE, CONTIGUOUS, CHANNELS_LAST = (2, 4, 3, 3), (36, 9, 3, 1), (36, 1, 12, 4)
@@ -34,8 +35,7 @@ def test_the_traced_layout_is_read(strides, rows):
     expected = traced.relu()[1:2] if rows else traced.relu()
     expected = expected.as_strided((36,), (1,))
     assert not torch.equal(module(other), expected)
-    preserve_strides(module)
-    module.graph.lint()
+    run_passes(module, preserve_strides)
     assert torch.equal(module(other), expected)
     assert torch.equal(module(traced), expected)
 
@@ -50,7 +50,7 @@ def test_what_is_scattered_by_strides_is_laid_too():
     module = fx.GraphModule({}, graph)
     expected = module(traced, source)
     assert not torch.equal(module(other, source), expected)
-    preserve_strides(module)
+    run_passes(module, preserve_strides)
     assert torch.equal(module(other, source), expected)
 
 
@@ -58,5 +58,5 @@ def test_what_the_forward_saved_is_left_as_it_is():
     graph = fx.Graph()
     graph.output(graph.call_function(aten.as_strided.default, (graph.placeholder("x"), (4,), (1,))))
     module = fx.GraphModule({}, graph)
-    preserve_strides(module)
+    run_passes(module, preserve_strides)
     assert [node.op for node in module.graph.nodes] == ["placeholder", "call_function", "output"]

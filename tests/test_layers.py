@@ -36,6 +36,7 @@ LAYERS = (
     "capture",
     "device_memory",
     "passes",
+    "request",
     "compiler",
     "step_profile",
     "tools",

@@ -5,12 +5,14 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from requests_of_options import key_of
 from strategies import graphs
 
 from autoremat import Options
-from autoremat.basics.errors import BudgetInfeasible, OptionsError
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError
 from autoremat.planner.multigraph.fronts import front_of, output_bytes, point_of
 from autoremat.planner.multigraph.ledger import (
     Moment,
@@ -26,6 +28,9 @@ from autoremat.planner.multigraph.ledger import (
 )
 from autoremat.planner.multigraph.step_profile import Step, StepGraph, StepProfile
 from autoremat.planner.search.planner import Planner
+from autoremat.request.budgets import requests_of
+from autoremat.request.limits import Limits
+from autoremat.request.surroundings import Surroundings
 
 SIZES = st.integers(0, 60)
 POINTS = st.builds(PlanPoint, st.integers(0, 9).map(float), SIZES, SIZES, SIZES)
@@ -167,9 +172,14 @@ def test_a_survey_reads_well_and_is_a_budget():
     assert (profile.shares_of("key"), profile.shares_of("other")) == ({None: profile.shares[0]}, {})
     options = Options(memory_budget=profile)
     assert options.memory_budget is profile
-    assert options.resolve_budget(7, None) == 2**15
-    assert Options(memory_budget=profile.shares[0]).resolve_budget(7, None) == profile.shares[0].backward_peak_bytes
-    assert Options.parse({"memory_budget": profile}).cache_key() != Options(memory_budget=2**15).cache_key()
+    around = Surroundings(torch.device("cpu"))
+    with pytest.warns(BudgetWarning, match="did not have"):
+        assert requests_of(options, around)[None].limits.peak_bytes == 2**15
+    vars(around)["key"] = "key"
+    assert requests_of(options, around)[None].limits == Limits(
+        profile.shares[0].backward_peak_bytes, step_share=profile.shares[0]
+    )
+    assert requests_of(options, around)[None].cache_key() != key_of(Options(memory_budget=2**15))
     assert options == Options(memory_budget=survey_of(2**15))
     with pytest.raises(OptionsError, match=r"autoremat\.profile_step"):
         Options(memory_budget=object())

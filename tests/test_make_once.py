@@ -9,6 +9,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from autoremat.passes.inductor_workarounds.materialize_shared import MARK, materialize_shared
+from autoremat.passes.pipeline import run_passes
 
 LENGTH, WIDTH = 64, 32
 MASK = "empty_strided_cpu((2, 1, 64, 64)"
@@ -28,7 +29,7 @@ def test_what_several_attentions_read_is_marked(layers, marked):
 
     with torch.no_grad():
         module = make_fx(function)(torch.randn(2, 2, LENGTH, 16), torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool))
-    materialize_shared(module)
+    run_passes(module, materialize_shared)
     assert [node.name for node in module.graph.nodes if node.meta.get(MARK)] == marked
 
 
@@ -39,7 +40,7 @@ def test_what_a_product_reads_through_a_view_is_marked_if_others_read_it():
         return (*products, direct.exp(), shared.exp())
 
     module = make_fx(lambda x, weight: function(x, weight))(torch.randn(2, 4, 4), torch.randn(4, 4))
-    materialize_shared(module)
+    run_passes(module, materialize_shared)
     assert [node.name for node in module.graph.nodes if node.meta.get(MARK)] == ["cos", "tanh"]
 
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from requests_of_options import key_of
 from strategies import chain, graphs, training_chain
 from torch import nn
 
@@ -19,8 +20,9 @@ from autoremat.compiler.peers import _compare_options
 from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
 from autoremat.planner.plans.plan_file import PlanFile
-from autoremat.planner.search.planner import ROUNDING, Planner
-from autoremat.planner.search.time_budget import Descent, TimeBudget, least_peak, least_peak_result
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import ROUNDING
+from autoremat.planner.search.time_budget import Descent, TimeBudget
 from autoremat.planner.settings import SETTINGS
 from autoremat.report.report import Report
 from autoremat.tools.explain import Preview, previews
@@ -49,8 +51,8 @@ def explained(**options: object) -> Report:
 @given(graphs(), st.sampled_from(SLOWDOWNS))
 def test_the_plan_keeps_to_the_time_and_needs_no_more_than_the_fastest(graph, allowed):
     planner = Planner(graph, 60.0)
-    time = TimeBudget.of(planner, allowed)
-    plan, fastest = least_peak(planner, time), planner.fastest()
+    time = TimeBudget.of(planner.fastest(), allowed)
+    plan, fastest = planner.least_peak(time).plan, planner.fastest()
     assert plan is not None
     assert fastest is not None
     assert time.slowdown(fastest) == pytest.approx(0.0, abs=ROUNDING)
@@ -66,7 +68,7 @@ def test_a_larger_slowdown_ends_at_no_higher_level(graph):
     budgets = []
     for allowed in SLOWDOWNS:
         planner = Planner(graph, 60.0)
-        descent = Descent(planner, TimeBudget.of(planner, allowed))
+        descent = Descent(planner.search, planner.moments, TimeBudget.of(planner.fastest(), allowed))
         descent.run()
         budgets.append(descent.bytes_at(descent.level))
         assert descent.best is not None
@@ -80,7 +82,7 @@ def test_equal_questions_have_equal_answers(graph, allowed):
     used, fresh = Planner(graph, 60.0), Planner(graph, 60.0)
     used.choose(used.baseline.peak_bytes // 2)
     used.restart()
-    plans = [least_peak(planner, TimeBudget.of(planner, allowed)) for planner in (used, fresh)]
+    plans = [planner.least_peak(TimeBudget.of(planner.fastest(), allowed)).plan for planner in (used, fresh)]
     assert plans[0] is not None
     assert plans[1] is not None
     assert plans[0].schedule == plans[1].schedule
@@ -88,7 +90,7 @@ def test_equal_questions_have_equal_answers(graph, allowed):
 
 def test_peaks_of_a_chain_fall_with_the_allowed_time():
     planner = Planner(training_chain(24, size=MIB), 60.0)  # 48 ops of a second
-    plans = [least_peak(planner, TimeBudget.of(planner, allowed)) for allowed in (0.0, 0.05, 0.1, 0.2, 1.0)]
+    plans = [planner.least_peak(TimeBudget.of(planner.fastest(), allowed)).plan for allowed in (0.0, 0.05, 0.1, 0.2, 1.0)]
     found = [(plan.peak_bytes // MIB, len(plan.recomputed)) for plan in plans if plan is not None]
     assert found[:4] == [(25, 0), (23, 2), (21, 4), (16, 9)]
     assert plans[-1].peak_bytes == planner.search.smallest.peak_bytes
@@ -96,15 +98,14 @@ def test_peaks_of_a_chain_fall_with_the_allowed_time():
 
 def test_no_plan_is_as_fast_as_a_faster_form_of_the_graph():
     planner = Planner(chain(8), 60.0)
-    time = TimeBudget(TimeBudget.of(planner, 0.0).fastest_seconds / 2, 0.5)
-    assert least_peak(planner, time) is None
-    assert least_peak_result(planner, time).plan is None
+    time = TimeBudget(TimeBudget.of(planner.fastest(), 0.0).fastest_seconds / 2, 0.5)
+    assert planner.least_peak(time).plan is None
 
 
 def test_a_step_without_seconds_is_never_slower():
     graph = chain(6, seconds=0.0, saving_seconds_per_byte=0.0)
     planner = Planner(graph, 60.0)
-    plan = least_peak(planner, TimeBudget.of(planner, 0.0))
+    plan = planner.least_peak(TimeBudget.of(planner.fastest(), 0.0)).plan
     assert plan is not None
     assert plan.peak_bytes == planner.search.smallest.peak_bytes
 
@@ -123,7 +124,7 @@ def test_values():
     assert Options.parse({"max_slowdown": "3%"}).max_slowdown == 0.03
     assert Options.parse({"max_slowdown": "free"}).max_slowdown == SETTINGS.search.free_slowdown
     assert Options.parse({}).max_slowdown is None
-    one, other = (Options.parse({"max_slowdown": share}).cache_key() for share in (0.03, 0.1))
+    one, other = (key_of(Options.parse({"max_slowdown": share})) for share in (0.03, 0.1))
     assert one != other
 
 
@@ -184,7 +185,7 @@ def test_the_error_names_both_figures_and_either_helps():
     assert explained(memory_budget=error.minimum_bytes, max_slowdown=0.01).fits
     enough = float(str(error).partition("raise max_slowdown to ")[2].partition(",")[0])
     assert explained(memory_budget=0.5, max_slowdown=enough).fits
-    again = BudgetInfeasible(**json.loads(json.dumps(error.figures() | {"occupants": []})) | {"remedy": ""})
+    again = BudgetInfeasible(**json.loads(json.dumps(error.figures() | {"occupants": []})) | {"remedies": []})
     assert again.least_slowdown == error.least_slowdown
 
 
@@ -270,7 +271,7 @@ def test_another_rank_takes_the_plan_with_its_time():
 
 
 def test_ranks_with_other_budgets_of_time_do_not_agree():
-    options = [json.loads(Options.parse({"max_slowdown": share}).cache_key()) for share in (0.03, 0.1)]
+    options = [json.loads(key_of(Options.parse({"max_slowdown": share}))) for share in (0.03, 0.1)]
     with pytest.raises(AgreementError, match="max_slowdown is 0.03 on rank 0, 0.1 on rank 1"):
         _compare_options({rank: {"options": one} for rank, one in enumerate(options)})
 

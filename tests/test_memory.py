@@ -213,7 +213,7 @@ def test_what_is_alive_adds_up(data):
     timeline = simulate(graph, build_schedule(graph, data.draw(saved_sets(graph))))
     tangents = sum(v.bytes for v in graph.values if v.role is Role.TANGENT)
     for position, total in enumerate(timeline.bytes_at.tolist()):
-        sizes = [graph.values[r.value].bytes for r in timeline.live_ranges if r.start <= position <= r.end]
+        sizes = [r.bytes for r in timeline.live_ranges if r.start <= position <= r.end]
         in_backward = position >= len(timeline.schedule.forward)
         workspace = graph.ops[timeline.schedule.sequence[position]].workspace_bytes
         assert sum(sizes) + tangents * in_backward + workspace == total

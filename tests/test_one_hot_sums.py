@@ -12,8 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 import autoremat
-from autoremat.passes import rewrite_for_inductor, simplify_one_hot_sum
+from autoremat.passes import before_capture, simplify_one_hot_sum
 from autoremat.passes.inductor_workarounds.one_hot_sum import OPERATIONS
+from autoremat.passes.pipeline import run_passes
 from autoremat.torch_private.compilers import largest_expression
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -109,7 +110,8 @@ GRADIENTS = torch.tensor([0.3, -0.0, 0.0, torch.inf, torch.nan, -2.5]).view(ROWS
 
 def rewritten(function: Callable[..., Tensor], target: Tensor) -> tuple[int, Tensor, Tensor]:
     graph: fx.GraphModule = make_fx(function, tracing_mode="fake")(target, GRADIENTS)
-    number = simplify_one_hot_sum(graph)
+    (run,) = run_passes(graph, simplify_one_hot_sum)
+    number = run.rewrites
     assert number == sum(node.target is aten.logical_and.default for node in graph.graph.nodes)
     return number, graph(target, GRADIENTS), function(target, GRADIENTS)
 
@@ -146,7 +148,7 @@ def test_products_with_sizes_that_are_not_known_are_looked_at():
 
     def backend(graph: fx.GraphModule, inputs: list[object]) -> Callable[..., object]:
         traced = make_fx(graph, tracing_mode="symbolic")(*inputs)
-        seen.append(simplify_one_hot_sum(traced))
+        seen.extend(run.rewrites for run in run_passes(traced, simplify_one_hot_sum))
         return graph
 
     torch.compile(lambda x: (x.sin() * x.shape[0]).sum(1), backend=backend, dynamic=True)(torch.ones(4, 3))
@@ -157,7 +159,7 @@ def test_products_with_sizes_that_are_not_known_are_looked_at():
 def test_the_sum_stays_where_the_gradient_would_be_cut_in_two(runs_on, limit, sums):
     graph = make_fx(of_a_loss, tracing_mode="fake")(torch.zeros(ROWS, 1, dtype=torch.int64), GRADIENTS)
     with inductor_config.patch(realize_opcount_threshold=limit):
-        rewrite_for_inductor(graph, runs_on)
+        before_capture(graph, runs_on)
     assert sum(node.target is aten.sum.dim_IntList for node in graph.graph.nodes) == sums
 
 

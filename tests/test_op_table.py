@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from autoremat.ops.op_table import _ROWS, OpFacts, facts_of
+from autoremat.ops.op_table import ROWS, OpFacts, facts_of
 from autoremat.planner.cost import Rate
 from autoremat.planner.graph.op import Kind
 
@@ -12,9 +12,9 @@ aten = torch.ops.aten
 
 
 def test_no_op_has_two_rows_and_no_facts_have_two():
-    ops = [op for _, listed in _ROWS for op in listed]
+    ops = [op for _, listed in ROWS for op in listed]
     assert len(ops) == len(set(ops))
-    facts = [row for row, _ in _ROWS]
+    facts = [row for row, _ in ROWS]
     assert len(facts) == len(set(facts))
 
 

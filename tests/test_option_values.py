@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from requests_of_options import key_of
 
 from autoremat.basics import environment, files
 from autoremat.basics.errors import OptionsError, PlanFileError
@@ -78,7 +79,7 @@ def nothing_from_outside(monkeypatch, isolated_options):
 def outcome(find: Callable[[], Options], name: str) -> str:
     """The cache key of the options, or "" if an error refuses them that names the option. Other errors pass through."""
     try:
-        return find().cache_key()
+        return key_of(find())
     except OptionsError as error:
         return "" if name in str(error) else f"refused without its name: {error}"
 

@@ -7,6 +7,7 @@ import numpy
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from requests_of_options import budget_with
 
 from autoremat.basics.errors import OptionsError
 from autoremat.options.options import (
@@ -281,7 +282,7 @@ def test_configure_checks_at_once_and_then_changes_nothing():
 
 @given(st.integers(0, 2**60), st.floats(0.001, 1))
 def test_a_share_is_floored_and_within_the_baseline(baseline, share):
-    budget = Options(memory_budget=share).resolve_budget(baseline, None)
+    budget = budget_with(Options(memory_budget=share), baseline)
     assert isinstance(budget, int)
     assert 0 <= budget <= baseline
     assert budget <= Fraction(repr(share)) * baseline < budget + 1
@@ -289,7 +290,7 @@ def test_a_share_is_floored_and_within_the_baseline(baseline, share):
 
 @given(st.integers(0, 2**60), st.tuples(st.floats(0.001, 1), st.floats(0.001, 1)))
 def test_a_larger_share_is_never_a_smaller_budget(baseline, shares):
-    smaller, larger = (Options(memory_budget=share).resolve_budget(baseline, None) for share in sorted(shares))
+    smaller, larger = (budget_with(Options(memory_budget=share), baseline) for share in sorted(shares))
     assert smaller <= larger
 
 
@@ -306,18 +307,18 @@ def test_a_larger_share_is_never_a_smaller_budget(baseline, shares):
     ],
 )
 def test_resolve_budget(budget, baseline, free, expected):
-    assert Options(memory_budget=budget).resolve_budget(baseline, free) == expected
+    assert budget_with(Options(memory_budget=budget), baseline, free) == expected
 
 
 def test_auto_needs_a_cuda_device():
     with pytest.raises(OptionsError, match=r'memory_budget="auto" needs a CUDA device.*Accepted elsewhere: an int') as caught:
-        Options(memory_budget="auto").resolve_budget(10, None)
+        budget_with(Options(memory_budget="auto"), 10, None)
     assert "less `auto_headroom`" not in str(caught.value)
 
 
 @pytest.mark.parametrize("free", [0, 2**20, 2 * 2**20])
 def test_auto_shows_both_numbers_when_nothing_is_left(free):
     with pytest.raises(OptionsError) as caught:
-        Options(memory_budget="auto", auto_headroom="2MiB").resolve_budget(10, free)
+        budget_with(Options(memory_budget="auto", auto_headroom="2MiB"), 10, free)
     assert f"({free} bytes) are free" in str(caught.value)
     assert "auto_headroom=2097152 (2.00 MiB)" in str(caught.value)

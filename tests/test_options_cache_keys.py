@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from requests_of_options import key_of, request_with
 from test_options import INDUCTOR_KEYS, no_cost_model_from_outside, parse  # noqa: F401
 
 from autoremat.options.options import (
@@ -38,25 +39,26 @@ all_options = st.builds(
 
 @given(all_options)
 def test_cache_key_is_sorted_json_and_survives_pickling(options):
-    key = options.cache_key()
+    key = key_of(options)
     assert json.dumps(json.loads(key), sort_keys=True) == key
-    assert pickle.loads(pickle.dumps(options)).cache_key() == key
+    assert key_of(pickle.loads(pickle.dumps(options))) == key
 
 
 @given(all_options, all_options)
-def test_different_options_have_different_cache_keys(one, other):
-    if one != other:
-        assert one.cache_key() != other.cache_key()
+def test_different_requests_have_different_cache_keys(one, other):
+    assert (key_of(one) == key_of(other)) == (request_with(one) == request_with(other))
+    if one != other and one.auto_headroom == other.auto_headroom:
+        assert request_with(one) != request_with(other)
 
 
 def test_cache_key_tells_one_byte_from_the_whole_share():
-    assert Options(memory_budget=1).cache_key() != Options(memory_budget=1.0).cache_key()
+    assert key_of(Options(memory_budget=1)) != key_of(Options(memory_budget=1.0))
 
 
 def test_spelling_does_not_change_the_cache_key():
     one = parse({"memory_budget": "1KiB", "max-autotune": True, "fallback_random": False})
     other = parse({"fallback_random": False, "max_autotune": True, "memory-budget": 1024})
-    assert one.cache_key() == other.cache_key()
+    assert key_of(one) == key_of(other)
 
 
 class Versioned:
@@ -85,15 +87,15 @@ class Versioned:
     ],
 )
 def test_cache_key_of_values_that_json_does_not_know(one, other, equal):
-    keys = [Options(inductor=(("post_grad_custom_pre_pass", value),)).cache_key() for value in (one, other)]
+    keys = [key_of(Options(inductor=(("post_grad_custom_pre_pass", value),))) for value in (one, other)]
     assert (keys[0] == keys[1]) is equal
     assert "0x" not in keys[0]
 
 
 def test_cache_key_is_the_same_in_every_process():
     code = (
-        "from autoremat.options.options import Options;"
-        "print(Options(0.3, inductor=(('a', {'x', 'y', 'z'}), ('b', len), ('c', object()))).cache_key())"
+        "from autoremat.request.request import Request;"
+        "print(Request(inductor=(('a', {'x', 'y', 'z'}), ('b', len), ('c', object()))).cache_key())"
     )
     run = functools.partial(subprocess.run, capture_output=True, check=True, cwd=Path(__file__).parent.parent)
     seeds = ("1", "2", "3")

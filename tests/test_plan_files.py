@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from hypothesis import given
+from requests_of_options import key_of
 from strategies import chain, graphs, saved_sets
 from torch import nn
 
@@ -22,7 +24,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.plans import plan_file
-from autoremat.planner.plans.plan import Plan
+from autoremat.planner.plans.plan import READABLE, VERSION, Plan, Status
 from autoremat.planner.search.planner import Planner
 
 
@@ -58,8 +60,16 @@ def rows(record: dict, table: str) -> list[list]:
     return record["graph"][table]["rows"]
 
 
+def add_column(record: dict, table: str, name: str, cell: object) -> None:
+    record["graph"][table]["columns"].append(name)
+    for row in rows(record, table):
+        row.append(cell)
+
+
 BROKEN: dict[str, Callable[[dict], object]] = {
-    "a missing key": lambda r: r.pop("label"),
+    "no forward": lambda r: r.pop("forward"),
+    "a column twice": lambda r: r["graph"]["ops"]["columns"].__setitem__(0, "target"),
+    "a label that is nothing": lambda r: r.update(label=None),
     "an op that does not exist": lambda r: r["backward"].append(1000),
     "a negative op": lambda r: r["backward"].append(-1),
     "a share of an op": lambda r: r["backward"].append(0.5),
@@ -70,8 +80,8 @@ BROKEN: dict[str, Callable[[dict], object]] = {
     "a schedule that is no list": lambda r: r.update(forward="all"),
     "a missing column": lambda r: r["graph"]["ops"]["columns"].pop(),
     "a short row": lambda r: rows(r, "ops")[0].pop(),
-    "an unknown kind": lambda r: rows(r, "ops")[0].__setitem__(r["graph"]["ops"]["columns"].index("kind"), "magic"),
-    "an unknown trait": lambda r: rows(r, "ops")[0].__setitem__(r["graph"]["ops"]["columns"].index("traits"), ["SHY"]),
+    "an unknown kind": lambda r: add_column(r, "ops", "kind", "magic"),
+    "an unknown trait": lambda r: add_column(r, "ops", "traits", ["SHY"]),
     "a value that does not exist": lambda r: r["graph"].update(backward_outputs=[10**9]),
     "a negative size": lambda r: rows(r, "values")[0].__setitem__(r["graph"]["values"]["columns"].index("bytes"), -1),
     "no graph": lambda r: r.update(graph=None),
@@ -91,8 +101,34 @@ def test_what_is_no_plan_is_refused(text):
 
 
 def test_another_version_is_refused_by_its_number(plan):
-    with pytest.raises(PlanFileError, match="version 99 .* reads 3"):
+    with pytest.raises(PlanFileError, match="version 99 .* reads 3 to 4"):
         Plan.loads(changed(plan, lambda r: r.update(version=99)))
+
+
+def test_a_missing_field_has_its_default(plan):
+    facts = {"label": "", "budget_bytes": None, "lower_bound_bytes": 0, "lower_bound_seconds": 0.0, "interrupted": False}
+    bare = dataclasses.replace(plan, **facts)
+    record = json.loads(bare.dumps())
+    assert record.keys() == {"format", "version", "forward", "backward", "graph"}, "a field with its default is not written"
+    assert "in_flight" not in record["graph"]
+    assert "workspace_bytes" not in record["graph"]["ops"]["columns"]
+    assert Plan.loads(json.dumps(record)).dumps() == bare.dumps()
+    again = Plan.loads(json.dumps(record))
+    assert {name: getattr(again, name) for name in facts} == facts
+
+
+UNKNOWN: dict[str, Callable[[dict], object]] = {
+    "a plan file has no field 'stays'": lambda r: r.update(stays=[]),
+    "Graph has no field 'links'": lambda r: r["graph"].update(links=[]),
+    "Value has no field 'forms'": lambda r: add_column(r, "values", "forms", []),
+    "Op has no field 'engine'": lambda r: add_column(r, "ops", "engine", 0),
+}
+
+
+@pytest.mark.parametrize(("message", "change"), UNKNOWN.items(), ids=UNKNOWN.keys())
+def test_a_field_that_this_version_does_not_know_is_named(plan, message, change):
+    with pytest.raises(PlanFileError, match=message):
+        Plan.loads(changed(plan, change))
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path):
@@ -105,11 +141,11 @@ def test_a_file_that_is_not_there_is_refused(tmp_path):
 
 def test_the_option_takes_paths_and_plans(plan, tmp_path):
     plan.save(tmp_path / "plan.json")
-    digests = {Options(plan=given).cache_key() for given in (tmp_path / "plan.json", str(tmp_path / "plan.json"), plan, [plan])}
+    digests = {key_of(Options(plan=given)) for given in (tmp_path / "plan.json", str(tmp_path / "plan.json"), plan, [plan])}
     assert len(digests) == 1, "the content decides, not where it lies"
     other = dataclasses.replace(plan, label="another")
-    assert Options(plan=[plan, other]).cache_key() not in digests
-    assert Options(plan=other).cache_key() not in digests
+    assert key_of(Options(plan=[plan, other])) not in digests
+    assert key_of(Options(plan=other)) not in digests
     assert Options().plan is Options(plan=None).plan is None
     configure(plan=plan)
     assert Options.parse({}).plan[0].plan.schedule == plan.schedule
@@ -164,7 +200,7 @@ def test_a_plan_that_breaks_an_order_is_refused(plan):
     ops = list(plan.graph.ops)
     again = plan.recomputed[0]
     ops[again] = dataclasses.replace(ops[again], constraint=Constraint.SAVE)
-    with pytest.raises(PlanFileError, match="breaks a rule of this graph: .* ordered to be saved but runs twice"):
+    with pytest.raises(PlanFileError, match="breaks a rule of this graph: .* is to be saved, but runs twice"):
         plan_file.fitted([file_of(plan)], dataclasses.replace(plan.graph, ops=tuple(ops)))
 
 
@@ -223,6 +259,34 @@ def test_a_stored_plan_is_applied_as_it_is(tmp_path):
     assert 0 <= again.lower_bound_seconds <= again.recompute_seconds
     everything, _ = train()
     assert everything.plan.schedule != report.plan.schedule, "else the test shows nothing"
+
+
+GOLDEN = sorted((Path(__file__).parent / "data").glob("plan_version_*.json"))
+"""A plan file of each version of the format. They are never written again."""
+
+
+def test_each_version_that_is_read_has_a_golden_file():
+    versions = {path.name: json.loads(path.read_text())["version"] for path in GOLDEN}
+    assert versions == {f"plan_version_{version}.json": version for version in READABLE}
+    assert VERSION in READABLE
+
+
+@pytest.mark.parametrize("path", GOLDEN, ids=lambda path: path.stem)
+def test_a_golden_file_is_read_and_applied(path):
+    stored = Plan.load(path)
+    assert (stored.peak_bytes, stored.saved_bytes, len(stored.recomputed), stored.status) == (42240, 18432, 4, Status.FEASIBLE)
+    assert (stored.budget_bytes, stored.lower_bound_bytes, stored.label) == (
+        43622, 42240, "3 segments, one cut in 2 saved, recreated",
+    )  # fmt: skip
+    widths = (8, 32, 32, 32, 32, 8)
+    layers = [(nn.Linear(*pair, bias=False), nn.Tanh()) for pair in itertools.pairwise(widths)]
+    compiled = torch.compile(
+        nn.Sequential(*itertools.chain(*layers)), backend="autoremat", options={"compiler": "aot_eager", "plan": path}
+    )
+    compiled(torch.randn(64, 8)).square().mean().backward()
+    report = autoremat.reports()[-1]
+    assert report.plan.schedule == stored.schedule
+    assert report.strategy == f"stored plan ({stored.label})"
 
 
 def test_a_stored_plan_over_the_budget_is_an_error(tmp_path):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from requests_of_options import key_of
 
 import autoremat
 from autoremat.basics.errors import OptionsError
@@ -76,10 +77,8 @@ def test_a_policy_is_told_from_every_other():
 
 
 def test_the_policy_of_the_options_comes_from_three_places(monkeypatch):
-    keys = {
-        autoremat.Options(policy=p).cache_key() for p in (None, "full", "uniform:1", "uniform:2", "selective", "selective:mlp")
-    }
-    assert len(keys | {autoremat.Options(save=["a"]).cache_key()}) == 7
+    keys = {key_of(autoremat.Options(policy=p)) for p in (None, "full", "uniform:1", "uniform:2", "selective", "selective:mlp")}
+    assert len(keys | {key_of(autoremat.Options(save=["a"]))}) == 7
     with pytest.raises(OptionsError, match="save='a' is not accepted. Accepted: a list of globs"):
         autoremat.Options(save="a")
     monkeypatch.setenv("AUTOREMAT_POLICY", "uniform:2")

@@ -15,10 +15,10 @@ from torch.utils.checkpoint import checkpoint
 
 import autoremat
 from autoremat.basics.errors import ConstraintWarning
-from autoremat.compiler import compile_loop
-from autoremat.compiler.joint_graph import free_device_bytes
 from autoremat.options.options import ENVIRONMENT_VARIABLE
 from autoremat.report.decisions import Decision
+from autoremat.request import surroundings
+from autoremat.request.surroundings import free_device_bytes
 
 MIB = 1 << 20
 
@@ -35,7 +35,7 @@ def device_with(monkeypatch) -> Callable[[int], None]:
     """Has the device of the step report so many free bytes."""
 
     def give(free: int) -> None:
-        monkeypatch.setattr(compile_loop, "free_device_bytes", lambda device: free)
+        monkeypatch.setattr(surroundings, "free_device_bytes", lambda device: free)
 
     return give
 

@@ -57,6 +57,20 @@ def test_messages_name_the_address_of_the_metadata():
         assert errors.ISSUES in str(make(ValueError("x"), "a place"))
 
 
+def test_every_file_has_owners_in_the_organisation_of_the_repository():
+    (organisation,) = re.findall(r'^Repository = "https://github.com/([^/]+)/', PROJECT, re.MULTILINE)
+    rules = [line.split() for line in (ROOT / ".github" / "CODEOWNERS").read_text().splitlines() if line[:1] not in ("", "#")]
+    assert rules[0][0] == "*"
+    assert all(owner.startswith(f"@{organisation}/") for _, *owners in rules for owner in owners)
+
+
+def test_the_readme_of_the_emulated_device_lists_its_files():
+    folder = ROOT / "tests" / "emulated_cuda"
+    listed = set(re.findall(r"`([a-z_]+\.(?:py|cpp))`", (folder / "README.md").read_text()))
+    files = {path.name for path in folder.iterdir() if path.suffix in (".py", ".cpp") and not path.name.startswith("check_")}
+    assert files - {"__init__.py"} <= listed
+
+
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"])
 def test_links_of_the_first_pages_lead_somewhere(page):
     text = (ROOT / page).read_text()

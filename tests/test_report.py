@@ -12,9 +12,11 @@ from strategies import chain
 
 from autoremat.basics.units import format_bytes
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.search.planner import Planner
 from autoremat.report import data, registry, text_tables
 from autoremat.report.decisions import Decision
+from autoremat.report.op_bytes import code_bytes_of
 from autoremat.report.registry import add_report, reports
 from autoremat.report.report import Report
 
@@ -153,6 +155,18 @@ def test_text_shows_the_compiled_peak_where_it_is_known():
     assert "peak of the generated code" in str(report_for(None, compiled_peak_bytes=3 * SIZE))
 
 
+def test_text_says_that_memory_stays_free_and_why():
+    report = dataclasses.replace(report_for(None), compiled_peak_bytes=3 * SIZE, room_left_because="nothing needs it")
+    (line,) = [line for line in str(report).splitlines() if "peak of the generated code" in line]
+    assert line.endswith("3.00 MiB; memory of the budget stays free, because nothing needs it")
+
+
+def test_text_has_no_names_of_search_strategies():
+    report = dataclasses.replace(report_for(16 * SIZE), strategy="1 segment, cut 6, recreated")
+    assert "recreated" not in str(report)
+    assert "recreated" in report.to_json()
+
+
 def test_text_shows_the_pool_of_cuda_graphs():
     report = dataclasses.replace(report_for(None, compiled_peak_bytes=3 * SIZE), graph_pool_bytes=2 * SIZE)
     assert f"pool of CUDA graphs         {format_bytes(2 * SIZE)}" in str(report)
@@ -222,10 +236,32 @@ def test_tables_show_values_and_what_is_alive():
     assert "layers.*" in text_tables.as_text(report.totals_table()) == str(report.totals_table())
     before, after = (text_tables.as_text(report.peak_table(before=before)) for before in (True, False))
     assert "26.00 MiB live in the backward" in before
+    assert "bytes tensor kind where" in " ".join(before.split())
     assert "saved" in after
     with pytest.raises(ValueError, match="not a valid Decision"):
         report.table("kept")
     assert dataclasses.replace(report, peak_after=None).peak_table() is None
+
+
+def test_each_execution_has_the_bytes_of_its_kernel():
+    report = report_for(16 * SIZE)
+    plan = report.plan
+    first, again = plan.schedule.forward[0], plan.recomputed[0]
+    name, repeated = plan.graph.ops[first].name, plan.graph.ops[again].name
+    backward = HalfAllocations((), kernels=((repeated, 7), (repeated, 8)))
+    found = code_bytes_of(plan, {False: HalfAllocations((), kernels=((name, 5),)), True: backward})
+    places = [place for place, op in enumerate(plan.sequence) if op == again and place >= len(plan.schedule.forward)]
+    assert found[0] == 5
+    assert found[places[0]] == 7, "the first of two kernels belongs to the first execution"
+    assert found.count(None) == len(plan.sequence) - 2
+    assert code_bytes_of(plan, {True: backward}) == (), "half of the code does not tell"
+
+    lines = text_tables.as_text(dataclasses.replace(report, code_bytes=found).op_bytes_table()).splitlines()
+    assert lines[0] == f"{len(plan.sequence)} executions"
+    assert lines[2].split() == [*format_bytes(int(plan.timeline.bytes_at[0])).split(), "5", "B", name, "forward"]
+    assert lines[2 + places[0]].split()[2:] == ["7", "B", repeated, "recomputed"]
+    assert [line.split()[2] for line in lines[3:5]] == ["-", "-"]
+    assert dataclasses.replace(report, plan=None).op_bytes_table() is None
 
 
 def test_the_text_says_where_memory_is_fullest_and_what_became_of_the_values():

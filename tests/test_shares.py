@@ -21,6 +21,8 @@ from autoremat.compiler.planning import plan_graph
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Graph
 from autoremat.report.report import Report
+from autoremat.request.limits import Limits
+from autoremat.request.request import Request
 from autoremat.tools.explain import previews
 from autoremat.torch_private import compilers
 
@@ -230,13 +232,11 @@ class Ranks:
         return decide({0: part, 1: {**part, "granted": self.theirs}})
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "agreed"), [(300, 200, 200), (200, 300, 200), (300, None, None), (None, None, None)]
-)
+@pytest.mark.parametrize(("ours", "theirs", "agreed"), [(300, 200, 200), (200, 300, 200), (300, 0, 0), (0, 0, 0)])
 def test_ranks_use_the_least_bytes_that_one_of_them_was_granted(ours, theirs, agreed):
-    options = Options(memory_budget=0.5, granted_bytes=ours, cost_model="roofline")
-    found = Members(Ranks(theirs)).agree(options, torch.device("cpu")).options
-    assert (found.memory_budget, found.granted_bytes) == (0.5, agreed)
+    request = Request(Limits(reference_share=0.5, granted_bytes=ours), cost_model="roofline")
+    found = Members(Ranks(theirs)).agree(request, torch.device("cpu")).request
+    assert found.limits == Limits(reference_share=0.5, granted_bytes=agreed)
 
 
 class Broken(nn.Module):

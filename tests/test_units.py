@@ -93,7 +93,11 @@ def test_format_bytes_never_shows_1024_of_a_unit(count):
         (1023, "1023 B"),
         (1024, "1.00 KiB"),
         (3 * 2**29, "1.50 GiB"),
+        (1000 * 1024, "1000.00 KiB"),  # units are powers of 1024, so a unit has four digits before the point at times
+        (1048570, "1023.99 KiB"),
+        (1048571, "1.00 MiB"),  # 1023.9951 KiB, which would round to 1024.00 KiB
         (2**20 - 1, "1.00 MiB"),
+        (2**30 - 5242, "1.00 GiB"),
         (2**30 - 1, "1.00 GiB"),
         (5000 * 2**40, "5000.00 TiB"),
         (-(3 * 2**29), "-1.50 GiB"),

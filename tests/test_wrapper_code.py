@@ -8,6 +8,8 @@ from collections.abc import Mapping
 import pytest
 from wrapper_sources import FLOAT, empty, peak, replay_peak
 
+from autoremat.planner.memory.wrapper_replay import replay
+
 
 def test_allocations_add_up_and_deletions_free():
     body = f"""
@@ -279,6 +281,43 @@ def test_a_workspace_is_that_of_the_call_with_results_of_its_size():
     assert with_workspace(written) == 1400
     in_place = "aten.kernel_(x)\nextern_kernels.kernel(x)\nreturn ()"  # nothing says which call it is
     assert with_workspace(in_place) == 9000
+
+
+def test_a_workspace_is_that_of_the_node_whose_kernel_writes_the_buffer():
+    workspaces, by_node = {"kernel": {400: 1000, 404: 9000}}, {"buf1": 10, "buf3": 9000, "buf4": 0}
+
+    def peak_of(body: str) -> int | None:
+        source = "def call(args):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+        sizes = {"buf1": 400, "buf4": 400}
+        return replay_peak(source, {}, lambda name: sizes.get(name, 0), workspaces=workspaces, workspace_of=by_node.get)
+
+    assert peak_of("buf1 = torch.ops.aten.kernel.default(x)\nreturn (buf1,)") == 410
+    assert peak_of("buf4 = torch.ops.aten.kernel.default(x)\nreturn (buf4,)") == 400
+    written = f"buf3 = {empty(100)}\nextern_kernels.kernel(x, out={{}})\nreturn (buf3,)"
+    assert peak_of(written.format("buf3")) == 9400
+    assert peak_of(written.format("reinterpret_tensor(buf3, (10, 10), (10, 1), 0)")) == 9400
+    unknown = f"buf7 = {empty(100)}\nextern_kernels.kernel(x, out=buf7)\nreturn (buf7,)"
+    assert peak_of(unknown) == 1400, "no node is known, so the size decides"
+
+
+def test_the_bytes_of_a_kernel_are_those_that_are_live_when_it_first_writes_a_buffer():
+    body = f"""
+        buf0 = {empty(10)}
+        buf1 = {empty(20)}
+        cpp_fused_add_0(x, buf0, buf1)
+        buf2 = torch.ops.aten.kernel.default(buf0)
+        del buf0
+        assert_size_stride(buf2, (100,), (1,))
+        buf3 = buf1; del buf1  # reuse
+        cpp_fused_mul_1(buf2, buf3)
+        del buf2
+        buf4 = {empty(1)}
+        extern_kernels.mm(buf3, x, out=buf4)
+        return (buf3, buf4)
+    """
+    source = "def call(args):\n" + textwrap.indent(textwrap.dedent(body), "    ")
+    replayed = replay(source, {}, lambda name: 400 * (name == "buf2"), workspaces={"mm": {4: 50}})
+    assert replayed.allocations.kernels == (("buf0", 120), ("buf1", 120), ("buf2", 520), ("buf3", 480), ("buf4", 134))
 
 
 CPP = """

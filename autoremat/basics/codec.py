@@ -10,8 +10,9 @@ import dataclasses
 import enum
 import math
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 Reader = Callable[[Any], Any]
@@ -59,6 +60,13 @@ class Codec:
         if kind not in self._readers:
             self._readers[kind] = self._make_reader(kind)
         return self._readers[kind]
+
+    def readers(self, kind: type, names: Iterable[str]) -> dict[str, Reader]:
+        """Returns the readers of the fields ``names`` of a dataclass. Raises ``ValueError`` for the name of no field."""
+        hints, names = _hints(kind), tuple(names)
+        if unknown := sorted(set(names) - hints.keys()):
+            raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
+        return {name: self.reader(hints[name]) for name in names}
 
     def _make_reader(self, kind: Any) -> Reader:
         if kind in (str, bool, int, float):
@@ -115,18 +123,17 @@ class Codec:
     def _dataclass(self, kind: type) -> Reader:
         """Returns the reader of a dataclass from a dict of its fields, or from the list of their values.
 
-        Fields that are missing in a dict keep their defaults.
+        Fields that are missing keep their defaults.
         """
-        hints = get_type_hints(kind, localns={"Self": kind})
+        hints = _hints(kind)
 
         def read(data: Any) -> Any:
-            if isinstance(data, list):
-                return kind(*(self.read(hint, one) for hint, one in zip(hints.values(), data, strict=True)))
+            if isinstance(data, list) and len(data) <= len(hints):
+                data = dict(zip(hints, data, strict=False))
             if not isinstance(data, dict):
                 raise ValueError(f"{data!r} is no {kind.__name__}")
-            if unknown := sorted(data.keys() - hints.keys()):
-                raise ValueError(f"{kind.__name__} has no field {unknown[0]!r}")
-            return kind(**{name: self.read(hints[name], one) for name, one in data.items()})
+            readers = self.readers(kind, data)
+            return kind(**{name: readers[name](one) for name, one in data.items()})
 
         return read
 
@@ -135,6 +142,12 @@ class Codec:
         for name in _list(names):
             found |= kind[name]
         return found
+
+
+@cache
+def _hints(kind: type) -> dict[str, Any]:
+    """Returns the types of the fields of a dataclass."""
+    return get_type_hints(kind, localns={"Self": kind})
 
 
 def _list(data: Any) -> list[Any]:

@@ -14,12 +14,12 @@ import contextlib
 import logging
 import os
 import secrets
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import filelock
 import platformdirs
 
 from autoremat.basics.environment import CACHE_SIZE as SIZE_VARIABLE
@@ -27,15 +27,9 @@ from autoremat.basics.errors import OptionsError
 from autoremat.basics.files import read_regular_text
 from autoremat.basics.units import parse_bytes
 
-if sys.platform != "win32":
-    import fcntl
-
 log = logging.getLogger("autoremat")
 
 DEFAULT_SIZE = 2**30
-MOST_BYTES = 2**60
-"""The most bytes that a file may state for anything."""
-
 MOST_BYTES = 2**60
 """The most bytes that a file may state for anything."""
 
@@ -125,36 +119,15 @@ def locked(kind: str, key: str, longest: float) -> Iterator[bool]:
     Waits at most ``longest`` seconds. Yields True if the lock was acquired, else False; the body runs in both cases. The
     operating system releases the lock of a process that ends.
     """
-    descriptor = None
-    with contextlib.suppress(OSError):
+    lock, held = filelock.FileLock(folder(kind) / f"{key}.lock", timeout=longest, mode=0o664), False
+    with contextlib.suppress(OSError, NotImplementedError):  # too late, no folder, or a file system without locks
         folder(kind).mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(folder(kind) / f"{key}.lock", os.O_RDWR | os.O_CREAT | getattr(os, "O_NONBLOCK", 0), 0o666)
-    if descriptor is None:
-        yield False
-        return
-    held = False
+        lock.acquire()
+        held = True
     try:
-        held = _flock(descriptor, time.monotonic() + longest)
         yield held
     finally:
-        if held and sys.platform != "win32":
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # closing is not enough: a forked process has the file open too
-        os.close(descriptor)
-
-
-def _flock(descriptor: int, end: float) -> bool:
-    """Returns True if the lock was acquired before ``end``. Returns False at once where the system has no such locks."""
-    while sys.platform != "win32":
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return True
-        except BlockingIOError:
-            if time.monotonic() >= end:
-                return False
-            time.sleep(0.05)
-        except OSError:  # this file system has no locks
-            return False
-    return False
+        lock.release()
 
 
 # -- how much there is -------------------------------------------------------------------------------------------------

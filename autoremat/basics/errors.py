@@ -130,7 +130,7 @@ class BudgetInfeasible(AutorematError):
         device: str | None = None,
         plan_file: str | None = None,
         unconstrained_bytes: int | None = None,
-        remedy: str = "",
+        remedies: Iterable[str] = (),
         rank: int | None = None,
         allocated_bytes: int | None = None,
         max_slowdown: float | None = None,
@@ -151,7 +151,7 @@ class BudgetInfeasible(AutorematError):
         - ``device``: the device of the budget.
         - ``plan_file``: the stored plan that was to be applied; no other plan was tried.
         - ``unconstrained_bytes``: the minimum peak found without the user's constraints, if there are any.
-        - ``remedy``: further advice.
+        - ``remedies``: further pieces of advice.
         - ``rank``: the rank of a distributed job whose plan or budget fails; None for this process.
         - ``allocated_bytes``: the allocated bytes of the plan of ``minimum_bytes``, if the budget counts reserved ones.
         - ``max_slowdown``: the budget of time, as a share beyond the fastest plan's; None if there is none. With it,
@@ -169,7 +169,7 @@ class BudgetInfeasible(AutorematError):
         self.device = device
         self.plan_file = plan_file
         self.unconstrained_bytes = unconstrained_bytes
-        self.remedies = (remedy,) if remedy else ()
+        self.remedies = tuple(filter(None, remedies))
         self.rank = rank
         self.allocated_bytes = allocated_bytes
         self.max_slowdown = max_slowdown
@@ -179,12 +179,6 @@ class BudgetInfeasible(AutorematError):
         self.device_bytes = device_bytes
         self.is_simulated = is_simulated
         super().__init__(self._message())
-
-    def advise(self, remedy: str) -> None:
-        """Adds advice to the message, before all other added advice. Repeated advice is ignored."""
-        if remedy not in self.remedies:
-            self.remedies = (remedy, *self.remedies)
-            self.args = (self._message(),)
 
     def figures(self) -> dict[str, Any]:
         """Returns the arguments that make this error again, as JSON data."""
@@ -196,7 +190,7 @@ class BudgetInfeasible(AutorematError):
             "device": self.device,
             "plan_file": self.plan_file,
             "unconstrained_bytes": self.unconstrained_bytes,
-            "remedy": "; ".join(self.remedies),
+            "remedies": list(self.remedies),
             "rank": self.rank,
             "allocated_bytes": self.allocated_bytes,
             "max_slowdown": self.max_slowdown,

@@ -10,7 +10,7 @@ from torch import fx
 from autoremat.basics.errors import OptionWarning
 from autoremat.capture import source_info
 from autoremat.options.options import Options
-from autoremat.planner.multigraph.step_profile import StepProfile
+from autoremat.request.budgets import is_profile
 from autoremat.torch_private import ddp, dynamo
 
 _trained: set[str] = set()
@@ -26,7 +26,7 @@ def warn_without_backward(gm: fx.GraphModule, options: Options, is_explicit: boo
     if dynamo.requires_gradient(gm):
         _trained.add(place)
         return
-    if options.memory_budget is None or isinstance(options.memory_budget, StepProfile):
+    if options.memory_budget is None or is_profile(options):
         return
     reason = _reason(gm, is_explicit and place not in _trained)
     if reason:

@@ -12,38 +12,36 @@ from autoremat.agreement.joining import session_at
 from autoremat.agreement.session import Parts, grouped
 from autoremat.basics.codec import Codec, plain
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, best_effort_message
-from autoremat.options.options import Options
 from autoremat.planner.multigraph.step_profile import Step, StepProfile
+from autoremat.request.request import Request
 
 CODEC = Codec(signed=True)
 
 
-def agreed_profile(
-    step: Step, options: Options, place: str, free_bytes: int | None = None, settles_as: str = "", communicates: bool = True
-) -> StepProfile:
-    """Returns the profile under the budget of the options for all ranks that have a step of the same graphs in the same order.
+def agreed_profile(step: Step, request: Request, place: str, settles_as: str = "", communicates: bool = True) -> StepProfile:
+    """Returns the profile under the limits of the request for all ranks that have a step of the same graphs in the same order.
 
     The ranks meet at ``place``. ``communicates`` is False if a rank may have a step of its own when it compiles again.
-    ``free_bytes`` are those free on the device, for an "auto" budget.
 
-    Raises ``BudgetInfeasible`` if no choice of plans fits. If the options ask for the best effort, a step that ``settles_as``
+    Raises ``BudgetInfeasible`` if no choice of plans fits. If the request asks for the best effort, a step that ``settles_as``
     names for a warning gets the minimum peak found instead.
     """
-    budget = options.resolve_budget(step.reference_peak_bytes, free_bytes)
-    step, budget = _agreed(step, budget, options, place, communicates)
+    limits = request.limits
+    step, budget = _agreed(step, limits.bytes_for(step.reference_peak_bytes), request.agreement, place, communicates)
     try:
-        profile = step.shared_out(budget)
+        profile = step.shared_out(budget, limits.advice)
     except BudgetInfeasible as error:
-        if not settles_as or options.on_infeasible != "best_effort":
+        if not settles_as or request.must_fit:
             raise
         message = best_effort_message(settles_as, error.minimum_bytes, error.budget_bytes)
         warnings.warn(message, BudgetWarning, stacklevel=6)
         profile = step.shared_out(error.minimum_bytes)
-    ledger = options.device_ledger
-    return profile if ledger is None else replace(profile, device_ledger=ledger.of_step(profile.peak_bytes))
+    return profile if limits.ledger is None else replace(profile, device_ledger=limits.ledger.of_step(profile.peak_bytes))
 
 
-def _agreed(step: Step, budget: int | None, options: Options, place: str, communicates: bool) -> tuple[Step, int | None]:
+def _agreed(
+    step: Step, budget: int | None, ranks: str | tuple[int, ...], place: str, communicates: bool
+) -> tuple[Step, int | None]:
     """Returns the step and the budget in bytes of all ranks.
 
     Each moment has the base bytes of the rank with the most. The budget is the least of all ranks. Plans and seconds are those
@@ -56,7 +54,7 @@ def _agreed(step: Step, budget: int | None, options: Options, place: str, commun
         """Returns the joint step of each kind."""
         return {kind: _joint([*alike.values()]) for kind, alike in grouped(parts, "kind").items()}
 
-    with session_at(place, options.agreement, communicates=communicates) as session:
+    with session_at(place, ranks, communicates=communicates) as session:
         if session is None:
             return step, budget
         agreed = session.round("profile", {"kind": kind, "step": plain(step), "budget": budget}, join)[kind]

@@ -39,8 +39,8 @@ class Purpose(enum.Enum):
 class Rules:
     """Facts about a compilation that hold for all its attempts."""
 
-    on_infeasible: str = "raise"
-    """The option: "raise", or "best_effort" for the code with the least memory."""
+    must_fit: bool = True
+    """False to take the code with the least memory if none fits."""
     may_loosen: bool = True
     """False if an earlier process has loosened already, or if the budget is a share of a step's budget."""
     budget_is_shared: bool = False
@@ -176,10 +176,10 @@ def next_step(attempts: Sequence[Attempt], rules: Rules) -> Verdict | GainNeeded
         return None  # an error names the peak of the step, so it needs the code of both halves
     if last.purpose is Purpose.LOOSEN:
         return Again(attempts[-2].headroom_bytes, Purpose.RETURN)
-    if rules.on_infeasible == "raise" and (last.is_last_plan or _is_minimizing(attempts) or _is_final(attempts)):
+    if rules.must_fit and (last.is_last_plan or _is_minimizing(attempts) or _is_final(attempts)):
         return _minimize_or_raise(attempts)
     late = len(attempts) >= MAX_REPLANS
-    if rules.on_infeasible == "best_effort" and (last.is_last_plan or _is_minimizing(attempts) or late):
+    if not rules.must_fit and (last.is_last_plan or _is_minimizing(attempts) or late):
         return _minimize_or_settle(attempts)
     return Again(_tighter_headroom_bytes(last, rules, late))
 
@@ -193,7 +193,7 @@ def _is_minimizing(attempts: Sequence[Attempt]) -> bool:
 
 
 def _may_end_in_error(attempts: Sequence[Attempt], rules: Rules) -> bool:
-    final = rules.on_infeasible == "raise" and (attempts[-1].is_last_plan or _is_final(attempts))
+    final = rules.must_fit and (attempts[-1].is_last_plan or _is_final(attempts))
     return final or _is_minimizing(attempts)
 
 
@@ -203,7 +203,7 @@ def _is_tolerated(attempts: Sequence[Attempt], rules: Rules) -> bool:
     least = all(last.peak_bytes <= attempt.peak_bytes for attempt in earlier if attempt.failed)
     minimizing = _is_minimizing(attempts)
     settled = least and (minimizing or (last.is_last_plan and last.minimizing_headroom_bytes is None))
-    return rules.on_infeasible == "best_effort" and (settled or _is_final(attempts))
+    return not rules.must_fit and (settled or _is_final(attempts))
 
 
 def _may_loosen(attempts: Sequence[Attempt], rules: Rules) -> bool:

@@ -5,19 +5,12 @@ The backend receives only the graphs that Dynamo captures. Dynamo's own counters
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
-from functools import partial
 
 from torch import fx
 
-from autoremat.basics.errors import BudgetInfeasible, find_cause
-from autoremat.options.options import Options
 from autoremat.torch_private import dynamo
 
 log = logging.getLogger("autoremat")
@@ -30,8 +23,6 @@ BETWEEN_GRAPHS = "the memory of code between graphs is not counted"
 IN_TRANSFORM = "a transform of torch.func"
 
 _told: set[str] = set()
-_is_part: ContextVar[bool] = ContextVar("is_part", default=False)
-"""True while one of several graphs of a broken function is compiled."""
 
 
 def what_dynamo_said(before: Counter[str] | None = None) -> str:
@@ -45,42 +36,6 @@ def what_dynamo_said(before: Counter[str] | None = None) -> str:
     return "\n".join(["Dynamo broke graphs here, or left whole functions alone:", *lines, *more]) if lines else ""
 
 
-@contextlib.contextmanager
-def one_of_several(gm: fx.GraphModule) -> Iterator[None]:
-    """Adds advice to a ``BudgetInfeasible`` of the body if ``gm`` is one of several graphs of a function.
-
-    The advice is to share one budget among these graphs with ``autoremat.profile_step``. In the body, :func:`as_part` knows it.
-    """
-    reason = dynamo.graph_break_around(gm)
-    if reason is None and dynamo.is_called_by_a_broken_function():
-        reason = ""
-    token = _is_part.set(reason is not None)
-    try:
-        yield
-    except Exception as error:
-        infeasible = find_cause(error, BudgetInfeasible)
-        if reason is not None and infeasible is not None:
-            why = f" ({dynamo.in_few_words(reason).partition('. ')[0]})" if reason else ""
-            infeasible.advise(
-                f"this is one graph of several, for Dynamo broke the function{why}: share one budget among them, by "
-                "autoremat.profile_step(function, *inputs, memory_budget=...)"
-            )
-        raise
-    finally:
-        _is_part.reset(token)
-
-
-def as_part(options: Options) -> Options:
-    """Returns ``options`` for the present graph as one of several, if it is one (:func:`one_of_several`) under a share.
-
-    The graphs that follow are unknown, and a small one may have nothing to recompute. A graph that does not fit its own share
-    therefore takes the minimum peak, and the step as a whole is judged when it runs.
-    """
-    if not isinstance(options.memory_budget, float) or not _is_part.get():
-        return options
-    return dataclasses.replace(options, on_infeasible="best_effort", is_part=True)
-
-
 def note_on(gm: fx.GraphModule) -> str:
     """Returns a note on what the report of ``gm`` does not count, if Dynamo broke the function; else an empty text."""
     reason = dynamo.graph_break_around(gm)
@@ -91,8 +46,6 @@ def note_on(gm: fx.GraphModule) -> str:
 
 
 _frame_began: float | None = None
-_mark: Callable[[], None] = lambda: None  # noqa: E731
-"""A callback without effect that Dynamo calls around each frame. A reset of torch removes it, which shows the reset."""
 
 
 def listen() -> None:
@@ -102,15 +55,6 @@ def listen() -> None:
     inside of a transform of ``torch.func``. They also note the time at which Dynamo begins a frame.
     """
     dynamo.around_each_frame(_before_a_frame, _after_a_frame)
-
-
-def until_reset() -> Callable[[], bool]:
-    """Returns a function that is true while torch has not been reset. A reset drops everything that is compiled from now on."""
-    global _mark
-    if not dynamo.is_called(_mark):
-        _mark = lambda: None  # noqa: E731  # a new object after each reset
-        dynamo.around_each_frame(_mark, _mark)
-    return partial(dynamo.is_called, _mark)
 
 
 def seconds_in_dynamo() -> float:

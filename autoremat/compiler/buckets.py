@@ -8,13 +8,11 @@ share, as under a step profile.
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, reduce
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -23,10 +21,8 @@ import torch
 from torch import fx
 
 from autoremat.basics.errors import (
-    BudgetInfeasible,
     BudgetWarning,
     OptionsError,
-    find_cause,
     is_user_error,
     planning_error,
 )
@@ -36,18 +32,21 @@ from autoremat.capture import source_info
 from autoremat.capture.call_cost import storage_bytes
 from autoremat.capture.capture import device_of_inputs, may_train
 from autoremat.compiler.agreed_profile import agreed_profile
-from autoremat.compiler.compile_loop import with_bytes
-from autoremat.compiler.grants import note_grant, with_grant
-from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.lowering import GraphSource
 from autoremat.compiler.partitioning import tracing_to
-from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
-from autoremat.options.options import Options
+from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
 from autoremat.planner.graph.op import Role
 from autoremat.planner.multigraph.frame import Border, Frame, Part
 from autoremat.planner.multigraph.fronts import border_values, output_bytes
 from autoremat.planner.multigraph.ledger import KnownBorders, Share
-from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepGraph, StepProfile
+from autoremat.planner.multigraph.open_calls import OpenCalls
+from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, ENDED_BY_CLOCK, Step, StepGraph, StepProfile
 from autoremat.planner.plans.plan import Plan
+from autoremat.request.grants import note_grant
+from autoremat.request.limits import CommonBudget, Limits
+from autoremat.request.request import Request
+from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import ddp, fake_tensors, joint_graphs, tensor_identity
 
 log = logging.getLogger("autoremat")
@@ -55,7 +54,7 @@ log = logging.getLogger("autoremat")
 
 @dataclass(frozen=True)
 class SharedBudget:
-    """The budget of a split graph. ``shares`` has the share of each bucket; None for a bucket without a choice of plans."""
+    """The budget of a split graph, shared out. ``shares`` has each bucket's; None for a bucket without a choice of plans."""
 
     profile: StepProfile
     shares: tuple[Share | None, ...]
@@ -65,40 +64,32 @@ _shared: WeakKeyDictionary[Any, SharedBudget | None] = WeakKeyDictionary()
 """The budgets of the graphs that torch splits now. None if a graph could not be planned and falls back."""
 
 
-@contextlib.contextmanager
-def sharing_one_budget(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options, patches: Mapping[str, Any]
-) -> Iterator[Options]:
-    """Gives the body the options for ``gm``: those with its share if it is a bucket, else ``options``.
+def request_in_split(source: GraphSource, request: Request, around: Surroundings) -> Request:
+    """Returns the request for a graph: with its share of the common budget if it is a bucket, else ``request``.
 
-    A ``BudgetInfeasible`` of the body then names the budget and the minimum of all buckets together.
+    Raises ``BudgetInfeasible`` if the buckets do not fit together, and ``OptionsError`` for a budget of time.
     """
-    split = _split_of(options)
+    split = _split_of(request)
     if split is None:
-        yield options
-        return
-    if split.number == 0:
-        options = with_grant(with_bytes(options, device_of_inputs(gm, inputs)), inputs)
-        planned = _shared[split.owner] = _planned_together(split, options, patches)
-        note_grant(options, inputs, None if planned is None else planned.profile.budget_bytes)
-    shared = _shared.get(split.owner)
+        return request
+    if split.owner not in _shared:
+        planned = _shared[split.owner] = _planned_together(split, request, source.patches)
+        note_grant(request, around, None if planned is None else planned.profile.budget_bytes)
+    shared = _shared[split.owner]
     share = None if shared is None else shared.shares[split.number]
     if shared is None or share is None:
-        yield options
-        return
-    try:
-        yield dataclasses.replace(options, memory_budget=share, device_ledger=shared.profile.device_ledger)
-    except Exception as error:
-        alone = find_cause(error, BudgetInfeasible)
-        if alone is None:
-            raise
-        raise _together(alone, shared, split) from error
+        return request
+    common = CommonBudget(shared.profile, f"bucket {split.number + 1}", _advice(split))
+    limits = Limits(share.peak_bytes, step_share=share, ledger=shared.profile.device_ledger, common=common)
+    return replace(request, limits=limits, calls=OpenCalls())
 
 
-def _split_of(options: Options) -> ddp.Split | None:
+def _split_of(request: Request) -> ddp.Split | None:
     """Returns the split whose bucket is compiled now; None if its buckets need no common budget."""
-    budget = options.memory_budget
-    if not isinstance(budget, int | float | str) or options.wants_whole_reference or options.plan or not ddp.is_split():
+    limits = request.limits
+    if not limits.bounds_memory or limits.step_share is not None or limits.takes_whole_reference:
+        return None
+    if request.plan or not ddp.is_split():
         return None
     split = ddp.current_split()
     if split is None:
@@ -109,7 +100,7 @@ def _split_of(options: Options) -> ddp.Split | None:
             BudgetWarning,
             stacklevel=2,
         )
-    elif options.max_slowdown is not None:
+    elif limits.max_slowdown is not None:
         raise OptionsError(
             "max_slowdown bounds the time of one graph, and DistributedDataParallel splits this one into buckets that share "
             "memory_budget: leave one of them out, or set torch._dynamo.config.optimize_ddp = False"
@@ -117,25 +108,27 @@ def _split_of(options: Options) -> ddp.Split | None:
     return split
 
 
-def _planned_together(split: ddp.Split, options: Options, patches: Mapping[str, Any]) -> SharedBudget | None:
+def _planned_together(split: ddp.Split, request: Request, patches: Mapping[str, Any]) -> SharedBudget | None:
     """Returns the budget of all buckets, shared out; None if one of them cannot be planned and falls back.
 
-    Raises ``BudgetInfeasible`` if no choice of plans fits and the options do not ask for the best effort.
+    Raises ``BudgetInfeasible`` if no choice of plans fits and the request does not ask for the best effort.
     """
     now(f"planning {split.count} buckets together")
     try:
         with ddp.tracing_undone():
-            step, graphs = _step(_Tracing(split, options, patches))
+            step, graphs = _step(_Tracing(split, request, patches))
     except Exception as error:  # models and ops are open-ended, so any error may occur
         if is_user_error(error):
             raise
-        if not options.falls_back:
+        if not request.falls_back:
             raise planning_error(error, f"the {split.count} buckets of a graph") from error
         log.info("planning the buckets together failed", exc_info=error)
         return None
     if not step.graphs:
         return None
-    profile = _shared_out(step, options, split)
+    place = f"{split.count} buckets of DistributedDataParallel"
+    advised = replace(request, limits=replace(request.limits, advice=(_advice(split), *request.limits.advice)))
+    profile = agreed_profile(step, advised, place, settles_as=f"the step of {place}", communicates=False)
     shares = [None if one is None else _share(profile, one, split, number) for number, one in enumerate(graphs)]
     log.info("%d buckets of DistributedDataParallel share one budget: %s", split.count, profile.line())
     return SharedBudget(profile, tuple(shares))
@@ -149,17 +142,8 @@ def _share(profile: StepProfile, graph: _Graph, split: ddp.Split, number: int) -
         f"{format_bytes(profile.budget_bytes or 0)}, of which {format_bytes(profile.peak_bytes)} are planned (baseline "
         f"{format_bytes(profile.baseline_peak_bytes)}, minimum {format_bytes(profile.minimum_peak_bytes)})"
     )
-    return None if share is None else dataclasses.replace(share, known=graph.known, note=note)
-
-
-def _shared_out(step: Step, options: Options, split: ddp.Split) -> StepProfile:
-    """Returns the profile of the step under the budget of the options."""
-    place = f"{split.count} buckets of DistributedDataParallel"
-    try:
-        return agreed_profile(step, options, place, settles_as=f"the step of {place}", communicates=False)
-    except BudgetInfeasible as error:
-        error.advise(_advice(split))
-        raise
+    note += f"; plans {ENDED_BY_CLOCK}" if profile.step.ended_by_clock else ""
+    return None if share is None else replace(share, known=graph.known, note=note)
 
 
 def _advice(split: ddp.Split) -> str:
@@ -167,20 +151,6 @@ def _advice(split: ddp.Split) -> str:
         f"the figures are those of the {split.count} buckets of DistributedDataParallel together. "
         "torch._dynamo.config.optimize_ddp = False compiles them as one graph, which shares memory better and overlaps no "
         "communication; gradient_as_bucket_view=True keeps no second copy of the gradients"
-    )
-
-
-def _together(alone: BudgetInfeasible, shared: SharedBudget, split: ddp.Split) -> BudgetInfeasible:
-    """Returns the error of one bucket with the figures of all buckets."""
-    budget, excess = shared.profile.budget_bytes or 0, max(0, alone.minimum_bytes - alone.budget_bytes)
-    return BudgetInfeasible(
-        budget_bytes=budget,
-        minimum_bytes=budget + excess,
-        lower_bound_bytes=min(shared.profile.minimum_peak_bytes, budget),
-        occupants=alone.occupants,
-        device=alone.device,
-        unconstrained_bytes=alone.unconstrained_bytes,
-        remedy=f"bucket {split.number + 1} needs {format_bytes(excess)} more than its share; {_advice(split)}",
     )
 
 
@@ -192,17 +162,17 @@ class _PlannedBucket:
     """A bucket and its graph with a planner. ``graph`` is None if the bucket has no backward."""
 
     bucket: ddp.Bucket
-    graph: PlannedGraph | None
+    graph: SmallestGraph | None
 
 
 class _Tracing:
     """The traced buckets of a graph, and the tensors at their borders."""
 
-    def __init__(self, split: ddp.Split, options: Options, patches: Mapping[str, Any]) -> None:
-        self.options = options
+    def __init__(self, split: ddp.Split, request: Request, patches: Mapping[str, Any]) -> None:
+        self.request = request
         buckets, received, returned = ddp.buckets_of(split)
         self.device = device_of_inputs(buckets[0].module, [*received, *returned])
-        self.buckets = [_PlannedBucket(bucket, _planned(bucket, options, patches)) for bucket in buckets]
+        self.buckets = [_PlannedBucket(bucket, _planned(bucket, request, patches)) for bucket in buckets]
         self.places: dict[int, int] = {}
         self.borders: list[Border] = []
         for tensor in _tensors(received):
@@ -211,12 +181,12 @@ class _Tracing:
             for tensor in _tensors(bucket.inputs):
                 place = self._note_border(tensor, None)
                 border = self.borders[place]
-                self.borders[place] = dataclasses.replace(border, read_by=(*border.read_by, number))
+                self.borders[place] = replace(border, read_by=(*border.read_by, number))
             for tensor in _tensors(bucket.outputs):
                 self._note_border(tensor, number)
         for tensor in _tensors(returned):
             place = self._note_border(tensor, None)
-            self.borders[place] = dataclasses.replace(self.borders[place], leaves=True)
+            self.borders[place] = replace(self.borders[place], leaves=True)
 
     def _note_border(self, tensor: torch.Tensor, made_by: int | None) -> int:
         """Returns the index of the border that holds ``tensor``, which is new if its storage is."""
@@ -252,21 +222,19 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _planned(bucket: ddp.Bucket, options: Options, patches: Mapping[str, Any]) -> PlannedGraph | None:
+def _planned(bucket: ddp.Bucket, request: Request, patches: Mapping[str, Any]) -> SmallestGraph | None:
     """Returns the bucket with its planner; None if it has no backward. No code is generated."""
     if not may_train(bucket.module, bucket.inputs):
         return None
     source_info.take_names(bucket.module)
-    context = PlanningContext(options)
-    found: list[PlannedGraph] = []
+    context = PlanningContext(request)
+    found: list[SmallestGraph] = []
 
-    def visit(joint: JointGraph) -> None:
-        priced = capture_and_price(prepare(joint, context), context)
-        if priced is not None:
-            found.append(plan_for_minimum_peak(priced, context, isinstance(options.memory_budget, float)))
+    def visit(priced: PricedGraph) -> None:
+        found.append(plan_for_minimum_peak(priced, context, request.limits.reference_share is not None))
 
     with tracing_to(visit, context) as partitioner:
-        fake_tensors.trace_as_compiled(bucket.module, bucket.inputs, partitioner, options.compiler == "inductor", patches)
+        fake_tensors.trace_as_compiled(bucket.module, bucket.inputs, partitioner, request.fuses, patches)
     return found[0] if found else None
 
 
@@ -284,7 +252,7 @@ def _step(traced: _Tracing) -> tuple[Step, list[_Graph | None]]:
         moments=frame.moments(),
         order=(*order, *(one.replace("forward", "backward") for one in reversed(order))),
         device=str(traced.device),
-        headroom=CODE_HEADROOM if traced.options.compiler == "inductor" else 0.0,
+        headroom=CODE_HEADROOM if traced.request.fuses else 0.0,
     )
     return step, graphs
 
@@ -304,7 +272,7 @@ class _BucketBorders:
 
     traced: _Tracing
     bucket: ddp.Bucket
-    planned: PlannedGraph
+    planned: SmallestGraph
 
     @property
     def priced(self) -> PricedGraph:
@@ -317,10 +285,9 @@ class _BucketBorders:
         return joint_graphs.ends_of(self.priced.joint.module, self.priced.joint.num_forward_outputs)
 
     @cached_property
-    def plans(self) -> list[Plan]:
+    def plans(self) -> Sequence[Plan]:
         """All plans that the search finds."""
-        assert self.planned.planner is not None
-        return self.planned.planner.search.spread_out()
+        return self.planned.planner.front()
 
     @cached_property
     def places(self) -> dict[int, int]:

@@ -13,9 +13,8 @@ import logging
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
-
-import torch
+from dataclasses import dataclass
+from functools import partial
 
 from autoremat.basics.errors import ConstraintWarning
 from autoremat.basics.progress import now
@@ -36,46 +35,25 @@ from autoremat.compiler.attempts import (
 from autoremat.compiler.cache_key import fingerprint, source_hash
 from autoremat.compiler.counting import Codes, expandable_remedy
 from autoremat.compiler.infeasibility import infeasible
-from autoremat.compiler.joint_graph import PlanningContext, free_device_bytes
+from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import Compiled, GraphSource, Lowered, lower
+from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.peers import ALONE, Agreed, Peers
 from autoremat.compiler.plain_code import plain_code_peak
-from autoremat.compiler.planning import PlannedGraph
+from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
 from autoremat.compiler.records import Record
 from autoremat.compiler.reference import CODE
-from autoremat.device_memory.live_optimizers import rows_to_come
-from autoremat.options.options import Options
 from autoremat.planner.memory.allocations import HalfAllocations
-from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.ledger import Share
-from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner
+from autoremat.report.op_bytes import code_bytes_of
 from autoremat.report.report import Report
+from autoremat.request.request import Request
 from autoremat.torch_private import compilers
 from autoremat.torch_private.dynamo import sharded_inputs
 
 log = logging.getLogger("autoremat")
 
 ESTIMATED = "the peak of the code is an estimate: a C++ wrapper that branches does not show it"
-
-
-def with_bytes(
-    options: Options, device: torch.device, free_bytes: Callable[[torch.device], int | None] | None = None
-) -> Options:
-    """Returns ``options`` with the bytes that are free on ``device`` now in place of ``"auto"``.
-
-    State that live optimizers will allocate does not count as free. The cache key and the plan then use the same number.
-    ``free_bytes`` returns the free bytes of a device that is not present; None reads those of a present one.
-    """
-    if options.memory_budget != "auto":
-        return options
-    free = (free_bytes or free_device_bytes)(device)
-    budget, rows = options.resolve_budget(0, free), rows_to_come(device) if free_bytes is None else ()
-    if not rows or free is None:
-        return replace(options, memory_budget=budget)
-    ledger = DeviceBudget(free, rows, options.auto_headroom, f"memory that is free on {device}")
-    return replace(options, memory_budget=ledger).on_device(0, options.open_calls.accumulates)
 
 
 @dataclass(frozen=True)
@@ -91,49 +69,46 @@ class CompiledGraph:
     """The record to save; None if a record exists, or if planning failed. After a fallback the next process shall warn too."""
 
 
-def compile_graph(source: GraphSource, options: Options, peers: Peers = ALONE) -> CompiledGraph:
+def compile_graph(source: GraphSource, request: Request, peers: Peers = ALONE) -> CompiledGraph:
     """Returns the graph compiled by Inductor, with the plan of all ranks that share it.
 
     ``peers`` are the ranks that compile it together. Raises ``BudgetInfeasible`` if the code exceeds the budget with every plan
     that is tried, and ``AgreementError`` if another rank fails.
     """
     may_repeat = peers.may_repeat_collectives or source.may_repeat_collectives
-    key = fingerprint(source.module, source.inputs, options, may_repeat)
-    agreed = peers.agree(options, device_of_inputs(source.module, source.inputs), records.load(key))
+    key = fingerprint(source.module, source.inputs, request, may_repeat)
+    agreed = peers.agree(request, device_of_inputs(source.module, source.inputs), records.load(key))
     while True:
         found = _compiled(source, agreed, key, peers, may_repeat)
         if peers.settled():
-            return found if found.record is None else replace(found, record=peers.signed(found.record))
+            return found if found.record is None else dataclasses.replace(found, record=peers.signed(found.record))
 
 
 def _compiled(source: GraphSource, agreed: Agreed, key: str, peers: Peers, may_repeat: bool) -> CompiledGraph:
     """Returns the compiled graph after as many attempts as its generated code requires."""
-    options, record = agreed.options, agreed.record
-    is_shared = isinstance(options.memory_budget, Share)
-    rules = Rules(options.on_infeasible, record is None and not is_shared, is_shared)
+    request, record = agreed.request, agreed.record
+    is_shared = request.limits.step_share is not None
+    rules = Rules(request.must_fit, record is None and not is_shared, is_shared)
     step = Again(0 if record is None else record.extra_headroom_bytes)
     caches: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
-    planners: list[Planner] = []
-    torchs_plans: list[Plan] = []
+    earlier = EarlierSearches()
     attempts: list[Attempt] = []
     codes = Codes()
     is_estimate = False
-    plain_bytes = _plain_code_bytes(source, options, record)
+    plain_bytes = _plain_code_bytes(source, request, record)
     while True:
         now("tracing", attempt=len(attempts) + 1)
         context = PlanningContext(
-            options,
+            request,
             step.headroom_bytes,
             cuda_name=source.cuda_name,
             sharded_inputs=sharded_inputs(source.module),
             may_repeat_collectives=may_repeat,
-            planners=planners,
-            torchs_plans=torchs_plans,
             plain_code_bytes=plain_bytes,
             rates=agreed.rates,
         )
-        partitioning = Partitioning(context, peers.plan, peers.fail)
-        identity = ("autoremat", source_hash(), key, step.headroom_bytes, options.on_infeasible, *peers.identity)
+        partitioning = Partitioning(context, partial(peers.plan, earlier=earlier), peers.fail)
+        identity = ("autoremat", source_hash(), key, step.headroom_bytes, request.must_fit, *peers.identity)
         decide = _decision(attempts, rules, partitioning, step, codes)
         with caches():
             function, lowered, verdict = lower(source, partitioning, identity, decide)
@@ -156,14 +131,31 @@ def _compiled(source: GraphSource, agreed: Agreed, key: str, peers: Peers, may_r
             raise peers.named(_error(planned, verdict, attempts, codes))
         if not isinstance(verdict, Again):
             assert function is not None
-            report = _completed(planned, attempts, record, is_estimate, codes)
+            report = _completed(planned, attempts, earlier, record, is_estimate, codes)
             saved = None if partitioning.fell_back else Record(report, step.headroom_bytes)
             return CompiledGraph(function, report, key, saved)
         log.debug("planning again for %s of headroom: %s", format_bytes(verdict.headroom_bytes), verdict.purpose.value)
         step = verdict
 
 
-def _plain_code_bytes(source: GraphSource, options: Options, record: Record | None) -> int | None:
+def compile_uncompiled(source: GraphSource, request: Request, peers: Peers = ALONE) -> CompiledGraph:
+    """Returns a callable that runs the halves of the planned graph as FX graphs, without generated code."""
+    now("tracing")
+    agreed = peers.agree(request, device_of_inputs(source.module, source.inputs))
+    context = PlanningContext(
+        agreed.request,
+        rates=agreed.rates,
+        may_repeat_collectives=peers.may_repeat_collectives,
+        sharded_inputs=sharded_inputs(source.module),
+    )
+    while True:
+        partitioning = Partitioning(context, peers.plan, peers.fail)
+        function = compilers.compile_uncompiled(source.module, source.inputs, Partitioner(partitioning))
+        if peers.settled():
+            return CompiledGraph(function, None if partitioning.planned is None else partitioning.planned.report, "")
+
+
+def _plain_code_bytes(source: GraphSource, request: Request, record: Record | None) -> int | None:
     """Returns the peak of Inductor's own code for a share of it, if the simulation is rough; else None.
 
     A record of an earlier process knows it.
@@ -171,7 +163,7 @@ def _plain_code_bytes(source: GraphSource, options: Options, record: Record | No
     known = None if record is None else record.report
     if known is not None:
         return known.reference_bytes if known.reference_source == CODE else None
-    return plain_code_peak(source, PlanningContext(options), device_of_inputs(source.module, source.inputs))
+    return plain_code_peak(source, PlanningContext(request), device_of_inputs(source.module, source.inputs))
 
 
 def _known_report(record: Record) -> Report | None:
@@ -181,10 +173,8 @@ def _known_report(record: Record) -> Report | None:
     return record.report
 
 
-def attempt_of(planned: PlannedGraph, step: Again, lowered: Lowered, codes: Codes, is_complete: bool) -> Attempt:
+def attempt_of(planned: BudgetedGraph, step: Again, lowered: Lowered, codes: Codes, is_complete: bool) -> Attempt:
     """Returns the facts about an attempt that decisions depend on. Adds the allocations of its code to ``codes``."""
-    assert planned.report is not None
-    assert planned.planning is not None
     headroom = step.headroom_bytes + planned.fragmentation_bytes
     known = codes.note(headroom, lowered.allocations)
     allocated = {half: peak + planned.plan.timeline.beside_bytes for half, peak in lowered.code_peaks.items()}
@@ -207,7 +197,7 @@ def attempt_of(planned: PlannedGraph, step: Again, lowered: Lowered, codes: Code
 
 
 def _reserved_peaks(
-    planned: PlannedGraph, allocated: Mapping[bool, int], known: Mapping[bool, HalfAllocations]
+    planned: BudgetedGraph, allocated: Mapping[bool, int], known: Mapping[bool, HalfAllocations]
 ) -> dict[bool, int]:
     """Returns the reserved bytes of the halves with generated code. Those of the backward include the forward's.
 
@@ -222,7 +212,7 @@ def _reserved_peaks(
 
 
 def _decision(
-    attempts: list[Attempt], rules: Rules, partitioning: Partitioning, step: Again, codes: Codes
+    attempts: list[Attempt], rules: Rules, partitioning: Partitioning[BudgetedGraph], step: Again, codes: Codes
 ) -> Callable[[Lowered], Verdict | None]:
     """Returns the function that decides, from the code of one or both halves, on the present attempt."""
 
@@ -237,42 +227,46 @@ def _decision(
 
 
 def _completed(
-    planned: PlannedGraph, attempts: list[Attempt], record: Record | None, is_estimate: bool, codes: Codes
+    planned: BudgetedGraph,
+    attempts: list[Attempt],
+    earlier: EarlierSearches,
+    record: Record | None,
+    is_estimate: bool,
+    codes: Codes,
 ) -> Report:
     """Returns the report with the peak and the reserved bytes of the accepted code."""
     report, peak, pool = planned.report, allocated_peak_bytes(attempts), pool_bytes(attempts)
-    assert report is not None
     halves = codes.note(attempts[-1].headroom_bytes, {})
     if planned.count is not None and len(halves) == 2:
         report = dataclasses.replace(report, reserved=planned.count.code_report(planned.plan, halves))
     elif peak is None and record is not None and record.report is not None and record.report.reserved is not None:
         report = dataclasses.replace(report, reserved=record.report.reserved)
+    code_bytes = code_bytes_of(planned.plan, halves)
     if peak is None and record is not None and record.report is not None:
         peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
-    if peak is not None and planned.context.options.wants_whole_reference:  # the code of the plan may exceed its simulation
+        code_bytes = record.report.code_bytes
+    if peak is not None and planned.context.request.limits.takes_whole_reference:  # its code may exceed its simulation
         counted = dataclasses.replace(report, compiled_peak_bytes=peak).counted_bytes
         report = dataclasses.replace(report, budget_bytes=max(counted, report.budget_bytes or 0))
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
-    report = dataclasses.replace(report.compiled(peak, len(attempts) - 1, reason), graph_pool_bytes=pool)
+    report = dataclasses.replace(report.compiled(peak, len(attempts) - 1, reason), graph_pool_bytes=pool, code_bytes=code_bytes)
+    if earlier.ended_by_clock:  # also of a search behind code generation
+        report = dataclasses.replace(report, time_limited=True, ended_by_clock=True)
     return dataclasses.replace(report, notes=(*report.notes, ESTIMATED)) if is_estimate else report
 
 
-def _error(planned: PlannedGraph, verdict: Infeasible, attempts: list[Attempt], codes: Codes) -> Exception:
+def _error(planned: BudgetedGraph, verdict: Infeasible, attempts: list[Attempt], codes: Codes) -> Exception:
     """Returns the error for a graph whose code exceeds the budget with every plan that was tried."""
     report, planning = planned.report, planned.planning
-    assert report is not None
-    assert planning is not None
-    remedy, allocated = "", None
+    remedies: tuple[str, ...] = ()
+    allocated = None
     if planned.count is not None and planned.bounds_reserved:
         least = next(one for one in attempts if one.peak_bytes == verdict.minimum_bytes)
         allocated = max((least.allocated_peaks or {}).values(), default=None)
         if halves := codes.note(least.headroom_bytes, {}):
             reserved = planned.count.code_report(planned.plan, halves)
-            remedy = expandable_remedy(reserved, report.budget_bytes or 0)
-    error = infeasible(
-        planning, report.budget_bytes or 0, report.device, verdict.minimum_bytes, planned.plan_file, remedy=remedy,
-        allocated=allocated,
+            remedies = (expandable_remedy(reserved, report.budget_bytes or 0),)
+    return infeasible(
+        planning, planned.context.request.limits, report.budget_bytes or 0, report.device, verdict.minimum_bytes,
+        planned.plan_file, remedies=remedies, allocated=allocated,
     )  # fmt: skip
-    if report.device_ledger is not None:
-        report.device_ledger.advise(error)
-    return error

@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 from autoremat.basics.errors import OptionWarning
 from autoremat.basics.units import format_bytes
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
-from autoremat.options.options import Options
 from autoremat.planner.memory.allocations import Allocations, HalfAllocations, beside_sizes, joined, simulated
 from autoremat.planner.memory.allocator_settings import AllocatorSettings
 from autoremat.planner.memory.reserved import Reserved, reserved_bytes, reserved_for
-from autoremat.planner.multigraph.ledger import Share
-from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.request.limits import Limits
+from autoremat.request.request import Request
 from autoremat.torch_private.allocator import settings_of_process
 
 TIGHTENINGS = 6
@@ -43,8 +42,8 @@ class Count:
         """Returns the count for a graph; None on other devices than CUDA."""
         if priced.captured.runs_on != "cuda":
             return None
-        options = context.options
-        is_bounded = options.count == "reserved" and not (priced.joint.is_region or _lacks_effect(options, "cuda"))
+        limits = context.request.limits
+        is_bounded = context.request.count == "reserved" and not (priced.joint.is_region or _lacks_effect(limits, "cuda"))
         return cls(settings_of_process(), code_headroom_bytes, is_bounded)
 
     def _step(self, plan: Plan, allocations: Allocations) -> Allocations:
@@ -129,20 +128,20 @@ class Codes:
         return found
 
 
-def _lacks_effect(options: Options, device_type: str) -> str:
+def _lacks_effect(limits: Limits, device_type: str) -> str:
     """Returns the reason why ``count`` has no effect on graphs of a device; empty if it has one."""
     if device_type != "cuda":
         return f"the graph runs on {device_type}, and only the allocator of CUDA reserves segments"
-    if options.memory_budget is None:
+    if not limits.bounds_memory:
         return "there is no memory_budget"
-    if isinstance(options.memory_budget, Share | StepProfile):
+    if limits.step_share is not None:
         return "several graphs share one budget, which is divided in allocated bytes"
     return ""
 
 
-def warn_without_effect(options: Options, device_type: str) -> None:
+def warn_without_effect(request: Request, device_type: str) -> None:
     """Warns with ``OptionWarning`` if reserved bytes are asked for and not counted."""
-    reason = _lacks_effect(options, device_type) if options.count == "reserved" else ""
+    reason = _lacks_effect(request.limits, device_type) if request.count == "reserved" else ""
     if reason:
         warnings.warn(
             f'count="reserved" has no effect: {reason}. A budget bounds allocated bytes there; leave count out',

@@ -9,49 +9,29 @@ Sizes that grow to n times the first one therefore cause about log2 n compilatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from autoremat.options.options import Options
-from autoremat.planner.multigraph.ledger import Share
-from autoremat.torch_private.symbolic_sizes import DynamicSize, dynamic_sizes, planned_for
+from autoremat.request.limits import Limits
+from autoremat.torch_private.symbolic_sizes import DynamicSize, dynamic_sizes
 
-T = TypeVar("T")
+Sizes = Mapping[DynamicSize, int]
+"""For each dynamic size, the largest value that a plan holds for."""
 
 
-def with_limits(
-    compile_graph: Callable[[Options], T], inputs: Sequence[Any], options: Options, too_much: Callable[[Exception], bool]
-) -> T:
-    """Returns the result of ``compile_graph``, with limits for the dynamic sizes of ``inputs`` if the budget is in bytes.
+def sizes_to_plan_for(inputs: Sequence[Any], limits: Limits) -> tuple[Sizes, ...]:
+    """Returns the sizes to try in turn: those up to a power of two, then the present ones. They are empty without a choice.
 
-    Guards the limits in Dynamo. ``too_much`` returns True for an error that means that no plan fits the budget.
+    A share of the reference peak is one of the peak at the sizes at hand, so that its plan has no largest sizes.
     """
-    is_share = isinstance(options.memory_budget, float) and options.granted_bytes is None
-    sizes = dynamic_sizes(inputs) if options.memory_budget is not None and not is_share else []
-    if not sizes:
-        return compile_graph(options)
-    hints = {size: size.hint for size in sizes}
-    limits = hints if isinstance(options.memory_budget, Share) else {size: limit_of(size) for size in sizes}
-    if limits != hints:
-        try:
-            with planned_for(limits):
-                return _guarded(compile_graph(replace(options, on_infeasible="raise")), limits)
-        except Exception as error:
-            if not too_much(error):
-                raise
-    with planned_for(hints):
-        return _guarded(compile_graph(options), hints)
+    is_share = limits.reference_share is not None and not limits.granted_bytes
+    sizes = dynamic_sizes(inputs) if limits.bounds_memory and not is_share else []
+    present = {size: size.hint for size in sizes}
+    largest = present if limits.step_share is not None else {size: limit_of(size) for size in sizes}
+    return (present,) if largest == present else (largest, present)
 
 
 def limit_of(size: DynamicSize) -> int:
     """Returns the limit up to which a plan shall hold for this size."""
     power = 1 << max(size.hint - 1, 0).bit_length()
     return power if size.most is None else max(size.hint, min(power, size.most))
-
-
-def _guarded(compiled: T, limits: dict[DynamicSize, int]) -> T:
-    """Guards the limits of the sizes and returns ``compiled``."""
-    for size, limit in limits.items():
-        size.guard_at_most(limit)
-    return compiled

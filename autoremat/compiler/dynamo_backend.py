@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import logging
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -15,7 +14,6 @@ from autoremat.agreement.joining import membership
 from autoremat.basics.checks import options_of, underscored
 from autoremat.basics.errors import (
     BudgetInfeasible,
-    BudgetWarning,
     FallbackWarning,
     OptionsError,
     fallback_message,
@@ -24,37 +22,31 @@ from autoremat.basics.errors import (
     planning_error,
     unwrapped,
 )
-from autoremat.basics.progress import now, status_if_slow
+from autoremat.basics.progress import status_if_slow
 from autoremat.capture import source_info
-from autoremat.capture.capture import device_of_inputs, may_train
+from autoremat.capture.capture import may_train
 from autoremat.capture.communication import may_communicate
 from autoremat.compiler import records
 from autoremat.compiler.absent_backward import warn_without_backward
-from autoremat.compiler.blocks import compiled_for_blocks, current_block
-from autoremat.compiler.breaks import as_part, listen, note_on, one_of_several, seconds_in_dynamo, until_reset, what_dynamo_said
-from autoremat.compiler.buckets import sharing_one_budget
-from autoremat.compiler.cache_key import graph_key
-from autoremat.compiler.compile_loop import compile_graph, with_bytes
+from autoremat.compiler.breaks import listen, note_on, seconds_in_dynamo, what_dynamo_said
+from autoremat.compiler.buckets import request_in_split
+from autoremat.compiler.compile_loop import compile_graph, compile_uncompiled
 from autoremat.compiler.counting import warn_without_effect
-from autoremat.compiler.dynamic_shapes import with_limits
-from autoremat.compiler.grants import note_grant, with_grant
+from autoremat.compiler.dynamic_shapes import Sizes, sizes_to_plan_for
 from autoremat.compiler.interception import active_interceptor
-from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import Compiled, GraphSource
-from autoremat.compiler.partitioner import Partitioner
-from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.peers import joined
-from autoremat.compiler.pipeline_stage import with_open_calls
 from autoremat.compiler.publishing import published
 from autoremat.options.defaults import note_compiled
 from autoremat.options.options import PLANNING_KEYS, Options
-from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.ledger import Share
-from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.report.registry import explain_absence_by, note_graph
-from autoremat.report.report import Report
-from autoremat.torch_private import compilers
-from autoremat.torch_private.dynamo import copied_with_sources, passed_bytes, sharded_inputs
+from autoremat.request.budgets import requests_of
+from autoremat.request.grants import note_grant
+from autoremat.request.request import Request
+from autoremat.request.surroundings import Surroundings, current_block
+from autoremat.torch_private import compilers, joint_graphs
+from autoremat.torch_private.dynamo import copied_with_sources, until_reset
+from autoremat.torch_private.symbolic_sizes import planned_for
 
 log = logging.getLogger("autoremat")
 
@@ -81,11 +73,10 @@ def backend(
     if "custom_partitioner_fn" in dict(parsed.inductor):
         raise OptionsError("custom_partitioner_fn cannot be combined with this backend, which is a partitioner itself")
     title, waited = f"compiling {source_info.begin_of(gm.graph)}", seconds_in_dynamo()
+    is_explicit = "memory_budget" in underscored(options_of(options))
     try:
-        with status_if_slow(title, shown=parsed.progress, waited=waited), one_of_several(gm):
-            if active_interceptor() is None:
-                warn_without_backward(gm, parsed, is_explicit="memory_budget" in underscored(options_of(options)))
-            return _compile(gm, example_inputs, parsed)
+        with status_if_slow(title, shown=parsed.progress, waited=waited):
+            return _compile(gm, example_inputs, parsed, is_explicit)
     except Exception as error:
         said = unwrapped(error)
         if not isinstance(said, BudgetInfeasible | OptionsError):
@@ -99,131 +90,69 @@ membership()  # other ranks see from now on whether this process lives, although
 explain_absence_by(what_dynamo_said)
 
 
-def _compile(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options) -> Compiled:
-    """Returns the compiled graph, or the callable of an active interceptor."""
-    source_info.take_names(gm)
-    patches = {**compilers.mode_config(parsed.mode), **dict(parsed.inductor)}
-    interceptor = active_interceptor()
-    if interceptor is not None and may_train(gm, example_inputs):
-        return interceptor.compile(gm, example_inputs, patches)
-    budget_of = _budgets(gm, example_inputs, parsed)
-    if isinstance(parsed.memory_budget, StepProfile):
-        parsed = dataclasses.replace(parsed, device_ledger=parsed.memory_budget.device_ledger)
+def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_explicit: bool) -> Compiled:
+    """Returns a callable that computes the graph: for each block that calls it, by the code for its request.
 
-    def compile_with(budget: Budget) -> Compiled:
-        module = copied_with_sources(gm) if len(budget_of) > 1 else gm  # the compiler takes ownership
-        own = _with_device_bytes(module, example_inputs, dataclasses.replace(parsed, memory_budget=budget))
-        with sharing_one_budget(module, example_inputs, own, patches) as options, _advised(budget):
-            return _compile_alone(module, example_inputs, options, patches)
-
-    return compiled_for_blocks(budget_of, compile_with)
-
-
-def _compile_alone(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options, patches: dict[str, Any]) -> Compiled:
-    """Returns the compiled graph under its own budget or its share of a step's."""
-    if not may_train(gm, example_inputs):
-        return _compile_planned(gm, example_inputs, parsed, patches)
-    device = device_of_inputs(gm, example_inputs)
-    warn_without_effect(parsed, device.type)
-    parsed = with_grant(as_part(with_open_calls(with_bytes(parsed, device))), example_inputs)
-
-    def compile_with(options: Options) -> Compiled:
-        return _compile_planned(gm, example_inputs, options, patches)
-
-    return with_limits(compile_with, example_inputs, parsed, lambda error: find_cause(error, BudgetInfeasible) is not None)
-
-
-def _compile_planned(gm: fx.GraphModule, example_inputs: Sequence[Any], parsed: Options, patches: dict[str, Any]) -> Compiled:
-    """Returns the graph compiled with a plan, or by plain Inductor if it does not train or planning falls back."""
-    if parsed.compiler == "aot_eager":
-        return _compile_uncompiled(gm, example_inputs, parsed)
-    if not may_train(gm, example_inputs):
-        return compilers.compile_with_inductor(gm, example_inputs, patches, {})
-    try:
-        with joined(parsed, source_info.begin_of(gm.graph), may_communicate(gm)) as peers:
-            found = compile_graph(GraphSource(gm, example_inputs, patches), parsed, peers)
-        if found.record is not None:
-            records.save(found.key, found.record)
-        return _published(gm, found.function, found.report, parsed, example_inputs)
-    except Exception as error:  # an error of the graph itself recurs in plain Inductor below
-        if is_user_error(error):
-            raise
-        if not parsed.falls_back:
-            raise planning_error(error, source_info.place_of(gm.graph)) from error
-        log.info("compiling a plan failed", exc_info=error)
-        compiled = compilers.compile_with_inductor(gm, example_inputs, patches, {})
-        warnings.warn(fallback_message(error, source_info.place_of(gm.graph)), FallbackWarning, stacklevel=2)
-        return compiled
-
-
-def _budgets(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Mapping[int | None, Budget]:
-    """Returns the budget of each block that calls the graph: its share in place of a step profile.
-
-    The block None stands for all other calls.
+    A call from elsewhere runs the code of the first block. An active interceptor makes the callable instead.
     """
-    profile = options.memory_budget
-    if not isinstance(profile, StepProfile) or not may_train(gm, inputs):
-        return {None: options.memory_budget}
-    key = graph_key(gm, inputs)
-    shares = profile.shares_of(key) or profile.shares_of_block(current_block())
-    if not shares and key not in profile.step.others:
-        warnings.warn(
-            "a graph is compiled that the profiled step did not have, under the whole budget of the step: the peaks of this "
-            "graph and of others can add up. Profile the function that is compiled, with inputs of these shapes",
-            BudgetWarning,
-            stacklevel=2,
-        )
-    return shares or {None: profile.budget_bytes}
+    source_info.take_names(gm)
+    patches = {**compilers.mode_config(options.mode), **dict(options.inductor)}
+    interceptor = active_interceptor()
+    if interceptor is None:
+        warn_without_backward(gm, options, is_explicit)
+    if not may_train(gm, inputs):
+        if options.compiler == "aot_eager":
+            return compilers.compile_uncompiled(gm, inputs, joint_graphs.partition_as_torch_does)
+        return compilers.compile_with_inductor(gm, inputs, patches, {})
+    if interceptor is not None:
+        return interceptor.compile(gm, inputs, patches)
+    around = Surroundings.of(gm, inputs)
+    requests = requests_of(options, around)
+    different = {id(request): request for request in requests.values()}
+    codes: dict[int, Compiled] = {}
+    for number, request in different.items():
+        module = copied_with_sources(gm) if len(different) > 1 else gm  # the compiler takes ownership
+        codes[number] = _compile_request(GraphSource(module, inputs, patches), request, around)
+    code_of = {block: codes[id(request)] for block, request in requests.items()}
+    first = next(iter(code_of.values()))
+    return first if len(codes) == 1 else lambda *args: code_of.get(current_block(), first)(*args)
 
 
-@contextlib.contextmanager
-def _advised(budget: Budget) -> Iterator[None]:
-    """Adds advice to a ``BudgetInfeasible`` of the body if the budget is a share of the profile of blocks."""
+def _compile_request(source: GraphSource, request: Request, around: Surroundings) -> Compiled:
+    """Returns the graph compiled for the largest sizes whose plan fits, which Dynamo then guards."""
+    request = request_in_split(source, request, around)
+    warn_without_effect(request, around.device.type)
+    *larger, present = sizes_to_plan_for(source.inputs, request.limits)
+    for sizes in larger:
+        try:
+            return _compile_for(sizes, source, replace(request, on_infeasible="raise"), around)
+        except Exception as error:
+            if find_cause(error, BudgetInfeasible) is None:
+                raise
+    return _compile_for(present, source, request, around)
+
+
+def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Surroundings) -> Compiled:
+    """Returns the graph compiled with a plan that holds up to ``sizes``, or by plain Inductor if planning falls back."""
+    gm = source.module
+    compile_with = compile_graph if request.fuses else compile_uncompiled
     try:
-        yield
-    except Exception as error:
-        infeasible = find_cause(error, BudgetInfeasible)
-        if infeasible is not None and isinstance(budget, Share) and current_block() is not None:
-            infeasible.advise(
-                "the figures are those of one block in its share of the step's budget, and generated code may need more than "
-                "its plan: raise the budget of the step. For larger inputs than in the profiled step, call profile_again() on "
-                "the result of compile_blocks"
-            )
-        raise
-
-
-def _with_device_bytes(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Options:
-    """Returns ``options`` with the bytes that a device budget leaves for the graph in place of it."""
-    if not isinstance(options.memory_budget, DeviceBudget) or not may_train(gm, inputs):
-        return options
-    given = passed_bytes(gm, inputs, device_of_inputs(gm, inputs))
-    return options.on_device(given, with_open_calls(options).open_calls.accumulates)
-
-
-def _compile_uncompiled(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> Compiled:
-    """Returns a callable that runs the halves of the planned graph as FX graphs, without generated code."""
-    now("tracing")
-    place = source_info.begin_of(gm.graph) if may_train(gm, inputs) else None
-    with joined(options, place, may_communicate(gm)) as peers:
-        agreed = peers.agree(options, device_of_inputs(gm, inputs))
-        context = PlanningContext(
-            agreed.options,
-            rates=agreed.rates,
-            may_repeat_collectives=peers.may_repeat_collectives,
-            sharded_inputs=sharded_inputs(gm),
-        )
-        is_settled = False
-        while not is_settled:
-            partitioning = Partitioning(context, peers.plan, peers.fail)
-            compiled = compilers.compile_uncompiled(gm, inputs, Partitioner(partitioning))
-            is_settled = peers.settled()
-    return _published(gm, compiled, partitioning.report, options, inputs)
-
-
-def _published(
-    gm: fx.GraphModule, compiled: Compiled, report: Report | None, options: Options, inputs: Sequence[Any]
-) -> Compiled:
-    """Returns ``compiled`` with its report published, and notes what its function is granted."""
-    if report is not None:
-        note_grant(options, inputs, report.budget_bytes)
-    return published(compiled, report, options, note_on(gm))
+        with planned_for(sizes), joined(request, source_info.begin_of(gm.graph), may_communicate(gm)) as peers:
+            found = compile_with(source, request, peers)
+    except Exception as error:  # an error of the graph itself recurs in plain Inductor below
+        if is_user_error(error) or not request.fuses:
+            raise
+        place = source_info.place_of(gm.graph)
+        if not request.falls_back:
+            raise planning_error(error, place) from error
+        log.info("compiling a plan failed", exc_info=error)
+        compiled = compilers.compile_with_inductor(gm, source.inputs, dict(source.patches), {})
+        warnings.warn(fallback_message(error, place), FallbackWarning, stacklevel=2)
+        return compiled
+    for size, limit in sizes.items():
+        size.guard_at_most(limit)
+    if found.record is not None:
+        records.save(found.key, found.record)
+    if found.report is not None:
+        note_grant(request, around, found.report.budget_bytes)
+    return published(found.function, found.report, request, note_on(gm))

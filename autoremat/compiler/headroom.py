@@ -14,7 +14,7 @@ def headroom_of(priced: PricedGraph, context: PlanningContext) -> int:
     Generated code also makes copies into layouts that kernels want, and into the memory of CUDA graphs.
     """
     captured, held = priced.captured, held_too_long_bytes(priced.captured)
-    if not context.fuses:
+    if not context.request.fuses:
         return held
     copies = layout_copies_bytes(captured.op_nodes, captured.runs_on)
     return held + code_headroom_bytes(captured.graph) + copies + copies_for_cuda_graphs_bytes(captured, priced.kept_inputs)
@@ -22,5 +22,5 @@ def headroom_of(priced: PricedGraph, context: PlanningContext) -> int:
 
 def with_code(point: PlanPoint, priced: PricedGraph, context: PlanningContext) -> PlanPoint:
     """Returns ``point`` with the bytes that generated code may need beside its buffers."""
-    copies = layout_copies_bytes(priced.captured.op_nodes, priced.captured.runs_on) if context.fuses else 0
+    copies = layout_copies_bytes(priced.captured.op_nodes, priced.captured.runs_on) if context.request.fuses else 0
     return point.with_code(headroom_of(priced, context), copies)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 from autoremat.basics.errors import BudgetInfeasible, Occupant
+from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.compiler.counting import Count, expandable_remedy
 from autoremat.compiler.joint_graph import PlanningContext
@@ -13,8 +16,10 @@ from autoremat.compiler.shares import counted
 from autoremat.planner.cost import device_memory
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.report.peak_snapshot import TensorCategory, peak_of
+from autoremat.request.limits import Limits
 
 NAMES = {TensorCategory.WORKSPACE: "workspace of ", TensorCategory.GRADIENT: "gradient "}
 """Words before the name of a live tensor, by category."""
@@ -42,39 +47,45 @@ def memory_notes(budget: int | None, device: str) -> tuple[str, ...]:
 
 def infeasible(
     planning: PlanningResult,
+    limits: Limits,
     budget: int,
     device: str,
     minimum: int | None = None,
     plan_file: str | None = None,
     unconstrained: int | None = None,
-    remedy: str = "",
+    remedies: Iterable[str] = (),
     allocated: int | None = None,
     is_simulated: bool = False,
     **time_figures: float | int | None,
 ) -> BudgetInfeasible:
     """Returns the error that names the budget, the minimum peak and the tensors that are live at that peak.
 
-    ``time_figures`` are those of a budget of time, if there is one. ``is_simulated`` says that Inductor will compile the graph,
-    and no code shows the minimum peak.
+    ``limits`` add what their origin advises, or the figures of all graphs that share the budget. ``time_figures`` are those of
+    a budget of time, if there is one. ``is_simulated`` says that Inductor will compile the graph, and no code shows the minimum
+    peak.
     """
     smallest = planning.smallest
     needed = minimum if allocated is None else allocated
+    minimum = smallest.peak_bytes if minimum is None else minimum
     moment = peak_of(smallest, 0)
-    return BudgetInfeasible(
-        budget_bytes=budget,
-        minimum_bytes=smallest.peak_bytes if minimum is None else minimum,
-        lower_bound_bytes=planning.lower_bound_bytes,
-        occupants=occupants_of(smallest, needed),
-        device=device,
-        plan_file=plan_file,
-        unconstrained_bytes=unconstrained,
-        remedy=remedy,
-        allocated_bytes=allocated,
-        gradient_bytes=0 if moment is None else dict(moment.by_sort).get(TensorCategory.GRADIENT, 0),
-        device_bytes=device_memory(device),
-        is_simulated=is_simulated,
-        **time_figures,  # type: ignore[arg-type]
-    )
+    figures: dict[str, Any] = {
+        "budget_bytes": budget,
+        "minimum_bytes": minimum,
+        "lower_bound_bytes": planning.lower_bound_bytes,
+        "occupants": occupants_of(smallest, needed),
+        "device": device,
+        "plan_file": plan_file,
+        "unconstrained_bytes": unconstrained,
+        "remedies": (*limits.remedies(minimum - budget), *remedies),
+        "allocated_bytes": allocated,
+        "gradient_bytes": 0 if moment is None else dict(moment.by_sort).get(TensorCategory.GRADIENT, 0),
+        "device_bytes": device_memory(device),
+        "is_simulated": is_simulated,
+        **time_figures,
+    }
+    if limits.common is not None:
+        figures |= limits.common.figures(max(0, minimum - budget))
+    return BudgetInfeasible(**figures)
 
 
 def no_plan_fits(
@@ -84,30 +95,29 @@ def no_plan_fits(
 
     If the budget counts reserved bytes, the minimum is the reserved bytes of the plan of the minimum peak.
     """
-    chosen = choice.taken
+    chosen, limits = choice.taken, context.request.limits
     unconstrained = None
     if chosen.constrained.graph is not chosen.priced.graph:
-        unconstrained = Planner(chosen.priced.graph, context.options.time_limit).search.smallest.peak_bytes
+        now("planning without constraints")
+        unconstrained = Planner(chosen.priced.graph, context.request.time_limit).search.smallest.peak_bytes
     device = chosen.priced.captured.device.name
     if chosen.time is not None and chosen.plan_file is None:
         return _no_plan_keeps_both(choice, context, budget, headroom, unconstrained)
     least = chosen.planning.smallest.peak_bytes + headroom  # the assumed peak of generated code
-    share = chosen.priced.share_in(context.options)
+    share = chosen.priced.step_share(limits)
     if share is not None:  # the plan of the minimum peak may miss another limit
         least = max(least, budget + _least_excess_bytes(chosen, context, share, budget))
     if bounded is None:
-        error = infeasible(
-            chosen.planning, budget, device, least, chosen.plan_file, unconstrained, choice.remedy, is_simulated=context.fuses
-        )
-    else:
-        reserved = bounded.plan_report(chosen.planning.smallest)
-        remedy = "; ".join(filter(None, (expandable_remedy(reserved, budget), choice.remedy)))
-        error = infeasible(
-            chosen.planning, budget, device, reserved.bytes, chosen.plan_file, unconstrained, remedy, least, context.fuses
-        )
-    if context.options.device_ledger is not None:
-        context.options.device_ledger.advise(error)
-    return error
+        return infeasible(
+            chosen.planning, limits, budget, device, least, chosen.plan_file, unconstrained, (choice.remedy,),
+            is_simulated=context.request.fuses,
+        )  # fmt: skip
+    reserved = bounded.plan_report(chosen.planning.smallest)
+    remedies = (expandable_remedy(reserved, budget), choice.remedy)
+    return infeasible(
+        chosen.planning, limits, budget, device, reserved.bytes, chosen.plan_file, unconstrained, remedies, least,
+        context.request.fuses,
+    )  # fmt: skip
 
 
 def _least_excess_bytes(chosen: ChunkingCandidate, context: PlanningContext, share: Share, budget: int) -> int:
@@ -117,7 +127,7 @@ def _least_excess_bytes(chosen: ChunkingCandidate, context: PlanningContext, sha
     """
     observed = max(0, context.extra_headroom_bytes)
     extra = observed if observed < budget else 0
-    plans = (*chosen.planner.search.spread_out(), chosen.planning.smallest)
+    plans = (*chosen.planner.front(), chosen.planning.smallest)
     return max(1, min(share.excess_bytes(counted(plan, chosen.priced, context, share), extra) for plan in plans))
 
 
@@ -135,13 +145,14 @@ def _no_plan_keeps_both(
     minimum = least.peak_bytes + headroom + (observed if observed < budget else 0)
     return infeasible(
         dataclasses.replace(planning, smallest=least),
+        context.request.limits,
         budget,
         taken.priced.captured.device.name,
         max(minimum, budget + 1),
         unconstrained=unconstrained,
-        remedy=choice.remedy,
+        remedies=(choice.remedy,),
         max_slowdown=taken.time.max_slowdown,
         least_slowdown=None if taken.planning.plan is None else taken.time.slowdown(taken.planning.plan),
         untimed_bytes=min(form.planning.smallest.peak_bytes for form in forms) + headroom,
-        is_simulated=context.fuses,
+        is_simulated=context.request.fuses,
     )

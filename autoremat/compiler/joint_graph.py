@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-import torch
 from torch import fx
 
 from autoremat.basics.progress import now
@@ -16,7 +15,6 @@ from autoremat.capture.capture import Capture, capture, runs_on_type
 from autoremat.capture.pricing import priced
 from autoremat.compiler.torch_partition import torchs_plan
 from autoremat.ops.collectives import group_of, ranks_of
-from autoremat.options.options import Options
 from autoremat.passes import before_capture
 from autoremat.planner.constraints.returning_inputs import without_saved_copies
 from autoremat.planner.cost import Interconnect, Links, Pricing, Rates
@@ -25,24 +23,9 @@ from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
-from autoremat.planner.search.planner import Planner
+from autoremat.request.limits import Limits
+from autoremat.request.request import Request
 from autoremat.torch_private import joint_graphs
-
-FREE_STEP = 64 * 2**20
-"""Bytes to a multiple of which the free bytes of a device are rounded down."""
-
-
-def free_device_bytes(device: torch.device) -> int | None:
-    """Returns the bytes that the step could allocate on ``device`` now; None on the CPU.
-
-    The number counts free memory and the unused memory that torch's allocator holds.
-    """
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    usable = int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    # Round down, so that a second compilation finds the same budget, and so the same plan, in the caches.
-    return usable // FREE_STEP * FREE_STEP
 
 
 @dataclass(frozen=True)
@@ -52,18 +35,18 @@ class ToldPlan:
     file: PlanFile
     chunks: int
     """Number of chunks of the loss."""
+    ended_by_clock: bool = False
+    """True if the clock ended the search for it."""
 
 
 @dataclass(frozen=True)
 class PlanningContext:
     """Everything beside the joint graph that decides its plan."""
 
-    options: Options
+    request: Request = field(default_factory=Request)
     extra_headroom_bytes: int = 0
     """Bytes by which the plan stays below the budget, because the code of an earlier plan needed more memory than simulated.
     A negative number loosens the plan."""
-    free_bytes: Callable[[torch.device], int | None] = free_device_bytes
-    """Returns the bytes free on a device, from which an "auto" budget is derived; None if they are unknown."""
     cuda_name: str | None = None
     """Name of the CUDA device that is planned for by its data sheet. Another device may stand in for it in the graph."""
     lowers: bool = True
@@ -78,27 +61,13 @@ class PlanningContext:
     """The plan of another rank or of an earlier process; None for a search."""
     sharded_inputs: frozenset[int] = frozenset()
     """Positions of the inputs that are parameters under ``fully_shard``: freed after the forward, back in the backward."""
-    planners: list[Planner] = field(default_factory=list)
-    """Planners of earlier attempts. An attempt on an equal graph continues with the planner of that graph."""
-    torchs_plans: list[Plan] = field(default_factory=list)
-    """Torch's own partitions of earlier attempts' graphs, which are the references of shares."""
     plain_code_bytes: int | None = None
     """Peak of the code that Inductor generates without this package; None if the simulation stands for it."""
 
     @property
-    def fuses(self) -> bool:
-        """True if Inductor compiles the graph."""
-        return self.options.compiler == "inductor"
-
-    @property
     def decided_by_code(self) -> bool:
         """True if the peak of generated code decides on a plan."""
-        return self.fuses and self.lowers
-
-    @property
-    def must_fit(self) -> bool:
-        """True: raise an error if no plan fits. False: take the plan with the minimum peak."""
-        return self.options.on_infeasible == "raise"
+        return self.request.fuses and self.lowers
 
 
 @dataclass(frozen=True)
@@ -168,10 +137,18 @@ class PricedGraph:
         """Returns torch's own partition without a budget as a plan; None if it is unknown."""
         return torchs_plan(self.captured, self.joint.inputs, self.joint.keywords)
 
-    def share_in(self, options: Options) -> Share | None:
-        """Returns the graph's share of a step's budget; None if the graph has a budget of its own."""
-        budget = options.memory_budget
-        return budget if isinstance(budget, Share) and not self.joint.is_region else None
+    def name_planning(self, time_limit: float) -> None:
+        """Names the planning of the graph as the present stage. ``time_limit`` is in seconds."""
+        now(f"planning {len(self.graph.ops):,} ops, at most {time_limit:g} s")
+
+    def step_share(self, limits: Limits) -> Share | None:
+        """Returns the graph's share of a step's budget; None for a budget of its own, and for a nested region."""
+        return None if self.joint.is_region else limits.step_share
+
+
+def price_graph(joint: JointGraph, context: PlanningContext) -> PricedGraph | None:
+    """Returns a joint graph prepared for the compiler, captured and with the seconds of its ops; None without a backward."""
+    return capture_and_price(prepare(joint, context), context)
 
 
 def prepare(joint: JointGraph, context: PlanningContext) -> JointGraph:
@@ -180,7 +157,7 @@ def prepare(joint: JointGraph, context: PlanningContext) -> JointGraph:
     joint_graphs.warn_of_torchs_budgets(joint.module)
     may_repeat = communication.is_gathering if context.may_repeat_collectives else None
     module = joint_graphs.prepare_joint(joint.module, joint.num_forward_outputs, may_repeat)
-    before_capture(module, runs_on_type(module, context.cuda_name) if context.fuses else None)
+    before_capture(module, runs_on_type(module, context.cuda_name) if context.request.fuses else None)
     return replace(joint, module=module)
 
 
@@ -188,17 +165,17 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
     """Returns the capture of a prepared joint graph, with the seconds of the cost model; None if it has no backward."""
     now("capturing")
     captured = capture(
-        joint.module, joint.num_forward_outputs, context.fuses, context.cuda_name, context.may_repeat_collectives
+        joint.module, joint.num_forward_outputs, context.request.fuses, context.cuda_name, context.may_repeat_collectives
     )
     if captured.graph.single_phase:
         return None
-    options = context.options
+    request = context.request
     accumulated = _parameter_gradient_bytes(joint, captured)
-    if not isinstance(options.memory_budget, Share):
-        captured = replace(captured, graph=options.open_calls.of(captured.graph, accumulated))
-    links = Links(options.interconnect_bandwidth, options.interconnect_latency, context.interconnects)
+    if request.limits.step_share is None:  # a profile counts open calls and gradients itself
+        captured = replace(captured, graph=request.calls.of(captured.graph, accumulated))
+    links = Links(request.interconnect_bandwidth, request.interconnect_latency, context.interconnects)
     now(f"pricing {len(captured.graph.ops):,} ops")
-    captured, pricing = priced(captured, options.cost_model, links, context.rates)
+    captured, pricing = priced(captured, request.cost_model, links, context.rates)
     captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, context)))
     return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured), accumulated)
 

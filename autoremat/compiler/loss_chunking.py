@@ -10,17 +10,21 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch import fx
 
 from autoremat.basics.errors import ChunkingUnsupported, OptionWarning
+from autoremat.basics.progress import now
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
-from autoremat.options.options import Options
 from autoremat.passes.chunked_loss.chunk_loss import chunk_loss
+from autoremat.passes.pipeline import run_passes
 from autoremat.planner.constraints.constraints import ConstrainedGraph
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner, PlanningResult
+from autoremat.planner.search.plan_source import PlanSource
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.time_budget import TimeBudget
+from autoremat.request.limits import Limits
 from autoremat.torch_private import fake_tensors
 
 NUMBERS_OF_CHUNKS = (8, 16)
@@ -33,7 +37,7 @@ class ChunkingCandidate:
     """The graph as it is, or with a chunked loss, and its plans. ``chunks`` is 1 for the graph as it is."""
 
     priced: PricedGraph
-    planner: Planner
+    planner: PlanSource
     constrained: ConstrainedGraph
     planning: PlanningResult
     chunks: int = 1
@@ -67,8 +71,8 @@ class ChunkingCandidate:
         return float("inf") if plan is None else plan.graph.step_seconds + plan.cost_seconds
 
 
-Contend = Callable[[PricedGraph, int], ChunkingCandidate]
-"""Plans a graph whose loss has so many chunks."""
+Contend = Callable[[PricedGraph, int, ChunkingCandidate | None], ChunkingCandidate]
+"""Plans a graph whose loss has so many chunks, after the candidate that was planned first, if there is one."""
 
 
 @dataclass(frozen=True)
@@ -91,14 +95,14 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
     """
     wanted = False if priced.joint.is_region else _wanted(context)
     asked = wanted is True or type(wanted) is int
-    is_shared = priced.share_in(context.options) is not None
+    is_shared = priced.step_share(context.request.limits) is not None
     if is_shared and asked:
         _warn("the budget of a profiled step is shared out among its graphs as they are")
     always = type(wanted) is int and not is_shared
-    if wanted is False or is_shared or (context.options.plan and not always):
-        only = contend(priced, 1)
+    if wanted is False or is_shared or (context.request.plan and not always):
+        only = contend(priced, 1, None)
         return ChunkingChoice(only, only)
-    found = [] if always else [contend(priced, 1)]
+    found = [] if always else [contend(priced, 1, None)]
     whole, remedy = next(iter(found), None), ""
     try:
         for candidate in _chunked(priced, context, contend, found):
@@ -107,24 +111,24 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
         remedy = reason.remedy
         if asked:
             _warn(str(reason))
-        found = found or [contend(priced, 1)]
+        found = found or [contend(priced, 1, None)]
     fitting = [candidate for candidate in found if candidate.fits]
     fitting = fitting or [candidate for candidate in found if candidate.planning.plan is not None]
     if fitting:
-        return ChunkingChoice(min(fitting, key=_rank_under(context.options)), whole, remedy)
+        return ChunkingChoice(min(fitting, key=_rank_under(context.request.limits)), whole, remedy)
     return ChunkingChoice(min(found, key=lambda candidate: candidate.planning.smallest.peak_bytes), whole, remedy)
 
 
 def _wanted(context: PlanningContext) -> bool | int | str:
     """Returns the option ``chunk_loss``, or the number of chunks under which a plan was made that is applied again."""
     if context.told is None:
-        return context.options.chunk_loss
+        return context.request.chunk_loss
     return context.told.chunks if context.told.chunks > 1 else False
 
 
-def _rank_under(options: Options) -> Callable[[ChunkingCandidate], float]:
+def _rank_under(limits: Limits) -> Callable[[ChunkingCandidate], float]:
     """Returns the figure of a candidate that shall be least: its seconds, or its peak under a budget of time alone."""
-    if options.memory_budget is None and options.max_slowdown is not None:
+    if not limits.bounds_memory and limits.max_slowdown is not None:
         return lambda candidate: candidate.planning.plan.peak_bytes if candidate.planning.plan is not None else math.inf
     return lambda candidate: candidate.step_seconds
 
@@ -141,15 +145,16 @@ def _chunked(
     for number in numbers:
         if wanted == "auto" and any(candidate.fits for candidate in found):
             return
+        now("chunking the loss")
         joint = priced.captured.joint
         module = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
         module.meta = dict(joint.meta)
-        chunks = chunk_loss(module, int(number))
-        if any(candidate.chunks == chunks for candidate in found):
+        (run,) = run_passes(module, partial(chunk_loss, chunks=int(number)))
+        if any(candidate.chunks == run.rewrites for candidate in found):
             return  # there are too few rows for more chunks
         again = capture_and_price(dataclasses.replace(priced.joint, module=module), context)
         assert again is not None
-        yield contend(again, chunks)
+        yield contend(again, run.rewrites, next(iter(found), None))
 
 
 def _warn(reason: str) -> None:

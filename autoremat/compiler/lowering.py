@@ -90,7 +90,7 @@ def _answers_for(source: GraphSource) -> AbstractContextManager[None]:
 
 def lower(
     source: GraphSource,
-    partitioning: Partitioning,
+    partitioning: Partitioning[Any],
     identity: tuple[object, ...],
     decide: Callable[[Lowered], Verdict | None],
 ) -> tuple[Compiled | None, Lowered, Verdict | None]:

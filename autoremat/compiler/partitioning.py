@@ -7,6 +7,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from autoremat.basics.errors import (
     AutorematError,
@@ -20,20 +21,21 @@ from autoremat.basics.errors import (
     planning_error,
 )
 from autoremat.capture import source_info
-from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
+from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, price_graph
 from autoremat.compiler.partitioner import Partitioner
-from autoremat.compiler.peers import ALONE
-from autoremat.compiler.planning import PlannedGraph
+from autoremat.compiler.planning import PlannedGraph, plan_graph
 from autoremat.compiler.rewriting import rewrite
 from autoremat.planner.memory.wrapper_replay import ReplayContext
-from autoremat.report.report import Report
 from autoremat.torch_private import fake_tensors, joint_graphs
 
 log = logging.getLogger("autoremat")
 
 
+P = TypeVar("P", bound=PlannedGraph)
+
+
 @dataclass
-class Partitioning:
+class Partitioning(Generic[P]):
     """Partitions the joint graphs of one attempt: nested compile regions first, then the graph around them.
 
     After the calls, the attributes describe the outermost graph. They keep their first values if a cache answered for the
@@ -41,19 +43,14 @@ class Partitioning:
     """
 
     context: PlanningContext
-    plan: Callable[[PricedGraph, PlanningContext], PlannedGraph] = ALONE.plan
+    plan: Callable[[PricedGraph, PlanningContext], P]
     report_failure: Callable[[Exception], None] = lambda error: None
     """Tells the ranks that share the graph about an error after which this one falls back."""
-    planned: PlannedGraph | None = field(default=None, init=False)
+    planned: P | None = field(default=None, init=False)
     replay_context: ReplayContext = field(default_factory=ReplayContext, init=False)
     memory_first: bool = field(default=False, init=False)
     fell_back: bool = field(default=False, init=False)
     """True if planning failed and torch's partitioner takes a graph (fallback)."""
-
-    @property
-    def report(self) -> Report | None:
-        """The report of the plan, before code is generated."""
-        return None if self.planned is None else self.planned.report
 
     def __call__(self, joint: JointGraph) -> joint_graphs.PartitionedModules:
         """Returns the forward and the backward of ``joint`` by its plan; those of torch's partitioner without a plan.
@@ -61,18 +58,17 @@ class Partitioning:
         Raises ``BudgetInfeasible`` if no plan fits, and ``PlanningError`` if a stage fails and no fallback is allowed.
         """
         untouched = fake_tensors.shallow_copy(joint.module.graph)
-        options = self.context.options
+        request = self.context.request
         try:
-            joint = prepare(joint, self.context)
-            priced = capture_and_price(joint, self.context)
+            priced = price_graph(joint, self.context)
             if priced is not None:
                 return self.plan_and_rewrite(priced)
         except (BudgetInfeasible, OptionsError, ConstraintWarning, BudgetWarning, OptionWarning):
             raise
         except Exception as error:  # models and ops are open-ended, so any error may occur; the graph shall train all the same
-            if isinstance(error, AutorematError) and not options.falls_back:
+            if isinstance(error, AutorematError) and not request.falls_back:
                 raise
-            if not options.falls_back:
+            if not request.falls_back:
                 raise planning_error(error, source_info.place_of(untouched)) from error
             self.report_failure(error)
             joint.module.graph = untouched
@@ -86,7 +82,6 @@ class Partitioning:
         self.planned = self.plan(priced, self.context)
         rewritten = rewrite(self.planned)
         self.replay_context, self.memory_first = rewritten.replay_context, rewritten.memory_first
-        log.debug("%s", self.report.summary() if self.report else "")
         return rewritten.modules
 
 
@@ -95,16 +90,19 @@ class _EndOfTracing(Exception):
 
 
 @contextlib.contextmanager
-def tracing_to(visit: Callable[[JointGraph], object], context: PlanningContext) -> Iterator[Partitioner]:
-    """Gives the body a partitioner to trace a graph with. The body ends when ``visit`` has received the joint graph.
+def tracing_to(visit: Callable[[PricedGraph], object], context: PlanningContext) -> Iterator[Partitioner]:
+    """Gives the body a partitioner to trace a graph with. The body ends when ``visit`` has received the priced joint graph.
 
-    Nested compile regions, which the surrounding graph calls, are planned under ``context``.
+    A graph without a backward is not visited. Nested compile regions, which the surrounding graph calls, are planned under
+    ``context``.
     """
 
     def hand_over(joint: JointGraph) -> joint_graphs.PartitionedModules:
         if joint.is_region:
-            return Partitioning(context)(joint)
-        visit(joint)
+            return Partitioning(context, plan_graph)(joint)
+        priced = price_graph(joint, context)
+        if priced is not None:
+            visit(priced)
         raise _EndOfTracing
 
     with contextlib.suppress(_EndOfTracing):

@@ -22,15 +22,14 @@ from autoremat.basics.errors import AgreementError, BudgetInfeasible
 from autoremat.basics.progress import now
 from autoremat.capture import pricing
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, ToldPlan, capture_and_price
-from autoremat.compiler.planning import PlannedGraph, plan_graph
+from autoremat.compiler.planning import BudgetedGraph, EarlierSearches, plan_graph
 from autoremat.compiler.records import Record
 from autoremat.measure.calibration import rates_of
 from autoremat.measure.interconnect import interconnects_of
-from autoremat.options.options import Options
 from autoremat.planner.cost import Interconnect, LinkSource, Rates
-from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile, graph_hash
+from autoremat.request.request import Request
 from autoremat.torch_private.pipelining import running_stage
 from autoremat.torch_private.processes import job
 
@@ -39,7 +38,7 @@ from autoremat.torch_private.processes import job
 class Agreed:
     """What all ranks that compile a graph use."""
 
-    options: Options
+    request: Request
     record: Record | None = None
     """The record to start from: this rank's, if all ranks have one of the same compilation."""
     rates: Rates | None = None
@@ -57,13 +56,13 @@ class Peers(Protocol):
     def identity(self) -> tuple[object, ...]:
         """The part of a name in torch's caches that keeps compilations under other agreements apart."""
 
-    def agree(self, options: Options, device: torch.device, found: Record | None = None) -> Agreed:
-        """Returns what all ranks use, of this rank's options, the rates of its device and the record that it has found."""
+    def agree(self, request: Request, device: torch.device, found: Record | None = None) -> Agreed:
+        """Returns what all ranks use, of this rank's request, the rates of its device and the record that it has found."""
 
     def signed(self, record: Record) -> Record:
         """Returns ``record`` with the name of the agreement under which it was made."""
 
-    def plan(self, priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
+    def plan(self, priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
         """Returns the graph with the plan for its budget."""
 
     def settled(self) -> bool:
@@ -85,14 +84,14 @@ class Alone:
     def may_repeat_collectives(self) -> bool:
         return job() is None  # other ranks may plan this graph too, without an agreement
 
-    def agree(self, options: Options, device: torch.device, found: Record | None = None) -> Agreed:
-        return Agreed(options, found)
+    def agree(self, request: Request, device: torch.device, found: Record | None = None) -> Agreed:
+        return Agreed(request, found)
 
     def signed(self, record: Record) -> Record:
         return record
 
-    def plan(self, priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
-        return plan_graph(priced, context)
+    def plan(self, priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
+        return plan_graph(priced, context, earlier)
 
     def settled(self) -> bool:
         return True
@@ -139,7 +138,7 @@ class Members:
     """The error of another member, after which this one falls back."""
     graphs: dict[str, _SameGraph] = field(default_factory=dict)
     """The graphs of this compilation by their structural hash: nested regions, and last the graph around them."""
-    planned: dict[str, PlannedGraph] = field(default_factory=dict)
+    planned: dict[str, BudgetedGraph] = field(default_factory=dict)
     """The graphs of the last attempt with their plans, by the same hashes."""
 
     may_repeat_collectives = True
@@ -149,15 +148,17 @@ class Members:
         # Each rank has entries of its own. Otherwise one rank could find the code that another rank has just written.
         return self.nonce, self.session.channel.rank
 
-    def agree(self, options: Options, device: torch.device, found: Record | None = None) -> Agreed:
-        budget = options.memory_budget
-        is_share = isinstance(budget, Share)  # each rank has its own, because limits of several ranks may not go together
+    def agree(self, request: Request, device: torch.device, found: Record | None = None) -> Agreed:
+        limits = request.limits
+        others = replace(limits, peak_bytes=None, reference_share=None, granted_bytes=0, step_share=None)
+        budget: object = limits.peak_bytes if limits.reference_share is None else limits.reference_share
+        is_share = limits.step_share is not None  # each rank has its own: limits of several ranks may not go together
         is_whole = found is not None and (found.report is None or found.report.plan is not None)
         part = {
             "budget": "share" if is_share else budget,
-            "granted": options.granted_bytes,
-            "options": json.loads(replace(options, memory_budget=None, granted_bytes=None).cache_key()),
-            "rates": pricing.identity(options.cost_model, device),
+            "granted": limits.granted_bytes,
+            "options": json.loads(replace(request, limits=others).cache_key()),
+            "rates": pricing.identity(request.cost_model, device),
             "record": found.agreement if found is not None and is_whole else "",
         }
 
@@ -173,19 +174,22 @@ class Members:
             }
 
         agreed = self.session.round("options", part, decide)
-        self.binding, self.nonce, self.falls_back = agreed["binding"], agreed["nonce"], options.falls_back
-        if not is_share:
-            options = replace(options, memory_budget=agreed["budget"], granted_bytes=agreed["granted"])
+        self.binding, self.nonce, self.falls_back = agreed["binding"], agreed["nonce"], request.falls_back
+        if limits.reference_share is not None:
+            limits = replace(limits, reference_share=agreed["budget"], granted_bytes=agreed["granted"])
+        elif not is_share:
+            limits = replace(limits, peak_bytes=agreed["budget"])
         self.record = found if agreed["is_warm"] else None
         known = None if self.record is None else self.record.report
         if known is not None and known.plan is not None:
-            self.told = _told(known.plan.dumps(), known.loss_chunks, "of an earlier process")
-        return Agreed(options, self.record, None if agreed["rates"] is None else Rates.from_json(agreed["rates"]))
+            self.told = _told("of an earlier process", known.plan.dumps(), known.loss_chunks, known.ended_by_clock)
+        request = replace(request, limits=limits)
+        return Agreed(request, self.record, None if agreed["rates"] is None else Rates.from_json(agreed["rates"]))
 
     def signed(self, record: Record) -> Record:
         return replace(record, agreement=self.nonce)
 
-    def plan(self, priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
+    def plan(self, priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
         if self.failure is not None:
             raise self.failure
         key = graph_hash(priced.graph)
@@ -198,10 +202,10 @@ class Members:
             context = replace(context, interconnects=same.interconnects)
             priced = capture_and_price(priced.joint, context) or priced
         try:
-            planned = plan_graph(priced, replace(context, told=self.told))
+            planned = plan_graph(priced, replace(context, told=self.told), earlier)
         except BudgetInfeasible as error:
             raise self.named(error) from None
-        if planned.report is not None and len(same.ranks) > 1:
+        if len(same.ranks) > 1:
             planned = replace(planned, report=replace(planned.report, ranks=same.ranks))
         self.planned[key] = planned
         return planned
@@ -212,7 +216,7 @@ class Members:
             return _SameGraph(() if self.record.report is None else self.record.report.ranks, True)
         found = self.session.round("graph", {"graph": key, "gathers": sorted(priced.gathering_ranks)}, _by_graph)
         same, links = found[key], {}
-        measures = context.options.cost_model != pricing.ROOFLINE and context.options.interconnect_bandwidth is None
+        measures = context.request.cost_model != pricing.ROOFLINE and context.request.interconnect_bandwidth is None
         if measures and any(one["gathers"] for one in found.values()):
             now("measuring the interconnect")
             own = interconnects_of(priced.gathering_groups if same["gathers"] else ())
@@ -241,14 +245,14 @@ class Members:
         text = None
         if self.session.channel.rank in tellers.values():
             last = list(planned.values())[-1]  # the graph around all regions
-            text = [last.plan.dumps(), 1 if last.report is None else last.report.loss_chunks]
+            text = [last.plan.dumps(), last.report.loss_chunks, last.report.ended_by_clock]
         texts = self.session.round("plan", text, lambda parts: {str(rank): parts[rank] for rank in tellers.values()})
         self.is_told, self.nonce = True, f"{self.nonce} told"
         teller = tellers.get(part["graphs"])
         if teller is None:
             return self.settled()  # once the others have compiled again
-        plan, chunks = texts[str(teller)]
-        self.told = _told(plan, chunks, f"of rank {teller}")
+        plan, chunks, by_clock = texts[str(teller)]
+        self.told = _told(f"of rank {teller}", plan, chunks, by_clock)
         return False
 
     def _tellers(self, parts: Parts) -> dict[str, int]:
@@ -281,8 +285,8 @@ def _hash(texts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
-def _told(text: str, chunks: int, whose: str) -> ToldPlan:
-    return ToldPlan(PlanFile(whose, _hash([text]), Plan.loads(text, f"the plan {whose}")), chunks)
+def _told(whose: str, text: str, chunks: int, by_clock: bool) -> ToldPlan:
+    return ToldPlan(PlanFile(whose, _hash([text]), Plan.loads(text, f"the plan {whose}")), chunks, by_clock)
 
 
 def _by_graph(parts: Parts) -> dict[str, Any]:
@@ -305,7 +309,7 @@ def _slowest_by_graph(parts: Parts) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def joined(options: Options, place: str | None, communicates: bool) -> Iterator[Peers]:
+def joined(request: Request, place: str | None, communicates: bool) -> Iterator[Peers]:
     """Yields the peers that compile the graph at ``place`` together.
 
     A process without peers compiles alone, and so does one whose graph needs no plan (``place`` is None). A rank may compile a
@@ -316,7 +320,7 @@ def joined(options: Options, place: str | None, communicates: bool) -> Iterator[
     if stage is not None:
         place = f"{place}, stage {stage.index} of a pipeline"
     elsewhere = () if stage is None else stage.group_ranks
-    with session_at(place, options.agreement, elsewhere, communicates) as session:
+    with session_at(place, request.agreement, elsewhere, communicates) as session:
         yield ALONE if session is None else Members(session)
 
 
@@ -324,7 +328,6 @@ def _least_budget(parts: Parts) -> dict[str, Any]:
     """Returns the budget of all ranks, and the rank that sets it. Raises ``AgreementError`` for budgets of different kinds."""
     budgets = {rank: one["budget"] for rank, one in parts.items()}
     kinds = {type(one) for one in budgets.values()}
-    granted = min((one["granted"] or 0 for one in parts.values()), default=0) or None
     if len(kinds) > 1:
         raise AgreementError(
             f"ranks compile one graph under budgets of different kinds: {_by_rank(budgets)}. Pass all ranks a budget of "
@@ -332,7 +335,7 @@ def _least_budget(parts: Parts) -> dict[str, Any]:
         )
     least = min(budgets, key=lambda rank: budgets[rank]) if kinds & {int, float} else next(iter(budgets))
     binding = least if len(set(budgets.values())) > 1 else None
-    return {"budget": budgets[least], "binding": binding, "granted": granted}
+    return {"budget": budgets[least], "binding": binding, "granted": min(one["granted"] for one in parts.values())}
 
 
 def _compare_options(parts: Parts) -> None:

@@ -15,7 +15,7 @@ from torch import fx
 
 from autoremat.basics.errors import find_cause
 from autoremat.basics.progress import now
-from autoremat.compiler.joint_graph import JointGraph, PlanningContext, capture_and_price, prepare
+from autoremat.compiler.joint_graph import JointGraph, PlanningContext, price_graph
 from autoremat.compiler.lowering import EAGER_BACKWARD, GraphSource
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.reference import MOST_OPS
@@ -35,7 +35,7 @@ def plain_code_peak(source: GraphSource, context: PlanningContext, device: torch
 
     Returns None unless the budget is a share of it and the simulated peak is rough, or if the code has no known peak.
     """
-    is_share = isinstance(context.options.memory_budget, float) and source.cuda_name is None
+    is_share = context.request.limits.reference_share is not None and source.cuda_name is None
     if not is_share or not compilers.lays_channels_last(device.type) or not _has_convolution(source.module):
         return None
     now("generating code without a plan, for the reference peak")
@@ -75,7 +75,7 @@ class _AsTorchDoes:
         """
         if not joint.is_region:
             copied = fx.GraphModule(joint.module, fake_tensors.shallow_copy(joint.module.graph))
-            priced = capture_and_price(prepare(replace(joint, module=copied), self.context), self.context)
+            priced = price_graph(replace(joint, module=copied), self.context)
             if priced is None or len(priced.graph.ops) > MOST_OPS:
                 raise _Known
             if priced.graph.in_flight > 1 or priced.graph.resident_bytes:

@@ -17,14 +17,19 @@ from autoremat.compiler.reference import Reference, budget_of, find_soft_budget,
 from autoremat.compiler.shares import acceptance, bytes_at_borders, slacks
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
+from autoremat.planner.graph.graph import Graph
 from autoremat.planner.multigraph.fronts import front_of, point_of
 from autoremat.planner.multigraph.ledger import KnownBorders
 from autoremat.planner.multigraph.step_profile import StepGraph
 from autoremat.planner.plans import plan_file
+from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import ROUNDING, Planner, PlanningResult
-from autoremat.planner.search.time_budget import TimeBudget, least_peak, least_peak_result
+from autoremat.planner.search.plan_source import PlanSource
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import ROUNDING, PlanningResult
+from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.report.report import Report
+from autoremat.request.limits import Limits
 
 OPTIMISM = 0.5
 """Excess of the simulated peak over the budget, as a share of the budget, up to which a plan's code is still generated.
@@ -34,31 +39,78 @@ QUICK_OPS = 2000
 """Number of ops up to which code is generated whatever the budget, so that an error names bytes that suffice."""
 
 
+@dataclass
+class EarlierSearches:
+    """The searches of earlier attempts of a compilation. An attempt on an equal graph continues with them."""
+
+    searches: list[tuple[object, PlanSource]] = field(default_factory=list)
+    """Each search after what it was begun for: graph, given schedules and soft budget."""
+    torchs_plans: list[Plan] = field(default_factory=list)
+    """Torch's own partitions, which are the references of shares."""
+
+    @property
+    def ended_by_clock(self) -> bool:
+        """True if the clock has ended a search of any attempt, so that another compilation may choose another plan."""
+        return any(planner.ended_by_clock for _, planner in self.searches)
+
+
 @dataclass(frozen=True)
 class PlannedGraph:
-    """A priced graph with its plan, and everything that the later stages ask about plans."""
+    """A priced graph with its plan."""
 
     priced: PricedGraph
     context: PlanningContext
     plan: Plan
-    planner: Planner | None
-    """Finds plans for other budgets; None if the plan is read from a file."""
-    reference: Reference | None = None
-    """The reference peak, of which the budget is a share; None if the budget is none."""
-    plan_without_us: Plan | None = None
-    """The plan that the graph has without this package, as a graph of a step; None if it was not asked for."""
-    code_headroom_bytes: int = 0
+    planner: PlanSource | None
+    """Finds plans for other budgets; None if the plan is read from a file, or another rank's."""
+
+    @property
+    def fastest(self) -> Plan | None:
+        """The plan of least time; None if no other plans are known."""
+        return None if self.planner is None else self.planner.fastest(acceptance(self.priced, self.context))
+
+    @property
+    def is_binding(self) -> bool:
+        """True if the plan costs more than the fastest plan, so that the budget decides."""
+        fastest = self.fastest
+        return fastest is not None and self.plan.cost_seconds > fastest.cost_seconds
+
+
+@dataclass(frozen=True)
+class SmallestGraph(PlannedGraph):
+    """A graph with its plan of the minimum peak, before the budget of its step is shared out."""
+
+    planner: PlanSource
+    plan_without_us: Plan | None
+    """The plan that the graph has without this package; None if it was not asked for."""
+
+    def in_step(self, key: str, known: KnownBorders | None = None) -> StepGraph:
+        """Returns the facts that the ledger of a step needs, for one call. ``known`` are the holders of values at borders."""
+        planner, kept = self.planner, self.priced.kept_inputs
+        source = next((op.source for op in self.priced.graph.ops if op.source), "")
+        plans = (planner.baseline, self.plan_without_us or planner.baseline)
+        points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
+        *front, baseline, reference = (with_code(point, self.priced, self.context) for point in points)
+        seconds, by_clock = self.priced.graph.step_seconds, planner.ended_by_clock
+        return StepGraph(key, source, 1, tuple(front), baseline, seconds, reference=reference, ended_by_clock=by_clock)
+
+
+@dataclass(frozen=True)
+class BudgetedGraph(PlannedGraph):
+    """A graph with its plan for the budget, and everything that the later stages ask about plans."""
+
+    planning: PlanningResult
+    """Result of the search."""
+    report: Report
+    """The report before code is generated."""
+    code_headroom_bytes: int
     """Bytes that generated code may need above the simulated peak."""
-    planning: PlanningResult | None = None
-    """Result of the search; None if the plan was taken without regard to a budget."""
-    report: Report | None = None
-    """The report before code is generated; None together with ``planning``."""
-    is_last_plan: bool = False
+    is_last_plan: bool
     """True if no other plan can be tried: the plan is stored, or it has the minimum peak because none fits in simulation."""
+    count: Count | None
+    """Counts reserved bytes; None on other devices than CUDA."""
     plan_file: str | None = None
     """Name of the plan file that is applied instead of a search."""
-    count: Count | None = None
-    """Counts reserved bytes; None on other devices than CUDA."""
     fragmentation_bytes: int = 0
     """Bytes by which the plan stays below a budget on reserved bytes, because more is reserved than allocated."""
 
@@ -67,102 +119,81 @@ class PlannedGraph:
         """True if the budget bounds reserved bytes."""
         return self.count is not None and self.count.is_bounded
 
-    @property
-    def is_binding(self) -> bool:
-        """True if the plan costs more than the fastest plan, so that the budget decides."""
-        fastest = self.plan_for(None)
-        return fastest is not None and self.plan.cost_seconds > fastest.cost_seconds
-
-    def plan_for(self, simulated_bytes: int | None) -> Plan | None:
-        """Returns the plan for a simulated peak of at most ``simulated_bytes``, code headroom included (None: no limit).
-
-        Returns None if no plan fits.
-        """
-        if self.planner is None:
-            return None
-        accepts = acceptance(self.priced, self.context)
-        if simulated_bytes is None:
-            return self.planner.fastest(accepts)
-        return self.planner.choose(simulated_bytes - self.code_headroom_bytes, accepts=accepts)
-
     def gain(self, headroom_bytes: int) -> float:
         """Returns the share of the step's seconds that the plan for another headroom saves.
 
         That search has a time limit of its own, because code was generated since the last one.
         """
-        budget = self.report.budget_bytes if self.report is not None else None
-        if self.planner is not None:
-            self.planner.restart()
-        looser = None if budget is None else self.plan_for(budget - headroom_bytes)
+        if self.planner is None or self.report.budget_bytes is None:
+            return 0.0
+        self.planner.restart()
+        limit = self.report.budget_bytes - headroom_bytes - self.code_headroom_bytes
+        looser = self.planner.choose(limit, accepts=acceptance(self.priced, self.context))
         return 0.0 if looser is None else (self.plan.cost_seconds - looser.cost_seconds) / self.plan.graph.step_seconds
 
     @property
     def slacks(self) -> dict[bool, int]:
         """Bytes by which each half stays below its share of a step's budget, by ``is_backward``; empty without a share."""
-        share = self.priced.share_in(self.context.options)
+        share = self.priced.step_share(self.context.request.limits)
         return {} if share is None else slacks(self.plan, self.priced, self.context, share)
 
     def limit_bytes(self, is_backward: bool) -> int | None:
         """Returns the limit in bytes on the code of one half; None for no limit."""
-        if self.report is None or self.context.options.wants_whole_reference:
+        if self.context.request.limits.takes_whole_reference:
             return None
-        share = self.priced.share_in(self.context.options)
+        share = self.priced.step_share(self.context.request.limits)
         if share is None:
             return self.report.budget_bytes
         if not is_backward:
             return share.forward_peak_bytes
         return share.backward_peak_bytes - bytes_at_borders(self.plan, self.priced, share)
 
-    def in_step(self, key: str, known: KnownBorders | None = None) -> StepGraph:
-        """Returns the facts that the ledger of a step needs, for one call. ``known`` are the holders of values at borders."""
-        planner, kept = self.planner, self.priced.kept_inputs
-        assert planner is not None
-        source = next((op.source for op in self.priced.graph.ops if op.source), "")
-        plans = (planner.baseline, self.plan_without_us or planner.baseline)
-        points = (*front_of(planner, kept, known), *(point_of(plan, kept, known) for plan in plans))
-        *front, baseline, reference = (with_code(point, self.priced, self.context) for point in points)
-        return StepGraph(key, source, 1, tuple(front), baseline, self.priced.graph.step_seconds, reference=reference)
 
-
-def plan_graph(priced: PricedGraph, context: PlanningContext) -> PlannedGraph:
+def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
     """Returns the graph with its plan for the budget, and with the report of the plan.
 
     Raises ``BudgetInfeasible`` if no plan fits, unless the options ask for the best effort or the generated code may still fit.
     """
     start = time.perf_counter()
+    earlier = earlier or EarlierSearches()
     soft_budget = find_soft_budget(priced, context)  # torch's partitioner has no time limit, so it is not part of the planner's
-    doing = f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s"
-    now(doing)
-    for earlier in context.planners:  # of an attempt before, since which the graph was traced again
-        earlier.restart()
-    planner, _ = planner_of(priced, context, soft_budget)
+    for _, planner in earlier.searches:  # of an attempt before, since which the graph was traced again
+        planner.restart()
+    planner, _ = planner_of(priced, context, soft_budget, earlier)
     headroom = headroom_of(priced, context)
     count = Count.of(priced, context, headroom)
     bounded = count if count is not None and count.is_bounded else None
     counted = bounded.plan_bytes if bounded is not None else lambda plan: plan.peak_bytes + headroom
-    reference = reference_of(priced, context, planner, counted)
-    now(doing)
-    budget = budget_of(priced, context, reference)
-    limits = _Limits(context, soft_budget, budget, headroom, bounded)
+    reference = reference_of(priced, context, planner, counted, earlier.torchs_plans)
+    budget = budget_of(context, reference)
+    limits = _Limits(context, soft_budget, budget, headroom, bounded, earlier)
     choice = choose_chunking(priced, context, limits.candidate)
     chosen = choice.taken
-    planned = PlannedGraph(
+    by_clock = earlier.ended_by_clock or (context.told is not None and context.told.ended_by_clock)
+    planning = dataclasses.replace(
+        chosen.planning,
+        baseline=planner.baseline,
+        interrupted=chosen.planning.interrupted or by_clock,
+        ended_by_clock=by_clock,
+    )
+    plan = _plan_within(limits, choice)
+    facts = ReportedPlan(choice, plan, planning, headroom, count, reference, budget, soft_budget)
+    return BudgetedGraph(
         priced=chosen.priced,
         context=context,
-        plan=_plan_within(limits, choice),
+        plan=plan,
+        planning=planning,
+        report=report_of(facts, context, start),
         planner=None if chosen.plan_file is not None else chosen.planner,
-        reference=reference,
         code_headroom_bytes=headroom,
-        planning=dataclasses.replace(chosen.planning, baseline=planner.baseline),
         is_last_plan=chosen.plan_file is not None or chosen.planning.plan is None,
-        plan_file=chosen.plan_file,
         count=count,
+        plan_file=chosen.plan_file,
         fragmentation_bytes=chosen.fragmentation_bytes,
     )
-    return dataclasses.replace(planned, report=report_of(planned, choice, budget, soft_budget, start))
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Limits:
     """The limits on the plans of a graph. They hold for all its forms, with and without a chunked loss."""
 
@@ -173,27 +204,33 @@ class _Limits:
     """Bytes of the budget that stay free for generated code."""
     bounded: Count | None
     """Counts the bytes of a budget on reserved bytes; None for a budget on allocated bytes."""
-    times: list[TimeBudget | None] = field(default_factory=list)
-    """The budget of time that the first form sets; empty before."""
+    earlier: EarlierSearches
 
-    def candidate(self, form: PricedGraph, chunks: int) -> ChunkingCandidate:
-        """Returns ``form``, whose loss has so many ``chunks``, with its best plan within the limits."""
-        planner, constrained = planner_of(form, self.context, self.soft_budget)
-        if not self.times:
-            allowed = self.context.options.allowed_slowdown
-            # A nested region has no budget of time, because the surrounding graph may recompute it whole.
-            self.times.append(None if allowed is None or form.joint.is_region else TimeBudget.of(planner, allowed))
+    def candidate(self, form: PricedGraph, chunks: int, first: ChunkingCandidate | None = None) -> ChunkingCandidate:
+        """Returns ``form``, whose loss has so many ``chunks``, with its best plan within the limits.
+
+        The ``first`` form that was planned, if there is one, sets the budget of time.
+        """
+        planner, constrained = planner_of(form, self.context, self.soft_budget, self.earlier)
+        time = self._time(planner, form) if first is None else first.time
         stored = stored_plan(form, self.context, planner)
         if stored is None:
-            return self._searched(form, chunks, planner, constrained, self.times[0])
+            return self._searched(form, chunks, planner, constrained, time)
         file_name, plan = stored
         found = planner.judge(plan, self.budget)
         if self.bounded is not None and self.budget is not None:
             found = judged(self.bounded, self.budget, found)
-        return ChunkingCandidate(form, planner, constrained, found, chunks, file_name, time=self.times[0])
+        return ChunkingCandidate(form, planner, constrained, found, chunks, file_name, time=time)
+
+    def _time(self, planner: PlanSource, form: PricedGraph) -> TimeBudget | None:
+        """Returns the budget of time; None for a nested region, because the surrounding graph may recompute it whole."""
+        allowed = self.context.request.limits.max_slowdown
+        if allowed is None or form.joint.is_region:
+            return None
+        return TimeBudget.of(planner.fastest() or planner.baseline, allowed)
 
     def _searched(
-        self, form: PricedGraph, chunks: int, planner: Planner, constrained: ConstrainedGraph, time: TimeBudget | None
+        self, form: PricedGraph, chunks: int, planner: PlanSource, constrained: ConstrainedGraph, time: TimeBudget | None
     ) -> ChunkingCandidate:
         """Returns ``form`` with the best plan that a search finds within the limits."""
         budget, bounded, extra = self.budget, self.bounded, self.context.extra_headroom_bytes
@@ -225,50 +262,63 @@ def _plan_within(limits: _Limits, choice: ChunkingChoice) -> Plan:
     assert limits.budget is not None
     is_too_slow = plan is not None
     plan = plan or chosen.planning.smallest
-    if context.must_fit and not chosen.priced.joint.is_region:
+    if context.request.must_fit and not chosen.priced.joint.is_region:
         if is_too_slow or not _may_fit(plan, chosen, context, limits.budget):
             raise no_plan_fits(choice, context, limits.budget, limits.headroom, limits.bounded)
     return plan
 
 
-def report_of(
-    planned: PlannedGraph, choice: ChunkingChoice, budget: int | None, soft_budget: int | None, start: float
-) -> Report:
+@dataclass(frozen=True)
+class ReportedPlan:
+    """The facts about a plan that its report states."""
+
+    choice: ChunkingChoice
+    plan: Plan
+    planning: PlanningResult
+    code_headroom_bytes: int
+    count: Count | None
+    reference: Reference | None
+    """The reference peak, of which the budget is a share; None if the budget is none."""
+    budget: int | None
+    soft_budget: int | None
+
+
+def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Report:
     """Returns the report of the plan, before code is generated. ``start`` is the time at which planning began."""
-    assert planned.planning is not None
     now("describing the plan")
-    captured, context = planned.priced.captured, planned.context
-    share, reference = planned.priced.share_in(context.options), planned.reference
+    taken, whole, reference, count = facts.choice.taken, facts.choice.whole, facts.reference, facts.count
+    captured, limits = taken.priced.captured, context.request.limits
+    share = taken.priced.step_share(limits)
     return Report.of(
-        planned.planning,
-        planned.plan,
-        planned.code_headroom_bytes + context.extra_headroom_bytes + planned.fragmentation_bytes,
-        budget_bytes=budget,
-        budget_share=None if reference is None else context.options.memory_budget,
+        facts.planning,
+        facts.plan,
+        facts.code_headroom_bytes + context.extra_headroom_bytes + taken.fragmentation_bytes,
+        budget_bytes=facts.budget,
+        budget_share=None if reference is None else limits.reference_share,
         reference_bytes=None if reference is None else reference.bytes,
         reference_source="" if reference is None else reference.source,
         reference_saved_bytes=None if reference is None else reference.saved_bytes,
-        granted_bytes=None if reference is None else context.options.granted_bytes,
-        soft_budget_bytes=soft_budget,
+        granted_bytes=None if reference is None else limits.granted_bytes or None,
+        soft_budget_bytes=facts.soft_budget,
         planning_seconds=time.perf_counter() - start,
-        compiler=context.options.compiler,
+        compiler=context.request.compiler,
         device=captured.device.name,
-        loss_chunks=choice.taken.chunks,
-        code_headroom_bytes=planned.code_headroom_bytes,
-        minimum_unchunked_bytes=None if choice.whole is None else choice.whole.planning.smallest.peak_bytes,
+        loss_chunks=taken.chunks,
+        code_headroom_bytes=facts.code_headroom_bytes,
+        minimum_unchunked_bytes=None if whole is None else whole.planning.smallest.peak_bytes,
         unknown_workspaces=captured.unknown_workspaces,
-        accumulated_bytes=planned.priced.accumulated_bytes,
-        constraint_warnings=choice.taken.constrained.warnings,
-        reserved=None if planned.count is None else planned.count.plan_report(planned.plan),
-        count="reserved" if planned.bounds_reserved else "allocated",
-        device_ledger=context.options.device_ledger,
+        accumulated_bytes=taken.priced.accumulated_bytes,
+        constraint_warnings=taken.constrained.warnings,
+        reserved=None if count is None else count.plan_report(facts.plan),
+        count="reserved" if count is not None and count.is_bounded else "allocated",
+        device_ledger=limits.ledger,
         notes=(
             *((share.note,) if share is not None and share.note else ()),
-            *_notes_on(planned.count),
-            *memory_notes(budget, captured.device.name),
+            *_notes_on(count),
+            *memory_notes(facts.budget, captured.device.name),
         ),
-        **time_figures(planned, choice.taken.time, choice.taken.least),
-        **dataclasses.asdict(planned.priced.pricing),
+        **time_figures(facts, limits),
+        **dataclasses.asdict(taken.priced.pricing),
     )
 
 
@@ -278,17 +328,14 @@ def _notes_on(count: Count | None) -> tuple[str, ...]:
     return (f"reserved bytes are counted without {', '.join(ignored)}",) if ignored else ()
 
 
-def time_figures(planned: PlannedGraph, time: TimeBudget | None, least: Plan | None) -> dict[str, Any]:
-    """Returns the fields of a report on the budget of time; empty if there is none.
-
-    ``least`` has the minimum peak within the time, if no plan keeps to both budgets.
-    """
+def time_figures(facts: ReportedPlan, limits: Limits) -> dict[str, Any]:
+    """Returns the fields of a report on the budget of time; empty if there is none."""
+    time, least = facts.choice.taken.time, facts.choice.taken.least
     if time is None:
         return {}
-    assert planned.planning is not None
-    slowdown = time.slowdown(planned.plan)
-    if planned.context.options.memory_budget is None:
-        binding = "max_slowdown" if planned.plan.peak_bytes > planned.planning.smallest.peak_bytes else ""
+    slowdown = time.slowdown(facts.plan)
+    if not limits.bounds_memory:
+        binding = "max_slowdown" if facts.plan.peak_bytes > facts.planning.smallest.peak_bytes else ""
     else:
         binding = "memory_budget" if slowdown > ROUNDING else ""
     return {
@@ -300,41 +347,47 @@ def time_figures(planned: PlannedGraph, time: TimeBudget | None, least: Plan | N
     }
 
 
-def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext, compares: bool = True) -> PlannedGraph:
+def plan_for_minimum_peak(priced: PricedGraph, context: PlanningContext, compares: bool = True) -> SmallestGraph:
     """Returns the graph with the plan of the minimum peak found, whatever the budget.
 
     With ``compares``, it also has the plan without this package, for budgets that are shares.
     """
-    planner, _ = planner_of(priced, context, None)
-    without_us = plan_without_us(priced, context, planner)[1] if compares else None
-    now(f"planning {len(priced.graph.ops):,} ops, at most {context.options.time_limit:g} s")
-    return PlannedGraph(priced, context, planner.search.smallest, planner, plan_without_us=without_us)
+    planner, _ = planner_of(priced, context, None, EarlierSearches())
+    without_us = plan_without_us(priced, context, planner, [])[1] if compares else None
+    return SmallestGraph(priced, context, planner.smallest, planner, without_us)
 
 
-def planner_of(priced: PricedGraph, context: PlanningContext, soft_budget: int | None) -> tuple[Planner, ConstrainedGraph]:
-    """Returns a planner of the graph under the constraints of the options, and the constrained graph.
+def planner_of(
+    priced: PricedGraph, context: PlanningContext, soft_budget: int | None, earlier: EarlierSearches
+) -> tuple[PlanSource, ConstrainedGraph]:
+    """Returns a planner of the graph under the constraints of the request, and the constrained graph.
 
     A planner of an earlier attempt on an equal graph starts afresh, with its candidates.
     """
-    options = context.options
-    policy = policies.parse(options.policy)
-    constrained = Constraints(options.save, options.recompute, policy, exact=not options.is_bounded).apply(priced.graph)
+    request = context.request
+    priced.name_planning(request.time_limit)
+    policy = policies.parse(request.policy)
+    constrained = Constraints(request.save, request.recompute, policy, exact=not request.limits.is_bounded).apply(priced.graph)
     given = () if constrained.candidate is None else (constrained.candidate,)
-    for planner in context.planners:
-        same_candidates = [c.plan.schedule for c in planner.given] == [c.plan.schedule for c in given]
-        if planner.graph == constrained.graph and same_candidates and planner.soft_budget_bytes == soft_budget:
-            return planner, constrained
-    planner = Planner(constrained.graph, options.time_limit, given=given, soft_budget_bytes=soft_budget)
-    context.planners.append(planner)
+    wanted = (constrained.graph, [candidate.plan.schedule for candidate in given], soft_budget)
+    known = next((planner for begun_for, planner in earlier.searches if begun_for == wanted), None)
+    planner = known or new_planner(constrained.graph, request.time_limit, given, soft_budget)
+    if known is None:
+        earlier.searches.append((wanted, planner))
     return planner, constrained
 
 
-def stored_plan(priced: PricedGraph, context: PlanningContext, planner: Planner) -> tuple[str, Plan] | None:
+def new_planner(graph: Graph, time_limit: float, given: tuple[Candidate, ...], soft_budget: int | None) -> PlanSource:
+    """Returns the search that trains models. Another :class:`PlanSource` can take its place here."""
+    return Planner(graph, time_limit, given=given, soft_budget_bytes=soft_budget)
+
+
+def stored_plan(priced: PricedGraph, context: PlanningContext, planner: PlanSource) -> tuple[str, Plan] | None:
     """Returns the plan that another rank, an earlier process or the options have for this graph, with the name of its file.
 
     Returns None if there is none. Raises ``PlanFileError`` if a stored plan does not fit the graph.
     """
-    files = context.options.plan if context.told is None else (context.told.file,)
+    files = context.request.plan if context.told is None else (context.told.file,)
     if not files or priced.joint.is_region:
         return None
     file, plan = plan_file.fitted(files, planner.graph)
@@ -344,7 +397,7 @@ def stored_plan(priced: PricedGraph, context: PlanningContext, planner: Planner)
 def search(
     priced: PricedGraph,
     context: PlanningContext,
-    planner: Planner,
+    planner: PlanSource,
     constrained: ConstrainedGraph,
     limit: int | None,
     time: TimeBudget | None = None,
@@ -354,8 +407,8 @@ def search(
     With a budget of time alone, it has the least peak within that time. Without a budget, a policy's plan is taken.
     """
     if time is not None and limit is None:
-        return least_peak_result(planner, time)
-    if not context.options.is_bounded and constrained.candidate is not None:
+        return planner.least_peak(time)
+    if not context.request.limits.is_bounded and constrained.candidate is not None:
         constrained.candidate.plan.check()
         return planner.judge(constrained.candidate.plan, None)
     return planner.find(limit, acceptance(priced, context))
@@ -369,7 +422,9 @@ def _may_fit(plan: Plan, chosen: ChunkingCandidate, context: PlanningContext, bu
     return context.decided_by_code and accepted and is_tried
 
 
-def _within_both(planner: Planner, found: PlanningResult, limit: int, time: TimeBudget) -> tuple[PlanningResult, Plan | None]:
+def _within_both(
+    planner: PlanSource, found: PlanningResult, limit: int, time: TimeBudget
+) -> tuple[PlanningResult, Plan | None]:
     """Returns the result for both budgets and, if the plan found for the bytes takes too long, the least peak within the time.
 
     That search may find a plan that keeps to both. It has a time limit of its own.
@@ -377,7 +432,7 @@ def _within_both(planner: Planner, found: PlanningResult, limit: int, time: Time
     if found.plan is not None and time.keeps(found.plan):
         return found, None
     planner.restart()
-    least = least_peak(planner, time)
+    least = planner.least_peak(time).plan
     if least is not None and least.peak_bytes <= limit:
         return dataclasses.replace(found, plan=least), None
     return found, least

@@ -10,11 +10,9 @@ from autoremat.basics.errors import BudgetWarning, best_effort_message
 from autoremat.basics.units import format_bytes
 from autoremat.compiler.lowering import Compiled
 from autoremat.compiler.overlap_warning import watched
-from autoremat.options.options import Options
-from autoremat.planner.multigraph.ledger import Share
-from autoremat.planner.multigraph.step_profile import StepProfile
 from autoremat.report.registry import add_report
 from autoremat.report.report import Report
+from autoremat.request.request import Request
 from autoremat.torch_private.autograd import retraces_backwards
 from autoremat.torch_private.logs import trace_artifact
 
@@ -27,7 +25,7 @@ PART = (
 """Note in the reports of the graphs of a broken function under a share."""
 
 
-def published(compiled: Compiled, report: Report | None, options: Options, note: str = "") -> Compiled:
+def published(compiled: Compiled, report: Report | None, request: Request, note: str = "") -> Compiled:
     """Registers and logs ``report``, with ``note`` if that is not empty, and returns ``compiled``.
 
     The returned callable is watched for other open calls if the graph has a budget of its own. Warns with ``BudgetWarning`` if
@@ -35,17 +33,17 @@ def published(compiled: Compiled, report: Report | None, options: Options, note:
     """
     if report is None:
         return compiled
-    has_own_budget = not isinstance(options.memory_budget, Share | StepProfile)  # a profile measures the code between graphs
-    more = (PART if options.is_part else "", note if has_own_budget else "")
+    has_own_budget = request.limits.step_share is None  # a profile measures the code between graphs
+    more = (PART if request.is_part else "", note if has_own_budget else "")
     # A record may have the ledger of another device.
-    report = dataclasses.replace(report, device_ledger=options.device_ledger, notes=(*report.notes, *filter(None, more)))
+    report = dataclasses.replace(report, device_ledger=request.limits.ledger, notes=(*report.notes, *filter(None, more)))
     if report.unknown_workspaces and report.budget_bytes is not None:
         log.warning(
             "the budget may be exceeded by the workspaces of %s, which are not known (of an op of your own, "
             "declare_pure(..., workspace_bytes=...) tells it)",
             ", ".join(report.unknown_workspaces),
         )
-    if not report.within_budget and report.budget_bytes is not None and not options.is_part:
+    if not report.within_budget and report.budget_bytes is not None and not request.is_part:
         message = best_effort_message("the step", report.counted_bytes, report.budget_bytes)
         warnings.warn(message, BudgetWarning, stacklevel=2)
     if not report.keeps_time:
@@ -68,7 +66,6 @@ def published(compiled: Compiled, report: Report | None, options: Options, note:
             BudgetWarning,
             stacklevel=2,
         )
-    budget = options.memory_budget
-    if not isinstance(budget, int | float | str):
+    if not (request.limits.bounds_memory and has_own_budget):
         return compiled
-    return watched(compiled, report, isinstance(budget, float), options.is_part)
+    return watched(compiled, report, request.limits.reference_share is not None, request.is_part)

@@ -13,8 +13,7 @@ from autoremat.basics.progress import now
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search
-from autoremat.planner.search.planner import Planner
-from autoremat.torch_private import joint_graphs
+from autoremat.planner.search.plan_source import PlanSource
 
 MOST_OPS = 2500
 """Number of ops up to which torch's partitioner is asked. It takes seconds for a thousand ops, and has no time limit."""
@@ -36,21 +35,26 @@ class Reference:
 
 
 def reference_of(
-    priced: PricedGraph, context: PlanningContext, planner: Planner, counted: Callable[[Plan], int]
+    priced: PricedGraph,
+    context: PlanningContext,
+    planner: PlanSource,
+    counted: Callable[[Plan], int],
+    torchs_plans: list[Plan],
 ) -> Reference | None:
     """Returns the reference peak of a graph; None unless the budget is a share of it. A share of a nested region is none.
 
     It is at most the peak of the baseline, and at least that of the smallest plan, so that a share of 1 is feasible.
-    ``counted`` returns the bytes of a plan that the budget counts. The time limit of ``planner`` begins afterwards.
+    ``counted`` returns the bytes of a plan that the budget counts. ``torchs_plans`` are those of earlier attempts; a new one is
+    added. The time limit of ``planner`` begins afterwards.
     """
-    if not isinstance(context.options.memory_budget, float) or priced.joint.is_region:
+    if context.request.limits.reference_share is None or priced.joint.is_region:
         return None
-    source, plan = plan_without_us(priced, context, planner)
+    source, plan = plan_without_us(priced, context, planner, torchs_plans)
     size = counted(plan)
     if context.plain_code_bytes is not None:
         source, size = CODE, context.plain_code_bytes
     found = [Reference(size, source, plan.saved_bytes), _of(planner.baseline, BASELINE, counted)]
-    least = _of(planner.search.smallest, SMALLEST, counted)
+    least = _of(planner.smallest, SMALLEST, counted)
     return max(min(found, key=_size), least, key=_size)
 
 
@@ -62,28 +66,31 @@ def _size(reference: Reference) -> int:
     return reference.bytes
 
 
-def plan_without_us(priced: PricedGraph, context: PlanningContext, planner: Planner) -> tuple[str, Plan]:
+def plan_without_us(
+    priced: PricedGraph, context: PlanningContext, planner: PlanSource, torchs_plans: list[Plan]
+) -> tuple[str, Plan]:
     """Returns the plan that the graph would have without this package, after its source.
 
     The sequence of torch's own partition is torch's, so the plan need not keep to the rules of others. The stand-in takes its
     place on graphs of many ops, and where the simulator cannot follow torch. The time limit of ``planner`` begins afterwards.
     """
-    if not context.fuses:
+    if not context.request.fuses:
         return BASELINE, planner.baseline
-    torchs = _torchs_plan(priced, context) if len(priced.graph.ops) <= MOST_OPS else None
+    torchs = _torchs_plan(priced, torchs_plans) if len(priced.graph.ops) <= MOST_OPS else None
+    priced.name_planning(context.request.time_limit)
     planner.restart()
-    return (STAND_IN, planner.search.least_traffic()) if torchs is None else (TORCH, torchs)
+    return (STAND_IN, planner.least_traffic()) if torchs is None else (TORCH, torchs)
 
 
-def _torchs_plan(priced: PricedGraph, context: PlanningContext) -> Plan | None:
+def _torchs_plan(priced: PricedGraph, torchs_plans: list[Plan]) -> Plan | None:
     """Returns torch's own partition as a plan; None if the simulator cannot follow it. An earlier attempt's is known."""
-    for known in context.torchs_plans:
+    for known in torchs_plans:
         if known.graph == priced.graph:
             return known
     now("asking for torch's own partition")
     plan = priced.torchs_plan()
     if plan is not None:
-        context.torchs_plans.append(plan)
+        torchs_plans.append(plan)
     return plan
 
 
@@ -93,9 +100,9 @@ def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | Non
     Without a budget the plan should not exceed that peak. On graphs of many ops, the stand-in takes the place of torch's
     partition, which has no time limit.
     """
-    options = context.options
-    told = options.is_bounded or options.plan or options.policy
-    if told or priced.joint.is_region or not context.fuses:
+    request = context.request
+    told = request.limits.is_bounded or request.plan or request.policy
+    if told or priced.joint.is_region or not context.request.fuses:
         return None
     if len(priced.graph.ops) > MOST_OPS:
         return Search(priced.graph).least_traffic().peak_bytes
@@ -104,10 +111,9 @@ def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | Non
     return None if plan is None else plan.peak_bytes
 
 
-def budget_of(priced: PricedGraph, context: PlanningContext, reference: Reference | None) -> int | None:
+def budget_of(context: PlanningContext, reference: Reference | None) -> int | None:
     """Returns the budget in bytes; None for no limit. ``reference`` is the reference peak of a share."""
-    if reference is None and isinstance(context.options.memory_budget, float):
-        return None
-    is_auto = context.options.memory_budget == "auto"
-    free = context.free_bytes(joint_graphs.device_of(priced.captured.joint)) if is_auto else None
-    return context.options.resolve_budget(0 if reference is None else reference.bytes, free)
+    limits = context.request.limits
+    if limits.reference_share is None:
+        return limits.peak_bytes
+    return None if reference is None else limits.bytes_for(reference.bytes)

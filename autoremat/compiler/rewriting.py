@@ -11,6 +11,7 @@ from autoremat.passes import apply_plan
 from autoremat.planner.graph.op import Kind
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import joint_graphs
+from autoremat.torch_private.origins import OP
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ def rewrite(planned: PlannedGraph) -> RewrittenGraph:
     """Returns the forward and the backward of the plan. Consumes the joint graph of ``planned``."""
     now("writing forward and backward")
     captured, plan = planned.priced.captured, planned.plan
+    for node, op in zip(captured.op_nodes, captured.graph.ops, strict=True):
+        node.meta[OP] = op
     modules = apply_plan(captured, plan.schedule, planned.priced.joint.static_inputs)
     repeats_extern = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
     return RewrittenGraph(modules, replay_context(captured, planned.priced.kept_inputs), planned.is_binding or repeats_extern)

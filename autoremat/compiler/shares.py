@@ -29,7 +29,7 @@ def counted(plan: Plan, priced: PricedGraph, context: PlanningContext, share: Sh
 
 def acceptance(priced: PricedGraph, context: PlanningContext) -> Callable[[Plan], bool] | None:
     """Returns the condition that plans must meet beside the peak; None if there is none."""
-    share = priced.share_in(context.options)
+    share = priced.step_share(context.request.limits)
     if share is None:
         return None
 

@@ -64,7 +64,7 @@ class OpFacts:
 
 
 # fmt: off
-_ROWS: tuple[tuple[OpFacts, tuple[Any, ...]], ...] = (
+ROWS: tuple[tuple[OpFacts, tuple[Any, ...]], ...] = (
     # Loops over the elements of their result, without torch's `pointwise` tag or with more to say than it does.
     (OpFacts(kind=Kind.POINTWISE),
      (aten._to_copy, aten.arange, aten.clone, aten.empty, aten.empty_like, aten.fill, aten.full, aten.full_like,
@@ -174,9 +174,10 @@ _ROWS: tuple[tuple[OpFacts, tuple[Any, ...]], ...] = (
       aten.upsample_bicubic2d_backward, aten.upsample_bilinear2d, aten.upsample_bilinear2d_backward,
       aten.upsample_nearest2d_backward, prims._low_memory_max_pool_with_offsets)),
 )
+"""The rows of the table: facts, and the ops that have them."""
 # fmt: on
 
-_TABLE = {op: facts for facts, ops in _ROWS for op in ops}
+_TABLE = {op: facts for facts, ops in ROWS for op in ops}
 _UNLISTED = OpFacts()
 
 

@@ -5,30 +5,23 @@ environment. The environment can set the budget, the cost model, the policy and 
 """
 
 import difflib
-import json
 import operator
 import os
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypedDict
 
 from autoremat.basics import environment
-from autoremat.basics.budget import FORMS_ANYWHERE, budget_bytes
 from autoremat.basics.checks import flag, one_of, options_of, positive_seconds, refused, underscored
 from autoremat.basics.environment import BUDGET as ENVIRONMENT_VARIABLE
 from autoremat.basics.environment import COST_MODEL as COST_MODEL_VARIABLE
 from autoremat.basics.environment import POLICY as POLICY_VARIABLE
 from autoremat.basics.environment import PROGRESS as PROGRESS_VARIABLE
-from autoremat.basics.errors import BudgetWarning, OptionsError
+from autoremat.basics.errors import OptionsError
 from autoremat.basics.progress import progress_in_environment, set_default
-from autoremat.basics.stable import stable
-from autoremat.basics.units import format_bytes
 from autoremat.options import defaults, values
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.policies import Policy
-from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan
@@ -88,7 +81,8 @@ class Options:
     - max_slowdown: bound on the time of the step, as a share of the fastest plan's time beyond that. By itself it asks for the
         least peak within that time; beside `memory_budget` it only bounds the plan's time. "free" costs nothing measurable.
     - auto_headroom: bytes that "auto" keeps free on the CUDA device.
-    - time_limit: seconds that one search may take. Each attempt searches anew, and so does each form of a chunked loss.
+    - time_limit: seconds that one search may take. They grant an amount of work, which ends the search at the same plan on any
+        machine. Each attempt searches anew, and so does each form of a chunked loss.
     - compiler: the compiler of the planned graphs: "inductor", or "aot_eager", which runs them uncompiled.
     - on_infeasible: the action if no plan fits: "raise", or "best_effort" to run at the minimum peak found.
     - cost_model: the source of the ops' seconds: "calibrated" (rates of the device, measured once) or "roofline" (data sheets;
@@ -135,17 +129,11 @@ class Options:
     interconnect_bandwidth: float | None = None
     interconnect_latency: float | None = None
     agreement: str | tuple[int, ...] = field(default="auto", compare=False)
-    in_flight: int | OpenCalls | None = None
+    in_flight: int | None = None
     accumulate: bool | None = None
     count: str = "allocated"
     progress: bool = field(default=True, compare=False)
     max_slowdown: float | str | None = None
-    device_ledger: DeviceBudget | None = field(default=None, compare=False)
-    """The ledger of a device budget, whose bytes for the graph are the ``memory_budget``. No option of the user."""
-    granted_bytes: int | None = None
-    """The bytes that an earlier graph of the function was granted; a share is never less. No option of the user."""
-    is_part: bool = False
-    """True if the graph is one of several of a broken function, which keep a share together. No option of the user."""
 
     def __post_init__(self) -> None:
         normalised = {
@@ -183,7 +171,7 @@ class Options:
             )
         if normalised["max_slowdown"] is not None and normalised["plan"]:
             raise OptionsError("`plan` applies a stored plan as it is: max_slowdown cannot be given beside it")
-        if normalised["max_slowdown"] is not None and isinstance(normalised["memory_budget"], StepProfile | Share):
+        if normalised["max_slowdown"] is not None and isinstance(normalised["memory_budget"], StepProfile):
             raise OptionsError(
                 "max_slowdown bounds the time of one graph, and a step profile divides one budget among several: leave one of "
                 "them out. `StepProfile.within(bytes).added_seconds` shows the time of the whole step under another budget"
@@ -225,94 +213,10 @@ class Options:
         return values.slowdown(self.max_slowdown)
 
     @property
-    def is_bounded(self) -> bool:
-        """True if there is a budget of memory or of time."""
-        return self.memory_budget is not None or self.max_slowdown is not None
-
-    @property
-    def falls_back(self) -> bool:
-        """True if torch partitions a graph that cannot be planned. If False, such a graph is an error."""
-        return self.memory_budget is None if self.on_planning_error is None else self.on_planning_error == "fallback"
-
-    @property
-    def wants_whole_reference(self) -> bool:
-        """True if the budget is exactly the reference peak. Code of its plan is then accepted at any peak."""
-        return isinstance(self.memory_budget, float) and self.memory_budget == 1
-
-    @property
     def open_calls(self) -> OpenCalls:
         """The calls that are open at once, as far as the options tell."""
-        if isinstance(self.in_flight, OpenCalls):
-            return self.in_flight
         number = 1 if self.in_flight is None else self.in_flight
         return OpenCalls(number, bool(self.accumulate), number)
-
-    def cache_key(self) -> str:
-        """Returns text that is equal, in every process, for options that lead to the same plan of the same graph.
-
-        An "auto" budget also depends on the free bytes, so a cache key for its plan needs the resolved budget as well.
-        """
-        parts = {one.name: getattr(self, one.name) for one in fields(self) if one.compare}
-        if isinstance(self.memory_budget, DeviceBudget):
-            parts["memory_budget"] = self.memory_budget.budget_bytes
-        parts["inductor"] = dict(self.inductor)
-        parts["policy"] = policies.identity(policies.parse(self.policy))
-        return json.dumps(stable(parts), sort_keys=True)
-
-    def resolve_budget(self, reference_bytes: int, free_bytes: int | None) -> int | None:
-        """Returns the budget in bytes, or None for no bound.
-
-        ``reference_bytes`` is the peak that a float is a share of. ``free_bytes`` are free on the CUDA device now; None without
-        a device. Raises OptionsError if the budget is "auto" and there is no device, or no free memory beyond the headroom.
-        """
-        match self.memory_budget:
-            case str():
-                return self._resolve_auto(free_bytes)
-            case (
-                Share(peak_bytes=budget) | StepProfile(budget_bytes=budget)
-            ):  # a graph outside the step profile has the whole budget
-                return budget
-            case DeviceBudget() as device:
-                return device.budget_bytes
-            case float() as share:
-                return max(budget_bytes(share, reference_bytes) or 0, self.granted_bytes or 0)
-            case budget:
-                return budget_bytes(budget, reference_bytes)
-
-    def on_device(self, input_bytes: int, counts_gradients: bool) -> "Options":
-        """Returns the options with the bytes that a device budget leaves for one graph, and its ledger; else the same options.
-
-        ``input_bytes`` is the size of the graph's inputs. ``counts_gradients`` is True if the plans count the gradients of
-        earlier micro-batches themselves. Raises ``DeviceTooSmall`` if the ledger alone exceeds the device, or warns of it if
-        the best effort is asked for.
-        """
-        if not isinstance(self.memory_budget, DeviceBudget):
-            return self
-        ledger = self.memory_budget.of_graph(input_bytes, counts_gradients)
-        if self.on_infeasible == "raise":
-            ledger.check()
-        elif not ledger.fits(1):
-            needed = format_bytes(ledger.device_bytes(1) + ledger.reserve_bytes)
-            warnings.warn(
-                f"the ledger of the device needs {needed} of {format_bytes(ledger.total_bytes)}, whatever is recomputed: "
-                f"{ledger.advice(ledger.binding(1))}",
-                BudgetWarning,
-                stacklevel=2,
-            )
-        return replace(self, memory_budget=max(1, ledger.budget_bytes), device_ledger=ledger)
-
-    def _resolve_auto(self, free_bytes: int | None) -> int:
-        if free_bytes is None:
-            raise OptionsError(
-                f'memory_budget="auto" needs a CUDA device, and the model is on none. Accepted elsewhere: {FORMS_ANYWHERE}'
-            )
-        if free_bytes <= self.auto_headroom:
-            raise OptionsError(
-                f'memory_budget="auto" leaves nothing: {format_bytes(free_bytes)} ({free_bytes} bytes) are free on the '
-                f"device, and auto_headroom={self.auto_headroom} ({format_bytes(self.auto_headroom)}) is to stay free. "
-                "Free device memory, lower `auto_headroom`, or give the budget in bytes."
-            )
-        return free_bytes - self.auto_headroom
 
 
 def configure(**options: "Unpack[OptionValues]") -> None:

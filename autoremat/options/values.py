@@ -9,8 +9,6 @@ from autoremat.basics.checks import MOST_BYTES, MOST_PARTS, as_float, as_int, re
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS, parse_percent
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.ledger import Share
-from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
@@ -31,8 +29,8 @@ HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
 
 def budget(value: object, name: str) -> Budget:
-    """Returns ``value`` as bytes (an int), a share (a float), "auto", a step profile, a share, a device budget or None."""
-    if isinstance(value, StepProfile | Share | DeviceBudget):
+    """Returns ``value`` as bytes (an int), a share (a float), "auto", a step profile, a device budget or None."""
+    if isinstance(value, StepProfile | DeviceBudget):
         return value
     if isinstance(value, str) and value.strip().lower() == "auto":
         return "auto"
@@ -135,10 +133,10 @@ def agreement(value: object) -> str | tuple[int, ...]:
     return tuple(sorted({rank for rank in ranks if rank is not None}))
 
 
-def calls(value: object) -> int | OpenCalls | None:
+def calls(value: object) -> int | None:
     """Returns the option ``in_flight``, with an int-like number as an int."""
-    if value is None or isinstance(value, OpenCalls):
-        return value
+    if value is None:
+        return None
     count = as_int(value)
     if count is None or not 1 <= count <= MOST_PARTS:
         raise refused("in_flight", value, IN_FLIGHT_FORMS)

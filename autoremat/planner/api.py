@@ -15,7 +15,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search import baselines, single_phase
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Strategies
-from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.portfolio
@@ -86,18 +86,19 @@ def plan(
     """Returns the cheapest plan that ``solver`` (a key of ``SOLVERS``) finds for ``graph``, after a check by replay.
 
     ``memory_budget`` bounds the peak. It is a number of bytes (an int, or text such as "6GiB"), a share of the peak without
-    recomputation (a float in (0, 1]), or None. ``time_limit`` is in seconds. Equal arguments give equal plans, unless the time
-    limit interrupts the search (``Plan.interrupted``). If no plan found fits, the plan of the minimum peak found is returned,
-    with the ``status`` "infeasible". Raises ``OptionsError``, a ``ValueError``, for an argument that is not accepted.
+    recomputation (a float in (0, 1]), or None. ``time_limit`` is in seconds, and grants an amount of work. Equal arguments give
+    equal plans, unless the clock interrupts a solver (``Plan.interrupted``). If no plan found fits, the plan of the minimum
+    peak found is returned, with the ``status`` "infeasible". Raises ``OptionsError``, a ``ValueError``, for an argument that is
+    not accepted.
     """
     if solver not in SOLVERS:
         raise OptionsError(f"solver={solver!r} is not accepted. Accepted: {', '.join(SOLVERS)}")
-    if solver == "ilp" and graph.fuses:
+    if solver == "ilp" and not graph.is_plain:
         raise OptionsError(
-            "solver='ilp' counts every result as materialised, but this graph's code generator fuses. Use 'auto'"
+            "solver='ilp' counts the results of one call, all of them materialised, but this graph's code generator fuses or "
+            f"other calls are open (fuses={graph.fuses}, in_flight={graph.in_flight}, resident_bytes={graph.resident_bytes}). "
+            "Use 'auto'"
         )
-    if solver == "ilp" and (graph.in_flight > 1 or graph.resident_bytes):
-        raise OptionsError("solver='ilp' counts one call, but this graph has several in flight. Use 'auto'")
     seconds = positive_seconds(time_limit, "time_limit")
     parsed = parse_budget(memory_budget, "memory_budget")
     budget = budget_bytes(parsed, single_phase.without_recomputation(graph).peak_bytes)

@@ -2,8 +2,8 @@
 
 The defaults are the only values in use. Numerical tolerances and encodings stay in the modules that need them.
 
-Work is counted in moves, columns, nodes and the like, so plans do not depend on the speed of the machine. Limits in seconds and
-shares of the time limit only interrupt it.
+Work is counted in executions, moves, columns, nodes and the like, so plans do not depend on the speed of the machine. The clock
+only interrupts it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class SearchSettings:
     """Peak-aware search: minimum cuts, segmentations, greedy fill (:mod:`autoremat.planner.search`)."""
 
     candidates_share: float = 0.4
-    """Share of the time limit after which no further candidate is simulated."""
+    """Share of the work of a search after which no further candidate is simulated."""
     plans_share: float = 0.8
-    """Share of the time limit after which no further plan is simulated. The lower bounds have the rest."""
+    """Share of the work of a search after which no further plan is simulated. The lower bounds have the rest."""
     curve_points: int = 12
     """Maximum number of minimum cuts."""
     segmentation_work: int = 2000
@@ -275,8 +275,9 @@ class PortfolioSettings:
     single_phase_good_gap: float = 0.001
     """Optimality gap, as a share of the step, at which a plan of a single-phase graph is not improved further. It is small,
     because the best plans are often this close to the lower bound."""
-    single_phase_search_share: float = 0.15
-    """Share of the time limit for the search on a single-phase graph, whose splits seldom give the best plans."""
+    single_phase_search_share: float = 0.5
+    """Share of the time limit for the search on a single-phase graph, whose splits seldom give the best plans. Its work takes a
+    third of that time."""
     annealing_end: float = 0.75
     """Share of the time limit after which annealing ends, to leave time for large-neighbourhood search."""
 

@@ -14,7 +14,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.memory.reserved import Reserved
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.report.decisions import Decision, ForwardValue, explain_values, module_class, op_name
 from autoremat.report.peak_snapshot import PeakSnapshot, Profile, peak_of, profile_of
 
@@ -91,6 +91,9 @@ class ReportData:
     replans: int = 0
     """Number of further attempts, with a tighter plan, because the generated code was over the budget."""
     time_limited: bool = False
+    """True if the time limit ended the search, as an amount of work or by the clock."""
+    ended_by_clock: bool = False
+    """True if the clock ended it before its work was done, so that another run may find another plan."""
     step_seconds: float = 0.0
     """Seconds of forward and backward without recomputation."""
     lower_bound_seconds: float | None = 0.0
@@ -180,6 +183,9 @@ class ReportData:
     binding_budget: str = ""
     """The budget that decides on the plan beside a budget of time, "max_slowdown" or "memory_budget"; empty if neither does."""
 
+    code_bytes: tuple[int | None, ...] = ()
+    """Bytes that are live while the generated code runs each execution of the plan, by replay; None for an execution without a
+    kernel. Empty if no code was generated here, or if it could not be replayed."""
     timed_minimum_bytes: int | None = None
     """Simulated minimum peak found within ``max_slowdown``, if that exceeds the budget of memory."""
 
@@ -260,6 +266,7 @@ class ReportData:
             strategy=plan.label,
             saved=_saved_tensors(graph, plan),
             time_limited=planning.interrupted,
+            ended_by_clock=planning.ended_by_clock,
             step_seconds=graph.step_seconds,
             in_flight=graph.in_flight,
             held_bytes=plan.timeline.held_bytes,

@@ -15,11 +15,9 @@ from autoremat.report.peak_snapshot import PeakSnapshot
 
 
 def to_html(report: ReportData) -> str:
-    """Returns the text of the file. Raises ``ImportError`` without matplotlib and Jinja, of the extra ``plot``."""
-    try:
-        import jinja2
-    except ImportError as error:
-        raise ImportError("HTML reports need Jinja: pip install jinja2") from error
+    """Returns the text of the file. Raises ``ImportError`` without matplotlib, of the extra ``plot``."""
+    import jinja2
+
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("autoremat.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,

@@ -121,12 +121,10 @@ def peak_of(plan: Plan, listed: int | None = LISTED) -> PeakSnapshot | None:
 def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
     """Returns all tensors that are live during one execution, the largest first."""
     graph = plan.graph
-    live_ranges = plan.timeline.live_ranges
-    values, starts, ends = live_ranges.values, live_ranges.starts, live_ranges.ends
     saved, outputs, gradients = frozenset(plan.saved), frozenset(graph.forward_outputs), frozenset(graph.backward_outputs)
     found = []
-    for copy in np.flatnonzero((starts <= position) & (position <= ends)).tolist():
-        number, start = int(values[copy]), int(starts[copy])
+    for live_range in (one for one in plan.timeline.live_ranges if one.start <= position <= one.end):
+        number, start = live_range.value, live_range.start
         value = graph.values[number]
         if number in outputs and start < border:
             sort = TensorCategory.OUTPUT
@@ -136,7 +134,7 @@ def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
             sort = TensorCategory.RECOMPUTED
         else:
             sort = TensorCategory.SAVED if start < border and number in saved else TensorCategory.TEMPORARY
-        found.append(LiveTensor(value.name, value.bytes, sort, value.module, value.source))
+        found.append(LiveTensor(value.name, live_range.bytes, sort, value.module, value.source))
     if position >= border:
         tangents = (v for v in graph.values if v.role is Role.TANGENT)
         found += [LiveTensor(v.name, v.bytes, TensorCategory.TANGENT, v.module, v.source) for v in tangents]
@@ -187,10 +185,10 @@ def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
     names = {group: number for number, group in enumerate(dict.fromkeys(group_of))}
     groups = np.array([names[group] for group in group_of], dtype=np.int64)
     live_ranges = plan.timeline.live_ranges
-    sizes, group = arrays_of(graph).value_bytes[live_ranges.values], groups[live_ranges.values]
+    group = groups[live_ranges.values]
     change = np.zeros((len(names), length + 1), dtype=np.int64)
-    np.add.at(change, (group, live_ranges.starts), sizes)
-    np.subtract.at(change, (group, live_ranges.ends + 1), sizes)
+    np.add.at(change, (group, live_ranges.starts), live_ranges.bytes)
+    np.subtract.at(change, (group, live_ranges.ends + 1), live_ranges.bytes)
     rows = dict(zip(names, np.cumsum(change, axis=1)[:, :length], strict=True))
     tangents = np.zeros(length, dtype=np.int64)
     tangents[border:] = graph.tangent_bytes

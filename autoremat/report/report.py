@@ -12,6 +12,7 @@ from autoremat.report import html_report, text_tables
 from autoremat.report.data import ReportData
 from autoremat.report.decisions import Decision
 from autoremat.report.diff import ReportDiff, compare
+from autoremat.report.op_bytes import op_bytes_table
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,12 +40,19 @@ class Report(ReportData, Shown):
         moment = self.peak_before if before else self.peak_after
         return None if moment is None else text_tables.moment_table(moment, limit)
 
+    def op_bytes_table(self) -> PlainTable | None:
+        """Returns the live bytes of each execution as a table, simulated and by replay of the generated code.
+
+        Both are those of one call, without code headroom. None if the report has no plan.
+        """
+        return None if self.plan is None else op_bytes_table(self.plan, self.code_bytes)
+
     def diff(self, other: Report) -> ReportDiff:
         """Returns the differences between this report and ``other``. Values are matched by their names."""
         return compare(self, other)
 
     def to_html(self, path: str | PathLike[str]) -> None:
-        """Writes one self-contained HTML file with plots. Raises ``ImportError`` without matplotlib and Jinja."""
+        """Writes one self-contained HTML file with plots. Raises ``ImportError`` without matplotlib."""
         html_report.write(self, path)
 
     def summary(self) -> str:
@@ -52,10 +60,11 @@ class Report(ReportData, Shown):
         budget = "no budget" if self.budget_bytes is None else f"budget {format_bytes(self.budget_bytes)}"
         gap = "" if self.gap is None else f" (at most {self.gap:.1%} of the step over the optimum)"
         over = "" if self.within_budget else ", OVER THE BUDGET"
+        clock = ", ENDED BY THE CLOCK" if self.ended_by_clock else ""
         reserved = f" ({format_bytes(self.counted_bytes)} reserved)" if self.count == "reserved" else ""
         return (
             f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.peak_bytes)}{reserved}{over}, "
-            f"recomputation {self.overhead:.1%} of the forward{gap}, planned in {format_seconds(self.planning_seconds)}"
+            f"recomputation {self.overhead:.1%} of the forward{gap}, planned in {format_seconds(self.planning_seconds)}{clock}"
         )
 
     def line(self) -> str:

@@ -62,7 +62,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
                        f"({report.overhead:.1%} of the forward)"),
         ("optimality gap", "unknown" if report.gap is None else f"at most {report.gap:.1%} of the step's time"),
         ("cost model", _sources(report)),
-        ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}"),
+        ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}{_end(report)}"),
         ("gradients", f"{format_bytes(report.gradient_bytes)} at the end of the step, whatever is recomputed"),
         *micro_batches(report),
     ]  # fmt: skip
@@ -93,6 +93,16 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.others:
         rows.append(("other graphs", f"{len(report.others)}, see `others`"))
     return rows
+
+
+def _end(report: ReportData) -> str:
+    """Returns what ended the search, if anything was left to try."""
+    if report.ended_by_clock:
+        return (
+            ", ENDED BY THE CLOCK at time_limit, before the work was done: another run may find another plan, so raise "
+            "time_limit or plan on a less busy machine"
+        )
+    return ", until the work of time_limit was done" if report.time_limited else ""
 
 
 def _reference(report: ReportData) -> list[tuple[str, str]]:

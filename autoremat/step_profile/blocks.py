@@ -22,16 +22,15 @@ from autoremat.basics.errors import (
     find_cause,
 )
 from autoremat.basics.progress import now, status_if_slow
+from autoremat.capture.graph_key import graph_key
 from autoremat.compiler.agreed_profile import agreed_profile
-from autoremat.compiler.blocks import current_block, running_block
-from autoremat.compiler.cache_key import graph_key
 from autoremat.compiler.dynamo_backend import backend
 from autoremat.compiler.interception import active_interceptor, intercepted_by
-from autoremat.compiler.joint_graph import free_device_bytes
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.multigraph.step_profile import Step, StepProfile
+from autoremat.request.budgets import is_profile, request_of
+from autoremat.request.surroundings import Surroundings, current_block, running_block
 from autoremat.step_profile.first_steps import FirstSteps
 from autoremat.step_profile.profile import profile_step, step_of, variants_of
 from autoremat.torch_private import autograd, compilers
@@ -102,7 +101,7 @@ class CompiledBlocks(Shown):
             raise OptionsError("compile_blocks takes `memory_budget` as an argument of its own, not in `options`")
         own = {} if memory_budget is None else {"memory_budget": memory_budget}
         self._options = Options.parse({**self._given, **own}, None, compilers.inductor_config_names)
-        if isinstance(self._options.memory_budget, StepProfile | Share):
+        if is_profile(self._options):
             raise OptionsError("compile_blocks takes a budget of its own, not the result of profile_step: pass step=... to it")
         if self._options.in_flight is not None:
             raise OptionsError("compile_blocks counts the calls that are open at once itself: leave out in_flight")
@@ -203,9 +202,8 @@ class CompiledBlocks(Shown):
 
     def _plan(self, found: Step) -> None:
         """Divides the budget of the options among the graphs of the measured step."""
-        options = self._options.on_device(0, counts_gradients=self._options.open_calls.accumulates)
-        free = free_device_bytes(torch.device(found.device))
-        self._use(agreed_profile(found, options, "the profile of blocks", free, settles_as="the step"))
+        request = request_of(self._options, Surroundings(torch.device(found.device)))
+        self._use(agreed_profile(found, request, "the profile of blocks", settles_as="the step"))
 
     def _use(self, profile: StepProfile) -> None:
         """Makes the blocks follow their plans in ``profile`` from their next calls on."""

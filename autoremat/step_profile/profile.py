@@ -17,13 +17,14 @@ from autoremat.basics.errors import OptionsError, StepProfileError
 from autoremat.basics.progress import now, status_if_slow
 from autoremat.compiler.agreed_profile import agreed_profile
 from autoremat.compiler.breaks import listen, what_dynamo_said
-from autoremat.compiler.compile_loop import with_bytes
 from autoremat.compiler.interception import intercepted_by
 from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.planner.multigraph.ledger import Moment, Share
+from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, Step, StepProfile
+from autoremat.request.budgets import is_profile, request_of
+from autoremat.request.surroundings import Surroundings
 from autoremat.step_profile.meter import meter_of
 from autoremat.step_profile.recording import Recording
 from autoremat.torch_private import autograd, compilers, names
@@ -78,7 +79,7 @@ def profile_step(
         )
     if parsed.in_flight is not None or parsed.accumulate is not None:
         raise OptionsError("a step profile counts the calls that are open at once itself: leave out in_flight and accumulate")
-    if isinstance(parsed.memory_budget, StepProfile | Share):
+    if is_profile(parsed):
         raise OptionsError(
             "a step profile takes a budget of its own, not the result of another one: pass bytes, a share or a device budget"
         )
@@ -102,8 +103,8 @@ def profile_step(
         found = step_of(taken, moments, variants)
         passed = tensors_in((args, kwargs))
         inputs = sum(t.untyped_storage().nbytes() for t in passed if t.device.type == taken.device.type)
-        parsed = with_bytes(parsed.on_device(inputs, counts_gradients=False), taken.device)
-        return agreed_profile(found, parsed, "the profile of a step")
+        request = request_of(parsed, Surroundings(taken.device, passed_bytes=inputs))
+        return agreed_profile(found, request, "the profile of a step")
 
 
 def variants_of(value: object) -> int:

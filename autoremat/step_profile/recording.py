@@ -16,17 +16,18 @@ from torch import fx
 from torch.autograd.graph import Node
 
 from autoremat.capture.capture import device_of_inputs
-from autoremat.compiler.blocks import current_block
-from autoremat.compiler.cache_key import graph_key
+from autoremat.capture.graph_key import graph_key
 from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
-from autoremat.compiler.planning import PlannedGraph, plan_for_minimum_peak
+from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.fronts import output_bytes, point_of
 from autoremat.planner.multigraph.ledger import Moment
 from autoremat.planner.multigraph.step_profile import StepGraph
+from autoremat.request.budgets import request_of_recording
+from autoremat.request.surroundings import current_block
 from autoremat.step_profile.meter import Meter, Reading
 from autoremat.torch_private import autograd, compilers
 from autoremat.torch_private.dynamo import copied_with_sources, sharded_inputs
@@ -40,7 +41,7 @@ class RecordedGraph:
     """A graph that a step called. ``planned`` holds the plan that ran and the planner of all others; None without a choice."""
 
     key: str
-    planned: PlannedGraph | None
+    planned: SmallestGraph | None
     device: torch.device
 
     @property
@@ -102,7 +103,9 @@ class Recording:
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
         """Returns ``gm``, planned for the minimum peak, as a callable that records its calls."""
         key = graph_key(gm, inputs)
-        context = PlanningContext(self.options, may_repeat_collectives=job() is None, sharded_inputs=sharded_inputs(gm))
+        context = PlanningContext(
+            request_of_recording(self.options), may_repeat_collectives=job() is None, sharded_inputs=sharded_inputs(gm)
+        )
         partitioning = Partitioning(context, plan_for_minimum_peak)
         partitioner = Partitioner(partitioning)
         if self.options.compiler == "inductor":

@@ -13,27 +13,17 @@ import torch
 from torch import fx
 
 from autoremat.basics.errors import OptionsError
-from autoremat.capture.capture import device_of_inputs
-from autoremat.compiler.breaks import as_part
-from autoremat.compiler.compile_loop import compile_graph, with_bytes
+from autoremat.compiler.compile_loop import compile_graph
 from autoremat.compiler.lowering import GraphSource
 from autoremat.options.options import Options
 from autoremat.planner.cost import datasheet
-from autoremat.planner.multigraph.step_profile import StepProfile
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.report.report import Report
+from autoremat.request.budgets import refuse_step_profiles
 from autoremat.tools.target import Target
 from autoremat.tools.trace import CapturedVisitor, trace
 from autoremat.torch_private import compilers, fake_tensors, inductor_lowering, named_card
-from autoremat.torch_private.dynamo import passed_bytes
-
-
-def refuse_step_profiles(options: Options) -> None:
-    """Raises ``OptionsError`` if the budget is a step profile."""
-    if isinstance(options.memory_budget, StepProfile):
-        raise OptionsError(
-            "memory_budget: a step profile shares its budget out among the graphs that are compiled; here each graph is "
-            "planned by itself. Accepted here: bytes, a share or None; printing the profile shows the whole step"
-        )
 
 
 def refuse_without_code(target: Target) -> None:
@@ -63,21 +53,19 @@ class DryRun:
     resident_bytes: int
     """Bytes of the parameters, buffers and inputs."""
 
-    def report(self, module: fx.GraphModule, inputs: Sequence[Any]) -> Report | None:
-        """Returns the report of the final plan with the peak of its code; None if the graph has no backward."""
+    def report(self, module: fx.GraphModule, inputs: Sequence[Any], plan: Plan | None = None) -> Report | None:
+        """Returns the report of the final plan, or of ``plan``, with the peak of its code; None if the graph has no backward.
+
+        Raises ``PlanFileError`` if ``plan`` does not fit the graph.
+        """
         inputs = fake_tensors.own_inputs(inputs)
-        options = replace(self.target.options_for(self.options), on_planning_error="raise")
-        device = device_of_inputs(module, inputs)
-        options = options.on_device(passed_bytes(module, inputs, device), options.open_calls.accumulates)
-        planned_by = as_part(with_bytes(options, device, self.free_bytes))
+        request = self.target.request(self.options, module, inputs, self.resident_bytes)
+        stored = request.plan if plan is None else (PlanFile.of(plan),)
+        request = replace(request, on_planning_error="raise", plan=stored)
         patches = {**asked_config(self.options), **fake_tensors.RUNS_NOTHING}
         source = GraphSource(self.target.as_on_card(module), inputs, patches, self.target.cuda_name, True)
         with self.target.fusing_attention(), inductor_lowering.without_kernels():
-            return compile_graph(source, planned_by).report
-
-    def free_bytes(self, device: torch.device) -> int | None:
-        """Returns the bytes that the step may allocate on ``device``; None if they are unknown."""
-        return self.target.free_bytes(device, self.resident_bytes)
+            return compile_graph(source, request).report
 
 
 def asked_config(options: Options) -> dict[str, Any]:

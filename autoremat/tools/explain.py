@@ -8,21 +8,23 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+from torch import fx
 
 from autoremat.basics.progress import status_if_slow
-from autoremat.compiler.breaks import as_part
 from autoremat.compiler.counting import warn_without_effect
-from autoremat.compiler.joint_graph import JointGraph, PlanningContext, PricedGraph, capture_and_price, prepare
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.partitioning import tracing_to
 from autoremat.compiler.planning import plan_graph
 from autoremat.compiler.reference import TORCH
 from autoremat.options.options import Options
-from autoremat.planner.cost import device_memory
-from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
-from autoremat.tools.dry_run import dry_runs, refuse_step_profiles
+from autoremat.request.budgets import card_of, refuse_step_profiles
+from autoremat.tools.dry_run import dry_runs
 from autoremat.tools.target import Target
-from autoremat.tools.trace import CapturedVisitor, joint_visitor, trace
-from autoremat.torch_private import compilers
+from autoremat.tools.trace import CapturedVisitor, trace
+from autoremat.torch_private import compilers, fake_tensors
+from autoremat.torch_private.compile_progress import tracing_is_told
+from autoremat.torch_private.cuda_decompositions import as_on_cuda
 from autoremat.workspaces.formulas import layout_copies_bytes
 
 T = TypeVar("T")
@@ -40,21 +42,19 @@ class Preview:
 
     def report(self) -> Report:
         """Returns the report of the plan. Raises ``BudgetInfeasible`` as the backend does."""
-        report = plan_graph(self.priced, self.context).report
-        assert report is not None
-        return report
+        return plan_graph(self.priced, self.context).report
 
     def report_and_doubt(self) -> tuple[Report, bool]:
         """Returns the report, and True if only generated code can tell that the budget suffices, or what it is a share of.
 
         Raises ``BudgetInfeasible``.
         """
-        report, options = self.report(), self.context.options
+        report, request = self.report(), self.context.request
         budget, least = report.budget_bytes, report.minimum_peak_bytes + report.code_headroom_bytes
-        tight = budget is not None and budget < (1 + NEAR) * least and not options.wants_whole_reference
+        tight = budget is not None and budget < (1 + NEAR) * least and not request.limits.takes_whole_reference
         captured = self.priced.captured
         rough = report.reference_source == TORCH and layout_copies_bytes(captured.op_nodes, captured.runs_on) > 0
-        return report, (rough or (tight and self.context.must_fit)) and self.context.decided_by_code
+        return report, (rough or (tight and request.must_fit)) and self.context.decided_by_code
 
 
 def explain(
@@ -101,9 +101,7 @@ def explain_by(
     lower: bool = False,
 ) -> Report:
     """Returns the result of :func:`explain` for parsed options."""
-    budget = options.memory_budget
-    if device is None and isinstance(budget, DeviceBudget) and device_memory(budget.device) is not None:
-        device = budget.device  # a card, here or not
+    device = card_of(options) if device is None else device
     if not lower:
         found, notes = previews(model_or_fn, args, kwargs, options, device, Preview.report_and_doubt)
         lower = any(doubtful for _, doubtful in found)
@@ -141,22 +139,28 @@ def previews(
 def preview_visitor(
     options: Options, target: Target, resident_bytes: int, look: Callable[[Preview], T]
 ) -> CapturedVisitor[T | None]:
-    """Returns the visitor that captures and prices the joint graph of each graph for ``target`` and passes it to ``look``."""
-    context = PlanningContext(
-        target.options_for(options),
-        free_bytes=lambda device: target.free_bytes(device, resident_bytes),
-        cuda_name=target.cuda_name,
-        lowers=target.cuda_name is None,
-        may_repeat_collectives=True,
-    )
+    """Returns the visitor that traces and prices the joint graph of each graph for ``target`` and passes it to ``look``."""
 
-    def visit(joint: JointGraph) -> T | None:
-        priced = capture_and_price(prepare(joint, context), context)
-        if priced is None:
-            return None
-        warn_without_effect(context.options, priced.captured.runs_on)
-        inputs = sum(priced.graph.values[number].bytes for number in priced.kept_inputs)
-        own = context.options.on_device(inputs, context.options.open_calls.accumulates)
-        return look(Preview(priced, dataclasses.replace(context, options=as_part(own))))
+    def visit(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[T | None]:
+        request = target.request(options, module, inputs, resident_bytes)
+        context = PlanningContext(
+            request, cuda_name=target.cuda_name, lowers=target.cuda_name is None, may_repeat_collectives=True
+        )
+        found: list[T] = []
 
-    return joint_visitor(options, target, visit)
+        def look_at(priced: PricedGraph) -> None:
+            warn_without_effect(request, priced.captured.runs_on)
+            found.append(look(Preview(priced, context)))
+
+        config = {**compilers.mode_config(options.mode), **dict(options.inductor)}
+        decompositions = as_on_cuda() if target.is_represented else None
+        with (
+            tracing_to(look_at, context) as partitioner,
+            target.fusing_attention(),
+            tracing_is_told("tracing forward and backward, ops"),
+        ):
+            on_card = target.as_on_card(module)
+            fake_tensors.trace_joint(on_card, inputs, partitioner, request.fuses, config, decompositions)
+        return found or [None]
+
+    return visit

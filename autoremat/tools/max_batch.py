@@ -17,6 +17,7 @@ from autoremat.basics.units import format_bytes
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
+from autoremat.request.budgets import refuse_shares
 from autoremat.tools.explain import explain_by
 from autoremat.torch_private import compilers, fake_tensors
 
@@ -132,8 +133,7 @@ def options_for_sizes(
 
     Raises ``OptionsError`` for a budget that is not in bytes, and for an invalid ``step`` or ``limit``.
     """
-    if isinstance(memory_budget, float) or memory_budget is None:
-        raise OptionsError(f'memory_budget={memory_budget!r}: {tool} needs bytes, as in "60GiB", or "auto"')
+    refuse_shares(memory_budget, tool)
     if not 1 <= step <= limit:
         raise OptionsError(f"step={step}, limit={limit} is not accepted. Accepted: 1 <= step <= limit")
     wanted = {**options_of(options), "memory_budget": memory_budget, "on_infeasible": "raise"}

@@ -17,7 +17,6 @@ from autoremat.basics.progress import Tally, now, status_if_slow
 from autoremat.compiler.torch_partition import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.planner.search.pareto_front import OURS, TORCH, Pareto, our_points, point_of, policy_points
 from autoremat.tools.dry_run import DryRun, dry_run
 from autoremat.tools.explain import Preview, preview_visitor
@@ -113,8 +112,7 @@ def with_code_peaks(front: Pareto, lowered: DryRun, module: fx.GraphModule, inpu
     for point in front:
         if point.plan is not None:
             with contextlib.suppress(PlanFileError):
-                applied = replace(lowered, options=replace(lowered.options, plan=(PlanFile.of(point.plan),)))
-                report = applied.report(module, inputs)
+                report = lowered.report(module, inputs, point.plan)
                 point = replace(point, code_peak_bytes=None if report is None else report.compiled_peak_bytes)
             tally.done += 1
         found.append(point)

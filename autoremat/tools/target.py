@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import fx
 
 from autoremat.basics.errors import OptionsError
+from autoremat.capture.capture import device_of_inputs
 from autoremat.capture.pricing import ROOFLINE
-from autoremat.compiler.joint_graph import free_device_bytes
 from autoremat.options.options import Options
 from autoremat.planner.cost import DATASHEETS, UNKNOWN_GPU, datasheet, device_memory
+from autoremat.request.budgets import request_of
+from autoremat.request.request import Request
+from autoremat.request.surroundings import Surroundings
 from autoremat.tools.cuda_attention import attention_on_cuda, with_attention_of_cuda
 from autoremat.tools.cuda_autocast import with_autocast_of_cuda
 from autoremat.torch_private import named_card
@@ -35,10 +39,6 @@ class Target:
         """True if tensors of the CPU stand for those of a card."""
         return self.cuda_name is not None and self.traced_on.type != "cuda"
 
-    def options_for(self, options: Options) -> Options:
-        """Returns ``options`` with the cost model that the device allows: a data sheet knows the roofline alone."""
-        return options if self.cuda_name is None else replace(options, cost_model=ROOFLINE)
-
     def as_on_card(self, module: fx.GraphModule) -> fx.GraphModule:
         """Returns ``module``, rewritten in place with the casts and the attention kernels of a card that the CPU represents."""
         if not self.is_represented:
@@ -56,12 +56,18 @@ class Target:
         """CUDA compute capability of a card by name; that of a middling one for an unknown card."""
         return (datasheet(self.cuda_name or "") or UNKNOWN_GPU).capability
 
-    def free_bytes(self, device: torch.device, resident_bytes: int) -> int | None:
-        """Returns the bytes that the step may allocate, ``resident_bytes`` of tensors aside; None if they are unknown."""
+    def request(self, options: Options, module: fx.GraphModule, inputs: Sequence[Any], resident_bytes: int) -> Request:
+        """Returns the request of a graph that is planned for this device, beside ``resident_bytes`` of tensors.
+
+        A card by name has the rates of its data sheet.
+        """
+        device = device_of_inputs(module, inputs)
         if self.cuda_name is None:
-            return free_device_bytes(device)
+            return request_of(options, Surroundings(device, module, inputs, runs_here=False))
         memory = device_memory(self.cuda_name)
-        return None if memory is None else max(0, memory - resident_bytes)
+        free = None if memory is None else max(0, memory - resident_bytes)
+        around = Surroundings(device, module, inputs, free_bytes_of=lambda device: free, is_card=True, runs_here=False)
+        return replace(request_of(options, around), cost_model=ROOFLINE)
 
 
 def target_of(device: str | torch.device | None, tensors: Iterable[torch.Tensor]) -> Target:

@@ -26,15 +26,11 @@ from autoremat.basics.errors import AutorematError, CaptureError, causes
 from autoremat.basics.progress import now
 from autoremat.capture.capture import may_train
 from autoremat.capture.source_info import take_names
-from autoremat.compiler.breaks import BETWEEN_GRAPHS, one_of_several, what_dynamo_said
-from autoremat.compiler.joint_graph import JointGraph, PlanningContext
-from autoremat.compiler.partitioning import tracing_to
+from autoremat.compiler.breaks import BETWEEN_GRAPHS, what_dynamo_said
 from autoremat.ops.tensors import tensors_in
-from autoremat.options.options import Options
 from autoremat.tools.target import Target, target_of
-from autoremat.torch_private import compilers, fake_tensors
+from autoremat.torch_private import fake_tensors
 from autoremat.torch_private.compile_progress import tracing_is_told
-from autoremat.torch_private.cuda_decompositions import as_on_cuda
 from autoremat.torch_private.dynamo import graph_breaks
 
 T = TypeVar("T")
@@ -57,30 +53,9 @@ class _Recorder(Generic[T]):
         take_names(module)
         runnable = fx.GraphModule(module, fake_tensors.shallow_copy(module.graph))
         if may_train(module, inputs):
-            with one_of_several(module):
-                self.found.extend(self.visit(module, inputs))
+            self.found.extend(self.visit(module, inputs))
         now("following the rest of the step")
         return runnable.forward
-
-
-def joint_visitor(options: Options, target: Target, visit: Callable[[JointGraph], T]) -> CapturedVisitor[T]:
-    """Returns the visitor that traces the joint graph of each captured graph and passes it to ``visit``."""
-
-    def visit_captured(module: fx.GraphModule, inputs: Sequence[Any]) -> Sequence[T]:
-        module = target.as_on_card(module)
-        found: list[T] = []
-        regions = PlanningContext(options, cuda_name=target.cuda_name, may_repeat_collectives=True)
-        config = {**compilers.mode_config(options.mode), **dict(options.inductor)}
-        decompositions = as_on_cuda() if target.is_represented else None
-        with (
-            tracing_to(lambda joint: found.append(visit(joint)), regions) as partitioner,
-            target.fusing_attention(),
-            tracing_is_told("tracing forward and backward, ops"),
-        ):
-            fake_tensors.trace_joint(module, inputs, partitioner, options.compiler == "inductor", config, decompositions)
-        return found
-
-    return visit_captured
 
 
 def trace(

@@ -9,6 +9,7 @@ import copy
 import inspect
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import fx
 from torch._dynamo.utils import counters
 from torch._guards import CompileContext
 
+from autoremat.planner.memory.caching_allocator import ROUNDING
 from autoremat.torch_private import names
+from autoremat.torch_private.live_bytes import rounded
 from autoremat.torch_private.symbolic_sizes import size_hint
 from autoremat.torch_private.tensor_identity import storage_key
 
@@ -83,13 +86,16 @@ def number_of_function() -> int | None:
     return None if number is None else number.frame_id
 
 
-def passed_bytes(module: fx.GraphModule, inputs: Sequence[Any], device: torch.device) -> int:
-    """Returns the bytes of the storages on ``device`` that a captured graph is passed, beside parameters and buffers."""
-    found = {}
+def passed_bytes(module: fx.GraphModule, inputs: Sequence[Any], device: torch.device, is_cuda: bool) -> int:
+    """Returns the bytes of the storages on ``device`` that a captured graph is passed, beside parameters and buffers.
+
+    ``is_cuda`` is True if the device is CUDA's, whose allocator rounds each storage up, or stands for one.
+    """
+    found, rounding = {}, ROUNDING if is_cuda else 1
     for node, tensor in zip(module.graph.find_nodes(op="placeholder"), inputs, strict=True):
         is_static = STATIC_INPUT in (node.meta.get("tensor_dict") or {}) or isinstance(tensor, torch.nn.Parameter)
         if isinstance(tensor, torch.Tensor) and tensor.device == device and not is_static:
-            found[storage_key(tensor)] = size_hint(tensor.untyped_storage().nbytes())
+            found[storage_key(tensor)] = rounded(size_hint(tensor.untyped_storage().nbytes()), rounding)
     return sum(found.values())
 
 
@@ -178,14 +184,6 @@ def around_each_frame(begins: Callable[[], None], ended: Callable[[], None]) -> 
             callbacks.append(_Callback(listener))
 
 
-def is_called(begins: Callable[[], None]) -> bool:
-    """Returns True if ``begins`` is still registered: torch was not reset since :func:`around_each_frame`."""
-    from torch._dynamo.callback import callback_handler
-
-    callbacks = callback_handler.start_callbacks
-    return any(isinstance(callback, _Callback) and callback.listener is begins for callback in callbacks)
-
-
 class _Callback:
     """A callback of Dynamo that calls a listener without Dynamo's arguments."""
 
@@ -194,3 +192,22 @@ class _Callback:
 
     def __call__(self, _: Any) -> None:
         self.listener()
+
+
+_mark: Callable[[], None] = lambda: None  # noqa: E731
+"""A callback without effect that Dynamo calls around each frame. A reset of torch removes it, which shows the reset."""
+
+
+def until_reset() -> Callable[[], bool]:
+    """Returns a function that is true while torch has not been reset. A reset drops everything that is compiled from now on."""
+    global _mark
+    from torch._dynamo.callback import callback_handler
+
+    def is_called(mark: Callable[[], None]) -> bool:
+        callbacks = callback_handler.start_callbacks
+        return any(isinstance(callback, _Callback) and callback.listener is mark for callback in callbacks)
+
+    if not is_called(_mark):
+        _mark = lambda: None  # noqa: E731  # a new object after each reset
+        around_each_frame(_mark, _mark)
+    return partial(is_called, _mark)

@@ -9,7 +9,7 @@ import contextlib
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.wrapper_replay import ReplayContext, replay
 from autoremat.torch_private import names
 from autoremat.torch_private.hooks import Method, hooked
+from autoremat.torch_private.origins import Origins
 from autoremat.torch_private.symbolic_sizes import most_of_expression
 
 
@@ -132,12 +133,16 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
         if lowering.is_backward and copied is not None:  # what the forward saves is in the memory of CUDA graphs already
             copied = {name: size for name, size in counted.items() if name.startswith("tangents")}
         facts = known.allocation_bytes, known.workspaces, copied, known.device_type
-        replayed = replay(source, counted, buffer_bytes, held, *facts, results)
+        origins, more = Origins(lowering), 0
+        replayed = replay(source, counted, buffer_bytes, held, *facts, results, origins.workspace)
         pool, other = (_scheduled_peak(lowering, held), 0) if replayed is None else (replayed.pool_bytes, replayed.other_bytes)
         if lowering.is_backward:  # outputs of the forward stay live although the backward does not read them
-            pool += sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
+            more = sum(size for name, size in known.held.items() if name not in lowering.graph_inputs)
+        pool += more
         peak = pool + other + known.code_headroom_bytes
         allocations = None if replayed is None else replayed.allocations.with_names(_names_of_results(lowering))
+        if allocations is not None:
+            allocations = replace(allocations, kernels=origins.bytes_of_ops(allocations.kernels, more))
         return LoweredPeak(
             bool(lowering.is_backward), peak, replayed is None, pool if copied is not None else None, allocations
         )
@@ -245,12 +250,12 @@ def chooses_layouts_of_gradients() -> bool:
 
 
 @contextlib.contextmanager
-def rewriting_before_lowering(rewrite: Callable[[fx.Graph], None]) -> Iterator[None]:
-    """Applies ``rewrite`` to each FX graph, in place, just before Inductor lowers it."""
+def rewriting_before_lowering(rewrite: Callable[[fx.GraphModule], None]) -> Iterator[None]:
+    """Applies ``rewrite`` to each FX graph module, in place, just before Inductor lowers it."""
     from torch._inductor.graph import GraphLowering
 
     def rewrite_and_run(run: Method, lowering: Any, *arguments: Any) -> Any:
-        rewrite(lowering.module.graph)
+        rewrite(lowering.module)
         return run(lowering, *arguments)
 
     with hooked(GraphLowering, "run", rewrite_and_run):

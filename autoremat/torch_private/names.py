@@ -122,6 +122,7 @@ NAMES = (
     PrivateName("torch._inductor.ir:FallbackKernel.outputs", "peaks of code"),
     PrivateName("torch._inductor.ir:IRNode.get_layout", "peaks of code", "self"),
     PrivateName("torch._inductor.ir:IRNode.get_name", "peaks of code", "self"),
+    PrivateName("torch._inductor.ir:IRNode.origins", "peaks of code"),
     PrivateName("torch._inductor.ir:Layout.device", "peaks of code"),
     PrivateName("torch._inductor.ir:Layout.dtype", "peaks of code"),
     PrivateName("torch._inductor.ir:Layout.size", "peaks of code"),

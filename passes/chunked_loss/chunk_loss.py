@@ -19,6 +19,7 @@ Sums of 16-bit numbers stay in 32 bits until the last chunk.
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -31,8 +32,9 @@ from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.ops import op_traits
 from autoremat.passes.building import Builder
 from autoremat.passes.chunked_loss.hoist_selection import select_before_projecting
-from autoremat.passes.chunked_loss.row_partition import Region, Rows, Step, described, shape_of
+from autoremat.passes.chunked_loss.row_partition import Region, Rows, Step, described, has_dynamic_sizes, shape_of, size_hints
 from autoremat.passes.chunked_loss.row_rules import projection_step, step_of
+from autoremat.planner.graph.op import SEQUENTIAL
 from autoremat.torch_private import joint_graphs
 
 aten = torch.ops.aten
@@ -57,6 +59,8 @@ def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
     chunked; ``joint`` is then unusable.
     """
     projection = _projection(joint.graph)
+    if has_dynamic_sizes(projection) and not _feeds_softmax(projection):  # no advice on sizes where static ones change nothing
+        raise ChunkingUnsupported(f"what {described(projection)} makes goes into no softmax")
     while (narrower := select_before_projecting(projection)) is not projection:
         projection = narrower
     rows, width = shape_of(projection)
@@ -69,8 +73,6 @@ def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
     bounds = [(start, min(start + length, rows)) for start in range(0, rows, length)]
     _Rewriting(joint.graph, region, bounds, Builder.beside(projection)).run()
     joint.graph.eliminate_dead_code()
-    joint.graph.lint()
-    joint.recompile()
     return len(bounds)
 
 
@@ -85,12 +87,24 @@ def _projection(graph: fx.Graph) -> fx.Node:
             continue
         if joint_graphs.is_traced_in_backward(node) or node.kwargs:
             continue
-        (rows, width), (_, inner) = shape_of(node), shape_of(node.args[-2])
+        (rows, width), (_, inner) = size_hints(node), size_hints(node.args[-2])
         found.append((rows * width if width >= WIDENS * inner else 0, node))
     size, largest = max(found, key=lambda pair: pair[0], default=(0, None))
     if largest is None or not size:
         raise ChunkingUnsupported(f"it has no matrix product whose result is {WIDENS} times as wide as what it reads")
     return largest
+
+
+def _feeds_softmax(projection: fx.Node) -> bool:
+    """Returns True if a softmax, or a part of one, reads rows of the projection or tensors as wide that follow from them."""
+    width, wide = size_hints(projection)[-1], {projection}
+    for node in projection.graph.nodes:
+        if node.op == "call_function" and not wide.isdisjoint(node.all_input_nodes):
+            if op_traits.packet(node) in EXPONENTIALS:
+                return True
+            if 2 * (size_hints(node) or (1,))[-1] > width:
+                wide.add(node)
+    return False
 
 
 @dataclass
@@ -280,10 +294,18 @@ class _Rewriting:
 
 
 def _sort(graph: fx.Graph) -> None:
-    """Moves each node that reads a later node behind that node, and keeps the sequence of all other nodes."""
+    """Moves each node that reads a later node behind that node, and keeps the sequence of all other nodes.
+
+    Random draws and other effects also wait for the one before: their sequence is part of what the graph does.
+    """
     nodes = list(graph.nodes)
     order = {node: position for position, node in enumerate(nodes)}
+    effects = [node for node in nodes if op_traits.traits_of(node) & SEQUENTIAL]
+    followers = {node: list(node.users) for node in nodes}
     waits = {node: len(node.all_input_nodes) for node in nodes}
+    for effect, following in itertools.pairwise(effects):
+        followers[effect].append(following)
+        waits[following] += 1
     ready = [order[node] for node in nodes if not waits[node]]
     heapq.heapify(ready)
     last: fx.Node | None = None
@@ -292,7 +314,7 @@ def _sort(graph: fx.Graph) -> None:
         if last is not None:
             last.append(node)
         last = node
-        for user in node.users:
-            waits[user] -= 1
-            if not waits[user]:
-                heapq.heappush(ready, order[user])
+        for follower in followers[node]:
+            waits[follower] -= 1
+            if not waits[follower]:
+                heapq.heappush(ready, order[follower])

@@ -19,6 +19,7 @@ from torch import fx
 
 from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.capture.source_info import origin
+from autoremat.torch_private.symbolic_sizes import size_hint
 
 Arguments = tuple[fx.node.Target, tuple[Any, ...], dict[str, Any]]
 """A call: its target, positional arguments and keyword arguments."""
@@ -75,12 +76,22 @@ class Region:
         return self.steps[thing].rows if self.holds(thing) else None
 
 
+def size_hints(node: Any) -> tuple[int, ...]:
+    """Returns the present sizes of a node's tensor; empty if it is no tensor."""
+    return tuple(size_hint(size) for size in getattr(node.meta.get("val"), "shape", ()))
+
+
+def has_dynamic_sizes(node: fx.Node) -> bool:
+    """Returns True if a size of the node's tensor is symbolic."""
+    return not all(type(size) is int for size in node.meta["val"].shape)
+
+
 def shape_of(node: Any) -> tuple[int, ...]:
     """Returns the sizes of a node's tensor. Raises ``ChunkingUnsupported`` if it is no tensor or its sizes are dynamic."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     if not isinstance(value, torch.Tensor):
         raise ChunkingUnsupported(f"{described(node)} is no tensor")
-    if not all(type(size) is int for size in value.shape):
+    if has_dynamic_sizes(node):
         what = "its sizes are dynamic"
         raise ChunkingUnsupported(
             f"{what}: compile with dynamic=False", f"compile with dynamic=False: {what}, so the loss cannot be chunked"

@@ -49,8 +49,6 @@ def accumulate_into_first(joint: fx.GraphModule) -> int:
                 rewritten += 1
     if rewritten:
         joint.graph.eliminate_dead_code()
-        joint.graph.lint()
-        joint.recompile()
     return rewritten
 
 

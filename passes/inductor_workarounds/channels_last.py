@@ -18,20 +18,23 @@ from autoremat.torch_private.inductor_lowering import chooses_layouts_of_gradien
 aten = torch.ops.aten
 
 
-def state_channels_last(graph: fx.Graph) -> None:
-    """Marks the operands of a convolution's gradient as channels-last, in place, if the gradient has that layout.
+def state_channels_last(half: fx.GraphModule) -> int:
+    """Marks the operands of a convolution's gradient as channels-last if the gradient has that layout. Returns their number.
 
     Inductor chooses these layouts since torch 2.13; for earlier versions the graph stays as it is.
     """
+    marked = 0
     if not chooses_layouts_of_gradients():
-        return
-    for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        return marked
+    for node in half.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         results = node.meta.get("val") or ()
         if not any(map(_is_channels_last_only, results[:2])):
             continue
         for operand in node.args[:2]:
             if _is_image(operand.meta.get("val")) and _has_free_layout(operand):
                 operand.meta["val"] = operand.meta["val"].contiguous(memory_format=torch.channels_last)
+                marked += 1
+    return marked
 
 
 def _is_image(traced: Any) -> bool:

@@ -15,8 +15,9 @@ from torch import fx
 from autoremat.torch_private import higher_order
 
 
-def forward_region_operands(joint: fx.GraphModule) -> None:
-    """Replaces results of region calls that are operands by these operands, in place."""
+def forward_region_operands(joint: fx.GraphModule) -> int:
+    """Replaces results of region calls that are operands by these operands, in place, and returns their number."""
+    replaced = 0
     for node in list(joint.graph.nodes):
         operands = higher_order.returned_operands(node) if node.op == "call_function" else {}
         for user in list(node.users) if operands else []:
@@ -24,3 +25,5 @@ def forward_region_operands(joint: fx.GraphModule) -> None:
             if operand is not None:
                 user.replace_all_uses_with(operand)
                 joint.graph.erase_node(user)
+                replaced += 1
+    return replaced

@@ -21,16 +21,21 @@ MARK = "inductor_realize_to_strides"
 """Key of a node's metadata that makes Inductor materialise its result with the traced strides."""
 
 
-def materialize_shared(module: fx.GraphModule) -> None:
-    """Marks pointwise results that several attentions read, or that an extern kernel reads through a view beside other
-    readers."""
-    for node in module.graph.nodes:
+def materialize_shared(half: fx.GraphModule) -> int:
+    """Marks pointwise results that several attentions read, or that an extern kernel reads through a view beside other readers.
+
+    Returns their number.
+    """
+    marked = 0
+    for node in half.graph.nodes:
         if node.op == "call_function" and kind_of(node) is Kind.POINTWISE:
             readers = dict(_readers(node, seen_through=False))
             attentions = sum(facts(reader).is_attention for reader in readers)
             viewed = any(through and kind_of(reader) is Kind.EXTERN for reader, through in readers.items())
             if attentions > 1 or (viewed and len(readers) > 1):
                 node.meta[MARK] = True
+                marked += 1
+    return marked
 
 
 def _readers(node: fx.Node, seen_through: bool) -> Iterator[tuple[fx.Node, bool]]:

@@ -64,8 +64,6 @@ def simplify_one_hot_sum(joint: fx.GraphModule) -> int:
     rewritten = sum(_rewrite(node) for node in sums)
     if rewritten:
         joint.graph.eliminate_dead_code()
-        joint.graph.lint()
-        joint.recompile()
     return rewritten
 
 

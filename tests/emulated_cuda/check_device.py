@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import autoremat
-from autoremat.compiler.joint_graph import free_device_bytes
 from autoremat.planner.multigraph.device_budget import StepPart
+from autoremat.request.surroundings import free_device_bytes
 
 
 def parts() -> tuple[nn.Module, torch.optim.Optimizer, torch.Tensor]:

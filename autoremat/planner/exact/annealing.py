@@ -24,7 +24,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.annealing
@@ -105,11 +105,11 @@ def improve(
     """Returns ``found`` or a better result. If its optimality gap, as a share of the step, is at most ``good_gap``, it is
     unchanged.
 
-    The number of moves follows from ``time_limit`` in seconds, and ``deadline`` ends the search. Graphs that fuse, have
-    constraints to recompute or have several calls in flight keep ``found``.
+    The number of moves follows from ``time_limit`` in seconds, and ``deadline`` ends the search. Graphs that
+    are not plain or have constraints to recompute keep ``found``.
     """
     ordered = any(op.constraint is Constraint.RECOMPUTE for op in graph.ops)
-    if budget is None or graph.fuses or ordered or graph.in_flight > 1 or graph.resident_bytes:
+    if budget is None or ordered or not graph.is_plain:
         return found
     # For training steps, the plans of the search are close to the optimum; for single-phase graphs, they seldom are.
     from_nothing = graph.single_phase or found.plan is None

@@ -15,7 +15,7 @@ from autoremat.planner.exact.interval_model import IntervalModel, Vector, recomp
 from autoremat.planner.exact.large_neighborhood import Improvement, Incumbent
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.interval_model
@@ -114,7 +114,7 @@ def improve(
 ) -> PlanningResult:
     """Returns ``found`` or a better result. A plan whose optimality gap, as a share of the step, is at most ``good_gap`` ends
     the search."""
-    if budget is None or graph.fuses or graph.in_flight > 1 or graph.resident_bytes or found.is_converged(good_gap):
+    if budget is None or not graph.is_plain or found.is_converged(good_gap):
         return found
 
     def within_gap(plan: Plan) -> bool:

@@ -88,8 +88,8 @@ class IntervalModel:
 
     def __post_init__(self) -> None:
         graph, end = self.graph, len(self.graph.ops)
-        if graph.fuses:
-            raise ValueError("the event-gap model counts every result as materialised; this graph's code generator fuses")
+        if not graph.is_plain:
+            raise ValueError("the event-gap model counts one call and every result; this graph fuses or other calls are open")
         sites = recompute_sites(graph, self.depth)
         for index, site in self.extra_sites:
             sites[index].add(site)

@@ -1,6 +1,8 @@
 """Linear and integer programs, solved by HiGHS and PDLP through OR-Tools and SciPy. No other module calls these solvers.
 
 Each sparse program is passed as one matrix, because building it variable by variable would take longer than solving it.
+OR-Tools' ``model_builder`` hides the dual values of a PDLP that its limit ends, and those values give the bound. Its helper
+shows them. MathOpt would too, and reads sparse programs since OR-Tools 9.15.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.lower_bounds import fixed_bytes
-from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.time_indexed_bound
@@ -218,18 +218,10 @@ class Stages:
 def tighten(graph: Graph, budget: int | None, time_limit: float, found: PlanningResult, good_gap: float) -> PlanningResult:
     """Returns ``found`` with a better lower bound, unless its optimality gap, as a share of the step, is at most ``good_gap``.
 
-    Single-phase graphs and graphs that fuse keep ``found``. ``time_limit`` is that of the whole planning, in seconds; the bound
-    takes at most a share of it.
+    Graphs of a single phase and graphs that are not plain keep ``found``. ``time_limit`` is that of the whole planning, in
+    seconds; the bound takes at most a share of it.
     """
-    if (
-        budget is None
-        or graph.fuses
-        or graph.single_phase
-        or graph.in_flight > 1
-        or graph.resident_bytes
-        or graph.num_forward == len(graph.ops)
-        or found.is_converged(good_gap)
-    ):
+    if budget is None or graph.single_phase or not graph.is_plain or found.is_converged(good_gap):
         return found
     begun, limit, step = time.monotonic(), settings.time_share * time_limit, graph.step_seconds
     enough = (found.plan.added_seconds - good_gap * step) / (1.0 + good_gap) if found.plan else math.inf

@@ -140,6 +140,11 @@ class Graph:
         """True if there is no backward. Any op may then run again anywhere later."""
         return self.num_forward == len(self.ops)
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the live bytes are those of the values of one call, each materialised. Exact models count no other graph."""
+        return not self.fuses and self.in_flight == 1 and not self.resident_bytes
+
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:
         """For each value, the ops that read it, in sequence."""

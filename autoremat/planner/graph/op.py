@@ -44,6 +44,9 @@ NOT_REMATERIALIZABLE = (
     | Trait.DATA_DEPENDENT
 )
 
+SEQUENTIAL = Trait.RANDOM | Trait.MUTATING | Trait.EFFECTFUL
+"""Traits of ops whose number and sequence are part of what a graph does."""
+
 COMMUNICATES = Trait.COLLECTIVE | Trait.GATHER
 """Traits of ops that all ranks of a group run together, in the same sequence."""
 

@@ -38,6 +38,8 @@ class HalfAllocations(Allocations):
     """Names and numbers of the tensors that the half receives. The events begin with their allocation."""
     results: tuple[tuple[str, int], ...] = ()
     """Names and numbers of the tensors that are live at the end because the half returns them."""
+    kernels: tuple[tuple[str, int], ...] = ()
+    """Names of what kernels compute, in sequence, and the bytes that are live while each kernel runs."""
 
     def with_names(self, names: Mapping[str, str]) -> HalfAllocations:
         """Returns the allocations with other names of results."""
@@ -110,8 +112,8 @@ def simulated(timeline: Timeline) -> Allocations:
     graph, ranges, length = timeline.graph, list(timeline.live_ranges), len(timeline.schedule.sequence)
     begins, ends = defaultdict[int, list[Event]](list), defaultdict[int, list[Event]](list)
     for number, one in enumerate(ranges):
-        if size := graph.values[one.value].bytes:
-            begins[one.start].append((number, size))
+        if one.bytes:
+            begins[one.start].append((number, one.bytes))
             ends[one.end].append((number, FREED))
     tangents = [value.bytes for value in graph.values if value.role is Role.TANGENT and value.bytes]
     begins[len(timeline.schedule.forward)].extend(enumerate(tangents, len(ranges)))

@@ -45,7 +45,7 @@ def live_ranges_with_fusion(buffers: Buffers) -> LiveRanges:
     if buffers.graph.fusion_groups_hold_buffers:
         _extend(starts, ends, group, overwritten, overwriting)
     exist = ~absent
-    return LiveRanges(buffers.value[exist], buffers.start[exist], starts[exist], ends[exist])
+    return LiveRanges(buffers.value[exist], buffers.start[exist], starts[exist], ends[exist], buffers.bytes[exist])
 
 
 def _fusion_groups(kinds: Numbers, num_forward: int) -> Numbers:
@@ -155,7 +155,7 @@ def _taken_over(buffers: Buffers, absent: Flags, kinds: Numbers, group: Numbers)
 
     A reduction of the result in the same fusion group runs over other loops, so Inductor does not reuse the buffer then.
     """
-    count, sizes = len(buffers.value), arrays_of(buffers.graph).value_bytes[buffers.value]
+    count = len(buffers.value)
     alone = np.bincount(buffers.start, minlength=len(buffers.sequence))[buffers.start] == 1
     reducing = kinds[buffers.reader] == REDUCTION
     reducing &= group[buffers.reader] == group[buffers.start[buffers.source]]
@@ -166,7 +166,7 @@ def _taken_over(buffers: Buffers, absent: Flags, kinds: Numbers, group: Numbers)
         alone & ~absent & ~reduced & ending[buffers.start] & arrays_of(buffers.graph).in_place[buffers.sequence][buffers.start]
     )
     in_place = _InPlace(buffers, absent)
-    last, free, size = buffers.last.tolist(), (~buffers.kept).tolist(), sizes.tolist()
+    last, free, size = buffers.last.tolist(), (~buffers.kept).tolist(), buffers.bytes.tolist()
     overwritten, overwriting = [], []
     for made, position in zip(np.flatnonzero(chosen).tolist(), buffers.start[chosen].tolist(), strict=True):
         for live_range in in_place.read_by(position):

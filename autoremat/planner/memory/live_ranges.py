@@ -15,27 +15,29 @@ from autoremat.planner.graph.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class LiveRange:
-    """One live range of a materialised value, from execution ``start`` to execution ``end``, both included."""
+    """One live range of a materialised value: ``bytes`` bytes from execution ``start`` to execution ``end``, both included."""
 
     value: int
     start: int
     end: int
+    bytes: int
 
 
 @dataclass(frozen=True)
 class LiveRanges:
     """The materialised live ranges in the sequence of their allocation, as arrays.
 
-    For each one: its value, the execution that computes it, and the first and last execution during which it is live.
+    For each one: its value, the execution that computes it, the first and last execution during which it is live, its bytes.
     """
 
     values: Numbers
     computed_at: Numbers
     starts: Numbers
     ends: Numbers
+    bytes: Numbers
 
     def __iter__(self) -> Iterator[LiveRange]:
-        return map(LiveRange, self.values.tolist(), self.starts.tolist(), self.ends.tolist())
+        return map(LiveRange, self.values.tolist(), self.starts.tolist(), self.ends.tolist(), self.bytes.tolist())
 
 
 class Buffers:
@@ -49,6 +51,7 @@ class Buffers:
         self.graph, self.num_forward = graph, len(schedule.forward)
         self.sequence = np.array(schedule.sequence, dtype=np.int64)
         self.start, self.value = arrays_of(graph).outputs.of(self.sequence)
+        self.bytes = arrays_of(graph).value_bytes[self.value]
         self.reader, read = arrays_of(graph).inputs.of(self.sequence)
         keys = self._key(self.value, self.start)
         self.order = np.argsort(keys)

@@ -74,11 +74,11 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     if graph.fuses:
         live_ranges = live_ranges_with_fusion(buffers)
     else:
-        live_ranges = LiveRanges(buffers.value, buffers.start, buffers.start, buffers.ends())
-    sizes, length = arrays_of(graph).value_bytes[live_ranges.values], len(schedule.sequence)
+        live_ranges = LiveRanges(buffers.value, buffers.start, buffers.start, buffers.ends(), buffers.bytes)
+    length = len(schedule.sequence)
     change = np.zeros(length + 2, dtype=np.int64)
-    np.add.at(change, live_ranges.starts, sizes)
-    np.subtract.at(change, live_ranges.ends + 1, sizes)
+    np.add.at(change, live_ranges.starts, live_ranges.bytes)
+    np.subtract.at(change, live_ranges.ends + 1, live_ranges.bytes)
     change[len(schedule.forward)] += graph.tangent_bytes
     bytes_at = np.cumsum(change)[:length] + arrays_of(graph).workspace_bytes[buffers.sequence]
     timeline = Timeline(graph, schedule, bytes_at, live_ranges)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.cpp_wrapper import as_python
@@ -47,7 +47,7 @@ class ReplayContext:
 
     - ``held``: bytes of forward outputs by name. The caller holds them, so the code cannot free them.
     - ``allocation_bytes``: granularity of the allocator.
-    - ``workspaces``: workspace bytes by ATen op name and bytes of the results.
+    - ``workspaces``: workspace bytes by ATen op name and bytes of the results, for nodes that Inductor creates itself.
     - ``code_headroom_bytes``: further bytes that the code may allocate at any time.
     - ``input_strides``: strides of the step's inputs, where known.
     - ``device_type``: type of the device whose memory counts.
@@ -132,6 +132,7 @@ def replay(
     copied: Mapping[str, int] | None = None,
     device_type: str = "cpu",
     results: Callable[[str], Sequence[str]] = lambda _: (),
+    workspace_of: Callable[[str], int | None] = lambda _: None,
 ) -> ReplayedPeak | None:
     """Returns the most bytes live while ``source`` runs, or None if the code has an unknown form.
 
@@ -139,22 +140,23 @@ def replay(
     - ``buffer_bytes(name)``: returns the size of a buffer that an extern kernel allocates.
     - ``held``: names of inputs that are never freed.
     - ``round_to``: granularity of allocations in bytes.
-    - ``workspaces``: workspace bytes by function name in the source and bytes of the results.
+    - ``workspaces``: workspace bytes by function name in the source and bytes of the results, for calls of unknown nodes.
     - ``copied``: bytes by name of the inputs that CUDA graphs copy. None without CUDA graphs.
     - ``device_type``: type of the device whose memory counts. Code for a GPU may have buffers on the host too.
     - ``results(name)``: returns the buffers of all results of the call that ``name`` is bound to. The code names only the ones
       that it reads; the others live until it deletes ``name``.
+    - ``workspace_of(name)``: returns the workspace of the graph's node whose kernel writes a buffer, or None if it is unknown.
     """
     statements, is_recorded = _code(source, copied is not None)
     if statements is None:
         return None
-    parts = _unpackings(statements)
+    parts, kernels = _unpackings(statements), _Kernels()
     heap = Heap(round_to, is_recorded)
     for name, size in input_bytes.items():
         is_result = copied is not None and name not in copied  # of a recorded forward
         heap.allocate(size, name, *(["(caller)"] if name in held else []), in_pool=is_result)
     for statement in statements:
-        before = heap.live_bytes
+        before, needed = heap.live_bytes, 0
         if isinstance(statement, ast.Delete):
             for name in [target.id for target in statement.targets if isinstance(target, ast.Name)]:
                 heap.release(name)
@@ -168,9 +170,35 @@ def replay(
                 _assign(heap, name, value if counts else NO_MEMORY, shares, lambda name: buffer_bytes(name_in_code(name)))
         if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
             made = heap.live_bytes - before or _written(statement.value, heap)
-            needed = _workspace(statement.value, made, workspaces) + _reordered(statement.value, heap)
+            own = workspace_of(name_in_code(_written_buffer(statement)))
+            needed = _workspace_by_name(statement.value, made, workspaces) if own is None else own
+            needed += _reordered(statement.value, heap)
             heap.use_workspace(needed, _is_recorded(statement, is_recorded))
-    return ReplayedPeak(heap.peak[True], heap.peak[False], _allocations(heap, input_bytes, statements))
+        if isinstance(statement, (ast.Assign, ast.Expr)):
+            kernels.follow(statement, heap.live_bytes + needed)
+    allocations = replace(_allocations(heap, input_bytes, statements), kernels=tuple(kernels.bytes.items()))
+    return ReplayedPeak(heap.peak[True], heap.peak[False], allocations)
+
+
+class _Kernels:
+    """The kernels that the statements call."""
+
+    def __init__(self) -> None:
+        self.unwritten: set[str] = set()
+        """Buffers that are allocated, or take a buffer over, and that no kernel has written yet."""
+        self.bytes: dict[str, int] = {}
+        """For each buffer, in sequence, the bytes that are live while the kernel runs that first writes it."""
+
+    def follow(self, statement: ast.Assign | ast.Expr, live_bytes: int) -> None:
+        """Notes the buffers that the statement allocates, or the kernel that it calls."""
+        if isinstance(statement, ast.Assign) and not _written_buffer(statement):
+            self.unwritten.update(name_in_code(one.id) for one in statement.targets if isinstance(one, ast.Name))
+            return
+        named = {name_in_code(node.id) for node in ast.walk(statement) if isinstance(node, ast.Name)}
+        written = named & self.unwritten | {name_in_code(_written_buffer(statement))} - {""}
+        for name in sorted(written):
+            self.bytes.setdefault(name, live_bytes)
+        self.unwritten -= written
 
 
 def _shares(name: str, parts: Mapping[str, list[str]], results: Callable[[str], Sequence[str]]) -> list[tuple[str, str | None]]:
@@ -217,8 +245,18 @@ def _written(value: ast.expr, heap: Heap) -> int:
     return sum(heap.bytes_of(k.value.id) for k in keywords if k.arg == "out" and isinstance(k.value, ast.Name))
 
 
-def _workspace(value: ast.expr, made: int, workspaces: Mapping[str, Mapping[int, int]]) -> int:
-    """Returns the workspace of the called function, for results of ``made`` bytes."""
+def _written_buffer(statement: ast.Assign | ast.Expr) -> str:
+    """Returns the name of the buffer that an extern kernel returns or writes (``out=buf3``); an empty text without one."""
+    value = statement.value
+    if not isinstance(value, ast.Call) or aliased(value) is not None or strided_bytes(value) is not None:
+        return ""
+    if isinstance(statement, ast.Assign):
+        return ast.unparse(statement.targets[0])
+    return next((aliased(k.value) or "" for k in value.keywords if k.arg == "out"), "")
+
+
+def _workspace_by_name(value: ast.expr, made: int, workspaces: Mapping[str, Mapping[int, int]]) -> int:
+    """Returns the workspace of the called function, for results of ``made`` bytes. The text alone does not name the node."""
     if not isinstance(value, ast.Call):
         return 0
     attributes = {n.attr for n in ast.walk(value.func) if isinstance(n, ast.Attribute)}

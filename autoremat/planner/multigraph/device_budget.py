@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from autoremat.basics.display import PlainTable, Shown, named_figures, plain_table
-from autoremat.basics.errors import BudgetInfeasible, DeviceTooSmall, Occupant
+from autoremat.basics.errors import DeviceTooSmall, Occupant
 from autoremat.basics.units import format_bytes
 
 
@@ -149,7 +149,7 @@ class DeviceBudget(Shown):
             lower_bound_bytes=needed,
             occupants=[Occupant(row.name, row.bytes) for row in rows if row.bytes],
             device=self.device or None,
-            remedy=self.advice(part),
+            remedies=(self.advice(part),),
             part=NAMES[part],
         )
 
@@ -163,14 +163,13 @@ class DeviceBudget(Shown):
         advice = "; ".join(f"{row.name} ({format_bytes(row.bytes)}): {row.remedy}" for row in helped)
         return f"the largest row of the ledger is {rows[0].name}" + (f". {advice}" if advice else "")
 
-    def advise(self, error: BudgetInfeasible) -> None:
-        """Adds advice to the error of a plan: the row of the ledger that leaves it so little, and a larger device."""
+    def advice_for(self, excess_bytes: int) -> str:
+        """Returns the advice for a plan that needs ``excess_bytes`` more than the ledger leaves: the row that takes so much,
+        and a larger device."""
         part = max((part for part in self.parts if part in COMPILED), key=self.bytes_in)
-        held = format_bytes(self.bytes_in(part))
-        more = self.total_bytes + error.minimum_bytes - error.budget_bytes
-        error.advise(
-            f"the ledger of the device takes {held} of {format_bytes(self.total_bytes)} in {NAMES[part]}, and a device of "
-            f"{format_bytes(more)} would fit; {self.advice(part)}"
+        return (
+            f"the ledger of the device takes {format_bytes(self.bytes_in(part))} of {format_bytes(self.total_bytes)} in "
+            f"{NAMES[part]}, and a device of {format_bytes(self.total_bytes + excess_bytes)} would fit; {self.advice(part)}"
         )
 
     def line(self) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.multigraph.ledger import KnownBorders, PlanPoint, pareto
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.plan_source import PlanSource
 
 
 def border_values(plan: Plan, kept_inputs: Collection[int], free: Collection[int] = ()) -> set[int]:
@@ -60,7 +60,7 @@ def _until_last_read(plan: Plan, kept: Collection[int]) -> np.ndarray:
 
 
 def front_of(
-    planner: Planner, kept_inputs: Collection[int] | None = None, known: KnownBorders | None = None
+    planner: PlanSource, kept_inputs: Collection[int] | None = None, known: KnownBorders | None = None
 ) -> tuple[PlanPoint, ...]:
     """Returns the Pareto front of the plans that ``planner`` finds for a graph that shares its budget, fastest first."""
-    return pareto(point_of(plan, kept_inputs, known) for plan in planner.search.spread_out())
+    return pareto(point_of(plan, kept_inputs, known) for plan in planner.front())

@@ -90,10 +90,7 @@ class KnownBorders:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Share of one graph in the step's budget: limits for the :class:`PlanPoint` of its plan.
-
-    Accepted as a ``memory_budget``.
-    """
+    """Share of one graph in the step's budget: limits for the :class:`PlanPoint` of its plan."""
 
     saved_bytes: int
     forward_peak_bytes: int

@@ -15,6 +15,12 @@ from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.ledger import Allocation, Moment, PlanPoint, Share
 from autoremat.planner.multigraph.variants import Entries
 
+ENDED_BY_CLOCK = (
+    "ENDED BY THE CLOCK at time_limit, before the work was done: another run may share out the budget otherwise, so raise "
+    "time_limit or plan on a less busy machine"
+)
+"""What a step's profile and its graphs' reports say of searches that the clock ended."""
+
 
 @dataclass(frozen=True)
 class StepGraph:
@@ -36,6 +42,8 @@ class StepGraph:
     """Number of the block that makes these calls, if the step's calls can be told apart (``compile_blocks``)."""
     reference: PlanPoint | None = None
     """Plan that the graph has without this package; None if that is the baseline."""
+    ended_by_clock: bool = False
+    """True if the clock ended the search for these plans, so that another profile may have others."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +62,11 @@ class Step:
     """Keys of graphs without a plan, because they save nothing for a backward."""
     variants: int = 1
     """Maximum number of different plans of one graph, for the blocks that call it."""
+
+    @property
+    def ended_by_clock(self) -> bool:
+        """True if the clock ended the search for the plans of any graph."""
+        return any(graph.ended_by_clock for graph in self.graphs)
 
     @cached_property
     def numbers(self) -> tuple[int, ...]:
@@ -94,10 +107,10 @@ class Step:
         """Returns the plans with these indices."""
         return [graph.front[number] for graph, number in zip(self.graphs, choice, strict=True)]
 
-    def shared_out(self, budget: int | None) -> StepProfile:
+    def shared_out(self, budget: int | None, remedies: Sequence[str] = ()) -> StepProfile:
         """Returns the step profile whose plans take the least time with a peak of at most ``budget`` bytes (None: no bound).
 
-        Raises ``BudgetInfeasible`` if no choice of plans fits.
+        Raises ``BudgetInfeasible`` with the advice ``remedies`` if no choice of plans fits.
         """
         smallest, chosen = self._smallest, None
         if budget is not None:
@@ -105,7 +118,7 @@ class Step:
         chosen = chosen or self._entries.allocate(budget)
         if chosen is None:
             assert budget is not None
-            raise self._infeasible(self.points(smallest.choice), budget)
+            raise self._infeasible(self.points(smallest.choice), budget, remedies)
         points = self.points(chosen.choice)
         limits: Sequence[Share | None] = [None] * len(points)
         if budget is not None:
@@ -146,7 +159,7 @@ class Step:
             for share, variant in zip(shares, variants, strict=True)
         ]
 
-    def _infeasible(self, points: Sequence[PlanPoint], budget: int) -> BudgetInfeasible:
+    def _infeasible(self, points: Sequence[PlanPoint], budget: int, remedies: Sequence[str]) -> BudgetInfeasible:
         """Returns the error that lists the memory at the step's peak, for the plans of the smallest peak."""
         moment = ledger.fullest(self.moments, points)
         occupants = [Occupant("what no plan decides", moment.base_bytes)]
@@ -166,6 +179,7 @@ class Step:
             lower_bound_bytes=max(0, *(m.base_bytes for m in self.moments)),
             occupants=[occupant for occupant in occupants if occupant.bytes > 0],
             device=self.device,
+            remedies=remedies,
         )
 
 
@@ -270,6 +284,7 @@ class StepProfile(Shown):
             ("minimum peak found", format_bytes(self.minimum_peak_bytes)),
             ("added", f"{format_seconds(self.added_seconds)} estimated"),
             ("order", order),
+            *([("plans", ENDED_BY_CLOCK)] if self.step.ended_by_clock else ()),
         ]
 
 
@@ -290,5 +305,5 @@ ORDER_SHOWN = 12
 CODE_HEADROOM = 0.05
 """Share of a step's budget that stays free, because the peak of generated code differs from the simulated one."""
 
-Budget = int | float | str | Share | StepProfile | DeviceBudget | None
+Budget = int | float | str | StepProfile | DeviceBudget | None
 """Types that are accepted as a ``memory_budget``."""

@@ -9,7 +9,7 @@ from collections.abc import Collection
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint, Role
+from autoremat.planner.graph.op import Constraint, Op, Role
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import Timeline
 from autoremat.planner.plans.replay import Replay
@@ -19,11 +19,14 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
     """Raises ``PlanInvalid`` if the schedule breaks a rule.
 
     - The backward's own ops run once each, in sequence. The forward runs only forward ops, and all that it must run.
-    - In the forward, first executions follow the graph's sequence.
-    - No op runs twice that is not rematerializable or that a constraint saves.
+    - In the forward, first executions follow the graph's sequence. It repeats ops only if there is no backward.
+    - No op runs twice or in the backward that is not rematerializable or that a constraint saves.
     - Every read finds its value, and the backward's outputs exist at the end.
     """
-    if [op for op in schedule.backward if op >= graph.num_forward] != list(range(graph.num_forward, len(graph.ops))):
+    if schedule.sequence != schedule.forward + schedule.backward or (graph.single_phase and schedule.backward):
+        raise PlanInvalid("the executions are not those of the graph's halves")
+    own = range(graph.num_forward, len(graph.ops))
+    if [op for op in schedule.backward if not 0 <= op < graph.num_forward] != list(own):
         raise PlanInvalid("the backward's own ops do not all run once, in order")
     if any(not 0 <= op < graph.num_forward for op in schedule.forward):
         raise PlanInvalid("the forward runs an op that is not its own")
@@ -33,14 +36,16 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
     ran: set[int] = set()
     furthest = -1
     for position, index in enumerate(schedule.sequence):
-        op = graph.ops[index]
-        if index in ran:
-            _may_run_again(graph, index)
+        op, in_forward = graph.ops[index], position < len(schedule.forward)
+        if index in ran and in_forward and not graph.single_phase:
+            raise PlanInvalid(f"{op.name} runs twice in the forward, which repeats no op")
+        if index in ran or op.forward != in_forward:
+            _may_be_recomputed(op)
         if not made.issuperset(op.inputs):
             raise PlanInvalid(
                 f"{op.name} reads {[graph.values[v].name for v in op.inputs if v not in made]} before it is computed"
             )
-        if index not in ran and index < furthest and position < len(schedule.forward):
+        if index not in ran and index < furthest and in_forward:
             raise PlanInvalid(f"{op.name} runs for the first time after {graph.ops[furthest].name}, out of order")
         furthest = max(furthest, index)
         ran.add(index)
@@ -49,13 +54,12 @@ def check_executions(graph: Graph, schedule: Schedule) -> None:
         raise PlanInvalid(f"the outputs {unmade} are never computed")
 
 
-def _may_run_again(graph: Graph, index: int) -> None:
-    """Raises ``PlanInvalid`` if the op may not run a second time."""
-    op = graph.ops[index]
+def _may_be_recomputed(op: Op) -> None:
+    """Raises ``PlanInvalid`` if the op may not run a second time, or not in the other half."""
     if not op.rematerializable:
         raise PlanInvalid(f"{op.name} may not run twice ({op.traits.name})")
     if op.constraint is Constraint.SAVE:
-        raise PlanInvalid(f"{op.name} is ordered to be saved but runs twice")
+        raise PlanInvalid(f"{op.name} is to be saved, but runs twice or in the backward")
 
 
 def check_constraints(graph: Graph, crossing: Collection[int]) -> None:
@@ -71,11 +75,13 @@ def check_constraints(graph: Graph, crossing: Collection[int]) -> None:
 
 
 def check_figures(graph: Graph, schedule: Schedule, timeline: Timeline, replayed: Replay) -> None:
-    """Raises ``PlanInvalid`` unless ``timeline`` has the bytes and the live ranges of the replay."""
+    """Raises ``PlanInvalid`` unless ``timeline`` has the schedule, and the bytes and the live ranges of the replay."""
     counted, said = list(replayed.bytes_at), [int(bytes_) for bytes_ in timeline.bytes_at]
     peak, true_peak = max(said, default=0), max(counted, default=0)
     if peak != true_peak:
         raise PlanInvalid(f"the peak is {true_peak} bytes, not {peak} as the plan says")
+    if timeline.schedule != schedule:
+        raise PlanInvalid("the timeline is that of another schedule")
     if len(said) != len(counted):
         raise PlanInvalid(f"the plan has the bytes of {len(said)} executions, not of {len(counted)}")
     for position in range(len(said)):
@@ -84,7 +90,7 @@ def check_figures(graph: Graph, schedule: Schedule, timeline: Timeline, replayed
             raise PlanInvalid(
                 f"{counted[position]} bytes are live at execution {position} ({name}), not {said[position]} as the plan says"
             )
-    ranges = timeline.live_ranges
-    triples = zip(ranges.values.tolist(), ranges.starts.tolist(), ranges.ends.tolist(), strict=True)
-    if sorted(triples) != sorted(replayed.live_ranges):
+    found = timeline.live_ranges
+    columns = (found.values, found.computed_at, found.starts, found.ends, found.bytes)
+    if sorted(zip(*(column.tolist() for column in columns), strict=True)) != sorted(replayed.live_ranges):
         raise PlanInvalid("the live ranges are not those of the schedule")

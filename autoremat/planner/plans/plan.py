@@ -24,7 +24,12 @@ from autoremat.planner.plans import plan_json
 from autoremat.planner.plans.check import check_constraints, check_executions, check_figures
 from autoremat.planner.plans.replay import replay
 
-FORMAT, VERSION = "autoremat plan", 3
+FORMAT, VERSION = "autoremat plan", 4
+READABLE = (3, VERSION)
+"""Versions of plan files that are read. Files of version 3 have every field."""
+
+FACTS = ("label", "budget_bytes", "lower_bound_bytes", "lower_bound_seconds", "interrupted")
+"""Fields of a plan that a file has beside its graph and its schedule. All other figures follow from these."""
 
 OPTIMAL_SHARE = 1e-9
 """Optimality tolerance: a plan this close to its lower bound, as a share of the bound or of the step, counts as optimal. Bounds
@@ -190,14 +195,10 @@ class Plan(Shown):
 
     def dumps(self) -> str:
         """Returns the plan with its graph as strict JSON; :meth:`loads` reads it back."""
-        bound = self.lower_bound_seconds
-        record = {"format": FORMAT, "version": VERSION, **plan_json.encode(self.graph, self.schedule)} | {
-            "label": self.label,
-            "budget_bytes": self.budget_bytes,
-            "lower_bound_bytes": self.lower_bound_bytes,
-            "lower_bound_seconds": _finite(bound),
-            "interrupted": self.interrupted,
-        }
+        record = {"format": FORMAT, "version": VERSION, **plan_json.encode(self.graph, self.schedule)}
+        record |= plan_json.changed(self, FACTS)
+        if math.isinf(self.lower_bound_seconds):
+            record["lower_bound_seconds"] = None
         return json.dumps(record, allow_nan=False, separators=(",", ":"))
 
     @classmethod
@@ -210,18 +211,18 @@ class Plan(Shown):
             record = json.loads(text, object_pairs_hook=_without_repetition)
             if not isinstance(record, dict) or record.get("format") != FORMAT:
                 raise PlanFileError(f"{name} is no plan of autoremat's. Plans are written by Plan.save(path)")
-            if record.get("version") != VERSION:
-                version = record.get("version")
-                raise PlanFileError(f"{name} has version {version!r} of the format; this autoremat reads {VERSION}")
-            graph, schedule = plan_json.decode(record)
-            bound, read = record["lower_bound_seconds"], plan_json.CODEC.reader
-            plan = replace(
-                cls.of(graph, schedule, read(str)(record["label"])),
-                budget_bytes=read(int | None)(record["budget_bytes"]),
-                lower_bound_bytes=read(int)(record["lower_bound_bytes"]),
-                lower_bound_seconds=math.inf if bound is None else read(float)(bound),
-                interrupted=read(bool)(record["interrupted"]),
+            if (version := record.get("version")) not in READABLE:
+                raise PlanFileError(
+                    f"{name} has version {version!r} of the format; this autoremat reads {READABLE[0]} to {VERSION}"
+                )
+            if unknown := sorted(record.keys() - {"format", "version", "graph", *plan_json.SCHEDULE, *FACTS}):
+                raise ValueError(f"a plan file has no field {unknown[0]!r}")
+            infinite: dict[str, Any] = (
+                {"lower_bound_seconds": math.inf} if record.get("lower_bound_seconds", 0.0) is None else {}
             )
+            readers = plan_json.CODEC.readers(cls, [fact for fact in FACTS if fact in record and fact not in infinite])
+            facts = {fact: read(record[fact]) for fact, read in readers.items()}
+            plan = replace(cls.of(*plan_json.decode(record)), **facts, **infinite)
             plan.check()
             return plan
         except (ValueError, KeyError, IndexError, TypeError, RecursionError, PlanInvalid) as error:
@@ -257,8 +258,15 @@ class Plan(Shown):
         if budget is not None and self.peak_bytes <= budget < peak:
             raise PlanInvalid(f"the peak is {format_bytes(peak)}, over the budget of {format_bytes(budget)}")
         check_figures(graph, self.schedule, self.timeline, replayed)
+        anew = replace(self, timeline=replace(self.timeline))  # without the figures that were kept when they were first read
+        for kept, counted in ((self.timeline, anew.timeline), (self, anew)):
+            for name in vars(kept).keys() - vars(counted).keys():
+                if vars(kept)[name] != getattr(counted, name):
+                    raise PlanInvalid(f"the plan's {name} is not what follows from its schedule")
         if replayed.crossing != set(self.saved):
             raise PlanInvalid("the saved values are not those that the schedule's backward reads from the forward")
+        if not all(figure >= 0 for figure in (budget or 0, self.lower_bound_bytes, self.lower_bound_seconds)):
+            raise PlanInvalid("the budget and the bounds must be numbers of at least 0")
         if self.lower_bound_bytes > peak:
             raise PlanInvalid(f"no plan has a lower peak than {self.lower_bound_bytes} bytes, it says, but its own is {peak}")
 

@@ -1,13 +1,15 @@
 """Converts graphs and schedules to strict JSON and back.
 
-Nothing in a file is executed or trusted: types and numbers are checked. A table is a list of columns and a list of rows.
+Nothing in a file is executed or trusted: types and numbers are checked. A table is a list of columns and a list of rows. A
+field with its default is not written, and a missing field has its default. So files outlive fields that are added later. A
+field that this version does not know is an error.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, get_type_hints
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from autoremat.basics.codec import Codec, plain
 from autoremat.planner.graph.graph import Graph
@@ -20,16 +22,21 @@ one value at a time needs about that number."""
 
 CODEC = Codec()
 
+SCHEDULE = tuple(f.name for f in dataclasses.fields(Schedule))
+"""The fields of a schedule, which stand beside the graph."""
+
 
 def encode(graph: Graph, schedule: Schedule) -> dict[str, Any]:
     """Returns ``graph`` and ``schedule`` as JSON data; :func:`decode` reads them back."""
-    scalars = (f.name for f in dataclasses.fields(Graph) if f.name not in ("ops", "values") and not _is_later(f.name, graph))
-    return {
-        "forward": schedule.forward,
-        "backward": schedule.backward,
-        "graph": {name: getattr(graph, name) for name in scalars}
-        | {"ops": _table(Op, graph.ops), "values": _table(Value, graph.values)},
-    }
+    scalars = (f.name for f in dataclasses.fields(Graph) if f.name not in ("ops", "values"))
+    tables = {"ops": _table(Op, graph.ops), "values": _table(Value, graph.values)}
+    return changed(schedule, SCHEDULE) | {"graph": changed(graph, scalars) | tables}
+
+
+def changed(item: Any, names: Iterable[str]) -> dict[str, Any]:
+    """Returns those fields ``names`` of a dataclass instance that differ from their defaults, as JSON data."""
+    defaults = {f.name: f.default for f in dataclasses.fields(item)}
+    return {name: plain(value, as_rows=True) for name in names if (value := getattr(item, name)) != defaults[name]}
 
 
 def decode(record: dict[str, Any]) -> tuple[Graph, Schedule]:
@@ -38,54 +45,44 @@ def decode(record: dict[str, Any]) -> tuple[Graph, Schedule]:
     Raises ``ValueError``, ``KeyError``, ``TypeError`` or ``IndexError`` on anything else.
     """
     graph = _graph(record["graph"])
-    return graph, _schedule(record, graph)
-
-
-LATER = {f.name: f.default for f in dataclasses.fields(Graph) if f.name in ("in_flight", "resident_bytes")}
-"""Fields of a graph that plans of one call at a time do not have, with the values that they stand for."""
-
-
-def _is_later(name: str, graph: Graph) -> bool:
-    return name in LATER and getattr(graph, name) == LATER[name]
+    return graph, _schedule({name: record[name] for name in SCHEDULE if name in record}, graph)
 
 
 def _table(kind: type, items: Sequence[Any]) -> dict[str, Any]:
-    """Returns dataclass instances as a list of columns and a list of rows."""
-    columns = [f.name for f in dataclasses.fields(kind)]
+    """Returns dataclass instances as a list of columns and a list of rows. A column of defaults alone is left out."""
+    fields = dataclasses.fields(kind)
+    columns = [f.name for f in fields if any(getattr(item, f.name) != f.default for item in items)]
     return {"columns": columns, "rows": [[plain(getattr(item, name), as_rows=True) for name in columns] for item in items]}
 
 
 def _graph(record: dict[str, Any]) -> Graph:
     """Returns the graph of a record. Raises ``ValueError`` for a number of an op or value that does not exist."""
     ops, values = _items(Op, record["ops"]), _items(Value, record["values"])
-    record = LATER | record
-    scalars = (name for name in get_type_hints(Graph) if name not in ("ops", "values"))
-    given = {name: CODEC.reader(get_type_hints(Graph)[name])(record[name]) for name in scalars}
+    readers = CODEC.readers(Graph, record.keys() - {"ops", "values"})
+    given = {name: read(record[name]) for name, read in readers.items()}
     for op in ops:
         _within((*op.inputs, *op.outputs), len(values), "value")
     _within([v.producer for v in values if v.producer is not None], len(ops), "op")
-    _within((*given["forward_outputs"], *given["backward_outputs"]), len(values), "value")
-    _within(given["must_run"], len(ops), "op")
-    return Graph(ops=ops, values=values, **given)
+    _within((*given.get("forward_outputs", ()), *given.get("backward_outputs", ())), len(values), "value")
+    _within(given.get("must_run", ()), len(ops), "op")
+    return Graph(ops, values, **given)
 
 
 def _schedule(record: dict[str, Any], graph: Graph) -> Schedule:
     """Returns the schedule of a record. Raises ``ValueError`` for an op that does not exist and for too many executions."""
-    halves = [CODEC.reader(tuple[int, ...])(record[half]) for half in ("forward", "backward")]
-    executions, longest = sum(map(len, halves)), max(LONGEST, len(graph.ops) ** 2)
+    schedule: Schedule = CODEC.read(Schedule, record)
+    executions, longest = len(schedule.sequence), max(LONGEST, len(graph.ops) ** 2)
     if executions > longest:
         raise ValueError(f"{executions} executions of {len(graph.ops)} ops are more than {longest}, which no plan needs")
-    _within((*halves[0], *halves[1]), len(graph.ops), "op")
-    return Schedule(*halves)
+    _within(schedule.sequence, len(graph.ops), "op")
+    return schedule
 
 
 def _items(kind: type, table: dict[str, Any]) -> tuple[Any, ...]:
-    """Returns the instances of ``kind`` in a table. Raises ``ValueError`` if the columns are not the fields of ``kind``."""
-    hints = get_type_hints(kind)
-    columns = table["columns"]
-    if sorted(columns) != sorted(hints):
-        raise ValueError(f"the columns are {columns}, expected {list(hints)}")
-    readers = [CODEC.reader(hints[name]) for name in columns]
+    """Returns the instances of ``kind`` in a table. Raises ``ValueError`` for a column that is no field, or twice."""
+    columns, readers = table["columns"], CODEC.readers(kind, table["columns"]).values()
+    if len(readers) < len(columns):
+        raise ValueError(f"a column stands there twice: {columns}")
     rows = ([read(cell) for read, cell in zip(readers, row, strict=True)] for row in table["rows"])
     return tuple(kind(**dict(zip(columns, row, strict=True))) for row in rows)
 

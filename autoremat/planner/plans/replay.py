@@ -23,12 +23,13 @@ from autoremat.planner.graph.schedule import Schedule
 class Replay:
     """The result of a replay.
 
-    ``bytes_at`` are the bytes live at each execution, with those of the other open calls. ``live_ranges`` are triples: a value,
-    its first and its last execution. ``crossing`` are the values that the forward leaves for the backward.
+    ``bytes_at`` are the bytes live at each execution, with those of the other open calls. ``live_ranges`` are tuples: a value,
+    the execution that makes it, the first and the last execution during which it is live, and its bytes. ``crossing`` are the
+    values that the forward leaves for the backward.
     """
 
     bytes_at: Sequence[int]
-    live_ranges: Sequence[tuple[int, int, int]]
+    live_ranges: Sequence[tuple[int, int, int, int, int]]
     crossing: frozenset[int]
 
 
@@ -47,13 +48,14 @@ def replay(graph: Graph, schedule: Schedule) -> Replay:
     else:
         exist = list(range(len(buffers.value)))
         first, last = buffers.made, list(map(max, buffers.made, buffers.last_read))
-    live_ranges = [(buffers.value[b], first[b], end if buffers.held[b] else last[b]) for b in exist]
+    ends = [end if held else last[b] for b, held in enumerate(buffers.held)]
+    live_ranges = [(buffers.value[b], buffers.made[b], first[b], ends[b], buffers.bytes[b]) for b in exist]
     crossing = frozenset(buffers.value[b] for b in buffers.crossing)
     kept = crossing.union(buffers.value[b] for b in range(buffers.begins[border]) if buffers.held[b])
     changes = [0] * (end + 2)
-    for value, start, stop in live_ranges:
-        changes[start] += graph.values[value].bytes
-        changes[stop + 1] -= graph.values[value].bytes
+    for _, _, start, stop, size in live_ranges:
+        changes[start] += size
+        changes[stop + 1] -= size
     changes[0] += graph.resident_bytes + (graph.in_flight - 1) * sum(graph.values[value].bytes for value in kept)
     changes[border] += sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
     live = zip(schedule.sequence, accumulate(changes), strict=False)
@@ -92,6 +94,7 @@ class _Buffers:
                 made.append(position)
                 last_read.append(-1)
         self.begins.append(len(value))
+        self.bytes = [graph.values[number].bytes for number in value]
         if self.border == len(self.ops):
             returned = [newest[output] for output in graph.forward_outputs if output in newest]
         gradients = {newest[output] for output in graph.backward_outputs if output in newest}
@@ -123,7 +126,6 @@ class _Fusion:
 
     def __init__(self, graph: Graph, buffers: _Buffers) -> None:
         self.graph, self.buffers = graph, buffers
-        self.sizes = [graph.values[value].bytes for value in buffers.value]
         self.kinds = [op.kind for op in buffers.ops]
         self.externs = list(accumulate((kind is Kind.EXTERN for kind in self.kinds), initial=0))
         """The number of extern kernels before each execution."""
@@ -217,14 +219,14 @@ class _Fusion:
 
     def _passed_on(self) -> Iterator[tuple[int, int]]:
         """Yields pairs: a buffer that ends where it is read, and the only result of that execution, which takes it over."""
-        buffers, reduced = self.buffers, self._reduced_nearby()
+        buffers, sizes, reduced = self.buffers, self.buffers.bytes, self._reduced_nearby()
         ending = {self.last[b] for b in range(len(self.last)) if not (self.absent[b] or buffers.held[b])}
         for position in sorted(ending):
             made = buffers.made_by(position)
             if len(made) != 1 or self.absent[made[0]] or reduced[made[0]]:
                 continue
             for buffer in self._read_where_written(position):
-                if self.last[buffer] == position and not buffers.held[buffer] and self.sizes[buffer] == self.sizes[made[0]]:
+                if self.last[buffer] == position and not buffers.held[buffer] and sizes[buffer] == sizes[made[0]]:
                     if not self.absent[buffer]:
                         yield buffer, made[0]
                     break

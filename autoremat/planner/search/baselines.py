@@ -10,7 +10,7 @@ from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import build_schedule
 from autoremat.planner.graph.segments import Chain
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import PlanningResult
+from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.single_phase import bounds_of, joined, outcome, steps_of, without_recomputation
 
 Policy = Callable[[Graph], Plan]

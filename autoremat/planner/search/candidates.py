@@ -8,7 +8,7 @@ into a schedule, and the simulator gives its peak. These candidates do not depen
 memory that is still free, starting from fitting candidates on the Pareto front of peak and cost. Ruin and recreate improves
 the cheapest filled candidate.
 
-The search counts candidates, so it is deterministic unless the time limit interrupts it.
+The search counts its work, so it is deterministic unless the clock interrupts it (:mod:`.work_limit`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.ruin_and_recreate import recreate
-from autoremat.planner.search.time_limit import TimeLimit
+from autoremat.planner.search.work_limit import PREPARATION, SIMULATION, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
@@ -74,46 +74,42 @@ class Search:
     """Candidates of one graph. :meth:`cheapest` picks one for a budget."""
 
     graph: Graph
-    limit: TimeLimit = field(default_factory=TimeLimit)
+    limit: WorkLimit = field(default_factory=WorkLimit)
     strategies: Strategies = EVERY_STRATEGY
     given: tuple[Candidate, ...] = ()
     """Candidates from outside the search, such as a policy's schedule."""
     simulated: int = 0
-    interrupted: bool = False
-    """True if time ran out since the search began or restarted."""
     lacks_candidates: bool = False
-    """True if time ran out before all candidates were simulated. A restart keeps those that were."""
+    """True if the limit passed before all candidates were simulated. A restart keeps those that were."""
 
     def __post_init__(self) -> None:
         self.explored = False
         self.filled: list[Candidate] = []  # kept, so that a later, larger budget never costs more than an earlier one
-        self.mincut = MinCut(self.graph)
-        self.chain = Chain.of(self.graph)
+        with self.limit.unit(PREPARATION * len(self.graph.ops)):
+            self.mincut = MinCut(self.graph, self.limit)
+            self.chain = Chain.of(self.graph)
 
-    def restart(self, limit: TimeLimit) -> None:
-        """Forgets the plans that were filled for earlier budgets. Candidates do not depend on a budget and stay."""
-        self.limit = limit
-        self.interrupted = False
+    def restart(self) -> None:
+        """Begins a new search. Forgets the plans that were filled for earlier budgets. Candidates do not depend on a budget and
+        stay."""
+        self.limit.restart()
         self.explored = False
         self.filled = []
 
     @property
     def is_limited(self) -> bool:
-        """True if more time might find better plans."""
-        return self.interrupted or self.lacks_candidates
-
-    def is_over(self) -> bool:
-        """Returns True if no further plan may be simulated, because the time has run out."""
-        self.interrupted = self.interrupted or self.limit.has_passed(settings.plans_share)
-        return self.interrupted
+        """True if more work might find better plans or bounds."""
+        return self.limit.interrupted or self.lacks_candidates
 
     # -- single candidates ---------------------------------------------------------------------------------------------
 
     def plan(self, saved: frozenset[int], segmentation: Segmentation, label: str) -> Plan:
         """Returns the simulated plan of a saved set under a segmentation."""
         self.simulated += 1
-        schedule = build_schedule(self.graph, saved, segmentation.segments)
-        return Plan.of(self.graph, schedule, f"{segmentation.label} {label}")
+        with self.limit.unit():
+            schedule = build_schedule(self.graph, saved, segmentation.segments)
+            self.limit.add(SIMULATION * len(schedule.sequence))
+            return Plan.of(self.graph, schedule, f"{segmentation.label} {label}")
 
     @cached_property
     def whole(self) -> Segmentation:
@@ -181,17 +177,18 @@ class Search:
     def candidates(self) -> list[Candidate]:
         """All candidates of the graph, independent of the budget.
 
-        If the time runs out, those that come first in :func:`spread_early` are simulated: at least one minimum cut and the
+        If the limit passes, those that come first in :func:`spread_early` are simulated: at least one minimum cut and the
         smallest saved set of one segmentation.
         """
         curve = self.curve() if Strategies.CURVE in self.strategies else []
-        segmentations = list(self.segmentations()) if Strategies.SEGMENTS in self.strategies else [self.whole]
+        with self.limit.unit(PREPARATION * self.graph.num_forward):
+            segmentations = list(self.segmentations()) if Strategies.SEGMENTS in self.strategies else [self.whole]
         plain = [s for s in segmentations if not s.nested]
         wanted = effort(settings.segmentation_work, settings.segmentation_limits, self.graph.num_forward)
         chosen = [plain[choice] for choice in sorted(spread(len(plain), wanted))]
         cuts = [partial(self._of_cut, saved, number, s) for number, saved in enumerate(curve) for s in chosen]
         leanest = [partial(self._leanest, segmentation) for segmentation in segmentations]
-        # The sequence of the list decides between equal candidates, so it does not depend on the time.
+        # The sequence of the list decides between equal candidates, so it does not depend on the limit.
         # One segment and very many have high peaks, so a division into some comes first.
         lean_turns = sorted(spread_early(len(leanest)), key=lambda number: number != len(leanest) // 2)
         first, second = spread_early(len(cuts)), [len(cuts) + number for number in lean_turns]
@@ -200,9 +197,9 @@ class Search:
         found: dict[int, Candidate] = {}
         for place, turn in enumerate(turns):
             if place >= 2 and self.limit.has_passed(settings.candidates_share):
+                self.lacks_candidates = True
                 break
             found[turn] = works[turn]()
-        self.lacks_candidates = len(found) < len(works)
         return [*self.given, *(found[turn] for turn in sorted(found))]
 
     def _of_cut(self, saved: frozenset[int], number: int, segmentation: Segmentation) -> Candidate:
@@ -253,10 +250,10 @@ class Search:
     def fill(self, budget: int, saved_budget: float = math.inf) -> None:
         """Fills candidates up to a peak of ``budget`` bytes with at most ``saved_budget`` saved bytes."""
         for base in self.bases(budget, saved_budget):
-            if self.is_over():
+            if self.limit.has_passed(settings.plans_share):
                 break
             rebuild = partial(self.plan, segmentation=base.segmentation, label="filled")
-            filled = fill(base.plan, rebuild, budget, saved_budget, self.is_over)
+            filled = fill(base.plan, rebuild, budget, saved_budget, self.limit)
             self.filled.append(Candidate(filled, base.segmentation))
 
     def recreate(self, budget: int, suffices: Callable[[Plan], bool] = lambda plan: False) -> None:
@@ -276,7 +273,7 @@ class Search:
 
         for segmentation, base in islice(bases.items(), settings.recreation_bases):
             rebuild = partial(self.plan, segmentation=segmentation, label="recreated")
-            found = recreate(base.plan, rebuild, budget, patience, is_good, self.is_over)
+            found = recreate(base.plan, rebuild, budget, patience, is_good, self.limit)
             self.filled.append(Candidate(found, segmentation))
             if suffices(found):
                 break

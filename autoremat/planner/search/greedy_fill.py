@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.work_limit import FILL, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
@@ -102,35 +103,43 @@ def _candidates(plan: Plan) -> list[_Candidate]:
     return sorted(found, key=lambda c: (-c.gain_per_byte, c.values))
 
 
+def _fuller(plan: Plan, budget: int, saved_budget: float) -> frozenset[int]:
+    """Returns the saved set of ``plan`` with the values that greedy choice adds to it."""
+    others = plan.graph.in_flight - 1
+    live_bytes, saved, room = plan.timeline.bytes_at.copy(), set(plan.saved), saved_budget - plan.saved_bytes
+    top, raised = plan.peak_bytes, 0  # the largest of live_bytes, and the bytes by which other calls hold more than before
+    for candidate in _candidates(plan):
+        stretch, more = live_bytes[candidate.start : candidate.end], others * candidate.bytes
+        reached = max(top if others else 0, int(stretch.max(initial=0)) + candidate.bytes)
+        if candidate.bytes <= room and reached + raised + more <= budget:
+            stretch += candidate.bytes
+            top, raised = max(top, reached), raised + more
+            room -= candidate.bytes
+            saved.update(candidate.values)
+    return frozenset(saved)
+
+
 def fill(
     base: Plan,
     rebuild: Callable[[frozenset[int]], Plan],
     budget: int,
     saved_budget: float = math.inf,
-    is_over: Callable[[], bool] = lambda: False,
+    limit: WorkLimit | None = None,
 ) -> Plan:
     """Returns the cheapest plan in a sequence of ever fuller plans from ``base``, which must fit, within ``budget`` bytes.
 
     ``rebuild`` schedules and simulates a saved set. At most ``saved_budget`` bytes are saved. The sequence ends early once
-    ``is_over`` returns True.
+    the plans' share of ``limit`` has passed.
     """
-    plan, others = base, base.graph.in_flight - 1
+    plan, limit = base, limit or WorkLimit()
     for _ in range(settings.fill_rounds):
-        if is_over():
+        if limit.has_passed(settings.plans_share):
             break
-        live_bytes, saved, room = plan.timeline.bytes_at.copy(), set(plan.saved), saved_budget - plan.saved_bytes
-        top, raised = plan.peak_bytes, 0  # the largest of live_bytes, and the bytes by which other calls hold more than before
-        for candidate in _candidates(plan):
-            stretch, more = live_bytes[candidate.start : candidate.end], others * candidate.bytes
-            reached = max(top if others else 0, int(stretch.max(initial=0)) + candidate.bytes)
-            if candidate.bytes <= room and reached + raised + more <= budget:
-                stretch += candidate.bytes
-                top, raised = max(top, reached), raised + more
-                room -= candidate.bytes
-                saved.update(candidate.values)
+        with limit.unit(FILL * len(plan.sequence)):
+            saved = _fuller(plan, budget, saved_budget)
         if len(saved) == len(plan.saved):
             break
-        filled = rebuild(frozenset(saved))
+        filled = rebuild(saved)
         fits = filled.peak_bytes <= budget and filled.saved_bytes <= saved_budget
         if not fits or filled.cost_seconds >= plan.cost_seconds:
             break

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -28,7 +29,6 @@ from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.search.min_cut import Cut, MinCut
-from autoremat.planner.search.time_limit import TimeLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.bound
@@ -48,19 +48,19 @@ class Bounds(Protocol):
 
 
 class Moments:
-    """Lower bounds of one graph for any budget. With ``only_first``, the start of the backward is the only program point."""
+    """Lower bounds of one graph for any budget. With ``only_first``, the start of the backward is the only program point.
 
-    def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False, limit: TimeLimit | None = None) -> None:
+    Bounds are weaker once the limit of ``mincut`` has passed.
+    """
+
+    def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False) -> None:
         self.graph, self.mincut = graph, mincut
-        self.limit = limit or TimeLimit()
-        self.interrupted = False
-        """True if the time limit has made a bound weaker than it could be."""
+        self.limit = mincut.limit
         self._least: dict[int, float] = {}  # by program point; they do not depend on the budget
         self._pointwise = frozenset(v for v in mincut.values if self._is_pointwise(v))
         self.fixed = fixed_bytes(graph)
         self.others = graph.in_flight - 1
         self.output_bytes = sum(graph.values[v].bytes for v in set(graph.forward_outputs).intersection(graph.forward_values))
-        self.least_saved = self._least_bytes_of(self._border_cut) if self.others else 0.0
         self.chosen = self._choose()[: 1 if only_first else None]
         self.read_later: dict[int, frozenset[int]] = {}
         later = set(graph.backward_needs.intersection(graph.backward_outputs))
@@ -69,13 +69,10 @@ class Moments:
             if index in self.chosen:
                 self.read_later[index] = frozenset(later)
 
-    def restart(self, limit: TimeLimit) -> None:
-        """Begins with a new time limit."""
-        self.limit, self.interrupted = limit, False
-
-    def _is_over(self) -> bool:
-        self.interrupted = self.interrupted or self.limit.has_passed()
-        return self.interrupted
+    @cached_property
+    def least_saved(self) -> float:
+        """Lower bound on the bytes that each other open call saves; 0 if there is none."""
+        return self._least_bytes_of(self._border_cut) if self.others else 0.0
 
     def _choose(self) -> list[int]:
         """Returns the program points, ascending. In graphs that fuse, all except the first are extern ops."""
@@ -132,10 +129,10 @@ class Moments:
     def seconds(self, budget: int) -> float:
         """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits.
 
-        Once the time has run out, program points that are left give no bound.
+        Once the limit has passed, program points that are left give no bound.
         """
-        seconds = [0.0 if self._is_over() else self._seconds_at(moment, budget) for moment in self.chosen]
-        if self.others and not self._is_over():
+        seconds = [0.0 if self.limit.has_passed() else self._seconds_at(moment, budget) for moment in self.chosen]
+        if self.others and not self.limit.has_passed():
             seconds.append(self._seconds_within(self._border_cut, self.least_saved, self._room_for_saved(budget)))
         return max(seconds, default=0.0)
 
@@ -158,7 +155,7 @@ class Moments:
         lean = cut(self.mincut.top_price)
         best = 0.0
         for _ in range(settings.maximum_secants):
-            if rich.bytes <= lean.bytes or lean.seconds <= rich.seconds or self._is_over():
+            if rich.bytes <= lean.bytes or lean.seconds <= rich.seconds or self.limit.has_passed():
                 break
             price = (lean.seconds - rich.seconds) / (rich.bytes - lean.bytes)
             crossing = rich.seconds + price * (rich.bytes - room)
@@ -176,7 +173,7 @@ class Moments:
 
     def moment_bytes(self) -> int:
         """Returns a lower bound on the bytes that are live at the program points: their maximum over all points."""
-        known = [m for m in self.chosen if m in self._least or not self._is_over()]
+        known = [m for m in self.chosen if m in self._least or not self.limit.has_passed()]
         return int(max((self._least_bytes(m) - self._room(m, 0) for m in known), default=0.0))
 
     def _least_bytes(self, moment: int) -> float:

@@ -29,6 +29,7 @@ from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
+from autoremat.planner.search.work_limit import CUT, WorkLimit
 
 RESOLUTION = 1 << 36
 """Integer to which the sum of all finite costs and prices of a cut is scaled, because capacities are integers."""
@@ -55,10 +56,11 @@ class Cut:
 
 
 class MinCut:
-    """Flow network of one graph. :meth:`solve` returns the saved set at a price."""
+    """Flow network of one graph. :meth:`solve` returns the saved set at a price. Its cuts count within ``limit``."""
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, limit: WorkLimit | None = None) -> None:
         self.graph = graph
+        self.limit = limit or WorkLimit()
         self.values = graph.forward_values
         self.index = {v: i for i, v in enumerate(self.values)}
         self.flow = max_flow.SimpleMaxFlow()
@@ -124,6 +126,10 @@ class MinCut:
         With ``traffic``, the seconds of saving count as well. With ``needs``, only these values must be available, and
         constraints to recompute are ignored; lower bounds use this. Raises ``PlanInvalid`` if no cut of finite capacity exists.
         """
+        with self.limit.unit(CUT * (self.sink + self.flow.num_arcs())):
+            return self._cut(seconds_per_byte, free, needs, traffic)
+
+    def _cut(self, seconds_per_byte: float, free: frozenset[int], needs: frozenset[int] | None, traffic: bool) -> Cut:
         num_forward = self.graph.num_forward
         held = [self.index[v] for v in (*self.graph.forward_outputs, *free) if v in self.index]
         counted = self.bytes.copy()

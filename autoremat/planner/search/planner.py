@@ -13,51 +13,12 @@ from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
 from autoremat.planner.search.lower_bounds import Bounds, Moments
-from autoremat.planner.search.time_limit import TimeLimit
+from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.time_budget import Descent, TimeBudget
+from autoremat.planner.search.work_limit import CHECK, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
-
-ROUNDING = 1e-9
-"""Share of the step below which a difference in seconds counts as zero."""
-
-
-@dataclass(frozen=True)
-class PlanningResult:
-    """Result of a search. ``plan`` is None if no plan found fits the budget."""
-
-    plan: Plan | None
-    baseline: Plan
-    """Plan without recomputation: everything that the backward reads is saved."""
-    smallest: Plan
-    """Plan of the minimum peak found."""
-    lower_bound_bytes: int
-    """Lower bound on the peak of any plan."""
-    lower_bound_seconds: float
-    """Lower bound on the added seconds of any plan within the budget; infinite if no plan fits."""
-    candidates: int
-    interrupted: bool
-    """True if the time limit ended the search."""
-
-    def within_gap(self, plan: Plan, good_gap: float) -> bool:
-        """Returns True if the optimality gap of ``plan``, as a share of the step, is at most ``good_gap``."""
-        step, bound = plan.graph.step_seconds, self.lower_bound_seconds
-        return plan.added_seconds <= bound + good_gap * (step + bound) + ROUNDING * step
-
-    def is_converged(self, good_gap: float) -> bool:
-        """Returns True if the optimality gap of the plan is at most ``good_gap``, or if the bound shows that no plan fits."""
-        return math.isinf(self.lower_bound_seconds) or (self.plan is not None and self.within_gap(self.plan, good_gap))
-
-    def with_plans(self, plans: list[Plan], budget: int, interrupted: bool) -> PlanningResult:
-        """Returns the result after adding ``plans``, for a budget in bytes. The best and the smallest plan are checked."""
-        known = [*filter(None, (self.plan, self.smallest)), *plans]
-        fitting = [plan for plan in known if plan.peak_bytes <= budget]
-        best = min(fitting, key=lambda p: (p.cost_seconds, p.peak_bytes), default=None)
-        smallest = min(known, key=lambda p: (p.peak_bytes, p.cost_seconds))
-        for plan in filter(None, (best, smallest)):
-            plan.check()
-        candidates, interrupted = self.candidates + len(plans), self.interrupted or interrupted
-        return replace(self, plan=best, smallest=smallest, candidates=candidates, interrupted=interrupted)
 
 
 @contextlib.contextmanager
@@ -79,6 +40,7 @@ class Planner:
 
     graph: Graph
     time_limit: float = 10.0
+    """Limit in seconds, of which follows the work of the search (:mod:`autoremat.planner.search.work_limit`)."""
     strategies: Strategies = EVERY_STRATEGY
     stepwise: bool = False
     """If True, memory is filled in fixed steps. Without ruin and recreate, a larger budget then never costs more, even in a new
@@ -93,20 +55,34 @@ class Planner:
     much more memory."""
 
     def __post_init__(self) -> None:
-        limit = TimeLimit(self.time_limit)
-        self.search = Search(self.graph, limit, self.strategies, self.given)
-        self.moments = Moments(self.graph, self.search.mincut, limit=limit)
+        self.limit = WorkLimit(self.time_limit)
+        self.search = Search(self.graph, self.limit, self.strategies, self.given)
+        with self.limit.unit():
+            self.moments = Moments(self.graph, self.search.mincut)
         self.baseline = self.search.save_everything()
-        self.baseline.check(ignores_recompute=True)
+        self.check(self.baseline, ignores_recompute=True)
+
+    @property
+    def smallest(self) -> Plan:
+        """The plan of the minimum peak found."""
+        return self.search.smallest
+
+    @property
+    def ended_by_clock(self) -> bool:
+        """True if the clock has ended a search."""
+        return self.limit.ended_by_clock
 
     def restart(self) -> None:
-        """Begins a new search with a new time limit. Candidates stay; plans that were filled for other budgets go.
+        """Begins a new search with all its work. Candidates stay; plans that were filled for other budgets go.
 
         The plan for a budget therefore does not depend on earlier searches.
         """
-        limit = TimeLimit(self.time_limit)
-        self.search.restart(limit)
-        self.moments.restart(limit)
+        self.search.restart()
+
+    def check(self, plan: Plan, ignores_recompute: bool = False) -> None:
+        """Raises ``PlanInvalid`` if ``plan`` breaks a rule, within the limit of the search. See :meth:`Plan.check`."""
+        with self.limit.unit(CHECK * len(plan.sequence)):
+            plan.check(ignores_recompute=ignores_recompute)
 
     def find(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> PlanningResult:
         """Returns the cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the lower bounds.
@@ -115,8 +91,9 @@ class Planner:
         """
         best = self.choose(budget_bytes, accepts=accepts)
         search, seconds = self.search, 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
-        bytes_, interrupted = self.moments.peak_bytes(), search.is_limited or self.moments.interrupted
-        return PlanningResult(best, self.baseline, search.smallest, bytes_, seconds, search.simulated, interrupted)
+        bytes_, smallest = self.moments.peak_bytes(), search.smallest
+        ends = (search.is_limited, self.limit.ended_by_clock)
+        return PlanningResult(best, self.baseline, smallest, bytes_, seconds, search.simulated, *ends)
 
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
         """Returns the result of :meth:`find` as if ``plan`` were the only plan found.
@@ -126,7 +103,8 @@ class Planner:
         limit = plan.peak_bytes if budget_bytes is None else budget_bytes
         fitting = plan if plan.peak_bytes <= limit else None
         bytes_, seconds = self.moments.peak_bytes(), self.moments.seconds(limit)
-        return PlanningResult(fitting, self.baseline, plan, bytes_, seconds, 1, self.moments.interrupted)
+        ends = (self.limit.interrupted, self.limit.ended_by_clock)
+        return PlanningResult(fitting, self.baseline, plan, bytes_, seconds, 1, *ends)
 
     def choose(
         self,
@@ -150,12 +128,35 @@ class Planner:
             else:
                 best = search.cheapest(budget_bytes)
             for plan in filter(None, (best, search.smallest)):
-                plan.check()
+                self.check(plan)
         return best
 
     def fastest(self, accepts: Callable[[Plan], bool] | None = None) -> Plan | None:
         """Returns the plan of least time, without a bound on memory."""
         return self.search.best(None) if accepts is None else self.choose(None, accepts=accepts)
+
+    def least_peak(self, time: TimeBudget) -> PlanningResult:
+        """Returns the plan of the least peak found that keeps to ``time``, if there is one.
+
+        The lower bound on the added seconds is that for the plan's own peak.
+        """
+        descent = Descent(self.search, self.moments, time)
+        descent.run()
+        if descent.best is not None:
+            self.check(descent.best)
+        judged = self.judge(descent.best or self.smallest, None)
+        return replace(
+            judged, plan=descent.best, smallest=self.smallest, candidates=self.search.simulated,
+            interrupted=self.search.is_limited, ended_by_clock=self.ended_by_clock,
+        )  # fmt: skip
+
+    def least_traffic(self) -> Plan:
+        """Returns the plan that recomputes only what saving would slow down."""
+        return self.search.least_traffic()
+
+    def front(self) -> list[Plan]:
+        """Returns plans of many peaks and many amounts of saved bytes, for a graph that shares its budget with others."""
+        return self.search.spread_out()
 
     def _without_budget(self) -> Plan | None:
         """Returns the cheapest plan within the soft budget if that costs little time; else the fastest plan."""
@@ -179,7 +180,7 @@ class Planner:
         top = steps if budget is None else min(steps, ((budget + 1) * steps - 1) // max(peak, 1))
         for step in range(top if Strategies.FILL in self.strategies else 0, 0, -1):
             level, best = peak * step // steps, search.best(budget)
-            if best is None or level < search.smallest.peak_bytes or search.is_over():
+            if best is None or level < search.smallest.peak_bytes or self.limit.has_passed(settings.plans_share):
                 break
             if min(best.cost_seconds, known_seconds) <= max(search.least_cost, bounds.seconds(level)):
                 break

@@ -16,6 +16,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.greedy_fill import fill
+from autoremat.planner.search.work_limit import DRAW, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
@@ -29,20 +30,22 @@ def recreate(
     budget: int,
     patience: int,
     is_good: Callable[[Plan], bool],
-    is_over: Callable[[], bool] = lambda: False,
+    limit: WorkLimit | None = None,
 ) -> Plan:
     """Returns the cheapest plan of a sequence of trials from ``start``, which must fit, within ``budget`` bytes.
 
     ``rebuild`` schedules and simulates a saved set. The trials end at a plan for which ``is_good`` returns True, or after
-    ``patience`` trials in a row without an improvement, or once ``is_over`` returns True. They are drawn from a fixed seed, so
-    equal arguments give equal plans.
+    ``patience`` trials in a row without an improvement, or once the plans' share of ``limit`` has passed. They are drawn from a
+    fixed seed, so equal arguments give equal plans.
     """
-    best, failures, draw = start, 0, _Draw(random.Random(SEED))
+    best, failures, draw, limit = start, 0, _Draw(random.Random(SEED)), limit or WorkLimit()
     for trial in range(settings.recreation_trials * patience):
-        if failures == patience or not best.saved or is_good(best) or is_over():
+        if failures == patience or not best.saved or is_good(best) or limit.has_passed(settings.plans_share):
             break
-        ruined = rebuild(draw.saved_set(best, trial))
-        found = fill(ruined, rebuild, budget, is_over=is_over) if ruined.peak_bytes <= budget else best
+        with limit.unit(DRAW * len(best.graph.ops)):
+            drawn = draw.saved_set(best, trial)
+        ruined = rebuild(drawn)
+        found = fill(ruined, rebuild, budget, limit=limit) if ruined.peak_bytes <= budget else best
         improves = found.cost_seconds < best.cost_seconds
         best, failures = (found, 0) if improves else (best, failures + 1)
     return best

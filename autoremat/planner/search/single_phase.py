@@ -14,7 +14,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import takewhile
 
 import numpy as np
 
@@ -24,8 +23,9 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Strategies
 from autoremat.planner.search.lower_bounds import Bounds, Moments, working_set_bytes
 from autoremat.planner.search.min_cut import MinCut
-from autoremat.planner.search.planner import Planner, PlanningResult
-from autoremat.planner.search.time_limit import TimeLimit
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.work_limit import PREPARATION, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 
@@ -79,11 +79,15 @@ def steps_of(graph: Graph) -> Iterator[Graph]:
 class OnePhaseBounds:
     """Lower bounds of a single-phase graph: the best over its splits at ops with many live bytes."""
 
-    def __init__(self, graph: Graph, limit: TimeLimit | None = None) -> None:
-        self.graph = graph
-        splits = [split_at(graph, place) for place in full_places(graph, SETTINGS.bound.single_phase_stretches)]
-        within = takewhile(lambda _: limit is None or not limit.has_passed(), splits)
-        self.starts = [Moments(split, MinCut(split), only_first=True, limit=limit) for split in within]
+    def __init__(self, graph: Graph, limit: WorkLimit | None = None) -> None:
+        self.graph, limit = graph, limit or WorkLimit()
+        self.starts: list[Moments] = []
+        for place in full_places(graph, SETTINGS.bound.single_phase_stretches):
+            if limit.has_passed():
+                break
+            with limit.unit(PREPARATION * len(graph.ops)):
+                split = split_at(graph, place)
+                self.starts.append(Moments(split, MinCut(split, limit), only_first=True))
         self._seconds: dict[int, float] = {}  # cached, because the planning of every split asks for the same budgets
 
     def seconds(self, budget: int) -> float:
@@ -109,7 +113,9 @@ def fits(plan: Plan, budget: int | None) -> bool:
     return budget is None or plan.peak_bytes <= budget
 
 
-def outcome(plans: list[Plan], budget: int | None, bounds: Bounds, candidates: int, interrupted: bool) -> PlanningResult:
+def outcome(
+    plans: list[Plan], budget: int | None, bounds: Bounds, candidates: int, interrupted: bool = False
+) -> PlanningResult:
     """Returns the cheapest fitting plan and the smallest of ``plans`` (at least one), with the lower bounds of their graph."""
     best = min((plan for plan in plans if fits(plan, budget)), key=lambda p: (p.cost_seconds, p.peak_bytes), default=None)
     smallest = min(plans, key=lambda p: (p.peak_bytes, p.cost_seconds))
@@ -124,24 +130,23 @@ def search(graph: Graph, budget: int | None, time_limit: float, strategies: Stra
     """Returns the cheapest plan that ``strategies`` find within ``budget`` bytes (None: no bound).
 
     Memory is filled in fixed steps. Without ruin and recreate, a larger budget then never costs more. Each split may take half
-    of the time that is left.
+    of the work that is left.
     """
     if not graph.single_phase:
         return Planner(graph, time_limit, strategies, stepwise=True).find(budget)
-    limit = TimeLimit(time_limit)
+    limit = WorkLimit(time_limit)
     plans, bounds = [without_recomputation(graph)], OnePhaseBounds(graph, limit)
-    simulated, interrupted = 1, False
+    simulated = 1
     for step in steps_of(graph):
         known = min((plan.added_seconds for plan in plans if fits(plan, budget)), default=math.inf)
         if known <= (0.0 if budget is None else bounds.seconds(budget)):
             break
-        left = limit.left
-        if left <= 0.0 and simulated > 1:
-            interrupted = True
+        if simulated > 1 and limit.has_passed():
             break
-        planner = Planner(step, left / 2, strategies, stepwise=True, bounds=bounds)
+        planner = Planner(step, limit.seconds_left / 2, strategies, stepwise=True, bounds=bounds)
         found = (planner.choose(budget, known), planner.search.smallest)
         plans += [joined(graph, plan) for plan in filter(None, found)]
         simulated += planner.search.simulated
-        interrupted = interrupted or planner.search.is_limited
-    return outcome(plans, budget, bounds, simulated, interrupted)
+        limit.include(planner.limit)
+    best = outcome(plans, budget, bounds, simulated)
+    return replace(best, interrupted=limit.interrupted, ended_by_clock=limit.ended_by_clock)

@@ -1,16 +1,18 @@
 """The budget of time: the least peak of a step that takes little longer than under the fastest plan.
 
-The search answers the opposite question: the least cost for a budget in bytes. :func:`least_peak` therefore bisects over
-budgets. It looks for the least budget whose plan keeps the time.
+The search answers the opposite question: the least cost for a budget in bytes. :class:`Descent` therefore bisects over budgets.
+It looks for the least budget whose plan keeps the time.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.planner import ROUNDING, Planner, PlanningResult
+from autoremat.planner.search.candidates import Search
+from autoremat.planner.search.lower_bounds import Moments
+from autoremat.planner.search.planning_result import ROUNDING
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
@@ -26,9 +28,9 @@ class TimeBudget:
     """Share of these seconds by which a plan may exceed them."""
 
     @classmethod
-    def of(cls, planner: Planner, max_slowdown: float) -> TimeBudget:
-        """Returns the budget of time beside the fastest plan of ``planner``."""
-        return cls(_seconds(_fastest(planner)), max_slowdown)
+    def of(cls, fastest: Plan, max_slowdown: float) -> TimeBudget:
+        """Returns the budget of time beside the fastest plan."""
+        return cls(_seconds(fastest), max_slowdown)
 
     def slowdown(self, plan: Plan) -> float:
         """Returns the share by which the step under ``plan`` takes longer than under the fastest plan.
@@ -41,9 +43,8 @@ class TimeBudget:
         """Returns True if the step under ``plan`` keeps to the time."""
         return self.slowdown(plan) <= self.max_slowdown + ROUNDING
 
-    def excludes(self, planner: Planner, budget_bytes: int) -> bool:
-        """Returns True if the lower bounds show that no plan within ``budget_bytes`` keeps to the time."""
-        seconds = planner.graph.step_seconds + planner.moments.seconds(budget_bytes)
+    def excludes(self, seconds: float) -> bool:
+        """Returns True if a step of at least ``seconds`` does not keep to the time."""
         return self._share_of(seconds) > self.max_slowdown + ROUNDING
 
     def _share_of(self, seconds: float) -> float:
@@ -59,27 +60,6 @@ def _seconds(plan: Plan) -> float:
     return seconds if seconds > ROUNDING * step else 0.0
 
 
-def _fastest(planner: Planner) -> Plan:
-    """Returns the plan of least time. Among equally fast ones it has the lowest peak."""
-    return min(planner.search.unfilled, key=lambda plan: (plan.cost_seconds, plan.peak_bytes))
-
-
-def least_peak(planner: Planner, time: TimeBudget) -> Plan | None:
-    """Returns the plan of the least peak found that keeps to ``time``; None if no plan does."""
-    descent = Descent(planner, time)
-    descent.run()
-    if descent.best is not None:
-        descent.best.check()
-    return descent.best
-
-
-def least_peak_result(planner: Planner, time: TimeBudget) -> PlanningResult:
-    """Returns the result of :func:`least_peak`. The lower bound on the added seconds is that for the plan's own peak."""
-    plan, search = least_peak(planner, time), planner.search
-    judged = planner.judge(plan or search.smallest, None)
-    return replace(judged, plan=plan, smallest=search.smallest, candidates=search.simulated, interrupted=search.is_limited)
-
-
 class Descent:
     """The search for the least budget whose plan keeps to a budget of time.
 
@@ -88,10 +68,11 @@ class Descent:
     levels, and can be a little higher for more time.
     """
 
-    def __init__(self, planner: Planner, time: TimeBudget) -> None:
-        self.planner, self.time, self.level = planner, time, settings.time_levels
-        self.least, self.most = planner.search.smallest.peak_bytes, _fastest(planner).peak_bytes
-        self.known = min(filter(time.keeps, planner.search.unfilled), key=_rank, default=None)
+    def __init__(self, search: Search, moments: Moments, time: TimeBudget) -> None:
+        self.search, self.moments, self.time, self.level = search, moments, time, settings.time_levels
+        fastest = min(search.unfilled, key=lambda plan: (plan.cost_seconds, plan.peak_bytes))
+        self.least, self.most = search.smallest.peak_bytes, fastest.peak_bytes
+        self.known = min(filter(time.keeps, search.unfilled), key=_rank, default=None)
         self.best = self.known
         """The plan of the least peak seen that keeps to the time."""
 
@@ -113,10 +94,10 @@ class Descent:
     def _keeps_at(self, level: int, thorough: bool = False) -> bool:
         """Returns True if a plan within the budget of ``level`` keeps to the time, by greedy fill alone or, if ``thorough``, by
         ruin and recreate too."""
-        budget, search = self.bytes_at(level), self.planner.search
+        budget, search = self.bytes_at(level), self.search
         if self.known is not None and self.known.peak_bytes <= budget:
             return True
-        if self.time.excludes(self.planner, budget):
+        if self.time.excludes(search.graph.step_seconds + self.moments.seconds(budget)):
             return False
         search.filled = []
         search.fill(budget)

@@ -7,17 +7,15 @@ first graph was granted, so the new one may use them.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
-from autoremat.compiler.breaks import until_reset
-from autoremat.options.options import Options
-from autoremat.torch_private import dynamo
+from autoremat.request.request import Request
+from autoremat.request.surroundings import Surroundings
+from autoremat.torch_private.dynamo import until_reset
 
 Place = tuple[int, float, str]
 """Dynamo's number of a function, the share and the compiler."""
@@ -44,28 +42,20 @@ class _Grant:
 _grants: dict[Place, list[_Grant]] = {}
 
 
-def with_grant(options: Options, inputs: Iterable[Any]) -> Options:
-    """Returns ``options`` with the bytes that an earlier graph of the present function was granted under the same share."""
-    place, parameters = _place(options), _parameters(inputs)
-    found = [grant.bytes for grant in _grants.get(place, ()) if grant.concerns(parameters)] if place is not None else []
-    return dataclasses.replace(options, granted_bytes=max(found)) if found else options
+def granted_bytes(function: int | None, share: float, compiler: str, parameters: Sequence[torch.nn.Parameter]) -> int:
+    """Returns the bytes that an earlier graph of ``function`` was granted under the same share; 0 if there is none."""
+    if function is None:
+        return 0
+    grants = _grants.get((function, share, compiler), ())
+    return max((grant.bytes for grant in grants if grant.concerns(parameters)), default=0)
 
 
-def note_grant(options: Options, inputs: Iterable[Any], budget_bytes: int | None) -> None:
+def note_grant(request: Request, around: Surroundings, budget_bytes: int | None) -> None:
     """Notes the bytes that the present graph is granted, for later graphs of its function."""
-    place, parameters = _place(options), _parameters(inputs)
-    if place is None or budget_bytes is None:
+    share = request.limits.reference_share
+    if share is None or around.function is None or budget_bytes is None:
         return
+    place, parameters = (around.function, share, request.compiler), around.parameters
     alive = [grant for grant in _grants.get(place, ()) if grant.holds()]
     new = _Grant(budget_bytes, tuple(map(weakref.ref, parameters)), until_reset())
     _grants[place] = [*(grant for grant in alive if not grant.concerns(parameters) or grant.bytes > budget_bytes), new]
-
-
-def _place(options: Options) -> Place | None:
-    """Returns the place of the present graph; None unless the budget is a share."""
-    function, share = dynamo.number_of_function(), options.memory_budget
-    return (function, share, options.compiler) if isinstance(share, float) and function is not None else None
-
-
-def _parameters(inputs: Iterable[Any]) -> list[torch.Tensor]:
-    return [tensor for tensor in inputs if isinstance(tensor, torch.nn.Parameter)]

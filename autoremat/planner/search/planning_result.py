@@ -1,0 +1,51 @@
+"""The result of a search for a plan within a budget."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from autoremat.planner.plans.plan import Plan
+
+ROUNDING = 1e-9
+"""Share of the step below which a difference in seconds counts as zero."""
+
+
+@dataclass(frozen=True)
+class PlanningResult:
+    """Result of a search. ``plan`` is None if no plan found fits the budget."""
+
+    plan: Plan | None
+    baseline: Plan
+    """Plan without recomputation: everything that the backward reads is saved."""
+    smallest: Plan
+    """Plan of the minimum peak found."""
+    lower_bound_bytes: int
+    """Lower bound on the peak of any plan."""
+    lower_bound_seconds: float
+    """Lower bound on the added seconds of any plan within the budget; infinite if no plan fits."""
+    candidates: int
+    interrupted: bool
+    """True if the time limit, as an amount of work, ended the search."""
+    ended_by_clock: bool = False
+    """True if the clock ended it earlier, or ended one that it builds on: another search may find another plan."""
+
+    def within_gap(self, plan: Plan, good_gap: float) -> bool:
+        """Returns True if the optimality gap of ``plan``, as a share of the step, is at most ``good_gap``."""
+        step, bound = plan.graph.step_seconds, self.lower_bound_seconds
+        return plan.added_seconds <= bound + good_gap * (step + bound) + ROUNDING * step
+
+    def is_converged(self, good_gap: float) -> bool:
+        """Returns True if the optimality gap of the plan is at most ``good_gap``, or if the bound shows that no plan fits."""
+        return math.isinf(self.lower_bound_seconds) or (self.plan is not None and self.within_gap(self.plan, good_gap))
+
+    def with_plans(self, plans: list[Plan], budget: int, interrupted: bool) -> PlanningResult:
+        """Returns the result after adding ``plans``, for a budget in bytes. The best and the smallest plan are checked."""
+        known = [*filter(None, (self.plan, self.smallest)), *plans]
+        fitting = [plan for plan in known if plan.peak_bytes <= budget]
+        best = min(fitting, key=lambda p: (p.cost_seconds, p.peak_bytes), default=None)
+        smallest = min(known, key=lambda p: (p.peak_bytes, p.cost_seconds))
+        for plan in filter(None, (best, smallest)):
+            plan.check()
+        candidates, interrupted = self.candidates + len(plans), self.interrupted or interrupted
+        return replace(self, plan=best, smallest=smallest, candidates=candidates, interrupted=interrupted)

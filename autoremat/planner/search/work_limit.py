@@ -1,0 +1,98 @@
+"""The limit of a search: an amount of work, counted in steps, so that equal requests end at the same step on any machine.
+
+A unit of work is a step whose length follows from the graph alone: a minimum cut, a simulated plan, a round of greedy fill, a
+check. Its work is the number of its nodes, arcs, ops or executions, times a weight. A share of the work ends each stage, so
+that a graph whose candidates take long still gets a filled plan and lower bounds.
+
+The clock is the last resort, for a machine that is several times slower than the one of the weights. It runs during units
+alone. Only it can give an equal request another plan, so a search remembers which of the two has ended it.
+
+The weights are about microseconds of processor time per item, so that all kinds of units count fairly. They were measured on
+MLPs, convolutional networks and transformers of 250 to 15,000 ops; ``benchmarks/work_weights.py`` measures them again.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+PREPARATION = 8.0
+"""Work per op to build a flow network and to find the places and the bytes that a search starts from."""
+
+CUT = 0.1
+"""Work per node and arc of a minimum cut."""
+
+DRAW = 0.4
+"""Work per op to draw the saved set of a trial of ruin and recreate."""
+
+SIMULATION = 2.2
+"""Work per execution to schedule and simulate a plan."""
+
+FILL = 3.6
+"""Work per execution to choose the values that a round of greedy fill saves."""
+
+CHECK = 6.0
+"""Work per execution to check a plan."""
+
+WORK_PER_SECOND = 300_000.0
+"""Work per second of the time limit. Where the weights hold, a search that uses all its work takes 30 % of the limit."""
+
+
+class WorkLimit:
+    """The work that a search may do under a time limit in ``seconds``, and how much it has done."""
+
+    def __init__(self, seconds: float = math.inf) -> None:
+        self.seconds = seconds
+        self.ended_by_clock = False
+        """True if the clock has left something out, in this search or in one before it."""
+        self.restart()
+
+    def restart(self) -> None:
+        """Begins a new search with all the work and all the time."""
+        self.done = 0.0
+        """Work of the search up to now."""
+        self.elapsed = 0.0
+        """Seconds of its units."""
+        self.interrupted = False
+        """True if the search has left something out, because its work was done or its time was over."""
+        self._longest = 0.0
+
+    @contextmanager
+    def unit(self, work: float = 0.0) -> Iterator[None]:
+        """Counts ``work`` and the seconds of the body, which has no unit inside. It may :meth:`add` work that it finds out."""
+        began = time.monotonic()
+        yield
+        self.add(work)
+        took = time.monotonic() - began
+        self.elapsed += took
+        self._longest = max(self._longest, took)
+
+    def add(self, work: float) -> None:
+        """Counts ``work``."""
+        self.done += work
+
+    def include(self, part: WorkLimit) -> None:
+        """Counts the units of a search that is part of this one."""
+        self.add(part.done)
+        self.elapsed += part.elapsed
+        self.interrupted = self.interrupted or part.interrupted
+        self.ended_by_clock = self.ended_by_clock or part.ended_by_clock
+
+    def has_passed(self, share: float = 1.0) -> bool:
+        """Returns True if no further unit may begin within that share of the work.
+
+        The clock ends a stage in time to leave later stages half of their share, and the search before a unit that may end
+        late. A unit may take as long as the longest one before it.
+        """
+        is_done = self.done >= share * self.seconds * WORK_PER_SECOND
+        is_late = self.elapsed > (1 + share) / 2 * self.seconds or self.elapsed + self._longest > self.seconds
+        self.interrupted = self.interrupted or is_done or is_late
+        self.ended_by_clock = self.ended_by_clock or (is_late and not is_done)
+        return is_done or is_late
+
+    @property
+    def seconds_left(self) -> float:
+        """The time limit of a search with the work that is left, or less than zero. The clock does not count."""
+        return self.seconds - self.done / WORK_PER_SECOND

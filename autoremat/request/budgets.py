@@ -1,0 +1,182 @@
+"""Resolves budgets: from the options and the surroundings of a graph to its request.
+
+This module alone tells kinds of budgets apart. Every front door asks it, and nothing behind it sees a budget as users write it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import replace
+
+from autoremat.basics.budget import FORMS_ANYWHERE
+from autoremat.basics.errors import BudgetWarning, OptionsError, OptionWarning
+from autoremat.basics.units import format_bytes
+from autoremat.options.options import Options
+from autoremat.planner.cost import device_memory
+from autoremat.planner.multigraph.device_budget import DeviceBudget
+from autoremat.planner.multigraph.ledger import Share
+from autoremat.planner.multigraph.open_calls import OpenCalls
+from autoremat.planner.multigraph.step_profile import Budget, StepProfile
+from autoremat.request.grants import granted_bytes
+from autoremat.request.limits import Limits
+from autoremat.request.open_calls import open_calls_of
+from autoremat.request.request import Request
+from autoremat.request.surroundings import Surroundings
+from autoremat.torch_private.dynamo import in_few_words
+
+ADVICE_FOR_A_BLOCK = (
+    "the figures are those of one block in its share of the step's budget, and generated code may need more than its plan: "
+    "raise the budget of the step. For larger inputs than in the profiled step, call profile_again() on the result of "
+    "compile_blocks"
+)
+
+
+def requests_of(options: Options, around: Surroundings) -> Mapping[int | None, Request]:
+    """Returns the request of a graph for each block that calls it. The block None stands for all other calls.
+
+    Equal requests are one object. Warns with ``BudgetWarning`` if a profiled step did not have the graph. Raises
+    ``OptionsError`` if free memory is asked for and there is none, and ``DeviceTooSmall`` if nothing is left of a device.
+    """
+    profile = options.memory_budget
+    if not isinstance(profile, StepProfile):
+        return {None: request_of(options, around)}
+    shares = profile.shares_of(around.key) or profile.shares_of_block(around.block)
+    if not shares:
+        if around.key not in profile.step.others:
+            warnings.warn(
+                "a graph is compiled that the profiled step did not have, under the whole budget of the step: the peaks of "
+                "this graph and of others can add up. Profile the function that is compiled, with inputs of these shapes",
+                BudgetWarning,
+                stacklevel=3,
+            )
+        return {None: _request_of(profile.budget_bytes, options, around)}
+    found = {share: _of_share(share, profile, options, around) for share in dict.fromkeys(shares.values())}
+    return {block: found[share] for block, share in shares.items()}
+
+
+def request_of(options: Options, around: Surroundings) -> Request:
+    """Returns the request of a graph, or of a step of several graphs, under a budget of its own."""
+    return _request_of(options.memory_budget, options, around)
+
+
+def _request_of(budget: Budget, options: Options, around: Surroundings) -> Request:
+    calls = open_calls_of(options, around.stage)
+    limits = _limits_of(budget, options, around, calls)
+    if around.why_broken is None:
+        return Request.of(options, limits, calls)
+    why = f" ({in_few_words(around.why_broken).partition('. ')[0]})" if around.why_broken else ""
+    advice = (
+        f"this is one graph of several, for Dynamo broke the function{why}: share one budget among them, by "
+        "autoremat.profile_step(function, *inputs, memory_budget=...)"
+    )
+    # The graphs that follow are unknown, and a small one may have nothing to recompute. Under a share, a graph that does not
+    # fit its own one takes the minimum peak, and the step as a whole is judged when it runs.
+    return Request.of(options, replace(limits, advice=(advice,)), calls, is_part=limits.reference_share is not None)
+
+
+def request_of_recording(options: Options) -> Request:
+    """Returns the request of a graph whose step is measured. Its plan has the minimum peak, whatever the budget."""
+    bounded = options.memory_budget is not None
+    return Request.of(options, Limits(reference_share=1.0 if bounded else None, max_slowdown=options.allowed_slowdown))
+
+
+def _limits_of(budget: Budget, options: Options, around: Surroundings, calls: OpenCalls) -> Limits:
+    """Returns the limits of a graph under ``budget``."""
+    limits = Limits(max_slowdown=options.allowed_slowdown)
+    match budget:
+        case DeviceBudget() as device:
+            ledger = device.of_graph(around.given_bytes, calls.accumulates)
+            return _limits_on_device(limits, ledger, options)
+        case "auto":
+            free = _free_bytes(options, around)
+            if not around.optimizer_rows:
+                return replace(limits, peak_bytes=free - options.auto_headroom)
+            name = f"memory that is free on {around.device}"
+            device = DeviceBudget(free, around.optimizer_rows, options.auto_headroom, name)
+            return _limits_on_device(limits, device.of_graph(0, calls.accumulates), options)
+        case float() as share:
+            granted = granted_bytes(around.function, share, options.compiler, around.parameters)
+            return replace(limits, reference_share=share, granted_bytes=granted)
+        case int() as number:
+            return replace(limits, peak_bytes=number)
+    return limits
+
+
+def _limits_on_device(limits: Limits, ledger: DeviceBudget, options: Options) -> Limits:
+    """Returns ``limits`` with the bytes that the ledger of a device leaves.
+
+    Raises ``DeviceTooSmall`` if the ledger alone exceeds the device, or warns of it if the best effort is asked for.
+    """
+    if options.on_infeasible == "raise":
+        ledger.check()
+    elif not ledger.fits(1):
+        needed = format_bytes(ledger.device_bytes(1) + ledger.reserve_bytes)
+        warnings.warn(
+            f"the ledger of the device needs {needed} of {format_bytes(ledger.total_bytes)}, whatever is recomputed: "
+            f"{ledger.advice(ledger.binding(1))}",
+            BudgetWarning,
+            stacklevel=2,
+        )
+    return replace(limits, peak_bytes=max(1, ledger.budget_bytes), ledger=ledger)
+
+
+def _free_bytes(options: Options, around: Surroundings) -> int:
+    """Returns the free bytes of the device. Raises ``OptionsError`` if there is no device, or nothing free on it."""
+    free, headroom = around.free_bytes, options.auto_headroom
+    if free is None:
+        raise OptionsError(
+            f'memory_budget="auto" needs a CUDA device, and the model is on none. Accepted elsewhere: {FORMS_ANYWHERE}'
+        )
+    if free <= headroom:
+        raise OptionsError(
+            f'memory_budget="auto" leaves nothing: {format_bytes(free)} ({free} bytes) are free on the device, and '
+            f"auto_headroom={headroom} ({format_bytes(headroom)}) is to stay free. "
+            "Free device memory, lower `auto_headroom`, or give the budget in bytes."
+        )
+    return free
+
+
+def _of_share(share: Share | None, profile: StepProfile, options: Options, around: Surroundings) -> Request:
+    """Returns the request of a graph with a share in the budget of a profiled step; None for a profile without a budget."""
+    if options.in_flight is not None or options.accumulate is not None:
+        warnings.warn(
+            "in_flight and accumulate have no effect under a profiled step, whose profile counts open calls and gradients "
+            "itself",
+            OptionWarning,
+            stacklevel=4,
+        )
+    advice = () if around.block is None else (ADVICE_FOR_A_BLOCK,)
+    peak = None if share is None else share.peak_bytes
+    return Request.of(options, Limits(peak, step_share=share, ledger=profile.device_ledger, advice=advice), OpenCalls())
+
+
+# -- questions about a budget that is not resolved yet -----------------------------------------------------------------
+
+
+def is_profile(options: Options) -> bool:
+    """Returns True if the budget is a step profile."""
+    return isinstance(options.memory_budget, StepProfile)
+
+
+def card_of(options: Options) -> str | None:
+    """Returns the card by name whose memory a device budget divides; None if there is none."""
+    budget = options.memory_budget
+    if not isinstance(budget, DeviceBudget) or device_memory(budget.device) is None:
+        return None
+    return budget.device
+
+
+def refuse_step_profiles(options: Options) -> None:
+    """Raises ``OptionsError`` if the budget is a step profile."""
+    if is_profile(options):
+        raise OptionsError(
+            "memory_budget: a step profile shares its budget out among the graphs that are compiled; here each graph is "
+            "planned by itself. Accepted here: bytes, a share or None; printing the profile shows the whole step"
+        )
+
+
+def refuse_shares(budget: object, tool: str) -> None:
+    """Raises ``OptionsError`` unless ``budget`` can be in bytes, as ``tool`` needs it to plan steps of several sizes."""
+    if isinstance(budget, float) or budget is None:
+        raise OptionsError(f'memory_budget={budget!r}: {tool} needs bytes, as in "60GiB", or "auto"')
