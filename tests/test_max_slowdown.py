@@ -15,10 +15,11 @@ from torch import nn
 
 import autoremat
 from autoremat.basics.errors import AgreementError, BudgetInfeasible, BudgetWarning, OptionsError
+from autoremat.compiler.joint_graph import ToldPlan
 from autoremat.compiler.peers import _compare_options
 from autoremat.compiler.planning import plan_graph
-from autoremat.compiler.told_plan import TOLD, ToldPlan, plan_as_told, told
 from autoremat.options.options import Options
+from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import ROUNDING
 from autoremat.planner.search.time_budget import Descent, TimeBudget
@@ -255,8 +256,8 @@ def test_gradients_are_those_without_recomputation():
 def test_another_rank_takes_the_plan_with_its_time():
     def look(preview: Preview) -> tuple[Report, Report]:
         leading = plan_graph(preview.priced, preview.context)
-        message = TOLD.read(ToldPlan, json.loads(told(leading).to_json()))
-        following = plan_as_told(preview.priced, preview.context, message)
+        told = ToldPlan(PlanFile.of(leading.plan), leading.report.loss_chunks)
+        following = plan_graph(preview.priced, dataclasses.replace(preview.context, told=told))
         assert leading.report is not None
         assert following.report is not None
         return leading.report, following.report

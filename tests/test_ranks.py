@@ -7,11 +7,13 @@ import os
 import random
 import signal
 import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,8 +22,14 @@ from torch import nn
 
 import autoremat
 from autoremat.agreement import channel, rendezvous
+from autoremat.agreement.session import Session
 from autoremat.basics.errors import find_cause
-from autoremat.compiler import joint_graph, peers
+from autoremat.capture import pricing
+from autoremat.compiler import compile_loop, joint_graph, peers, records
+from autoremat.compiler.lowering import Lowered
+from autoremat.compiler.partitioner import Partitioner
+from autoremat.planner.cost import Curve, Rate, Rates, curve_name
+from autoremat.torch_private import compilers
 
 pytestmark = pytest.mark.slow  # each rank is a process
 
@@ -35,13 +43,15 @@ def blocks(width: int, depth: int) -> nn.Module:
 
 
 def step(options: dict[str, Any], width: int = 64, depth: int = 6, rows: int = 256) -> dict[str, Any]:
-    """The plan and the figures of a step, or its error."""
+    """The plan and the figures of a step, with the rounds of its agreement, or its error."""
     torch._dynamo.reset()
     model = blocks(width, depth)
     compiled = torch.compile(model, backend="autoremat", options=options)
-    begin = time.monotonic()
+    begin, rounds, true = time.monotonic(), [], Session.round
+    noting = mock.patch.object(Session, "round", lambda self, topic, *given: rounds.append(topic) or true(self, topic, *given))
     try:
-        compiled(torch.randn(rows, width)).square().mean().backward()
+        with noting:
+            compiled(torch.randn(rows, width)).square().mean().backward()
     except Exception as error:
         cause = find_cause(error, autoremat.AutorematError) or error
         return {"error": type(cause).__name__, "text": str(cause), "rank": getattr(cause, "rank", None)}
@@ -52,6 +62,8 @@ def step(options: dict[str, Any], width: int = 64, depth: int = 6, rows: int = 2
         "added": (report.recompute_seconds, report.step_seconds),
         "peak": report.peak_bytes,
         "seconds": time.monotonic() - begin,
+        "rounds": rounds,
+        "replans": report.replans,
         "gradients": [p.grad for p in model.parameters()],
     }
 
@@ -71,6 +83,30 @@ def with_costs_reversed(options: dict[str, Any]) -> dict[str, Any]:
         return step(options)
     finally:
         joint_graph.priced = true
+
+
+def with_rates(options: dict[str, Any], scale: float) -> dict[str, Any]:
+    """A step priced by measured rates, of which those of matrix products are scaled by ``scale``."""
+    curves = {curve_name(rate): Curve(((1e6, scale * 1e-4 if rate is Rate.MATMUL else 1e-4),)) for rate in Rate}
+    rates = Rates("cpu", 1e-6, curves)
+    with mock.patch.object(pricing, "rates_of", return_value=rates), mock.patch.object(peers, "rates_of", return_value=rates):
+        return step(options | {"cost_model": "calibrated"})
+
+
+def with_code(excess: float) -> dict[str, Any]:
+    """A step whose first code needs more than its plan, by a share of the budget. Its graphs then run uncompiled."""
+    codes = []
+
+    def lower(source: Any, partitioning: Any, identity: Any, decide: Any) -> Any:
+        function = compilers.compile_uncompiled(source.module, source.inputs, Partitioner(partitioning))
+        planned = partitioning.planned
+        codes.append(planned.report.predicted_peak_bytes + planned.code_headroom_bytes)
+        peak = codes[-1] + (0 if len(codes) > 1 else int(excess * planned.report.budget_bytes))
+        verdict = decide(Lowered({False: peak, True: peak}))
+        return None if verdict else function, Lowered({False: peak, True: peak}), verdict
+
+    with mock.patch.object(compile_loop, "lower", lower), mock.patch.object(records, "load", return_value=None):
+        return step({"memory_budget": 0.8, "cost_model": "roofline"})
 
 
 def without_capture(options: dict[str, Any]) -> dict[str, Any]:
@@ -94,20 +130,19 @@ def falling_back(take: Callable[[dict[str, Any]], dict[str, Any]]) -> str:
     return str(caught[0].message)
 
 
+def without_plan(options: dict[str, Any], **sizes: int) -> dict[str, Any]:
+    """A step that this process cannot plan."""
+    with mock.patch.object(peers, "plan_graph", side_effect=RuntimeError("an unknown graph")):
+        return step(options, **sizes)
+
+
 def interrupted() -> dict[str, Any]:
-    """A step whose plan an interrupt ends, if this process plans."""
-    true = peers.plan_graph
-
-    def interrupt(*_: Any) -> Any:
-        raise KeyboardInterrupt
-
-    peers.plan_graph = interrupt
-    try:
-        return step(SHARE)
-    except KeyboardInterrupt:
-        return {"error": "KeyboardInterrupt"}
-    finally:
-        peers.plan_graph = true
+    """A step whose plan an interrupt ends."""
+    with mock.patch.object(peers, "plan_graph", side_effect=KeyboardInterrupt):
+        try:
+            return step(SHARE)
+        except KeyboardInterrupt:
+            return {"error": "KeyboardInterrupt"}
 
 
 def with_an_uneven_batch(rank: int) -> tuple[list[int], list[str]]:
@@ -129,6 +164,8 @@ def scenarios(rank: int) -> dict[str, Any]:
     """Steps of one rank of two, by the thing that differs between the ranks."""
     return {
         "costs": (with_costs_reversed if rank else step)(SHARE),
+        "rates": with_rates(SHARE, 30.0 if rank else 0.1),
+        "code": with_code(0.1 if rank else 0.0),
         "costs, each by itself": (with_costs_reversed if rank else step)(SHARE | {"agreement": "off"}),
         "budget": step(EAGER | {"memory_budget": 600_000 if rank else 10**9}),
         "infeasible": step(EAGER | {"memory_budget": 1000 if rank else 10**9}),
@@ -136,10 +173,13 @@ def scenarios(rank: int) -> dict[str, Any]:
         "options": step(SHARE | {"save": ["*.1"] if rank else []}),
         "failure": (without_capture if rank else step)(SHARE),
         "fallback": falling_back(without_capture if rank else step),
+        "late fallback": falling_back(without_plan if rank else step),
         "sizes": step(SHARE, rows=256 + 64 * rank),
+        "sizes, one of them infeasible": step(EAGER | {"memory_budget": 700_000}, rows=256 + 2048 * rank),
+        "sizes, one of them not planned": step(SHARE, rows=256) if not rank else without_plan(SHARE, rows=320),
         "time of arrival": time.sleep(2 * rank) or step(SHARE),
         "order": [step(SHARE, depth=depth) for depth in ((8, 10) if rank else (10, 8))],
-        "interrupt": interrupted(),
+        "interrupt": step(SHARE) if rank else interrupted(),
         "nothing": step(SHARE),
         "uneven batch": with_an_uneven_batch(rank),  # afterwards, rank 1 does not wait
     }
@@ -152,12 +192,27 @@ def found() -> dict[str, tuple[Any, Any]]:
     return {name: (first[name], second[name]) for name in first}
 
 
-@pytest.mark.parametrize("difference", ["costs", "time of arrival", "nothing", "budget"])
-def test_ranks_have_one_plan_although_something_differs(found, difference):
+@pytest.mark.parametrize("difference", ["rates", "time of arrival", "nothing", "budget"])
+def test_ranks_find_one_plan_although_something_differs(found, difference):
     first, second = found[difference]
     assert first["schedule"] == second["schedule"]
     assert (first["added"], first["budget"]) == (second["added"], second["budget"])
     assert all(map(torch.equal, first["gradients"], second["gradients"]))
+    assert first["rounds"] == second["rounds"] == ["options", "graph", "end"]
+
+
+def test_the_plan_of_the_lowest_rank_holds_where_ranks_find_different_ones(found):
+    (first, second), (alone, _) = found["costs"], found["costs, each by itself"]
+    assert first["schedule"] == second["schedule"] == alone["schedule"]
+    assert all(map(torch.equal, first["gradients"], second["gradients"]))
+    assert first["rounds"] == second["rounds"] == ["options", "graph", "end", "plan", "end"]
+
+
+def test_the_plan_of_the_rank_whose_code_needs_the_most_headroom_holds(found):
+    first, second = found["code"]
+    assert first["schedule"] == second["schedule"]
+    assert first["rounds"] == second["rounds"] == ["options", "graph", "end", "plan", "end"]
+    assert first["peak"] <= 0.95 * first["budget"], "the plan of rank 1, whose first code exceeded the budget"
 
 
 def test_without_agreement_ranks_plan_by_their_own_costs(found):
@@ -209,11 +264,21 @@ def test_an_uneven_batch_is_planned_by_its_rank_while_the_other_is_in_a_collecti
 
 def test_all_ranks_fall_back_together(found):
     assert all("an unknown op" in text for text in found["fallback"])
+    assert all("an unknown graph" in text for text in found["late fallback"])
 
 
 def test_ranks_with_graphs_of_different_sizes_plan_by_themselves(found):
     first, second = found["sizes"]
     assert first["budget"] < second["budget"]
+
+
+def test_a_rank_that_cannot_compile_ends_ranks_with_other_graphs(found):
+    first, second = found["sizes, one of them infeasible"]
+    assert [(one["error"], one["rank"]) for one in (first, second)] == [("BudgetInfeasible", 1), ("BudgetInfeasible", None)]
+    assert "within the budget of rank 1" in first["text"]
+    first, second = found["sizes, one of them not planned"]
+    assert (first["error"], first["rank"], second["error"]) == ("AgreementError", 1, "PlanningError")
+    assert "an unknown graph" in first["text"]
 
 
 def test_ranks_compile_in_opposite_order(found):
@@ -241,17 +306,55 @@ def test_a_rank_that_is_killed_ends_the_compilation_on_the_others(lost, at):
     assert f"rank {lost} is lost: its process" in other["text"]
 
 
+def failing_alone(rank: int) -> tuple[str, list[str]]:
+    """Two steps, after each of which gradients are summed. The second batch of rank 1 is too large for its budget."""
+    torch._dynamo.reset()
+    rendezvous.ALONE = 0.2
+    model = blocks(64, 6)
+    compiled = torch.compile(model, backend="autoremat", options=EAGER | {"memory_budget": 700_000}, dynamic=False)
+    try:
+        for rows in (256, 2048 if rank else 256):
+            compiled(torch.randn(rows, 64)).square().mean().backward()
+            for parameter in model.parameters():
+                torch.distributed.all_reduce(parameter.grad)
+    except Exception as error:
+        if rank:
+            os._exit(7)  # as an uncaught error ends a process
+        sys.excepthook(type(error), error, None)
+        return type(error).__name__, getattr(error, "__notes__", [])
+    raise AssertionError
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="this Python's errors have no notes")
+def test_a_rank_in_a_collective_names_the_rank_that_could_not_compile():
+    first, second = run_ranks(failing_alone, 2)
+    assert "ended with code 7" in second.error
+    kind, [note] = values([first])[0]
+    assert kind == "RuntimeError", "the collective's own error"
+    assert "before this error, rank 1 failed while it compiled" in note
+    assert "BudgetInfeasible" in note
+    assert note.splitlines()[0] in first.output
+
+
 def stopping(rank: int, seconds: float, patience: float) -> dict[str, Any]:
-    """A step in which the process of rank 0 stands still for ``seconds`` while it plans."""
+    """A step in which the process of rank 0 stands still for ``seconds`` while it plans and the other rank waits for it."""
     channel.SILENCE = patience
-    true = peers.plan_graph
+    true, true_round, store = peers.plan_graph, Session.round, torch.distributed.distributed_c10d._get_default_store()
+
+    def arriving(session: Session, topic: str, *given: Any) -> Any:
+        if topic == "end":
+            store.set(f"arrived {rank}", "")
+        return true_round(session, topic, *given)
 
     def plan(*given: Any) -> Any:
+        store.wait(["arrived 1"])
         subprocess.Popen(["sh", "-c", f"sleep {seconds}; kill -CONT {os.getpid()}"])
         os.kill(os.getpid(), signal.SIGSTOP)
         return true(*given)
 
-    peers.plan_graph = plan
+    Session.round = arriving
+    if rank == 0:
+        peers.plan_graph = plan
     return step(SHARE)
 
 
@@ -325,5 +428,5 @@ def test_caches_of_single_ranks_have_no_influence(tmp_path):
     for found in (cold, mixed, warm):
         assert found[0]["schedule"] == found[1]["schedule"] == cold[0]["schedule"]
         assert found[0]["peak"] == found[1]["peak"] <= found[0]["budget"]
-    assert [one["planned"] >= 1 for one in (*cold, *mixed)] == [True, False] * 2
+    assert all(one["planned"] >= 1 for one in (*cold, *mixed))
     assert [one["planned"] for one in warm] == [0, 0]

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -15,11 +16,12 @@ from torch.distributed import HashStore
 
 from autoremat.agreement import channel as channels
 from autoremat.agreement import presence as presences
+from autoremat.agreement import session as sessions
 from autoremat.agreement.channel import Channel
 from autoremat.agreement.local_process import LocalProcess, State
 from autoremat.agreement.presence import Presence, Pulse
 from autoremat.agreement.rendezvous import Meeting
-from autoremat.agreement.session import Session
+from autoremat.agreement.session import Session, grouped
 from autoremat.basics.errors import AgreementError, BudgetInfeasible, Occupant
 from autoremat.torch_private.processes import Job
 
@@ -34,8 +36,7 @@ def test_the_leader_makes_one_result_of_all_parts():
     def body(channel):
         rounds = session(channel)
         total = rounds.round("sum", channel.rank + 1, lambda parts: sum(parts.values()))
-        told = rounds.from_leader("tell", lambda: f"rank {channel.rank}")
-        rounds.close()
+        told = rounds.round("tell", None, lambda parts: f"rank {channel.rank}")
         return total, told
 
     assert together(body, 3) == [(6, "rank 0")] * 3
@@ -59,10 +60,10 @@ def test_an_error_on_one_rank_is_an_error_on_all(failing):
 
 def test_an_interrupt_of_the_leader_reaches_all():
     def body(channel):
-        def plan():
+        def plan(parts):
             raise KeyboardInterrupt
 
-        return session(channel).from_leader("plan", plan)
+        return session(channel).round("plan", None, plan)
 
     own, *others = together(body, 3)
     assert isinstance(own, KeyboardInterrupt)
@@ -114,10 +115,10 @@ def test_figures_of_an_infeasible_budget_reach_all_ranks():
     )
 
     def body(channel):
-        def plan():
+        def plan(parts):
             raise error
 
-        return session(channel).from_leader("plan", plan)
+        return session(channel).round("plan", None, plan)
 
     own, told = together(body, 2)
     assert own is error
@@ -188,14 +189,52 @@ def test_a_store_that_never_answers_is_an_error_and_later_requests_fail_at_once(
     assert len(asked) == 1
 
 
-def test_ranks_of_different_graphs_split():
-    def body(channel):
-        part = session(channel).split("graph", "even" if channel.rank % 2 == 0 else "odd")
-        value = part.round("sum", channel.rank, lambda parts: sum(parts.values()))
-        part.close()
-        return part.members, value
+def test_parts_are_grouped_by_a_value():
+    parts = {rank: {"graph": "odd" if rank % 2 else "even", "rank": rank} for rank in range(4)}
+    found = grouped(parts, "graph")
+    assert {graph: [*alike] for graph, alike in found.items()} == {"even": [0, 2], "odd": [1, 3]}
+    assert found["odd"][3] is parts[3]
 
-    assert together(body, 4) == [((0, 2), 2), ((1, 3), 4), ((0, 2), 2), ((1, 3), 4)]
+
+def test_a_rank_that_gives_up_in_the_last_round_ends_it_on_the_leader(monkeypatch):
+    true, gave_up = sessions.wait_for, threading.Event()
+
+    def wait_for(channel, key, writer):
+        if channel.rank:
+            raise AgreementError("rank 0 has not answered for 30 s", 0)
+        return true(channel, key, writer)
+
+    monkeypatch.setattr(sessions, "wait_for", wait_for)
+
+    def body(channel):
+        if channel.rank == 0:
+            assert gave_up.wait(LONG)
+        try:
+            return session(channel).round("end", None, lambda parts: None)
+        finally:
+            gave_up.set()
+
+    leading, other = together(body, 2)
+    assert str(other) == "rank 0 has not answered for 30 s"
+    assert str(leading).startswith("this process, rank 0, stood still")
+
+
+def test_nothing_is_exchanged_after_an_error():
+    def body(channel):
+        rounds = session(channel)
+        rounds.fail(ValueError("odd"))
+        return rounds.round("next", None, lambda parts: None)
+
+    assert all(isinstance(one, AgreementError) for one in together(body, 2))
+
+
+def test_ranks_that_fail_by_themselves_do_not_wait_for_each_other():
+    def body(channel):
+        channel.job = dataclasses.replace(channel.job, keeper=0)
+        session(channel).fail(ValueError("odd"))
+        return channel.count("test/heard", 0)
+
+    assert together(body, 3)[0] == 2
 
 
 def test_ranks_at_different_rounds_are_told_so():
@@ -206,18 +245,18 @@ def test_ranks_at_different_rounds_are_told_so():
     assert all("rank 1 is at 'plan'" in str(error) and "rank 0 is at 'verdict'" in str(error) for error in found)
 
 
-def test_a_closed_session_leaves_no_data_of_its_rounds():
+def test_a_round_leaves_no_data_of_earlier_ones():
     stores = []
 
     def body(channel):
         rounds = session(channel)
-        rounds.from_leader("plan", lambda: "x" * 1000)
+        for _ in range(2):
+            rounds.round("plan", "x" * 1000, lambda parts: parts[1])
         stores.append(channel)
-        rounds.close()
 
     together(body, 2)
-    assert not stores[0].has("test/1/result")
-    assert stores[0].has("test/2/result"), "a member may still read the end of the session"
+    assert not any(map(stores[0].has, ("test/1/result", "test/1/1", "test/2/1")))
+    assert stores[0].has("test/2/result"), "a member may still read the last result"
 
 
 def test_a_store_that_has_gone_is_an_agreement_error():

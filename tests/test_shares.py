@@ -16,8 +16,8 @@ import autoremat
 from autoremat.compiler import reference
 from autoremat.compiler.headroom import headroom_of
 from autoremat.compiler.joint_graph import PricedGraph
-from autoremat.compiler.peers import Members, _agreed
-from autoremat.compiler.planning import plan_graph
+from autoremat.compiler.peers import Members
+from autoremat.compiler.planning import EarlierSearches, plan_graph
 from autoremat.options.options import Options
 from autoremat.planner.graph.graph import Graph
 from autoremat.report.report import Report
@@ -110,7 +110,8 @@ def test_torch_is_asked_once_for_all_attempts(monkeypatch):
     monkeypatch.setattr(PricedGraph, "torchs_plan", lambda priced: asked.append(1) or torchs(priced))
 
     def look(preview):
-        return plan_graph(preview.priced, preview.context).report, plan_graph(preview.priced, preview.context).report
+        earlier = EarlierSearches()
+        return [plan_graph(preview.priced, preview.context, earlier).report for _ in range(2)]
 
     options = Options.parse({"memory_budget": 0.7, "cost_model": "roofline"}, None, compilers.inductor_config_names)
     ((first, second),), _ = previews(Gelu(), INPUT, {}, options, None, look)
@@ -234,8 +235,9 @@ class Ranks:
 
 @pytest.mark.parametrize(("ours", "theirs", "agreed"), [(300, 200, 200), (200, 300, 200), (300, 0, 0), (0, 0, 0)])
 def test_ranks_use_the_least_bytes_that_one_of_them_was_granted(ours, theirs, agreed):
-    request = Request(Limits(reference_share=0.5, granted_bytes=ours))
-    assert _agreed(Members(Ranks(theirs)), request).limits == Limits(reference_share=0.5, granted_bytes=agreed)
+    request = Request(Limits(reference_share=0.5, granted_bytes=ours), cost_model="roofline")
+    found = Members(Ranks(theirs)).agree(request, torch.device("cpu")).request
+    assert found.limits == Limits(reference_share=0.5, granted_bytes=agreed)
 
 
 class Broken(nn.Module):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
-import json
 import math
 import os
 import subprocess
@@ -17,13 +17,13 @@ from strategies import training_chain
 
 import autoremat
 from autoremat.compiler import joint_graph, loss_chunking
-from autoremat.compiler.joint_graph import PlanningContext
+from autoremat.compiler.joint_graph import ToldPlan
 from autoremat.compiler.planning import plan_graph
-from autoremat.compiler.told_plan import TOLD, ToldPlan, plan_as_told, told
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.ledger import Moment, PlanPoint
 from autoremat.planner.multigraph.step_profile import Step, StepGraph
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.planner.search import work_limit
 from autoremat.planner.search.candidates import spread_early
 from autoremat.planner.search.min_cut import MinCut
@@ -244,8 +244,8 @@ def test_the_report_of_a_step_names_the_clock_and_so_do_those_of_ranks_that_take
     def look(preview: Preview) -> tuple[Report, Report]:
         leading = plan_graph(preview.priced, preview.context)
         monkeypatch.undo()
-        message = TOLD.read(ToldPlan, json.loads(told(leading).to_json()))
-        return leading.report, plan_as_told(preview.priced, PlanningContext(parsed), message).report
+        told = ToldPlan(PlanFile.of(leading.plan), leading.report.loss_chunks, leading.report.ended_by_clock)
+        return leading.report, plan_graph(preview.priced, dataclasses.replace(preview.context, told=told)).report
 
     ticks = itertools.count()
     monkeypatch.setattr(work_limit, "time", types.SimpleNamespace(monotonic=lambda: 100.0 * next(ticks)))

@@ -40,8 +40,8 @@ class Channel:
     job: Job
     paused: float = 0.0
     """Seconds of the longest pause of this whole process so far: a debugger, a signal, a machine that slept."""
-    ends: dict[int, str] = field(default_factory=dict)
-    """What ranks have told about their ends, by rank."""
+    failures: dict[int, str] = field(default_factory=dict)
+    """The last failure that each other rank has told of, since it last compiled together with this one."""
     _line: Line = field(default_factory=Line, init=False, repr=False)
 
     @property
@@ -111,8 +111,8 @@ class Channel:
         except (RuntimeError, TimeoutError) as error:  # torch's DistStoreError and DistNetworkError are RuntimeErrors
             keeper = self.job.keeper
             who = "a process, usually the launcher," if keeper is None else f"rank {keeper}"
-            reason = "; ".join(self.ends.values()) or f"{who} has ended, is stopped or cannot be reached"
+            reason = "; ".join(self.failures.values()) or f"{who} has ended, is stopped or cannot be reached"
             raise AgreementError(
                 f"{reason}. The job's store, kept by {who.rstrip(',')}, does not answer ({key}: {str(error).strip()})",
-                next(iter(self.ends), keeper),
+                next(iter(self.failures), keeper),
             ) from error

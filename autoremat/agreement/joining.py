@@ -1,4 +1,4 @@
-"""Opens the session in which ranks compile a graph together."""
+"""Opens the session in which ranks compile a graph together, and names other ranks' failures in errors of this one."""
 
 from __future__ import annotations
 
@@ -7,14 +7,16 @@ import contextlib
 import logging
 import sys
 import warnings
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import TracebackType
 
 from autoremat.agreement.channel import Channel
 from autoremat.agreement.presence import Presence
 from autoremat.agreement.rendezvous import Meeting, Rendezvous
 from autoremat.agreement.session import Session
-from autoremat.basics.errors import AgreementError, OptionWarning
+from autoremat.basics.errors import AgreementError, AutorematError, OptionWarning, find_cause
 from autoremat.basics.progress import now
 from autoremat.torch_private.processes import Job, job
 
@@ -41,11 +43,29 @@ def membership() -> Membership | None:
     if present is None:
         return None
     if _membership is None or _membership.job is not present:
-        if _membership is not None:
+        if _membership is None:
+            sys.excepthook = partial(_show, sys.excepthook)
+        else:
             _membership.presence.stop()
         channel = Channel(present)
         _membership = Membership(present, channel, Rendezvous(channel), Presence(channel))
     return _membership
+
+
+def _show(
+    show: Callable[[type[BaseException], BaseException, TracebackType | None], object],
+    kind: type[BaseException],
+    error: BaseException,
+    trace: TracebackType | None,
+) -> None:
+    """Has ``show`` print an uncaught error, with notes on other ranks that failed before.
+
+    Their end also ends the collectives of this rank, whose errors cannot tell the reason.
+    """
+    if _membership is not None and find_cause(error, AutorematError) is None and sys.version_info >= (3, 11):
+        for failure in tuple(_membership.channel.failures.values()):
+            error.add_note(f"autoremat: before this error, {failure}")
+    show(kind, error, trace)
 
 
 @atexit.register
@@ -62,7 +82,7 @@ def session_at(
     """Yields the session of all ranks that come to ``place``; None without a place, or if this process is the only one.
 
     ``agreement`` is the option. ``elsewhere`` are ranks that do not come. ``communicates`` is False if ranks may plan the graph
-    differently. An error of the body, an interrupt included, ends the session on all members.
+    differently. An error of the body, an interrupt included, ends the session on all members, and the other ranks note it.
     """
     present = membership()
     if present is None or place is None or agreement == "off":
@@ -76,17 +96,17 @@ def session_at(
     meeting = present.rendezvous.meet(place, ranks, set(elsewhere) - {present.channel.rank}, communicates)
     if meeting.missing:
         _tell_of_missing(meeting, place, present.channel)
+    for rank in meeting.members:
+        present.channel.failures.pop(rank, None)  # it has survived them
     session = None if len(meeting.members) == 1 else Session(present.channel, meeting)
     try:
         yield session
-        if session is not None and not session.present.failed:
-            session.present.close()
     except BaseException as error:
         with contextlib.suppress(AgreementError):
-            if session is None:
-                present.presence.tell(f"failed while it compiled {place} by itself", error)
-            else:
-                session.present.fail(error)
+            if session is not None:
+                session.fail(error)
+            if len(meeting.members) < present.job.world_size:
+                present.presence.tell(f"failed while it compiled {place}", error)
         raise
 
 
@@ -98,6 +118,7 @@ def _tell_of_missing(meeting: Meeting, place: str, channel: Channel) -> None:
         return
     unknown = [str(rank) for rank in meeting.missing if not channel.has(f"process/{rank}")]
     known = "" if not unknown else f" Ranks {', '.join(unknown)} have not used autoremat in this job, or ended before they did."
+    known += "".join(f" Before that, {channel.failures[rank]}." for rank in meeting.missing if rank in channel.failures)
     warnings.warn(
         f"ranks {ranks} did not come to compile {place}, so the others planned it without them.{known} Their plans may differ, "
         'and nothing that communicates is repeated. Pass agreement="off", or the list of the ranks that compile it',

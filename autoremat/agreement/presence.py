@@ -17,7 +17,7 @@ from typing import Any
 
 from autoremat.agreement.channel import Channel, pauses
 from autoremat.agreement.local_process import LocalProcess, State
-from autoremat.basics.errors import AgreementError, find_cause
+from autoremat.basics.errors import AgreementError, BudgetInfeasible, find_cause
 
 log = logging.getLogger("autoremat")
 
@@ -29,10 +29,6 @@ LOOK = 1.0
 
 LINGER = 3.0
 """Seconds for which a process that keeps the store and fails waits until the others have read the reason."""
-
-
-ENDED = "has ended"
-"""What a process that ends with an error tells the others."""
 
 
 class Presence:
@@ -60,25 +56,23 @@ class Presence:
         with contextlib.suppress(AgreementError):
             self._channel.write(f"end/{self._channel.rank}", {"error": None if error is None else in_words(error)})
             if error is not None:
-                self.tell(ENDED, error)
+                self.tell("has ended", error)
 
     def tell(self, what: str, error: BaseException) -> None:
-        """Has the other ranks log that this rank did ``what`` because of ``error``, unless another rank is the reason.
+        """Has the other ranks log and note that this rank did ``what`` because of ``error``, unless another one is the reason.
 
         They may be in a collective, where no error can reach them.
         """
-        culprit, rank = find_cause(error, AgreementError), self._channel.rank
-        if culprit is not None and culprit.rank != rank:
+        rank, lost, infeasible = self._channel.rank, find_cause(error, AgreementError), find_cause(error, BudgetInfeasible)
+        if (lost is not None and lost.rank != rank) or (infeasible is not None and infeasible.rank not in (None, rank)):
             return
         number = self._channel.count("news")
-        self._channel.write(
-            f"news/{number}", {"rank": rank, "is_end": what == ENDED, "text": f"rank {rank} {what}: {in_words(error)}"}
-        )
+        self._channel.write(f"news/{number}", {"rank": rank, "text": f"rank {rank} {what}: {in_words(error)}"})
         # The end of this process fails the collectives of others, which may then end before they have read the reason.
         self._channel.linger(f"news/{number}/heard", self._channel.job.world_size - 1, LINGER, always=True)
 
     def _beat(self) -> None:
-        """Sends heartbeats, notes pauses of this process and logs the failures of others."""
+        """Sends heartbeats, notes pauses of this process, and logs and notes the failures of others."""
         rank, news = self._channel.rank, 1
         with contextlib.suppress(AgreementError):  # the store has gone, and with it the ranks that would look
             while True:
@@ -88,9 +82,8 @@ class Presence:
                 self._channel.paused = max(self._channel.paused, time.monotonic() - begin - BEAT)
                 self._own.count(f"beat/{rank}")
                 while (found := self._own.read(f"news/{news}")) is not None:
-                    if found["is_end"]:
-                        self._channel.ends[found["rank"]] = found["text"]
                     if found["rank"] != rank:
+                        self._channel.failures[found["rank"]] = found["text"]
                         log.error("%s", found["text"])
                         self._own.count(f"news/{news}/heard")
                     news += 1
@@ -141,16 +134,17 @@ class Pulse:
         if end is not None:
             self.has_left = end["error"] is None
             return f"rank {self.rank} has ended" + ("" if self.has_left else f" with {end['error']}")
-        state = self.process.state()
+        state, failure = self.process.state(), self.channel.failures.get(self.rank)
+        known = "" if failure is None else f". Before that, {failure}"
         if state is State.ENDED:
             return (
                 f"rank {self.rank} is lost: its process {self.process.pid} has ended without a word, as after a signal. See "
-                "that rank's own output, and the system's log for a lack of memory"
+                f"that rank's own output, and the system's log for a lack of memory{known}"
             )
         beats = self.channel.count(f"beat/{self.rank}", 0)
         if beats != self.beats:
             self.beats, self.silent = beats, 0.0
-        return self._silence(state) if self.silent > self.channel.silence else None
+        return self._silence(state) + known if self.silent > self.channel.silence else None
 
     def _silence(self, state: State) -> str:
         limit, own, assumed = self.channel.silence, "", "its process or its machine has ended, is stopped or hangs"

@@ -1,4 +1,4 @@
-"""A session: the messages of the members of a meeting while they compile one graph.
+"""A session: the messages of the members of a meeting while they compile.
 
 Members proceed in *rounds*, which all of them run in the same sequence. In a round each member sends its part to the *leader*,
 the lowest rank. The leader makes one result of all parts, and every member receives it. An error on one member is the result
@@ -7,6 +7,7 @@ of the round for all others.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
@@ -21,6 +22,14 @@ Parts = Mapping[int, Any]
 """The parts of all members by rank, as JSON data."""
 
 
+def grouped(parts: Parts, name: str) -> dict[Any, dict[int, Any]]:
+    """Returns the parts with equal values under ``name``, by that value."""
+    found: dict[Any, dict[int, Any]] = {}
+    for rank, part in parts.items():
+        found.setdefault(part[name], {})[rank] = part
+    return found
+
+
 @dataclass
 class Session:
     """The rounds of one compilation. Its data are JSON data."""
@@ -31,8 +40,6 @@ class Session:
     """Number of rounds so far."""
     failed: bool = field(default=False, init=False)
     """True if an error has ended the session."""
-    successor: Session | None = field(default=None, init=False)
-    """The session that replaces this one after a split."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -41,7 +48,7 @@ class Session:
 
     @property
     def leader(self) -> int:
-        """The rank that decides for all."""
+        """The rank that makes the results."""
         return self.members[0]
 
     @property
@@ -55,45 +62,22 @@ class Session:
         ``decide`` makes the result of all parts. It runs on the leader alone, and its error ends the session on all members.
         Raises ``AgreementError``, or ``BudgetInfeasible``, if a member fails or is lost.
         """
+        if self.failed:
+            raise AgreementError("an error has ended this compilation on all ranks that share it", self.channel.rank)
         self.number += 1
         return self._lead(topic, part, decide) if self.leads else self._follow(topic, part)
 
-    def from_leader(self, topic: str, compute: Callable[[], Any]) -> Any:
-        """Returns the result of ``compute`` on the leader."""
-        return self.round(topic, None, lambda parts: compute())
-
-    @property
-    def present(self) -> Session:
-        """The session that this one has become by splits."""
-        return self if self.successor is None else self.successor.present
-
-    def split(self, topic: str, kind: str) -> Session:
-        """Returns the session of the members with the same ``kind``; this one if all have the same."""
-        kinds = self.round(topic, kind, lambda parts: {str(rank): part for rank, part in parts.items()})
-        alike = tuple(rank for rank in self.members if kinds[str(rank)] == kind)
-        if alike == self.members:
-            return self
-        meeting = Meeting(f"{self.meeting.name}/{self.number}/{alike[0]}", alike, self.meeting.missing)
-        self.successor = Session(self.channel, meeting)
-        return self.successor
-
     def fail(self, error: BaseException) -> None:
         """Ends the session on all members with ``error``, unless an error has ended it already."""
-        if not self.failed:
-            self.failed = True
-            self.number += 1
-            if self.leads:
-                self._end(described(error), self.leader)
-            else:
-                self.channel.write(self._part(self.channel.rank), {"error": described(error)})
-
-    def close(self) -> None:
-        """Ends the session after success of all members."""
-        self.round("end", None, lambda parts: None)
+        if self.failed:
+            return
+        self.failed = True
+        self.number += 1
         if self.leads:
-            rounds = range(1, self.number)
-            self.channel.delete(f"{self.meeting.name}/{number}/{rank}" for number in rounds for rank in self.members[1:])
-            self.channel.delete(f"{self.meeting.name}/{number}/result" for number in rounds)
+            self._end(described(error), self.leader)
+        else:
+            self.channel.write(self._part(self.channel.rank), {"error": described(error)})
+            self.channel.count(self._heard)  # the leader may have failed as well, and lingers until all know
 
     @property
     def _result(self) -> str:
@@ -109,7 +93,13 @@ class Session:
     def _follow(self, topic: str, part: Any) -> Any:
         """Sends ``part`` and returns the leader's result."""
         self.channel.write(self._part(self.channel.rank), {"topic": topic, "part": part})
-        result = wait_for(self.channel, self._result, self.leader)
+        try:
+            result = wait_for(self.channel, self._result, self.leader)
+        except BaseException as error:
+            self.failed = True
+            with contextlib.suppress(AgreementError):  # the leader may live after all, and reads the error with the parts
+                self.channel.write(self._part(self.channel.rank), {"error": described(error)})
+            raise
         if "error" in result:
             self.channel.count(self._heard)
             self._raise(result["error"], result.get("rank", self.leader))
@@ -136,6 +126,8 @@ class Session:
                 self._end(described(error), self.leader)
             raise
         self.channel.write(self._result, {"value": value})
+        # Nobody reads these parts again, nor the result before, which all members have read.
+        self.channel.delete([*map(self._part, self.members[1:]), f"{self.meeting.name}/{self.number - 1}/result"])
         return value
 
     def _end(self, error: Mapping[str, Any], rank: int) -> None:

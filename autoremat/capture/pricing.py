@@ -27,13 +27,14 @@ ROOFLINE, CALIBRATED = "roofline", "calibrated"
 NO_LINKS = Links()
 
 
-def priced(captured: Capture, cost_model: str, links: Links = NO_LINKS) -> tuple[Capture, Pricing]:
+def priced(captured: Capture, cost_model: str, links: Links = NO_LINKS, others: Rates | None = None) -> tuple[Capture, Pricing]:
     """Returns ``captured`` with the seconds of ``cost_model``, and a summary of their cost sources.
 
-    ``links`` has the rates of process groups. The first call for a device may measure for 30 seconds.
+    ``links`` has the rates of process groups. ``others`` are the rates of another rank, which take the place of the device's
+    own. The first call for a device may measure for 30 seconds.
     """
     device = joint_graphs.device_of(captured.joint)
-    rates = rates_of(device) if cost_model != ROOFLINE else None
+    rates = others or (rates_of(device) if cost_model != ROOFLINE else None)
     sources = [CostSource.ASSUMED] * len(captured.graph.ops)
     if rates is not None:
         captured, sources = by_rates(captured, rates)

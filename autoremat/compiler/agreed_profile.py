@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from autoremat.agreement.joining import session_at
-from autoremat.agreement.session import Parts
+from autoremat.agreement.session import Parts, grouped
 from autoremat.basics.codec import Codec, plain
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, best_effort_message
 from autoremat.planner.multigraph.step_profile import Step, StepProfile
@@ -46,18 +47,24 @@ def _agreed(
     Each moment has the base bytes of the rank with the most. The budget is the least of all ranks. Plans and seconds are those
     of the lowest rank. Without other ranks, ``step`` and ``budget`` return as they are.
     """
+    structure = [*(f"{graph.key} {graph.block}" for graph in step.graphs), *step.order, str(len(step.moments))]
+    kind = hashlib.sha256("\n".join(structure).encode()).hexdigest()
+
+    def join(parts: Parts) -> dict[str, Any]:
+        """Returns the joint step of each kind."""
+        return {kind: _joint([*alike.values()]) for kind, alike in grouped(parts, "kind").items()}
+
     with session_at(place, ranks, communicates=communicates) as session:
         if session is None:
             return step, budget
-        structure = [*(f"{graph.key} {graph.block}" for graph in step.graphs), *step.order, str(len(step.moments))]
-        alike = session.split("step", hashlib.sha256("\n".join(structure).encode()).hexdigest())
-
-        def join(parts: Parts) -> dict[str, Any]:
-            steps = [CODEC.read(Step, part["step"]) for part in parts.values()]
-            budgets = [part["budget"] for part in parts.values() if part["budget"] is not None]
-            moments = zip(*(step.moments for step in steps), strict=True)
-            most = tuple(replace(same[0], base_bytes=max(moment.base_bytes for moment in same)) for same in moments)
-            return {"step": plain(replace(steps[0], moments=most)), "budget": min(budgets, default=None)}
-
-        agreed = alike.round("profile", {"step": plain(step), "budget": budget}, join)
+        agreed = session.round("profile", {"kind": kind, "step": plain(step), "budget": budget}, join)[kind]
     return CODEC.read(Step, agreed["step"]), agreed["budget"]
+
+
+def _joint(alike: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns the step and the budget of ranks with a step of one kind, of which ``alike`` are the parts."""
+    steps = [CODEC.read(Step, part["step"]) for part in alike]
+    budgets = [part["budget"] for part in alike if part["budget"] is not None]
+    moments = zip(*(step.moments for step in steps), strict=True)
+    most = tuple(replace(same[0], base_bytes=max(moment.base_bytes for moment in same)) for same in moments)
+    return {"step": plain(replace(steps[0], moments=most)), "budget": min(budgets, default=None)}

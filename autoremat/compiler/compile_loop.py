@@ -30,6 +30,7 @@ from autoremat.compiler.attempts import (
     allocated_peak_bytes,
     pool_bytes,
     unused_reason,
+    verdict_on,
 )
 from autoremat.compiler.cache_key import fingerprint, source_hash
 from autoremat.compiler.counting import Codes, expandable_remedy
@@ -38,7 +39,7 @@ from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import Compiled, GraphSource, Lowered, lower
 from autoremat.compiler.partitioner import Partitioner
 from autoremat.compiler.partitioning import Partitioning
-from autoremat.compiler.peers import ALONE, Peers
+from autoremat.compiler.peers import ALONE, Agreed, Peers
 from autoremat.compiler.plain_code import plain_code_peak
 from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
 from autoremat.compiler.records import Record
@@ -69,14 +70,23 @@ class CompiledGraph:
 
 
 def compile_graph(source: GraphSource, request: Request, peers: Peers = ALONE) -> CompiledGraph:
-    """Returns the graph compiled by Inductor, after as many attempts as the generated code requires.
+    """Returns the graph compiled by Inductor, with the plan of all ranks that share it.
 
     ``peers`` are the ranks that compile it together. Raises ``BudgetInfeasible`` if the code exceeds the budget with every plan
     that is tried, and ``AgreementError`` if another rank fails.
     """
     may_repeat = peers.may_repeat_collectives or source.may_repeat_collectives
     key = fingerprint(source.module, source.inputs, request, may_repeat)
-    record = peers.agreed_record(records.load(key))
+    agreed = peers.agree(request, device_of_inputs(source.module, source.inputs), records.load(key))
+    while True:
+        found = _compiled(source, agreed, key, peers, may_repeat)
+        if peers.settled():
+            return found if found.record is None else dataclasses.replace(found, record=peers.signed(found.record))
+
+
+def _compiled(source: GraphSource, agreed: Agreed, key: str, peers: Peers, may_repeat: bool) -> CompiledGraph:
+    """Returns the compiled graph after as many attempts as its generated code requires."""
+    request, record = agreed.request, agreed.record
     is_shared = request.limits.step_share is not None
     rules = Rules(request.must_fit, record is None and not is_shared, is_shared)
     step = Again(0 if record is None else record.extra_headroom_bytes)
@@ -95,10 +105,11 @@ def compile_graph(source: GraphSource, request: Request, peers: Peers = ALONE) -
             sharded_inputs=sharded_inputs(source.module),
             may_repeat_collectives=may_repeat,
             plain_code_bytes=plain_bytes,
+            rates=agreed.rates,
         )
         partitioning = Partitioning(context, partial(peers.plan, earlier=earlier), peers.fail)
         identity = ("autoremat", source_hash(), key, step.headroom_bytes, request.must_fit, *peers.identity)
-        decide = _decision(attempts, peers, rules, partitioning, step, codes)
+        decide = _decision(attempts, rules, partitioning, step, codes)
         with caches():
             function, lowered, verdict = lower(source, partitioning, identity, decide)
         is_estimate = is_estimate or lowered.is_estimate
@@ -110,18 +121,18 @@ def compile_graph(source: GraphSource, request: Request, peers: Peers = ALONE) -
             if record is not None:  # torch's caches answered
                 return CompiledGraph(function, _known_report(record), key)
             if caches is compilers.without_caches:  # the graph has no backward, although something requires a gradient
-                return CompiledGraph(function, None, key, peers.signed(Record(None)))
+                return CompiledGraph(function, None, key, Record(None))
             # Torch's caches answered, but the record of this compilation is lost. Compiling without caches restores it.
             caches = compilers.without_caches
             continue
         attempts.append(attempt_of(planned, step, lowered, codes, is_complete=function is not None))
-        verdict = verdict or peers.verdict(attempts, rules, planned.gain)
+        verdict = verdict or verdict_on(attempts, rules, planned.gain)
         if isinstance(verdict, Infeasible):
             raise peers.named(_error(planned, verdict, attempts, codes))
         if not isinstance(verdict, Again):
             assert function is not None
             report = _completed(planned, attempts, earlier, record, is_estimate, codes)
-            saved = None if partitioning.fell_back else peers.signed(Record(report, step.headroom_bytes))
+            saved = None if partitioning.fell_back else Record(report, step.headroom_bytes)
             return CompiledGraph(function, report, key, saved)
         log.debug("planning again for %s of headroom: %s", format_bytes(verdict.headroom_bytes), verdict.purpose.value)
         step = verdict
@@ -130,12 +141,18 @@ def compile_graph(source: GraphSource, request: Request, peers: Peers = ALONE) -
 def compile_uncompiled(source: GraphSource, request: Request, peers: Peers = ALONE) -> CompiledGraph:
     """Returns a callable that runs the halves of the planned graph as FX graphs, without generated code."""
     now("tracing")
+    agreed = peers.agree(request, device_of_inputs(source.module, source.inputs))
     context = PlanningContext(
-        request, may_repeat_collectives=peers.may_repeat_collectives, sharded_inputs=sharded_inputs(source.module)
+        agreed.request,
+        rates=agreed.rates,
+        may_repeat_collectives=peers.may_repeat_collectives,
+        sharded_inputs=sharded_inputs(source.module),
     )
-    partitioning = Partitioning(context, peers.plan, peers.fail)
-    function = compilers.compile_uncompiled(source.module, source.inputs, Partitioner(partitioning))
-    return CompiledGraph(function, None if partitioning.planned is None else partitioning.planned.report, "")
+    while True:
+        partitioning = Partitioning(context, peers.plan, peers.fail)
+        function = compilers.compile_uncompiled(source.module, source.inputs, Partitioner(partitioning))
+        if peers.settled():
+            return CompiledGraph(function, None if partitioning.planned is None else partitioning.planned.report, "")
 
 
 def _plain_code_bytes(source: GraphSource, request: Request, record: Record | None) -> int | None:
@@ -195,7 +212,7 @@ def _reserved_peaks(
 
 
 def _decision(
-    attempts: list[Attempt], peers: Peers, rules: Rules, partitioning: Partitioning[BudgetedGraph], step: Again, codes: Codes
+    attempts: list[Attempt], rules: Rules, partitioning: Partitioning[BudgetedGraph], step: Again, codes: Codes
 ) -> Callable[[Lowered], Verdict | None]:
     """Returns the function that decides, from the code of one or both halves, on the present attempt."""
 
@@ -204,7 +221,7 @@ def _decision(
         if planned is None:
             return None
         tried = [*attempts, attempt_of(planned, step, lowered, codes, is_complete=False)]
-        return peers.verdict(tried, rules, planned.gain)
+        return verdict_on(tried, rules, planned.gain)
 
     return decide
 

@@ -137,8 +137,8 @@ def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Su
     gm = source.module
     compile_with = compile_graph if request.fuses else compile_uncompiled
     try:
-        with planned_for(sizes), joined(request, source_info.begin_of(gm.graph), may_communicate(gm)) as (peers, agreed):
-            found = compile_with(source, agreed, peers)
+        with planned_for(sizes), joined(request, source_info.begin_of(gm.graph), may_communicate(gm)) as peers:
+            found = compile_with(source, request, peers)
         if found.record is not None:
             records.save(found.key, found.record)
     except Exception as error:  # an error of the graph itself recurs in plain Inductor below

@@ -101,7 +101,7 @@ def no_plan_fits(
         now("planning without constraints")
         unconstrained = Planner(chosen.priced.graph, context.request.time_limit).search.smallest.peak_bytes
     device = chosen.priced.captured.device.name
-    if chosen.time is not None:
+    if chosen.time is not None and chosen.plan_file is None:
         return _no_plan_keeps_both(choice, context, budget, headroom, unconstrained)
     least = chosen.planning.smallest.peak_bytes + headroom  # the assumed peak of generated code
     share = chosen.priced.step_share(limits)

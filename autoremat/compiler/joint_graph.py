@@ -17,14 +17,26 @@ from autoremat.compiler.torch_partition import torchs_plan
 from autoremat.ops.collectives import group_of, ranks_of
 from autoremat.passes import before_capture
 from autoremat.planner.constraints.returning_inputs import without_saved_copies
-from autoremat.planner.cost import Interconnect, Links, Pricing
+from autoremat.planner.cost import Interconnect, Links, Pricing, Rates
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.request.limits import Limits
 from autoremat.request.request import Request
 from autoremat.torch_private import joint_graphs
+
+
+@dataclass(frozen=True)
+class ToldPlan:
+    """A plan that is applied instead of a search, because another rank or an earlier process has made it."""
+
+    file: PlanFile
+    chunks: int
+    """Number of chunks of the loss."""
+    ended_by_clock: bool = False
+    """True if the clock ended the search for it."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,10 @@ class PlanningContext:
     """True if ranks that share the graph follow one plan, so that they can repeat an all-gather together."""
     interconnects: Mapping[str, Interconnect] = field(default_factory=dict)
     """Measured rates of process groups, by name. The rates of other groups are assumed."""
+    rates: Rates | None = None
+    """The rates of the rank whose rates hold for all; None for those of the device here."""
+    told: ToldPlan | None = None
+    """The plan of another rank or of an earlier process; None for a search."""
     sharded_inputs: frozenset[int] = frozenset()
     """Positions of the inputs that are parameters under ``fully_shard``: freed after the forward, back in the backward."""
     plain_code_bytes: int | None = None
@@ -159,7 +175,7 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
         captured = replace(captured, graph=request.calls.of(captured.graph, accumulated))
     links = Links(request.interconnect_bandwidth, request.interconnect_latency, context.interconnects)
     now(f"pricing {len(captured.graph.ops):,} ops")
-    captured, pricing = priced(captured, request.cost_model, links)
+    captured, pricing = priced(captured, request.cost_model, links, context.rates)
     captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, context)))
     return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured), accumulated)
 

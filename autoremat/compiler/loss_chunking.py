@@ -93,7 +93,7 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
 
     The fastest candidate that fits is best; if none fits, the one with the minimum peak.
     """
-    wanted = False if priced.joint.is_region else context.request.chunk_loss
+    wanted = False if priced.joint.is_region else _wanted(context)
     asked = wanted is True or type(wanted) is int
     is_shared = priced.step_share(context.request.limits) is not None
     if is_shared and asked:
@@ -119,6 +119,13 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
     return ChunkingChoice(min(found, key=lambda candidate: candidate.planning.smallest.peak_bytes), whole, remedy)
 
 
+def _wanted(context: PlanningContext) -> bool | int | str:
+    """Returns the option ``chunk_loss``, or the number of chunks under which a plan was made that is applied again."""
+    if context.told is None:
+        return context.request.chunk_loss
+    return context.told.chunks if context.told.chunks > 1 else False
+
+
 def _rank_under(limits: Limits) -> Callable[[ChunkingCandidate], float]:
     """Returns the figure of a candidate that shall be least: its seconds, or its peak under a budget of time alone."""
     if not limits.bounds_memory and limits.max_slowdown is not None:
@@ -133,37 +140,21 @@ def _chunked(
 
     Raises ``ChunkingUnsupported`` if the loss cannot be chunked.
     """
-    wanted = context.request.chunk_loss
+    wanted = _wanted(context)
     numbers = (wanted,) if type(wanted) is int else NUMBERS_OF_CHUNKS
     for number in numbers:
         if wanted == "auto" and any(candidate.fits for candidate in found):
             return
-        module, chunks = _module_with_chunks(priced, int(number))
-        if any(candidate.chunks == chunks for candidate in found):
+        now("chunking the loss")
+        joint = priced.captured.joint
+        module = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
+        module.meta = dict(joint.meta)
+        (run,) = run_passes(module, partial(chunk_loss, chunks=int(number)))
+        if any(candidate.chunks == run.rewrites for candidate in found):
             return  # there are too few rows for more chunks
-        yield contend(_priced_again(priced, context, module), chunks, next(iter(found), None))
-
-
-def with_chunks(priced: PricedGraph, context: PlanningContext, number: int) -> PricedGraph:
-    """Returns the graph with its loss in ``number`` chunks. Raises ``ChunkingUnsupported`` if the loss cannot be chunked."""
-    module, _ = _module_with_chunks(priced, number)
-    return _priced_again(priced, context, module)
-
-
-def _module_with_chunks(priced: PricedGraph, number: int) -> tuple[fx.GraphModule, int]:
-    """Returns a copy of the joint graph with a chunked loss, and the number of its chunks."""
-    now("chunking the loss")
-    joint = priced.captured.joint
-    module = fx.GraphModule(joint, fake_tensors.shallow_copy(joint.graph))
-    module.meta = dict(joint.meta)
-    (run,) = run_passes(module, partial(chunk_loss, chunks=number))
-    return module, run.rewrites
-
-
-def _priced_again(priced: PricedGraph, context: PlanningContext, module: fx.GraphModule) -> PricedGraph:
-    again = capture_and_price(dataclasses.replace(priced.joint, module=module), context)
-    assert again is not None
-    return again
+        again = capture_and_price(dataclasses.replace(priced.joint, module=module), context)
+        assert again is not None
+        yield contend(again, run.rewrites, next(iter(found), None))
 
 
 def _warn(reason: str) -> None:

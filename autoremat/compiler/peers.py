@@ -1,32 +1,48 @@
 """The ranks that compile a graph together, as the compile loop sees them.
 
-A process by itself plans and decides alone. Under an agreement one rank, the leader, plans. The others take its plan, check it
-on their own graph and send the peaks of their own code. One verdict per attempt holds for all, so all compile equally often.
+Every rank plans and decides by itself. Planning is a function of the graph and of what :meth:`Peers.agree` and the first call
+of :meth:`Peers.plan` make equal, so all ranks find one plan. :meth:`Peers.settled` compares the plans in the end.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+import torch
+
 from autoremat.agreement.joining import session_at
-from autoremat.agreement.session import Parts, Session
+from autoremat.agreement.session import Parts, Session, grouped
 from autoremat.basics.errors import AgreementError, BudgetInfeasible
 from autoremat.basics.progress import now
-from autoremat.compiler.attempts import Accept, Again, Attempt, Infeasible, Purpose, Rules, Verdict, verdict_on
-from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, capture_and_price
+from autoremat.capture import pricing
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, ToldPlan, capture_and_price
 from autoremat.compiler.planning import BudgetedGraph, EarlierSearches, plan_graph
 from autoremat.compiler.records import Record
-from autoremat.compiler.told_plan import TOLD, ToldPlan, plan_as_told, told
+from autoremat.measure.calibration import rates_of
 from autoremat.measure.interconnect import interconnects_of
-from autoremat.planner.plans.plan_file import graph_hash
+from autoremat.planner.cost import Interconnect, LinkSource, Rates
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.plans.plan_file import PlanFile, graph_hash
 from autoremat.request.request import Request
 from autoremat.torch_private.pipelining import running_stage
 from autoremat.torch_private.processes import job
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """What all ranks that compile a graph use."""
+
+    request: Request
+    record: Record | None = None
+    """The record to start from: this rank's, if all ranks have one of the same compilation."""
+    rates: Rates | None = None
+    """The rates of the cost model; None if this rank's own ones are those of all."""
 
 
 class Peers(Protocol):
@@ -40,8 +56,8 @@ class Peers(Protocol):
     def identity(self) -> tuple[object, ...]:
         """The part of a name in torch's caches that keeps compilations under other agreements apart."""
 
-    def agreed_record(self, found: Record | None) -> Record | None:
-        """Returns the record to start from: ``found``, or None if not all ranks have one of the same compilation."""
+    def agree(self, request: Request, device: torch.device, found: Record | None = None) -> Agreed:
+        """Returns what all ranks use, of this rank's request, the rates of its device and the record that it has found."""
 
     def signed(self, record: Record) -> Record:
         """Returns ``record`` with the name of the agreement under which it was made."""
@@ -49,8 +65,8 @@ class Peers(Protocol):
     def plan(self, priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
         """Returns the graph with the plan for its budget."""
 
-    def verdict(self, attempts: Sequence[Attempt], rules: Rules, gain_of: Callable[[int], float]) -> Verdict | None:
-        """Returns the verdict on the last attempt; None if Inductor shall go on with it. See :func:`verdict_on`."""
+    def settled(self) -> bool:
+        """Returns True if all ranks have compiled the last plans of this one. If not, all compile again."""
 
     def named(self, error: Exception) -> Exception:
         """Returns ``error`` with the rank that it comes from."""
@@ -68,8 +84,8 @@ class Alone:
     def may_repeat_collectives(self) -> bool:
         return job() is None  # other ranks may plan this graph too, without an agreement
 
-    def agreed_record(self, found: Record | None) -> Record | None:
-        return found
+    def agree(self, request: Request, device: torch.device, found: Record | None = None) -> Agreed:
+        return Agreed(request, found)
 
     def signed(self, record: Record) -> Record:
         return record
@@ -77,8 +93,8 @@ class Alone:
     def plan(self, priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
         return plan_graph(priced, context, earlier)
 
-    def verdict(self, attempts: Sequence[Attempt], rules: Rules, gain_of: Callable[[int], float]) -> Verdict | None:
-        return verdict_on(attempts, rules, gain_of)
+    def settled(self) -> bool:
+        return True
 
     def named(self, error: Exception) -> Exception:
         return error
@@ -88,6 +104,17 @@ class Alone:
 
 
 ALONE = Alone()
+
+
+@dataclass(frozen=True)
+class _SameGraph:
+    """The members that have one graph, and what they know of its gathers."""
+
+    ranks: tuple[int, ...]
+    may_gather_again: bool
+    """True if the ranks of all gathers are among these members."""
+    interconnects: Mapping[str, Interconnect] = field(default_factory=dict)
+    """The measured rates of the groups of the gathers."""
 
 
 @dataclass
@@ -100,9 +127,19 @@ class Members:
     nonce: str = ""
     """Name of the agreement under which the code is made. All members have the same."""
     record: Record | None = None
-    """The record of an earlier process, if all members have one of the same agreement. Nothing is decided again then."""
-    joint: dict[int, Attempt] = field(default_factory=dict)
-    """The attempts by their number, with the largest peaks of all members. Only the leader has them."""
+    """The record of an earlier process, if all members have one of the same agreement. Nothing is compared then."""
+    told: ToldPlan | None = None
+    """The plan that is applied instead of a search."""
+    is_told: bool = False
+    """True once a member has told its plan to others."""
+    falls_back: bool = False
+    """True if torch partitions the graph on all members if one of them fails."""
+    failure: AgreementError | None = None
+    """The error of another member, after which this one falls back."""
+    graphs: dict[str, _SameGraph] = field(default_factory=dict)
+    """The graphs of this compilation by their structural hash: nested regions, and last the graph around them."""
+    planned: dict[str, BudgetedGraph] = field(default_factory=dict)
+    """The graphs of the last attempt with their plans, by the same hashes."""
 
     may_repeat_collectives = True
 
@@ -111,68 +148,129 @@ class Members:
         # Each rank has entries of its own. Otherwise one rank could find the code that another rank has just written.
         return self.nonce, self.session.channel.rank
 
-    def agreed_record(self, found: Record | None) -> Record | None:
-        def compare(parts: Parts) -> dict[str, Any]:
-            names = set(parts.values())
-            is_warm = len(names) == 1 and "" not in names
-            return {"nonce": names.pop() if is_warm else uuid.uuid4().hex, "is_warm": is_warm}
+    def agree(self, request: Request, device: torch.device, found: Record | None = None) -> Agreed:
+        limits = request.limits
+        others = replace(limits, peak_bytes=None, reference_share=None, granted_bytes=0, step_share=None)
+        budget: object = limits.peak_bytes if limits.reference_share is None else limits.reference_share
+        is_share = limits.step_share is not None  # each rank has its own: limits of several ranks may not go together
+        is_whole = found is not None and (found.report is None or found.report.plan is not None)
+        part = {
+            "budget": "share" if is_share else budget,
+            "granted": limits.granted_bytes,
+            "options": json.loads(replace(request, limits=others).cache_key()),
+            "rates": pricing.identity(request.cost_model, device),
+            "record": found.agreement if found is not None and is_whole else "",
+        }
 
-        result = self.session.round("record", "" if found is None else found.agreement, compare)
-        self.nonce, self.record = result["nonce"], found if result["is_warm"] else None
-        return self.record
+        def decide(parts: Parts) -> dict[str, Any]:
+            _compare_options(parts)
+            names = [*grouped(parts, "record")]
+            is_warm = len(names) == 1 and names != [""]
+            own = rates_of(device) if len(grouped(parts, "rates")) > 1 else None
+            return _least_budget(parts) | {
+                "nonce": names[0] if is_warm else uuid.uuid4().hex,
+                "is_warm": is_warm,
+                "rates": None if own is None else own.to_json(),
+            }
+
+        agreed = self.session.round("options", part, decide)
+        self.binding, self.nonce, self.falls_back = agreed["binding"], agreed["nonce"], request.falls_back
+        if limits.reference_share is not None:
+            limits = replace(limits, reference_share=agreed["budget"], granted_bytes=agreed["granted"])
+        elif not is_share:
+            limits = replace(limits, peak_bytes=agreed["budget"])
+        self.record = found if agreed["is_warm"] else None
+        known = None if self.record is None else self.record.report
+        if known is not None and known.plan is not None:
+            self.told = _told("of an earlier process", known.plan.dumps(), known.loss_chunks, known.ended_by_clock)
+        request = replace(request, limits=limits)
+        return Agreed(request, self.record, None if agreed["rates"] is None else Rates.from_json(agreed["rates"]))
 
     def signed(self, record: Record) -> Record:
         return replace(record, agreement=self.nonce)
 
     def plan(self, priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
-        if self.record is not None:
-            report = self.record.report
-            known = None if report is None or report.plan is None else ToldPlan.of_report(report)
-            return self._signed(
-                plan_graph(priced, context, earlier) if known is None else plan_as_told(priced, context, known, earlier)
+        if self.failure is not None:
+            raise self.failure
+        key = graph_hash(priced.graph)
+        if key not in self.graphs:
+            self.graphs[key] = self._compared(key, priced, context)
+        same = self.graphs[key]
+        if priced.gathering_ranks and not same.may_gather_again:
+            priced = priced.with_gathers_once()
+        if same.interconnects:
+            context = replace(context, interconnects=same.interconnects)
+            priced = capture_and_price(priced.joint, context) or priced
+        try:
+            planned = plan_graph(priced, replace(context, told=self.told), earlier)
+        except BudgetInfeasible as error:
+            raise self.named(error) from None
+        if len(same.ranks) > 1:
+            planned = replace(planned, report=replace(planned.report, ranks=same.ranks))
+        self.planned[key] = planned
+        return planned
+
+    def _compared(self, key: str, priced: PricedGraph, context: PlanningContext) -> _SameGraph:
+        """Returns the members whose graph has the hash ``key``, with the interconnects that all of them use."""
+        if self.record is not None:  # a rank whose caches answer does not come here
+            return _SameGraph(() if self.record.report is None else self.record.report.ranks, True)
+        found = self.session.round("graph", {"graph": key, "gathers": sorted(priced.gathering_ranks)}, _by_graph)
+        same, links = found[key], {}
+        measures = context.request.cost_model != pricing.ROOFLINE and context.request.interconnect_bandwidth is None
+        if measures and any(one["gathers"] for one in found.values()):
+            now("measuring the interconnect")
+            own = interconnects_of(priced.gathering_groups if same["gathers"] else ())
+            part = {"graph": key, "links": [[link.bytes_per_second, link.latency_seconds] for link in own.values()]}
+            slowest = self.session.round("interconnects", part, _slowest_by_graph)[key]
+            pairs = zip(own, slowest, strict=True)
+            links = {name: Interconnect(rate, latency, LinkSource.MEASURED) for name, (rate, latency) in pairs}
+        return _SameGraph(tuple(same["ranks"]), same["gathers"], links)
+
+    def settled(self) -> bool:
+        if self.session.failed:
+            return True
+        planned = {} if self.record is not None else self.planned
+        plans = (f"{graph_hash(one.plan.graph)} {one.plan.schedule}" for one in planned.values())
+        headroom = max((one.context.extra_headroom_bytes for one in planned.values()), default=0)
+        part = {"graphs": _hash(planned), "plans": _hash(plans), "headroom": headroom}
+        try:
+            tellers = self.session.round("end", part, self._tellers)
+        except AgreementError as error:
+            if not self.falls_back:
+                raise
+            self.failure = error
+            return False
+        if not tellers:
+            return True
+        text = None
+        if self.session.channel.rank in tellers.values():
+            last = list(planned.values())[-1]  # the graph around all regions
+            text = [last.plan.dumps(), last.report.loss_chunks, last.report.ended_by_clock]
+        texts = self.session.round("plan", text, lambda parts: {str(rank): parts[rank] for rank in tellers.values()})
+        self.is_told, self.nonce = True, f"{self.nonce} told"
+        teller = tellers.get(part["graphs"])
+        if teller is None:
+            return self.settled()  # once the others have compiled again
+        plan, chunks, by_clock = texts[str(teller)]
+        self.told = _told(f"of rank {teller}", plan, chunks, by_clock)
+        return False
+
+    def _tellers(self, parts: Parts) -> dict[str, int]:
+        """Returns, for graphs that ranks have planned differently, the rank whose plan holds: its code needs the most headroom.
+
+        Among equals it is the lowest one. Raises ``AgreementError`` if plans still differ after they were told.
+        """
+        tellers = {
+            graphs: max(alike, key=lambda rank: parts[rank]["headroom"])
+            for graphs, alike in grouped(parts, "graphs").items()
+            if len(grouped(alike, "plans")) > 1
+        }
+        if tellers and self.is_told:
+            raise AgreementError(
+                f"ranks {', '.join(map(str, parts))} plan a nested region differently, as on different hardware. Run them on "
+                'equal devices, or pass the option agreement="off"'
             )
-        self.session = self.session.split("graph", graph_hash(priced.graph))
-        if priced.gathering_ranks:
-            # A rank that gathers with others than the members would wait for them in vain.
-            inside = priced.gathering_ranks <= set(self.session.members)
-            if self.session.round("gathers", inside, lambda parts: all(parts.values())):
-                priced = _with_measured_links(priced, context)
-            else:
-                priced = priced.with_gathers_once()
-        found: list[BudgetedGraph] = []
-
-        def compute() -> str:
-            try:
-                found.append(plan_graph(priced, context, earlier))
-            except BudgetInfeasible as error:
-                raise self.named(error) from None
-            return told(found[0]).to_json()
-
-        if not self.session.leads:
-            now(f"waiting for the plan of rank {self.session.leader}")
-        text = self.session.from_leader("plan", compute)
-        if found:
-            return self._signed(found[0])
-        return self._signed(plan_as_told(priced, context, TOLD.read(ToldPlan, json.loads(text)), earlier))
-
-    def _signed(self, planned: BudgetedGraph) -> BudgetedGraph:
-        """Returns ``planned`` with the members in its report, if there are several."""
-        members = self.session.members
-        if len(members) == 1:
-            return planned
-        return replace(planned, report=replace(planned.report, ranks=members))
-
-    def verdict(self, attempts: Sequence[Attempt], rules: Rules, gain_of: Callable[[int], float]) -> Verdict | None:
-        if self.record is not None:
-            return verdict_on(attempts, rules, gain_of)
-        last = attempts[-1]
-        part = {"peaks": {str(int(half)): peak for half, peak in last.code_peaks.items()}, "is_complete": last.is_complete}
-
-        def decide(parts: Parts) -> dict[str, Any] | None:
-            self.joint[len(attempts)] = _with_largest_peaks(last, parts)
-            return _written(verdict_on([self.joint[number + 1] for number in range(len(attempts))], rules, gain_of))
-
-        return _read(self.session.round("verdict", part, decide))
+        return tellers
 
     def named(self, error: Exception) -> Exception:
         if isinstance(error, BudgetInfeasible) and error.rank is None and self.binding is not None:
@@ -183,49 +281,36 @@ class Members:
         self.session.fail(error)
 
 
-def _with_measured_links(priced: PricedGraph, context: PlanningContext) -> PricedGraph:
-    """Returns the graph with its gathers priced by the measured interconnects of their groups, which all members measure now.
-
-    Data sheets and options come instead where the cost model is "roofline" or the bandwidth is given.
-    """
-    if context.request.cost_model == "roofline" or context.request.interconnect_bandwidth is not None:
-        return priced
-    now("measuring the interconnect")
-    again = capture_and_price(priced.joint, replace(context, interconnects=interconnects_of(priced.gathering_groups)))
-    return priced if again is None else again
+def _hash(texts: Iterable[str]) -> str:
+    return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
-def _with_largest_peaks(attempt: Attempt, parts: Parts) -> Attempt:
-    """Returns ``attempt`` with the largest peak of each half on all members."""
-    peaks: dict[bool, int] = {}
-    for part in parts.values():
-        for half, peak in part["peaks"].items():
-            peaks[half == "1"] = max(peak, peaks.get(half == "1", 0))
-    return replace(attempt, code_peaks=peaks, is_complete=all(part["is_complete"] for part in parts.values()))
+def _told(whose: str, text: str, chunks: int, by_clock: bool) -> ToldPlan:
+    return ToldPlan(PlanFile(whose, _hash([text]), Plan.loads(text, f"the plan {whose}")), chunks, by_clock)
 
 
-def _written(verdict: Verdict | None) -> dict[str, Any] | None:
-    match verdict:
-        case Again(headroom, purpose):
-            return {"again": headroom, "purpose": purpose.name}
-        case Infeasible(minimum):
-            return {"infeasible": minimum}
-        case Accept():
-            return {}
-    return None
+def _by_graph(parts: Parts) -> dict[str, Any]:
+    """Returns the ranks of each graph, and whether its gathers may run again."""
+    found = {}
+    for graph, alike in grouped(parts, "graph").items():
+        gathers = [set(part["gathers"]) for part in alike.values()]
+        # A rank that gathers with others than these would wait for them in vain.
+        found[graph] = {"ranks": [*alike], "gathers": any(gathers) and all(one <= alike.keys() for one in gathers)}
+    return found
 
 
-def _read(data: dict[str, Any] | None) -> Verdict | None:
-    if data is None:
-        return None
-    if "again" in data:
-        return Again(data["again"], Purpose[data["purpose"]])
-    return Infeasible(data["infeasible"]) if "infeasible" in data else Accept()
+def _slowest_by_graph(parts: Parts) -> dict[str, Any]:
+    """Returns, for each graph, the least bandwidth and the longest latency of each of its groups on all ranks."""
+    found = {}
+    for graph, alike in grouped(parts, "graph").items():
+        links = zip(*(part["links"] for part in alike.values()), strict=True)
+        found[graph] = [[min(rates), max(seconds)] for rates, seconds in (zip(*same, strict=True) for same in links)]
+    return found
 
 
 @contextlib.contextmanager
-def joined(request: Request, place: str | None, communicates: bool) -> Iterator[tuple[Peers, Request]]:
-    """Yields the peers that compile the graph at ``place`` together, and the request that all of them have.
+def joined(request: Request, place: str | None, communicates: bool) -> Iterator[Peers]:
+    """Yields the peers that compile the graph at ``place`` together.
 
     A process without peers compiles alone, and so does one whose graph needs no plan (``place`` is None). A rank may compile a
     graph again by itself unless it ``communicates``: only repeated gathers, and Inductor's messages about collectives, need the
@@ -236,46 +321,21 @@ def joined(request: Request, place: str | None, communicates: bool) -> Iterator[
         place = f"{place}, stage {stage.index} of a pipeline"
     elsewhere = () if stage is None else stage.group_ranks
     with session_at(place, request.agreement, elsewhere, communicates) as session:
-        if session is None:
-            yield ALONE, request
-            return
-        members = Members(session)
-        yield members, _agreed(members, request)
+        yield ALONE if session is None else Members(session)
 
 
-def _agreed(members: Members, request: Request) -> Request:
-    """Returns ``request`` with the least budget of all members. Raises ``AgreementError`` if anything else differs."""
-    limits, granted = request.limits, request.limits.granted_bytes
-    budget: object = limits.peak_bytes if limits.reference_share is None else limits.reference_share
-    if limits.step_share is not None:  # the leader's, because limits of several ranks may not go together
-        budget = "share"
-    others = replace(limits, peak_bytes=None, reference_share=None, granted_bytes=0, step_share=None)
-    same = json.loads(replace(request, limits=others).cache_key())
-    part = {"budget": budget, "granted": granted, "options": same}
-
-    def decide(parts: Parts) -> dict[str, Any]:
-        _compare_options(parts)
-        budgets = {rank: one["budget"] for rank, one in parts.items()}
-        kinds = {type(one) for one in budgets.values()}
-        granted = min(one["granted"] for one in parts.values())
-        if len(kinds) > 1:
-            raise AgreementError(
-                f"ranks compile one graph under budgets of different kinds: {_by_rank(budgets)}. Pass all ranks a budget of "
-                "the same kind: in bytes, as a share or none"
-            )
-        if kinds & {int, float} and len(set(budgets.values())) > 1:
-            least = min(budgets, key=lambda rank: budgets[rank])
-            return {"budget": budgets[least], "binding": least, "granted": granted}
-        return {"budget": budgets[members.session.leader], "binding": None, "granted": granted}
-
-    agreed = members.session.round("options", part, decide)
-    members.binding = agreed["binding"]
-    if limits.step_share is not None:
-        return request
-    least, granted = agreed["budget"], agreed["granted"]
-    if limits.reference_share is not None:
-        return replace(request, limits=replace(limits, reference_share=least, granted_bytes=granted))
-    return replace(request, limits=replace(limits, peak_bytes=least))
+def _least_budget(parts: Parts) -> dict[str, Any]:
+    """Returns the budget of all ranks, and the rank that sets it. Raises ``AgreementError`` for budgets of different kinds."""
+    budgets = {rank: one["budget"] for rank, one in parts.items()}
+    kinds = {type(one) for one in budgets.values()}
+    if len(kinds) > 1:
+        raise AgreementError(
+            f"ranks compile one graph under budgets of different kinds: {_by_rank(budgets)}. Pass all ranks a budget of "
+            "the same kind: in bytes, as a share or none"
+        )
+    least = min(budgets, key=lambda rank: budgets[rank]) if kinds & {int, float} else next(iter(budgets))
+    binding = least if len(set(budgets.values())) > 1 else None
+    return {"budget": budgets[least], "binding": binding, "granted": min(one["granted"] for one in parts.values())}
 
 
 def _compare_options(parts: Parts) -> None:

@@ -169,7 +169,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
     limits = _Limits(context, soft_budget, budget, headroom, bounded, earlier)
     choice = choose_chunking(priced, context, limits.candidate)
     chosen = choice.taken
-    by_clock = earlier.ended_by_clock
+    by_clock = earlier.ended_by_clock or (context.told is not None and context.told.ended_by_clock)
     planning = dataclasses.replace(
         chosen.planning,
         baseline=planner.baseline,
@@ -212,16 +212,15 @@ class _Limits:
         The ``first`` form that was planned, if there is one, sets the budget of time.
         """
         planner, constrained = planner_of(form, self.context, self.soft_budget, self.earlier)
+        time = self._time(planner, form) if first is None else first.time
         stored = stored_plan(form, self.context, planner)
         if stored is None:
-            return self._searched(
-                form, chunks, planner, constrained, self._time(planner, form) if first is None else first.time
-            )
+            return self._searched(form, chunks, planner, constrained, time)
         file_name, plan = stored
         found = planner.judge(plan, self.budget)
         if self.bounded is not None and self.budget is not None:
             found = judged(self.bounded, self.budget, found)
-        return ChunkingCandidate(form, planner, constrained, found, chunks, file_name)
+        return ChunkingCandidate(form, planner, constrained, found, chunks, file_name, time=time)
 
     def _time(self, planner: PlanSource, form: PricedGraph) -> TimeBudget | None:
         """Returns the budget of time; None for a nested region, because the surrounding graph may recompute it whole."""
@@ -258,7 +257,7 @@ def _plan_within(limits: _Limits, choice: ChunkingChoice) -> Plan:
     """
     chosen, context = choice.taken, limits.context
     plan = chosen.planning.plan
-    if plan is not None and chosen.keeps_time:
+    if plan is not None and (chosen.keeps_time or chosen.plan_file is not None):
         return plan
     assert limits.budget is not None
     is_too_slow = plan is not None
@@ -384,13 +383,14 @@ def new_planner(graph: Graph, time_limit: float, given: tuple[Candidate, ...], s
 
 
 def stored_plan(priced: PricedGraph, context: PlanningContext, planner: PlanSource) -> tuple[str, Plan] | None:
-    """Returns the stored plan of the options for this graph, with the name of its file; None if the options have none.
+    """Returns the plan that another rank, an earlier process or the options have for this graph, with the name of its file.
 
-    Raises ``PlanFileError`` if the stored plan does not fit the graph.
+    Returns None if there is none. Raises ``PlanFileError`` if a stored plan does not fit the graph.
     """
-    if not context.request.plan or priced.joint.is_region:
+    files = context.request.plan if context.told is None else (context.told.file,)
+    if not files or priced.joint.is_region:
         return None
-    file, plan = plan_file.fitted(context.request.plan, planner.graph)
+    file, plan = plan_file.fitted(files, planner.graph)
     return file.name, plan
 
 

@@ -155,7 +155,7 @@ class ReportData:
     count: str = "allocated"
     """The bytes that the budget bounds: "allocated" or "reserved"."""
     ranks: tuple[int, ...] = ()
-    """Ranks of a distributed job that share this plan; the first one planned. Empty if the process planned by itself."""
+    """Ranks of a distributed job that share this plan. Empty if the process planned by itself."""
     unknown_workspaces: tuple[str, ...] = ()
     """Kernels that may need more memory than counted, because their workspace is unknown and cannot be measured."""
     graph_pool_bytes: int | None = None

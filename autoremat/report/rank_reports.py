@@ -24,7 +24,7 @@ class RankReports(Shown):
 
     def tables(self) -> Sequence[PlainTable]:
         """Returns the printed table: a row for each graph of each rank."""
-        columns = ("rank", "graph", "budget", "peak", "baseline", "recomputation", "ops", "planned by")
+        columns = ("rank", "graph", "budget", "peak", "baseline", "recomputation", "ops", "plan")
         table = plain_table("", columns, numbers=7)
         for rank, reports in sorted(self.by_rank.items()):
             for number, report in enumerate(reports):
@@ -32,6 +32,6 @@ class RankReports(Shown):
                     rank, number, "none" if report.budget_bytes is None else format_bytes(report.budget_bytes),
                     format_bytes(report.peak_bytes), format_bytes(report.baseline_peak_bytes),
                     format_seconds(report.recompute_seconds), report.recomputed_ops,
-                    f"rank {report.ranks[0]}" if report.ranks else "itself",
+                    f"of {len(report.ranks)} ranks" if report.ranks else "its own",
                 )  # fmt: skip
         return [table]

@@ -86,7 +86,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.reserved is not None:
         rows.append(("reserved by the allocator", _reserved_text(report.reserved)))
     if report.ranks:
-        rows.append(("shared plan", f"that of rank {report.ranks[0]}, for ranks {', '.join(map(str, report.ranks))}"))
+        rows.append(("shared plan", f"of ranks {', '.join(map(str, report.ranks))}"))
     if report.unknown_workspaces:
         rows.append(("unknown workspaces", f"{', '.join(report.unknown_workspaces)}: the peak may be higher by these"))
     rows += [("note", note) for note in report.notes]
