@@ -79,12 +79,12 @@ def compile_graph(source: GraphSource, request: Request, peers: Peers = ALONE) -
     key = fingerprint(source.module, source.inputs, request, may_repeat)
     agreed = peers.agree(request, device_of_inputs(source.module, source.inputs), records.load(key))
     while True:
-        found = _compiled(source, agreed, key, peers, may_repeat)
+        found = _compile_in_attempts(source, agreed, key, peers, may_repeat)
         if peers.settled():
             return found if found.record is None else dataclasses.replace(found, record=peers.signed(found.record))
 
 
-def _compiled(source: GraphSource, agreed: Agreed, key: str, peers: Peers, may_repeat: bool) -> CompiledGraph:
+def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: Peers, may_repeat: bool) -> CompiledGraph:
     """Returns the compiled graph after as many attempts as its generated code requires."""
     request, record = agreed.request, agreed.record
     is_shared = request.limits.step_share is not None
