@@ -24,6 +24,7 @@ from autoremat.compiler.reference import plan_without_us
 from autoremat.compiler.rewriting import rewrite
 from autoremat.options.options import Options
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.planner import Planner
 from autoremat.tools.explain import Preview, previews
 from autoremat.torch_private import compilers, inductor_lowering
 
@@ -134,9 +135,7 @@ def plan_rows(found: Stages) -> Iterator[str]:
 def figures(found: Stages) -> Iterator[str]:
     """The single figures of the first five stages, as the page states them."""
     planned, graph = found.planned, found.planned.priced.graph
-    assert planned.planner is not None
-    assert planned.reference is not None
-    assert planned.report is not None
+    assert isinstance(planned.planner, Planner)
     assert planned.report.budget_bytes is not None
     forward = sum(op.forward for op in graph.ops)
     inputs, views = len(found.joint.find_nodes(op="placeholder")), sum(node.target in VIEWS for node in found.joint.nodes)
@@ -146,7 +145,7 @@ def figures(found: Stages) -> Iterator[str]:
     yield f"{graph.step_seconds * 1e3:.2f} ms"
     yield f"{len(planned.planner.search.candidates)} candidates"
     yield f"{planned.code_headroom_bytes:,} bytes"
-    yield f"{planned.reference.bytes:,} bytes"
+    yield f"{planned.report.reference_bytes:,} bytes"
     yield f"{planned.report.budget_bytes:,} bytes"
     yield f"{planned.report.budget_bytes - planned.code_headroom_bytes:,} bytes"
     yield f"{planned.plan.gap:.1%} of the step's time".replace("%", " %")
