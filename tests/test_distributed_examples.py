@@ -40,8 +40,8 @@ def test_the_example_trains_on_two_ranks(name):
     script = FOLDER / f"{name}.py"
     output = by_torchrun(script) if name == "ddp" else by_torchrun(UNCOMPILED, script)
     assert re.search(r"^loss \d+\.\d+$", output, re.MULTILINE)
-    rows = re.findall(r"^ +(\d) .* (itself|rank \d)$", output, re.MULTILINE)
-    by = "itself" if name == "pipeline" else "rank 0"
+    rows = re.findall(r"^ +(\d) .* (its own|of \d ranks)$", output, re.MULTILINE)
+    by = "its own" if name == "pipeline" else "of 2 ranks"
     assert set(rows) == {("0", by), ("1", by)}
 
 
