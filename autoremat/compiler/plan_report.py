@@ -1,0 +1,98 @@
+"""The report of a plan, before code is generated."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from autoremat.basics.progress import now
+from autoremat.compiler.counting import Count
+from autoremat.compiler.infeasibility import memory_notes
+from autoremat.compiler.joint_graph import PlanningContext
+from autoremat.compiler.loss_chunking import ChunkingChoice
+from autoremat.compiler.reference import Reference
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.planning_result import ROUNDING, PlanningResult
+from autoremat.report.report import Report
+from autoremat.request.limits import Limits
+
+
+@dataclass(frozen=True)
+class ReportedPlan:
+    """The facts about a plan that its report states."""
+
+    choice: ChunkingChoice
+    plan: Plan
+    planning: PlanningResult
+    code_headroom_bytes: int
+    count: Count | None
+    reference: Reference | None
+    """The reference peak, of which the budget is a share; None if the budget is none."""
+    budget: int | None
+    soft_budget: int | None
+
+
+def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Report:
+    """Returns the report of the plan, before code is generated. ``start`` is the time at which planning began."""
+    now("describing the plan")
+    taken, whole, reference, count = facts.choice.taken, facts.choice.whole, facts.reference, facts.count
+    captured, limits = taken.priced.captured, context.request.limits
+    share = taken.priced.step_share(limits)
+    return Report.of(
+        facts.planning,
+        facts.plan,
+        facts.code_headroom_bytes + context.extra_headroom_bytes + taken.fragmentation_bytes,
+        budget_bytes=facts.budget,
+        budget_share=None if reference is None else limits.reference_share,
+        reference_bytes=None if reference is None else reference.bytes,
+        reference_source="" if reference is None else reference.source,
+        reference_saved_bytes=None if reference is None else reference.saved_bytes,
+        granted_bytes=None if reference is None else limits.granted_bytes or None,
+        soft_budget_bytes=facts.soft_budget,
+        planning_seconds=time.perf_counter() - start,
+        compiler=context.request.compiler,
+        device=captured.device.name,
+        loss_chunks=taken.chunks,
+        code_headroom_bytes=facts.code_headroom_bytes,
+        minimum_unchunked_bytes=None if whole is None else whole.planning.smallest.peak_bytes,
+        unknown_workspaces=captured.unknown_workspaces,
+        accumulated_bytes=taken.priced.accumulated_bytes,
+        constraint_warnings=taken.constrained.warnings,
+        reserved=None if count is None else count.plan_report(facts.plan),
+        count="reserved" if count is not None and count.is_bounded else "allocated",
+        device_ledger=limits.ledger,
+        notes=(
+            *((share.note,) if share is not None and share.note else ()),
+            *_notes_on(count),
+            *memory_notes(facts.budget, captured.device.name),
+        ),
+        **time_figures(facts, limits),
+        **dataclasses.asdict(taken.priced.pricing),
+    )
+
+
+def _notes_on(count: Count | None) -> tuple[str, ...]:
+    """Returns a note on the settings of the allocator that the count of reserved bytes ignores; empty if there are none."""
+    ignored = () if count is None else count.settings.ignored
+    return (f"reserved bytes are counted without {', '.join(ignored)}",) if ignored else ()
+
+
+def time_figures(facts: ReportedPlan, limits: Limits) -> dict[str, Any]:
+    """Returns the fields of a report on the budget of time; empty if there is none."""
+    time, least = facts.choice.taken.time, facts.choice.taken.least
+    if time is None:
+        return {}
+    slowdown = time.slowdown(facts.plan)
+    if not limits.bounds_memory:
+        binding = "max_slowdown" if facts.plan.peak_bytes > facts.planning.smallest.peak_bytes else ""
+    else:
+        binding = "memory_budget" if slowdown > ROUNDING else ""
+    return {
+        "max_slowdown": time.max_slowdown,
+        "slowdown": slowdown,
+        "fastest_seconds": time.fastest_seconds,
+        "binding_budget": binding,
+        "timed_minimum_bytes": None if least is None else least.peak_bytes,
+    }
