@@ -17,7 +17,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import autoremat
-from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, find_cause
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionWarning, find_cause
 from autoremat.planner.constraints.returning_inputs import without_saved_copies
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Op, Role, Value
@@ -144,6 +144,33 @@ def test_the_best_effort_warns_once_for_all_buckets(one_rank):
     with pytest.warns(BudgetWarning, match="buckets of DistributedDataParallel need") as caught:
         planned_ddp(False, 1000, on_infeasible="best_effort")(batch()).backward()
     assert sum("DistributedDataParallel" in str(one.message) for one in caught) == 1
+
+
+@pytest.mark.slow
+def test_buckets_of_a_broken_function_keep_their_share_or_fail(one_rank):
+    """A part of a broken function takes its minimum peak; buckets have a common budget, which holds or is an error."""
+
+    class Broken(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.sin()
+            torch._dynamo.graph_break()
+            return super().forward(x)
+
+    torch.compiler.reset()
+    model = DistributedDataParallel(Broken(2), bucket_cap_mb=1)
+    compiled = torch.compile(model, backend="autoremat", options=EAGER | {"memory_budget": 0.01})
+    with pytest.raises(Exception, match="buckets of DistributedDataParallel together") as caught:
+        compiled(batch())
+    error = find_cause(caught.value, BudgetInfeasible)
+    assert error is not None
+    assert "Dynamo broke the function" in error.remedies[0]
+
+
+@pytest.mark.slow
+def test_open_calls_have_no_effect_on_buckets(one_rank):
+    with pytest.warns(OptionWarning, match="in_flight and accumulate have no effect") as caught:
+        planned_ddp(False, 0.9, in_flight=2)(batch()).backward()
+    assert sum("in_flight" in str(one.message) for one in caught) == 1
 
 
 @pytest.mark.slow

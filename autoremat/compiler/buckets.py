@@ -43,6 +43,7 @@ from autoremat.planner.multigraph.ledger import KnownBorders, Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, ENDED_BY_CLOCK, Step, StepGraph, StepProfile
 from autoremat.planner.plans.plan import Plan
+from autoremat.request.budgets import warn_of_open_calls
 from autoremat.request.grants import note_grant
 from autoremat.request.limits import CommonBudget, Limits
 from autoremat.request.request import Request
@@ -72,16 +73,19 @@ def request_in_split(source: GraphSource, request: Request, around: Surroundings
     split = _split_of(request)
     if split is None:
         return request
-    if split.owner not in _shared:
-        planned = _shared[split.owner] = _planned_together(split, request, source.patches)
+    if split.number == 0:  # torch shows all buckets only now
+        if request.calls != OpenCalls():
+            warn_of_open_calls()
+        planned = _shared[split.owner] = _planned_together(split, replace(request, is_part=False), source.patches)
         note_grant(request, around, None if planned is None else planned.profile.budget_bytes)
-    shared = _shared[split.owner]
+    shared = _shared.get(split.owner)
     share = None if shared is None else shared.shares[split.number]
     if shared is None or share is None:
         return request
     common = CommonBudget(shared.profile, f"bucket {split.number + 1}", _advice(split))
-    limits = Limits(share.peak_bytes, step_share=share, ledger=shared.profile.device_ledger, common=common)
-    return replace(request, limits=limits, calls=OpenCalls())
+    ledger, advice = shared.profile.device_ledger, request.limits.advice
+    limits = Limits(share.peak_bytes, step_share=share, ledger=ledger, common=common, advice=advice)
+    return replace(request, limits=limits, calls=OpenCalls(), is_part=False)
 
 
 def _split_of(request: Request) -> ddp.Split | None:
@@ -111,7 +115,8 @@ def _split_of(request: Request) -> ddp.Split | None:
 def _planned_together(split: ddp.Split, request: Request, patches: Mapping[str, Any]) -> SharedBudget | None:
     """Returns the budget of all buckets, shared out; None if one of them cannot be planned and falls back.
 
-    Raises ``BudgetInfeasible`` if no choice of plans fits and the request does not ask for the best effort.
+    It is called while the first bucket is compiled. Raises ``BudgetInfeasible`` if no choice of plans fits and the request does
+    not ask for the best effort.
     """
     now(f"planning {split.count} buckets together")
     try:
@@ -127,7 +132,7 @@ def _planned_together(split: ddp.Split, request: Request, patches: Mapping[str, 
     if not step.graphs:
         return None
     place = f"{split.count} buckets of DistributedDataParallel"
-    advised = replace(request, limits=replace(request.limits, advice=(_advice(split), *request.limits.advice)))
+    advised = replace(request, limits=replace(request.limits, advice=(*request.limits.advice, _advice(split))))
     profile = agreed_profile(step, advised, place, settles_as=f"the step of {place}", communicates=False)
     shares = [None if one is None else _share(profile, one, split, number) for number, one in enumerate(graphs)]
     log.info("%d buckets of DistributedDataParallel share one budget: %s", split.count, profile.line())

@@ -125,6 +125,7 @@ def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: P
             # Torch's caches answered, but the record of this compilation is lost. Compiling without caches restores it.
             caches = compilers.without_caches
             continue
+        log.debug("%s", planned.report.summary())
         attempts.append(attempt_of(planned, step, lowered, codes, is_complete=function is not None))
         verdict = verdict or verdict_on(attempts, rules, planned.gain)
         if isinstance(verdict, Infeasible):

@@ -125,22 +125,31 @@ def _compile_request(source: GraphSource, request: Request, around: Surroundings
     *larger, present = sizes_to_plan_for(source.inputs, request.limits)
     for sizes in larger:
         try:
-            return _compile_for(sizes, source, replace(request, on_infeasible="raise"), around)
+            return _compile_for(sizes, source, request, around, must_fit=True)
         except Exception as error:
             if find_cause(error, BudgetInfeasible) is None:
                 raise
     return _compile_for(present, source, request, around)
 
 
-def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Surroundings) -> Compiled:
-    """Returns the graph compiled with a plan that holds up to ``sizes``, or by plain Inductor if planning falls back."""
+def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Surroundings, must_fit: bool = False) -> Compiled:
+    """Returns the graph compiled with a plan that holds up to ``sizes``, or by plain Inductor if planning falls back.
+
+    With ``must_fit``, the plan has to fit whatever the request says.
+    """
     gm = source.module
+    asked = replace(request, on_infeasible="raise", is_part=False) if must_fit else request
     compile_with = compile_graph if request.fuses else compile_uncompiled
     try:
-        with planned_for(sizes), joined(request, source_info.begin_of(gm.graph), may_communicate(gm)) as peers:
-            found = compile_with(source, request, peers)
+        with planned_for(sizes), joined(asked, source_info.begin_of(gm.graph), may_communicate(gm)) as peers:
+            found = compile_with(source, asked, peers)
+        for size, limit in sizes.items():
+            size.guard_at_most(limit)
         if found.record is not None:
             records.save(found.key, found.record)
+        if found.report is not None:
+            note_grant(request, around, found.report.budget_bytes)
+        return published(found.function, found.report, request, note_on(gm))
     except Exception as error:  # an error of the graph itself recurs in plain Inductor below
         if is_user_error(error) or not request.fuses:
             raise
@@ -151,8 +160,3 @@ def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Su
         compiled = compilers.compile_with_inductor(gm, source.inputs, dict(source.patches), {})
         warnings.warn(fallback_message(error, place), FallbackWarning, stacklevel=2)
         return compiled
-    for size, limit in sizes.items():
-        size.guard_at_most(limit)
-    if found.report is not None:
-        note_grant(request, around, found.report.budget_bytes)
-    return published(found.function, found.report, request, note_on(gm))

@@ -84,7 +84,7 @@ def infeasible(
         **time_figures,
     }
     if limits.common is not None:
-        figures |= limits.common.figures(max(0, minimum - budget))
+        figures |= limits.common.figures(max(0, minimum - budget), limits.advice)
     return BudgetInfeasible(**figures)
 
 

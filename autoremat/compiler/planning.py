@@ -164,8 +164,8 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
     counted = bounded.plan_bytes if bounded is not None else lambda plan: plan.peak_bytes + headroom
     reference = reference_of(priced, context, planner, counted, earlier.torchs_plans)
     budget = budget_of(context, reference)
-    limits = _Limits(context, soft_budget, budget, headroom, bounded, earlier)
-    choice = choose_chunking(priced, context, limits.candidate)
+    forms = _FormSearch(context, soft_budget, budget, headroom, bounded, earlier)
+    choice = choose_chunking(priced, context, forms.candidate)
     chosen = choice.taken
     by_clock = earlier.ended_by_clock or (context.told is not None and context.told.ended_by_clock)
     planning = dataclasses.replace(
@@ -174,7 +174,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
         interrupted=chosen.planning.interrupted or by_clock,
         ended_by_clock=by_clock,
     )
-    plan = _plan_within(limits, choice)
+    plan = _plan_within(forms, choice)
     facts = ReportedPlan(choice, plan, planning, headroom, count, reference, budget, soft_budget)
     return BudgetedGraph(
         priced=chosen.priced,
@@ -192,8 +192,8 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
 
 
 @dataclass(frozen=True)
-class _Limits:
-    """The limits on the plans of a graph. They hold for all its forms, with and without a chunked loss."""
+class _FormSearch:
+    """Finds the best plan of each form of a graph, with and without a chunked loss, under the same limits."""
 
     context: PlanningContext
     soft_budget: int | None
@@ -248,21 +248,21 @@ class _Limits:
         )
 
 
-def _plan_within(limits: _Limits, choice: ChunkingChoice) -> Plan:
+def _plan_within(forms: _FormSearch, choice: ChunkingChoice) -> Plan:
     """Returns the plan of the candidate that is taken; if none fits, the plan of the minimum peak found.
 
     Raises ``BudgetInfeasible`` if no plan fits, unless the options ask for the best effort or the generated code may still fit.
     """
-    chosen, context = choice.taken, limits.context
+    chosen, context = choice.taken, forms.context
     plan = chosen.planning.plan
     if plan is not None and (chosen.keeps_time or chosen.plan_file is not None):
         return plan
-    assert limits.budget is not None
+    assert forms.budget is not None
     is_too_slow = plan is not None
     plan = plan or chosen.planning.smallest
     if context.request.must_fit and not chosen.priced.joint.is_region:
-        if is_too_slow or not _may_fit(plan, chosen, context, limits.budget):
-            raise no_plan_fits(choice, context, limits.budget, limits.headroom, limits.bounded)
+        if is_too_slow or not _may_fit(plan, chosen, context, forms.budget):
+            raise no_plan_fits(choice, context, forms.budget, forms.headroom, forms.bounded)
     return plan
 
 

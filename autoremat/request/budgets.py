@@ -20,8 +20,8 @@ from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.request.grants import granted_bytes
 from autoremat.request.limits import Limits
-from autoremat.request.open_calls import open_calls_of
 from autoremat.request.request import Request
+from autoremat.request.stage_calls import open_calls_of
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private.dynamo import in_few_words
 
@@ -50,7 +50,7 @@ def requests_of(options: Options, around: Surroundings) -> Mapping[int | None, R
                 BudgetWarning,
                 stacklevel=3,
             )
-        return {None: _request_of(profile.budget_bytes, options, around)}
+        return {None: _with_ledger(_request_of(profile.budget_bytes, options, around), profile)}
     found = {share: _of_share(share, profile, options, around) for share in dict.fromkeys(shares.values())}
     return {block: found[share] for block, share in shares.items()}
 
@@ -61,7 +61,8 @@ def request_of(options: Options, around: Surroundings) -> Request:
 
 
 def _request_of(budget: Budget, options: Options, around: Surroundings) -> Request:
-    calls = open_calls_of(options, around.stage)
+    """Returns the request under ``budget`` in place of that of the options."""
+    calls = open_calls_of(options, around.stage, budget is not None)
     limits = _limits_of(budget, options, around, calls)
     if around.why_broken is None:
         return Request.of(options, limits, calls)
@@ -70,13 +71,15 @@ def _request_of(budget: Budget, options: Options, around: Surroundings) -> Reque
         f"this is one graph of several, for Dynamo broke the function{why}: share one budget among them, by "
         "autoremat.profile_step(function, *inputs, memory_budget=...)"
     )
-    # The graphs that follow are unknown, and a small one may have nothing to recompute. Under a share, a graph that does not
-    # fit its own one takes the minimum peak, and the step as a whole is judged when it runs.
     return Request.of(options, replace(limits, advice=(advice,)), calls, is_part=limits.reference_share is not None)
 
 
 def request_of_recording(options: Options) -> Request:
-    """Returns the request of a graph whose step is measured. Its plan has the minimum peak, whatever the budget."""
+    """Returns the request of a graph whose step is measured. Its plan has the minimum peak, whatever the budget.
+
+    A budget is shared out later. Until then it counts as some bound: constraints need not be the whole plan, and a graph that
+    cannot be planned is an error.
+    """
     bounded = options.memory_budget is not None
     return Request.of(options, Limits(reference_share=1.0 if bounded else None, max_slowdown=options.allowed_slowdown))
 
@@ -100,7 +103,9 @@ def _limits_of(budget: Budget, options: Options, around: Surroundings, calls: Op
             return replace(limits, reference_share=share, granted_bytes=granted)
         case int() as number:
             return replace(limits, peak_bytes=number)
-    return limits
+        case None:
+            return limits
+    raise AssertionError(f"{budget!r} is resolved for each graph by itself")
 
 
 def _limits_on_device(limits: Limits, ledger: DeviceBudget, options: Options) -> Limits:
@@ -139,16 +144,26 @@ def _free_bytes(options: Options, around: Surroundings) -> int:
 
 def _of_share(share: Share | None, profile: StepProfile, options: Options, around: Surroundings) -> Request:
     """Returns the request of a graph with a share in the budget of a profiled step; None for a profile without a budget."""
+    if share is None:
+        return _with_ledger(_request_of(None, options, around), profile)
     if options.in_flight is not None or options.accumulate is not None:
-        warnings.warn(
-            "in_flight and accumulate have no effect under a profiled step, whose profile counts open calls and gradients "
-            "itself",
-            OptionWarning,
-            stacklevel=4,
-        )
+        warn_of_open_calls()
     advice = () if around.block is None else (ADVICE_FOR_A_BLOCK,)
-    peak = None if share is None else share.peak_bytes
-    return Request.of(options, Limits(peak, step_share=share, ledger=profile.device_ledger, advice=advice), OpenCalls())
+    limits = Limits(share.peak_bytes, step_share=share, advice=advice)
+    return _with_ledger(Request.of(options, limits, OpenCalls()), profile)
+
+
+def _with_ledger(request: Request, profile: StepProfile) -> Request:
+    return replace(request, limits=replace(request.limits, ledger=profile.device_ledger))
+
+
+def warn_of_open_calls() -> None:
+    """Warns that the options on open calls have no effect on graphs that share a step's budget."""
+    warnings.warn(
+        "in_flight and accumulate have no effect under a profiled step, whose profile counts open calls and gradients itself",
+        OptionWarning,
+        stacklevel=5,
+    )
 
 
 # -- questions about a budget that is not resolved yet -----------------------------------------------------------------

@@ -21,14 +21,16 @@ class CommonBudget:
     """Name of the bucket in texts."""
     advice: str
 
-    def figures(self, excess_bytes: int) -> dict[str, Any]:
-        """Returns the figures of the error for a bucket that needs ``excess_bytes`` more than its share."""
+    def figures(self, excess_bytes: int, advice: tuple[str, ...]) -> dict[str, Any]:
+        """Returns the figures of the error for a bucket that needs ``excess_bytes`` more than its share, after other advice."""
         budget = self.profile.budget_bytes or 0
         return {
             "budget_bytes": budget,
             "minimum_bytes": budget + excess_bytes,
             "lower_bound_bytes": min(self.profile.minimum_peak_bytes, budget),
-            "remedies": (f"{self.bucket} needs {format_bytes(excess_bytes)} more than its share; {self.advice}",),
+            "remedies": (*advice, f"{self.bucket} needs {format_bytes(excess_bytes)} more than its share; {self.advice}"),
+            "gradient_bytes": 0,
+            "device_bytes": None,
             "is_simulated": False,
         }
 

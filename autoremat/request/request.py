@@ -54,7 +54,7 @@ class Request:
             limits=limits,
             calls=options.open_calls if calls is None else calls,
             is_part=is_part,
-            on_infeasible="best_effort" if is_part else options.on_infeasible,
+            on_infeasible=options.on_infeasible,
             on_planning_error=options.on_planning_error or ("raise" if limits.bounds_memory else "fallback"),
             **{name: getattr(options, name) for name in TAKEN_OVER},
         )
@@ -66,8 +66,12 @@ class Request:
 
     @property
     def must_fit(self) -> bool:
-        """True: raise an error if no plan fits. False: take the plan with the minimum peak."""
-        return self.on_infeasible == "raise"
+        """True: raise an error if no plan fits. False: take the plan with the minimum peak.
+
+        A part takes it because the graphs that follow are unknown, and a small one may have nothing to recompute. The step is
+        judged as a whole when it runs.
+        """
+        return self.on_infeasible == "raise" and not self.is_part
 
     @property
     def falls_back(self) -> bool:

@@ -43,7 +43,7 @@ class Surroundings:
     is_card: bool = False
     """True if the device stands for a card of CUDA by name."""
     runs_here: bool = True
-    """False if another process or machine runs the graph, so that nothing in this process surrounds it."""
+    """False if another process or machine runs the graph: it has no block, stage, live optimizers or earlier graphs here."""
 
     @classmethod
     def of(cls, module: fx.GraphModule, inputs: Sequence[Any]) -> Surroundings:
@@ -74,8 +74,8 @@ class Surroundings:
 
     @cached_property
     def stage(self) -> Stage | None:
-        """The stage of a pipeline that runs the graph; None outside of a pipeline."""
-        return running_stage() if self.runs_here else None
+        """The stage of a pipeline that runs the graph; None outside of one. A step of graphs counts its calls itself."""
+        return running_stage() if self.runs_here and self.module is not None else None
 
     @cached_property
     def block(self) -> int | None:

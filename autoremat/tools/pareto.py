@@ -65,7 +65,7 @@ def pareto(
         raise OptionsError(
             "count has no meaning for pareto, whose points are peaks of allocated bytes: leave it out of the options"
         )
-    parsed = replace(Options.parse(options, None, compilers.inductor_config_names), count="allocated")
+    parsed = replace(Options.parse(options, None, compilers.inductor_config_names), count="allocated", memory_budget=None)
     if parsed.max_slowdown is not None:
         raise OptionsError("max_slowdown has no meaning for pareto, which lists the time of many plans: leave it out")
 

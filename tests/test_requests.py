@@ -1,0 +1,120 @@
+"""Requests: what is asked of one graph, of each kind of budget and by what surrounds the graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from requests_of_options import CPU, request_with
+from torch import fx, nn
+
+import autoremat
+from autoremat import BudgetWarning, Options, OptionsError, OptionWarning
+from autoremat.planner.multigraph.ledger import Moment, PlanPoint
+from autoremat.planner.multigraph.open_calls import OpenCalls
+from autoremat.planner.multigraph.step_profile import Step, StepGraph, StepProfile
+from autoremat.request import surroundings
+from autoremat.request.budgets import request_of, requests_of
+from autoremat.request.limits import Limits
+from autoremat.request.request import Request
+from autoremat.request.surroundings import Surroundings, running_block
+from autoremat.torch_private.pipelining import Stage
+
+STAGE = Stage(1, (0, 1), in_flight=3, schedule="Schedule1F1B", microbatches=4)
+MODULE = fx.symbolic_trace(nn.Identity())
+
+
+def profile(budget: int | None = 4096, blocks: tuple[int | None, ...] = (None,)) -> StepProfile:
+    """A step of one graph with two plans, called once by each block."""
+    front = (PlanPoint(0.0, 1024, 1024, 2048), PlanPoint(1.0, 256, 1024, 2048))
+    graphs = tuple(StepGraph("key", "model.py:1", 1, front, front[0], 10.0, block=block) for block in blocks)
+    moments = tuple(Moment(0, (), number, half) for number in range(len(blocks)) for half in (False, True))
+    return Step(graphs, moments, ("forward 0", "backward 0"), "cpu").shared_out(budget)
+
+
+def around(key: str = "key", module: fx.GraphModule | None = None) -> Surroundings:
+    found = Surroundings(CPU, module)
+    vars(found)["key"] = key
+    return found
+
+
+@pytest.mark.parametrize(
+    ("budget", "limits"),
+    [
+        (None, Limits()),
+        (4096, Limits(4096)),
+        ("4KiB", Limits(4096)),
+        (0.7, Limits(reference_share=0.7)),
+        ("auto", Limits(2**40 - 512 * 2**20)),
+    ],
+)
+def test_each_kind_of_budget_has_its_limits(budget, limits):
+    assert request_with(Options(memory_budget=budget)).limits == limits
+    assert request_with(Options(memory_budget=budget, max_slowdown=0.5)).limits == replace(limits, max_slowdown=0.5)
+
+
+def test_a_budget_decides_what_happens_to_a_graph_that_cannot_be_planned():
+    assert request_with(Options()).falls_back
+    assert not request_with(Options(memory_budget=1)).falls_back
+    assert request_with(Options(memory_budget=1, on_planning_error="fallback")).falls_back
+
+
+def test_a_graph_has_its_share_of_a_profiled_step_and_the_ledger_of_the_device():
+    shared = profile()
+    (request,) = requests_of(Options(memory_budget=shared), around()).values()
+    assert request.limits.step_share == shared.shares[0]
+    assert request.calls == OpenCalls()
+    ledger = autoremat.device_budget("1GiB", nn.Linear(2, 2))
+    options = Options(memory_budget=replace(shared, device_ledger=ledger))
+    assert requests_of(options, around())[None].limits.ledger == ledger
+    with pytest.warns(BudgetWarning, match="the profiled step did not have"):
+        (unknown,) = requests_of(options, around("another")).values()
+    assert (unknown.limits.peak_bytes, unknown.limits.ledger) == (4096, ledger)
+
+
+def test_open_calls_have_no_effect_under_a_share_of_a_step_alone():
+    with pytest.warns(OptionWarning, match="in_flight and accumulate have no effect"):
+        (request,) = requests_of(Options(memory_budget=profile(), in_flight=3), around()).values()
+    assert request.calls == OpenCalls()
+    (unbounded,) = requests_of(Options(memory_budget=profile(None), in_flight=3), around()).values()
+    assert (unbounded.limits, unbounded.calls.number) == (Limits(), 3)
+
+
+def test_blocks_with_one_share_have_one_request():
+    with running_block(1):
+        requests = requests_of(Options(memory_budget=profile(8192, (0, 1))), around())
+    assert set(requests) == {0, 1}
+    assert requests[0] is requests[1]
+    assert "those of one block" in requests[0].limits.advice[0]
+
+
+def test_a_stage_counts_calls_of_a_graph_and_not_of_a_step(monkeypatch):
+    monkeypatch.setattr(surroundings, "running_stage", lambda: STAGE)
+    of_graph = request_of(Options(memory_budget=4096), around(module=MODULE))
+    assert (of_graph.calls.number, of_graph.calls.accumulates) == (3, True)
+    assert request_of(Options(memory_budget=4096), around()).calls == OpenCalls()
+    monkeypatch.setattr(surroundings, "running_stage", lambda: replace(STAGE, splits_backward=True))
+    with pytest.raises(OptionsError, match="Schedule1F1B"):
+        request_of(Options(memory_budget=4096), around(module=MODULE))
+    assert request_of(Options(), around(module=MODULE)).limits == Limits()
+
+
+def test_a_part_of_a_broken_function_takes_its_minimum_peak_under_a_share_alone():
+    broken = around(module=MODULE)
+    vars(broken)["why_broken"] = "a call of print. More words"
+    share, in_bytes = (request_of(Options(memory_budget=budget), broken) for budget in (0.5, 4096))
+    assert (share.is_part, share.must_fit) == (True, False)
+    assert (in_bytes.is_part, in_bytes.must_fit) == (False, True)
+    assert "broke the function (a call of print)" in share.limits.advice[0]
+
+
+def test_a_request_of_limits_alone_is_one_of_default_options():
+    assert Request() == request_with(Options())
+    assert Request().cache_key() == request_with(Options()).cache_key()
+
+
+def test_pareto_ignores_the_budget_of_all(isolated_options):
+    autoremat.configure(memory_budget="auto", compiler="aot_eager", cost_model="roofline")
+    points = autoremat.pareto(nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1)), torch.ones(4, 8), points=2)
+    assert len(points) > 1
