@@ -29,7 +29,7 @@ from autoremat.basics.progress import (
     quiet,
     status_if_slow,
 )
-from autoremat.compiler import joint_graph, planning
+from autoremat.compiler import joint_graph, plan_report
 from autoremat.options.options import PROGRESS_VARIABLE
 from autoremat.tools import trace
 from autoremat.torch_private import compile_progress
@@ -96,7 +96,7 @@ def test_an_explanation_names_its_stages_and_counts_traced_ops(monkeypatch):
         said.append(doing)
         counts[doing] = count
 
-    for module in (trace, compile_progress, joint_graph, planning):
+    for module in (trace, compile_progress, joint_graph, plan_report):
         monkeypatch.setattr(module, "now", note)
     model, inputs = nn.Sequential(nn.Linear(4, 4), nn.ReLU()), torch.ones(2, 4)
     autoremat.explain(
