@@ -12,7 +12,10 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
+from autoremat.compiler import dynamo_backend
 from autoremat.planner.multigraph.ledger import Share
+from autoremat.request.limits import Limits
+from autoremat.request.request import Request
 
 # Dynamo looks at `.grad` of what it is handed after a graph break.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
@@ -326,10 +329,11 @@ def test_buffers_that_are_replaced_are_put_back():
 
 
 @pytest.mark.parametrize("saved", [1, 1 << 20])
-def test_the_error_of_a_share_names_more_bytes_than_its_budget(saved):
+def test_the_error_of_a_share_names_more_bytes_than_its_budget(saved, monkeypatch):
     torch.compiler.reset()
-    share = Share(saved, 1 << 22, 1 << 22 if saved == 1 else 1, borders=True)
-    layer = torch.compile(Block(0.0), backend="autoremat", options={**EAGER, "memory_budget": share})
+    limits = Limits(1 << 22, step_share=Share(saved, 1 << 22, 1 << 22 if saved == 1 else 1, borders=True))
+    monkeypatch.setattr(dynamo_backend, "requests_of", lambda options, around: {None: Request.of(options, limits)})
+    layer = torch.compile(Block(0.0), backend="autoremat", options=EAGER)
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
         layer(torch.randn(ROWS, WIDTH, requires_grad=True))
     error = caught.value.inner_exception
