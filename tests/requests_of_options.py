@@ -12,12 +12,12 @@ from autoremat.request.surroundings import Surroundings
 CPU = torch.device("cpu")
 
 
-def request_with(options: Options, free: int | None = 2**40) -> Request:
+def request_with(options: Options, free: int | None = 2**41) -> Request:
     """Returns the request of a graph on a device with ``free`` bytes."""
     return request_of(options, Surroundings(CPU, free_bytes_of=lambda device: free, runs_here=False))
 
 
-def budget_with(options: Options, reference_bytes: int, free: int | None = 2**40) -> int | None:
+def budget_with(options: Options, reference_bytes: int, free: int | None = 2**41) -> int | None:
     """Returns the budget in bytes of a graph with that reference peak."""
     return request_with(options, free).limits.bytes_for(reference_bytes)
 

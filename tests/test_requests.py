@@ -46,7 +46,7 @@ def around(key: str = "key", module: fx.GraphModule | None = None) -> Surroundin
         (4096, Limits(4096)),
         ("4KiB", Limits(4096)),
         (0.7, Limits(reference_share=0.7)),
-        ("auto", Limits(2**40 - 512 * 2**20)),
+        ("auto", Limits(2**41 - 512 * 2**20)),
     ],
 )
 def test_each_kind_of_budget_has_its_limits(budget, limits):
