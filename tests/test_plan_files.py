@@ -118,9 +118,9 @@ def test_a_missing_field_has_its_default(plan):
 
 
 UNKNOWN: dict[str, Callable[[dict], object]] = {
-    "a plan file has no field 'stays'": lambda r: r.update(stays=[]),
+    "a plan file has no field 'tiers'": lambda r: r.update(tiers=[]),
     "Graph has no field 'links'": lambda r: r["graph"].update(links=[]),
-    "Value has no field 'forms'": lambda r: add_column(r, "values", "forms", []),
+    "Value has no field 'shelf'": lambda r: add_column(r, "values", "shelf", []),
     "Op has no field 'engine'": lambda r: add_column(r, "ops", "engine", 0),
 }
 

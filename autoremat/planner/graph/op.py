@@ -9,6 +9,8 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from autoremat.planner.graph.forms import Form
+
 
 class Trait(enum.Flag):
     """Properties of an op that decide on a second execution."""
@@ -98,6 +100,12 @@ class Value:
     role: Role = Role.COMPUTED
     module: str = ""
     source: str = ""
+    forms: tuple[Form, ...] = ()
+    """The ways to keep the value beside "as it is, on the device". Outputs, inputs and tangents have none."""
+
+    def form(self, name: str) -> Form:
+        """Returns the form of that name. Raises ``KeyError`` if the value has none."""
+        return {form.name: form for form in self.forms}[name]
 
 
 @dataclass(frozen=True)

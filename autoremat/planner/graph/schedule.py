@@ -16,11 +16,34 @@ from autoremat.planner.graph.graph import Graph
 
 
 @dataclass(frozen=True)
+class Stay:
+    """The decision to keep a saved value in one of its forms. All positions are positions in ``Schedule.sequence``.
+
+    The bytes of a step follow from positions alone. The rate of a link only changes seconds, because the compute stream waits
+    at ``free`` and at ``need``.
+    """
+
+    value: int
+    form: str
+    """The name of one of the value's forms."""
+    store: int
+    """The execution after which the store is issued: not before the one that computes the value."""
+    free: int
+    """The execution of the forward after which the store is complete and the value's device memory is freed."""
+    load: int
+    """The execution of the backward before which the device memory is allocated again and the load is issued."""
+    need: int
+    """The execution of the backward before which the load is complete: at the latest the first one that reads the value."""
+
+
+@dataclass(frozen=True)
 class Schedule:
     """The executions of both halves of a step, as op numbers in sequence."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
+    stays: tuple[Stay, ...] = ()
+    """At most one for each saved value, in ascending sequence of values. Others stay on the device as they are."""
 
     @cached_property
     def sequence(self) -> tuple[int, ...]:
