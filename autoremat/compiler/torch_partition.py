@@ -41,8 +41,8 @@ def schedule_of_partition(captured: Capture, *halves: fx.GraphModule) -> Schedul
         place = int(match[1] or 0) if match else len(repeated)
         return repeated[place] if place < len(repeated) else name
 
-    executed = (map(own, names) for names in called)
-    return Schedule(*(tuple(number[name] for name in names if name in number) for names in executed))
+    forward, backward = (tuple(number[name] for name in map(own, names) if name in number) for names in called)
+    return Schedule(forward, backward)
 
 
 def plan_of_partition(captured: Capture, forward: fx.GraphModule, backward: fx.GraphModule) -> Plan:
