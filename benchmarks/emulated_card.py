@@ -27,7 +27,7 @@ Triton's interpreter runs. Sizes in KiB. "plan": simulated peak, with workspaces
 Errors: the largest relative error of a gradient, to torch and to the step without a budget. "To torch" is to eager code, and
 for ResNet and experts in 16 bits to plain Inductor: there rounding decides signs of activations and the choice of experts.
 Budget 0.7: a share of the baseline's peak. Budget "least": one byte, so the smallest plan runs. The same code runs in
-`tests/test_emulated_cuda.py`.
+`tests/training/test_emulated_cuda.py`.
 """
 
 COLUMNS = f"{'model':8} {'data type':9} {'budget':>6} {'plan':>8} {'replay':>8} {'measured':>8} {'equal':>5} {'fits':>5}" + (

@@ -3,7 +3,7 @@
     python benchmarks/five_ops.py
 
 The seconds are those of one core by data sheet, so the figures of the first five stages are the same on every machine.
-`tests/test_design.py` compares them with the page.
+`tests/project/test_design.py` compares them with the page.
 """
 
 from __future__ import annotations

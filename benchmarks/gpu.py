@@ -33,7 +33,7 @@ from emulated_cuda import library  # noqa: E402
 STAGES = ("tests", "launches", "duels", "reserved", "CUDA graphs")
 """In the order of their worth."""
 
-TEST_FILES = ("test_cuda.py", "test_measure.py", "test_practices.py")
+TEST_FILES = ("training/test_cuda.py", "measure/test_peak.py", "training/test_practices.py")
 """All with tests that are marked `gpu`."""
 
 PACKAGES = {

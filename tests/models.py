@@ -12,9 +12,24 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import autoremat
+
 Built = tuple[nn.Module, tuple[torch.Tensor, ...]]
 
 VOCABULARY = 512
+
+
+class Named(nn.Module):
+    """A layer that gives names to two tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = autoremat.name(self.qkv(x), "qkv").chunk(3, -1)
+        hidden = torch.ops.autoremat.named(F.gelu(q * k + v), name="hidden")
+        return (x + self.out(hidden)).square().mean()
 
 
 class LanguageModelLoss(nn.Module):

@@ -182,3 +182,9 @@ FUNCTIONS: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "attention": attention,
     "sdpa": sdpa,
 }  # fmt: skip
+
+
+def fresh_inputs() -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(1)
+    x, y = torch.randn(SHAPE, requires_grad=True), torch.randn(SHAPE, requires_grad=True)
+    return x, y, torch.randint(0, VOCABULARY, (BATCH, TOKENS))

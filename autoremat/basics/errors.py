@@ -12,7 +12,10 @@ from typing import Any, TypeVar
 from autoremat.basics.units import format_bytes
 
 SUPPORTED_MINORS = range(11, 16)
-"""Minor versions of torch 2 that the package supports. ``tests/test_docs.py`` compares the documentation and the metadata."""
+"""Minor versions of torch 2 that the package supports.
+
+``tests/project/test_docs.py`` compares the documentation and the metadata.
+"""
 OCCUPANTS_SHOWN = 10
 GRADIENT_SHARE = 0.5
 """Share of the minimum peak above which an error states the bytes of gradients."""
@@ -26,7 +29,7 @@ SHARDING = (
 """Advice for a budget below the bytes of gradients."""
 
 ISSUES = "https://github.com/autoremat/autoremat/issues"
-"""The address for reports of defects. ``tests/test_project.py`` compares it with the metadata."""
+"""The address for reports of defects. ``tests/project/test_project.py`` compares it with the metadata."""
 
 Kind = TypeVar("Kind", bound=BaseException)
 

@@ -1,6 +1,6 @@
 """The table of torch's private names that the package uses, and the function that looks them up.
 
-``tests/test_private_names.py`` checks each row on the torch that runs, and that the table is complete.
+``tests/torch_private/test_private_names.py`` checks each row on the torch that runs, and that the table is complete.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Workspaces of extern kernels, in bytes: the memory that a call allocates beside its results and frees before it returns.
 
-A kernel with a formula has an upper bound, computed from the kernel's block sizes. ``tests/test_workspace.py`` checks the
-formulas against the allocator. Any other kernel is measured if its device is present (:mod:`autoremat.workspaces.measurement`).
-If there is neither, the workspace is unknown, and the report says so.
+A kernel with a formula has an upper bound, computed from the kernel's block sizes. ``tests/workspaces/test_formulas.py``
+checks the formulas against the allocator. Any other kernel is measured if its device is present
+(:mod:`autoremat.workspaces.measurement`). If there is neither, the workspace is unknown, and the report says so.
 """
 
 from __future__ import annotations

@@ -1,0 +1,300 @@
+"""Records on disk: what is saved is loaded, and nothing broken on disk is an error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import multiprocessing
+import os
+import stat
+import threading
+import time
+from pathlib import Path
+
+import platformdirs
+import pytest
+from reports import report_for
+
+from autoremat.basics import disk_cache, files
+from autoremat.basics.errors import OptionsError
+from autoremat.compiler import records
+from autoremat.compiler.records import Record
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(disk_cache, "_said", set())
+    return tmp_path / "cache" / "reports"
+
+
+def test_a_record_comes_back_as_it_was(folder):
+    record = Record(report_for(16 << 20, compiled_peak_bytes=5, replans=1), extra_headroom_bytes=77)
+    records.save("key", record)
+    assert records.load("key") == record
+    assert [path.name for path in folder.iterdir()] == ["key.json"]
+
+
+def test_a_record_of_a_graph_without_backward_comes_back(folder):
+    records.save("inference", Record(None))
+    assert records.load("inference") == Record(None, 0)
+
+
+def test_an_unknown_key_has_no_record(folder):
+    assert records.load("nothing") is None
+    records.save("key", Record(None))
+    assert records.load("nothing") is None
+
+
+def test_saving_again_replaces(folder):
+    records.save("key", Record(None, 1))
+    records.save("key", Record(None, 2))
+    assert records.load("key") == Record(None, 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "\x00\xff",
+        "[]",
+        "null",
+        "7",
+        "{}",
+        '{"report": null}',
+        '{"report": {}, "extra_headroom_bytes": 0}',
+        '{"report": [1], "extra_headroom_bytes": 0}',
+        '{"report": null, "extra_headroom_bytes": "many"}',
+        '{"report": null, "extra_headroom_bytes": null}',
+        '{"report": null, "extra_headroom_bytes": 1e400}',
+        "[" * 200_000,
+        '{"report":' * 200_000,
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_broken_record_is_as_good_as_none(folder, text):
+    folder.mkdir(parents=True)
+    (folder / "key.json").write_bytes(text.encode("latin-1"))
+    assert records.load("key") is None
+
+
+def test_a_record_of_another_version_is_as_good_as_none(folder):
+    records.save("key", Record(report_for(None)))
+    path = folder / "key.json"
+    fields = json.loads(path.read_text())
+    fields["report"]["a_new_figure"] = 1
+    path.write_text(json.dumps(fields))
+    assert records.load("key") is None
+
+
+def test_a_folder_that_cannot_be_made_is_said_once_and_is_no_error(folder, monkeypatch, caplog):
+    folder.parent.write_text("in the way")
+    for _ in range(3):
+        records.save("key", Record(None))
+        assert records.load("key") is None
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert str(folder.parent) in record.getMessage()
+    assert "Not a directory" in record.getMessage() or "File exists" in record.getMessage()
+
+
+def test_a_folder_that_is_not_there_is_not_worth_a_word(folder, caplog):
+    assert records.load("key") is None
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("stage", ["write", "replace"])
+def test_an_interrupted_write_leaves_the_old_record_and_nothing_else(folder, monkeypatch, stage, caplog):
+    records.save("key", Record(None, 1))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "no space left on device")
+
+    if stage == "replace":
+        monkeypatch.setattr(disk_cache.os, "replace", full)
+    else:
+        monkeypatch.setattr(disk_cache, "open", opener_that_fails(full), raising=False)
+    records.save("key", Record(None, 2))
+    monkeypatch.undo()
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(folder.parent))
+    assert records.load("key") == Record(None, 1)
+    assert [path.name for path in folder.iterdir()] == ["key.json"]
+    assert "no space left on device" in caplog.text
+
+
+def opener_that_fails(fail):
+    """An ``open`` whose files cannot be written to."""
+
+    @contextlib.contextmanager
+    def opened(descriptor: int, *_: object, **__: object):
+        with open(descriptor, "w"):
+            fail()
+            yield
+
+    return opened
+
+
+def make_pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def make_link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+def make_huge(path: Path) -> None:
+    with path.open("wb") as file:
+        file.truncate(files.LARGEST_FILE + 1)
+
+
+@pytest.mark.parametrize("make", [make_pipe, make_link_to_a_device, make_huge, Path.mkdir])
+def test_what_is_no_file_of_ours_is_said_once_and_as_good_as_none(folder, make, caplog):
+    folder.mkdir(parents=True)
+    make(folder / "key.json")
+    descriptors = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
+    for _ in range(3):
+        assert records.load("key") is None
+    (record,) = caplog.records
+    assert "key.json: it " in record.getMessage()
+    assert descriptors in (0, len(os.listdir("/proc/self/fd")))
+
+
+def test_a_damaged_plan_leaves_the_report(folder):
+    records.save("key", Record(report_for(16 << 20)))
+    (folder.parent / "plans" / "key.json").write_text("[" * 200_000)
+    record = records.load("key")
+    assert record is not None
+    assert record.report is not None
+    assert record.report.plan is None
+
+
+def test_a_group_that_shares_the_folder_can_read_what_one_wrote(folder):
+    before = os.umask(0o002)
+    try:
+        records.save("key", Record(None))
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((folder / "key.json").stat().st_mode) == 0o664
+
+
+# -- how much there is -------------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_used_for_longest_goes(folder, monkeypatch):
+    monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", "1MB")
+    for number in range(9):
+        disk_cache.write_text("reports", str(number), "x" * 100_000)
+        os.utime(folder / f"{number}.json", (number, number))
+    disk_cache.write_text("rates", "kept", "x" * 900_000)
+    assert disk_cache.read_text("reports", "0") is not None  # used: no longer the oldest
+    disk_cache.write_text("plans", "large", "x" * 200_000)
+    assert sorted(path.stem for path in folder.iterdir()) == ["0", "3", "4", "5", "6", "7", "8"]
+    assert (folder.parent / "plans" / "large.json").exists()
+    assert (folder.parent / "rates" / "kept.json").exists()
+
+
+def test_what_a_killed_process_left_goes_after_a_while(folder):
+    folder.mkdir(parents=True)
+    for name, age in (("old", 2 * disk_cache.LEFT_OVER), ("young", 10.0)):
+        (folder / f"{name}.tmp").write_text("x")
+        os.utime(folder / f"{name}.tmp", (time.time() - age,) * 2)
+    records.save("key", Record(None))
+    assert sorted(path.name for path in folder.iterdir()) == ["key.json", "young.tmp"]
+
+
+def test_a_size_that_is_none_is_refused(folder, monkeypatch):
+    monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", "much")
+    with pytest.raises(OptionsError, match="AUTOREMAT_CACHE_SIZE: 'much' is not a number of bytes"):
+        records.save("key", Record(None))
+
+
+def test_clearing_leaves_what_is_not_ours(folder):
+    records.save("key", Record(report_for(16 << 20)))
+    disk_cache.write_text("rates", "device", "{}")
+    (folder / "notes.txt").write_text("mine")
+    assert disk_cache.clear() > 0
+    assert [path.name for path in folder.parent.rglob("*") if path.is_file()] == ["notes.txt"]
+
+
+# -- locks -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_lock_is_held_by_one_thread_at_a_time(folder):
+    inside, most = [], []
+
+    def work() -> None:
+        with disk_cache.locked("rates", "key", 60) as held:
+            assert held
+            inside.append(1)
+            most.append(len(inside))
+            time.sleep(0.02)
+            inside.pop()
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1, 1]
+
+
+def test_nobody_waits_for_a_lock_longer_than_told(folder):
+    with disk_cache.locked("rates", "key", 0) as first, disk_cache.locked("rates", "key", 0.1) as second:
+        assert (first, second) == (True, False)
+    with disk_cache.locked("rates", "key", 0) as again:
+        assert again
+
+
+def test_a_process_that_was_forked_meanwhile_does_not_keep_the_lock(folder):
+    stop_reads, stop = os.pipe()
+    with disk_cache.locked("rates", "key", 0) as held:
+        assert held
+        child = os.fork()
+        if child == 0:
+            os.read(stop_reads, 1)
+            os._exit(0)
+    try:
+        with disk_cache.locked("rates", "key", 0) as again:
+            assert again
+    finally:
+        os.write(stop, b" ")
+        os.waitpid(child, 0)
+        os.close(stop_reads)
+        os.close(stop)
+
+
+def test_without_a_folder_there_is_no_lock(folder):
+    folder.parent.write_text("in the way")
+    with disk_cache.locked("rates", "key", 60) as held:
+        assert not held
+
+
+def hold_for_ever(ready) -> None:
+    with disk_cache.locked("rates", "key", 0):
+        ready.set()
+        time.sleep(600)
+
+
+def test_a_killed_process_gives_its_lock_back(folder):
+    context = multiprocessing.get_context("spawn")
+    ready = context.Event()
+    process = context.Process(target=hold_for_ever, args=(ready,))
+    process.start()
+    assert ready.wait(60)
+    with disk_cache.locked("rates", "key", 0) as held:
+        assert not held
+    process.kill()
+    process.join()
+    with disk_cache.locked("rates", "key", 60) as held:
+        assert held
+
+
+def test_the_default_folder_is_the_users_cache(monkeypatch):
+    for value in (None, ""):
+        if value is None:
+            monkeypatch.delenv("AUTOREMAT_CACHE_DIR", raising=False)
+        else:
+            monkeypatch.setenv("AUTOREMAT_CACHE_DIR", value)
+        assert disk_cache.folder() == platformdirs.user_cache_path("autoremat") / "reports"

@@ -1,0 +1,239 @@
+import copy
+import pickle
+import subprocess
+import sys
+import traceback
+
+import pytest
+import torch
+from folders import ROOT
+
+import autoremat
+from autoremat.basics import errors
+from autoremat.basics.errors import (
+    SUPPORTED_MINORS,
+    AgreementError,
+    AutorematError,
+    BudgetInfeasible,
+    BudgetWarning,
+    CaptureError,
+    ChunkingUnsupported,
+    DeviceTooSmall,
+    Occupant,
+    OptimizerUnpredictable,
+    OptionsError,
+    PlanFileError,
+    PlanInvalid,
+    PlanningError,
+    StepProfileError,
+    UnsupportedTorchError,
+)
+
+OCCUPANTS = (
+    Occupant("add_2", 4 * 2**20, "", ""),
+    Occupant("log_softmax", 64 * 2**20, "loss", "train.py:31 in step"),
+    Occupant("mm_7", 4 * 2**20, "layers.3.mlp", "model.py:12 in forward"),
+)
+
+
+def infeasible(**changes):
+    arguments = {
+        "budget_bytes": 100 * 2**20,
+        "minimum_bytes": 150 * 2**20 + 1,
+        "lower_bound_bytes": 120 * 2**20,
+        "occupants": OCCUPANTS,
+        "device": "cuda:0",
+    }
+    return BudgetInfeasible(**arguments | changes)
+
+
+def test_message_of_an_infeasible_budget():
+    assert str(infeasible()) == (
+        """\
+no plan was found that keeps the step's peak memory on cuda:0 within the budget
+  asked for (memory_budget):  100.00 MiB  104857600 bytes
+  minimum peak found:         150.00 MiB  157286401 bytes
+  proven lower bound:         120.00 MiB  125829120 bytes
+
+Live at the minimum peak (3 tensors, 72.00 MiB):
+      bytes  tensor       module        source
+  64.00 MiB  log_softmax  loss          train.py:31 in step
+   4.00 MiB  add_2        -             -
+   4.00 MiB  mm_7         layers.3.mlp  model.py:12 in forward
+
+What would help:
+  - raise memory_budget to 157286401 (150.00 MiB), which fits; less may fit too
+  - use a smaller batch or a shorter sequence
+  - set on_infeasible="best_effort" to run at the minimum peak found anyway"""
+    )
+
+
+def test_gradients_above_the_budget_change_the_advice():
+    gib = 2**30
+    text = str(infeasible(budget_bytes=70 * gib, minimum_bytes=263 * gib, gradient_bytes=262 * gib, device_bytes=80 * 10**9))
+    assert "  gradients in that peak:     262.00 GiB  281320357888 bytes\n" in text
+    assert "  memory of the device:        74.51 GiB  80000000000 bytes\n" in text
+    assert "use a device with more memory" in text
+    assert "gradients alone take 262.00 GiB" in text
+    assert "fully_shard" in text
+    assert "raise memory_budget" not in text
+    assert "smaller batch or" not in text
+    fitting = str(infeasible(gradient_bytes=90 * 2**20, device_bytes=80 * 10**9))
+    assert "gradients in that peak" in fitting
+    assert "raise memory_budget" in fitting
+    assert "memory of the device" not in fitting
+    assert "smaller batch or" in fitting
+
+
+def test_a_simulated_minimum_is_said_to_be_one():
+    assert "which fits by simulation: an error there names what generated code needs" in str(infeasible(is_simulated=True))
+
+
+def test_more_time_is_advised_only_while_the_bound_leaves_room():
+    assert "raise time_limit" in str(infeasible(lower_bound_bytes=100 * 2**20))
+    assert "raise time_limit" not in str(infeasible(lower_bound_bytes=100 * 2**20 + 1))
+
+
+def test_occupants_are_kept_largest_first_and_ten_are_shown():
+    many = [Occupant(f"value_{i:02}", 1024 * i, "block", "model.py:1") for i in range(1, 13)]
+    error = infeasible(occupants=iter(many))
+    assert [occupant.bytes for occupant in error.occupants] == [1024 * i for i in range(12, 0, -1)]
+    assert "(12 tensors, 78.00 KiB), the 10 largest:" in str(error)
+    assert "value_03" in str(error)
+    assert "value_02" not in str(error)
+
+
+def test_one_occupant_is_singular():
+    assert "(1 tensor, 64.00 MiB):" in str(infeasible(occupants=OCCUPANTS[1:2]))
+
+
+def test_message_without_occupants_and_device():
+    message = str(infeasible(occupants=(), device=None))
+    assert message.startswith("no plan was found that keeps the step's peak memory within the budget\n")
+    assert "Live at" not in message
+    assert "None" not in message
+
+
+def test_infeasible_attributes():
+    error = infeasible()
+    assert error.budget_bytes == 100 * 2**20
+    assert error.minimum_bytes == 150 * 2**20 + 1
+    assert error.lower_bound_bytes == 120 * 2**20
+    assert error.occupants == (OCCUPANTS[1], OCCUPANTS[0], OCCUPANTS[2])
+    assert error.device == "cuda:0"
+
+
+def test_infeasible_takes_keywords_only():
+    with pytest.raises(TypeError):
+        BudgetInfeasible(1, 2, 3)
+
+
+def test_occupant_is_frozen():
+    with pytest.raises(AttributeError):
+        OCCUPANTS[0].bytes = 1
+
+
+def test_unsupported_torch_names_the_found_and_the_supported():
+    error = UnsupportedTorchError("2.9.1+cu128")
+    assert error.found == "2.9.1+cu128"
+    first, last = SUPPORTED_MINORS[0], SUPPORTED_MINORS[-1]
+    assert str(error).startswith(f"autoremat supports torch 2.{first} to 2.{last}; found torch 2.9.1+cu128. ")
+    assert f"(torch>=2.{first},<2.{last + 1})" in str(error)
+    lacking = UnsupportedTorchError("2.12.0", "torch._C:name (for tests)")
+    assert "found torch 2.12.0, which has no torch._C:name (for tests). " in str(lacking)
+
+
+ALL_ERRORS = [
+    AutorematError("base"),
+    AgreementError("rank 1 has ended", 1),
+    OptionsError("option"),
+    UnsupportedTorchError("1.13"),
+    UnsupportedTorchError("2.13.0", "torch._C:name (for tests)"),
+    CaptureError("capture"),
+    PlanInvalid("plan"),
+    ChunkingUnsupported("loss"),
+    StepProfileError("step profile"),
+    PlanningError("unplanned"),
+    PlanFileError("file"),
+    infeasible(),
+    infeasible(plan_file="plan.json"),
+    infeasible(occupants=(), device=None),
+    infeasible(rank=3),
+    OptimizerUnpredictable("optimizer"),
+    DeviceTooSmall(part="first step", budget_bytes=1, minimum_bytes=2, lower_bound_bytes=2, occupants=[Occupant("state", 2)]),
+]
+
+
+@pytest.mark.parametrize("error", ALL_ERRORS, ids=lambda error: type(error).__name__)
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_errors_survive_pickling(error, protocol):
+    again = pickle.loads(pickle.dumps(error, protocol))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert again.args == error.args
+    assert vars(again) == vars(error)
+
+
+@pytest.mark.parametrize("error", ALL_ERRORS, ids=lambda error: type(error).__name__)
+def test_errors_survive_copying(error):
+    assert str(copy.deepcopy(error)) == str(copy.copy(error)) == str(error)
+
+
+def test_every_error_of_the_module_is_covered():
+    found = {kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, AutorematError)}
+    assert found == {type(error) for error in ALL_ERRORS}
+
+
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_an_error_that_says_all_is_shown_without_its_way_through_the_planner(inner):
+    model = torch.nn.Linear(64, 64)
+    options = {"memory_budget": 1000, "compiler": inner, "cost_model": "roofline"}
+    compiled = torch.compile(lambda x: model(x).square().mean(), backend="autoremat", options=options)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        compiled(torch.randn(64, 64))
+    shown = "".join(traceback.format_exception(caught.value))
+    assert isinstance(caught.value.inner_exception, BudgetInfeasible)
+    assert shown.count("no plan was found") == 1
+    assert shown.count("/autoremat/") == 1
+
+
+def test_warning_survives_pickling():
+    again = pickle.loads(pickle.dumps(BudgetWarning("over budget")))
+    assert isinstance(again, UserWarning)
+    assert again.args == ("over budget",)
+
+
+@pytest.mark.parametrize(("kind", "base"), [(OptionsError, ValueError), (UnsupportedTorchError, RuntimeError)])
+def test_errors_are_also_the_builtin_kind(kind, base):
+    assert issubclass(kind, AutorematError)
+    assert issubclass(kind, base)
+
+
+def test_public_table_is_complete_and_lazy():
+    assert len(autoremat.__all__) > 30
+    assert sorted(autoremat.__all__) == autoremat.__all__
+    assert set(autoremat.__all__) <= set(dir(autoremat))
+    assert autoremat.BudgetInfeasible is BudgetInfeasible
+    assert isinstance(autoremat.__version__, str)
+    with pytest.raises(AttributeError, match="module 'autoremat' has no attribute 'nonsense'"):
+        autoremat.nonsense  # noqa: B018
+
+
+def test_pure_names_do_not_import_torch():
+    code = (
+        "import sys, autoremat; autoremat.Options(), autoremat.configure(), autoremat.PlanInvalid;print('torch' in sys.modules)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert answer.stdout.strip() == "False"
+
+
+def test_an_error_is_imported_without_the_planner():
+    code = "import sys, autoremat; autoremat.BudgetInfeasible; print(*sorted(sys.modules))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    modules = set(answer.stdout.split())
+    assert "autoremat.basics.errors" in modules
+    assert not {"autoremat.planner", "autoremat.options", "numpy", "rich", "ortools", "torch"} & modules
+
+
+def test_every_public_name_is_there():
+    assert all(getattr(autoremat, name) is not None for name in autoremat.__all__)

@@ -1,0 +1,77 @@
+"""Small models of equal blocks, whole, with graph breaks, or compiled block by block."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+WIDTH, ROWS = 32, 96
+EAGER = {"compiler": "aot_eager"}
+
+
+class Block(nn.Module):
+    """A residual block: two products, a norm, dropout."""
+
+    def __init__(self, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(torch.tanh(self.up(self.norm(x)))))
+
+
+class Broken(nn.Module):
+    """Six blocks and a loss; the first ``breaks`` blocks end in a graph break."""
+
+    def __init__(self, breaks: int, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.breaks = breaks
+        self.a, self.b, self.c, self.d, self.e, self.f = (Block(dropout) for _ in range(6))
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.a(x))
+        if self.breaks > 0:
+            torch._dynamo.graph_break()
+        x = self.b(x)
+        if self.breaks > 1:
+            torch._dynamo.graph_break()
+        x = self.c(x)
+        if self.breaks > 2:
+            torch._dynamo.graph_break()
+        x = self.d(x)
+        if self.breaks > 3:
+            torch._dynamo.graph_break()
+        x = self.e(x)
+        if self.breaks > 4:
+            torch._dynamo.graph_break()
+        return self.f(x).square().mean()
+
+
+class Layered(nn.Module):
+    """An embedding and a head that stay eager around layers that are compiled one by one."""
+
+    def __init__(self, layers: int = 12, dropout: float = 0.1) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, WIDTH), nn.Linear(WIDTH, 50)
+        self.layers = nn.ModuleList(Block(dropout) for _ in range(layers))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return F.cross_entropy(self.head(hidden), tokens)
+
+    def compile_layers(self, **arguments) -> Layered:
+        for layer in self.layers:
+            layer.compile(**arguments)
+        return self
+
+
+def gradients(model: nn.Module, step, inputs: torch.Tensor, seed: int = 0) -> list[torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(seed)
+    step(inputs).backward()
+    return [p.grad for p in model.parameters()]

@@ -1,0 +1,188 @@
+"""What keeps more alive in a step than the plan of one graph counts is noticed in the first step."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from block_models import EAGER, ROWS, WIDTH, Block, Broken
+from torch import nn
+
+import autoremat
+from autoremat.basics.errors import BudgetWarning
+from autoremat.compiler import overlap_warning as watch_module
+from autoremat.torch_private import autograd
+
+# Dynamo looks at `.grad` of what it is handed after a graph break.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """A watch of this test's own."""
+    fresh = watch_module.Watch()
+    monkeypatch.setattr(watch_module, "_watch", fresh)
+    return fresh
+
+
+def test_without_a_survey_graphs_that_are_over_the_budget_together_are_noticed(watch):
+    model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 400_000})
+    with pytest.warns(BudgetWarning, match=r"together.*autoremat\.profile_step") as caught:
+        loss = compiled(inputs)
+    assert len(caught) == 1
+    loss.backward()
+    compiled(inputs).backward()  # once is enough
+    assert not watch.active
+    assert not watch.open
+
+
+def test_a_step_of_one_graph_is_watched_once(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": "1MiB"})
+    first = compiled(inputs).sum()
+    assert len(watch.open) == 1
+    assert watch.active
+    del first  # freed without a backward
+    gc.collect()
+    assert not watch.open
+    compiled(inputs).sum().backward()
+    assert not watch.active
+    compiled(inputs).sum()
+    assert not watch.open
+
+
+@pytest.mark.parametrize("budget", [0.9, 240_000])
+def test_what_retain_graph_keeps_is_noticed(watch, budget):
+    model, inputs = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(8))), torch.randn(512, 16)
+    options = {**EAGER, "memory_budget": budget}
+    compiled = torch.compile(lambda x: model(x).square().mean(), backend="autoremat", options=options)
+    loss = compiled(inputs)
+    with pytest.warns(BudgetWarning, match=r"retain_graph=True keeps the .*KiB .* over the budget of") as caught:
+        loss.backward(retain_graph=True)
+    assert len(caught) == 1
+    loss.backward(retain_graph=True)  # once is enough
+    loss.backward()
+    assert not watch.open
+
+
+def test_retain_graph_within_the_budget_is_no_warning(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    loss = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": "1MiB"})(inputs).sum()
+    loss.backward(retain_graph=True)
+    assert len(watch.open) == 1  # what was saved is still there
+    loss.backward()
+    assert not watch.open
+
+
+def test_two_calls_of_a_graph_under_a_share_are_noticed(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})
+    real = compiled(inputs)
+    with pytest.warns(BudgetWarning, match="several calls of one compiled graph .* one earlier call holds") as caught:
+        fake = compiled(-inputs)
+    assert len(caught) == 1
+    (real - fake).sum().backward()
+
+
+def test_equal_blocks_that_are_compiled_one_by_one_are_pointed_to_compile_blocks(watch):
+    blocks = nn.Sequential(*(Block(0.0) for _ in range(4)))
+    for block in blocks:
+        block.compile(backend="autoremat", options={**EAGER, "memory_budget": "260KiB"})
+    with pytest.warns(BudgetWarning, match=r"are live in one step: .*\.compile_blocks\(blocks") as caught:
+        blocks(torch.randn(ROWS, WIDTH))
+    assert len(caught) == 1
+    assert "in_flight" not in str(caught[0].message)
+
+
+def test_graphs_under_shares_and_graphs_on_other_devices_are_alone(watch):
+    model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
+    torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})(inputs).backward()
+    report = autoremat.reports()[-1]
+    stage = watch_module.Watched(replace(report, budget_bytes=report.predicted_peak_bytes, saved_bytes=1), by_share=False)
+    for index in range(2):
+        watch.open[index] = watch_module._Open(stage, torch.device("cuda", index))
+    watch.judge(watch_module._Open(stage, torch.device("cuda", 2)), stage.report.peak_bytes)
+    with pytest.warns(BudgetWarning, match="one earlier call holds"):
+        watch.judge(watch_module._Open(stage, torch.device("cuda", 1)), stage.report.peak_bytes)
+
+
+def test_a_graph_that_views_what_an_earlier_one_made_has_no_backward_of_that(watch):
+    weight = torch.randn(WIDTH, WIDTH, requires_grad=True)
+    first = torch.compile(lambda x: (x @ weight).sin(), backend="autoremat", options={**EAGER, "memory_budget": "1MiB"})
+    made = first(torch.randn(ROWS, WIDTH))
+    assert autograd.backward_node([made]) is made.grad_fn
+    assert autograd.backward_node([made.view(-1)]) is made.grad_fn
+    assert autograd.backward_node([made.view(-1)], [made]) is None
+
+
+def test_shares_of_a_graph_alone_are_not_watched_for_long(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})(inputs).sum().backward()
+    assert not watch.active
+
+
+def test_compiled_autograd_is_noticed(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})
+        with pytest.warns(BudgetWarning, match="compiled autograd .* does not hold"):
+            compiled(inputs)
+
+
+@pytest.mark.parametrize("calls", [1, 2, 3])
+def test_calls_in_flight_are_no_warning_and_further_ones_are(watch, calls):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    options = {**EAGER, "memory_budget": 1.0, "in_flight": calls}
+    compiled = torch.compile(model, backend="autoremat", options=options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        for _ in range(2):  # steps of so many calls, the first of which is watched
+            watch.active = True
+            losses = [compiled(inputs).sum() for _ in range(calls)]
+            for loss in losses:
+                loss.backward()
+    watch.active = True
+    open_ones = [compiled(inputs).sum() for _ in range(calls)]
+    with pytest.warns(BudgetWarning, match=rf"one earlier call holds.*in_flight={calls + 1} counts so many") as caught:
+        open_ones.append(compiled(inputs).sum())
+    assert len(caught) == 1
+    assert ("in_flight counts, " in str(caught[0].message)) == (calls > 1)
+
+
+def test_calls_of_other_threads_are_not_counted(watch):
+    """Two threads that each keep the budget. A backward in yet another thread, as on CUDA, closes its call."""
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})
+    with ThreadPoolExecutor(1) as pool, warnings.catch_warnings():
+        warnings.simplefilter("error", BudgetWarning)
+        mine = compiled(inputs).sum()
+        other = pool.submit(lambda: compiled(inputs).sum()).result()
+        assert len(watch.open) == 2
+        pool.submit(mine.backward).result()
+        assert len(watch.open) == 1
+        other.backward()
+        assert not watch.open
+        assert not watch.active
+
+
+def test_the_watch_of_a_thread_sees_its_own_calls(watch):
+    model, inputs = Block(0.0), torch.randn(ROWS, WIDTH)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})
+    first = compiled(inputs).sum()
+
+    def twice() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            kept = [compiled(inputs).sum() for _ in range(2)]
+        del kept
+        return [str(one.message) for one in caught if issubclass(one.category, BudgetWarning)]
+
+    with ThreadPoolExecutor(1) as pool:
+        (said,) = pool.submit(twice).result()
+    assert "one earlier call holds" in said
+    first.backward()

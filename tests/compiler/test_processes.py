@@ -1,0 +1,167 @@
+"""Compiled modules in a process: threads, copies, pickles, resets, several budgets; and torch's cache artifacts between two."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from folders import ROOT
+from oracles import same_bits
+from processes import ONE_THREAD
+from torch import Tensor, nn
+
+import autoremat
+
+UNCOMPILED = {"compiler": "aot_eager"}
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.Tanh())))
+
+
+def batch() -> Tensor:
+    return torch.linspace(-1, 1, 256 * 32).view(256, 32)
+
+
+def compile_(module: nn.Module, budget: object = 0.75) -> nn.Module:
+    return torch.compile(module, backend="autoremat", options={**UNCOMPILED, "memory_budget": budget})
+
+
+def gradients(compiled: nn.Module) -> list[Tensor]:
+    compiled.zero_grad(set_to_none=True)
+    compiled(batch()).exp().mean().backward()
+    return [p.grad for p in compiled.parameters()]
+
+
+def all_same(some: list[Tensor], others: list[Tensor]) -> bool:
+    return len(some) == len(others) and all(map(same_bits, some, others))
+
+
+def test_budgets_of_one_process_do_not_mix():
+    before = len(autoremat.reports())
+    shares = (0.75, 1.0, 0.85)
+    found = [gradients(compile_(model(), share)) for share in shares]
+    reports = autoremat.reports()[before:]
+    assert [r.budget_bytes for r in reports] == [int(share * reports[0].baseline_peak_bytes) for share in shares]
+    assert all(r.fits for r in reports)
+    assert all(all_same(one, found[0]) for one in found)
+
+
+@pytest.mark.slow
+def test_threads_that_compile_together_keep_their_own_budgets():
+    expected = gradients(compile_(model(), 1.0))
+    torch._dynamo.reset()
+    barrier = threading.Barrier(3)
+
+    def work(share: float) -> list[Tensor]:
+        module = model_of[share]
+        barrier.wait()
+        return gradients(compile_(module, share))
+
+    before, model_of = len(autoremat.reports()), {share: model() for share in (0.75, 0.85, 1.0)}
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(work, model_of))
+    assert all(all_same(one, expected) for one in found)
+    reports = autoremat.reports()[before:]
+    assert sorted(r.budget_bytes for r in reports) == [int(s * reports[0].baseline_peak_bytes) for s in sorted(model_of)]
+
+
+def test_a_reset_plans_again():
+    compiled, before = compile_(model()), len(autoremat.reports())
+    first = gradients(compiled)
+    torch.compiler.reset()
+    assert all_same(gradients(compiled), first)
+    reports = autoremat.reports()[before:]
+    assert len(reports) == 2
+    assert reports[0].predicted_peak_bytes == reports[1].predicted_peak_bytes
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda c: pickle.loads(pickle.dumps(c))], ids=["deepcopy", "pickle"])
+@pytest.mark.parametrize("used", [False, True])
+def test_copies_train_alone(duplicate, used):
+    compiled = compile_(model())
+    expected = gradients(compile_(model()))
+    if used:
+        gradients(compiled)
+    twin = duplicate(compiled)
+    assert all_same(gradients(twin), expected)
+    with torch.no_grad():
+        next(iter(twin.parameters())).zero_()
+    assert all_same(gradients(compiled), expected)
+    assert not all_same(gradients(twin), expected)
+
+
+def test_weights_go_to_a_file_and_to_an_uncompiled_model():
+    compiled, file = compile_(model()), io.BytesIO()
+    gradients(compiled)
+    torch.save(compiled.state_dict(), file)
+    file.seek(0)
+    weights = {name.removeprefix("_orig_mod."): tensor for name, tensor in torch.load(file).items()}
+    other = nn.Sequential(*copy.deepcopy(list(model())))
+    with torch.no_grad():
+        other[0].weight.zero_()
+    other.load_state_dict(weights)
+    other.compile(backend="autoremat", options={**UNCOMPILED, "memory_budget": 0.75})  # in place: no prefix
+    assert all_same(gradients(other), gradients(compiled))
+    assert other.state_dict().keys() == weights.keys()
+
+
+SCRIPT = """
+import json, sys, torch, autoremat
+from autoremat.compiler import partitioner
+calls, original = [], partitioner.Partitioner.__call__
+def counted(self, *args, **kwargs):
+    calls.append(1)
+    return original(self, *args, **kwargs)
+partitioner.Partitioner.__call__ = counted
+file, write = sys.argv[1], sys.argv[2] == "write"
+if not write:
+    torch.compiler.load_cache_artifacts(open(file, "rb").read())
+torch.manual_seed(0)
+model = torch.nn.Sequential(*(m for _ in range(3) for m in (torch.nn.Linear(32, 32), torch.nn.Tanh())))
+x = torch.linspace(-1, 1, 256 * 32).view(256, 32)
+compiled = torch.compile(lambda x: model(x).exp().mean(), backend="autoremat", options={"memory_budget": "10MiB"})
+compiled(x).backward()
+if write:
+    open(file, "wb").write(torch.compiler.save_cache_artifacts()[0])
+(report,) = autoremat.reports()
+print("ANSWER", json.dumps([report.budget_bytes, report.compiled_peak_bytes, report.fits, len(calls) > 0,
+                            sum(float(p.grad.double().abs().sum()) for p in model.parameters())]))
+"""
+
+
+@pytest.mark.slow
+def test_cache_artifacts_never_bring_a_plan_without_its_report(tmp_path):
+    """Torch's artifacts hold its own caches, not our records; beside those that a shared cache folder keeps, they answer."""
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+
+    def run(mode: str, ours: str, torchs: str) -> list:
+        environment = {
+            **os.environ, **ONE_THREAD, "PYTHONPATH": str(ROOT), "AUTOREMAT_CACHE_DIR": str(tmp_path / ours),
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / torchs),
+        }  # fmt: skip
+        command = [sys.executable, str(script), str(tmp_path / "artifacts"), mode]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-4000:]
+        (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWER ")]
+        return json.loads(line.removeprefix("ANSWER "))
+
+    *cold, planned, gradient = run("write", "ours", "torch")
+    assert planned
+    *alone, planned_again, same = run("read", "other", "other_torch")
+    assert (alone, same) == (cold, pytest.approx(gradient))
+    assert planned_again
+    *together, planned_again, same = run("read", "ours", "third_torch")
+    assert (together, same) == (cold, pytest.approx(gradient))
+    assert not planned_again

@@ -1,0 +1,6 @@
+"""The folders of the project."""
+
+from pathlib import Path
+
+TESTS = Path(__file__).parent
+ROOT = TESTS.parent

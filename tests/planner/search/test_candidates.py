@@ -1,0 +1,371 @@
+"""The planner: minimum cuts against brute force, segments, and what the search promises for every budget."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import subprocess
+import sys
+
+import pytest
+from folders import ROOT, TESTS
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from oracles import cheapest_cut, cut_cost, replay_bytes, subsets
+from strategies import GraphBuilder, chain, close_under_need, graphs, with_orders
+
+from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Kind, Role, Trait
+from autoremat.planner.graph.schedule import build_schedule
+from autoremat.planner.graph.segments import Chain, segment_counts
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.min_cut import FORBIDDEN, RESOLUTION, MinCut
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.settings import SETTINGS
+
+PRICES = st.sampled_from([0.0, 1e-10, 1e-7, 1e-5, 1e-2])
+SMALL_GRAPHS = graphs(max_ops=10, max_outputs=2).filter(lambda graph: len(graph.forward_values) <= 9)
+
+
+def total(graph: Graph, price: float) -> float:
+    """All costs and prices of a graph together, in seconds: what capacities are scaled by."""
+    traffic = traffic_of(graph)
+    return sum(v.bytes for v in graph.values) * price + sum(traffic.recompute_seconds) + float(traffic.saving_seconds.sum())
+
+
+def rounding(graph: Graph, price: float) -> float:
+    """What rounding capacities to integers may add to a cut, in seconds."""
+    return (len(graph.ops) + len(graph.values)) * total(graph, price) / RESOLUTION
+
+
+# -- minimum cuts ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=200)
+@given(SMALL_GRAPHS, PRICES, st.booleans())
+def test_cuts_are_optimal(graph, price, traffic):
+    saved = MinCut(graph).cut(price, traffic=traffic).saved
+    forbidden = total(graph, price) * FORBIDDEN / RESOLUTION
+    best = cheapest_cut(graph, price, forbidden, traffic)
+    assert math.isfinite(best)
+    assert cut_cost(graph, saved, price, forbidden, traffic) <= best + rounding(graph, price)
+
+
+def test_an_output_is_never_recomputed_for_an_order():
+    graph = with_orders(chain(3, forward_outputs=(3,)), op2=Constraint.RECOMPUTE)
+    assert 3 in MinCut(graph).solve(1e-9)
+
+
+@given(graphs())
+def test_a_higher_price_never_saves_more_bytes(graph):
+    cut = MinCut(graph)
+    priced = [v for v in graph.forward_values if v not in graph.forward_outputs]
+
+    def saved_bytes(price: float) -> int:
+        saved = cut.solve(price)
+        free = [v for v in priced if v in saved and graph.ops[graph.values[v].producer].constraint is not Constraint.RECOMPUTE]
+        return sum(graph.values[v].bytes for v in free)
+
+    prices = [1e-9, 1e-7, 1e-5, 1e-3]
+    found = [saved_bytes(price) for price in prices]
+    # With equal costs two cuts are both right; a unit of the integer capacities is worth that many bytes.
+    slack = [rounding(graph, price) / price for price in prices[1:]]
+    assert all(after <= before + more for before, after, more in zip(found, found[1:], slack, strict=False))
+
+
+def test_a_cut_can_be_solved_again_at_other_prices():
+    graph = chain(6, size=1000, seconds=1e-3, forward_outputs=(6,))
+    cut = MinCut(graph)
+    cheap, dear = cut.solve(1e-9), cut.solve(1e-3)
+    assert cheap == graph.backward_needs
+    assert len(dear) < len(cheap)
+    assert cut.solve(1e-9) == cheap
+
+
+def test_free_values_are_saved_whatever_the_price():
+    graph = chain(6, size=1000, seconds=1e-3, forward_outputs=(6,))
+    assert 3 not in MinCut(graph).solve(1.0)
+    assert 3 in MinCut(graph).solve(1.0, free=frozenset({3}))
+
+
+def test_orders_are_obeyed_at_every_price():
+    graph = with_orders(chain(6, size=1000, seconds=1e-3, forward_outputs=(6,)), op1=Constraint.SAVE, op3=Constraint.RECOMPUTE)
+    for price in (0.0, 1e-9, 1e-6, 1.0):
+        saved = MinCut(graph).solve(price)
+        assert 2 in saved
+        assert 4 not in saved
+
+
+def test_a_random_op_that_is_ordered_to_be_recomputed_is_saved_all_the_same():
+    graph = with_orders(chain(3, forward_outputs=(3,)), op1=Constraint.RECOMPUTE)
+    ops = tuple(dataclasses.replace(op, traits=Trait.RANDOM) if op.name == "op1" else op for op in graph.ops)
+    assert 2 in MinCut(dataclasses.replace(graph, ops=ops)).solve(1.0)
+
+
+def test_many_values_that_cannot_be_recomputed_are_no_contradiction():
+    """Three hundred dropouts in checkpoint regions: each is saved against its order, and that adds up."""
+    build = GraphBuilder()
+    made = [build.source(1)]
+    for _ in range(300):
+        made.append(build.op([made[-1]], 1, traits=Trait.RANDOM, constraint=Constraint.RECOMPUTE))
+    build.op(made, 1, forward=False)
+    graph = build.graph(forward_outputs=(made[-1],))
+    assert MinCut(graph).solve(1e-9) >= frozenset(made[1:-1])
+
+
+@pytest.mark.parametrize("mebibytes", [1, 64])
+def test_the_highest_price_still_counts_bytes(mebibytes):
+    """Two results of a 32nd of their input's bytes each are saved in its place, at 1e6 times the price of traffic."""
+    traffic = 2 / 12e9  # seconds per byte of two CPU cores
+    size = mebibytes * 2**20 // 32
+    build = GraphBuilder()
+    large = build.op([build.source(0)], 32 * size, traits=Trait.RANDOM)
+    small = build.op([large], size, seconds=1e-5), build.op([large], size, seconds=1e-5)
+    out = build.op(small, 0)
+    build.op(small, 0, forward=False)
+    graph = build.graph(forward_outputs=(out,))
+    assert MinCut(graph).solve(1e6 * traffic) & graph.backward_needs == set(small)
+    assert large not in MinCut(graph).solve(1e6 * traffic)
+
+
+# -- segments ----------------------------------------------------------------------------------------------------------
+
+
+@given(graphs(), st.integers(1, 8))
+def test_segments_are_consecutive_and_cover_the_forward(graph, count):
+    segments, crossing = Chain.of(graph).segments(count)
+    assert len(segments.of_op) == graph.num_forward
+    assert all(0 <= b - a <= 1 for a, b in zip(segments.of_op, segments.of_op[1:], strict=False))
+    assert segments.count <= count
+    assert len(crossing) == segments.count - 1
+    for cut, values in enumerate(crossing):
+        for value in values:
+            producer = graph.values[value].producer
+            later = [r for r in graph.readers[value] if r < graph.num_forward and segments.of_op[r] > cut]
+            assert segments.of_op[producer] <= cut
+            assert later
+
+
+def test_cuts_fall_on_narrow_places():
+    """Blocks with a wide inside: every cut is crossed by one narrow value."""
+    build = GraphBuilder()
+    stream = build.source(0)
+    narrow = []
+    for _ in range(8):
+        inner = build.op([stream], 1000)
+        inner = build.op([inner], 1000)
+        stream = build.op([inner], 10)
+        narrow.append(stream)
+    build.op([stream], 1, forward=False)
+    for count in (2, 4, 8):
+        _, crossing = Chain.of(build.graph()).segments(count)
+        assert len(crossing) == count - 1
+        assert all(len(values) == 1 and values[0] in narrow for values in crossing)
+
+
+def test_a_value_that_lives_through_the_whole_forward_is_ambient():
+    build = GraphBuilder()
+    table = build.op([build.source(0)], 10**6)
+    stream = table
+    for _ in range(40):
+        stream = build.op([stream, table], 10)
+    chain_ = Chain.of(build.graph())
+    assert chain_.long_range == {table}
+    assert all(table not in values for values in chain_.segments(4)[1])
+
+
+def test_segment_counts_grow_geometrically():
+    assert list(segment_counts(3)) == [1]
+    assert list(segment_counts(64)) == [1, 2, 3, 4, 6, 8, 12, 16]
+    assert max(segment_counts(100_000)) == 128
+
+
+# -- the search --------------------------------------------------------------------------------------------------------
+
+
+def budgets_of(planner: Planner) -> list[int]:
+    """From far too little over the least found to more than enough."""
+    smallest, baseline = planner.find(1).smallest.peak_bytes, planner.baseline.peak_bytes
+    spread = max(baseline - smallest, 0)
+    return sorted({1, max(1, smallest - 1), *(max(1, smallest + spread * i // 3) for i in range(4)), baseline + 1})
+
+
+@settings(max_examples=40)
+@given(graphs())
+def test_every_answer_is_a_valid_plan_within_the_budget_or_none(graph):
+    planner = Planner(graph, time_limit=600.0)  # a busy machine must not cut it short
+    for budget in budgets_of(planner):
+        found = planner.find(budget)
+        assert found.lower_bound_bytes <= found.smallest.peak_bytes
+        assert (found.plan is None) == (budget < found.smallest.peak_bytes)
+        for plan in filter(None, (found.plan, found.smallest, found.baseline)):
+            plan.check(ignores_recompute=plan is found.baseline)
+            assert plan.peak_bytes == max(replay_bytes(graph, plan.schedule))
+        assert found.plan is None or found.plan.peak_bytes <= budget
+        assert not found.interrupted
+
+
+@settings(max_examples=60)
+@given(graphs())
+def test_what_is_ordered_to_be_saved_is_never_recomputed(graph):
+    planner = Planner(graph)
+    for budget in budgets_of(planner):
+        found = planner.find(budget)
+        for plan in filter(None, (found.plan, found.smallest)):
+            assert not [op for op in plan.recomputed if graph.ops[op].constraint is Constraint.SAVE]
+
+
+@pytest.mark.parametrize("budget", [300, 1000, 10**6, None])
+def test_what_is_ordered_to_be_recomputed_is_never_saved(budget):
+    graph = with_orders(
+        chain(12, size=10, seconds=1e-3, forward_outputs=(12,)), op3=Constraint.RECOMPUTE, op4=Constraint.RECOMPUTE
+    )
+    plan = Planner(graph).find(budget).plan
+    assert not {4, 5} & set(plan.saved)
+    assert {3, 4} <= set(plan.recomputed)
+
+
+@settings(max_examples=60)
+@given(graphs())
+def test_the_lower_bound_holds_for_saving_everything_too(graph):
+    planner = Planner(graph)
+    assert planner.moments.peak_bytes() <= planner.baseline.peak_bytes
+
+
+@settings(max_examples=60)
+@given(SMALL_GRAPHS)
+def test_no_saved_set_beats_the_lower_bound(graph):
+    bound = Planner(graph).moments.peak_bytes()
+    for wanted in subsets(graph.forward_values):
+        saved = close_under_need(graph, set(wanted))
+        assert Plan.of(graph, build_schedule(graph, saved)).peak_bytes >= bound
+
+
+@settings(max_examples=60)
+@given(graphs())
+def test_a_larger_budget_never_costs_more(graph):
+    planner = Planner(graph)
+    plans = [planner.find(budget).plan for budget in budgets_of(planner)] + [planner.find(None).plan]
+    costs = [plan.cost_seconds for plan in plans if plan is not None]
+    assert all(after <= before * (1 + 1e-9) + 1e-12 for before, after in zip(costs, costs[1:], strict=False))
+
+
+@settings(max_examples=40)
+@given(graphs())
+def test_a_ceiling_without_a_budget_is_kept_where_that_takes_little_time(graph):
+    for ceiling in budgets_of(Planner(graph)):
+        planner = Planner(graph, time_limit=600.0, soft_budget_bytes=ceiling)
+        chosen, fastest, below = planner.find(None).plan, planner.fastest(), Planner(graph, time_limit=600.0).find(ceiling).plan
+        most = SETTINGS.search.soft_budget_cost * graph.step_seconds
+        worth = below is not None and below.cost_seconds - fastest.cost_seconds <= most
+        assert chosen.cost_seconds == (below if worth else fastest).cost_seconds
+        assert chosen.peak_bytes <= ceiling or not worth
+
+
+@given(graphs(), st.integers(1, 1000))
+@settings(max_examples=30)
+def test_planning_is_deterministic(graph, budget):
+    first, second = Planner(graph).find(budget), Planner(graph).find(budget)
+    assert first.smallest.schedule == second.smallest.schedule
+    assert (first.plan and first.plan.schedule) == (second.plan and second.plan.schedule)
+    assert first.candidates == second.candidates
+
+
+def test_planning_does_not_depend_on_earlier_questions():
+    graph = chain(30, size=64, seconds=1e-3, forward_outputs=(30,))
+    fresh, used = Planner(graph), Planner(graph)
+    for budget in (100, 1000, None):
+        used.find(budget)
+    assert fresh.find(900).plan.schedule == used.find(900).plan.schedule
+
+
+def test_planning_is_equal_in_processes_with_other_hash_seeds():
+    code = (
+        "from strategies import chain; from autoremat.planner.search.planner import Planner\n"
+        "p = Planner(chain(40, 64, 1e-3, forward_outputs=(40,))).find(900).plan\n"
+        "print(p.schedule, p.label)"
+    )
+    found = set()
+    for seed in ("1", "2"):
+        environment = {
+            **os.environ,
+            "PYTHONHASHSEED": seed,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(TESTS)]),
+        }
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        found.add(done.stdout)
+    assert len(found) == 1
+    assert "Schedule" in found.pop()
+
+
+@pytest.mark.parametrize("fuses", [True, False])
+def test_without_a_budget_the_plan_only_trades_traffic_for_recomputation(fuses):
+    """Cheap pointwise results are recomputed, because writing and reading them costs more than making them again. Where every
+    op is a kernel, it writes its result anyway, and who reads it reads it however it came to be: nothing is recomputed."""
+    build = GraphBuilder()
+    x = build.source(0)
+    dear = build.op([x], 1000, seconds=1.0)
+    cheap = build.op([dear], 1000, seconds=1e-9, kind=Kind.POINTWISE)
+    out = build.op([cheap], 1000, seconds=1.0, kind=Kind.REDUCTION)
+    tangent = build.source(0, Role.TANGENT)
+    gradient = build.op([dear, cheap, tangent], 0, forward=False, kind=Kind.REDUCTION)
+    graph = build.graph(forward_outputs=(out,), backward_outputs=(gradient,), fuses=fuses, saving_seconds_per_byte=1e-9)
+    assert Planner(graph).find(None).plan.saved == ((dear,) if fuses else (dear, cheap))
+
+
+def test_a_chain_fits_where_saving_everything_does_not():
+    length = 64
+    graph = chain(length, size=100, seconds=1e-3, forward_outputs=(length,))
+    planner = Planner(graph)
+    smallest = planner.find(1).smallest
+    assert planner.baseline.peak_bytes >= 100 * length
+    assert smallest.peak_bytes <= 100 * 20  # about 2 sqrt(64) values and the gradients
+    plan = planner.find(100 * length // 2).plan
+    assert plan is not None
+    assert 0 < len(plan.recomputed) < length
+
+
+def test_dear_recomputation_is_still_recomputed_if_nothing_else_fits():
+    graph = chain(64, size=1, seconds=1.0, forward_outputs=(64,), saving_seconds_per_byte=1e-12)
+    assert Planner(graph).find(40).plan is not None
+
+
+def test_a_search_out_of_time_still_answers():
+    graph = chain(200, size=100, seconds=1e-3, forward_outputs=(200,))
+    found = Planner(graph, time_limit=1e-9).find(5000)
+    assert found.interrupted
+    found.smallest.check()
+    assert found.plan is None or found.plan.peak_bytes <= 5000
+
+
+@settings(max_examples=60)
+@given(graphs())
+def test_a_budget_that_saving_everything_fits_is_feasible(graph):
+    assume(all(op.constraint is not Constraint.RECOMPUTE for op in graph.ops))  # such orders may need more
+    planner = Planner(graph)
+    found = planner.find(max(1, planner.baseline.peak_bytes))
+    assert found.plan is not None
+    assert found.smallest.peak_bytes <= found.baseline.peak_bytes
+
+
+def test_a_budget_of_the_whole_baseline_is_feasible_where_cheap_recomputation_needs_more():
+    build = GraphBuilder()
+    inner = build.op([build.source(0)], 100, seconds=1e-6)
+    outer = build.op([inner], 100, seconds=1e-6)
+    out = build.op([outer], 1)
+    first = build.op([build.source(0, Role.TANGENT)], 100, forward=False)
+    gradient = build.op([outer, first], 1, forward=False)  # recomputing `outer` here needs `compiler` too
+    planner = Planner(build.graph(forward_outputs=(out,), backward_outputs=(gradient,), saving_seconds_per_byte=1e-6))
+    assert planner.baseline.peak_bytes == 202
+    assert planner.find(202).plan is not None
+
+
+def test_the_lower_bound_does_not_count_what_never_runs():
+    build = GraphBuilder()
+    x = build.source(0)
+    build.op([x], 1000)
+    gradient = build.op([x], 1, forward=False)
+    graph = build.graph(backward_outputs=(gradient,))
+    assert Planner(graph).moments.peak_bytes() == Planner(graph).find(None).plan.peak_bytes == 1

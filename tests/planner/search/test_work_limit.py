@@ -1,0 +1,264 @@
+"""The limit of a search: its work, which is the same on any machine, and the clock as the last resort."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from folders import ROOT, TESTS
+from strategies import training_chain
+
+import autoremat
+from autoremat.compiler import joint_graph, loss_chunking
+from autoremat.compiler.joint_graph import ToldPlan
+from autoremat.compiler.planning import plan_graph
+from autoremat.options.options import Options
+from autoremat.planner.multigraph.ledger import Moment, PlanPoint
+from autoremat.planner.multigraph.step_profile import Step, StepGraph
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.plans.plan_file import PlanFile
+from autoremat.planner.search import work_limit
+from autoremat.planner.search.candidates import spread_early
+from autoremat.planner.search.min_cut import MinCut
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.planner.search.work_limit import WORK_PER_SECOND, WorkLimit
+from autoremat.report.report import Report
+from autoremat.tools.explain import Preview, previews
+
+UNITS_BESIDE = 12
+"""The most units that a search needs in any case: two cuts, baseline, two candidates, a program point that it has begun."""
+
+LITTLE = 0.2
+"""A time limit whose work is a tenth of that of a whole search on the chain."""
+
+
+class Clock:
+    """Seconds that pass as the test wants."""
+
+    def __init__(self) -> None:
+        self.time = 0.0
+
+    def monotonic(self) -> float:
+        return self.time
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    """A clock that stands still until something moves it on."""
+    clock = Clock()
+    monkeypatch.setattr(work_limit, "time", clock)
+    return clock
+
+
+@pytest.fixture
+def slow_units(clock, monkeypatch) -> Clock:
+    """Seconds that pass by one for each minimum cut and each simulated plan, while work is unlimited."""
+    cut, of = MinCut._cut, Plan.of.__func__
+
+    def slow_cut(*arguments):
+        clock.time += 1.0
+        return cut(*arguments)
+
+    def slow_plan(*arguments):
+        clock.time += 1.0
+        return of(*arguments)
+
+    monkeypatch.setattr(MinCut, "_cut", slow_cut)
+    monkeypatch.setattr(Plan, "of", classmethod(slow_plan))
+    monkeypatch.setattr(work_limit, "WORK_PER_SECOND", math.inf)
+    return clock
+
+
+def searched(seconds: float) -> tuple[PlanningResult, WorkLimit]:
+    """The result of a search on a chain within a small share of its baseline's peak, and its limit."""
+    planner = Planner(training_chain(200), seconds)
+    return planner.find(int(0.15 * planner.baseline.peak_bytes)), planner.limit
+
+
+def at_a_speed(clock: Clock, monkeypatch, slowness: float) -> tuple[PlanningResult, WorkLimit]:
+    """A search that its work ends early, on a machine so many times slower than that of the weights."""
+    with monkeypatch.context() as patch:
+        add = WorkLimit.add
+
+        def slow(limit: WorkLimit, work: float) -> None:
+            add(limit, work)
+            clock.time += slowness * work / 1e6
+
+        patch.setattr(WorkLimit, "add", slow)
+        return searched(LITTLE)
+
+
+def test_a_slower_machine_does_the_same_work_and_finds_the_same_plan(clock, monkeypatch):
+    (idle, limit), (slow, slow_limit) = (at_a_speed(clock, monkeypatch, slowness) for slowness in (1.0, 3.0))
+    assert idle.interrupted
+    assert not idle.ended_by_clock
+    assert limit.done == slow_limit.done
+    assert idle.plan.schedule == slow.plan.schedule
+    assert idle.lower_bound_seconds == slow.lower_bound_seconds
+    assert idle.candidates == slow.candidates
+    assert not slow.ended_by_clock
+    assert limit.elapsed < 0.4 * LITTLE
+    assert slow_limit.elapsed == pytest.approx(3.0 * limit.elapsed)
+
+
+def test_the_clock_ends_the_search_of_a_far_slower_machine_and_the_result_says_so(clock, monkeypatch):
+    idle, limit = at_a_speed(clock, monkeypatch, 1.0)
+    slow, slow_limit = at_a_speed(clock, monkeypatch, 8.0)
+    assert slow.ended_by_clock
+    assert slow.interrupted
+    assert slow_limit.done < limit.done
+    assert slow.candidates < idle.candidates
+
+
+def test_more_work_finds_a_cheaper_plan_and_enough_of_it_ends_the_search_by_itself(clock):
+    found = [searched(seconds)[0] for seconds in (0.05, 0.5, 100.0)]
+    assert [result.interrupted for result in found] == [True, True, False]
+    costs = [result.plan.cost_seconds for result in found]
+    assert costs == sorted(costs, reverse=True)
+    assert costs[0] > costs[-1]
+
+
+def test_work_ends_the_search_at_the_same_step_in_processes_with_other_hash_seeds():
+    code = (
+        "from test_work_limit import Clock, LITTLE, searched, work_limit\n"
+        "work_limit.time = Clock()\n"
+        "found, limit = searched(LITTLE)\n"
+        "print(found.plan.schedule, found.plan.label, found.candidates, found.interrupted, found.ended_by_clock, limit.done)"
+    )
+    found = set()
+    for seed in ("1", "2", "3"):
+        path = os.pathsep.join([str(ROOT), str(TESTS), str(Path(__file__).parent)])
+        environment = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path}
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        found.add(done.stdout)
+    assert len(found) == 1
+    assert "True False" in found.pop()
+
+
+@pytest.mark.parametrize("seconds", [0.1, 5.0, 20.0, 40.0, 80.0, 160.0])
+@pytest.mark.parametrize("share", [0.7, 0.3, 0.01])
+def test_every_stage_of_a_search_looks_at_the_clock(slow_units, seconds, share):
+    planner = Planner(training_chain(100), seconds)
+    budget = int(share * planner.baseline.peak_bytes)
+    found = planner.find(budget)
+    assert slow_units.time <= seconds + UNITS_BESIDE
+    assert found.baseline.peak_bytes >= found.smallest.peak_bytes
+    assert found.ended_by_clock or share == 0.01
+    planner.restart()
+    began = slow_units.time
+    planner.find(budget)
+    assert slow_units.time - began <= seconds + UNITS_BESIDE
+
+
+def test_no_unit_begins_that_might_end_late(clock):
+    limit = WorkLimit(10.0)
+    with limit.unit():
+        clock.time += 4.0
+    assert not limit.has_passed()
+    with limit.unit():
+        clock.time += 2.5
+    assert limit.has_passed()  # 6.5 s and another 4.0 s are too much
+    assert limit.ended_by_clock
+
+
+def test_time_between_units_does_not_count(clock):
+    planner = Planner(training_chain(100), 10.0)
+    clock.time += 1000.0  # the step is run and measured, say
+    assert not planner.find(planner.baseline.peak_bytes // 2).interrupted
+
+
+def test_a_share_of_the_work_passes_before_the_work():
+    limit = WorkLimit(10.0)
+    with limit.unit(6.0 * WORK_PER_SECOND):
+        pass
+    assert not limit.has_passed(0.7)
+    assert not limit.interrupted
+    assert limit.has_passed(0.5)
+    assert limit.interrupted
+    assert not limit.ended_by_clock
+    assert limit.seconds_left == pytest.approx(4.0)
+
+
+def test_that_the_clock_has_ended_a_search_is_known_after_it_begins_anew(clock):
+    limit = WorkLimit(1.0)
+    with limit.unit():
+        clock.time += 2.0
+    assert limit.has_passed()
+    limit.restart()
+    assert not limit.interrupted
+    assert limit.ended_by_clock
+
+
+@pytest.mark.parametrize(
+    ("slowness", "named", "unnamed"),
+    [(1.0, "until the work of time_limit was done", "CLOCK"), (8.0, "ENDED BY THE CLOCK at time_limit", "until the work")],
+)
+def test_the_report_names_what_ended_the_search(clock, monkeypatch, slowness, named, unnamed):
+    found, _ = at_a_speed(clock, monkeypatch, slowness)
+    report = Report.of(found, found.plan, budget_bytes=None, planning_seconds=1.0, compiler="aot_eager", device="cpu")
+    assert report.time_limited
+    assert report.ended_by_clock == (slowness > 1.0)
+    text = " ".join(str(report).split())
+    assert named in text
+    assert unnamed not in text
+    assert ("ENDED BY THE CLOCK" in report.summary()) == report.ended_by_clock
+    assert Report.from_json(report.to_json()).ended_by_clock == report.ended_by_clock
+
+
+def test_what_was_planned_in_time_is_what_an_unlimited_search_plans():
+    graph = training_chain(30)
+    timed, free = Planner(graph, 1e6), Planner(graph, 1e9)
+    assert [c.plan.schedule for c in timed.search.candidates] == [c.plan.schedule for c in free.search.candidates]
+
+
+def test_beginnings_of_a_sequence_are_spread():
+    assert spread_early(8) == [0, 4, 2, 6, 1, 5, 3, 7]
+    assert [sorted(spread_early(count)) for count in range(6)] == [list(range(count)) for count in range(6)]
+
+
+def classified(weight: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.cross_entropy(x @ weight, torch.zeros(64, dtype=torch.int64))
+
+
+def test_the_capture_of_another_form_of_the_loss_is_no_part_of_planning(monkeypatch):
+    said: list[str] = []
+    for module in (joint_graph, loss_chunking):
+        monkeypatch.setattr(module, "now", lambda doing, *_: said.append(doing.split()[0]))
+    weight, x = torch.randn(8, 512, requires_grad=True), torch.randn(64, 8)
+    report = autoremat.explain(classified, weight, x, options={"compiler": "aot_eager", "chunk_loss": 4})
+    assert report.loss_chunks == 4
+    at = said.index("chunking")
+    assert said[at : at + 4] == ["chunking", "capturing", "pricing", "planning"]
+
+
+def test_the_report_of_a_step_names_the_clock_and_so_do_those_of_ranks_that_take_its_plan(monkeypatch):
+    def look(preview: Preview) -> tuple[Report, Report]:
+        leading = plan_graph(preview.priced, preview.context)
+        monkeypatch.undo()
+        told = ToldPlan(PlanFile.of(leading.plan), leading.report.loss_chunks, leading.report.ended_by_clock)
+        return leading.report, plan_graph(preview.priced, dataclasses.replace(preview.context, told=told)).report
+
+    ticks = itertools.count()
+    monkeypatch.setattr(work_limit, "time", types.SimpleNamespace(monotonic=lambda: 100.0 * next(ticks)))
+    weight, x = torch.randn(8, 512, requires_grad=True), torch.randn(64, 8)
+    parsed = Options.parse({"compiler": "aot_eager", "memory_budget": 0.9, "on_infeasible": "best_effort"})
+    [reports], _ = previews(classified, (weight, x), {}, parsed, None, look)
+    assert [report.ended_by_clock for report in reports] == [True, True]
+    assert [report.time_limited for report in reports] == [True, True]
+
+
+def test_the_profile_of_a_step_names_the_clock():
+    point = PlanPoint(0.0, 400, 500, 900)
+    for by_clock in (False, True):
+        graph = StepGraph("key", "train.py:7", 1, (point,), point, ended_by_clock=by_clock)
+        profile = Step((graph,), (Moment(0, running=0, backward=True),), (), "cpu").shared_out(10_000)
+        assert ("ENDED BY THE CLOCK" in " ".join(str(profile).split())) == by_clock

@@ -1,0 +1,324 @@
+"""The planning interface: what every solver promises for every graph, and known optima."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+from folders import ROOT
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import least_added_seconds, replay_bytes
+from strategies import chain, dags, graphs, training_chain, with_orders
+
+import autoremat
+from autoremat.basics.errors import OptionsError, PlanInvalid
+from autoremat.planner.api import SOLVERS, plan
+from autoremat.planner.exact import annealing
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Trait
+from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.memory.simulator import simulate
+from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.search.single_phase import bounds_of, split_at, without_recomputation
+
+SEARCHES = ("min_cut", "segments")
+POLICIES = ("sqrt", "recompute_all", "save_all")
+
+every_solver = pytest.mark.parametrize("solver", SOLVERS)
+
+
+def shares(graph: Graph, count: int = 6) -> list[int]:
+    """Budgets from little to more than enough, a byte apart where the graph is small."""
+    peak = without_recomputation(graph).peak_bytes
+    return sorted({max(1, peak * part // count) for part in range(1, count + 1)} | {max(1, peak - 1), peak + 1})
+
+
+def slack(seconds: float) -> float:
+    """What rounding may add: bounds come from capacities that are integers."""
+    return seconds * 1e-6 + 1e-9
+
+
+@pytest.fixture(autouse=True, scope="module")
+def few_moves():
+    """The graphs are small, so that most of the usual number would be made in vain."""
+    with pytest.MonkeyPatch.context() as patch:
+        fewer = dataclasses.replace(annealing.settings, moves_per_second=annealing.settings.moves_per_second // 10)
+        patch.setattr(annealing, "settings", fewer)
+        yield
+
+
+@functools.cache  # few distinct chains are drawn, however many examples are
+def planned_chain(length: int, single_phase: bool, solver: str) -> Plan:
+    return plan(training_chain(length, single_phase), 0.6, solver)
+
+
+# -- properties --------------------------------------------------------------------------------------------------------
+
+
+@every_solver
+@settings(max_examples=25)
+@given(st.one_of(dags(), graphs(max_ops=20)))
+def test_every_plan_keeps_what_it_says(solver, graph):
+    if solver == "ilp":
+        graph = dataclasses.replace(graph, fuses=False)
+    for budget in shares(graph, 3):
+        found = plan(graph, budget, solver)
+        found.check()
+        assert found.peak_bytes == simulate(graph, found.schedule).peak_bytes
+        assert found.peak_bytes == max(replay_bytes(graph, found.schedule), default=0)
+        assert found.peak_bytes >= found.lower_bound_bytes
+        assert (found.status is Status.INFEASIBLE) == (found.peak_bytes > budget)
+        if found.status is not Status.INFEASIBLE:
+            assert found.added_seconds >= found.lower_bound_seconds - slack(graph.step_seconds)
+        assert not found.interrupted
+
+
+@pytest.mark.parametrize("solver", SEARCHES)
+@settings(max_examples=25)
+@given(st.one_of(dags(), graphs(max_ops=20)))
+def test_a_larger_budget_never_costs_more_though_planned_afresh(solver, graph):
+    plans = [plan(graph, budget, solver) for budget in shares(graph, 12)] + [plan(graph, None, solver)]
+    fitting = [found for found in plans if found.status is not Status.INFEASIBLE]
+    assert fitting == plans[len(plans) - len(fitting) :]
+    costs = [found.cost_seconds for found in fitting]
+    assert all(after <= before * (1 + 1e-9) + 1e-12 for before, after in zip(costs, costs[1:], strict=False))
+
+
+@settings(max_examples=15)
+@given(dags())
+def test_all_means_together_are_never_worse_than_one_alone(graph):
+    for budget in shares(graph, 4):
+        best = plan(graph, budget)
+        for solver in SEARCHES:
+            other = plan(graph, budget, solver)
+            if other.status is not Status.INFEASIBLE:
+                assert best.added_seconds <= max(other.added_seconds, best.lower_bound_seconds + 0.01 * graph.step_seconds)
+                assert best.peak_bytes <= budget
+
+
+@every_solver
+@settings(max_examples=15)
+@given(dags())
+def test_equal_questions_have_equal_answers(solver, graph):
+    for budget in (0.5, 0.8, None):
+        first, second = (plan(graph, budget, solver, seed=3) for _ in range(2))
+        assert first.schedule == second.schedule
+        assert first.to_json() == second.to_json()
+
+
+@every_solver
+@given(dags(max_ops=12))
+@settings(max_examples=25)
+def test_json_is_strict_and_enough_to_run_the_plan(solver, graph):
+    found = plan(graph, 1, solver)
+    record = json.loads(found.to_json(), parse_constant=pytest.fail)
+    again = Schedule(tuple(record["sequence"]), ()) if graph.single_phase else found.schedule
+    assert Plan.of(graph, again).peak_bytes == record["peak_bytes"]
+    assert record["sequence"] == list(found.sequence)
+    assert [tuple(copy) for copy in record["live_ranges"]] == [(c.value, c.start, c.end) for c in found.timeline.live_ranges]
+    assert (record["gap"] is None) == math.isinf(found.gap)
+
+
+@pytest.mark.parametrize("single_phase", [True, False])
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_no_bound_is_over_the_optimum_and_no_plan_under_it(single_phase, data):
+    graph = data.draw(dags(max_ops=6, single_phase=single_phase))
+    if not single_phase:
+        graph = dataclasses.replace(graph, forward_outputs=())
+    bounds = bounds_of(graph)
+    for budget in shares(graph):
+        optimum = least_added_seconds(graph, budget)
+        assert bounds.seconds(budget) <= optimum + slack(graph.step_seconds)
+        assert math.isinf(optimum) or bounds.peak_bytes() <= budget
+        for solver in SOLVERS:
+            found = plan(graph, budget, solver)
+            if found.status is not Status.INFEASIBLE:
+                assert found.added_seconds >= optimum - slack(graph.step_seconds)
+            if found.status is Status.OPTIMAL:
+                assert found.added_seconds <= optimum + slack(graph.step_seconds)
+
+
+@settings(max_examples=40)
+@given(dags(single_phase=True), st.data())
+def test_a_plan_of_a_split_is_a_plan_of_the_whole(graph, data):
+    if len(graph.ops) < 2:
+        return
+    half = split_at(graph, data.draw(st.integers(1, len(graph.ops) - 1)))
+    for budget in (0.5, None):
+        found = plan(half, budget)
+        whole = Plan.of(graph, Schedule(found.sequence, ()))
+        whole.check()
+        assert (whole.peak_bytes, whole.added_seconds) == (found.peak_bytes, found.added_seconds)
+
+
+@every_solver
+@given(st.data())
+@settings(max_examples=25)
+def test_tampered_plans_are_refused(solver, data):
+    found = planned_chain(data.draw(st.integers(3, 9)), data.draw(st.booleans()), solver)
+    found.check()
+    half, sequence = len(found.schedule.forward), found.sequence
+    dropped = data.draw(st.sampled_from([p for p, op in enumerate(sequence) if sequence.count(op) == 1]))
+    lacking = Schedule(
+        tuple(op for p, op in enumerate(sequence) if p < half and p != dropped),
+        tuple(op for p, op in enumerate(sequence) if p >= half and p != dropped),
+    )
+    swapped = Schedule((1, 0, *found.schedule.forward[2:]), found.schedule.backward)
+    for schedule in (lacking, swapped):
+        with pytest.raises(PlanInvalid):
+            dataclasses.replace(found, schedule=schedule).check()
+    if found.recomputed:
+        once = tuple(dataclasses.replace(op, traits=Trait.RANDOM) for op in found.graph.ops)
+        with pytest.raises(PlanInvalid, match="may not run twice"):
+            found.check(dataclasses.replace(found.graph, ops=once))
+    lie = dataclasses.replace(found.timeline, bytes_at=found.timeline.bytes_at - 1)
+    with pytest.raises(PlanInvalid, match="peak"):
+        dataclasses.replace(found, timeline=lie).check()
+
+
+# -- known optima ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("single_phase", [True, False])
+@pytest.mark.parametrize(("root", "peak"), [(3, 6), (4, 8), (8, 16), (10, 20)])
+def test_chens_chain_needs_two_roots(root, peak, single_phase):
+    """A root of the activations less one is saved, on the cuts; each of the others is made again once."""
+    found = plan(training_chain(root * root, single_phase), solver="sqrt")
+    assert found.peak_bytes == peak
+    assert found.added_seconds == root * root - (root - 1)
+
+
+@pytest.mark.parametrize(("length", "budget", "optimum"), [(3, 3, 1), (4, 3, 3), (5, 3, 6), (4, 4, 1), (5, 4, 2), (6, 4, 3)])
+def test_chains_with_few_places_cost_what_griewank_says(length, budget, optimum):
+    """Reversing a chain of so many steps with so many checkpoints, by brute force; no solver and no bound contradicts it."""
+    for single_phase in (True, False):
+        graph = training_chain(length, single_phase)
+        assert least_added_seconds(graph, budget) == optimum
+        assert bounds_of(graph).seconds(budget) <= optimum
+        found = plan(graph, budget)
+        assert found.status is Status.INFEASIBLE or found.added_seconds >= optimum
+
+
+@pytest.mark.parametrize("single_phase", [True, False])
+@pytest.mark.parametrize("length", [4, 5, 6, 8])
+def test_a_chain_that_lacks_one_place_is_planned_optimally(length, single_phase):
+    graph = training_chain(length, single_phase)
+    found = plan(graph, without_recomputation(graph).peak_bytes - 1)
+    assert (found.added_seconds, found.status) == (1.0, Status.OPTIMAL)
+
+
+@pytest.mark.parametrize("single_phase", [True, False])
+def test_a_long_chain_is_planned_close_to_its_bound(single_phase):
+    graph = training_chain(60, single_phase)
+    for share in (0.8, 0.6, 0.4, 0.3):
+        assert plan(graph, share).gap <= 0.01
+
+
+# -- single facts ------------------------------------------------------------------------------------------------------
+
+
+def test_policies_do_not_look_at_the_budget():
+    for solver in POLICIES:
+        for single_phase in (True, False):
+            graph = training_chain(16, single_phase)
+            assert len({plan(graph, budget, solver).schedule for budget in (0.2, 0.5, 1.0, None)}) == 1
+    assert plan(training_chain(16), solver="save_all").recomputed == ()
+    assert plan(training_chain(16), solver="recompute_all").saved == ()
+
+
+def test_recomputing_all_saves_what_may_run_once():
+    count = 10
+    edges = [(i, i + 1) for i in range(count - 1)] + [(4 - i, 5 + i) for i in range(5)]
+    once = [index != 2 for index in range(count)]
+    graph = Graph.from_dag([1.0] * count, [1] * count, edges, outputs=(9,), rematerializable=once, num_forward=5)
+    assert plan(graph, solver="recompute_all").saved == (2,)
+
+
+@every_solver
+def test_no_solver_saves_what_is_to_be_recomputed(solver):
+    """The ordered op lies behind a cut, and two values that the backward needs are computed from its result."""
+    graph = with_orders(chain(12, fuses=False), op5=Constraint.RECOMPUTE, op6=Constraint.RECOMPUTE)
+    for budget in (0.6, None):
+        assert {6, 7}.isdisjoint(plan(graph, budget, solver).saved)
+
+
+def test_an_infeasible_budget_gives_the_smallest_plan_with_bounds():
+    graph = training_chain(30)
+    found = plan(graph, 2, time_limit=2.0)
+    assert found.status is Status.INFEASIBLE
+    assert 2 < found.peak_bytes < without_recomputation(graph).peak_bytes
+    assert 0 < found.lower_bound_bytes <= found.peak_bytes
+
+
+def test_budgets_are_given_as_in_options():
+    graph = training_chain(8, size=1024)
+    peak = without_recomputation(graph).peak_bytes
+    assert plan(graph).budget_bytes is None
+    assert plan(graph, 0.5).budget_bytes == peak // 2
+    assert plan(graph, "5KiB").budget_bytes == 5 * 1024
+    for refused in (0, -1, 1.5, "auto", True):
+        with pytest.raises(OptionsError):
+            plan(graph, refused)
+    with pytest.raises(OptionsError, match="time_limit"):
+        plan(graph, time_limit=0)
+
+
+def test_an_unknown_solver_is_refused_with_the_names():
+    with pytest.raises(ValueError, match="solver='simplex' is not accepted.*auto, ilp, min_cut, segments, sqrt, recomp"):
+        plan(training_chain(3), solver="simplex")
+
+
+@every_solver
+def test_graphs_with_nothing_to_split(solver):
+    assert plan(Graph.from_dag([], [], []), 0.5, solver).sequence == ()
+    one = Graph.from_dag([1.0], [5], [], outputs=(0,))
+    assert plan(one, 5, solver).status is Status.OPTIMAL
+    assert plan(one, 4, solver).status is Status.INFEASIBLE
+    assert plan(Graph.from_dag([1.0], [5], [], num_forward=0), None, solver).sequence == (0,)
+
+
+@every_solver
+def test_half_of_a_byte_is_no_byte(solver):
+    """All but the first op make nothing; the second reads what the first has made."""
+    graph = Graph.from_dag([0.0] * 4, [1, 0, 0, 0], [(0, 1)], num_forward=1)
+    assert (plan(graph, 0.5, solver).budget_bytes, plan(graph, 0.5, solver).status) == (0, Status.INFEASIBLE)
+
+
+@pytest.mark.parametrize("place", [0, 3, -1, 4])
+def test_a_split_has_two_halves(place):
+    with pytest.raises(ValueError, match="one half of 3 ops empty"):
+        split_at(Graph.from_dag([1.0] * 3, [1] * 3, []), place)
+
+
+@pytest.mark.parametrize("single_phase", [True, False])
+def test_a_search_out_of_time_says_so_and_still_answers(single_phase):
+    found = plan(training_chain(100, single_phase), 0.5, time_limit=1e-9)
+    found.check()
+    assert found.interrupted
+    assert found.status in (Status.TIME_LIMIT, Status.INFEASIBLE)
+
+
+def test_the_interface_imports_no_torch():
+    code = (
+        "import sys, autoremat\n"
+        "graph = autoremat.Graph.from_dag([1.0] * 4, [1] * 4, [(0, 1), (1, 2), (0, 3), (2, 3)], outputs=(3,))\n"
+        "assert isinstance(autoremat.plan(graph, 0.9), autoremat.Plan)\n"
+        "print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+    assert autoremat.plan is plan
+
+
+def test_the_example_in_the_documentation_does_what_it_says(capsys):
+    text = (ROOT / "docs" / "any-graph.md").read_text().split("## Plan any graph")[1]
+    code = text.split("```python")[1].split("```")[0]
+    exec(code, {})
+    assert capsys.readouterr().out.splitlines()[0] == code.split(':.1%}")  # ')[1].splitlines()[0]

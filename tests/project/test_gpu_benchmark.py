@@ -1,0 +1,168 @@
+"""`make gpu`: what a call leaves for the next one, what it refuses, and a part of its rehearsal on the emulated card."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from emulated_cuda import library
+from folders import ROOT
+
+BENCHMARKS = ROOT / "benchmarks"
+
+
+@pytest.fixture
+def gpu_rows(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import gpu_rows
+
+    return gpu_rows
+
+
+@pytest.fixture
+def gpu(gpu_rows: ModuleType) -> ModuleType:
+    import gpu
+
+    return gpu
+
+
+@pytest.fixture
+def rows(gpu_rows: ModuleType, tmp_path: Path) -> Any:
+    return gpu_rows.Rows(tmp_path / "rows.jsonl")
+
+
+@pytest.fixture
+def units(gpu_rows: ModuleType) -> Callable[..., list[Any]]:
+    def make(*works: Callable[[], dict[str, Any]]) -> list[Any]:
+        return [gpu_rows.Unit(f"unit {number}", work) for number, work in enumerate(works)]
+
+    return make
+
+
+def soon() -> float:
+    return time.time() + 1000
+
+
+def fail() -> dict[str, Any]:
+    raise ValueError("no luck")
+
+
+def test_a_unit_that_has_ended_is_not_run_again(rows, units, gpu_rows):
+    ran: list[int] = []
+
+    def skip() -> dict[str, Any]:
+        raise gpu_rows.Skipped("not here")
+
+    work = units(lambda: {"n": ran.append(0)}, fail, skip)
+    assert rows.remaining("stage") is None
+    for _ in range(2):
+        rows.run("stage", work, soon())
+    assert (ran, rows.remaining("stage")) == ([0], [])
+    ends = rows.ends("stage")
+    assert rows.rows("stage") == [{"n": None}]
+    assert ends["unit 1"]["error"] == "ValueError: no luck"
+    assert ends["unit 2"]["skipped"] == "not here"
+    rows.forget_errors()
+    assert rows.remaining("stage") == ["unit 1"]
+
+
+def test_when_the_time_is_over_the_rest_remains(rows, units):
+    work = units(dict, dict)
+    rows.run("stage", work, time.time() - 1)
+    assert rows.remaining("stage") == ["unit 0", "unit 1"]
+    rows.append(stage="stage", unit="unit 0", row={}, seconds=5000)
+    rows.run("stage", work, soon())  # the second may take as long as the first
+    assert rows.remaining("stage") == ["unit 1"]
+
+
+def test_a_unit_that_ends_its_process_is_tried_twice(rows, units):
+    def end() -> dict[str, Any]:
+        raise KeyboardInterrupt
+
+    work = units(end, dict)
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            rows.run("stage", work, soon())
+    rows.run("stage", work, soon())
+    assert rows.ends("stage")["unit 0"]["error"] == "the process ended 2 times while this unit ran"
+    assert rows.remaining("stage") == []
+
+
+def test_a_lost_device_ends_the_process_and_costs_one_unit(rows, units):
+    def lose() -> dict[str, Any]:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    with pytest.raises(SystemExit, match="lost its device"):
+        rows.run("stage", units(lose, dict), soon())
+    assert rows.remaining("stage") == ["unit 1"]
+
+
+def test_a_line_that_was_cut_off_is_left_out(rows):
+    rows.append(stage="stage", units=["a", "b"])
+    with rows.path.open("a") as file:
+        file.write('{"stage": "stage", "unit": "a", "ro')
+    rows.append(stage="stage", unit="b", row={})
+    assert rows.remaining("stage") == ["a"]
+
+
+def test_every_file_with_tests_for_a_card_is_run_on_it(gpu):
+    mark = re.compile(r"^(?:pytestmark = |@)pytest\.mark\.gpu$", re.MULTILINE)
+    marked = {path.name for path in (ROOT / "tests").glob("test_*.py") if mark.search(path.read_text())}
+    assert marked == set(gpu.TEST_FILES)
+
+
+def test_what_the_tests_say_is_read(gpu, tmp_path):
+    (report := tmp_path / "tests.xml").write_text(
+        """<testsuites><testsuite>
+        <testcase classname="c" name="good"><properties><property name="peak" value="7"/></properties></testcase>
+        <testcase classname="c" name="bad"><failure/></testcase>
+        <testcase classname="c" name="not here"><skipped message="why"/></testcase>
+        </testsuite></testsuites>"""
+    )
+    assert gpu.outcome(report) == {
+        "passed": 1, "failed": ["c.bad"], "skipped": ["c.not here: why"], "properties": {"c.good": {"peak": "7"}},
+    }  # fmt: skip
+
+
+@pytest.fixture
+def call(tmp_path: Path) -> Iterator[Callable[..., subprocess.CompletedProcess[str]]]:
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(BENCHMARKS / "gpu.py"), "--results", str(tmp_path / "results"), *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a CUDA device")
+def test_where_there_is_no_card_nothing_is_written(call, tmp_path):
+    done = call()
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "skipped: there is no CUDA device, and nothing was written\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_wheels_is_refused(call, tmp_path):
+    done = call("--wheels", str(tmp_path))
+    assert done.returncode == 1
+    assert "has no wheels" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(library.missing()), reason=f"no emulated card: {library.missing()}")
+def test_a_part_of_the_rehearsal(call, tmp_path):
+    done = call("--rehearse", "--stages", "CUDA graphs", "launches", "--units", "1", "--minutes", "30")
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "results" / "rows.jsonl").read_text().splitlines()]
+    (row,) = [line["row"] for line in lines if "row" in line]
+    assert row["measured"]["allocated_bytes"] == row["tensor_bytes"] <= row["replayed_bytes"] <= row["budget_bytes"]
+    assert "CUDA graphs: skipped: the emulated card records" in done.stdout
+    assert "the same command goes on" in done.stdout

@@ -1,0 +1,123 @@
+"""The layers of the package: each imports only from those before it, and only one touches torch's private names."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import networkx
+import pytest
+from folders import ROOT
+from layers import LAYERS, SOURCES
+
+WITHOUT_TORCH = (*LAYERS[: LAYERS.index("torch_private")], "policies", "cli", "__main__")
+
+PUBLIC_ENOUGH = ("torch._ops", "torch.utils._pytree", "torch.utils._python_dispatch")
+"""Private by name, stable in practice, used to tell ops apart and to walk nested arguments."""
+
+
+@cache
+def imports(path: Path) -> frozenset[str]:
+    """Absolute names of all modules, and of names taken from them, that a file imports at any depth."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: relative imports hide the layer"
+            found.update({node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)})
+    return frozenset(found)
+
+
+def own_imports(module: str) -> set[str]:
+    """The modules of the package that ``module`` imports, without the prefix of the package."""
+    names = {
+        name.removeprefix("autoremat").removeprefix(".") for name in imports(SOURCES[module]) if name.startswith("autoremat")
+    }
+    return {name for name in names if name in SOURCES and name not in ("", module)}
+
+
+def layer_of(module: str) -> int:
+    """The number of the innermost layer that holds ``module``."""
+    holding = [layer for layer in LAYERS if module == layer or module.startswith(f"{layer}.") or not layer]
+    return LAYERS.index(max(holding, key=len))
+
+
+def private_names(path: Path) -> set[str]:
+    """Dotted names under torch with a part that begins with one underscore, imported or used."""
+    names = {name for name in imports(path) if name.startswith("torch.")}
+    for node in ast.walk(ast.parse(path.read_text())):
+        parts: list[str] = []
+        while isinstance(node, ast.Attribute):
+            parts.append(node.attr)
+            node = node.value
+        if isinstance(node, ast.Name) and node.id == "torch":
+            names.add(".".join(["torch", *reversed(parts)]))
+    return {
+        name
+        for name in names
+        if any(part.startswith("_") and not part.startswith("__") for part in name.split(".")[:3])
+        and not name.startswith(PUBLIC_ENOUGH)
+        and not name.startswith("torch.ops.")
+    }
+
+
+@pytest.mark.parametrize("module", SOURCES)
+def test_a_package_imports_only_from_those_before_it(module):
+    if module != "":  # the public interface, for type checkers
+        assert {name for name in own_imports(module) if layer_of(name) > layer_of(module)} == set()
+
+
+def test_no_modules_import_each_other_in_a_circle():
+    arrows = networkx.DiGraph((module, name) for module in SOURCES if module for name in own_imports(module))
+    assert list(networkx.simple_cycles(arrows)) == []
+
+
+@pytest.mark.parametrize("module", [m for m in SOURCES if LAYERS[layer_of(m)] in WITHOUT_TORCH])
+def test_the_planner_its_options_and_reports_import_no_torch(module):
+    assert not [name for name in imports(SOURCES[module]) if name.split(".")[0] == "torch"]
+
+
+@pytest.mark.parametrize("module", [m for m in SOURCES if LAYERS[layer_of(m)] != "torch_private"])
+def test_only_one_package_touches_private_names_of_torch(module):
+    allowed = {
+        "measure.peak": {
+            "torch.autograd._profiler_enabled",
+            "torch.cuda.memory._record_memory_history",
+            "torch.cuda.memory._snapshot",
+            "torch._C",
+            "torch._C._cuda_isHistoryEnabled",
+        }
+    }
+    assert not private_names(SOURCES[module]) - allowed.get(module, set())
+
+
+def test_the_check_for_private_names_sees_them(tmp_path):
+    for number, line in enumerate((
+        "import torch._inductor.config", "from torch._functorch import partitioners", "import torch\ntorch._C.x()",
+        "from torch.autograd import _engine", "def f():\n    from torch._dynamo import reset",
+    )):  # fmt: skip
+        path = tmp_path / f"module{number}.py"
+        path.write_text(line)
+        assert private_names(path), line
+    path = tmp_path / "public.py"
+    path.write_text("import torch\ntorch.utils._pytree.tree_map\ntorch._ops.OpOverload\ntorch.ops.aten._softmax")
+    assert not private_names(path)
+
+
+def test_modules_without_torch_import_without_it():
+    names = [f"autoremat.{module}" for module in SOURCES if LAYERS[layer_of(module)] in WITHOUT_TORCH and module]
+    names.remove("autoremat.__main__")
+    code = f"import sys\nfor name in {names!r}: __import__(name)\nprint([m for m in sys.modules if m.split('.')[0] == 'torch'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert done.stderr == ""
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_package_itself_imports_without_torch():
+    code = "import sys, autoremat; autoremat.Options(memory_budget='1GiB'); print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

@@ -1,0 +1,90 @@
+"""The project's own files agree: workflows, make targets, addresses, the supported versions of torch and Python."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+from folders import ROOT
+
+from autoremat.basics import errors
+
+PROJECT = (ROOT / "pyproject.toml").read_text()
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+FORMS = sorted((ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml"))
+TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
+
+
+def commands(workflow: Path) -> list[str]:
+    """The commands of all steps of all jobs of a workflow."""
+    jobs = yaml.safe_load(workflow.read_text())["jobs"].values()
+    return [step["run"] for job in jobs for step in job["steps"] if "run" in step]
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_every_command_of_a_workflow_exists(workflow):
+    found = commands(workflow)
+    assert found
+    for command in found:
+        words = re.sub(r'"[^"]*"|\$\{\{.*?\}\}', "", command).split()
+        if words[0] == "make":
+            assert {word for word in words[1:] if "=" not in word} <= TARGETS
+        elif words[0].startswith(".ci/"):
+            assert (ROOT / words[0]).stat().st_mode & 0o100
+
+
+def test_the_workflow_covers_every_supported_torch_and_python():
+    (ci,) = (path for path in WORKFLOWS if path.name == "ci.yml")
+    matrix = yaml.safe_load(ci.read_text())["jobs"]["quick"]["strategy"]["matrix"]
+    assert [int(torch.split(".")[1]) for torch in matrix["torch"]] == list(errors.SUPPORTED_MINORS)
+    pythons = {*matrix["python"], *(case["python"] for case in matrix["include"])}
+    assert pythons == set(re.findall(r'"Programming Language :: Python :: (3\.\d+)"', PROJECT))
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda path: path.name)
+def test_issue_forms_and_hooks_can_be_read(form):
+    assert yaml.safe_load(form.read_text())
+    for hook in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]:
+        assert hook["entry"].split()[0] in {".venv/bin/ruff", ".venv/bin/mypy"}
+
+
+def test_messages_name_the_address_of_the_metadata():
+    assert f'Issues = "{errors.ISSUES}"' in PROJECT
+    for make in (errors.planning_error, errors.fallback_message):
+        assert errors.ISSUES in str(make(ValueError("x"), "a place"))
+
+
+def test_every_file_has_owners_in_the_organisation_of_the_repository():
+    (organisation,) = re.findall(r'^Repository = "https://github.com/([^/]+)/', PROJECT, re.MULTILINE)
+    rules = [line.split() for line in (ROOT / ".github" / "CODEOWNERS").read_text().splitlines() if line[:1] not in ("", "#")]
+    assert rules[0][0] == "*"
+    assert all(owner.startswith(f"@{organisation}/") for _, *owners in rules for owner in owners)
+
+
+def test_the_readme_of_the_emulated_device_lists_its_files():
+    folder = ROOT / "tests" / "emulated_cuda"
+    listed = set(re.findall(r"`([a-z_]+\.(?:py|cpp))`", (folder / "README.md").read_text()))
+    files = {path.name for path in folder.iterdir() if path.suffix in (".py", ".cpp") and not path.name.startswith("check_")}
+    assert files - {"__init__.py"} <= listed
+
+
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "SECURITY.md", "CODE_OF_CONDUCT.md"])
+def test_links_of_the_first_pages_lead_somewhere(page):
+    text = (ROOT / page).read_text()
+    assert all((ROOT / link).exists() for link in LINK.findall(text))
+
+
+def test_the_readme_is_short():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 140
+    assert max(map(len, lines)) <= 100
+
+
+def test_the_files_that_the_contributors_page_names_exist():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for name in re.findall(r"`([a-z_/]+\.pyi?)`", text):
+        assert (ROOT / name).exists() or (ROOT / "autoremat" / name).exists(), name
+    assert set(re.findall(r"make ([a-z-]+)", text)) <= TARGETS

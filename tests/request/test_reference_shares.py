@@ -1,0 +1,330 @@
+"""Budgets as floats: a share of the peak that the step needs without autoremat."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autoremat
+from autoremat.compiler import reference
+from autoremat.compiler.headroom import headroom_of
+from autoremat.compiler.joint_graph import PricedGraph
+from autoremat.compiler.peers import Members
+from autoremat.compiler.planning import EarlierSearches, plan_graph
+from autoremat.options.options import Options
+from autoremat.planner.graph.graph import Graph
+from autoremat.report.report import Report
+from autoremat.request.limits import Limits
+from autoremat.request.request import Request
+from autoremat.tools.explain import previews
+from autoremat.torch_private import compilers
+
+
+class Gelu(nn.Module):
+    """Blocks whose activations torch's own partition recomputes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = F.layer_norm(x + block(x), (64,)).tanh()
+        return x.square().mean()
+
+
+@dataclasses.dataclass
+class SmallPlan:
+    """A plan of torch's that needs nothing."""
+
+    graph: Graph
+    peak_bytes: int = 0
+    saved_bytes: int = 0
+
+
+EAGER = {"compiler": "aot_eager"}
+INPUT = (torch.randn(512, 64),)
+
+
+def explained(budget: float | int, **options: object) -> Report:
+    return autoremat.explain(Gelu(), *INPUT, options={"memory_budget": budget, "cost_model": "roofline", **options})
+
+
+def test_a_share_is_one_of_torchs_own_partition():
+    def look(preview):
+        headroom = headroom_of(preview.priced, preview.context)
+        return preview.priced.torchs_plan().peak_bytes + headroom, preview.report()
+
+    options = Options.parse({"memory_budget": 0.7, "cost_model": "roofline"}, None, compilers.inductor_config_names)
+    ((theirs, report),), _ = previews(Gelu(), INPUT, {}, options, None, look)
+    assert report.reference_bytes == theirs < report.baseline_peak_bytes
+    assert (report.budget_share, report.budget_bytes) == (0.7, math.floor(0.7 * theirs))
+    assert report.predicted_peak_bytes + report.code_headroom_bytes <= report.budget_bytes
+
+
+def test_the_report_says_what_the_share_is_one_of():
+    report = explained(0.8)
+    text = " ".join(str(report).split())
+    assert "the share of 0.8 of the reference peak" in text
+    assert "that of torch's own partition" in text
+    assert Report.from_json(report.to_json()).reference_bytes == report.reference_bytes
+    assert explained(report.budget_bytes).reference_bytes is None
+
+
+def test_nothing_is_recomputed_without_us_in_eager_code():
+    report = autoremat.explain(Gelu(), *INPUT, options=EAGER | {"memory_budget": 0.7})
+    assert report.reference_source == reference.BASELINE
+    assert report.reference_bytes == report.baseline_peak_bytes
+
+
+def test_a_stand_in_takes_the_place_of_torchs_partition(monkeypatch):
+    """Torch's partitioner takes long on graphs of many ops, and the simulator cannot follow every partition."""
+    monkeypatch.setattr(PricedGraph, "torchs_plan", lambda _: None)
+    unknown = explained(0.8)
+    monkeypatch.setattr(PricedGraph, "torchs_plan", lambda _: pytest.fail("torch was asked"))
+    monkeypatch.setattr(reference, "MOST_OPS", 10)
+    report = explained(0.8)
+    assert report.reference_source == unknown.reference_source == reference.STAND_IN
+    assert report.reference_bytes == unknown.reference_bytes < report.baseline_peak_bytes
+
+
+@pytest.mark.parametrize("options", [{}, {"save": ["aten.*"]}], ids=["free", "constrained"])
+def test_the_whole_reference_is_always_feasible(monkeypatch, options):
+    """Also where torch's own partition needs less than any plan that is found, as under constraints."""
+    if not options:
+        monkeypatch.setattr(PricedGraph, "torchs_plan", lambda priced: SmallPlan(priced.graph))
+    report = explained(1.0, **options)
+    assert report.reference_source == reference.SMALLEST
+    assert report.predicted_peak_bytes + report.code_headroom_bytes <= report.budget_bytes == report.reference_bytes
+    assert report.fits
+
+
+def test_torch_is_asked_once_for_all_attempts(monkeypatch):
+    torchs, asked = PricedGraph.torchs_plan, []
+    monkeypatch.setattr(PricedGraph, "torchs_plan", lambda priced: asked.append(1) or torchs(priced))
+
+    def look(preview):
+        earlier = EarlierSearches()
+        return [plan_graph(preview.priced, preview.context, earlier).report for _ in range(2)]
+
+    options = Options.parse({"memory_budget": 0.7, "cost_model": "roofline"}, None, compilers.inductor_config_names)
+    ((first, second),), _ = previews(Gelu(), INPUT, {}, options, None, look)
+    assert len(asked) == 1
+    assert first.reference_bytes == second.reference_bytes
+
+
+def test_a_step_has_a_reference_of_its_own():
+    model, (x,) = Gelu(), INPUT
+    profile = autoremat.profile_step(model, x, memory_budget=0.9, options={"cost_model": "roofline"})
+    assert profile.budget_bytes == math.floor(0.9 * profile.reference_peak_bytes)
+    assert profile.minimum_peak_bytes <= profile.reference_peak_bytes < profile.baseline_peak_bytes
+    assert profile.within(1.0).peak_bytes <= profile.reference_peak_bytes
+    assert "reference peak" in str(profile)
+
+
+def test_without_a_budget_too_a_large_graph_does_not_wait_for_torchs_partition(monkeypatch):
+    monkeypatch.setattr(reference, "MOST_OPS", 10)
+    monkeypatch.setattr(PricedGraph, "torchs_plan", lambda priced: pytest.fail("torch's partitioner was asked"))
+    assert explained(None).soft_budget_bytes is not None
+
+
+# -- several graphs of one function ------------------------------------------------------------------------------------
+
+
+def block() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+
+def blocks(count: int = 4) -> nn.Sequential:
+    return nn.Sequential(*(block() for _ in range(count)), nn.Linear(64, 1))
+
+
+def compiled(model: nn.Module, share: float = 0.6, **options: object):
+    return torch.compile(
+        lambda x: model(x).square().mean(), backend="autoremat", options=EAGER | {"memory_budget": share, **options}
+    )
+
+
+def test_a_smaller_last_batch_may_use_the_bytes_of_the_first():
+    step = compiled(blocks(), 0.5)
+    for size in (256, 256, 120):
+        step(torch.randn(size, 64)).backward()
+    first, last = autoremat.reports()[-2:]
+    assert first.granted_bytes is None
+    assert math.floor(0.5 * last.reference_bytes) < last.minimum_peak_bytes  # its own share would be too little
+    assert last.budget_bytes == last.granted_bytes == first.budget_bytes
+    assert last.fits
+    assert "that of an earlier graph of this function" in " ".join(str(last).split())
+
+
+def test_a_plan_for_granted_bytes_holds_for_no_larger_sizes():
+    """Otherwise the first batch of the next epoch would run under the plan of the small one."""
+    model = blocks()
+    step = compiled(model, 0.5)
+    peaks, sizes = [], (256, 120)
+    for size in 2 * sizes:
+        model.zero_grad(set_to_none=True)
+        x = torch.randn(size, 64)
+        with autoremat.track_peak("cpu") as peak:
+            step(x).backward()
+        peaks.append(peak.bytes)
+    assert max(peaks[len(sizes) :]) <= autoremat.reports()[-1].budget_bytes
+
+
+def test_a_larger_batch_has_a_share_of_its_own():
+    step = compiled(blocks(), 0.8)
+    for size in (128, 512):
+        step(torch.randn(size, 64)).backward()
+    first, second = autoremat.reports()[-2:]
+    assert second.budget_bytes > first.budget_bytes
+    assert "one graph of several" not in str(second)
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, lambda f: nn.Sequential(f)], ids=["module", "container"])
+def test_a_whole_function_that_does_not_fit_its_share_is_an_error(wrap):
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="no plan was found"):
+        torch.compile(wrap(blocks()), backend="autoremat", options=EAGER | {"memory_budget": 0.1})(torch.randn(64, 64))
+
+
+def test_another_branch_of_the_function_may_use_the_bytes_of_the_first():
+    model = blocks()
+
+    def loss(x, deep):
+        return (model(x) if deep else model[-1](x)).square().mean()
+
+    step = torch.compile(loss, backend="autoremat", options=EAGER | {"memory_budget": 0.6})
+    x = torch.randn(256, 64)
+    for deep in (True, False):
+        step(x, deep).backward()
+    first, second = autoremat.reports()[-2:]
+    assert second.budget_bytes == first.budget_bytes > second.baseline_peak_bytes
+
+
+def test_another_model_has_a_share_of_its_own():
+    """To Dynamo, both models call one function. So do the same model under another share, and after a reset."""
+    x = torch.randn(256, 64)
+
+    def step(model, share):
+        torch.compile(model, backend="autoremat", options=EAGER | {"memory_budget": share})(x).square().mean().backward()
+        return autoremat.reports()[-1]
+
+    large, small = blocks(6), blocks(3)
+    assert step(large, 0.7).granted_bytes is None
+    assert step(small, 0.7).granted_bytes is None
+    assert step(large, 0.65).granted_bytes is None
+    torch._dynamo.reset()
+    assert step(large, 0.7).granted_bytes is None
+
+
+@dataclasses.dataclass
+class Ranks:
+    """A session of this process and of one more, whose earlier graph was granted ``theirs``."""
+
+    theirs: int | None
+    leader: int = 0
+
+    def round(self, _, part, decide):
+        return decide({0: part, 1: {**part, "granted": self.theirs}})
+
+
+@pytest.mark.parametrize(("ours", "theirs", "agreed"), [(300, 200, 200), (200, 300, 200), (300, 0, 0), (0, 0, 0)])
+def test_ranks_use_the_least_bytes_that_one_of_them_was_granted(ours, theirs, agreed):
+    request = Request(Limits(reference_share=0.5, granted_bytes=ours), cost_model="roofline")
+    found = Members(Ranks(theirs)).agree(request, torch.device("cpu")).request
+    assert found.limits == Limits(reference_share=0.5, granted_bytes=agreed)
+
+
+class Broken(nn.Module):
+    """Blocks, a break of the graph, and a loss, which has nothing to recompute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Sequential(*(block() for _ in range(6))), nn.Linear(64, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.last(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo reads those of a graph's inputs
+def test_the_graphs_of_a_broken_function_train_under_one_share():
+    model, x = Broken(), torch.randn(512, 64)
+    before = len(autoremat.reports())
+    step = torch.compile(model, backend="autoremat", options=EAGER | {"memory_budget": 0.6})
+    for _ in range(2):
+        step(x).backward()
+    first, last = autoremat.reports()[before:]
+    assert first.within_budget
+    assert not last.within_budget  # the share of its own reference peak is too little
+    assert first.saved_bytes + last.peak_bytes <= 0.6 * (first.reference_saved_bytes + last.reference_bytes)
+    assert all("one graph of several" in str(report) for report in (first, last))
+    previewed = autoremat.explain(model, x, options=EAGER | {"memory_budget": 0.6})
+    assert previewed.predicted_peak_bytes == first.predicted_peak_bytes
+    assert previewed.others[0].predicted_peak_bytes == last.predicted_peak_bytes
+
+
+def test_a_broken_step_over_its_share_warns():
+    """Dynamo breaks at the hook. What follows it is the only graph."""
+    model, x = blocks(8), torch.randn(512, 64)
+    model[6].register_full_backward_hook(lambda *_: None)
+    step = compiled(model)
+    with pytest.warns(autoremat.BudgetWarning, match="the graphs of a broken function need .* over the"):
+        step(x).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.slow
+def test_a_speech_model_that_breaks_its_graph_trains_under_a_share():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Wav2Vec2Config(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, conv_dim=(32, 32),
+        conv_stride=(5, 2), conv_kernel=(10, 3), num_feat_extract_layers=2, num_conv_pos_embeddings=16, vocab_size=16,
+        num_conv_pos_embedding_groups=4, mask_time_prob=0.0,
+    )  # fmt: skip
+    model = transformers.Wav2Vec2ForCTC(config).train()
+    step = torch.compile(model, backend="autoremat", options=EAGER | {"memory_budget": 0.7})
+    labels = torch.randint(1, 16, (2, 12))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch and of transformers, and that the step as a whole exceeds the share
+        for _ in range(2):
+            step(torch.randn(2, 4000), labels=labels).loss.backward()
+    assert all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+    assert autoremat.reports()[-1].budget_share == 0.7
+
+
+class Images(nn.Module):
+    """Convolutions, whose images and weights Inductor copies to channels last on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Conv2d(before, 16, 3, padding=1) for before in (3, 16, 16, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x.square().mean()
+
+
+@pytest.mark.slow
+def test_measured_peaks_keep_to_the_share_of_plain_inductors():
+    model, x = Images(), torch.randn(8, 3, 48, 48)
+    peaks = []
+    for backend, options in (("inductor", None), ("autoremat", {"memory_budget": 0.8, "cost_model": "roofline"})):
+        step = torch.compile(model, backend=backend, options=options)
+        for _ in range(2):
+            model.zero_grad(set_to_none=True)
+            with autoremat.track_peak("cpu") as peak:
+                step(x).backward()
+        peaks.append(peak.bytes)
+    report = autoremat.reports()[-1]
+    plain, ours = peaks
+    assert report.reference_source == reference.CODE
+    assert report.reference_bytes - report.code_headroom_bytes <= plain <= report.reference_bytes
+    assert ours <= min(report.budget_bytes, 0.82 * plain)

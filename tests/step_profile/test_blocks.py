@@ -1,0 +1,356 @@
+"""Blocks compiled one by one: budgets held, and what a training loop may do to them."""
+
+from __future__ import annotations
+
+import copy
+import io
+import warnings
+
+import pytest
+import torch
+from block_models import EAGER, ROWS, WIDTH, Block, Layered, gradients
+from oracles import same_bits
+from processes import run_ranks
+from torch import nn
+
+import autoremat
+from autoremat import step_profile
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
+
+# Dynamo looks at `.grad` of what an eager module hands to a block.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def layered(layers: int = 6) -> tuple[Layered, torch.Tensor]:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    return Layered(layers), torch.randint(0, 50, (ROWS,))
+
+
+def measured(model: nn.Module, inputs: torch.Tensor) -> int:
+    """The peak of a step whose blocks are compiled."""
+    gradients(model, model, inputs)
+    model.zero_grad(set_to_none=True)
+    with autoremat.track_peak("cpu") as peak:
+        model(inputs).backward()
+    return peak.bytes
+
+
+def train(model: nn.Module, inputs: torch.Tensor, steps: int) -> list[float]:
+    """Losses of a training loop."""
+    optimizer, losses = torch.optim.SGD(model.parameters(), 0.1), []
+    for _ in range(steps):
+        optimizer.zero_grad(set_to_none=True)
+        loss = model(inputs)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_blocks_keep_the_budget_of_the_step_with_few_compilations_and_the_same_bits():
+    model, inputs = layered(12)
+    expected = gradients(model, model, inputs)
+    names = list(model.state_dict())
+    blocks = autoremat.compile_blocks(model.layers, 0.6, step=lambda: model(inputs), options=EAGER)
+    assert len(blocks.profile.step.graphs) == 12
+    assert len(set(blocks.profile.step.numbers)) == 1
+    peaks = []
+    for budget in (0.6, 0.8, blocks.profile.minimum_peak_bytes):
+        profile = blocks.within(budget)
+        before = len(autoremat.reports())
+        peaks.append(measured(model, inputs))
+        assert len(autoremat.reports()) - before == len(profile.variants) <= 3
+        assert 0.9 * profile.peak_bytes <= peaks[-1] <= profile.peak_bytes <= profile.budget_bytes
+        assert all(same_bits(a, b) for a, b in zip(gradients(model, model, inputs), expected, strict=True))
+    assert peaks[2] < peaks[0] < peaks[1]
+    assert list(model.state_dict()) == names
+    assert "blocks" in str(blocks)
+    assert "12 blocks" in repr(blocks)
+
+
+def test_several_plans_are_cheaper_than_one():
+    model, inputs = layered(8)
+    steps = {
+        variants: autoremat.compile_blocks(model.layers, 1.0, variants=variants, step=lambda: model(inputs), options=EAGER)
+        for variants in (1, 3)
+    }
+    budget = (steps[1].profile.minimum_peak_bytes + steps[1].profile.baseline_peak_bytes) // 2
+    one, three = (steps[variants].within(budget) for variants in (1, 3))
+    assert len(one.variants) == 1 < len(three.variants) <= 3
+    assert three.added_seconds < one.added_seconds
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_the_budget_may_be_that_of_a_whole_device(given):
+    model, inputs = layered()
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = autoremat.compile_blocks(model.layers, 1.0, step=lambda: model(inputs), options=EAGER).profile
+    ledger = autoremat.device_budget("1GiB", model, optimizer)
+    held = ledger.total_bytes - ledger.budget_bytes
+    total = held + (step.minimum_peak_bytes + step.baseline_peak_bytes) // 2
+    device = autoremat.device_budget(total, model, optimizer)
+    measure = {"step": lambda: model(inputs)} if given else {}
+    blocks = autoremat.compile_blocks(model.layers, device, options=EAGER, **measure)
+    train(model, inputs, 3)
+    assert blocks.profile.budget_bytes == device.budget_bytes
+    assert autoremat.reports()[-1].predicted_device_bytes <= total
+    # Without a step the count begins at the first block: what the embedding holds is taken from the reserve.
+    assert measured(model, inputs) <= device.budget_bytes + (0 if given else device.reserve_bytes)
+
+
+def test_without_a_step_the_second_training_step_is_measured():
+    model, inputs = layered()
+    plain = copy.deepcopy(model)
+    blocks = autoremat.compile_blocks(model.layers, 0.7, options=EAGER)
+    torch.manual_seed(1)
+    losses = train(model, inputs, 4)
+    torch.manual_seed(1)
+    assert losses == train(plain, inputs, 4)
+    profile = blocks.profile
+    assert profile.peak_bytes <= profile.budget_bytes == int(0.7 * profile.baseline_peak_bytes)
+    peak = measured(model, inputs)
+    before_blocks = 2 * ROWS * WIDTH * 4  # the embedding's result, which the profile does not see, and its gradient
+    assert 0.9 * profile.peak_bytes <= peak <= profile.peak_bytes + before_blocks
+
+
+def test_without_a_step_an_impossible_budget_is_an_error_in_the_third_step():
+    model, inputs = layered(3)
+    autoremat.compile_blocks(model.layers, 1000, options=EAGER)
+    train(model, inputs, 2)
+    for _ in range(2):
+        with pytest.raises(BudgetInfeasible) as raised:
+            train(model, inputs, 1)
+        assert raised.value.budget_bytes == 1000 < raised.value.minimum_bytes
+    blocks = autoremat.compile_blocks(model.layers, 1000, options={**EAGER, "on_infeasible": "best_effort"})
+    train(model, inputs, 2)
+    with pytest.warns(BudgetWarning, match="best_effort"):
+        train(model, inputs, 1)
+    assert blocks.profile.peak_bytes == blocks.profile.minimum_peak_bytes
+
+
+class TwoKinds(nn.Module):
+    """Blocks of two kinds, of which one returns two tensors."""
+
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = Block(0.0), Block(0.0)
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.a(x + y), self.b(y)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.pairs = nn.ModuleList(self.Pair() for _ in range(3))
+        self.singles = nn.ModuleList(Block(0.0) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        y = x.tanh()
+        for pair in self.pairs:
+            x, y = pair(x, y=y)
+        for single in self.singles:
+            x = single(x)
+        return (x + y).square().mean()
+
+
+@pytest.mark.slow
+def test_blocks_of_two_kinds_share_one_budget():
+    torch.compiler.reset()
+    model, inputs = TwoKinds(), torch.randn(ROWS, WIDTH)
+    expected = gradients(model, model, inputs)
+    blocks = autoremat.compile_blocks([*model.pairs, *model.singles], 0.7, step=lambda: model(inputs), options=EAGER)
+    profile = blocks.profile
+    assert [graph.block for graph in profile.step.graphs] == list(range(6))
+    assert profile.step.numbers == (0, 0, 0, 1, 1, 1)
+    before = len(autoremat.reports())
+    assert measured(model, inputs) <= profile.peak_bytes <= profile.budget_bytes
+    assert len(autoremat.reports()) - before == len(profile.variants) <= 6
+    assert all(same_bits(a, b) for a, b in zip(gradients(model, model, inputs), expected, strict=True))
+
+
+def test_several_forwards_before_their_backwards_are_open_calls():
+    model, inputs = layered(4)
+
+    def both() -> torch.Tensor:
+        return model(inputs) + model(inputs.flip(0))
+
+    blocks = autoremat.compile_blocks(model.layers, 0.7, step=both, options=EAGER)
+    assert [graph.calls for graph in blocks.profile.step.graphs] == [2] * 4
+    both().backward()
+    model.zero_grad(set_to_none=True)
+    with autoremat.track_peak("cpu") as peak:
+        both().backward()
+    assert 0.9 * blocks.profile.peak_bytes <= peak.bytes <= blocks.profile.peak_bytes <= blocks.profile.budget_bytes
+
+
+def test_gradients_of_earlier_micro_batches_count():
+    peaks = {}
+    for accumulate in (False, True):
+        model, inputs = layered(4)
+        blocks = autoremat.compile_blocks(model.layers, 1.0, options={**EAGER, "accumulate": accumulate})
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for number in range(8):
+            model(inputs).backward()
+            if number % 2:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+        peaks[accumulate] = blocks.profile.baseline_peak_bytes
+    of_gradients = sum(p.nbytes for p in model.layers[0].parameters())
+    assert peaks[True] >= peaks[False] + of_gradients
+
+
+def test_calls_without_gradients_and_forwards_without_backward_do_not_disturb():
+    model, inputs = layered(3)
+    blocks = autoremat.compile_blocks(model.layers, 0.8, options=EAGER)
+    model.eval()
+    with torch.no_grad():
+        before = model(inputs)
+    model(inputs)  # never differentiated
+    assert torch.equal(before, model(inputs))
+    model.train()
+    train(model, inputs, 1)
+    model(inputs)
+    train(model, inputs, 3)  # the step after a forward without backward is not measured
+    assert blocks.profile is not None
+    with torch.no_grad():
+        model.eval()(inputs)
+    assert measured(model.train(), inputs) > 0
+
+
+@pytest.mark.slow
+def test_other_inputs_keep_to_the_limits_of_the_block():
+    model, inputs = layered(3)
+    blocks = autoremat.compile_blocks(model.layers, 0.9, step=lambda: model(inputs), options=EAGER)
+    assert measured(model, inputs[: ROWS // 2]) <= blocks.profile.budget_bytes
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as raised:
+        model(torch.randint(0, 50, (20 * ROWS,)))
+    assert isinstance(raised.value.inner_exception, BudgetInfeasible)
+    assert "profile_again" in str(raised.value.inner_exception)
+    larger = torch.randint(0, 50, (4 * ROWS,))
+    blocks.profile_again()
+    assert blocks.profile is None
+    train(model, larger, 3)
+    assert blocks.profile is not None
+
+
+@pytest.mark.slow
+def test_models_with_compiled_blocks_are_copied_pickled_and_compiled_again():
+    model, inputs = layered(3)
+    blocks = autoremat.compile_blocks(model.layers, 0.8, step=lambda: model(inputs), options=EAGER)
+    model.eval()
+    expected = model(inputs)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert torch.equal(other(inputs), expected)
+        assert other.layers[0]._compiled_call_impl is None
+    whole = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": 1.0})
+    before = len(autoremat.reports())
+    assert torch.equal(whole(inputs), expected)
+    assert len(autoremat.reports()) == before + 1  # one graph, which contains the blocks
+    autoremat.compile_blocks(model.layers, 0.9, options=EAGER)  # takes the place of the first call
+    train(model, inputs, 3)
+    assert blocks.profile.budget_bytes < blocks.profile.baseline_peak_bytes
+
+
+def test_a_difference_between_equal_blocks_is_a_warning():
+    class Numbered(Block):
+        def __init__(self, number: int) -> None:
+            super().__init__(0.0)
+            self.number = number
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) if self.number < 10 else x
+
+    model, inputs = layered(2)
+    model.layers = nn.ModuleList(Numbered(number) for number in range(2))
+    blocks = autoremat.compile_blocks(model.layers, 1.0, step=lambda: model(inputs), options=EAGER)
+    assert len(set(blocks.profile.step.numbers)) == 1
+    with pytest.warns(BudgetWarning, match=r"block 1 is compiled again.*TORCH_LOGS=recompiles"):
+        model(inputs)
+
+
+@pytest.mark.parametrize("needed", [1001, 1020, 2000])
+def test_blocks_give_way_by_the_excess_of_their_code(monkeypatch, needed):
+    model, inputs = layered(3)
+    blocks = autoremat.compile_blocks(model.layers, 0.9, step=lambda: model(inputs))
+    before = blocks.profile.step
+    errors = [BudgetInfeasible(budget_bytes=1000, minimum_bytes=needed, lower_bound_bytes=0)]
+
+    def backend(gm, inputs, **_):
+        if errors:
+            raise errors.pop()
+        return gm.forward
+
+    monkeypatch.setattr(step_profile.blocks, "backend", backend)
+    model(inputs).backward()
+    assert not errors
+    assert blocks.profile.step == before.with_higher_peaks(0, {1001: 0.005, 1020: 1.02 - 1, 2000: 0.05}[needed])
+
+
+def sharded(rank: int) -> tuple[list[float], list[object], int]:
+    """Losses, plans and compilations of a rank that trains sharded blocks."""
+    from torch.distributed.fsdp import fully_shard
+
+    warnings.simplefilter("ignore")  # Dynamo's, about `.grad`
+    model, inputs = layered(4)
+    blocks = autoremat.compile_blocks(model.layers, 0.8, options=EAGER)
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    losses = train(model, inputs, 4)
+    return losses, [(plan.saved_bytes, len(graphs)) for _, plan, graphs in blocks.profile.variants], len(autoremat.reports())
+
+
+@pytest.mark.slow
+def test_ranks_with_sharded_blocks_share_one_profile():
+    first, second = run_ranks(sharded, 2)
+    assert first.error is None, first.error
+    assert second.error is None, second.error
+    assert first.value[1:] == second.value[1:]
+    assert 1 <= first.value[2] <= 3
+    assert first.value[0][-1] < first.value[0][0]
+
+
+def test_a_profile_measures_in_no_other_profiler():
+    model, inputs = layered(2)
+    autoremat.compile_blocks(model.layers, 0.8, options=EAGER)
+    train(model, inputs, 1)
+    with autoremat.track_peak("cpu"), pytest.raises(StepProfileError, match="step="):
+        model(inputs)
+    train(model, inputs, 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"blocks": nn.Linear(2, 2)}, "`blocks` is a Linear"),
+        ({"blocks": []}, "is empty"),
+        ({"blocks": [nn.Linear(2, 2), "layer"]}, "has a str"),
+        ({"variants": 0}, "variants=0"),
+        ({"options": {"memory_budget": 1}}, "argument of its own"),
+        ({"options": {"in_flight": 2}}, "in_flight"),
+        ({"loss": torch.sum}, "step="),
+        ({"memory_budget": -1}, "memory_budget"),
+        ({"step": lambda: None, "options": {"accumulate": True}}, "accumulate"),
+    ],
+)
+def test_arguments_that_are_not_accepted(arguments, match):
+    with pytest.raises(OptionsError, match=match):
+        autoremat.compile_blocks(**{"blocks": nn.Sequential(nn.Linear(2, 2)), **arguments})
+
+
+def test_blocks_within_blocks_and_compiled_modules_are_refused():
+    model, _ = layered(2)
+    with pytest.raises(OptionsError, match="block 0 contains block 1"):
+        autoremat.compile_blocks([model, model.layers[0]])
+    with pytest.raises(OptionsError, match=r"result of torch\.compile"):
+        autoremat.compile_blocks([torch.compile(model)])
+    blocks = autoremat.compile_blocks([model.layers[0], model.layers[0]], options=EAGER)
+    assert len(blocks.blocks) == 1
+    with pytest.raises(StepProfileError, match="two training steps"):
+        blocks.within(0.5)

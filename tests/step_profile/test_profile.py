@@ -1,0 +1,271 @@
+"""One budget for a step of several compiled graphs: measured peaks, the same bits, and what a step profile leaves behind."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+import torch
+from block_models import EAGER, ROWS, WIDTH, Block, Broken, Layered, gradients
+from oracles import same_bits
+from torch import nn
+
+import autoremat
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionsError, StepProfileError
+from autoremat.compiler import dynamo_backend
+from autoremat.planner.multigraph.ledger import Share
+from autoremat.request.limits import Limits
+from autoremat.request.request import Request
+
+# Dynamo looks at `.grad` of what it is handed after a graph break.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+
+def measured(model: nn.Module, step, inputs: torch.Tensor) -> int:
+    """The peak of a step that is compiled already."""
+    gradients(model, step, inputs)
+    model.zero_grad(set_to_none=True)
+    with autoremat.track_peak("cpu") as peak:
+        step(inputs).backward()
+    return peak.bytes
+
+
+def plain_gradients(model: nn.Module, step, inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Without recomputation and with the same graphs."""
+    torch.compiler.reset()
+    found = gradients(model, step, inputs)
+    torch.compiler.reset()
+    return found
+
+
+def check_steps(model: nn.Module, build, inputs: torch.Tensor, *surveys: autoremat.StepProfile) -> None:
+    """Compile under each step profile: the step fits, is as predicted, and has the bits of the plain one."""
+    expected = plain_gradients(model, build("aot_eager", {}), inputs)
+    for profile in surveys:
+        torch.compiler.reset()
+        step = build("autoremat", {**EAGER, "memory_budget": profile})
+        peak = measured(model, step, inputs)
+        assert peak <= profile.budget_bytes
+        assert 0.9 * profile.peak_bytes <= peak <= profile.peak_bytes
+        found = gradients(model, step, inputs)
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("breaks", [1, 2, 5])
+def test_the_step_fits_its_budget_over_graph_breaks(breaks):
+    model, inputs = Broken(breaks), torch.randn(ROWS, WIDTH)
+    model.norm.track_running_stats = False
+    found = autoremat.profile_step(model, inputs, memory_budget=1.0, options=EAGER)
+    # Middle blocks without a neighbour in their graph are one graph, compiled several times.
+    assert sum(graph.calls for graph in found.step.graphs) == breaks + 1
+    assert len(found.step.graphs) == min(breaks + 1, 3)
+
+    def build(backend, options):
+        return torch.compile(model, backend=backend, options=options) if options else torch.compile(model, backend=backend)
+
+    surveys = [found.within(found.minimum_peak_bytes), found.within(0.7)]
+    for profile in surveys:
+        assert profile.peak_bytes <= profile.budget_bytes < profile.baseline_peak_bytes
+        assert profile.added_seconds >= 0.0
+    check_steps(model, build, inputs, *surveys)
+
+
+def test_the_step_fits_its_budget_where_one_block_is_compiled_and_called_twelve_times():
+    model, inputs = Layered(), torch.randint(0, 50, (ROWS,))
+
+    def build(backend, options):
+        return model.compile_layers(backend=backend, options=options or None)
+
+    build("autoremat", EAGER)
+    found = autoremat.profile_step(model, inputs, memory_budget=1.0, options=EAGER)
+    assert [graph.calls for graph in found.step.graphs] == [12]
+    assert found.step.order == ("forward 0",) * 12 + ("backward 0",) * 12
+    check_steps(model, build, inputs, found.within(found.minimum_peak_bytes), found.within(0.6))
+    # Each of the twelve would fit alone; together they do not.
+    torch.compiler.reset()
+    step = build("autoremat", {**EAGER, "memory_budget": found.minimum_peak_bytes})
+    with pytest.warns(BudgetWarning, match="6 earlier calls hold"):
+        alone = measured(model, step, inputs)
+    assert alone > found.minimum_peak_bytes
+
+
+def test_a_survey_leaves_the_model_and_the_random_state_as_they_were():
+    model, inputs = Broken(1), torch.randn(ROWS, WIDTH, requires_grad=True)
+    model.a.up.weight.grad = kept = torch.ones_like(model.a.up.weight)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    random = torch.get_rng_state()
+    reports = len(autoremat.reports())
+    autoremat.profile_step(model, inputs, memory_budget="1MiB", options=EAGER)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert model.a.up.weight.grad is kept
+    assert torch.equal(kept, torch.ones_like(kept))
+    assert inputs.grad is None
+    assert all(parameter.grad is None for name, parameter in model.named_parameters() if name != "a.up.weight")
+    assert all(same_bits(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert len(autoremat.reports()) == reports
+
+
+def test_what_runs_between_the_graphs_counts():
+    """The eager part between two graphs saves more than both of them."""
+    model = nn.ModuleList([Block(0.0), Block(0.0)])
+    inputs = torch.randn(ROWS, WIDTH)
+
+    @torch._dynamo.disable
+    def between(x):
+        for _ in range(20):
+            x = torch.tanh(x)
+        return x
+
+    def function(x):
+        return model[1](between(model[0](x))).square().mean()
+
+    profile = autoremat.profile_step(function, inputs, memory_budget=1.0, options=EAGER)
+    eager_bytes = 20 * ROWS * WIDTH * 4
+    assert profile.minimum_peak_bytes > eager_bytes
+
+    def build(backend, options):
+        return torch.compile(function, backend=backend, options=options or None)
+
+    check_steps(model, build, inputs, profile)
+
+
+@pytest.mark.slow
+def test_the_shares_of_a_survey_work_through_configure_and_do_not_mix(monkeypatch):
+    model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
+    wide = autoremat.profile_step(model, inputs, memory_budget=1.0, options=EAGER)
+    tight = wide.within(wide.minimum_peak_bytes)
+    peaks = []
+    for profile in (wide, tight, wide):
+        torch.compiler.reset()
+        autoremat.configure(memory_budget=profile, compiler="aot_eager")
+        peaks.append(measured(model, torch.compile(model, backend="autoremat"), inputs))
+    assert peaks[0] == peaks[2] > peaks[1]
+    assert autoremat.reports()[-1].budget_bytes == wide.shares[2].peak_bytes
+
+
+@pytest.mark.slow
+def test_an_impossible_budget_says_what_is_possible():
+    model, inputs = Broken(2, dropout=0.0), torch.randn(ROWS, WIDTH)
+    with pytest.raises(BudgetInfeasible) as caught:
+        autoremat.profile_step(model, inputs, memory_budget=1000, options=EAGER)
+    error = caught.value
+    assert error.budget_bytes == 1000 < error.minimum_bytes
+    assert error.lower_bound_bytes <= error.minimum_bytes
+    assert any("graph" in occupant.name for occupant in error.occupants)
+
+
+@pytest.mark.slow
+def test_a_graph_that_was_not_surveyed_is_compiled_with_a_warning():
+    model = Broken(1, dropout=0.0)
+    profile = autoremat.profile_step(model, torch.randn(ROWS, WIDTH), memory_budget=1.0, options=EAGER)
+    compiled = torch.compile(model, backend="autoremat", options={**EAGER, "memory_budget": profile}, dynamic=False)
+    with pytest.warns(BudgetWarning, match="profiled step did not have"):
+        compiled(torch.randn(ROWS // 2, WIDTH)).backward()
+
+
+def test_what_cannot_be_surveyed_is_an_error():
+    model, inputs = Broken(1, dropout=0.0), torch.randn(ROWS, WIDTH)
+    profile = functools.partial(autoremat.profile_step, memory_budget=1.0)
+    with pytest.raises(StepProfileError, match="loss="):
+        profile(model.a, inputs, options=EAGER)
+    with pytest.raises(StepProfileError, match="regional"):
+        profile(model, inputs, options=EAGER, regional=True)
+    with pytest.raises(StepProfileError, match="require a gradient"):
+        profile(lambda x: x.sum(), inputs, options=EAGER)
+    with pytest.raises(OptionsError, match="memory_budget"):
+        profile(model, inputs, options={"memory_budget": 1})
+    found = profile(model.a, inputs, options=EAGER, loss=torch.Tensor.sum)
+    assert len(found.step.graphs) == 1
+    with pytest.raises(OptionsError, match="of another"):
+        autoremat.profile_step(model, inputs, memory_budget=found)
+
+
+def test_graphs_without_a_backward_belong_to_the_surveyed_step():
+    linear, x = nn.Linear(16, 16), torch.randn(8, 16)
+
+    def loss(x):
+        hidden = linear(x).tanh()
+        torch._dynamo.graph_break()
+        best = hidden.topk(4, -1)[1]  # may train, by its inputs, and saves nothing
+        torch._dynamo.graph_break()
+        return hidden.gather(-1, best).square().mean()
+
+    found = autoremat.profile_step(loss, x, memory_budget=1.0, options=EAGER)
+    assert len(found.step.graphs) == 2
+    assert len(found.step.others) == 1
+    torch.compile(loss, backend="autoremat", options={**EAGER, "memory_budget": found})(x).backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("regional", [False, True], ids=["graph breaks", "regional"])
+def test_the_step_fits_its_budget_under_inductor(regional):
+    if regional:
+        model, inputs = Layered(dropout=0.0), torch.randint(0, 50, (10 * ROWS,))
+        step = model.compile_layers(backend="autoremat")
+    else:
+        model, inputs = Broken(1, dropout=0.0), torch.randn(10 * ROWS, WIDTH)
+        step = torch.compile(model, backend="autoremat")
+    peaks, found = [], autoremat.profile_step(model, inputs, memory_budget=1.0)
+    for budget in (1.0, 0.8) if regional else (0.8,):
+        profile = found.within(budget)
+        autoremat.configure(memory_budget=profile)
+        peaks.append(measured(model, step, inputs))
+        assert peaks[-1] <= profile.budget_bytes
+        torch.compiler.reset()
+    if regional:  # the broken function has one budget alone
+        assert peaks[-1] < peaks[0]
+
+
+def test_an_optimizer_in_the_backward_is_refused():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizers = {p: torch.optim.SGD([p], lr=1.0) for p in model.parameters()}
+
+    def step_at_once(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+
+    handles = [p.register_post_accumulate_grad_hook(step_at_once) for p in model.parameters()]
+    with pytest.raises(
+        StepProfileError, match=r"4 hooks run as soon as a gradient is made .*step_at_once.*remove them meanwhile"
+    ):
+        autoremat.profile_step(lambda x: model(x).sum(), torch.ones(4, 8), options={"compiler": "aot_eager"})
+    assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
+    assert all(p.grad is None for p in model.parameters())
+    for handle in handles:
+        handle.remove()
+    autoremat.profile_step(lambda x: model(x).sum(), torch.ones(4, 8), options={"compiler": "aot_eager"})
+
+
+def test_buffers_that_are_replaced_are_put_back():
+    class Counting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("calls", torch.zeros(1))
+            self.register_buffer("newest", None)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls = self.calls + 1
+            self.newest = self.calls * 2
+            return self.linear(x).tanh().sum()
+
+    model = Counting()
+    calls = model.calls
+    autoremat.profile_step(model, torch.ones(4, 8), options={"compiler": "aot_eager"})
+    assert model.calls is calls
+    assert calls.item() == 0
+    assert model.newest is None
+
+
+@pytest.mark.parametrize("saved", [1, 1 << 20])
+def test_the_error_of_a_share_names_more_bytes_than_its_budget(saved, monkeypatch):
+    torch.compiler.reset()
+    limits = Limits(1 << 22, step_share=Share(saved, 1 << 22, 1 << 22 if saved == 1 else 1, borders=True))
+    monkeypatch.setattr(dynamo_backend, "requests_of", lambda options, around: {None: Request.of(options, limits)})
+    layer = torch.compile(Block(0.0), backend="autoremat", options=EAGER)
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        layer(torch.randn(ROWS, WIDTH, requires_grad=True))
+    error = caught.value.inner_exception
+    assert isinstance(error, BudgetInfeasible)
+    assert error.minimum_bytes > error.budget_bytes == 1 << 22

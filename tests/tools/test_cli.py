@@ -1,0 +1,339 @@
+"""The command line: what it prints, and the exit codes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+from folders import ROOT
+from reports import SIZE, report_for
+
+from autoremat import __version__, cli
+from autoremat.basics import disk_cache
+from autoremat.basics.errors import BudgetInfeasible, OptionsError
+from autoremat.planner.plans.plan import Plan
+from autoremat.report.report import Report
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, [str(one) for one in arguments])
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    path = tmp_path / "report.json"
+    path.write_text(report_for(16 * SIZE).to_json())
+    return path
+
+
+def test_a_stored_report_is_shown(stored):
+    done = run("report", stored)
+    assert done.exit_code == 0, done.output
+    assert done.stdout.rstrip() == str(Report.from_json(stored.read_text())).rstrip()
+
+
+def test_a_stored_report_as_json(stored):
+    done = run("report", stored, "--json")
+    assert done.exit_code == 0
+    assert json.loads(done.stdout) == json.loads(stored.read_text())
+
+
+def test_a_report_as_html(stored, tmp_path):
+    done = run("report", stored, "--html", tmp_path / "report.html")
+    assert done.exit_code == 0, done.output
+    assert "<html" in (tmp_path / "report.html").read_text()
+
+
+def test_what_is_no_report_is_wrong_usage(tmp_path):
+    (tmp_path / "other.json").write_text('{"a": 1}')
+    for path in (tmp_path / "other.json", tmp_path / "nothing.json", tmp_path):
+        done = run("report", path)
+        assert done.exit_code == 2
+        assert str(path) in done.stderr
+        assert "Traceback" not in done.stderr
+
+
+def test_help_and_version():
+    assert "Exit codes" in run("--help").output
+    for name, command in cli.main.commands.items():
+        text = run(name, "--help").output
+        assert command.help.split("\n")[0][:40] in text
+    assert __version__ in run("--version").output
+
+
+@pytest.mark.parametrize("command", ["max-batch", "best-batch"])
+def test_where_a_share_is_refused_the_help_says_so(training, command):
+    (line,) = [line for line in run(command, "--help").output.splitlines() if "--budget BUDGET" in line]
+    assert "no share" in line
+    refused = run(command, f"{training}:sized", "--budget", "0.5")
+    assert refused.exit_code == 2
+    assert "needs bytes" in refused.stderr
+
+
+def test_the_summaries_of_commands_are_not_cut():
+    lines = run("--help").output.splitlines()
+    listed = lines[lines.index("Commands:") + 1 :]
+    assert [line.split()[0] for line in listed] == sorted(cli.main.commands)
+    assert not [line for line in listed if line.endswith("...")]
+
+
+INFEASIBLE = BudgetInfeasible(budget_bytes=1, minimum_bytes=2, lower_bound_bytes=1)
+
+
+class Wrapped(Exception):
+    """As torch wraps what a backend raises."""
+
+    inner_exception = INFEASIBLE
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (INFEASIBLE, 1, "no plan was found"),
+        (Wrapped("compilation failed"), 1, "no plan was found"),
+        (OptionsError("no such option"), 2, "Error: no such option"),
+        (KeyError("lost"), 3, "KeyError: 'lost'"),
+        (click.UsageError("wrong"), 2, "wrong"),
+    ],
+)
+def test_each_error_has_a_message_and_a_code(monkeypatch, error, code, text):
+    @click.command()
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setitem(cli.main.commands, "fail", fail)
+    done = run("fail")
+    assert done.exit_code == code
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    if not isinstance(error, click.ClickException):
+        assert run("--traceback", "fail").exception is error
+
+
+def test_warnings_are_lines(monkeypatch):
+    import warnings
+
+    @click.command()
+    def warn() -> None:
+        warnings.warn("mind the gap", stacklevel=1)
+
+    monkeypatch.setitem(cli.main.commands, "warn", warn)
+    before = warnings.showwarning
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        done = run("warn")
+    assert (done.exit_code, done.stderr) == (0, "Warning: mind the gap\n")
+    assert warnings.showwarning is before
+
+
+# -- explain -----------------------------------------------------------------------------------------------------------
+
+TRAINING = """
+import torch
+from torch import nn
+
+def net(batch=256):
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(6)))
+    return nn.Sequential(model, nn.Linear(32, 1), nn.Flatten(0)), torch.randn(batch, 32)
+
+def loss():
+    model, x = net()
+    return lambda x: model(x).square().mean(), (x,)
+
+def by_keyword():
+    model, x = net()
+    return lambda x: model(x).square().mean(), {"x": x}
+
+def sized(batch):
+    return net(batch)
+
+def mistaken():
+    return lambda x: lost(x), torch.randn(3)
+
+def unequal():
+    return nn.Linear(3, 1), torch.randn(256, 32)
+
+def stepped():
+    model, x = net()
+    return lambda x: model(x).square().mean(), (x,), torch.optim.SGD(model.parameters(), lr=0.1)
+
+def wrong():
+    return 7
+
+def failing():
+    raise ValueError("no data here")
+
+number = 7
+"""
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a module in the present folder."""
+    (tmp_path / "my_training.py").write_text(TRAINING)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "my_training", raising=False)
+    return "my_training"
+
+
+@pytest.mark.parametrize("function", ["net", "loss", "by_keyword"])
+def test_explain_prints_the_report_and_stores_the_plan(training, function, tmp_path):
+    done = run("explain", f"{training}:{function}", "--budget", "0.7", "-o", "compiler=aot_eager", "--save-plan", "plan.json",
+               "--values", "--totals", "op", "--peak", "--html", "report.html")  # fmt: skip
+    assert done.exit_code == 0, done.output
+    for text in ("predicted peak", "baseline", "aten.addmm"):
+        assert text in done.stdout
+    assert "<html" in (tmp_path / "report.html").read_text()
+    plan = Plan.load(tmp_path / "plan.json")
+    assert plan.budget_bytes is not None
+    assert plan.peak_bytes <= plan.budget_bytes
+
+
+@pytest.mark.parametrize("lower", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_explain_shows_the_bytes_of_each_op(training, lower):
+    done = run("explain", f"{training}:loss", "--timeline", *(["--lower"] if lower else []))
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    rows = lines[
+        1 + next(n for n, line in enumerate(lines) if line.split() == ["simulated", "replayed", "op", "half", "where"]) :
+    ]
+    assert f"{len(rows)} executions" in done.stdout
+    assert any("backward" in row for row in rows)
+    assert all(" - " in row for row in rows) != lower
+
+
+def test_explain_for_a_device_that_is_not_here_as_json(training):
+    done = run("explain", f"{training}:loss", "--device", "H100-80GB", "--json", "--budget", "1GiB")
+    assert done.exit_code == 0, done.output
+    report = Report.from_json(done.stdout)
+    assert report.budget_bytes == 2**30
+    assert "H100" in report.device
+
+
+def test_explain_counts_a_whole_device(training):
+    arguments = ("explain", f"{training}:loss", "--device-memory", "H100-80GB", "--accumulate", 4, "-o", "compiler=aot_eager")
+    done = run(*arguments, "--optimizer", "AdamW", "--json")
+    assert done.exit_code == 0, done.output
+    report = Report.from_json(done.stdout)
+    assert "H100" in report.device
+    assert report.device_ledger.accumulate == 4
+    assert "optimizer state after the first step" in {row.name for row in report.device_ledger.rows}
+    returned = Report.from_json(run(*(str(one).replace(":loss", ":stepped") for one in arguments), "--json").stdout)
+    assert returned.device_ledger.rows != report.device_ledger.rows
+    assert "ledger of the device" in run(*arguments).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["--device-memory", "1KiB", "--optimizer", "SGD"], 1, "the device (cpu) is too small"),
+        (["--device-memory", "1GiB", "--budget", "1GiB"], 2, "--budget and --device-memory exclude each other"),
+        (["--optimizer", "SGD"], 2, "--optimizer and --accumulate need --device-memory"),
+        (["--device-memory", "1GiB", "--optimizer", "Nonsense"], 2, "torch.optim has no class 'Nonsense'"),
+    ],
+)
+def test_wrong_devices_are_one_line(training, arguments, code, text):
+    done = run("explain", f"{training}:loss", "-o", "compiler=aot_eager", *arguments)
+    assert done.exit_code == code
+    assert text in done.stderr
+
+
+@pytest.mark.slow
+def test_pareto_lists_plans_and_bounds(training):
+    arguments = ("pareto", f"{training}:loss", "--points", 3, "--no-torch", "-o", "compiler=aot_eager")
+    done = run(*arguments, "--picture", "pareto.png")
+    assert done.exit_code == 0, done.output
+    assert "lower bound" in done.stdout
+    assert Path("pareto.png").read_bytes().startswith(b"\x89PNG")
+    points = json.loads(run(*arguments, "--json").stdout)
+    assert {point["family"] for point in points} == {"autoremat", "lower bound", "policy"}
+    assert points == sorted(points, key=lambda point: (point["peak_bytes"], point["added_seconds"]))
+
+
+@pytest.mark.slow
+def test_max_batch_finds_the_largest_size(training):
+    arguments = ("max-batch", f"{training}:net", "--step", 64, "-o", "compiler=aot_eager", "--budget")
+    done = run(*arguments, "256KiB", "--json")
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["size"] % 64 == 0
+    assert found["next_size"] == found["size"] + 64
+    assert found["report"]["predicted_peak_bytes"] <= 2**18
+    assert run(*arguments, "1KiB").exit_code == 1
+    assert f"size that fits 256.00 KiB: {found['size']}" in run(*arguments, "256KiB", "--limit", found["size"]).stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "text"),
+    [
+        (["{}:loss", "--budget", "1KiB"], 1, "no plan was found"),
+        (["{}:loss", "--budget", "much"], 2, "memory_budget='much' is not accepted"),
+        (["{}:loss", "-o", "color=blue"], 2, "'color' is known neither"),
+        (["{}:loss", "-o", "color"], 2, "not of the form KEY=VALUE"),
+        (["{}"], 2, "not of the form MODULE:FUNCTION"),
+        (["{}:nothing"], 2, "nothing"),
+        (["{}:number"], 2, "is no function"),
+        (["{}:wrong"], 2, "should return (model, inputs) or (model, inputs, optimizer), and returns int"),
+        (["nowhere:loss"], 2, "there is no module 'nowhere'"),
+        (["{}.py:loss"], 2, "(a module is named without .py)"),
+        (["{}:sized"], 2, "sized is called with nothing here: missing a required argument: 'batch'"),
+        (["{}:loss", "--save-plan", "no/folder/plan.json"], 2, "there is no folder 'no/folder'"),
+        (["{}:mistaken"], 2, "cannot be traced without running it (NameError: name 'lost' is not defined)"),
+        (["{}:unequal"], 2, "must have same reduction dim, but got [256, 32] X [3, 1]"),
+        (["{}:failing"], 3, "ValueError: no data here"),
+    ],
+)
+def test_what_goes_wrong_has_a_message_and_a_code(training, arguments, code, text):
+    done = run("explain", *(one.format(training) for one in arguments))
+    assert done.exit_code == code, done.output
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_picture_of_no_known_kind_is_refused_at_once(training):
+    done = run("pareto", f"{training}:loss", "--picture", "pareto.jpeg")
+    assert done.exit_code == 2
+    assert "'pareto.jpeg' does not end with one of .png, .svg, .pdf" in done.stderr
+
+
+def test_the_module_is_the_command_and_needs_no_torch(stored):
+    code = (
+        f"import sys; sys.argv = ['autoremat', 'report', {str(stored)!r}]\n"
+        "import runpy\ntry: runpy.run_module('autoremat', run_name='__main__')\n"
+        "except SystemExit as end: assert end.code == 0\nassert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "predicted peak" in done.stdout
+
+
+def test_the_cache_is_shown_and_cleared(tmp_path, monkeypatch):
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", "2MiB")
+    for number in range(3):
+        disk_cache.write_text("reports", f"key{number}", "x" * 1024)
+    disk_cache.write_text("rates", "device", "x" * 512)
+    shown = run("cache")
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.splitlines()[0] == f"{tmp_path / 'cache'}: at most 2.00 MiB of reports and plans"
+    table = [line.split() for line in shown.stdout.splitlines()[1:]]
+    assert table == [
+        ["reports", "3", "files", "3.00", "KiB"], ["plans", "0", "files", "0", "B"],
+        ["rates", "1", "files", "512", "B"], ["workspaces", "0", "files", "0", "B"],
+    ]  # fmt: skip
+    cleared = run("cache", "clear")
+    assert cleared.stdout == f"3.50 KiB removed from {tmp_path / 'cache'}\n"
+    assert not list((tmp_path / "cache").rglob("*.json"))
+
+
+def test_a_cache_size_that_is_none_is_a_wrong_input(monkeypatch):
+    monkeypatch.setenv("AUTOREMAT_CACHE_SIZE", "much")
+    shown = run("cache")
+    assert shown.exit_code == 2
+    assert "AUTOREMAT_CACHE_SIZE" in shown.output

@@ -1,0 +1,385 @@
+"""``autoremat.explain``: the backend's plan without a run, of models with and without memory, for devices here and not."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import types
+import warnings
+
+import pytest
+import torch
+from models import build
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import autoremat
+from autoremat.basics.errors import BudgetInfeasible, CaptureError, ConstraintWarning, OptionsError
+from autoremat.report.decisions import Decision, Reason
+from autoremat.report.report import Report
+from autoremat.tools.cuda_attention import attention_on_cuda
+
+MIB = 1 << 20
+EAGER = {"compiler": "aot_eager"}
+
+
+class Mlp(nn.Module):
+    """Three layers with a tanh each; the loss is a mean of squares."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x.square().mean()
+
+
+def backends_report(model, inputs, options) -> Report:
+    torch._dynamo.reset()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autoremat.BudgetWarning)
+        torch.compile(model, backend="autoremat", options=options)(*inputs)
+    return autoremat.reports()[-1]
+
+
+def same_plan(first: Report, second: Report) -> bool:
+    return (first.saved, first.values, first.peak_after, first.predicted_peak_bytes, first.lower_bound_seconds) == (
+        second.saved, second.values, second.peak_after, second.predicted_peak_bytes, second.lower_bound_seconds,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("budget", [None, 0.6, 200_000])
+def test_the_plan_is_the_backends(budget):
+    model, x = Mlp(), torch.randn(512, 64)
+    options = EAGER | {"memory_budget": budget, "on_infeasible": "best_effort"}
+    explained = autoremat.explain(model, x, options=options)
+    assert same_plan(explained, backends_report(model, (x,), options))
+    assert explained.plan is not None
+    assert explained.plan.peak_bytes == explained.predicted_peak_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gpt2", "resnet", "unet"])
+def test_the_plan_of_whole_models_is_the_backends(name):
+    model, inputs = build(name)
+    options = EAGER | {"memory_budget": 0.9}
+    assert same_plan(autoremat.explain(model, *inputs, options=options), backends_report(model, inputs, options))
+
+
+@pytest.mark.slow
+def test_under_inductor_it_is_the_plan_that_is_compiled_first():
+    model, inputs = build("llama", layers=2)
+    options = {"memory_budget": 0.7}
+    explained, compiled = autoremat.explain(model, *inputs, options=options), backends_report(model, inputs, options)
+    assert explained.baseline_peak_bytes == compiled.baseline_peak_bytes
+    assert explained.minimum_peak_bytes <= compiled.minimum_peak_bytes
+    assert compiled.replans == 0, "its code keeps to this budget, so that the first plan is the plan of the report"
+    assert same_plan(explained, compiled)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("of_the_smallest", [0.7, 0.99, 1.0])
+def test_it_refuses_what_compiling_refuses_with_the_same_figures(of_the_smallest):
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))))
+    x = torch.randn(1024, 32)
+
+    def loss(x):
+        return model(x).square().mean()
+
+    with pytest.raises(BudgetInfeasible) as least:
+        autoremat.explain(loss, x, options={"memory_budget": 1000}, lower=True)
+    options = {"memory_budget": int(of_the_smallest * least.value.minimum_bytes)}
+
+    def outcome(run):
+        try:
+            return run().compiled_peak_bytes
+        except BudgetInfeasible as error:
+            return "infeasible", error.minimum_bytes
+        except torch._dynamo.exc.BackendCompilerFailed as error:
+            return "infeasible", error.inner_exception.minimum_bytes
+
+    explained = outcome(lambda: autoremat.explain(loss, x, options=options))
+    assert explained == outcome(lambda: backends_report(loss, (x,), options))
+    assert (explained == least.value.minimum_bytes) == (of_the_smallest == 1)
+
+
+def test_a_card_by_name_is_refused_what_the_simulator_says_does_not_fit():
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64)), torch.randn(256, 64)
+    with pytest.raises(BudgetInfeasible) as caught:
+        autoremat.explain(lambda x: model(x).square().mean(), x, options={"memory_budget": 1000}, device="H100-80GB")
+    budget = int(0.9 * caught.value.minimum_bytes)
+    with pytest.raises(BudgetInfeasible):
+        autoremat.explain(lambda x: model(x).square().mean(), x, options={"memory_budget": budget}, device="H100-80GB")
+
+
+@pytest.mark.slow
+def test_with_lowering_it_is_what_is_left_in_the_end(monkeypatch):
+    layers, x = nn.ModuleList(nn.Linear(64, 64) for _ in range(6)), torch.randn(2048, 64)
+    options = {"memory_budget": 0.55}
+
+    def model(x):
+        for layer in layers:
+            x = x + F.gelu(layer(torch.tanh(x)))
+        return x.square().mean()
+
+    before = len(autoremat.reports())
+    with monkeypatch.context() as patch:
+        patch.setattr("torch._inductor.async_compile.AsyncCompile.cpp_pybinding", None)  # no kernel is compiled
+        lowered = autoremat.explain(model, x, options=options, lower=True)
+    assert len(autoremat.reports()) == before
+    compiled = backends_report(model, (x,), options)
+    assert lowered.compiled_peak_bytes == compiled.compiled_peak_bytes <= compiled.budget_bytes
+    assert lowered.replans == compiled.replans
+    assert same_plan(lowered, compiled)
+
+
+def test_nothing_runs_and_nothing_is_left_behind():
+    model, x = Mlp(), torch.randn(4096, 64)
+    parameters = dict(model.named_parameters())
+    with autoremat.track_peak() as peak:
+        autoremat.explain(model, x, options=EAGER)
+    assert peak.bytes < MIB // 16  # scalars of torch's own: a single activation has 1 MiB
+    assert all(parameters[name] is p for name, p in model.named_parameters())
+    assert model(x).isfinite()
+
+
+def test_batch_norm_statistics_stay_as_they_are():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    autoremat.explain(lambda image: model(image).sum(), torch.randn(2, 3, 8, 8), options=EAGER)
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name])
+
+
+def test_models_on_the_meta_device_give_the_same_plan():
+    x = torch.randn(512, 64)
+    real = autoremat.explain(Mlp(), x, options=EAGER | {"memory_budget": 0.9})
+    with torch.device("meta"):
+        model = Mlp()
+    for inputs in (x, x.to("meta")):
+        assert same_plan(real, autoremat.explain(model, inputs, options=EAGER | {"memory_budget": 0.9}, device="cpu"))
+
+
+def test_a_model_that_no_memory_could_hold():
+    with torch.device("meta"):
+        model = Mlp(1 << 18)  # 768 GiB of parameters
+    report = autoremat.explain(model, torch.empty(1 << 16, 1 << 18, device="meta"), device="H100-80GB", options=EAGER)
+    assert report.baseline_peak_bytes > 300 << 30
+    assert report.device == "H100-80GB"
+
+
+def test_a_function_over_a_model_and_its_arguments():
+    model, x = Mlp(), torch.randn(512, 64)
+    direct = autoremat.explain(model, x, options=EAGER)
+    for function in (lambda x: model(x), functools.partial(lambda model, x: model(x), model), model.forward):
+        report = autoremat.explain(function, x, options=EAGER)
+        assert report.predicted_peak_bytes == direct.predicted_peak_bytes
+        assert [v.module for v in report.values] == [v.module for v in direct.values]
+    assert autoremat.explain(model, x=x, options=EAGER).predicted_peak_bytes == direct.predicted_peak_bytes
+
+
+def test_checkpoint_regions_and_random_numbers_are_reasons():
+    first, second = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def step(x):
+        hidden = checkpoint(lambda h: torch.tanh(first(h)), x, use_reentrant=False)
+        return F.dropout(torch.sin(second(hidden)), 0.5).square().mean()
+
+    values = autoremat.explain(step, torch.randn(256, 64), options=EAGER).values
+    reasons = {(v.decision, v.reason) for v in values}
+    assert (Decision.RECOMPUTED, Reason.CONSTRAINT) in reasons
+    assert (Decision.SAVED, Reason.RANDOM) in reasons
+    assert all("test_explain.py" in v.source for v in values)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's look at inputs
+def test_after_graph_breaks_every_graph_has_a_report():
+    model = Mlp()
+
+    def step(x):
+        x = torch.tanh(model.layers[0](x))
+        torch._dynamo.graph_break()
+        return torch.tanh(model.layers[1](torch.sin(x))).square().mean()
+
+    x = torch.randn(256, 64)
+    report = autoremat.explain(step, x, options=EAGER | {"memory_budget": 0.9, "on_infeasible": "best_effort"})
+    (other,) = report.others
+    assert report.baseline_peak_bytes >= other.baseline_peak_bytes
+    assert "2 graphs train" in " ".join(report.notes)
+    before = len(autoremat.reports())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", autoremat.BudgetWarning)
+        torch.compile(step, backend="autoremat", options=EAGER | {"memory_budget": 0.9, "on_infeasible": "best_effort"})(x)
+    compiled = sorted(r.predicted_peak_bytes for r in autoremat.reports()[before:])
+    assert compiled == sorted([report.predicted_peak_bytes, other.predicted_peak_bytes])
+    assert Report.from_json(report.to_json()) == report
+
+
+@pytest.mark.slow
+def test_what_was_compiled_stays_compiled():
+    model, x = Mlp(), torch.randn(8, 64)
+    compiled = torch.compile(model, backend="autoremat", options=EAGER)
+    compiled(x).backward()
+    before = len(autoremat.reports())
+    for rows in range(1, 12):  # more than Dynamo's limit of recompilations
+        autoremat.explain(model, torch.randn(rows, 64), options=EAGER)
+    compiled(x).backward()
+    assert len(autoremat.reports()) == before
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CUDA device would be asked for its kernels")
+def test_a_cuda_card_that_is_not_here():
+    def step(query):
+        return F.scaled_dot_product_attention(query, query, query, is_causal=True).float().square().mean()
+
+    query = torch.empty(1, 4, 1024, 64, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    report = autoremat.explain(step, query, device="H100-80GB", options=EAGER)
+    assert "aten._scaled_dot_product_cudnn_attention.default" in {v.op for v in report.values}
+    assert all(v.bytes % 512 == 0 for v in report.values)
+    assert "traced on the CPU" in " ".join(report.notes)
+    slower = autoremat.explain(step, query, device="T4", options=EAGER)
+    assert slower.step_seconds > 3 * report.step_seconds
+    assert autoremat.explain(step, query.float().detach().requires_grad_(), device="H100", options=EAGER).values[0].op == (
+        "aten._scaled_dot_product_efficient_attention.default"
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="free memory would be the device's")
+def test_auto_is_what_a_named_card_has_left():
+    with torch.device("meta"):
+        model = Mlp(1024)
+    x = torch.empty(64, 1024, device="meta")
+    options = EAGER | {"memory_budget": "auto", "auto_headroom": 0}
+    resident = sum(p.numel() * 4 for p in model.parameters()) + x.numel() * 4
+    assert autoremat.explain(model, x, device="V100-16GB", options=options).budget_bytes == 16 * 10**9 - resident
+    with pytest.raises(OptionsError, match="needs a CUDA device"):
+        autoremat.explain(model, x, device="cuda", options=options)  # no card is named
+
+
+def test_what_cannot_be_is_said():
+    model, x = Mlp(), torch.randn(512, 64)
+    with pytest.raises(OptionsError, match="H100"):
+        autoremat.explain(model, x, device="Z9000")
+    by_default = autoremat.explain(model, x, device="H100", options=EAGER | {"cost_model": "calibrated"})
+    assert (by_default.cost_model, by_default.assumed_share) == ("roofline", 1.0)
+    profile = autoremat.profile_step(model, x, memory_budget=0.9, options=EAGER)
+    for lower in (False, True):
+        with pytest.raises(OptionsError, match="each graph is planned by itself"):
+            autoremat.explain(model, x, options=EAGER | {"memory_budget": profile}, lower=lower)
+    with pytest.raises(OptionsError, match="generates no code"):
+        autoremat.explain(model, x, options=EAGER, lower=True)
+    with pytest.raises(BudgetInfeasible) as caught:
+        autoremat.explain(model, x, options=EAGER | {"memory_budget": 1000})
+    assert caught.value.minimum_bytes > 1000
+    with pytest.raises(CaptureError, match="no graph of the step has a backward"), torch.no_grad():
+        autoremat.explain(model, x, options=EAGER)
+    with pytest.raises(CaptureError, match="looks at the values"):
+        autoremat.explain(lambda x: model(x) if x.sum().item() > 0 else x, x, options=EAGER)
+
+
+def test_what_stops_after_a_graph_break_is_noted():
+    model = Mlp()
+
+    def step(x):
+        loss = model(x)
+        if loss.item() > 0:
+            return loss
+        return loss * 2
+
+    report = autoremat.explain(step, torch.randn(8, 64), options=EAGER)
+    assert "what comes later is missing" in " ".join(report.notes)
+
+
+def test_the_environment_is_asked_for_a_budget_as_by_the_backend(monkeypatch):
+    monkeypatch.setenv("AUTOREMAT_MEMORY_BUDGET", "3MiB")
+    assert autoremat.explain(Mlp(), torch.randn(512, 64), options=EAGER).budget_bytes == 3 * MIB
+
+
+def test_orders_and_policies_are_obeyed_and_named():
+    model, x = Mlp(), torch.randn(512, 64)
+    ordered = autoremat.explain(model, x, options=EAGER | {"recompute": ["aten.tanh"]})
+    again = [v for v in ordered.values if v.decision is Decision.RECOMPUTED]
+    assert {(v.op, v.reason) for v in again} == {("aten.tanh.default", Reason.CONSTRAINT)}
+    assert again
+    with pytest.warns(ConstraintWarning, match="matches nothing"):
+        autoremat.explain(model, x, options=EAGER | {"save": ["aten.cos"]})
+    segments = EAGER | {"policy": "segments:3"}
+    explained = autoremat.explain(model, x, options=segments)
+    assert explained.recomputed_ops > 0
+    assert same_plan(explained, backends_report(model, (x,), segments))
+
+
+def test_attention_without_a_fused_kernel_is_the_plain_product():
+    query, key, value = (torch.randn(2, 4, 8, 6) for _ in range(3))  # a width that no fused kernel takes
+    mask = torch.rand(8, 8) > 0.3
+    for given in ({}, {"is_causal": True}, {"attn_mask": mask}, {"scale": 0.5}):
+        torch.testing.assert_close(
+            attention_on_cuda(query, key, value, **given), F.scaled_dot_product_attention(query, key, value, **given)
+        )
+
+
+class Remembering(nn.Module):
+    """Keeps what it computes in containers of every sort, and replaces a buffer."""
+
+    def __init__(self, log: list) -> None:
+        super().__init__()
+        self.linear, self.log, self.losses = nn.Linear(8, 8), log, [1.5]
+        self.cache = types.SimpleNamespace(layers={"keys": [torch.ones(1)]})
+        self.seen, self.recent, self.counts = {1}, collections.deque([1, 2]), collections.defaultdict(int, a=1)
+        self.register_buffer("total", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).tanh()
+        self.remember(y)
+        return y.exp().sum()
+
+    @torch.compiler.disable
+    def remember(self, y: torch.Tensor) -> None:
+        self.total = self.total + y.sum(0)
+        self.losses.append(y.mean())
+        self.log.append(y)
+        self.cache.layers["keys"].append(y)
+        self.cache.layers["values"] = [y]
+        self.cache.newest = y
+        self.seen.add(2)
+        self.recent.popleft()
+        self.counts["b"] += 1
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace the builtin")  # torch 2.11 breaks at the append
+def test_explaining_leaves_containers_and_buffers_as_they_were():
+    log: list = []
+    model, outer = Remembering(log), [3.0]
+    total, keys = model.total, list(model.cache.layers["keys"])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        outer.append(model(x))
+        return outer[-1]
+
+    autoremat.explain(step, torch.ones(4, 8), options={"compiler": "aot_eager"})
+    assert model.total is total
+    assert log == []
+    assert outer == [3.0]
+    assert model.losses == [1.5]
+    assert list(model.cache.layers) == ["keys"]
+    assert model.cache.layers["keys"] == keys
+    assert not hasattr(model.cache, "newest")
+    assert (model.seen, list(model.recent), dict(model.counts)) == ({1}, [1, 2], {"a": 1})
+    step(torch.ones(4, 8)).backward()
+    assert model.linear.weight.grad is not None
+
+
+def test_gradients_beyond_the_card_are_named_as_such():
+    with torch.device("meta"):
+        model, x = nn.Linear(2**17, 2**18), torch.zeros(1, 2**17)
+    explained = functools.partial(autoremat.explain, lambda x: model(x).sum(), x, device="H100-80GB")
+    with pytest.raises(BudgetInfeasible, match="gradients alone take 128.00 GiB") as raised:
+        explained(options={"memory_budget": "80GB"})
+    assert raised.value.gradient_bytes >= 4 * 2**35
+    assert any(occupant.name.startswith("gradient ") for occupant in raised.value.occupants)
+    report = explained(options={"memory_budget": 1.0})
+    assert "H100-80GB has 74.51 GiB of memory" in "".join(report.notes)

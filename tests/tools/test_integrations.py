@@ -1,0 +1,127 @@
+"""The examples of other libraries run, and the backend does its work in them. Uncompiled: their code is what is tested."""
+
+from __future__ import annotations
+
+import copy
+import runpy
+import threading
+import warnings
+
+import pytest
+import torch
+from folders import ROOT
+from torch import Tensor, nn
+
+import autoremat
+from autoremat.tools import integrations
+
+FOLDER = ROOT / "examples" / "integrations"
+NEEDS = {
+    "plain_loop": [],
+    "huggingface_trainer": ["accelerate"],
+    "accelerate_loop": ["accelerate"],
+    "lightning_module": ["lightning"],
+    "peft_lora": ["peft"],
+}
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch) -> list[autoremat.Report]:
+    """The reports of what the example compiled."""
+    for package in ("transformers", *NEEDS[name]):
+        pytest.importorskip(package, reason=f"needs {package}, of the extra `integrations`")
+    monkeypatch.syspath_prepend(FOLDER)
+    autoremat.configure(compiler="aot_eager", time_limit=60)
+    count = len(autoremat.reports())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those libraries' own
+        warnings.simplefilter("error", autoremat.BudgetWarning)
+        warnings.simplefilter("error", autoremat.FallbackWarning)
+        runpy.run_path(str(FOLDER / f"{name}.py"))
+    return autoremat.reports()[count:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NEEDS)
+def test_the_example_runs_under_its_budget(name, monkeypatch, capsys):
+    reports = run(name, monkeypatch)
+    assert "recomputation" in capsys.readouterr().out
+    largest = max(reports, key=lambda report: report.baseline_peak_bytes)
+    assert largest.budget_bytes == int(largest.reference_bytes * 0.6)
+    assert largest.predicted_peak_bytes <= largest.budget_bytes
+    assert largest.recomputed_ops > 0
+
+
+def test_every_example_is_tested():
+    assert {path.stem for path in FOLDER.glob("*.py")} == {*NEEDS, "tiny_model"}
+
+
+@pytest.fixture
+def accelerates_own_names(monkeypatch):
+    backends = pytest.importorskip("accelerate.utils", reason="needs accelerate, of the extra `integrations`").DynamoBackend
+    monkeypatch.setattr(backends, "_missing_", backends._missing_)
+    monkeypatch.setattr(backends, "_member_map_", dict(backends._member_map_))
+    return backends
+
+
+def test_accelerate_takes_our_name_and_no_others(accelerates_own_names):
+    from accelerate.utils import TorchDynamoPlugin
+
+    integrations.accept_in_accelerate()
+    integrations.accept_in_accelerate()
+    assert TorchDynamoPlugin(backend="autoremat").to_kwargs()["backend"] == "autoremat"
+    assert copy.deepcopy(accelerates_own_names("AUTOREMAT")) == accelerates_own_names("AUTOREMAT")
+    with pytest.raises(ValueError, match="not a valid DynamoBackend"):
+        TorchDynamoPlugin(backend="autorematic")
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x))
+
+
+def compile_layers(model: nn.Sequential, backend: str = "inductor") -> None:
+    """Compiles each layer as torchtitan does with models that contain FlexAttention."""
+    if backend not in {"inductor", "aot_eager"}:
+        raise ValueError(f"compile backend {backend!r} is neither 'inductor' nor 'aot_eager'")
+    for layer in model:
+        layer.compile(backend=backend, fullgraph=True)
+
+
+def test_a_caller_that_accepts_inductor_alone_compiles_with_autoremat():
+    autoremat.configure(compiler="aot_eager", cost_model="roofline", memory_budget="1MiB")
+    original, count = torch.compile, len(autoremat.reports())
+    model = nn.Sequential(Layer())
+    with integrations.as_inductor():
+        compile_layers(model)
+    model(torch.randn(4, 8)).sum().backward()
+    assert torch.compile is original
+    assert len(autoremat.reports()) > count
+    with pytest.raises(ValueError, match="neither 'inductor' nor"):
+        compile_layers(model, "autoremat")
+
+
+def test_only_requests_for_inductor_in_this_thread_change():
+    seen: list[str] = []
+
+    def backend(module, inputs):
+        seen.append("own backend")
+        return module.forward
+
+    def request_from_another_thread():
+        try:
+            torch.compile(torch.sin, options={"memory_budget": "1GiB"})
+        except RuntimeError as error:
+            seen.append(str(error))
+
+    with integrations.as_inductor():
+        torch.compile(nn.Linear(2, 2), backend=backend)(torch.randn(1, 2))
+        thread = threading.Thread(target=request_from_another_thread)
+        thread.start()
+        thread.join()
+        torch.compile(torch.sin, options={"memory_budget": "1GiB"})
+    assert seen[0] == "own backend"
+    assert "Unexpected optimization option memory_budget" in seen[1]

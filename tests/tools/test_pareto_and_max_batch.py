@@ -1,0 +1,223 @@
+"""``autoremat.pareto`` and ``autoremat.max_batch`` on a small model, and the search for sizes on made-up ones."""
+
+from __future__ import annotations
+
+import time
+import types
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import build
+from test_explain import EAGER, MIB, Mlp
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import autoremat
+from autoremat.basics.errors import BudgetInfeasible, OptionsError
+from autoremat.compiler.joint_graph import PricedGraph
+from autoremat.compiler.planning import EarlierSearches, plan_graph
+from autoremat.compiler.torch_partition import plan_of_partition
+from autoremat.options.options import Options
+from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH
+from autoremat.tools.explain import previews
+from autoremat.tools.max_batch import SizeSearch
+from autoremat.torch_private import compilers, fake_tensors
+
+
+@pytest.fixture(scope="module")
+def points():
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)))
+    return autoremat.pareto(
+        lambda x: model(x).square().mean(), torch.randn(512, 64), points=5, torch_budgets=(1, 0.5), options=EAGER
+    )
+
+
+def test_all_families_are_there(points):
+    assert {p.family for p in points} == {OURS, BOUND, POLICY, TORCH}
+    assert [p.label for p in points if p.family == TORCH] == ["1", "0.5"]
+    assert len({p.step_seconds for p in points}) == 1
+
+
+def test_nothing_is_below_the_bound_and_nothing_of_torchs_beats_ours(points):
+    ours = [p for p in points if p.family == OURS]
+    for bound in (p for p in points if p.family == BOUND):
+        assert all(p.added_seconds >= bound.added_seconds - 1e-12 for p in points if p.peak_bytes <= bound.peak_bytes)
+    for theirs in (p for p in points if p.family == TORCH):
+        assert not any(theirs.peak_bytes <= p.peak_bytes and theirs.added_seconds < p.added_seconds - 1e-12 for p in ours)
+
+
+def halves_by_torch(preview):
+    joint = preview.priced.joint
+    return fake_tensors.partition_for(1.0, joint.module, joint.inputs, joint.keywords)
+
+
+def test_what_torch_saves_it_does_not_recompute():
+    """A saved value is a placeholder of torch's backward, with the name of the op that made it."""
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()) for _ in range(8)))
+    options = Options.parse(EAGER, None, compilers.inductor_config_names)
+
+    def look(preview):
+        captured, halves = preview.priced.captured, halves_by_torch(preview)
+        plan = plan_of_partition(captured, *halves)
+        counted = [captured.op_nodes[op].name for op in plan.schedule.sequence]
+        op_names = {node.name for node in captured.op_nodes}
+        called = [node.name for half in halves for node in half.graph.nodes if node.op == "call_function"]
+        assert counted == [name for name in called if name in op_names]
+        assert not [name for name in (captured.op_nodes[op].name for op in plan.recomputed) if "mm" in name or "tanh" in name]
+        return len(plan.saved)
+
+    (saved,), _ = previews(lambda x: model(x).square().mean(), (torch.randn(512, 64),), {}, options, None, look)
+    assert saved >= 8
+
+
+def test_random_ops_that_torch_repeats_are_told_apart():
+    """It calls them by numbers then; attention counts as random."""
+
+    class Block(torch.nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            heads = super().forward(x).view(4, 32, 4, 16).transpose(1, 2)
+            return x + F.scaled_dot_product_attention(heads, heads, heads).transpose(1, 2).reshape(4, 32, 64)
+
+    blocks = torch.nn.ModuleList(Block(64, 64) for _ in range(3))
+
+    def step(x):
+        for block in blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x.square().mean()
+
+    def look(preview):
+        captured, halves = preview.priced.captured, halves_by_torch(preview)
+        plan = plan_of_partition(captured, *halves)
+        plan.check()
+        return [captured.op_nodes[op].name for op in plan.recomputed if "attention" in captured.op_nodes[op].name]
+
+    options = Options.parse({}, None, compilers.inductor_config_names)
+    (repeated,), _ = previews(step, (torch.randn(4, 32, 64),), {}, options, None, look)
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    assert repeated == [f"{name}_2", f"{name}_1", name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lstm", "gpt2", "unet"])
+def test_without_a_budget_no_more_memory_is_planned_than_torch_needs(name):
+    model, inputs = build(name, **({"layers": 2} if name == "gpt2" else {}))
+
+    def look(preview):
+        theirs = plan_of_partition(preview.priced.captured, *halves_by_torch(preview)).peak_bytes
+        planned = plan_graph(preview.priced, preview.context)
+        assert planned.plan.peak_bytes <= theirs == planned.report.soft_budget_bytes
+        assert planned.fastest.cost_seconds <= planned.plan.cost_seconds
+        return True
+
+    options = Options.parse({"time_limit": 600}, None, compilers.inductor_config_names)
+    assert previews(model, inputs, {}, options, None, look)[0] == [True]
+
+
+def test_torchs_partitioner_does_not_use_up_the_planners_time(monkeypatch):
+    now, passed = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
+
+    def slow(self) -> None:
+        passed[0] += 1000.0
+
+    def look(preview):
+        return preview.report().time_limited
+
+    monkeypatch.setattr(PricedGraph, "torchs_plan", slow)
+    options = Options.parse({"time_limit": 600}, None, compilers.inductor_config_names)
+    assert previews(Mlp(), (torch.randn(8, 64),), {}, options, None, look)[0] == [False]
+    assert passed[0] == 1000.0
+
+
+def test_the_time_between_attempts_is_not_the_planners(monkeypatch):
+    now, passed = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
+
+    def look(preview):
+        earlier = EarlierSearches()
+        plan_graph(preview.priced, preview.context, earlier)
+        passed[0] += 1000.0  # code is generated
+        first = plan_graph(preview.priced, preview.context, earlier)
+        passed[0] += 1000.0
+        assert first.gain(first.report.budget_bytes // -10) > 0.0
+        assert not first.planner.search.is_limited
+        passed[0] += 1000.0  # the graph is traced again
+        again = plan_graph(preview.priced, preview.context, earlier)
+        return not again.planning.interrupted and len(earlier.searches) == 1
+
+    options = Options.parse({"time_limit": 600, "memory_budget": 0.75}, None, compilers.inductor_config_names)
+    model, inputs = build("gpt2", layers=1)
+    assert previews(model, inputs, {}, options, None, look)[0] == [True]
+
+
+def test_pareto_refuses_a_budget():
+    with pytest.raises(OptionsError, match="leave it out"):
+        autoremat.pareto(Mlp(), torch.randn(8, 64), options={"memory_budget": 0.5})
+    with pytest.raises(OptionsError, match="2 or more"):
+        autoremat.pareto(Mlp(), torch.randn(8, 64), points=1)
+
+
+@pytest.mark.slow
+def test_the_largest_batch_fits_and_the_next_does_not():
+    model = Mlp()
+    fit = autoremat.max_batch(lambda rows: torch.randn(rows, 64), model, MIB, options=EAGER)
+    assert fit.report.predicted_peak_bytes <= MIB < fit.next_minimum_bytes
+    assert fit.next_size == fit.size + 1
+    assert len(fit.tried) < 12
+    assert autoremat.explain(model, torch.randn(fit.size, 64), options=EAGER | {"memory_budget": MIB}).fits
+    with pytest.raises(BudgetInfeasible) as refused:
+        autoremat.explain(model, torch.randn(fit.size + 1, 64), options=EAGER | {"memory_budget": MIB})
+    assert refused.value.minimum_bytes == fit.next_minimum_bytes
+    assert f"largest size that fits 1.00 MiB: {fit.size}" in str(fit)
+
+
+@pytest.mark.slow
+def test_sizes_are_multiples_up_to_a_limit():
+    for give in (lambda rows: (torch.randn(rows, 64),), lambda rows: {"x": torch.randn(rows, 64)}):
+        fit = autoremat.max_batch(give, Mlp(), "1GiB", step=64, limit=200, options=EAGER)
+        assert (fit.size, fit.next_size) == (192, None)
+        assert "larger ones were not allowed" in str(fit)
+
+
+def test_what_cannot_be_searched_is_refused():
+    with pytest.raises(BudgetInfeasible) as caught:
+        autoremat.max_batch(lambda rows: torch.randn(rows, 64), Mlp(), "1KiB", options=EAGER)
+    assert caught.value.budget_bytes == 1024 < caught.value.minimum_bytes
+    for budget in (0.5, None):
+        with pytest.raises(OptionsError, match="needs bytes"):
+            autoremat.max_batch(lambda rows: torch.randn(rows, 64), Mlp(), budget)
+    with pytest.raises(OptionsError, match="1 <= step <= limit"):
+        autoremat.max_batch(lambda rows: torch.randn(rows, 64), Mlp(), MIB, step=8, limit=4)
+
+
+def test_the_next_size_is_larger_though_a_smaller_one_did_not_fit():
+    def outcome_of(count: int):
+        if count in (8, 17):
+            return BudgetInfeasible(budget_bytes=100, minimum_bytes=101, lower_bound_bytes=0)
+        return types.SimpleNamespace(minimum_peak_bytes=count, budget_bytes=100, others=())
+
+    search = SizeSearch(outcome_of, 17, outcomes={8: outcome_of(8), 16: outcome_of(16)}, fits=16)
+    search.outcomes[17] = outcome_of(17)
+    assert search.misses == 17
+
+
+@given(st.integers(1, 10**6), st.integers(0, 10**7), st.floats(1.0, 2.0), st.integers(1, 10**5))
+def test_the_search_finds_the_last_that_fits(slope, start, power, largest):
+    def peak(count: int) -> int:
+        return start + int(slope * count**power)
+
+    budget = peak(largest)
+
+    def outcome_of(count: int):
+        if peak(count) > budget:
+            return BudgetInfeasible(budget_bytes=budget, minimum_bytes=peak(count), lower_bound_bytes=0)
+        return types.SimpleNamespace(minimum_peak_bytes=peak(count), budget_bytes=budget, others=())
+
+    search = SizeSearch(outcome_of, 10**6)
+    search.run()
+    assert peak(search.fits) <= budget
+    assert search.misses == search.fits + 1
+    assert peak(search.misses) > budget
+    assert len(search.outcomes) < 60

@@ -1,0 +1,163 @@
+"""Known defects of torch's own partitioner where users order something, and proof that ours is free of them.
+
+D9: at budget 0 a result that is a tuple is handed over as if it were a tensor. D10: checkpoint regions of the model are
+overridden by the budget. D14: two checkpointed passes through the same blocks keep both passes' values. D19: in-place ops
+inside of selective checkpoints get lost. (D3 is in ``test_torch_defects.py``.)
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from captured import planned
+from oracles import differences, measured_step, train_step
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from autoremat.basics.errors import ConstraintWarning
+
+REFERENCE = "aot_eager_default_partitioner"
+
+
+class Blocks(nn.Module):
+    """Checkpointed blocks, through which the input goes twice."""
+
+    def __init__(self, passes: int, checkpointed: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(3))
+        self.passes, self.checkpointed = passes, checkpointed
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        for _ in range(self.passes):
+            for block in self.blocks:
+                x = x + (checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x))
+        return (x.square().mean(),)
+
+
+def test_d10_checkpoint_regions_hold_whatever_the_budget():
+    model, x = Blocks(1), torch.randn(64, 32)
+    for budget in (None, 0.9):
+        seen, compiled = planned(model, x, memory_budget=budget)
+        assert sum(target == "aten.gelu.default" for _, target in seen.recomputed()) == 3
+        assert not differences(train_step(compiled, model, (x,)), train_step(reference(model), model, (x,)))
+
+
+def test_d14_a_second_pass_through_the_same_blocks_adds_only_its_inputs():
+    x = torch.randn(64, 32)
+    peaks = {}
+    for passes in (1, 2):
+        model = Blocks(passes)
+        _, compiled = planned(model, x)
+        peaks[passes] = measured_step(compiled, model, (x,))
+    inputs = 4 * x.untyped_storage().nbytes()
+    summed = sum(p.untyped_storage().nbytes() for p in model.blocks[0].parameters())  # the block's gradients of both passes
+    assert peaks[2] <= peaks[1] + inputs + summed
+
+
+def test_d14_layers_of_both_passes_are_layers():
+    model, x = Blocks(2, checkpointed=False), torch.randn(64, 32)
+    seen, compiled = planned(model, x, policy="full")
+    assert sum(target == "aten.gelu.default" for _, target in seen.recomputed()) == 6
+    assert not differences(train_step(compiled, model, (x,)), train_step(reference(model), model, (x,)))
+
+
+def save_products(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_SAVE if op == torch.ops.aten.mm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def test_d19_writes_inside_of_selective_checkpoints_are_kept():
+    weight = torch.randn(32, 32, requires_grad=True)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        y = x @ weight + 1.0
+        y.mul_(2.0).add_(x)
+        return torch.sin(y) @ weight
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        contexts = partial(create_selective_checkpoint_contexts, save_products)
+        return checkpoint(region, x, use_reentrant=False, context_fn=contexts).square().mean()
+
+    x = torch.randn(8, 32)
+    (expected,) = torch.autograd.grad(region(x).square().mean(), weight)
+    for options in ({}, {"save": ["aten.sin"]}, {"recompute": ["aten.sin"], "memory_budget": 1.0}):
+        _, compiled = planned(step, x, **options)
+        (found,) = torch.autograd.grad(compiled(x), weight)
+        torch.testing.assert_close(found, expected)
+
+
+def test_d9_an_op_with_several_results_may_be_ordered_either_way():
+    norm, weight = nn.LayerNorm(32), torch.randn(32, 32, requires_grad=True)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        values, indices = F.gelu(norm(x) @ weight).max(-1)
+        return (values * indices).square().mean()
+
+    x = torch.randn(8, 32, requires_grad=True)
+    (expected,) = torch.autograd.grad(step(x), x)
+    for orders in ({"save": ["aten.native_layer_norm"]}, {"recompute": ["aten.native_layer_norm", "aten.gelu"]}):
+        seen, compiled = planned(step, x, **orders)
+        again = any(target == "aten.native_layer_norm.default" for _, target in seen.recomputed())
+        assert again == ("recompute" in orders)
+        torch.testing.assert_close(torch.autograd.grad(compiled(x), x)[0], expected)
+
+
+def reference(model: nn.Module):
+    torch._dynamo.reset()
+    return torch.compile(model, backend=REFERENCE)
+
+
+# -- orders of the model that are not obeyed ---------------------------------------------------------------------------
+
+
+@torch.library.custom_op("autoremat_tests::shifted", mutates_args=())
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    return x + 1.0
+
+
+shifted.register_fake(torch.empty_like)
+shifted.register_autograd(lambda context, gradient: gradient)
+
+once = {
+    "dropout": lambda x: F.dropout(x, 0.5),
+    "choice": lambda x: x.sort(-1)[0],
+    "custom": shifted,
+}
+
+
+def demand(context, op, *args, **kwargs):
+    return CheckpointPolicy.MUST_RECOMPUTE
+
+
+def checkpointed_step(kind: str, demanded: bool):
+    arguments = {"context_fn": partial(create_selective_checkpoint_contexts, demand)} if demanded else {}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(lambda x: once[kind](x.sin()).cos(), x, use_reentrant=False, **arguments).square().mean()
+
+    return step
+
+
+@pytest.mark.parametrize(
+    ("kind", "demanded", "reason"),
+    [
+        ("dropout", True, r"aten.native_dropout.default at .*test_user_orders.py:\d+.*: may not run twice \(random\)"),
+        ("choice", True, r"aten.sort.default at .*test_user_orders.py:\d+.*: may not run twice \(discontinuous\)"),
+        ("custom", True, r"autoremat_tests.shifted.default at .*:\d+.* \(opaque; autoremat.declare_pure says that it"),
+        ("custom", False, r"autoremat_tests.shifted.default at .*:\d+.* \(opaque; autoremat.declare_pure says that it"),
+    ],
+)
+def test_what_a_checkpoint_region_orders_in_vain_is_named(kind, demanded, reason):
+    with pytest.warns(ConstraintWarning, match=reason):
+        seen, compiled = planned(checkpointed_step(kind, demanded), torch.randn(64, 32, requires_grad=True))
+    assert "aten.cos.default" in [target for _, target in seen.recomputed()]  # the rest is obeyed
+
+
+@pytest.mark.parametrize("kind", ["dropout", "choice"])
+def test_what_nearly_every_checkpointed_model_holds_is_no_warning(kind):
+    """A warning is an error here."""
+    seen, _ = planned(checkpointed_step(kind, False), torch.randn(64, 32, requires_grad=True))
+    assert "aten.cos.default" in [target for _, target in seen.recomputed()]

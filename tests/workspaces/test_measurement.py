@@ -1,0 +1,242 @@
+"""Kernels without a formula are measured, and budgets hold for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_formulas import formula, measured
+from torch import nn
+from torch.nn import functional as F
+
+import autoremat
+from autoremat.basics import disk_cache
+from autoremat.planner.cost import device_memory
+from autoremat.workspaces import measurement
+
+aten = torch.ops.aten
+WIDTH = 64
+
+
+def convolution(dtype: torch.dtype) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
+    image, weight = torch.randn(2, 8, 32, 32, dtype=dtype), torch.randn(8, 8, 3, 3, dtype=dtype)
+    return lambda x, w: aten.convolution(x, w, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1), (image, weight)
+
+
+CALLS: dict[str, tuple[Callable[..., Any], tuple[torch.Tensor, ...]]] = {
+    "convolution of float64": convolution(torch.float64),
+    "convolution of float16": convolution(torch.float16),
+    "product of bfloat16": (torch.mm, (torch.randn(96, 96).bfloat16(), torch.randn(96, 96).bfloat16())),
+    "kthvalue": (lambda x: x.kthvalue(3), (torch.randn(64, 64),)),
+    "masked_select": (torch.masked_select, (torch.randn(64, 1, 64), torch.ones(64, 64, dtype=torch.bool))),
+    "median": (torch.median, (torch.randn(64, 64),)),
+    "svdvals": (torch.linalg.svdvals, (torch.randn(64, 48),)),
+    "multinomial": (lambda x: x.multinomial(8, True), (torch.rand(64, 64),)),
+    "matrix_exp": (torch.matrix_exp, (torch.randn(64, 64),)),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_kernel_without_a_formula_is_measured(name: str) -> None:
+    call, arguments = CALLS[name]
+    least = 0 if name == "product of bfloat16" else 1  # some processors need no copy of its operands
+    assert least <= measured(call, *arguments) <= formula(call, *arguments)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 1024, 64), (2, 4, 256, 32)])
+def test_attention_of_double_precision_holds_wider_blocks(shape: tuple[int, ...]) -> None:
+    query, key, value = (torch.randn(shape, dtype=torch.float64) for _ in range(3))
+    forward = aten._scaled_dot_product_flash_attention_for_cpu
+    assert 0 < measured(forward, query, key, value) <= formula(forward, query, key, value)
+
+
+def test_a_conjugated_operand_is_made_up_conjugated() -> None:
+    matrix = torch.randn(32, 32, dtype=torch.complex64)
+    assert 0 < measured(lambda x: torch.mm(x.conj(), x), matrix) <= formula(lambda x: torch.mm(x.conj(), x), matrix)
+
+
+def kernel(call: Callable[..., Any], *args: torch.Tensor) -> tuple[torch.fx.Node, tuple[Any, ...]]:
+    """The only ATen call of ``call``, and its arguments."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    (node,) = make_fx(call, tracing_mode="fake")(*args).graph.find_nodes(op="call_function", target=aten.linalg_qr.default)
+    return node, tuple(torch.fx.node.map_arg(node.args, lambda n: n.meta["val"]))
+
+
+def test_a_measurement_is_kept_on_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, args = kernel(torch.linalg.qr, torch.randn(33, 17))
+    found = measurement.measured(node, args, {}, node.meta["val"])
+    assert found
+    measurement.remember()
+    monkeypatch.setattr(measurement, "_known", {})  # as in another process
+    monkeypatch.setattr(measurement, "_measure", lambda *_: pytest.fail("measured again"))
+    assert measurement.measured(node, args, {}, node.meta["val"]) == found
+    monkeypatch.setattr(measurement, "_stored", lambda _: pytest.fail("read again"))
+    assert measurement.measured(node, args, {}, node.meta["val"]) == found
+
+
+def test_a_loss_that_keeps_the_buffer_it_is_the_mean_of_counts_so() -> None:
+    weight = torch.randn(64, 64, requires_grad=True)
+    compiled = torch.compile(
+        lambda: F.mse_loss(weight.sin(), weight.detach()), backend="autoremat", options={"compiler": "aot_eager"}
+    )
+    for _ in range(2):
+        weight.grad = None
+        with autoremat.track_peak("cpu") as peak:
+            loss = compiled()
+            loss.backward()
+    assert loss.untyped_storage().nbytes() == weight.nbytes  # torch's own doing
+    assert peak.bytes <= autoremat.reports()[-1].predicted_peak_bytes < peak.bytes + 1024
+
+
+def test_a_kernel_that_is_too_large_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    node, args = kernel(torch.linalg.qr, torch.randn(34, 17))
+    monkeypatch.setattr(measurement, "LARGEST", 1000)
+    assert measurement.measured(node, args, {}, node.meta["val"]) is None
+
+
+def test_measuring_within_a_measured_block_disturbs_neither() -> None:
+    node, args = kernel(torch.linalg.qr, torch.randn(35, 17))
+    with autoremat.track_peak("cpu") as peak:
+        assert measurement.measured(node, args, {}, node.meta["val"])
+        kept = torch.zeros(1000)
+    assert peak.bytes >= kept.nbytes
+
+
+class ConvNext(nn.Module):
+    """A depthwise convolution, normalisation over permuted channels, and patches of stride 2."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.depthwise = nn.Conv2d(3, 16, 2, stride=2), nn.Conv2d(16, 16, 7, padding=3, groups=16)
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.patches(x)
+        y = self.norm(self.depthwise(x).permute(0, 2, 3, 1))
+        return x + self.down(F.gelu(self.up(y))).permute(0, 3, 1, 2)
+
+
+def scaled(function: Callable[[torch.Tensor], torch.Tensor], *shape: int) -> tuple[nn.Module, torch.Tensor]:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = nn.Parameter(torch.ones(shape))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x * self.factor)
+
+    return Scaled(), torch.randn(shape)
+
+
+def layers(dtype: torch.dtype) -> tuple[nn.Module, torch.Tensor]:
+    convolutions = [nn.Conv2d(8, 8, 3, padding=1, dtype=dtype) for _ in range(3)]
+    return nn.Sequential(*(layer for conv in convolutions for layer in (conv, nn.Tanh()))), torch.randn(
+        2, 8, 32, 32, dtype=dtype
+    )
+
+
+STEPS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
+    "convolutions of float64": lambda: layers(torch.float64),
+    "convolutions of float16": lambda: layers(torch.float16),
+    "convnext": lambda: (ConvNext(), torch.randn(4, 3, 64, 64)),
+    "embedding bag": lambda: (nn.EmbeddingBag(512, WIDTH), torch.randint(0, 512, (256, 20))),
+    "kthvalue": lambda: scaled(lambda x: x.sin().kthvalue(5).values, 128, 128),
+    "fft": lambda: scaled(lambda x: torch.fft.fft2(x.sin()).abs(), 4, 64, 64),
+    "rfft": lambda: scaled(lambda x: torch.fft.irfft(torch.fft.rfft(x.sin()) * 2).tanh(), 64, 512),
+    "solve": lambda: scaled(lambda x: torch.linalg.solve(x.sin() @ x.mT + 10 * torch.eye(48), x), 48, 48),
+    "matrix_exp": lambda: scaled(lambda x: torch.matrix_exp(x.sin()), 64, 64),
+    "renorm": lambda: scaled(lambda x: x.sin().renorm(2, 0, 1.0), 64, 64),
+    "fold": lambda: scaled(lambda x: F.fold(F.unfold(x.sin(), 3), (32, 32), 3), 2, 4, 32, 32),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_budget_holds_for_such_kernels(name: str, inner: str) -> None:
+    model, x = STEPS[name]()
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    options = {"memory_budget": 1, "on_infeasible": "best_effort", "compiler": inner}
+    with pytest.warns(autoremat.BudgetWarning, match="over its budget"):
+        torch.compile(loss, backend="autoremat", options=options)(x).backward()
+    least = autoremat.reports()[-1].peak_bytes
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, backend="autoremat", options={"memory_budget": least, "compiler": inner})
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with autoremat.track_peak("cpu") as peak:
+            compiled(x).backward()
+    report = autoremat.reports()[-1]
+    assert report.fits
+    assert 0.5 * (least - report.code_headroom_bytes) < peak.bytes <= least
+
+
+def test_an_undeclared_kernel_is_named_and_nothing_is_claimed(caplog: pytest.LogCaptureFixture) -> None:
+    @torch.library.custom_op("autoremat_tests::opaque_square", mutates_args=())
+    def square(x: torch.Tensor) -> torch.Tensor:
+        return x * x
+
+    square.register_fake(torch.empty_like)
+    square.register_autograd(lambda ctx, gradient: gradient * 2)
+    weight = torch.randn(8, 8, requires_grad=True)
+    options = {"memory_budget": "1GiB", "compiler": "aot_eager"}
+    torch.compile(lambda: square(weight.sin()).sum(), backend="autoremat", options=options)().backward()
+    report = autoremat.reports()[-1]
+    assert report.unknown_workspaces == ("autoremat_tests.opaque_square.default",)
+    assert report.within_budget
+    assert not report.fits
+    assert "opaque_square" in str(report)
+    assert "workspace_bytes" in caplog.text
+    assert autoremat.Report.from_json(report.to_json()).unknown_workspaces == report.unknown_workspaces
+
+
+def test_an_undeclared_kernel_that_writes_to_its_arguments_is_named() -> None:
+    @torch.library.custom_op("autoremat_tests::write_square", mutates_args=("out",))
+    def write_square(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x * x)
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        write_square(x.detach(), out)
+        return (x * out).sum()
+
+    report = autoremat.explain(loss, torch.randn(8, 8, requires_grad=True), options={"memory_budget": "1GiB"})
+    assert [name for name in report.unknown_workspaces if "write_square" in name or "auto_functionalized" in name]
+    assert not report.fits
+
+
+def test_a_card_that_is_not_here_has_unknown_workspaces_where_no_formula_is() -> None:
+    assert device_memory("H100-80GB")
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.LazyLinear(4))
+    x = torch.randn(2, 3, 16, 16)
+    model(x)
+    report = autoremat.explain(lambda x: model(x).square().mean(), x, options={"memory_budget": 1.0}, device="H100-80GB")
+    assert report.unknown_workspaces == ("aten.convolution.default", "aten.convolution_backward.default")
+    dense = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    report = autoremat.explain(
+        lambda x: dense(x).square().mean(), torch.randn(32, 64), options={"memory_budget": 1.0}, device="H100-80GB"
+    )
+    assert report.unknown_workspaces == ()
+    assert report.fits
+
+
+@pytest.mark.parametrize("number", [-1, 10**60, 2**60 + 1, 1.5, True, "1", None, float("inf")])
+def test_a_file_with_implausible_numbers_counts_as_absent(number: object, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, args = kernel(torch.linalg.qr, torch.randn(36, 17))
+    monkeypatch.setattr(measurement, "_known", {})
+    found = measurement.measured(node, args, {}, node.meta["val"])
+    (key,) = measurement._known
+    name = measurement.signature(node)
+    for row in ([number, [0]], [0, [number]], [0, number], [0], number if number is not None else []):
+        with monkeypatch.context() as context:
+            context.setattr(disk_cache, "read_text", lambda *_, row=row: json.dumps({name: row}))
+            context.setattr(measurement, "_known", {})
+            assert measurement._stored(key) == {}
+            assert measurement.measured(node, args, {}, node.meta["val"]) == found
