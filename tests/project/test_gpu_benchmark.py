@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from emulated_cuda import library
-from folders import ROOT
+from folders import ROOT, TESTS
 
 BENCHMARKS = ROOT / "benchmarks"
 
@@ -115,7 +115,7 @@ def test_a_line_that_was_cut_off_is_left_out(rows):
 
 def test_every_file_with_tests_for_a_card_is_run_on_it(gpu):
     mark = re.compile(r"^(?:pytestmark = |@)pytest\.mark\.gpu$", re.MULTILINE)
-    marked = {path.name for path in (ROOT / "tests").glob("test_*.py") if mark.search(path.read_text())}
+    marked = {path.relative_to(TESTS).as_posix() for path in TESTS.rglob("test_*.py") if mark.search(path.read_text())}
     assert marked == set(gpu.TEST_FILES)
 
 
