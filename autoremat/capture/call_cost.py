@@ -194,8 +194,10 @@ def _held_beside_bodies(node: fx.Node, args: tuple[Any, ...], fuses: bool) -> in
     (body,) = higher_order.bodies(node)
     returned = higher_order.results_of(body)
     slices = sum(tensor_bytes(tensor) for tensor in args[2]) // max(1, _runs(node, args))
-    stacked = sum(symbolic_sizes.size_hint(tensor.numel()) for tensor in returned[len(args[1]) :])
-    return max(slices, 2 * sum(map(tensor_bytes, returned))) + higher_order.INDEX_BYTES * stacked
+    stacked = returned[len(args[1]) :]
+    elements = sum(symbolic_sizes.size_hint(tensor.numel()) for tensor in stacked)
+    first = slices + sum(map(tensor_bytes, stacked))  # from torch 2.14 on, those of the first run live as long as the loop
+    return first + 2 * sum(map(tensor_bytes, returned)) + higher_order.INDEX_BYTES * elements
 
 
 def _runs(node: fx.Node, args: tuple[Any, ...]) -> int:
