@@ -13,6 +13,7 @@ from autoremat.compiler.attempts import Attempt, Purpose, allocated_peak_bytes, 
 from autoremat.options.options import Options
 from autoremat.planner.memory.allocator_settings import MIB, AllocatorSettings
 from autoremat.torch_private import allocator, named_card
+from autoremat.torch_private.private_name import MINOR
 
 CARD = "H100-80GB"
 
@@ -98,6 +99,11 @@ def test_the_settings_are_those_of_the_environment(monkeypatch):
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     assert allocator.settings_of_process() == AllocatorSettings(largest_split_bytes=64 * MIB)
+
+
+@pytest.mark.skipif(MINOR < 12, reason="this torch does not tell the settings")
+def test_settings_of_the_process_come_first(monkeypatch):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
     monkeypatch.setattr(torch._C, "_accelerator_getAllocatorSettings", lambda: "expandable_segments:True", raising=False)
     assert allocator.settings_of_process() == AllocatorSettings(expandable_segments=True)
 
