@@ -2,7 +2,8 @@
 
     seconds of a copy  =  latency  +  bytes / rate
 
-The two directions have rates of their own. A step never copies in both at once, because its stores end before the backward.
+The two directions have rates of their own. The copies of one step never run in both at once: its stores end before the
+backward, and its loads begin there.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autoremat.planner.cost.devices import GB, UNKNOWN_GPU, contains_word, datasheet
-from autoremat.planner.cost.interconnect import LinkSource
 from autoremat.planner.graph.forms import Engine, Form, Transfer
 
 PLANNED_SHARE = 0.8
@@ -20,9 +20,6 @@ reaches 0.8 of it. Plans for 0.8 cost at most 0.5 % where the link reaches its f
 LATENCY_SECONDS = 10e-6
 """Assumed latency of one copy: its launch, and the events between the streams."""
 
-HOST = "host"
-"""The name of the form that keeps a value in pinned memory of the host."""
-
 
 @dataclass(frozen=True)
 class HostLink:
@@ -31,12 +28,15 @@ class HostLink:
     to_host: float
     from_host: float
     latency_seconds: float = LATENCY_SECONDS
-    source: LinkSource = LinkSource.ASSUMED
+    together: float = 1.0
+    """Share of its rate that each direction keeps while the other one copies, too."""
 
     def __post_init__(self) -> None:
-        rates = (self.to_host, self.from_host)
-        if not (all(0 < rate < float("inf") for rate in rates) and 0 <= self.latency_seconds < float("inf")):
-            raise ValueError(f"{self} is no host link: rates above 0 and a latency of at least 0 must be finite")
+        possible = all(0 < rate < float("inf") for rate in (self.to_host, self.from_host)) and 0 < self.together <= 1
+        if not (possible and 0 <= self.latency_seconds < float("inf")):
+            raise ValueError(
+                f"{self} is no host link: rates above 0 and a latency of at least 0 must be finite, and `together` a share"
+            )
 
 
 # Sources: rates measured with pinned memory. The lowest ones count, because the ranks of a node copy at the same time.
@@ -76,4 +76,4 @@ def host_form(value_bytes: int, link: HostLink) -> Form:
     def copy(engine: Engine, rate: float) -> Transfer:
         return Transfer(engine, (link.latency_seconds + value_bytes / rate) / PLANNED_SHARE)
 
-    return Form(HOST, copy(Engine.TO_HOST, link.to_host), copy(Engine.FROM_HOST, link.from_host), host_bytes=value_bytes)
+    return Form("host", copy(Engine.TO_HOST, link.to_host), copy(Engine.FROM_HOST, link.from_host), host_bytes=value_bytes)
