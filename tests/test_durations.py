@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import Buffer, Fusion
+from memory_oracle import Buffer, Fusion
 from strategies import GraphBuilder, graphs, saved_sets
 
 from autoremat.planner.cost.durations import durations
