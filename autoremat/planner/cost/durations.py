@@ -1,0 +1,131 @@
+"""Computes the seconds of each execution of a schedule.
+
+Where the code generator fuses, an execution that materialises a result stands for a kernel. It computes the results inlined
+into it as well, and these executions take no seconds of their own.
+
+    seconds of a kernel  =  min(seconds of its ops alone, max(its arithmetic, its traffic · seconds per byte))
+
+The traffic is what the kernel materialises, and each materialised tensor or input of the step that it reads. A fusion group
+reads a tensor once, and reads nothing that it makes itself. So a saved value costs its write in the forward and its reads in
+the backward, and a recomputed value that is inlined costs its arithmetic. Extern kernels have the seconds of their op.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.graph.arrays import EXTERN, arrays_of
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.memory.fusion import fusion_of
+from autoremat.planner.memory.live_ranges import Buffers
+
+ROUNDING = 1e-9
+"""Relative error of seconds that are computed in two ways."""
+
+
+def durations(graph: Graph, schedule: Schedule, *, fused: bool = True) -> NDArray[np.float64]:
+    """Returns the seconds of each execution of ``schedule``. They do not depend on its stays.
+
+    With ``fused=False``, graphs that fuse get the seconds by which plans are compared: of every op alone, of recomputation, and
+    of the traffic of saved values.
+    """
+    seconds = np.array([graph.ops[index].seconds for index in schedule.sequence], dtype=np.float64)
+    if not graph.fuses:
+        return seconds
+    return _Kernels(graph, schedule).seconds(seconds) if fused else _compared(graph, schedule, seconds)
+
+
+def _compared(graph: Graph, schedule: Schedule, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Returns ``seconds`` with those of recomputation, and of the traffic of saved values where these are computed first."""
+    traffic, first = traffic_of(graph), dict[int, int]()
+    for position, index in enumerate(schedule.sequence):
+        if first.setdefault(index, position) != position and index < graph.num_forward:
+            seconds[position] = traffic.recompute_seconds[index]
+    for value in schedule.saved(graph):
+        producer = graph.values[value].producer
+        assert producer is not None, "inputs are not saved"
+        seconds[first[producer]] += traffic.saving_seconds[value]
+    return seconds
+
+
+class _Kernels:
+    """The kernels of a schedule: executions that materialise a result, with those that are inlined into them."""
+
+    def __init__(self, graph: Graph, schedule: Schedule) -> None:
+        self.graph, self.sequence = graph, schedule.sequence
+        buffers = Buffers(graph, Schedule(schedule.forward, schedule.backward))
+        absent, group = fusion_of(buffers)
+        self.group: list[int] = group.tolist()
+        self.made_by: list[int] = group[buffers.start].tolist()
+        """For each live range, the fusion group that computes it."""
+        self.start: list[int] = buffers.start.tolist()
+        self.bytes: list[int] = buffers.bytes.tolist()
+        self.absent: list[bool] = absent.tolist()
+        self.source: list[int] = buffers.source.tolist()
+        length = len(self.sequence)
+        self.begins: list[int] = np.searchsorted(buffers.reader, np.arange(length + 1)).tolist()
+        """Where the reads of each execution begin in ``source``."""
+        self.written: list[float] = np.bincount(buffers.start[~absent], buffers.bytes[~absent], length).tolist()
+        """For each execution, the bytes that it materialises."""
+        made = arrays_of(graph).outputs.counts[buffers.sequence]
+        self.inlined: list[bool] = ((made > 0) & (np.bincount(buffers.start[absent], minlength=length) == made)).tolist()
+
+    def seconds(self, alone: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Returns the seconds of each execution. ``alone`` are those that its op takes as a kernel of its own."""
+        facts = self.graph.derived(_Facts)
+        kinds, per_byte = arrays_of(self.graph).kinds[list(self.sequence)].tolist(), self.graph.saving_seconds_per_byte / 2
+        unfused, found = alone.tolist(), [0.0] * len(alone)
+        group, ran, read = -1, set[int](), set[int]()
+        for position, kind in enumerate(kinds):
+            if kind == EXTERN:
+                found[position] = unfused[position]
+            elif not self.inlined[position]:
+                if self.group[position] != group:
+                    group, ran, read = self.group[position], set(), set()
+                kernel, moved = self._kernel(position, ran, read, facts.given)
+                busy = sum(facts.arithmetic[self.sequence[execution]] for execution in kernel)
+                found[position] = min(sum(unfused[execution] for execution in kernel), max(busy, moved * per_byte))
+        return np.array(found, dtype=np.float64)
+
+    def _kernel(
+        self, position: int, ran: set[int], read: set[int], given: list[list[tuple[int, int]]]
+    ) -> tuple[list[int], float]:
+        """Returns the execution at ``position`` with those inlined into it, and the bytes that they read and write.
+
+        Leaves out what ``ran`` and what was ``read`` in the fusion group before, and adds to both.
+        """
+        kernel, stack, moved, group = [], [position], self.written[position], self.group[position]
+        while stack:
+            execution = stack.pop()
+            if execution in ran:
+                continue
+            ran.add(execution)
+            kernel.append(execution)
+            for source in self.source[self.begins[execution] : self.begins[execution + 1]]:
+                if self.absent[source]:
+                    stack.append(self.start[source])
+                elif source not in read and self.made_by[source] != group:
+                    read.add(source)
+                    moved += self.bytes[source]
+            for value, size in given[self.sequence[execution]]:
+                if value not in read:
+                    read.add(value)
+                    moved += size
+        return kernel, moved
+
+
+class _Facts:
+    """The facts about each op of ``graph`` that no schedule changes."""
+
+    def __init__(self, graph: Graph) -> None:
+        per_byte = graph.saving_seconds_per_byte / 2 * (1 + ROUNDING)
+        self.given = [[(value, graph.values[-1 - value].bytes) for value in row] for row in arrays_of(graph).given]
+        """The inputs that no op computes, as negative numbers, with their bytes."""
+        self.arithmetic = [
+            op.seconds - op.memory_bound_seconds if op.memory_bound_seconds or op.seconds > op.bytes_moved * per_byte else 0.0
+            for op in graph.ops
+        ]
+        """The seconds beside memory traffic. An op that is no stream has none if it takes no longer than its traffic."""
