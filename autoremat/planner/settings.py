@@ -81,6 +81,14 @@ class SearchSettings:
 
 
 @dataclass(frozen=True)
+class FormSettings:
+    """Forms of saved tensors (:mod:`autoremat.capture.forms`)."""
+
+    minimum_bytes: int = 2**20
+    """Bytes from which a value has forms. Below, the latency of a copy outweighs the bytes, and there are too many values."""
+
+
+@dataclass(frozen=True)
 class BoundSettings:
     """Lower bounds by minimum cuts (:mod:`autoremat.planner.search.lower_bounds`)."""
 
@@ -288,6 +296,7 @@ class PlannerSettings:
 
     segmentation: SegmentationSettings = SegmentationSettings()
     search: SearchSettings = SearchSettings()
+    forms: FormSettings = FormSettings()
     bound: BoundSettings = BoundSettings()
     time_indexed_bound: TimeIndexedBoundSettings = TimeIndexedBoundSettings()
     local_search: LocalSearchSettings = LocalSearchSettings()
