@@ -36,9 +36,8 @@ from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 
 def live_ranges_with_fusion(buffers: Buffers) -> LiveRanges:
     """Returns the live ranges of the materialised values."""
+    absent, group = fusion_of(buffers)
     kinds = arrays_of(buffers.graph).kinds[buffers.sequence]
-    group = _fusion_groups(kinds, buffers.num_forward)
-    absent = _absent(buffers, kinds, group)
     overwritten, overwriting = _taken_over(buffers, absent, kinds, group)
     buffers.last[overwritten] -= 1
     starts, ends = buffers.start.copy(), buffers.ends()
@@ -46,6 +45,13 @@ def live_ranges_with_fusion(buffers: Buffers) -> LiveRanges:
         _extend(starts, ends, group, overwritten, overwriting)
     exist = ~absent
     return LiveRanges(buffers.value[exist], buffers.start[exist], starts[exist], ends[exist], buffers.bytes[exist])
+
+
+def fusion_of(buffers: Buffers) -> tuple[Flags, Numbers]:
+    """Returns, for each live range, True if fusion does not materialise it; and the fusion group of each execution."""
+    kinds = arrays_of(buffers.graph).kinds[buffers.sequence]
+    group = _fusion_groups(kinds, buffers.num_forward)
+    return _absent(buffers, kinds, group), group
 
 
 def _fusion_groups(kinds: Numbers, num_forward: int) -> Numbers:

@@ -17,6 +17,7 @@ from autoremat.basics.errors import PlanFileError, PlanInvalid
 from autoremat.basics.files import read_regular_text
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.cost.stalls import Stalls, stalls_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.simulator import Timeline, simulate
@@ -102,13 +103,28 @@ class Plan(Shown):
         return self.schedule.recomputed(self.graph)
 
     @cached_property
-    def added_seconds(self) -> float:
+    def recompute_seconds(self) -> float:
         """Seconds that recomputation adds to the step, by the cost model."""
         return sum(map(traffic_of(self.graph).recompute_seconds.__getitem__, self.recomputed))
 
     @cached_property
+    def stalls(self) -> Stalls:
+        """The waits for the transfers of stays, by the cost model."""
+        return stalls_of(self.graph, self.schedule)
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that the step waits for transfers of stays, by the cost model."""
+        return self.stalls.seconds
+
+    @cached_property
+    def added_seconds(self) -> float:
+        """Seconds that recomputation and stalls add to the step, by the cost model."""
+        return self.recompute_seconds + self.stall_seconds
+
+    @cached_property
     def cost_seconds(self) -> float:
-        """Seconds by which plans are compared: recomputation, and the memory traffic of saved tensors."""
+        """Seconds by which plans are compared: recomputation, stalls, and the memory traffic of saved tensors."""
         return self.added_seconds + float(traffic_of(self.graph).saving_seconds[list(self.saved)].sum())
 
     @cached_property
