@@ -89,6 +89,8 @@ class Profile:
     seconds: tuple[float, ...]
     border: int
     bytes: tuple[tuple[int, ...], ...]
+    host: tuple[int, ...] = ()
+    """Bytes of saved tensors on the host at each sample, of all open calls; empty if none are there."""
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -122,6 +124,7 @@ def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
     """Returns all tensors that are live during one execution, the largest first."""
     graph = plan.graph
     saved, outputs, gradients = frozenset(plan.saved), frozenset(graph.forward_outputs), frozenset(graph.backward_outputs)
+    stored = {stay.value for stay in plan.schedule.stays}
     found = []
     for live_range in (one for one in plan.timeline.live_ranges if one.start <= position <= one.end):
         number, start = live_range.value, live_range.start
@@ -130,6 +133,8 @@ def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
             sort = TensorCategory.OUTPUT
         elif number in gradients:
             sort = TensorCategory.GRADIENT
+        elif number in stored:
+            sort = TensorCategory.SAVED
         elif start >= border and value.producer is not None and value.producer < graph.num_forward:
             sort = TensorCategory.RECOMPUTED
         else:
@@ -174,6 +179,7 @@ def profile_of(plan: Plan) -> Profile | None:
         tuple(float(begins[i]) for i in chosen),
         border,
         tuple(tuple(int(row[i]) for i in chosen) for row in shown.values()),
+        tuple(int(bytes_) for bytes_ in _host_bytes_at(plan)[chosen]) if plan.timeline.host_bytes else (),
     )
 
 
@@ -197,6 +203,17 @@ def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
     rows[OTHER_CALLS] = np.full(length, plan.timeline.other_calls_bytes, dtype=np.int64)
     rows[RESIDENT] = np.full(length, graph.resident_bytes, dtype=np.int64)
     return {group: row for group, row in rows.items() if row.any() or group == TANGENTS}
+
+
+def _host_bytes_at(plan: Plan) -> NDArray[np.int64]:
+    """Returns the bytes on the host at each execution: from the store of each tensor until it is needed, and of other calls."""
+    graph, change = plan.graph, np.zeros(len(plan.schedule.sequence) + 1, dtype=np.int64)
+    for stay in plan.schedule.stays:
+        held = graph.values[stay.value].form(stay.form).host_bytes
+        change[stay.store] += held
+        change[stay.need] -= held
+        change[0] += (graph.in_flight - 1) * held
+    return np.cumsum(change)[:-1]
 
 
 def _samples(plan: Plan) -> tuple[list[int], int]:

@@ -83,6 +83,10 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         whole = "" if least is None else f"; without chunks the minimum peak found is {format_bytes(least)}"
         rows.append(("chunked loss", f"{report.loss_chunks} chunks, so sums over tokens round differently{whole}"))
     rows[1:1] = _budgets(report)
+    if report.stored is not None:
+        rows += report.stored.figures(report.host_memory_bytes)
+    if report.host_memory_unused:
+        rows.append(("host memory", f"not used: {report.host_memory_unused}"))
     if report.reserved is not None:
         rows.append(("reserved by the allocator", _reserved_text(report.reserved)))
     if report.ranks:
@@ -223,10 +227,13 @@ def where(thing: ForwardValue | LiveTensor) -> str:
 
 def totals_table(totals: Sequence[Total], by: str) -> PlainTable:
     """Returns a table of sums by module or op."""
-    table = plain_table(f"by {by}", ("saved", "recomputed", "fused", "run", "run again", "values", by), numbers=6)
-    for total in totals:
+    other = [format_bytes(total.stored_bytes) for total in totals] if any(total.stored_bytes for total in totals) else []
+    columns = ("saved", *(("in other forms",) if other else ()), "recomputed", "fused", "run", "run again", "values", by)
+    table = plain_table(f"by {by}", columns, numbers=len(columns) - 1)
+    for number, total in enumerate(totals):
         table.add_row(
-            format_bytes(total.saved_bytes), format_bytes(total.recomputed_bytes), format_bytes(total.fused_bytes),
+            format_bytes(total.saved_bytes), *other[number : number + 1],
+            format_bytes(total.recomputed_bytes), format_bytes(total.fused_bytes),
             format_seconds(total.seconds), format_seconds(total.added_seconds), str(total.values), total.name or "-",
         )  # fmt: skip
     return table
