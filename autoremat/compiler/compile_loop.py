@@ -106,6 +106,7 @@ def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: P
             may_repeat_collectives=may_repeat,
             plain_code_bytes=plain_bytes,
             rates=agreed.rates,
+            host_link=agreed.host_link,
         )
         partitioning = Partitioning(context, partial(peers.plan, earlier=earlier), peers.fail)
         identity = ("autoremat", source_hash(), key, step.headroom_bytes, request.must_fit, *peers.identity)
@@ -146,6 +147,7 @@ def compile_uncompiled(source: GraphSource, request: Request, peers: Peers = ALO
     context = PlanningContext(
         agreed.request,
         rates=agreed.rates,
+        host_link=agreed.host_link,
         may_repeat_collectives=peers.may_repeat_collectives,
         sharded_inputs=sharded_inputs(source.module),
     )

@@ -1,0 +1,55 @@
+"""Gives the values of a graph the forms that the request allows and that are possible on the device, or says why none are."""
+
+from __future__ import annotations
+
+import warnings
+
+from autoremat.basics.errors import OptionWarning
+from autoremat.basics.progress import now
+from autoremat.basics.units import format_bytes
+from autoremat.capture.capture import Capture
+from autoremat.capture.forms import with_forms
+from autoremat.capture.pricing import ROOFLINE
+from autoremat.measure.host_link import host_link_of
+from autoremat.planner.cost import HostLink, assumed_host_link
+from autoremat.planner.graph.forms import HOST
+from autoremat.planner.settings import SETTINGS
+from autoremat.request.request import Request
+from autoremat.torch_private import compilers, joint_graphs
+
+
+def with_allowed_forms(
+    captured: Capture, request: Request, card: str | None = None, link: HostLink | None = None
+) -> tuple[Capture, str]:
+    """Returns ``captured`` with the forms of its values, and the reason if nothing can be kept on the host.
+
+    ``card`` is the CUDA device by name that is planned for, if one is named. ``link`` has the rates that hold for all ranks.
+    """
+    if not request.forms:
+        return captured, ""
+    now("listing the forms of saved tensors")
+    wants_host = HOST in request.forms
+    why = _hindrance(captured, request) if wants_host else ""
+    if wants_host and not why:
+        device = joint_graphs.device_of(captured.joint)
+        link = link or (assumed_host_link(card) if card else host_link_of(device, request.cost_model != ROOFLINE))
+        if link is None:
+            why = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"
+    captured = with_forms(captured, request.forms, None if why else link)
+    if wants_host and not why and not any(form.name == HOST for value in captured.graph.values for form in value.forms):
+        least = format_bytes(SETTINGS.forms.minimum_bytes)
+        why = f"no result of the forward that could be kept there has at least {least}"
+    return captured, why if wants_host else ""
+
+
+def _hindrance(captured: Capture, request: Request) -> str:
+    """Returns the reason why code of the graph cannot copy to the host; empty if it can."""
+    if captured.runs_on == "cuda" and request.fuses and compilers.records_cuda_graphs():
+        return 'CUDA graphs (mode="reduce-overhead") record no copies to the host'
+    return ""
+
+
+def warn_of_unused_host(reason: str) -> None:
+    """Warns with ``OptionWarning`` of the ``reason`` why ``host_memory`` has no effect; not if it is empty."""
+    if reason:
+        warnings.warn(f"host_memory has no effect on a graph: {reason}", OptionWarning, stacklevel=3)
