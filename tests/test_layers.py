@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = (
     "basics",
     "planner.settings",
+    "planner.mip",
     "planner.graph",
     "planner.memory",
     "planner.cost",

@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autoremat.planner.exact import mip
+from autoremat.planner import mip
 from autoremat.planner.multigraph import ledger
 from autoremat.planner.multigraph.ledger import Allocation, Front, Model, Moment
 from autoremat.planner.settings import SETTINGS
