@@ -12,6 +12,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from autoremat.planner.graph.forms import Form
 from autoremat.planner.graph.graph import Graph
 
 
@@ -64,6 +65,10 @@ class Schedule:
                 repeated.append(op)
             seen.add(op)
         return tuple(repeated)
+
+    def forms(self, graph: Graph) -> dict[int, Form]:
+        """Returns the form of each value that has a stay."""
+        return {stay.value: graph.values[stay.value].form(stay.form) for stay in self.stays}
 
     def saved(self, graph: Graph) -> tuple[int, ...]:
         """Returns the forward values that cross from the forward into the backward."""

@@ -16,7 +16,7 @@ reduction blocks row 3, because it takes a pass of its own. Every other result i
 An op's only output *reuses* the buffer of the first input that meets these conditions:
 
 - Both have the same size, and the op reads and writes the same elements (``Op.in_place``).
-- This read is the input's last, and nobody holds the input.
+- This read is the input's last, nobody holds the input, and no transfer reads or writes it.
 - No reduction in the same fusion group reads the output.
 
 With ``graph.fusion_groups_hold_buffers``, a fusion group is one call. Its results are allocated before it begins, and its
@@ -45,7 +45,7 @@ def live_ranges_with_fusion(buffers: Buffers) -> LiveRanges:
     if buffers.graph.fusion_groups_hold_buffers:
         _extend(starts, ends, group, overwritten, overwriting)
     exist = ~absent
-    return LiveRanges(buffers.value[exist], buffers.start[exist], starts[exist], ends[exist], buffers.bytes[exist])
+    return LiveRanges(buffers.value[exist], buffers.computed_at[exist], starts[exist], ends[exist], buffers.bytes[exist])
 
 
 def _fusion_groups(kinds: Numbers, num_forward: int) -> Numbers:
@@ -68,7 +68,7 @@ def _absent(buffers: Buffers, kinds: Numbers, group: Numbers) -> Flags:
     readers = np.bincount(buffers.source, minlength=count)
     by_extern = np.bincount(buffers.source[kinds[buffers.reader] == EXTERN], minlength=count) > 0
     crosses = (buffers.start < buffers.num_forward) & (buffers.last >= buffers.num_forward)
-    fusible = (readers > 0) & (kinds[buffers.start] == POINTWISE) & ~buffers.kept & ~by_extern & ~crosses
+    fusible = (readers > 0) & (kinds[buffers.start] == POINTWISE) & ~buffers.unshared & ~by_extern & ~crosses
     may_be_inlined = fusible & ~arrays_of(buffers.graph).never_inlined[buffers.sequence][buffers.start]
     inlined = _inlined(buffers, may_be_inlined, readers)
     reduced = np.bincount(buffers.source[kinds[buffers.reader] == REDUCTION], minlength=count) > 0
@@ -156,17 +156,18 @@ def _taken_over(buffers: Buffers, absent: Flags, kinds: Numbers, group: Numbers)
     A reduction of the result in the same fusion group runs over other loops, so Inductor does not reuse the buffer then.
     """
     count = len(buffers.value)
-    alone = np.bincount(buffers.start, minlength=len(buffers.sequence))[buffers.start] == 1
+    alone = np.bincount(buffers.start[: buffers.num_computed], minlength=len(buffers.sequence))[buffers.start] == 1
+    alone[buffers.num_computed :] = False
     reducing = kinds[buffers.reader] == REDUCTION
     reducing &= group[buffers.reader] == group[buffers.start[buffers.source]]
     reduced = np.bincount(buffers.source[reducing], minlength=count) > 0
     ending = np.zeros(len(buffers.sequence), dtype=np.bool_)
-    ending[buffers.last[~absent & ~buffers.kept]] = True
+    ending[buffers.last[~absent & ~buffers.unshared]] = True
     chosen = (
         alone & ~absent & ~reduced & ending[buffers.start] & arrays_of(buffers.graph).in_place[buffers.sequence][buffers.start]
     )
     in_place = _InPlace(buffers, absent)
-    last, free, size = buffers.last.tolist(), (~buffers.kept).tolist(), buffers.bytes.tolist()
+    last, free, size = buffers.last.tolist(), (~buffers.unshared).tolist(), buffers.bytes.tolist()
     overwritten, overwriting = [], []
     for made, position in zip(np.flatnonzero(chosen).tolist(), buffers.start[chosen].tolist(), strict=True):
         for live_range in in_place.read_by(position):

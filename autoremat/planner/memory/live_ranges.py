@@ -12,12 +12,16 @@ from autoremat.planner.graph.arrays import Flags, Numbers, arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
 
+NOT_COMPUTED = -1
+"""Stands for the execution that computes a live range, if the range holds the bytes of a form or of a transfer."""
+
 
 @dataclass(frozen=True, slots=True)
 class LiveRange:
     """One live range of a materialised value: ``bytes`` bytes from execution ``start`` to execution ``end``, both included."""
 
     value: int
+    computed_at: int
     start: int
     end: int
     bytes: int
@@ -28,6 +32,9 @@ class LiveRanges:
     """The materialised live ranges in the sequence of their allocation, as arrays.
 
     For each one: its value, the execution that computes it, the first and last execution during which it is live, its bytes.
+
+    Behind those that executions compute come those of stays: first the loaded values, computed at their loads, and then the
+    bytes of forms and of transfers, computed at ``NOT_COMPUTED``.
     """
 
     values: Numbers
@@ -37,7 +44,8 @@ class LiveRanges:
     bytes: Numbers
 
     def __iter__(self) -> Iterator[LiveRange]:
-        return map(LiveRange, self.values.tolist(), self.starts.tolist(), self.ends.tolist(), self.bytes.tolist())
+        columns = (self.values, self.computed_at, self.starts, self.ends, self.bytes)
+        return map(LiveRange, *(column.tolist() for column in columns))
 
 
 class Buffers:
@@ -51,12 +59,13 @@ class Buffers:
         self.graph, self.num_forward = graph, len(schedule.forward)
         self.sequence = np.array(schedule.sequence, dtype=np.int64)
         self.start, self.value = arrays_of(graph).outputs.of(self.sequence)
+        self.computed_at, self.num_computed = self.start, len(self.value)
         self.bytes = arrays_of(graph).value_bytes[self.value]
         self.reader, read = arrays_of(graph).inputs.of(self.sequence)
         keys = self._key(self.value, self.start)
         self.order = np.argsort(keys)
         self.keys = keys[self.order]
-        self.source = self._newest(read, self.reader)
+        self.source = self.newest(read, self.reader)
         """For each read, the live range that is read; ``reader`` is the execution that reads it."""
         if len(missing := np.flatnonzero(self.source < 0)):
             position = int(self.reader[missing[0]])
@@ -67,12 +76,14 @@ class Buffers:
         np.maximum.at(self.last, self.source, self.reader)
         self.kept = self._kept()
         """For each live range, True if the caller holds it."""
+        self.unshared = self.kept
+        """For each live range, True if it is materialised and no result takes its buffer over: it is kept, or has a stay."""
 
     def _key(self, values: Numbers, positions: Numbers) -> Numbers:
         """Returns sort keys that ascend with the value, then with the position."""
         return values * (len(self.sequence) + 1) + positions
 
-    def _newest(self, values: Numbers, positions: Numbers) -> Numbers:
+    def newest(self, values: Numbers, positions: Numbers) -> Numbers:
         """Returns the newest live range of each value before a position, or -1 if there is none."""
         at = np.searchsorted(self.keys, self._key(values, positions)) - 1
         found = np.append(self.order, -1)[at]
@@ -86,7 +97,7 @@ class Buffers:
             (self.graph.backward_outputs, len(self.sequence)),
         ):
             values = np.array(outputs, dtype=np.int64)
-            newest = self._newest(values, np.full(len(values), position))
+            newest = self.newest(values, np.full(len(values), position))
             kept[newest[newest >= 0]] = True
         return kept
 

@@ -6,6 +6,9 @@ ends at its last read. Search, report and tests share this simulator.
 The count follows the definition of the budget. Inputs of the step cost nothing. Autograd holds tangents through the whole
 backward. The caller holds forward outputs and gradients from their allocation to the end of the step.
 
+A stay (``Schedule.stays``) divides the live range of its value in two: see :mod:`autoremat.planner.memory.stays`. The bytes
+follow from its positions alone, and never from the rate of a link.
+
 If ``k`` calls of the graph are open at once, each of the other ``k - 1`` holds its saved tensors and outputs. These bytes are
 live beside every execution, in addition to ``graph.resident_bytes``.
 
@@ -14,6 +17,7 @@ If the code generator fuses (``graph.fuses``), some values are never materialise
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,6 +28,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.fusion import live_ranges_with_fusion
 from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
+from autoremat.planner.memory.stays import divide
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,11 @@ class Timeline:
     def held_bytes(self) -> int:
         """Bytes that one open call holds between its forward and its backward: saved tensors and outputs."""
         return held_bytes(self.graph, self.schedule)
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """The most bytes of forms on the host at any time: all open calls store their values there between their halves."""
+        return self.graph.in_flight * sum(form.host_bytes for form in self.schedule.forms(self.graph).values())
 
     @property
     def other_calls_bytes(self) -> int:
@@ -68,13 +78,15 @@ class Timeline:
 def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     """Returns the simulation of ``schedule``: its live ranges and the bytes live at each execution.
 
-    Raises ``PlanInvalid`` if an execution reads a value that was not computed before.
+    Raises ``PlanInvalid`` if an execution reads a value that was not computed before, and for a stay that breaks a rule.
     """
     buffers = Buffers(graph, schedule)
+    if schedule.stays:
+        divide(buffers, schedule)
     if graph.fuses:
         live_ranges = live_ranges_with_fusion(buffers)
     else:
-        live_ranges = LiveRanges(buffers.value, buffers.start, buffers.start, buffers.ends(), buffers.bytes)
+        live_ranges = LiveRanges(buffers.value, buffers.computed_at, buffers.start, buffers.ends(), buffers.bytes)
     length = len(schedule.sequence)
     change = np.zeros(length + 2, dtype=np.int64)
     np.add.at(change, live_ranges.starts, live_ranges.bytes)
@@ -92,9 +104,15 @@ def held_bytes(graph: Graph, schedule: Schedule) -> int:
 
 
 def held_sizes(graph: Graph, schedule: Schedule) -> list[int]:
-    """Returns the bytes of each saved tensor and output of a call.
+    """Returns the bytes on the device of each saved tensor and output of a call between its forward and its backward.
 
     Live ranges do not tell them: the backward's first op may reuse the buffer of a saved tensor, whose range then ends before.
     """
     outputs = set(graph.forward_outputs).intersection(graph.forward_values)
-    return [graph.values[value].bytes for value in sorted(outputs.union(schedule.saved(graph)))]
+    return sizes_on_device(graph, schedule, sorted(outputs.union(schedule.saved(graph))))
+
+
+def sizes_on_device(graph: Graph, schedule: Schedule, values: Iterable[int]) -> list[int]:
+    """Returns the bytes on the device of each of ``values`` between the halves: those of its form, if it has a stay."""
+    forms = schedule.forms(graph)
+    return [forms[value].device_bytes if value in forms else graph.values[value].bytes for value in values]

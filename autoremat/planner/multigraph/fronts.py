@@ -7,6 +7,7 @@ from collections.abc import Collection
 import numpy as np
 
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.memory.simulator import sizes_on_device
 from autoremat.planner.multigraph.ledger import KnownBorders, PlanPoint, pareto
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.plan_source import PlanSource
@@ -39,7 +40,7 @@ def point_of(plan: Plan, kept_inputs: Collection[int] | None = None, known: Know
     """
     outputs = set(plan.graph.forward_outputs)
     values = plan.graph.values
-    inside = sum(values[v].bytes for v in plan.saved if v not in outputs)
+    inside = sum(sizes_on_device(plan.graph, plan.schedule, (v for v in plan.saved if v not in outputs)))
     kept = set() if kept_inputs is None else border_values(plan, kept_inputs, () if known is None else known.free)
     border = sum(values[v].bytes for v in kept)
     levels, num_forward = plan.timeline.bytes_at, len(plan.schedule.forward)

@@ -19,7 +19,8 @@ from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
-from autoremat.planner.memory.simulator import Timeline, simulate
+from autoremat.planner.memory.live_ranges import NOT_COMPUTED
+from autoremat.planner.memory.simulator import Timeline, simulate, sizes_on_device
 from autoremat.planner.plans import plan_json
 from autoremat.planner.plans.check import check_constraints, check_executions, check_figures
 from autoremat.planner.plans.replay import replay
@@ -28,7 +29,7 @@ FORMAT, VERSION = "autoremat plan", 4
 READABLE = (3, VERSION)
 """Versions of plan files that are read. Files of version 3 have every field."""
 
-FACTS = ("label", "budget_bytes", "lower_bound_bytes", "lower_bound_seconds", "interrupted")
+FACTS = ("label", "budget_bytes", "host_budget_bytes", "lower_bound_bytes", "lower_bound_seconds", "interrupted")
 """Fields of a plan that a file has beside its graph and its schedule. All other figures follow from these."""
 
 OPTIMAL_SHARE = 1e-9
@@ -61,6 +62,8 @@ class Plan(Shown):
     """The origin of the plan, for logs: segments, nesting, price."""
     budget_bytes: int | None = None
     """The bound on the peak for which the plan was made, or None."""
+    host_budget_bytes: int | None = None
+    """The bound on the bytes on the host for which the plan was made, or None."""
     lower_bound_seconds: float = 0.0
     """No plan within the budget adds fewer seconds to the step. Infinite if no plan fits."""
     lower_bound_bytes: int = 0
@@ -72,7 +75,7 @@ class Plan(Shown):
     def of(cls, graph: Graph, schedule: Schedule, label: str = "") -> Plan:
         """Returns the plan of a simulated ``schedule``.
 
-        Raises ``PlanInvalid`` if an execution reads a value that was not computed before.
+        Raises ``PlanInvalid`` if an execution reads a value that was not computed before, and for a stay that breaks a rule.
         """
         return cls(graph, schedule, simulate(graph, schedule), label)
 
@@ -93,8 +96,18 @@ class Plan(Shown):
 
     @cached_property
     def saved_bytes(self) -> int:
-        """Bytes that cross from the forward into the backward."""
-        return sum(self.graph.values[v].bytes for v in self.saved)
+        """Bytes on the device that cross from the forward into the backward. A value with a stay counts those of its form."""
+        return sum(sizes_on_device(self.graph, self.schedule, self.saved))
+
+    @cached_property
+    def stored_bytes(self) -> int:
+        """Bytes of the values that have a stay: stored in a form in the forward, and loaded in the backward."""
+        return sum(self.graph.values[stay.value].bytes for stay in self.schedule.stays)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes on the host that the forms of stored values take, in all open calls together."""
+        return self.timeline.host_bytes
 
     @cached_property
     def recomputed(self) -> tuple[int, ...]:
@@ -158,9 +171,10 @@ class Plan(Shown):
     def frees(self) -> tuple[tuple[int, ...], ...]:
         """For each execution of ``sequence``, the values of which a live range ends after it.
 
-        Outputs that the caller holds never end.
+        Outputs that the caller holds never end. A value with a stay is freed twice: once stored, and after its last read.
         """
-        live_ranges, num_forward = list(self.timeline.live_ranges), len(self.schedule.forward)
+        live_ranges = [found for found in self.timeline.live_ranges if found.computed_at != NOT_COMPUTED]
+        num_forward = len(self.schedule.forward)
         with_caller, gradients = set(self.graph.forward_outputs), set(self.graph.backward_outputs)
         # The caller holds the newest live range of each output: forward outputs as of the end of the forward.
         handed_out = {r.value: r for r in live_ranges if r.value in with_caller and r.start < num_forward}
@@ -189,7 +203,11 @@ class Plan(Shown):
             "lower_bound_seconds": _finite(self.lower_bound_seconds),
             "gap": _finite(self.gap),
             "status": self.status.value,
-            "live_ranges": [(found.value, found.start, found.end) for found in self.timeline.live_ranges],
+            "live_ranges": [
+                (found.value, found.start, found.end)
+                for found in self.timeline.live_ranges
+                if found.computed_at != NOT_COMPUTED
+            ],
         }
         return json.dumps(record, allow_nan=False)
 
