@@ -49,7 +49,7 @@ class Stalls:
 def stalls_of(graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDArray[np.float64] | None = None) -> Stalls:
     """Returns the stalls of ``schedule``.
 
-    The engines run at ``speed`` times the planned rate; the compute stream keeps its own. Callers that judge many stays give the
+    Engines run at ``speed`` times the planned rate; the compute stream keeps its own. Callers that judge many stays give the
     ``seconds`` of the executions, because :func:`durations` does not depend on stays.
     """
     waits, busy = [0.0] * len(schedule.sequence), dict.fromkeys(Engine, 0.0)
