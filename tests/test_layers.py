@@ -30,6 +30,7 @@ LAYERS = (
     "report",
     # torch from here on
     "torch_private",
+    "host_memory",
     "agreement",
     "ops",
     "measure",

@@ -34,6 +34,7 @@ from autoremat.compiler.attempts import (
 )
 from autoremat.compiler.cache_key import fingerprint, source_hash
 from autoremat.compiler.counting import Codes, expandable_remedy
+from autoremat.compiler.forms import host_remedy
 from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import Compiled, GraphSource, Lowered, lower
@@ -261,15 +262,16 @@ def _completed(
 def _error(planned: BudgetedGraph, verdict: Infeasible, attempts: list[Attempt], codes: Codes) -> Exception:
     """Returns the error for a graph whose code exceeds the budget with every plan that was tried."""
     report, planning = planned.report, planned.planning
-    remedies: tuple[str, ...] = ()
+    request, card = planned.context.request, planned.context.cuda_name
+    remedies: tuple[str, ...] = (host_remedy(planned.priced.captured, planning.smallest, request, card),)
     allocated = None
     if planned.count is not None and planned.bounds_reserved:
         least = next(one for one in attempts if one.peak_bytes == verdict.minimum_bytes)
         allocated = max((least.allocated_peaks or {}).values(), default=None)
         if halves := codes.note(least.headroom_bytes, {}):
             reserved = planned.count.code_report(planned.plan, halves)
-            remedies = (expandable_remedy(reserved, report.budget_bytes or 0),)
+            remedies = (expandable_remedy(reserved, report.budget_bytes or 0), *remedies)
     return infeasible(
-        planning, planned.context.request.limits, report.budget_bytes or 0, report.device, verdict.minimum_bytes,
+        planning, request.limits, report.budget_bytes or 0, report.device, verdict.minimum_bytes,
         planned.plan_file, remedies=remedies, allocated=allocated,
     )  # fmt: skip

@@ -8,11 +8,13 @@ from autoremat.basics.errors import OptionWarning
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.capture.capture import Capture
-from autoremat.capture.forms import with_forms
+from autoremat.capture.forms import storable_values, with_forms
 from autoremat.capture.pricing import ROOFLINE
 from autoremat.measure.host_link import host_link_of
-from autoremat.planner.cost import HostLink, assumed_host_link
+from autoremat.passes.forms import FORMS
+from autoremat.planner.cost.host_link import HostLink, assumed_host_link
 from autoremat.planner.graph.forms import HOST
+from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import SETTINGS
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers, joint_graphs
@@ -25,25 +27,50 @@ def with_allowed_forms(
 
     ``card`` is the CUDA device by name that is planned for, if one is named. ``link`` has the rates that hold for all ranks.
     """
-    if not request.forms:
+    possible = request.forms & FORMS.keys()
+    if not possible:
         return captured, ""
     now("listing the forms of saved tensors")
-    wants_host = HOST in request.forms
-    why = _hindrance(captured, request) if wants_host else ""
-    if wants_host and not why:
+    wants_host = HOST in possible
+    if why := _hindrance(captured, request):
+        return captured, why if wants_host else ""
+    if wants_host:
         device = joint_graphs.device_of(captured.joint)
         link = link or (assumed_host_link(card) if card else host_link_of(device, request.cost_model != ROOFLINE))
         if link is None:
             why = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"
-    captured = with_forms(captured, request.forms, None if why else link)
+    captured = with_forms(captured, possible, link)
     if wants_host and not why and not any(form.name == HOST for value in captured.graph.values for form in value.forms):
         least = format_bytes(SETTINGS.forms.minimum_bytes)
         why = f"no result of the forward that could be kept there has at least {least}"
-    return captured, why if wants_host else ""
+    return captured, why
+
+
+def host_remedy(captured: Capture, smallest: Plan, request: Request, card: str | None) -> str:
+    """Returns the advice to keep saved tensors on the host, with their bytes at the peak of the ``smallest`` plan.
+
+    Returns "" if ``host_memory`` is given, or if none of these tensors could be kept there.
+    """
+    device = joint_graphs.device_of(captured.joint)
+    link = assumed_host_link(card) if card else host_link_of(device, measures=False)
+    limits = request.limits
+    if limits.host_bytes is not None or limits.step_share is not None or link is None or _hindrance(captured, request):
+        return ""
+    position, border = smallest.timeline.peak_position, len(smallest.schedule.forward)
+    read = smallest.graph.ops[smallest.schedule.sequence[position]].inputs
+    idle = {number for number, _ in storable_values(captured)} & set(smallest.saved) - set(read)
+    live = [one.bytes for one in smallest.timeline.live_ranges
+            if one.value in idle and one.start < border and one.start <= position <= one.end]  # fmt: skip
+    if not live:
+        return ""
+    return (
+        f'let saved tensors wait on the host (host_memory="auto"): {format_bytes(sum(live))} of the minimum peak are '
+        f"{len(live)} saved tensors that nothing reads there"
+    )
 
 
 def _hindrance(captured: Capture, request: Request) -> str:
-    """Returns the reason why code of the graph cannot copy to the host; empty if it can."""
+    """Returns the reason why the code of the graph can keep nothing in another form; empty if it can."""
     if captured.runs_on == "cuda" and request.fuses and compilers.records_cuda_graphs():
         return 'CUDA graphs (mode="reduce-overhead") record no copies to the host'
     return ""

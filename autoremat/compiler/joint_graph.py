@@ -18,7 +18,8 @@ from autoremat.compiler.torch_partition import torchs_plan
 from autoremat.ops.collectives import group_of, ranks_of
 from autoremat.passes import before_capture
 from autoremat.planner.constraints.returning_inputs import without_saved_copies
-from autoremat.planner.cost import HostLink, Interconnect, Links, Pricing, Rates
+from autoremat.planner.cost import Interconnect, Links, Pricing, Rates
+from autoremat.planner.cost.host_link import HostLink
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.multigraph.ledger import Share

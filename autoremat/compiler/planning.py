@@ -6,6 +6,8 @@ import dataclasses
 import time
 from dataclasses import dataclass, field
 
+from autoremat.basics.errors import PlanFileError
+from autoremat.basics.units import format_bytes
 from autoremat.compiler.counting import Count, find_within, judged
 from autoremat.compiler.headroom import headroom_of, with_code
 from autoremat.compiler.infeasibility import no_plan_fits
@@ -310,6 +312,12 @@ def stored_plan(priced: PricedGraph, context: PlanningContext, planner: PlanSour
     if not files or priced.joint.is_region:
         return None
     file, plan = plan_file.fitted(files, planner.graph)
+    allowed, held = context.request.limits.host_bytes or 0, plan.timeline.host_bytes
+    if held > allowed:
+        raise PlanFileError(
+            f"the plan in {file.name} keeps {format_bytes(held)} on the host, and host_memory allows {format_bytes(allowed)}: "
+            f'raise it to "{held}B", or leave out the option `plan`'
+        )
     return file.name, plan
 
 

@@ -203,8 +203,8 @@ class ReportData:
 
     @property
     def gap(self) -> float | None:
-        """Optimality gap: seconds of recomputation and stalls above the lower bound, as a share of the step with the least possible
-        recomputation. None if no plan fits by the simulator."""
+        """Optimality gap: seconds of recomputation and stalls above the lower bound, as a share of the step with the fewest
+        possible. None if no plan fits by the simulator."""
         if self.lower_bound_seconds is None or not self.step_seconds:
             return None
         excess = self.recompute_seconds + self.stall_seconds - self.lower_bound_seconds

@@ -93,7 +93,12 @@ _BYTES = {
     "saved for the backward": "saved_bytes",
     "peak on the host": "host_peak_bytes",
 }
-_SECONDS = {"recomputation": "recompute_seconds", "forward": "forward_seconds", "stalls": "stall_seconds", "step": "step_seconds"}
+_SECONDS = {
+    "recomputation": "recompute_seconds",
+    "stalls": "stall_seconds",
+    "forward": "forward_seconds",
+    "step": "step_seconds",
+}
 _OF_OTHER_FORMS = ("host_peak_bytes", "stall_seconds")
 """Figures that are shown only if a plan keeps saved tensors in other forms."""
 

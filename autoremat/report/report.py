@@ -65,7 +65,8 @@ class Report(ReportData, Shown):
         stored = "" if self.stored is None else f", {self.stored.line()}"
         return (
             f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.peak_bytes)}{reserved}{over}, "
-            f"recomputation {self.overhead:.1%} of the forward{stored}{gap}, planned in {format_seconds(self.planning_seconds)}{clock}"
+            f"recomputation {self.overhead:.1%} of the forward{stored}{gap}, "
+            f"planned in {format_seconds(self.planning_seconds)}{clock}"
         )
 
     def line(self) -> str:

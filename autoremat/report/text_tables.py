@@ -83,10 +83,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         whole = "" if least is None else f"; without chunks the minimum peak found is {format_bytes(least)}"
         rows.append(("chunked loss", f"{report.loss_chunks} chunks, so sums over tokens round differently{whole}"))
     rows[1:1] = _budgets(report)
-    if report.stored is not None:
-        rows += report.stored.figures(report.host_memory_bytes)
-    if report.host_memory_unused:
-        rows.append(("host memory", f"not used: {report.host_memory_unused}"))
+    rows += _other_forms(report)
     if report.reserved is not None:
         rows.append(("reserved by the allocator", _reserved_text(report.reserved)))
     if report.ranks:
@@ -126,6 +123,12 @@ def _budgets(report: ReportData) -> list[tuple[str, str]]:
     if not report.within_budget:
         rows.append(("over the budget", f"by {format_bytes(report.counted_bytes - (report.budget_bytes or 0))}"))
     return rows
+
+
+def _other_forms(report: ReportData) -> list[tuple[str, str]]:
+    """Returns the figures of saved tensors in other forms than on the device, each with its name."""
+    rows = [] if report.stored is None else report.stored.figures(report.host_memory_bytes)
+    return [*rows, ("host memory", f"not used: {report.host_memory_unused}")] if report.host_memory_unused else rows
 
 
 def _device_text(report: ReportData, ledger: DeviceBudget) -> str:
