@@ -56,6 +56,7 @@ class JointSearch:
             if self._is_good(budget) or self._has_passed():
                 return
             source(budget)
+            self._fill(budget)
 
     def _has_passed(self) -> bool:
         return self.limit.has_passed(SETTINGS.search.plans_share)
@@ -101,6 +102,25 @@ class JointSearch:
             if found is not None:
                 self.found.append(Candidate(found, candidate.segmentation))
                 below = found.cost_seconds
+
+    def _best(self, budget: int) -> Candidate | None:
+        """Returns the cheapest plan with stays within ``budget``."""
+        fitting = (candidate for candidate in self.found if candidate.plan.peak_bytes <= budget)
+        return min(fitting, key=lambda candidate: candidate.plan.cost_seconds, default=None)
+
+    def _fill(self, budget: int) -> None:
+        """Saves more values of the cheapest plan with stays, where these leave memory free."""
+        best = self._best(budget)
+        if best is None or best.plan.cost_seconds > self._best_cost(budget):
+            return
+
+        def rebuild(saved: frozenset[int]) -> Plan:
+            plan = self.search.plan(saved, best.segmentation, "filled")
+            return self.brought_down(plan, budget, self._best_cost(budget)) or plan
+
+        filled = fill(best.plan, rebuild, budget, limit=self.limit)
+        if filled is not best.plan:
+            self.found.append(Candidate(filled, best.segmentation))
 
     # -- sources of plans ----------------------------------------------------------------------------------------------
 
@@ -168,7 +188,7 @@ class JointSearch:
 
     def _by_recreation(self, budget: int) -> None:
         """Improves the cheapest plan by trials that each save some values more and others no longer."""
-        best = min((c for c in self.found if c.plan.peak_bytes <= budget), key=lambda c: c.plan.cost_seconds, default=None)
+        best = self._best(budget)
         draw, failures = Draw(random.Random(SEED)), 0
         for trial in range(settings.trials * SETTINGS.search.recreation_trials):
             if best is None or not best.plan.saved or failures == settings.trials or self._is_good(budget) or self._has_passed():
