@@ -23,7 +23,7 @@ from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.live_ranges import NOT_COMPUTED
 from autoremat.planner.memory.simulator import Timeline, simulate, sizes_on_device
 from autoremat.planner.plans import plan_json
-from autoremat.planner.plans.check import check_constraints, check_executions, check_figures
+from autoremat.planner.plans.check import check_constraints, check_executions, check_figures, check_stays
 from autoremat.planner.plans.replay import replay
 
 FORMAT, VERSION = "autoremat plan", 4
@@ -44,7 +44,7 @@ class Status(str, enum.Enum):
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
     INFEASIBLE = "infeasible"
-    """The peak exceeds the budget."""
+    """The peak exceeds the budget, or the bytes on the host exceed theirs."""
     TIME_LIMIT = "time limit"
     """Feasible; the time limit cut the search short."""
 
@@ -152,8 +152,9 @@ class Plan(Shown):
 
     @cached_property
     def status(self) -> Status:
-        """The status of the plan: infeasible over its budget, else optimal, feasible or cut short by the time limit."""
-        if self.budget_bytes is not None and self.peak_bytes > self.budget_bytes:
+        """The status of the plan: infeasible over a budget, else optimal, feasible or cut short by the time limit."""
+        bounds = ((self.peak_bytes, self.budget_bytes), (self.host_bytes, self.host_budget_bytes))
+        if any(budget is not None and taken > budget for taken, budget in bounds):
             return Status.INFEASIBLE
         if self.added_seconds <= self.lower_bound_seconds * (1 + OPTIMAL_SHARE) + self.graph.step_seconds * OPTIMAL_SHARE:
             return Status.OPTIMAL
@@ -259,7 +260,7 @@ class Plan(Shown):
             plan = replace(cls.of(*plan_json.decode(record)), **facts, **infinite)
             plan.check()
             return plan
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError, PlanInvalid) as error:
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError, OverflowError, PlanInvalid) as error:
             if isinstance(error, PlanFileError):
                 raise
             raise PlanFileError(f"{name} holds no valid plan: {type(error).__name__}: {error}") from error
@@ -279,18 +280,22 @@ class Plan(Shown):
     def check(self, graph: Graph | None = None, *, ignores_recompute: bool = False) -> None:
         """Raises ``PlanInvalid`` if the plan breaks a rule of ``graph`` (by default its own).
 
-        The check does not use the simulator. It covers the executions and their sequence, the constraints, the bytes at each
-        execution, the live ranges, the saved values, the budget and the bounds. With ``ignores_recompute``, values may be saved
-        that constraints recompute, as in the baseline.
+        The check does not use the simulator. It covers the executions and their sequence, the stays, the constraints, the bytes
+        at each execution, the live ranges, the saved values, the budgets and the bounds. With ``ignores_recompute``, values may
+        be saved that constraints recompute, as in the baseline.
         """
         graph = graph or self.graph
         check_executions(graph, self.schedule)
+        check_stays(graph, self.schedule)
         replayed = replay(graph, self.schedule)
         if not ignores_recompute:
             check_constraints(graph, replayed.crossing)
         peak, budget = max(replayed.bytes_at, default=0), self.budget_bytes
         if budget is not None and self.peak_bytes <= budget < peak:
             raise PlanInvalid(f"the peak is {format_bytes(peak)}, over the budget of {format_bytes(budget)}")
+        if self.host_budget_bytes is not None and self.host_bytes <= self.host_budget_bytes < replayed.host_bytes:
+            host, limit = format_bytes(replayed.host_bytes), format_bytes(self.host_budget_bytes)
+            raise PlanInvalid(f"the stays take {host} on the host, over the budget of {limit} there")
         check_figures(graph, self.schedule, self.timeline, replayed)
         anew = replace(self, timeline=replace(self.timeline))  # without the figures that were kept when they were first read
         for kept, counted in ((self.timeline, anew.timeline), (self, anew)):
@@ -299,8 +304,9 @@ class Plan(Shown):
                     raise PlanInvalid(f"the plan's {name} is not what follows from its schedule")
         if replayed.crossing != set(self.saved):
             raise PlanInvalid("the saved values are not those that the schedule's backward reads from the forward")
-        if not all(figure >= 0 for figure in (budget or 0, self.lower_bound_bytes, self.lower_bound_seconds)):
-            raise PlanInvalid("the budget and the bounds must be numbers of at least 0")
+        bounds = (budget or 0, self.host_budget_bytes or 0, self.lower_bound_bytes, self.lower_bound_seconds)
+        if not all(figure >= 0 for figure in bounds):
+            raise PlanInvalid("the budgets and the bounds must be numbers of at least 0")
         if self.lower_bound_bytes > peak:
             raise PlanInvalid(f"no plan has a lower peak than {self.lower_bound_bytes} bytes, it says, but its own is {peak}")
 
