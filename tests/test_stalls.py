@@ -1,12 +1,12 @@
-"""Stalls of stays: cases made by hand, and a count that follows each transfer by itself."""
+"""Stalls of stays: cases made by hand, and a count second by second."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict, deque
 from dataclasses import replace
+from typing import Any
 
-import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoremat.planner.cost.durations import durations
@@ -19,53 +19,183 @@ from autoremat.planner.plans.plan import Plan
 TO_HOST, FROM_HOST, COMPUTE, NETWORK = Engine.TO_HOST, Engine.FROM_HOST, Engine.COMPUTE, Engine.NETWORK
 
 
-def host(store: float, load: float) -> Form:
-    return Form("host", Transfer(TO_HOST, store), Transfer(FROM_HOST, load), host_bytes=1)
+def form(store: float, load: float, engines: tuple[Engine, Engine] = (TO_HOST, FROM_HOST)) -> Form:
+    return Form("away", Transfer(engines[0], store), Transfer(engines[1], load), host_bytes=1)
 
 
-def chain(length: int, forms: dict[int, Form]) -> tuple[Graph, Schedule]:
-    """`length` forward ops and as many backward ops of one second each. Backward op i reads value i, the last one first."""
-    count = 2 * length
-    edges = [(i, i + 1) for i in range(count - 1)] + [(i, count - 1 - i) for i in range(length - 1)]
-    graph = Graph.from_dag([1.0] * count, [1] * count, edges, outputs=(count - 1,), num_forward=length)
+def chain(seconds: list[float], forms: dict[int, Form]) -> tuple[Graph, Schedule]:
+    """A forward and a backward of as many ops each. The last op but i reads value i."""
+    count = len(seconds)
+    edges = [(i, i + 1) for i in range(count - 1)] + [(i, count - 1 - i) for i in range(count // 2 - 1)]
+    graph = Graph.from_dag(seconds, [1] * count, edges, outputs=(count - 1,), num_forward=count // 2)
     values = tuple(replace(v, forms=(forms[i],) if i in forms else ()) for i, v in enumerate(graph.values))
-    return replace(graph, values=values), Schedule(tuple(range(length)), tuple(range(length, count)))
+    return replace(graph, values=values), Schedule(tuple(range(count // 2)), tuple(range(count // 2, count)))
 
 
-def waits(length: int, forms: dict[int, Form], *positions: tuple[int, int, int, int, int], speed: float = 1.0) -> dict[int, float]:
-    """The executions that wait and how long, for stays of (value, store, free, load, need)."""
-    graph, schedule = chain(length, forms)
-    stays = tuple(Stay(value, forms[value].name, *at) for value, *at in positions)
-    found = stalls_of(graph, replace(schedule, stays=stays), speed)
-    assert found.seconds == pytest.approx(sum(found.waits))
-    return {at: pytest.approx(wait) for at, wait in enumerate(found.waits) if wait}
+def waits(forms: dict[int, Form], *stays: tuple[int, int, int, int, int], speed: float = 1.0) -> dict[int, float]:
+    """The executions that wait, and how long, in 8 executions of one second.
+
+    Stays are (value, store, free, load, need).
+    """
+    graph, schedule = chain([1.0] * 8, forms)
+    kept = tuple(Stay(value, "away", *positions) for value, *positions in stays)
+    found = stalls_of(graph, replace(schedule, stays=kept), speed)
+    assert found.seconds == sum(found.waits)
+    return {at: wait for at, wait in enumerate(found.waits) if wait}
 
 
 def test_a_schedule_without_stays_waits_for_nothing():
-    graph, schedule = chain(3, {0: host(9, 9)})
-    found = stalls_of(graph, schedule)
+    found = stalls_of(*chain([1.0] * 6, {0: form(9, 9)}))
     assert (found.seconds, found.waits, set(found.busy_seconds.values())) == (0.0, (0.0,) * 6, {0.0})
 
 
-def test_transfers_behind_compute_cost_nothing():
-    assert waits(4, {0: host(2.0, 1.5)}, (0, 0, 2, 5, 7)) == {}
+def test_transfers_behind_executions_take_no_time():
+    assert waits({0: form(2.0, 1.0)}, (0, 0, 2, 6, 7)) == {}
 
 
-def test_the_stream_waits_for_the_end_of_a_store_where_it_frees():
-    """The store ends at 1 + 3.5 s, and the execution 2 at 3 s."""
-    assert waits(4, {0: host(3.5, 0.0)}, (0, 0, 2, 7, 7)) == {2: 1.5}
+def test_the_step_waits_for_the_end_of_a_store_where_the_memory_is_freed():
+    """The store lasts from 1 to 4.5 s. Execution 2 ends at 3 s."""
+    assert waits({0: form(3.5, 0.0)}, (0, 0, 2, 7, 7)) == {2: 1.5}
 
 
-def test_the_stream_waits_for_a_late_load_where_it_needs_it():
-    assert waits(4, {0: host(0.0, 1.5)}, (0, 0, 2, 6, 7)) == {7: 0.5}
-    assert waits(4, {0: host(0.0, 1.5)}, (0, 0, 2, 7, 7)) == {7: 1.5}
+def test_the_step_waits_for_a_late_load():
+    assert waits({0: form(0.0, 1.5)}, (0, 0, 2, 6, 7)) == {7: 0.5}
+    assert waits({0: form(0.0, 1.5)}, (0, 0, 2, 7, 7)) == {7: 1.5}
 
 
-def test_stays_share_an_engine_in_the_sequence_of_issue():
-    """Stores end at 3 and 5 s, loads (from 4 s) at 6 and 8 s; the second stay waits for the first."""
-    forms = {0: host(2.0, 2.0), 1: host(2.0, 2.0)}
-    assert waits(4, forms, (0, 0, 2, 5, 7), (1, 1, 3, 4, 6)) == {3: 1.0, 7: 0.0 + 1.0} or True
-    graph, schedule = chain(4, forms)
-    stays = (Stay(0, "host", 0, 2, 5, 7), Stay(1, "host", 1, 3, 4, 6))
-    found = stalls_of(graph, replace(schedule, stays=stays))
-    assert found.busy_seconds == {TO_HOST: 4.0, FROM_HOST: 4.0, COMPUTE: 0.0, NETWORK: 0.0}
+def test_a_wait_delays_what_follows_and_so_hides_other_transfers():
+    """Value 1 is back at 7 s, one second late. Value 0 has its two seconds then."""
+    forms = {0: form(0.0, 1.0, (COMPUTE, NETWORK)), 1: form(0.0, 2.0)}
+    assert waits(forms, (0, 0, 2, 6, 7), (1, 1, 3, 5, 6)) == {6: 1.0}
+
+
+def test_transfers_queue_at_their_engine():
+    """The stores last from 1 to 3 s and from 3 to 5 s, the loads of value 1 from 5 to 7 s and of value 0 from 7 to 9 s."""
+    forms, first, second = {0: form(2.0, 2.0), 1: form(2.0, 2.0)}, (0, 0, 2, 5, 7), (1, 1, 3, 4, 6)
+    assert waits(forms, first) == waits(forms, second) == {}
+    assert waits(forms, first, second) == {3: 1.0, 7: 1.0}
+    apart = {**forms, 1: form(2.0, 2.0, (NETWORK, NETWORK))}
+    assert waits(apart, first, second) == {}
+
+
+def test_of_transfers_that_are_issued_together_the_most_urgent_one_goes_first():
+    """Else value 0 would keep the engine until 3 s, and until 7 s."""
+    forms = {0: form(1.0, 2.0), 1: form(1.0, 1.0)}
+    assert waits(forms, (0, 1, 3, 5, 7), (1, 1, 2, 5, 6)) == {7: 1.0}
+
+
+def test_one_queue_for_both_directions_changes_nothing_because_stores_end_before_the_backward():
+    for engines in ((TO_HOST, FROM_HOST), (NETWORK, NETWORK)):
+        forms = {0: form(3.0, 2.0, engines), 1: form(2.0, 3.0, engines)}
+        assert waits(forms, (0, 0, 3, 4, 7), (1, 1, 3, 4, 6)) == {3: 2.0, 6: 1.0, 7: 1.0}
+
+
+def test_transfers_of_the_compute_stream_take_their_time_at_any_speed():
+    """Packing value 0 lasts from 2 to 2.5 s. So the copy of value 1 lasts until 4.5 s, and execution 2 until 3.5 s."""
+    packed = form(0.5, 0.25, (COMPUTE, COMPUTE))
+    assert waits({0: packed}, (0, 0, 2, 6, 7)) == waits({0: packed}, (0, 0, 2, 6, 7), speed=2.0) == {0: 0.5, 6: 0.25}
+    assert waits({0: packed, 1: form(2.0, 0.0)}, (0, 1, 1, 6, 7), (1, 1, 2, 6, 6)) == {1: 0.5, 2: 1.0, 6: 0.25}
+
+
+def test_a_faster_link_shortens_transfers():
+    forms = {0: form(3.0, 3.0)}
+    assert waits(forms, (0, 0, 2, 6, 7)) == {2: 1.0, 7: 2.0}
+    assert waits(forms, (0, 0, 2, 6, 7), speed=1.5) == {7: 1.0}
+    graph, schedule = chain([1.0] * 8, forms)
+    schedule = replace(schedule, stays=(Stay(0, "away", 0, 2, 6, 7),))
+    assert stalls_of(graph, schedule, 1.5).busy_seconds == {TO_HOST: 2.0, FROM_HOST: 2.0, COMPUTE: 0.0, NETWORK: 0.0}
+
+
+def test_a_plan_adds_its_stalls():
+    graph, schedule = chain([1.0] * 8, {0: form(3.5, 1.5)})
+    without = Plan.of(graph, schedule)
+    plan = replace(without, schedule=replace(schedule, stays=(Stay(0, "away", 0, 2, 6, 7),)))
+    assert (without.recompute_seconds, without.stall_seconds, without.added_seconds, without.cost_seconds) == (0, 0, 0, 0)
+    assert (plan.recompute_seconds, plan.stall_seconds, plan.added_seconds, plan.cost_seconds) == (0.0, 2.0, 2.0, 2.0)
+
+
+@st.composite
+def stored_chains(draw: st.DrawFn) -> tuple[Graph, Schedule]:
+    """Chains of whole seconds with stays."""
+    half = draw(st.integers(2, 8))
+    seconds = st.integers(0, 6)
+    values = sorted(draw(st.sets(st.integers(0, half - 2))))
+    engines = st.sampled_from([(TO_HOST, FROM_HOST), (NETWORK, NETWORK), (COMPUTE, FROM_HOST), (COMPUTE, COMPUTE)])
+    forms = {value: form(draw(seconds), draw(seconds), draw(engines)) for value in values}
+    stays = []
+    for value in values:
+        store, free = sorted(draw(st.lists(st.integers(value, half - 1), min_size=2, max_size=2)))
+        load, need = sorted(draw(st.lists(st.integers(half, 2 * half - 1 - value), min_size=2, max_size=2)))
+        stays.append(Stay(value, "away", store, free, load, need))
+    graph, schedule = chain([float(draw(seconds)) for _ in range(2 * half)], forms)
+    return graph, replace(schedule, stays=tuple(stays))
+
+
+def program(graph: Graph, schedule: Schedule) -> list[tuple[str, int, Any]]:
+    """The steps of the compute stream, as tuples (kind, position, detail).
+
+    The kinds are "run" and "transfer", which last one second, "issue" of (engine, seconds, name) and "await" of a name.
+    """
+    steps: list[tuple[str, int, Any]] = []
+
+    def move(kind: str, deadline: str, position: int) -> None:
+        issued = [stay for stay in schedule.stays if getattr(stay, kind) == position]
+        for stay in sorted(issued, key=lambda stay: (getattr(stay, deadline), stay.value)):
+            transfer = getattr(graph.values[stay.value].form(stay.form), kind)
+            if transfer.engine is COMPUTE:
+                steps.extend([("transfer", position, None)] * int(transfer.seconds))
+            else:
+                steps.append(("issue", position, (transfer.engine, transfer.seconds, (kind, stay.value))))
+        for stay in schedule.stays:
+            if (
+                getattr(stay, deadline) == position
+                and getattr(graph.values[stay.value].form(stay.form), kind).engine is not COMPUTE
+            ):
+                steps.append(("await", position, (kind, stay.value)))
+
+    for position, index in enumerate(schedule.sequence):
+        move("load", "need", position)
+        steps.extend([("run", position, None)] * int(graph.ops[index].seconds))
+        move("store", "free", position)
+    return steps
+
+
+def waits_second_by_second(graph: Graph, schedule: Schedule) -> list[float]:
+    """The waits before or after each execution, by running the compute stream and the queues one second at a time."""
+    todo, found = deque(program(graph, schedule)), [0.0] * len(schedule.sequence)
+    queues: dict[Engine, deque[list[Any]]] = defaultdict(deque)
+    ended = set()
+    while todo:
+        for queue in queues.values():
+            while queue and queue[0][0] == 0:
+                ended.add(queue.popleft()[1])
+        kind, position, detail = todo[0]
+        if kind == "issue":
+            queues[detail[0]].append([detail[1], detail[2]])
+        elif kind != "await" or detail not in ended:  # a second passes
+            for queue in filter(None, queues.values()):
+                queue[0][0] -= 1
+            found[position] += kind != "run"
+            if kind == "await":
+                continue
+        todo.popleft()
+    return found
+
+
+@settings(max_examples=200)
+@given(stored_chains())
+def test_waits_are_those_of_a_count_second_by_second(case):
+    assert list(stalls_of(*case).waits) == waits_second_by_second(*case)
+
+
+@given(stored_chains(), st.sampled_from([1.0, 1.25, 4.0]))
+def test_known_seconds_of_executions_give_the_same(case, speed):
+    graph, schedule = case
+    assert stalls_of(graph, schedule, speed) == stalls_of(graph, schedule, speed, durations(graph, schedule))
+
+
+@given(stored_chains())
+def test_stalls_are_at_most_the_seconds_of_all_transfers(case):
+    found = stalls_of(*case)
+    assert found.seconds <= sum(found.busy_seconds.values())
+    assert found.seconds >= found.busy_seconds[COMPUTE]

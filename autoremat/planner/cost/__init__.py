@@ -7,6 +7,9 @@ from autoremat.planner.cost.devices import cpu_device as cpu_device
 from autoremat.planner.cost.devices import cuda_device as cuda_device
 from autoremat.planner.cost.devices import datasheet as datasheet
 from autoremat.planner.cost.devices import device_memory as device_memory
+from autoremat.planner.cost.host_link import HostLink as HostLink
+from autoremat.planner.cost.host_link import assumed_host_link as assumed_host_link
+from autoremat.planner.cost.host_link import host_form as host_form
 from autoremat.planner.cost.interconnect import Interconnect as Interconnect
 from autoremat.planner.cost.interconnect import Links as Links
 from autoremat.planner.cost.interconnect import LinkSource as LinkSource

@@ -99,7 +99,7 @@ CPU_MEMORY_IN_NAME = ("GH200", "GB200", "GB300")
 """Cards on one board with a CPU. The size at the end of their name is the CPU's memory: "GH200 480GB"."""
 
 
-def _has(word: str, name: str) -> bool:
+def contains_word(word: str, name: str) -> bool:
     """Returns True if ``name`` contains ``word`` as a whole.
 
     "T400" does not contain "T4", and "GH200" does not contain "H200".
@@ -117,8 +117,8 @@ def datasheet(name: str) -> Datasheet | None:
 
 def datasheet_name(name: str) -> str | None:
     """Returns the row of the table for the CUDA device ``name``, or None if it is unknown."""
-    others = {word for word in OTHER_CARDS if _has(word, name)}
-    matches = [key for key in DATASHEETS if others <= {*key.split()} and all(_has(word, name) for word in key.split())]
+    others = {word for word in OTHER_CARDS if contains_word(word, name)}
+    matches = [key for key in DATASHEETS if others <= {*key.split()} and all(contains_word(word, name) for word in key.split())]
     # The longest match wins: an "H100 PCIe" is not an "H100".
     return max(matches, key=len) if matches else None
 
@@ -132,7 +132,7 @@ def device_memory(name: str) -> int | None:
     if sheet is None:
         return None
     size = re.search(r"(\d+) ?GB$", name, re.IGNORECASE)
-    of_cpu = any(_has(word, name) for word in CPU_MEMORY_IN_NAME)
+    of_cpu = any(contains_word(word, name) for word in CPU_MEMORY_IN_NAME)
     return int(size[1]) * GB if size and not of_cpu else sheet.memory
 
 

@@ -5,9 +5,9 @@ into it as well, and these executions take no seconds of their own.
 
     seconds of a kernel  =  min(seconds of its ops alone, max(its arithmetic, its traffic · seconds per byte))
 
-The traffic is what the kernel materialises, and each materialised tensor or input of the step that it reads. A fusion group reads
-a tensor once, and reads nothing that it makes itself. So a saved value costs its write in the forward and its reads in the
-backward, and a recomputed value that is inlined costs its arithmetic. Extern kernels have the seconds of their op.
+The traffic is what the kernel materialises, and each materialised tensor or input of the step that it reads. A fusion group
+reads a tensor once, and reads nothing that it makes itself. So a saved value costs its write in the forward and its reads in
+the backward, and a recomputed value that is inlined costs its arithmetic. Extern kernels have the seconds of their op.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ ROUNDING = 1e-9
 def durations(graph: Graph, schedule: Schedule, *, fused: bool = True) -> NDArray[np.float64]:
     """Returns the seconds of each execution of ``schedule``. They do not depend on its stays.
 
-    With ``fused=False``, fused graphs get the seconds by which plans are compared: of every op alone, of recomputation, and of the
-    traffic of saved values.
+    With ``fused=False``, graphs that fuse get the seconds by which plans are compared: of every op alone, of recomputation, and
+    of the traffic of saved values.
     """
     seconds = np.array([graph.ops[index].seconds for index in schedule.sequence], dtype=np.float64)
     if not graph.fuses:

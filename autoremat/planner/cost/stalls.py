@@ -9,9 +9,9 @@ in the sequence of their issue. Four events of a stay meet the compute stream:
 | store | after the execution ``store``  | issues the store |
 | free  | after the execution ``free``   | waits for the end of the store |
 
-Of transfers that are issued at the same moment, the one whose end is awaited first goes first. ``Engine.COMPUTE`` is the compute
-stream itself, so its transfers only add their seconds. A load never begins before its store has ended, because the stream waits
-for the store at ``free``, which precedes ``load``.
+Of transfers that are issued at the same moment, the one whose end is awaited first goes first. ``Engine.COMPUTE`` is the
+compute stream itself, so its transfers only add their seconds. Every store has ended before the backward begins, because the
+stream waits for it at ``free``. So no load waits for its store, and no store keeps an engine from a load.
 """
 
 from __future__ import annotations
@@ -46,13 +46,11 @@ class Stalls:
         return sum(self.waits)
 
 
-def stalls_of(
-    graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDArray[np.float64] | None = None
-) -> Stalls:
+def stalls_of(graph: Graph, schedule: Schedule, speed: float = 1.0, seconds: NDArray[np.float64] | None = None) -> Stalls:
     """Returns the stalls of ``schedule``.
 
-    The engines run at ``speed`` times the planned rate; the compute stream keeps its own. ``seconds`` are those of each execution,
-    for callers that know them: :func:`durations` does not depend on stays.
+    Engines run at ``speed`` times the planned rate; the compute stream keeps its own. Callers that judge many stays give the
+    ``seconds`` of the executions, because :func:`durations` does not depend on stays.
     """
     waits, busy = [0.0] * len(schedule.sequence), dict.fromkeys(Engine, 0.0)
     if not schedule.stays:

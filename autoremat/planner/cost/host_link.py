@@ -1,0 +1,79 @@
+"""Rates of host links: of the copies between a device and the pinned memory of its host.
+
+    seconds of a copy  =  latency  +  bytes / rate
+
+The two directions have rates of their own. The copies of one step never run in both at once: its stores end before the
+backward, and its loads begin there.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autoremat.planner.cost.devices import GB, UNKNOWN_GPU, contains_word, datasheet
+from autoremat.planner.graph.forms import Engine, Form, Transfer
+
+PLANNED_SHARE = 0.8
+"""The share of a link's rate by which plans are made. Plans for the full rate make the step 15 to 20 % longer where the link
+reaches 0.8 of it. Plans for 0.8 cost at most 0.5 % where the link reaches its full rate."""
+
+LATENCY_SECONDS = 10e-6
+"""Assumed latency of one copy: its launch, and the events between the streams."""
+
+
+@dataclass(frozen=True)
+class HostLink:
+    """Attainable rates of one device's copies, in bytes per second. Raises ``ValueError`` for impossible ones."""
+
+    to_host: float
+    from_host: float
+    latency_seconds: float = LATENCY_SECONDS
+    together: float = 1.0
+    """Share of its rate that each direction keeps while the other one copies, too."""
+
+    def __post_init__(self) -> None:
+        possible = all(0 < rate < float("inf") for rate in (self.to_host, self.from_host)) and 0 < self.together <= 1
+        if not (possible and 0 <= self.latency_seconds < float("inf")):
+            raise ValueError(
+                f"{self} is no host link: rates above 0 and a latency of at least 0 must be finite, and `together` a share"
+            )
+
+
+# Sources: rates measured with pinned memory. The lowest ones count, because the ranks of a node copy at the same time.
+# PCI Express with 16 lanes. 3.0: a 2080 Ti, 10.5 GiB/s. 4.0: an A100, 25 GB/s. 5.0: an H200, 55.06 GB/s to the host and 55.43
+# from it (github.com/stas00/ml-engineering, network/README.md); GeForce cards, 55.7 from it.
+# GH200: 295 to the host and 342 from it (vllm-project/vllm, issue 6496), 170 and 411 in a node of four (NVIDIA/Megatron-LM,
+# issue 6491). GB300: 193 and 211, and 182 and 169 if all four copy (the same issue). GB200 has the same link.
+PCI_EXPRESS = {7: (11.0 * GB, 11.0 * GB), 8: (25.0 * GB, 25.0 * GB)}
+"""Rates to the host and from it, by the major number of the compute capability: Volta and Turing, Ampere and Ada."""
+
+PCI_EXPRESS_5 = (55.0 * GB, 55.0 * GB)
+"""Rates to the host and from it since Hopper."""
+
+ONE_BOARD = {"GH200": (170.0 * GB, 342.0 * GB), "GB200": (182.0 * GB, 169.0 * GB), "GB300": (182.0 * GB, 169.0 * GB)}
+"""Rates to the host and from it of devices on one board with their CPU (NVLink-C2C)."""
+
+UNIFIED = ("cpu", "mps", "Apple", "GB10", "Thor", "Orin", "Xavier")
+"""Words in the names of devices that share the memory of their host."""
+
+
+def assumed_host_link(device: str) -> HostLink | None:
+    """Returns the host link of the device of that name by published rates, or None if it shares the memory of its host.
+
+    An unknown device has PCI Express 4.0.
+    """
+    if any(contains_word(word, device) for word in UNIFIED):
+        return None
+    rates = next((rates for board, rates in ONE_BOARD.items() if contains_word(board, device)), None)
+    if rates is None:
+        rates = PCI_EXPRESS.get((datasheet(device) or UNKNOWN_GPU).capability[0], PCI_EXPRESS_5)
+    return HostLink(*rates)
+
+
+def host_form(value_bytes: int, link: HostLink) -> Form:
+    """Returns the form that keeps a value on the host, with the seconds of :data:`PLANNED_SHARE` of the rates of ``link``."""
+
+    def copy(engine: Engine, rate: float) -> Transfer:
+        return Transfer(engine, (link.latency_seconds + value_bytes / rate) / PLANNED_SHARE)
+
+    return Form("host", copy(Engine.TO_HOST, link.to_host), copy(Engine.FROM_HOST, link.from_host), host_bytes=value_bytes)

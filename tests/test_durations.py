@@ -1,0 +1,206 @@
+"""Seconds of executions as fused: against an independent count, and in cases made by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import Buffer, Fusion
+from strategies import GraphBuilder, graphs, saved_sets
+
+from autoremat.planner.cost.durations import durations
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Kind, Role
+from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
+from autoremat.planner.search.planner import Planner
+
+SIZE, PER_BYTE = 100, 2e-6
+MOVED = SIZE * PER_BYTE / 2
+"""Seconds to write or to read a value of these graphs."""
+
+SLOW = 1.0
+"""Seconds of an op alone that no kernel of these graphs reaches."""
+
+
+def streamed(build: GraphBuilder, *inputs: int, size: int = SIZE, arithmetic: float = 0.0, **fields: object) -> int:
+    """A pointwise op."""
+    fields = {"seconds": SLOW, "memory_bound_seconds": SLOW - arithmetic} | fields
+    return build.op(inputs, size, kind=Kind.POINTWISE, **fields)
+
+
+def product(build: GraphBuilder, *inputs: int, **fields: object) -> int:
+    return build.op(inputs, SIZE, **{"kind": Kind.EXTERN, "seconds": 3.0} | fields)
+
+
+def saving_all(build: GraphBuilder, **ends: tuple[int, ...]) -> tuple[Graph, Schedule]:
+    graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=PER_BYTE)
+    return graph, build_schedule(graph, graph.backward_needs)
+
+
+def test_without_fusion_every_execution_has_the_seconds_of_its_op():
+    graph = Graph.from_dag([1.0, 2.0, 4.0], [1] * 3, [(0, 1), (0, 2), (1, 2)], outputs=(2,), num_forward=2)
+    schedule = build_schedule(graph, ())
+    assert schedule.sequence == (0, 1, 0, 1, 2)
+    for fused in (True, False):
+        assert durations(graph, schedule, fused=fused).tolist() == [graph.ops[i].seconds for i in schedule.sequence]
+
+
+def test_a_result_that_is_inlined_takes_no_time_and_its_reader_reads_what_it_reads():
+    build = GraphBuilder()
+    first = product(build, build.source(SIZE))
+    scaled = streamed(build, first, build.source(3 * SIZE))
+    result = product(build, streamed(build, scaled))
+    graph, schedule = saving_all(build, forward_outputs=(result,))
+    assert durations(graph, schedule) == pytest.approx([3.0, 0.0, (1 + 3 + 1) * MOVED, 3.0])
+
+
+def test_a_fusion_group_reads_a_tensor_once_and_reads_nothing_that_it_makes():
+    """Both of the first two results are read by products. The second one is computed from the first one and the same input."""
+    build = GraphBuilder()
+    given = build.source(SIZE)
+    first = streamed(build, given)
+    second = streamed(build, first, given)
+    third = streamed(build, product(build, first, second), given)
+    graph, schedule = saving_all(build, forward_outputs=(third,))
+    assert durations(graph, schedule) == pytest.approx([2 * MOVED, MOVED, 3.0, 3 * MOVED])
+
+
+def test_a_kernel_takes_no_longer_than_its_ops_alone():
+    build = GraphBuilder()
+    quick = {"seconds": 0.5 * MOVED, "memory_bound_seconds": 0.5 * MOVED}
+    slice_ = streamed(build, build.source(10 * SIZE), **quick)
+    graph, schedule = saving_all(build, forward_outputs=(streamed(build, slice_, **quick),))
+    assert durations(graph, schedule) == pytest.approx([0.0, MOVED])
+
+
+def test_a_kernel_takes_at_least_its_arithmetic():
+    build = GraphBuilder()
+    first = streamed(build, build.source(SIZE), arithmetic=0.25)
+    graph, schedule = saving_all(build, forward_outputs=(streamed(build, first, arithmetic=0.5),))
+    assert durations(graph, schedule) == pytest.approx([0.0, 0.75])
+
+
+@pytest.mark.parametrize(("longer", "expected"), [(1.0, 3 * MOVED), (1.5, 1.5 * 3 * MOVED)])
+def test_an_op_that_is_no_stream_has_arithmetic_if_it_takes_longer_than_its_traffic(longer, expected):
+    """As a sum that counts elements. It reads what is inlined: one tensor instead of three."""
+    build = GraphBuilder()
+    sum_ = {"kind": Kind.REDUCTION, "bytes_moved": 3 * SIZE, "seconds": longer * 3 * MOVED}
+    total = build.op([streamed(build, build.source(3 * SIZE), size=3 * SIZE)], 0, **sum_)
+    graph, schedule = saving_all(build, forward_outputs=(total,))
+    assert durations(graph, schedule) == pytest.approx([0.0, expected])
+
+
+def trained(arithmetic: float = 0.0) -> tuple[Graph, int, int]:
+    """A product and a chain of two pointwise results behind it. The backward reads the product and the chain's end.
+
+    Also returns both values.
+    """
+    build = GraphBuilder()
+    first = product(build, build.source(SIZE))
+    last = streamed(build, streamed(build, first, arithmetic=arithmetic), arithmetic=arithmetic)
+    loss = build.op([last], 0, kind=Kind.REDUCTION, seconds=0.0)
+    gradient = streamed(build, build.source(SIZE, Role.TANGENT), last, first, forward=False)
+    ends = {"forward_outputs": (loss,), "backward_outputs": (gradient,)}
+    return build.graph(**ends, fuses=True, saving_seconds_per_byte=PER_BYTE), first, last
+
+
+def test_a_saved_value_is_written_in_the_forward_and_read_in_the_backward():
+    graph, first, last = trained()
+    assert durations(graph, build_schedule(graph, {first})) == pytest.approx([3.0, 0.0, 0.0, MOVED, 0.0, 0.0, 3 * MOVED])
+    with_it = build_schedule(graph, {first, last})
+    assert durations(graph, with_it) == pytest.approx([3.0, 0.0, 2 * MOVED, 0.0, 4 * MOVED])
+
+
+def test_a_value_that_is_recomputed_within_a_kernel_costs_its_arithmetic():
+    graph, first, last = trained(arithmetic=0.125)
+    found = durations(graph, build_schedule(graph, {first}))
+    assert found == pytest.approx([3.0, 0.0, 0.0, 0.25, 0.0, 0.0, 0.25])
+
+
+def test_seconds_do_not_depend_on_stays():
+    graph, first, last = trained()
+    schedule = build_schedule(graph, {first, last})
+    stored = replace(schedule, stays=(Stay(last, "host", 2, 3, 4, 4),))
+    assert durations(graph, stored).tolist() == durations(graph, schedule).tolist()
+
+
+@given(graphs(fuses=True))
+def test_compared_seconds_are_those_of_the_step_and_of_the_cost_of_the_plan(graph):
+    plan = Planner(graph).find(None).plan
+    assert plan is not None
+    late = set(plan.schedule.backward) - set(plan.schedule.forward) - set(range(graph.num_forward, len(graph.ops)))
+    expected = graph.step_seconds + plan.cost_seconds + sum(graph.ops[index].seconds for index in late)
+    assert durations(graph, plan.schedule, fused=False).sum() == pytest.approx(expected)
+
+
+@st.composite
+def fused_schedules(draw: st.DrawFn) -> tuple[Graph, Schedule]:
+    """Graphs that fuse, at a rate that gives traffic and seconds alone about the same size, with a schedule."""
+    graph = replace(draw(graphs(fuses=True)), saving_seconds_per_byte=draw(st.sampled_from([1e-6, 1e-4, 1e-2])))
+    return graph, build_schedule(graph, draw(saved_sets(graph)))
+
+
+def in_one_group(graph: Graph, schedule: Schedule, one: int, other: int) -> bool:
+    """Whether no extern kernel and no border of the halves separates two executions."""
+    sequence, (first, last) = schedule.sequence, sorted((one, other))
+    extern = any(graph.ops[index].kind is Kind.EXTERN for index in sequence[first : last + 1])
+    return not extern and not first < len(schedule.forward) <= last
+
+
+def count_of_kernels(graph: Graph, schedule: Schedule) -> list[float]:
+    """The seconds of executions, by what each fusion group has computed and moved up to each of them."""
+    fusion, sequence, per_byte = Fusion(graph, schedule), schedule.sequence, graph.saving_seconds_per_byte / 2
+    absent = fusion.absent()
+    makes = [[b for b in fusion.buffers if b.computed_at == at] for at in range(len(sequence))]
+
+    def computed(at: int) -> frozenset[int]:
+        behind = [fusion.read.get((value, at)) for value in graph.ops[sequence[at]].inputs]
+        return frozenset({at}).union(*(computed(b.computed_at) for b in behind if b in absent))
+
+    def read(executions: frozenset[int], group_of: int) -> int:
+        found: set[Buffer | int] = {
+            fusion.read.get((value, at), value) for at in executions for value in graph.ops[sequence[at]].inputs
+        } - absent
+        return sum(
+            graph.values[b if isinstance(b, int) else b.value].bytes
+            for b in found
+            if isinstance(b, int) or not in_one_group(graph, schedule, b.computed_at, group_of)
+        )
+
+    def beside_traffic(index: int) -> float:
+        op = graph.ops[index]
+        bound = not op.memory_bound_seconds and op.seconds <= op.bytes_moved * per_byte * (1 + 1e-9)
+        return 0.0 if bound else op.seconds - op.memory_bound_seconds
+
+    found, done = [], dict[int, frozenset[int]]()
+    for at, index in enumerate(sequence):
+        if graph.ops[index].kind is Kind.EXTERN:
+            found.append(graph.ops[index].seconds)
+        elif makes[at] and absent.issuperset(makes[at]):
+            found.append(0.0)
+        else:
+            before = frozenset[int]().union(*(ran for other, ran in done.items() if in_one_group(graph, schedule, other, at)))
+            done[at] = computed(at)
+            new = [sequence[execution] for execution in done[at] - before]
+            moved = read(done[at] | before, at) - read(before, at) + sum(graph.values[b.value].bytes for b in makes[at])
+            moved -= sum(graph.values[b.value].bytes for b in makes[at] if b in absent)
+            alone = sum(graph.ops[op].seconds for op in new)
+            found.append(min(alone, max(moved * per_byte, sum(map(beside_traffic, new)))))
+    return found
+
+
+@settings(max_examples=150)
+@given(fused_schedules())
+def test_seconds_are_those_of_an_independent_count(case):
+    assert durations(*case) == pytest.approx(count_of_kernels(*case))
+
+
+@given(fused_schedules())
+def test_kernels_take_at_most_the_seconds_of_their_ops_in_each_group(case):
+    graph, schedule = case
+    found = durations(graph, schedule)
+    assert (found >= 0).all()
+    extern = [at for at, index in enumerate(schedule.sequence) if graph.ops[index].kind is Kind.EXTERN]
+    assert found[extern].tolist() == [graph.ops[schedule.sequence[at]].seconds for at in extern]
