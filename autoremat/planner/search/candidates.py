@@ -27,6 +27,7 @@ from autoremat.planner.graph.segments import Chain, segment_counts
 from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.greedy_fill import fill
+from autoremat.planner.search.joint_search import JointSearch
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.ruin_and_recreate import recreate
 from autoremat.planner.search.work_limit import PREPARATION, SIMULATION, WorkLimit
@@ -48,9 +49,11 @@ class Strategies(enum.Flag):
     """Greedy fill of free memory."""
     RECREATE = enum.auto()
     """Ruin and recreate, from the best filled candidate."""
+    STORE = enum.auto()
+    """Stays, if values have forms."""
 
 
-EVERY_STRATEGY = Strategies.CURVE | Strategies.SEGMENTS | Strategies.FILL | Strategies.RECREATE
+EVERY_STRATEGY = Strategies.CURVE | Strategies.SEGMENTS | Strategies.FILL | Strategies.RECREATE | Strategies.STORE
 
 
 def spread(count: int, wanted: int) -> set[int]:
@@ -78,6 +81,8 @@ class Search:
     strategies: Strategies = EVERY_STRATEGY
     given: tuple[Candidate, ...] = ()
     """Candidates from outside the search, such as a policy's schedule."""
+    host_bytes: int | None = None
+    """Bound on the bytes of stays on the host; None: no bound."""
     simulated: int = 0
     lacks_candidates: bool = False
     """True if the limit passed before all candidates were simulated. A restart keeps those that were."""
@@ -88,6 +93,8 @@ class Search:
         with self.limit.unit(PREPARATION * len(self.graph.ops)):
             self.mincut = MinCut(self.graph, self.limit)
             self.chain = Chain.of(self.graph)
+        with_stays = Strategies.STORE in self.strategies and any(value.forms for value in self.graph.values)
+        self.joint = JointSearch(self, self.host_bytes) if with_stays else None
 
     def restart(self) -> None:
         """Begins a new search. Forgets the plans that were filled for earlier budgets. Candidates do not depend on a budget and
@@ -95,6 +102,8 @@ class Search:
         self.limit.restart()
         self.explored = False
         self.filled = []
+        if self.joint is not None:
+            self.joint.found = []
 
     @property
     def is_limited(self) -> bool:
@@ -243,7 +252,8 @@ class Search:
 
     def best(self, budget: int | None, accepts: Callable[[Plan], bool] = bool) -> Plan | None:
         """Returns the cheapest plan found so far within ``budget`` bytes (None: no bound) that ``accepts`` admits."""
-        plans = (*self.unfilled, *(c.plan for c in self.filled))
+        joint = [] if self.joint is None else self.joint.found
+        plans = (*self.unfilled, *(c.plan for c in (*self.filled, *joint)))
         fitting = (p for p in plans if (budget is None or p.peak_bytes <= budget) and accepts(p))
         return min(fitting, key=lambda p: p.cost_seconds, default=None)
 
@@ -286,6 +296,8 @@ class Search:
             self.fill(budget)
             if Strategies.RECREATE in self.strategies:
                 self.recreate(budget)
+        if self.joint is not None:
+            self.joint.improve(budget)
         return self.best(budget)
 
     def spread_out(self) -> list[Plan]:

@@ -7,6 +7,7 @@ execution is a group. Bytes of a group are the most at any of its executions.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -15,7 +16,7 @@ from numpy.typing import NDArray
 
 from autoremat.planner.cost.durations import durations
 from autoremat.planner.graph.arrays import Flags, Numbers
-from autoremat.planner.graph.forms import Form
+from autoremat.planner.graph.forms import Engine, Form
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.memory.fusion import fusion_of
 from autoremat.planner.memory.live_ranges import Buffers
@@ -46,7 +47,7 @@ class Storable:
 class GroupedPlan:
     """The fusion groups of ``plan``, which has no stays."""
 
-    def __init__(self, plan: Plan, fused: bool = True) -> None:
+    def __init__(self, plan: Plan) -> None:
         self.plan, self.graph = plan, plan.graph
         self.schedule = Schedule(plan.schedule.forward, plan.schedule.backward)
         buffers = Buffers(self.graph, self.schedule)
@@ -61,7 +62,7 @@ class GroupedPlan:
         """The last execution of each group."""
         self.num_forward = int(np.searchsorted(self.begins, border))
         """Number of groups of the forward."""
-        self.seconds = durations(self.graph, self.schedule, fused=fused)
+        self.seconds = durations(self.graph, self.schedule)
         """Seconds of each execution, without waits."""
         self.clock: NDArray[np.float64] = np.append(0.0, np.cumsum(np.add.reduceat(self.seconds, self.begins)))
         """For each group, the moment at which it begins without waits; the last entry is the end of the step."""
@@ -81,6 +82,23 @@ class GroupedPlan:
             change[one.free + 1] -= one.relief
             change[one.need] += one.relief
         return int((self.bytes + np.cumsum(change)[:-1]).max(initial=0)) - others
+
+    @cached_property
+    def store_rate(self) -> float:
+        """The most bytes on the device that stores free per second, with all engines together."""
+        rates: dict[Engine, float] = {}
+        for one in self.storables:
+            rate = one.relief / one.form.store.seconds if one.form.store.seconds else math.inf
+            rates[one.form.store.engine] = max(rates.get(one.form.store.engine, 0.0), rate)
+        return sum(rates.values())
+
+    def least_stall(self, budget: int) -> float:
+        """Returns a lower bound on the waits by which stays could bring the peak down to ``budget`` bytes."""
+        fullest = int(self.bytes.argmax())
+        if any(one.form.store.engine is Engine.COMPUTE for one in self.storables) or self.graph.in_flight > 1:
+            return 0.0
+        ended = float(self.clock[min(fullest + 1, self.num_forward)])
+        return max(0.0, int(self.bytes[fullest] - budget) / max(self.store_rate, 1e-9) - ended)
 
     def stay(self, storable: Storable, store: int, free: int, load: int) -> Stay:
         """Returns the stay with these groups as its positions."""

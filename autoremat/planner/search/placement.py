@@ -44,19 +44,20 @@ class _Away:
     """The moment at which the store ends."""
 
 
-def place(grouped: GroupedPlan, budget: int, host_bytes: int | None = None) -> Plan | None:
+def place(grouped: GroupedPlan, budget: int, host_bytes: int | None = None, most_stall: float = math.inf) -> Plan | None:
     """Returns the plan with stays by which it fits ``budget`` bytes, with the fewest seconds of waiting that were found.
 
-    ``host_bytes`` bounds the bytes on the host. Returns None if no stays are found that fit.
+    ``host_bytes`` bounds the bytes on the host. Returns None if no stays are found that fit and stall for less than
+    ``most_stall`` seconds.
     """
-    plan, best, least = grouped.plan, None, math.inf
+    plan, best, least = grouped.plan, None, most_stall
     if grouped.least_bytes > budget:
         return None
     host = math.inf if host_bytes is None else host_bytes // plan.graph.in_flight
     loads: dict[int, int] = {}
     goal = budget
     for shrinkage in settings.goals:
-        stays = stays_within(grouped, min(goal, int(budget * (1 - shrinkage))), host, loads)
+        stays = stays_within(grouped, min(goal, int(budget * (1 - shrinkage))), host, loads, least)
         if stays is None:
             break
         schedule = replace(grouped.schedule, stays=stays)
@@ -73,12 +74,15 @@ def place(grouped: GroupedPlan, budget: int, host_bytes: int | None = None) -> P
     return best
 
 
-def stays_within(grouped: GroupedPlan, goal: int, host: float, loads: dict[int, int]) -> tuple[Stay, ...] | None:
-    """Returns stays for a peak of about ``goal`` bytes, or None. ``host`` bounds the bytes of a call on the host.
+def stays_within(
+    grouped: GroupedPlan, goal: int, host: float, loads: dict[int, int], most_stall: float = math.inf
+) -> tuple[Stay, ...] | None:
+    """Returns stays for a peak of about ``goal`` bytes, or None if there are none that stall for less than ``most_stall``.
 
-    ``loads`` are the groups at which an earlier round loads values; they are updated.
+    ``host`` bounds the bytes of a call on the host. ``loads`` are the groups at which an earlier round loads values; they are
+    updated.
     """
-    sweep = _Sweep(grouped, goal, host, loads)
+    sweep = _Sweep(grouped, goal, host, loads, most_stall)
     if not sweep.run():
         return None
     away = sorted(sweep.away.values(), key=lambda one: (one.storable.need, one.storable.made, one.storable.value))
@@ -92,8 +96,8 @@ def stays_within(grouped: GroupedPlan, goal: int, host: float, loads: dict[int, 
 class _Sweep:
     """The sweep over the groups that chooses values, and the groups behind which they are stored and freed."""
 
-    def __init__(self, grouped: GroupedPlan, goal: int, host: float, loads: dict[int, int]) -> None:
-        self.grouped, self.goal, self.host, self.loads = grouped, goal, host, loads
+    def __init__(self, grouped: GroupedPlan, goal: int, host: float, loads: dict[int, int], most_stall: float) -> None:
+        self.grouped, self.goal, self.host, self.loads, self.most_stall = grouped, goal, host, loads, most_stall
         self.bytes = grouped.bytes.copy()
         """Bytes at each group, without what is chosen to be away then."""
         self.clock: list[float] = grouped.clock.tolist()
@@ -113,14 +117,14 @@ class _Sweep:
         return self.ended[-1] if self.ended else 0.0
 
     def run(self) -> bool:
-        """Chooses the values. Returns False if no choice fits."""
+        """Chooses the values. Returns False if no choice fits, or if the compute stream waits too long."""
         over = (self.bytes > self.goal).nonzero()[0]
         made: dict[int, list[Storable]] = {}
         for one in self.grouped.storables:
             made.setdefault(one.made, []).append(one)
         for group in range(int(over[-1]) + 1 if len(over) else 0):
             while self.bytes[group] > self.goal:
-                if not self._relieve(group):
+                if not self._relieve(group) or self.waited >= self.most_stall:
                     return False
             if group < self.grouped.num_forward:
                 self.ended.append(self.clock[group + 1] + self.waited)

@@ -53,10 +53,12 @@ class Planner:
     soft_budget_bytes: int | None = None
     """Peak that a plan without a budget stays below, unless that costs much time. The fastest plan may save little time for
     much more memory."""
+    host_bytes: int | None = None
+    """Bound on the bytes of stays on the host; None: no bound."""
 
     def __post_init__(self) -> None:
         self.limit = WorkLimit(self.time_limit)
-        self.search = Search(self.graph, self.limit, self.strategies, self.given)
+        self.search = Search(self.graph, self.limit, self.strategies, self.given, self.host_bytes)
         with self.limit.unit():
             self.moments = Moments(self.graph, self.search.mincut)
         self.baseline = self.search.save_everything()

@@ -33,6 +33,12 @@ SIMULATION = 2.2
 FILL = 3.6
 """Work per execution to choose the values that a round of greedy fill saves."""
 
+PLACEMENT = 12.0
+"""Work per execution to choose the stays that bring a plan within a budget, and to simulate them."""
+
+PROGRAM = 60.0
+"""Work per column of a linear program of the joint choice."""
+
 CHECK = 6.0
 """Work per execution to check a plan."""
 
