@@ -35,13 +35,13 @@ def with_forms(captured: Capture, names: Set[str], link: HostLink | None) -> Cap
     """
     graph, unit = captured.graph, captured.device.allocation_bytes
     values = list(graph.values)
-    for number, node in storable_values(captured):
+    for number, node in _storable(captured):
         forms = _forms_of(values[number], node, graph, unit, link)
         values[number] = replace(values[number], forms=tuple(form for form in forms if form.name in names))
     return replace(captured, graph=replace(graph, values=tuple(values)))
 
 
-def storable_values(captured: Capture) -> Iterator[tuple[int, fx.Node]]:
+def _storable(captured: Capture) -> Iterator[tuple[int, fx.Node]]:
     """Yields the values that may have forms, each with the node that holds it."""
     graph = captured.graph
     held = {*graph.forward_outputs, *graph.backward_outputs, *written_values(captured.op_nodes, captured.aliases)}

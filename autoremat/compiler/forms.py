@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
+from autoremat.basics.checks import MOST_BYTES
 from autoremat.basics.errors import OptionWarning
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.capture.capture import Capture
-from autoremat.capture.forms import storable_values, with_forms
+from autoremat.capture.forms import with_forms
 from autoremat.capture.pricing import ROOFLINE
 from autoremat.measure.host_link import host_link_of
 from autoremat.passes.forms import FORMS
 from autoremat.planner.cost.host_link import HostLink, assumed_host_link
 from autoremat.planner.graph.forms import HOST
-from autoremat.planner.plans.plan import Plan
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.search.planner import Planner
 from autoremat.planner.settings import SETTINGS
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers, joint_graphs
@@ -46,27 +49,22 @@ def with_allowed_forms(
     return captured, why
 
 
-def host_remedy(captured: Capture, smallest: Plan, request: Request, card: str | None) -> str:
-    """Returns the advice to keep saved tensors on the host, with their bytes at the peak of the ``smallest`` plan.
+def host_remedy(captured: Capture, constrained: Graph, request: Request, card: str | None, limit: int) -> str:
+    """Returns the advice to keep saved tensors on the host, if a plan with a peak of ``limit`` bytes then exists; else "".
 
-    Returns "" if ``host_memory`` is given, or if none of these tensors could be kept there.
+    ``constrained`` is the graph of ``captured`` with the constraints of the request.
     """
-    device = joint_graphs.device_of(captured.joint)
-    link = assumed_host_link(card) if card else host_link_of(device, measures=False)
     limits = request.limits
-    if limits.host_bytes is not None or limits.step_share is not None or link is None or _hindrance(captured, request):
+    if limits.host_bytes is not None or limits.step_share is not None:
         return ""
-    position, border = smallest.timeline.peak_position, len(smallest.schedule.forward)
-    read = smallest.graph.ops[smallest.schedule.sequence[position]].inputs
-    idle = {number for number, _ in storable_values(captured)} & set(smallest.saved) - set(read)
-    live = [one.bytes for one in smallest.timeline.live_ranges
-            if one.value in idle and one.start < border and one.start <= position <= one.end]  # fmt: skip
-    if not live:
+    asked = replace(request, limits=replace(limits, host_bytes=MOST_BYTES), store=None)
+    with_host, why = with_allowed_forms(captured, asked, card)
+    if why or with_host is captured:
         return ""
-    return (
-        f'let saved tensors wait on the host (host_memory="auto"): {format_bytes(sum(live))} of the minimum peak are '
-        f"{len(live)} saved tensors that nothing reads there"
-    )
+    now("planning with host memory")
+    plan = Planner(replace(constrained, values=with_host.graph.values), request.time_limit).choose(limit)
+    held = 0 if plan is None else plan.timeline.host_bytes
+    return f"set host_memory to {held} ({format_bytes(held)}): a plan that keeps them on the host fits" if held else ""
 
 
 def _hindrance(captured: Capture, request: Request) -> str:

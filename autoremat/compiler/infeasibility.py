@@ -100,11 +100,13 @@ def no_plan_fits(
     unconstrained = None
     if chosen.constrained.graph is not chosen.priced.graph:
         now("planning without constraints")
-        unconstrained = Planner(chosen.priced.graph, context.request.time_limit).search.smallest.peak_bytes
+        planner = Planner(chosen.priced.graph, context.request.time_limit, host_bytes=limits.host_bytes)
+        unconstrained = planner.search.smallest.peak_bytes
     device = chosen.priced.captured.device.name
     if chosen.time is not None and chosen.plan_file is None:
         return _no_plan_keeps_both(choice, context, budget, headroom, unconstrained)
-    host = host_remedy(chosen.priced.captured, chosen.planning.smallest, context.request, context.cuda_name)
+    captured, constrained, room = chosen.priced.captured, chosen.constrained.graph, budget - headroom
+    host = host_remedy(captured, constrained, context.request, context.cuda_name, room)
     least = chosen.planning.smallest.peak_bytes + headroom  # the assumed peak of generated code
     share = chosen.priced.step_share(limits)
     if share is not None:  # the plan of the minimum peak may miss another limit

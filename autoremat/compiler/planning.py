@@ -292,15 +292,18 @@ def planner_of(
     given = () if constrained.candidate is None else (constrained.candidate,)
     wanted = (constrained.graph, [candidate.plan.schedule for candidate in given], soft_budget)
     known = next((planner for begun_for, planner in earlier.searches if begun_for == wanted), None)
-    planner = known or new_planner(constrained.graph, request.time_limit, given, soft_budget)
+    host = request.limits.host_bytes
+    planner = known or new_planner(constrained.graph, request.time_limit, given, soft_budget, host)
     if known is None:
         earlier.searches.append((wanted, planner))
     return planner, constrained
 
 
-def new_planner(graph: Graph, time_limit: float, given: tuple[Candidate, ...], soft_budget: int | None) -> PlanSource:
+def new_planner(
+    graph: Graph, time_limit: float, given: tuple[Candidate, ...], soft_budget: int | None, host_bytes: int | None = None
+) -> PlanSource:
     """Returns the search that trains models. Another :class:`PlanSource` can take its place here."""
-    return Planner(graph, time_limit, given=given, soft_budget_bytes=soft_budget)
+    return Planner(graph, time_limit, given=given, soft_budget_bytes=soft_budget, host_bytes=host_bytes)
 
 
 def stored_plan(priced: PricedGraph, context: PlanningContext, planner: PlanSource) -> tuple[str, Plan] | None:
