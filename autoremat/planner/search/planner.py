@@ -60,7 +60,7 @@ class Planner:
         self.limit = WorkLimit(self.time_limit)
         self.search = Search(self.graph, self.limit, self.strategies, self.given, self.host_bytes)
         with self.limit.unit():
-            self.moments = Moments(self.graph, self.search.mincut)
+            self.moments = Moments(self.graph, self.search.mincut, host_bytes=self.host_bytes)
         self.baseline = self.search.save_everything()
         self.check(self.baseline, ignores_recompute=True)
 
