@@ -13,6 +13,7 @@ ops read them too.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from torch import fx
@@ -67,6 +68,7 @@ def insert_stores(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -
     """
     assert capture.joint is joint
     transfers = _transfers(capture, schedule)
+    _gather_forward(capture, [one.holder for one in transfers])
     order = list(joint.graph.nodes)
     place = {node: number for number, node in enumerate(order)}
     begun: dict[int, fx.Node] = {}
@@ -84,6 +86,28 @@ def insert_stores(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -
             else:
                 begun[value] = one.nodes.begin_store(builder, one.holder, one.form)
     return len(transfers)
+
+
+def _gather_forward(capture: Capture, holders: list[fx.Node]) -> None:
+    """Moves what the forward runs, and ``holders``, before the first op of the backward, with all that it reads.
+
+    Ops that write to inputs are traced behind that one. A store that follows them would otherwise stand behind its load.
+    """
+    begin = next(iter(capture.op_nodes[capture.graph.num_forward :]), capture.joint.graph.output_node())
+    late = set(itertools.takewhile(lambda node: node is not begin, reversed(capture.joint.graph.nodes)))
+
+    def move(node: fx.Node) -> None:
+        if node in late:
+            late.remove(node)
+            for operand in node.all_input_nodes:
+                move(operand)
+            begin.prepend(node)
+
+    for call in capture.op_nodes[: capture.graph.num_forward]:
+        for node in (call, *communication.waits_for(call)):
+            move(node)
+    for holder in holders:
+        move(holder)
 
 
 class Loads:
