@@ -64,7 +64,7 @@ def host_remedy(captured: Capture, constrained: Graph, request: Request, card: s
     now("planning with host memory")
     plan = Planner(replace(constrained, values=with_host.graph.values), request.time_limit).choose(limit)
     held = 0 if plan is None else plan.timeline.host_bytes
-    return f"set host_memory to {held} ({format_bytes(held)}): a plan that keeps them on the host fits" if held else ""
+    return f"set host_memory to {held} ({format_bytes(held)}): a plan fits that keeps these on the host" if held else ""
 
 
 def _hindrance(captured: Capture, request: Request) -> str:

@@ -37,8 +37,9 @@ class FormTotal:
     @property
     def text(self) -> str:
         """The sums as text."""
-        held = f", which take {format_bytes(self.device_bytes)}" if self.device_bytes else ""
-        return f"{self.tensors} of {format_bytes(self.bytes)} {PLACES.get(self.form, self.form)}{held}"
+        held = f" in {format_bytes(self.device_bytes)}" if self.device_bytes else ""
+        noun = "tensor" if self.tensors == 1 else "tensors"
+        return f"{self.tensors} {noun} of {format_bytes(self.bytes)} {PLACES.get(self.form, self.form)}{held}"
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,8 @@ class StoredTensors:
             bound = "" if host_memory_bytes is None else f" of {format_bytes(host_memory_bytes)} (host_memory)"
             moved = f"{format_bytes(self.moved_bytes)} to the host and back in a call"
             rows.append(("host peak", f"{format_bytes(self.host_peak_bytes)}{bound}; {moved}"))
-        best = f", {format_seconds(self.stall_seconds_at_best)} at its whole rate" if self.moved_bytes else ""
-        at = " at the planned rate of the link" if self.moved_bytes else ""
-        busiest = f"{ENGINES[Engine(self.busiest_engine)]} take the most time, {format_seconds(self.busiest_seconds)}"
-        rows.append(("stalls", f"{format_seconds(self.stall_seconds)}{at}{best}; {busiest}"))
+        waits = f"{format_seconds(self.stall_seconds)} at {PLANNED_SHARE:.0%} of the link's rate, for which the plan is made"
+        waits += f", and {format_seconds(self.stall_seconds_at_best)} at the whole rate"
+        busiest = f"{ENGINES[Engine(self.busiest_engine)]}, {format_seconds(self.busiest_seconds)}"
+        rows.append(("stalls", f"{waits if self.stall_seconds else 'none'}; busiest engine: {busiest}"))
         return rows
