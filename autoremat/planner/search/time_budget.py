@@ -105,7 +105,7 @@ class Descent:
             search.recreate(budget, self.time.keeps)
         if search.joint is not None:
             search.joint.improve(budget, thorough, self.time.keeps)
-        found = [c.plan for c in search.made_for_budgets if c.plan.peak_bytes <= budget and self.time.keeps(c.plan)]
+        found = [c.plan for c in search.made_for_budgets if self.time.keeps(c.plan)]
         self.best = min(filter(None, (self.best, *found)), key=_rank, default=None)
         return bool(found)
 
