@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,15 +14,16 @@ from hypothesis import strategies as st
 from memory_oracle import bytes_between_halves, is_valid, replay_bytes
 from strategies import FORMS, GraphBuilder, forms_of, graphs, saved_sets, stays_of, with_forms
 
-from autoremat.basics.errors import PlanInvalid
+from autoremat.basics.errors import PlanFileError, PlanInvalid
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Role
+from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.graph.segments import Chain
 from autoremat.planner.memory import allocations
 from autoremat.planner.memory.simulator import simulate
 from autoremat.planner.plans.check import check_stays
 from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.plans.plan_file import PlanFile, fitted
 from autoremat.planner.plans.replay import replay
 from autoremat.report.peak_snapshot import TensorCategory, peak_of, profile_of
 
@@ -31,7 +35,7 @@ def small_graph(**fields: Any) -> Graph:
     """A value of 800 bytes, which the second op and the last one read."""
     build = GraphBuilder()
     a = build.op([build.source(0)], 800)
-    build.values[a] = dataclasses.replace(build.values[a], forms=forms_of(800))
+    build.values[a] = replace(build.values[a], forms=forms_of(800))
     b = build.op([a], 1)
     c = build.op([b], 1)
     d = build.op([build.source(0, Role.TANGENT), c], 1, forward=False)
@@ -76,14 +80,61 @@ def test_a_stored_value_is_freed_twice():
     assert [A in freed for freed in small_plan("bits").frees] == [False, True, False, False, False, True]
 
 
+def fused_graph(whole_groups: bool = False, kind: Kind = Kind.POINTWISE) -> Graph:
+    """A value of 64 bytes that a pointwise result reads, which the op after an extern kernel inlines, in both halves."""
+    build = GraphBuilder()
+    a = build.op([build.source(0)], 64)
+    b = build.op([a], 64, kind=Kind.POINTWISE)
+    build.op([build.source(0)], 1)
+    c = build.op([b], 64, kind=Kind.POINTWISE, in_place=(b,))
+    loss = build.op([c], 1)
+    d = build.op([build.source(0, Role.TANGENT), loss], 64, forward=False)
+    e = build.op([d], 64, kind=Kind.POINTWISE, forward=False)
+    f = build.op([a], 64, kind=Kind.POINTWISE, forward=False, in_place=(a,))
+    gradient = build.op([e, f], 64, kind=kind, forward=False)
+    return with_forms(
+        build.graph(forward_outputs=(loss,), backward_outputs=(gradient,), fuses=True, fusion_groups_hold_buffers=whole_groups)
+    )
+
+
+A_FUSED = 1
+
+
+def fused_plan(stay: tuple[int, int, int, int], **fields: Any) -> Plan:
+    return Plan.of(fused_graph(**fields), Schedule((0, 1, 2, 3, 4), (5, 6, 7, 8), (Stay(A_FUSED, "host", *stay),)))
+
+
+def ranges_of(plan: Plan, value: int) -> list[tuple[int, int]]:
+    return [(one.start, one.end) for one in plan.timeline.live_ranges if one.value == value]
+
+
+def test_a_stored_value_lives_until_what_is_computed_from_it_by_a_later_kernel():
+    # Execution 3 computes the result of execution 1, and so reads the value long after it is stored.
+    assert ranges_of(fused_plan((0, 1, 5, 6)), A_FUSED) == [(0, 3), (5, 8)]
+    assert ranges_of(fused_plan((0, 4, 7, 7)), A_FUSED) == [(0, 4), (7, 8)]
+
+
+def test_no_result_takes_the_buffer_of_a_stored_or_loaded_value():
+    stored = fused_plan((0, 1, 7, 7), kind=Kind.EXTERN)
+    assert ranges_of(stored, A_FUSED) == [(0, 3), (7, 7)]
+    saved = Plan.of(stored.graph, replace(stored.schedule, stays=()))
+    assert ranges_of(saved, A_FUSED) == [(0, 6)], "the result of execution 7 takes it"
+
+
+def test_a_call_of_a_fusion_group_holds_what_is_stored_or_loaded_in_it():
+    plan = fused_plan((0, 1, 7, 7), whole_groups=True)
+    assert ranges_of(plan, A_FUSED) == [(0, 3), (6, 8)]
+    plan.check()
+
+
 @st.composite
 def schedules(draw: st.DrawFn) -> tuple[Graph, Schedule]:
     """Random graphs, fused or not, with up to three calls in flight, and schedules with stays."""
     graph = with_forms(draw(graphs()))
-    graph = dataclasses.replace(graph, in_flight=draw(st.integers(1, 3)), resident_bytes=draw(st.sampled_from([0, 7])))
+    graph = replace(graph, in_flight=draw(st.integers(1, 3)), resident_bytes=draw(st.sampled_from([0, 7])))
     segments, _ = Chain.of(graph).segments(draw(st.integers(1, 4)))
     schedule = build_schedule(graph, draw(saved_sets(graph)), segments)
-    return graph, dataclasses.replace(schedule, stays=draw(stays_of(graph, schedule)))
+    return graph, replace(schedule, stays=draw(stays_of(graph, schedule)))
 
 
 @settings(max_examples=100)
@@ -129,10 +180,10 @@ def any_stays(draw: st.DrawFn, graph: Graph, schedule: Schedule) -> tuple[Stay, 
     for place, stay in enumerate(stays):
         field = draw(st.sampled_from(["store", "free", "load", "need", "value", "form", "none"]))
         if field == "form":
-            stays[place] = dataclasses.replace(stay, form=draw(st.sampled_from([*FORMS, "nowhere"])))
+            stays[place] = replace(stay, form=draw(st.sampled_from([*FORMS, "nowhere"])))
         elif field != "none":
             off = draw(st.sampled_from([-1, 1, 1000, -1000]))
-            stays[place] = dataclasses.replace(stay, **{field: getattr(stay, field) + off})
+            stays[place] = replace(stay, **{field: getattr(stay, field) + off})
     return tuple(draw(st.permutations(stays)) if draw(st.booleans()) else stays)
 
 
@@ -140,7 +191,7 @@ def any_stays(draw: st.DrawFn, graph: Graph, schedule: Schedule) -> tuple[Stay, 
 @given(st.data())
 def test_simulator_and_check_refuse_exactly_the_stays_that_are_not_possible(data):
     graph, schedule = data.draw(schedules())
-    schedule = dataclasses.replace(schedule, stays=data.draw(any_stays(graph, schedule)))
+    schedule = replace(schedule, stays=data.draw(any_stays(graph, schedule)))
     if is_valid(graph, schedule):
         check_stays(graph, schedule)
         simulate(graph, schedule)
@@ -148,3 +199,68 @@ def test_simulator_and_check_refuse_exactly_the_stays_that_are_not_possible(data
     for refuse in (check_stays, simulate):
         with pytest.raises(PlanInvalid):
             refuse(graph, schedule)
+
+
+# -- plans and their files ---------------------------------------------------------------------------------------------
+
+
+def test_a_budget_on_the_host_is_one_of_the_plan():
+    plan = small_plan()
+    assert replace(plan, host_budget_bytes=800).status is Status.OPTIMAL
+    assert replace(plan, host_budget_bytes=799).status is Status.INFEASIBLE
+    assert "800.00 B in 1 values, 800.00 B on the host" in str(plan)
+    assert "stored" not in str(replace(plan, schedule=Schedule(plan.schedule.forward, plan.schedule.backward)))
+
+
+def test_the_snapshot_counts_a_loaded_value_and_its_form_as_saved():
+    snapshot = peak_of(small_plan("shards"))
+    assert snapshot is not None
+    assert dict(snapshot.by_sort)[TensorCategory.SAVED] == 800 + 400 + 800
+
+
+def test_forms_and_stays_are_in_files():
+    plan = replace(small_plan("bits", in_flight=2), host_budget_bytes=5)
+    again = Plan.loads(plan.dumps())
+    assert (again.graph, again.schedule, again.host_budget_bytes) == (plan.graph, plan.schedule, 5)
+    assert json.loads(plan.to_json())["stays"] == [dataclasses.asdict(plan.schedule.stays[0])]
+
+
+def forms_in(record: dict[str, Any]) -> list[Any]:
+    """The forms of the stored value in the record of a file: each a list of name, store, load and so on."""
+    values = record["graph"]["values"]
+    found: list[Any] = values["rows"][A][values["columns"].index("forms")]
+    return found
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
+    "there is no value 1000": lambda r: r["stays"][0].__setitem__(0, 1000),
+    "there is no execution 6": lambda r: r["stays"][0].__setitem__(5, 6),
+    "-1 is no whole number": lambda r: r["stays"][0].__setitem__(2, -1),
+    "v1 has no form 'disk'": lambda r: r["stays"][0].__setitem__(1, "disk"),
+    "input0 has no form 'bits'": lambda r: r["stays"][0].__setitem__(0, 0),
+    "do not ascend": lambda r: r["stays"].append(r["stays"][0]),
+    "the positions of Stay": lambda r: r["stays"][0].__setitem__(3, 3),
+    "two forms of v1 have the same name": lambda r: forms_in(r)[0].__setitem__(0, "bits"),
+    "'rail' is not a valid Engine": lambda r: forms_in(r)[0][1].__setitem__(0, "rail"),
+    "-0.5 is no finite number": lambda r: forms_in(r)[0][2].__setitem__(1, -0.5),
+    "-1 is no whole number >= 0": lambda r: forms_in(r)[1].__setitem__(3, -1),
+    "missing .* required positional arguments": lambda r: forms_in(r).append(["void"]),
+    "no Form": lambda r: forms_in(r)[0].extend([0, 0]),
+    "OverflowError": lambda r: forms_in(r)[1].__setitem__(3, 10**30),
+}
+
+
+@pytest.mark.parametrize(("message", "change"), WRONG.items(), ids=WRONG.keys())
+def test_a_file_with_wrong_forms_or_stays_is_refused(message, change):
+    record = json.loads(small_plan("bits").dumps())
+    change(record)
+    with pytest.raises(PlanFileError, match=message):
+        Plan.loads(json.dumps(record))
+
+
+def test_a_plan_with_stays_is_refused_for_a_graph_without_their_forms():
+    plan = small_plan()
+    graph = replace(plan.graph, values=tuple(replace(value, forms=()) for value in plan.graph.values))
+    assert fitted([PlanFile.of(plan)], plan.graph)[1].schedule == plan.schedule
+    with pytest.raises(PlanFileError, match="breaks a rule of this graph: v1 has no form 'host'"):
+        fitted([PlanFile.of(plan)], graph)

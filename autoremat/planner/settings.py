@@ -137,10 +137,8 @@ class JointSearchSettings:
     """Time limit of one linear program in seconds. On a machine of ordinary speed, it takes less than one."""
     trials: int = 40
     """Maximum number of trials of ruin and recreate without an improvement."""
-    least_peak_plans: int = 6
-    """Number of plans whose least peak with stays is searched."""
-    least_peak_step: float = 0.005
-    """Share of the peak at which the search for the least peak of a plan ends."""
+    least_peak_plans: int = 8
+    """Number of plans of the least peaks, and of the least costs, whose least peak with stays is searched."""
 
 
 @dataclass(frozen=True)

@@ -91,8 +91,8 @@ def check_stays(graph: Graph, schedule: Schedule) -> None:
             (last <= stay.free, f"is freed after execution {stay.free}, but execution {last} still reads it"),
             (stay.free < border, f"is freed after execution {stay.free}, but the forward ends with execution {border - 1}"),
             (border <= stay.load, f"is loaded before execution {stay.load}, but the backward begins with execution {border}"),
-            (stay.load <= stay.need, f"is loaded before execution {stay.load}, but complete before execution {stay.need}"),
-            (stay.need <= first, f"is complete before execution {stay.need}, but execution {first} reads it"),
+            (stay.load <= stay.need, f"is loaded before execution {stay.load}, but to be complete before {stay.need}"),
+            (stay.need <= first, f"is complete only before execution {stay.need}, but execution {first} reads it"),
         ):
             if not holds:
                 raise PlanInvalid(f"{name} has a wrong stay: it {fault}")

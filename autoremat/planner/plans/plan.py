@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,6 @@ from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.cost.stalls import Stalls, stalls_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
-from autoremat.planner.memory.live_ranges import NOT_COMPUTED
 from autoremat.planner.memory.simulator import Timeline, simulate, sizes_on_device
 from autoremat.planner.plans import plan_json
 from autoremat.planner.plans.check import check_constraints, check_executions, check_figures, check_stays
@@ -179,10 +178,12 @@ class Plan(Shown):
             ("recomputed", f"{len(self.recomputed)} ops, {format_seconds(self.added_seconds)} of a step of "
                            f"{format_seconds(graph.step_seconds)} ({least})"),
             ("saved", f"{format_bytes(self.saved_bytes)} in {len(self.saved)} values"),
+            ("stored", f"{format_bytes(self.stored_bytes)} in {len(self.schedule.stays)} values, "
+                       f"{format_bytes(self.host_bytes)} on the host"),
             ("graph", f"{len(graph.ops)} ops, {graph.num_forward} of them forward"),
             ("found by", self.label or "unknown"),
         ]  # fmt: skip
-        return [named_figures(figures)]
+        return [named_figures([one for one in figures if one[0] != "stored" or self.schedule.stays])]
 
     @cached_property
     def frees(self) -> tuple[tuple[int, ...], ...]:
@@ -190,8 +191,7 @@ class Plan(Shown):
 
         Outputs that the caller holds never end. A value with a stay is freed twice: once stored, and after its last read.
         """
-        live_ranges = [found for found in self.timeline.live_ranges if found.computed_at != NOT_COMPUTED]
-        num_forward = len(self.schedule.forward)
+        live_ranges, num_forward = self.timeline.live_ranges.of_values(), len(self.schedule.forward)
         with_caller, gradients = set(self.graph.forward_outputs), set(self.graph.backward_outputs)
         # The caller holds the newest live range of each output: forward outputs as of the end of the forward.
         handed_out = {r.value: r for r in live_ranges if r.value in with_caller and r.start < num_forward}
@@ -208,7 +208,7 @@ class Plan(Shown):
 
         Infinite numbers become null.
 
-        ``live_ranges`` lists triples: the value, the execution that computes it, the last execution at which it is live.
+        ``live_ranges`` lists triples: the value, the execution that computes or loads it, the last one at which it is live.
         """
         record = {
             "sequence": self.sequence,
@@ -220,11 +220,10 @@ class Plan(Shown):
             "lower_bound_seconds": _finite(self.lower_bound_seconds),
             "gap": _finite(self.gap),
             "status": self.status.value,
-            "live_ranges": [
-                (found.value, found.start, found.end)
-                for found in self.timeline.live_ranges
-                if found.computed_at != NOT_COMPUTED
-            ],
+            "live_ranges": [(found.value, found.start, found.end) for found in self.timeline.live_ranges.of_values()],
+            "stays": [asdict(stay) for stay in self.schedule.stays],
+            "host_bytes": self.host_bytes,
+            "host_budget_bytes": self.host_budget_bytes,
         }
         return json.dumps(record, allow_nan=False)
 

@@ -100,6 +100,10 @@ class Search:
         """Begins a new search. Forgets the plans that were filled for earlier budgets. Candidates do not depend on a budget and
         stay."""
         self.limit.restart()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the plans that were made for budgets."""
         self.explored = False
         self.filled = []
         if self.joint is not None:
@@ -242,7 +246,8 @@ class Search:
     @cached_property
     def smallest(self) -> Plan:
         """The plan of the minimum peak found. It is the same for every budget, so a later search can reproduce it."""
-        return min(self.unfilled, key=lambda p: (p.peak_bytes, p.cost_seconds))
+        joint = [] if self.joint is None or self.joint.smallest is None else [self.joint.smallest.plan]
+        return min((*self.unfilled, *joint), key=lambda p: (p.peak_bytes, p.cost_seconds))
 
     @cached_property
     def least_cost(self) -> float:
@@ -250,10 +255,14 @@ class Search:
         cut of the curve costs the least of all plans."""
         return min(p.cost_seconds for p in self.unfilled) if Strategies.CURVE in self.strategies else 0.0
 
+    @property
+    def made_for_budgets(self) -> list[Candidate]:
+        """All plans that were made for budgets so far."""
+        return self.filled if self.joint is None else [*self.filled, *self.joint.found]
+
     def best(self, budget: int | None, accepts: Callable[[Plan], bool] = bool) -> Plan | None:
         """Returns the cheapest plan found so far within ``budget`` bytes (None: no bound) that ``accepts`` admits."""
-        joint = [] if self.joint is None else self.joint.found
-        plans = (*self.unfilled, *(c.plan for c in (*self.filled, *joint)))
+        plans = (*self.unfilled, *(c.plan for c in self.made_for_budgets))
         fitting = (p for p in plans if (budget is None or p.peak_bytes <= budget) and accepts(p))
         return min(fitting, key=lambda p: p.cost_seconds, default=None)
 
@@ -309,5 +318,8 @@ class Search:
             for step in range(1, settings.saved_levels + 1):
                 self.fill(whole.peak_bytes, least + (most - least) * step // settings.saved_levels)
             for step in range(1, settings.peak_levels + 1):
-                self.fill(smallest + (whole.peak_bytes - smallest) * step // (settings.peak_levels + 1))
-        return [*self.unfilled, *(c.plan for c in self.filled)]
+                level = smallest + (whole.peak_bytes - smallest) * step // (settings.peak_levels + 1)
+                self.fill(level)
+                if self.joint is not None:
+                    self.joint.improve(level, thorough=False)
+        return [*self.unfilled, *(c.plan for c in self.made_for_budgets)]

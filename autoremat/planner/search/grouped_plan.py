@@ -62,15 +62,22 @@ class GroupedPlan:
         """The last execution of each group."""
         self.num_forward = int(np.searchsorted(self.begins, border))
         """Number of groups of the forward."""
-        self.seconds = durations(self.graph, self.schedule)
-        """Seconds of each execution, without waits."""
-        self.clock: NDArray[np.float64] = np.append(0.0, np.cumsum(np.add.reduceat(self.seconds, self.begins)))
-        """For each group, the moment at which it begins without waits; the last entry is the end of the step."""
         self.bytes: Numbers = np.maximum.reduceat(plan.timeline.bytes_at, self.begins)
         """Bytes that are live at each group."""
         of = np.repeat(np.arange(len(self.begins)), self.ends - self.begins + 1)
         self.storables = tuple(_storables(buffers, absent, border, of))
         """In the sequence in which their values are computed; those of one value, in the sequence of its forms."""
+
+    @cached_property
+    def seconds(self) -> NDArray[np.float64]:
+        """Seconds of each execution, without waits."""
+        return durations(self.graph, self.schedule)
+
+    @cached_property
+    def clock(self) -> NDArray[np.float64]:
+        """For each group, the moment at which it begins without waits; the last entry is the end of the step."""
+        found: NDArray[np.float64] = np.append(0.0, np.cumsum(np.add.reduceat(self.seconds, self.begins)))
+        return found
 
     @cached_property
     def least_bytes(self) -> int:

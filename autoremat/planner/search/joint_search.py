@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING
@@ -50,10 +50,37 @@ class JointSearch:
         self._grouped: dict[int, GroupedPlan] = {}
         """By the identity of a candidate's plan."""
 
-    def improve(self, budget: int) -> None:
-        """Finds plans within ``budget`` bytes, unless a known one costs hardly more than the cheapest plan of any peak."""
-        for source in (self._from_candidates, self._from_larger_budgets, self._from_programs, self._by_recreation):
-            if self._is_good(budget) or self._has_passed():
+    @cached_property
+    def unfilled(self) -> list[Candidate]:
+        """The plans of the search that do not depend on the budget, with their segmentations."""
+        whole, *_ = self.search.unfilled
+        return [Candidate(whole, self.search.whole), *self.search.candidates]
+
+    @cached_property
+    def smallest(self) -> Candidate | None:
+        """The plan with stays of the least peak that was found, at any number of seconds; None if no stays lower the peak."""
+        by_peak = sorted(self.unfilled, key=lambda c: (c.plan.peak_bytes, c.plan.cost_seconds))
+        by_cost = sorted(self.unfilled, key=lambda c: (c.plan.cost_seconds, c.plan.peak_bytes))
+        tried = {id(c): c for c in (*by_peak[: settings.least_peak_plans], *by_cost[: settings.least_peak_plans])}
+        lowest = sorted((self.grouped(c.plan, keep=True).least_bytes, number, c) for number, c in enumerate(tried.values()))
+        for least, _, candidate in lowest:
+            if least >= by_peak[0].plan.peak_bytes:
+                break
+            if (found := self.brought_down(candidate.plan, least, keep=True)) is not None:
+                return Candidate(found, candidate.segmentation)
+        return None
+
+    def improve(self, budget: int, thorough: bool = True, suffices: Callable[[Plan], bool] = lambda plan: False) -> None:
+        """Finds plans within ``budget`` bytes, unless a known one suffices or costs hardly more than the cheapest of any peak.
+
+        Unless ``thorough``, only plans that do not depend on the budget are brought down.
+        """
+        if self.smallest is not None and self.smallest.plan.peak_bytes <= budget:
+            self.found.append(self.smallest)
+        sources = (self._from_candidates, self._from_larger_budgets, self._from_programs, self._by_recreation)
+        for source in sources if thorough else sources[:1]:
+            best = self.search.best(budget)
+            if self._has_passed() or self._is_good(budget) or (best is not None and suffices(best)):
                 return
             source(budget)
             self._fill(budget)
@@ -126,8 +153,7 @@ class JointSearch:
 
     def _from_candidates(self, budget: int) -> None:
         """Brings the candidates of the search down."""
-        everything = Candidate(self.search.save_what_constraints_allow(), self.search.whole)
-        self._add([everything, *self.search.candidates], budget, keep=True)
+        self._add(self.unfilled, budget, keep=True)
 
     def _from_larger_budgets(self, budget: int) -> None:
         """Fills candidates to larger budgets, and brings them down."""

@@ -178,6 +178,8 @@ class _Sweep:
 
     def _relieve(self, group: int) -> bool:
         """Frees memory at ``group`` at the fewest seconds per byte. Returns False if nothing can be freed."""
+        if group >= self.grouped.num_forward and self._delay_load(group):
+            return True
         behind = min(group, self.grouped.num_forward) - 1
         waits = [
             (max(0.0, one.stored - self.now) / one.storable.relief, one.stored, one)
@@ -198,6 +200,16 @@ class _Sweep:
         if option is None:
             return False
         self._convert(option[2], behind, group) if self._is_immediate(option[2]) else self._store_now(option[2], behind, group)
+        return True
+
+    def _delay_load(self, group: int) -> bool:
+        """Lets a load begin behind ``group``: that of the value that is needed last. Returns False if there is none."""
+        early = [one for one in self.away.values() if one.load <= group < one.storable.need]
+        if not early:
+            return False
+        one = max(early, key=lambda one: (one.storable.need, one.storable.value))
+        self.bytes[one.load : group + 1] -= one.storable.relief
+        one.load = group + 1
         return True
 
     def _is_immediate(self, one: Storable) -> bool:

@@ -189,4 +189,6 @@ class Planner:
             search.fill(level)
         if budget is not None and Strategies.RECREATE in self.strategies:
             search.recreate(budget)
+        if budget is not None and search.joint is not None:
+            search.joint.improve(budget)
         return search.best(budget)
