@@ -21,6 +21,7 @@ from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.graph.segments import Chain
 from autoremat.planner.memory import allocations
 from autoremat.planner.memory.simulator import simulate
+from autoremat.planner.multigraph.fronts import point_of
 from autoremat.planner.plans.check import check_stays
 from autoremat.planner.plans.plan import Plan, Status
 from autoremat.planner.plans.plan_file import PlanFile, fitted
@@ -73,6 +74,7 @@ def test_the_bytes_between_the_halves_and_on_the_host():
     assert (plan.saved_bytes, plan.stored_bytes, plan.host_bytes, plan.timeline.held_bytes) == (1, 800, 3 * 800, 1)
     packed = small_plan("bits", in_flight=3)
     assert (packed.saved_bytes, packed.stored_bytes, packed.host_bytes, packed.timeline.held_bytes) == (101, 800, 0, 101)
+    assert point_of(packed).saved_bytes == 101
     assert packed.peak_bytes == small_plan("bits").peak_bytes + 2 * 101
 
 
@@ -208,7 +210,7 @@ def test_a_budget_on_the_host_is_one_of_the_plan():
     plan = small_plan()
     assert replace(plan, host_budget_bytes=800).status is Status.OPTIMAL
     assert replace(plan, host_budget_bytes=799).status is Status.INFEASIBLE
-    assert "800.00 B in 1 values, 800.00 B on the host" in str(plan)
+    assert "800 B in 1 values, 800 B on the host" in str(plan)
     assert "stored" not in str(replace(plan, schedule=Schedule(plan.schedule.forward, plan.schedule.backward)))
 
 
