@@ -170,7 +170,8 @@ class JointProgram:
 
     def _add_link(self, rows: _Rows) -> None:
         """Adds the rows of the link."""
-        out, back = (self._rate(t.seconds for t in transfers) for transfers in zip(*((f.store, f.load) for _, f, _ in self.link)))
+        out = self._rate(form.store.seconds for _, form, _ in self.link)
+        back = self._rate(form.load.seconds for _, form, _ in self.link)
         for columns, points, rate, begin in (
             (self.out, self.points, out, 0),
             (self.back, self.late, back, self.graph.num_forward),
