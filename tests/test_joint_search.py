@@ -207,7 +207,9 @@ def test_values_that_can_be_packed_are_packed_where_this_is_cheap():
         made = [number for number in graph.forward_values if number not in outputs]
         values = list(graph.values)
         for number in made:
-            values[number] = dataclasses.replace(values[number], forms=(Form("bits", convert, convert, values[number].bytes // 8),))
+            values[number] = dataclasses.replace(
+                values[number], forms=(Form("bits", convert, convert, values[number].bytes // 8),)
+            )
         return dataclasses.replace(graph, values=tuple(values))
 
     graph = step([size * 8 for size in SIZES], SECONDS)

@@ -145,5 +145,3 @@ def test_loads_wait_for_their_engine():
     assert all(length >= 1 for length in lengths(plan.schedule.stays))
     stays = sorted(plan.schedule.stays, key=lambda stay: stay.need)
     assert all(first.load < second.load for first, second in pairwise(stays))
-
-

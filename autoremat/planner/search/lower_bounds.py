@@ -70,7 +70,9 @@ class Moments:
         if any(value.forms for value in graph.values):
             self.relief = Relief.of(graph, host_bytes)
             self.smallest_forms = copy.copy(mincut)
-            sizes = (min([v.bytes, *(form.device_bytes for form in v.forms)]) for v in map(graph.values.__getitem__, mincut.values))
+            sizes = (
+                min([v.bytes, *(form.device_bytes for form in v.forms)]) for v in map(graph.values.__getitem__, mincut.values)
+            )
             self.smallest_forms.bytes = np.array(list(sizes), dtype=np.float64)
         self.limit = mincut.limit
         self._least: dict[int, float] = {}  # by program point; they do not depend on the budget

@@ -102,7 +102,9 @@ class _Inlining:
             if (current, read, behind) not in seen and self._may_be_inlined(current, read):
                 seen.add((current, read, behind))
                 behind |= sum(1 << value for value in self.graph.ops[current].outputs)
-                stack.extend((reader, read, behind) for reader in self.readers[current] if self.kinds[reader] is not Kind.EXTERN)
+                stack.extend(
+                    (reader, read, behind) for reader in self.readers[current] if self.kinds[reader] is not Kind.EXTERN
+                )
         return found
 
     @cached_property
