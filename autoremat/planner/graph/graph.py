@@ -154,8 +154,8 @@ class Graph:
 
     @property
     def is_plain(self) -> bool:
-        """True if the live bytes are those of the values of one call, each materialised and without forms. Exact models count no
-        other graph."""
+        """True if the live bytes are those of the values of one call, each materialised and without forms. Exact models count
+        no other graph."""
         with_forms = any(value.forms for value in self.values)
         return not self.fuses and self.in_flight == 1 and not self.resident_bytes and not with_forms
 

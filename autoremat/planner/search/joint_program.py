@@ -23,7 +23,7 @@ last read of the forward and the first of the backward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from functools import cached_property
 
 import numpy as np
@@ -54,7 +54,9 @@ class JointProgram:
         self.clock: Vector = np.append(0.0, np.cumsum(seconds)) / MILLISECOND
         """For each op, the moment at which it begins."""
         needed = graph.ancestors(graph.producers(graph.backward_needs))
-        self.ops = [o for o in sorted(needed) if graph.ops[o].rematerializable and graph.ops[o].constraint is not Constraint.SAVE]
+        self.ops = [
+            o for o in sorted(needed) if graph.ops[o].rematerializable and graph.ops[o].constraint is not Constraint.SAVE
+        ]
         self.values = sorted(graph.backward_needs.union(v for o in needed for v in graph.computed_inputs[o]))
         self.outputs = {*graph.forward_outputs, *graph.backward_outputs}
         self.forms: list[tuple[int, Form]] = [
@@ -69,12 +71,16 @@ class JointProgram:
         self.early = self._points(0, first, settings.forward_points)
         self.late = [p for p in self._points(first, end, settings.backward_points) if p > first]
         self.points = self.early + self.late
-        kinds: tuple[Sequence[object], ...] = (self.ops, self.values, self.forms, self.points, self.points, self.late)
-        begins = np.cumsum([0, *map(len, kinds)]).tolist()
-        self.columns = begins[-1]
-        numbered = [dict(zip(kind, range(begin, self.columns), strict=False)) for kind, begin in zip(kinds, begins, strict=False)]
-        self.again, self.kept, self.stored, self.wait, self.out, self.back = numbered
-        self.shares = begins[3]
+        counts = (len(self.ops), len(self.values), len(self.forms), len(self.points), len(self.points), len(self.late))
+        begins = np.cumsum([0, *counts]).tolist()
+        self.columns: int = begins[-1]
+        self.again = dict(zip(self.ops, range(begins[0], begins[1]), strict=True))
+        self.kept = dict(zip(self.values, range(begins[1], begins[2]), strict=True))
+        self.stored = dict(zip(self.forms, range(begins[2], begins[3]), strict=True))
+        self.wait = dict(zip(self.points, range(begins[3], begins[4]), strict=True))
+        self.out = dict(zip(self.points, range(begins[4], begins[5]), strict=True))
+        self.back = dict(zip(self.late, range(begins[5], begins[6]), strict=True))
+        self.shares: int = begins[3]
         """Number of the columns that are at most 1."""
         self.stored_of: dict[int, list[int]] = {}
         for (value, _), column in zip(self.forms, self.stored.values(), strict=True):
@@ -131,26 +137,42 @@ class JointProgram:
 
     def program(self, budget: int) -> Program:
         """Returns the program for a budget in bytes."""
-        traffic, rows = traffic_of(self.graph), _Rows()
+        rows = self._rows
+        low, high = np.array(rows.low), np.array(rows.high)
+        high[self._memory_rows] += budget / GIBIBYTE
+        upper = np.append(np.ones(self.shares), np.full(self.columns - self.shares, np.inf))
+        return Program(self._matrix, self._cost, low, high, np.zeros(self.columns), upper)
+
+    @cached_property
+    def _matrix(self) -> csr_matrix:
+        return self._rows.matrix(self.columns)
+
+    @cached_property
+    def _rows(self) -> _Rows:
+        """All rows, for a budget of 0 bytes."""
+        traffic, rows, required = traffic_of(self.graph), _Rows(), self.graph.required_forward
         self._add_logic(rows)
         self._add_link(rows)
+        self._memory_rows = slice(len(rows.rows), len(rows.rows) + len(self.points) - 1)
         for point in self.points[:-1]:  # the last one is the end of the step
-            self._add_memory(rows, point, budget)
-        again = {c: -traffic.recompute_seconds[o] / MILLISECOND for o, c in self.again.items() if o in self.graph.required_forward}
+            self._add_memory(rows, point)
+        again = {c: -traffic.recompute_seconds[o] / MILLISECOND for o, c in self.again.items() if o in required}
         rows.add({self.wait[p]: 1.0 for p in self.late} | again, 0.0, np.inf)
         if self.host_bytes is not None:
             held = {column: form.host_bytes / GIBIBYTE for _, form, column in self.link}
             rows.add(held, -np.inf, self.host_bytes / self.graph.in_flight / GIBIBYTE)
-        cost, upper = np.zeros(self.columns), np.full(self.columns, np.inf)
+        return rows
+
+    @cached_property
+    def _cost(self) -> Vector:
+        traffic, cost = traffic_of(self.graph), np.zeros(self.columns)
         cost[list(self.wait.values())] = 1.0
         for value in self.values:
             cost[[self.kept[value], *self.stored_of.get(value, ())]] = traffic.saving_seconds[value] / MILLISECOND
         for (_, form), column in zip(self.forms, self.stored.values(), strict=True):
             converting = (t.seconds for t in (form.store, form.load) if t.engine is Engine.COMPUTE)
             cost[column] += sum(converting) / MILLISECOND
-        upper[: self.shares] = 1.0
-        low, high = np.array(rows.low), np.array(rows.high)
-        return Program(rows.matrix(self.columns), cost, low, high, np.zeros(self.columns), upper)
+        return cost
 
     def _there(self, value: int) -> dict[int, float]:
         """Returns the columns whose sum is at least 1 if the value is there."""
@@ -170,7 +192,8 @@ class JointProgram:
 
     def _add_link(self, rows: _Rows) -> None:
         """Adds the rows of the link."""
-        out, back = (self._rate(t.seconds for t in transfers) for transfers in zip(*((f.store, f.load) for _, f, _ in self.link)))
+        out = self._rate(form.store.seconds for _, form, _ in self.link)
+        back = self._rate(form.load.seconds for _, form, _ in self.link)
         for columns, points, rate, begin in (
             (self.out, self.points, out, 0),
             (self.back, self.late, back, self.graph.num_forward),
@@ -187,8 +210,8 @@ class JointProgram:
             rows.add({self.back[point]: 1.0} | loaded, 0.0, np.inf)
             rows.add({self.back[point]: 1.0, self.out[point]: -1.0}, -np.inf, 0.0)
 
-    def _add_memory(self, rows: _Rows, point: int, budget: int) -> None:
-        """Adds the row of the memory at a point."""
+    def _add_memory(self, rows: _Rows, point: int) -> None:
+        """Adds the row of the memory at a point, for a budget of 0 bytes."""
         graph, first = self.graph, self.graph.num_forward
         is_late = point > first
         held: dict[int, float] = {self.out[point]: -1.0} | ({self.back[point]: 1.0} if is_late else {})
@@ -205,10 +228,14 @@ class JointProgram:
                 if is_late and self.need[value] <= point and producer in self.again and self._is_materialised(value):
                     held[self.again[producer]] = held.get(self.again[producer], 0.0) + size
         for (value, form), column in zip(self.forms, self.stored.values(), strict=True):
-            if form.store.engine is not Engine.TO_HOST and column in held and self.read_early[value] < point <= self.need[value]:
+            if (
+                form.store.engine is not Engine.TO_HOST
+                and column in held
+                and self.read_early[value] < point <= self.need[value]
+            ):
                 held[column] -= self._relief(value, form)
         self._add_other_calls(held)
-        rows.add(held, -np.inf, (budget - graph.resident_bytes) / GIBIBYTE - fixed)
+        rows.add(held, -np.inf, -graph.resident_bytes / GIBIBYTE - fixed)
 
     def _add_other_calls(self, held: dict[int, float]) -> None:
         """Adds what the other open calls hold to a row of memory."""

@@ -217,7 +217,13 @@ class JointSearch:
         best = self._best(budget)
         draw, failures = Draw(random.Random(SEED)), 0
         for trial in range(settings.trials * SETTINGS.search.recreation_trials):
-            if best is None or not best.plan.saved or failures == settings.trials or self._is_good(budget) or self._has_passed():
+            if (
+                best is None
+                or not best.plan.saved
+                or failures == settings.trials
+                or self._is_good(budget)
+                or self._has_passed()
+            ):
                 break
             with self.limit.unit(DRAW * len(self.graph.ops)):
                 saved = draw.saved_set(best.plan, trial)

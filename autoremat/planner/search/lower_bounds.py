@@ -70,7 +70,9 @@ class Moments:
         if any(value.forms for value in graph.values):
             self.relief = Relief.of(graph, host_bytes)
             self.smallest_forms = copy.copy(mincut)
-            sizes = (min([v.bytes, *(form.device_bytes for form in v.forms)]) for v in map(graph.values.__getitem__, mincut.values))
+            sizes = (
+                min([v.bytes, *(form.device_bytes for form in v.forms)]) for v in map(graph.values.__getitem__, mincut.values)
+            )
             self.smallest_forms.bytes = np.array(list(sizes), dtype=np.float64)
         self.limit = mincut.limit
         self._least: dict[int, float] = {}  # by program point; they do not depend on the budget
@@ -166,11 +168,12 @@ class Moments:
             return math.inf
         of_values, relief, top_price = partial(cut, self.mincut), self.relief, self.mincut.top_price
         rich = of_values(0.0)
-        if rich.bytes <= room + relief.carried or relief.rate == math.inf:
+        if rich.bytes <= room + relief.carried:
             return max(rich.bound, 0.0)
-        most_price = min(top_price, 1 / relief.rate) if relief.rate else top_price
-        found = self._by_secants(of_values, rich, room + relief.carried, most_price)
-        if relief.most > relief.carried and rich.bytes > room + relief.most:
+        found = 0.0
+        if relief.carried < relief.most:
+            found = self._by_secants(of_values, rich, room + relief.carried, min(top_price, 1 / relief.rate))
+        if rich.bytes > room + relief.most:
             found = max(found, self._by_secants(of_values, rich, room + relief.most, top_price))
         return found
 

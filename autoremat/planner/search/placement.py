@@ -111,6 +111,8 @@ class _Sweep:
         self.late: list[Storable] = []
         """Values whose store would end too late to be of use, unless the compute stream waits."""
         self.away: dict[int, _Away] = {}
+        self.promised: set[int] = set()
+        """Values that will be stored in any case, for the memory of the other open calls."""
 
     @property
     def now(self) -> float:
@@ -130,6 +132,10 @@ class _Sweep:
                 self.ended.append(self.clock[group + 1] + self.waited)
                 self.ready += made.get(group, ())
                 self._begin_stores(group)
+            if group == self.grouped.num_forward - 1:
+                for one in (*self.ready, *self.late):
+                    if one.value in self.promised.difference(self.away):
+                        self._store_now(one, group, group)
         return True
 
     def _load_of(self, one: Storable) -> int:
@@ -147,7 +153,7 @@ class _Sweep:
 
     def _begin_stores(self, group: int) -> None:
         """Gives idle engines values, as long as a group behind ``group`` is over the goal."""
-        while self.bytes[group + 1 :].max(initial=0) > self.goal:
+        while self.bytes[group + 1 :].max(initial=0) > self.goal or self.promised.difference(self.away):
             chosen = next((one for one in self.ready if self.idle_from[one.form.store.engine] <= self.now), None)
             if chosen is None:
                 return
@@ -157,22 +163,38 @@ class _Sweep:
             free = max(bisect_left(self.clock, stored - self.waited) - 1, chosen.free, group)
             load = self._load_of(chosen)
             useful = chosen.form.store.engine is not Engine.COMPUTE and free < self.grouped.num_forward
-            if useful and self.bytes[free + 1 : load].max(initial=0) > self.goal and self._is_possible(chosen):
+            useful = useful and (chosen.value in self.promised or self.bytes[free + 1 : load].max(initial=0) > self.goal)
+            if useful and self._is_possible(chosen):
                 self._choose(chosen, begin, stored, free, load)
             else:
                 self.late.append(chosen)
 
     def _is_possible(self, one: Storable) -> bool:
         """Returns True if the value has no other form, and the host has room for it."""
-        return one.value not in self.away and one.form.host_bytes <= self.host
+        return one.value not in self.away and (one.value in self.promised or one.form.host_bytes <= self.host)
+
+    def _promise(self) -> bool:
+        """Decides to store the next value, for the memory of the other open calls. Returns False if there is none."""
+        following = (one for one in self.grouped.storables if one.value not in self.promised and self._is_possible(one))
+        one = next(following, None) if self.others else None
+        if one is None:
+            return False
+        self.promised.add(one.value)
+        self._account(one)
+        return True
+
+    def _account(self, one: Storable) -> None:
+        """Counts the value on the host, and no longer as it is on the device in the other open calls."""
+        self.bytes -= self.others * one.relief
+        self.host -= one.form.host_bytes
 
     def _choose(self, one: Storable, begin: float, stored: float, free: int, load: int) -> None:
         """Decides to store the value."""
         store = max(one.made, bisect_right(self.ended, begin) - 1)
         self.away[one.value] = _Away(one, min(store, free), free, load, stored)
         self.bytes[free + 1 : load] -= one.relief
-        self.bytes -= self.others * one.relief
-        self.host -= one.form.host_bytes
+        if one.value not in self.promised:
+            self._account(one)
         if one.form.store.engine is not Engine.COMPUTE:
             self.idle_from[one.form.store.engine] = stored
 
@@ -198,8 +220,8 @@ class _Sweep:
             wait[2].free = behind
             return True
         if option is None:
-            return False
-        self._convert(option[2], behind, group) if self._is_immediate(option[2]) else self._store_now(option[2], behind, group)
+            return self._promise()
+        self._store_now(option[2], behind, group)
         return True
 
     def _delay_load(self, group: int) -> bool:
@@ -223,18 +245,17 @@ class _Sweep:
             return one.form.store.seconds + load
         return max(0.0, self._begins(one) + one.form.store.seconds - self.now) + load
 
-    def _convert(self, one: Storable, behind: int, group: int) -> None:
-        """Stores the value on the compute stream, behind the group that reads it last."""
-        load = self._load_of(one)
-        self._choose(one, self.ended[one.free], self.ended[one.free], one.free, load if load > group else one.need)
-        self._wait_until(self.now + one.form.store.seconds)
-
     def _store_now(self, one: Storable, behind: int, group: int) -> None:
-        """Stores the value with the engine, and waits for the end behind the group ``behind``."""
-        begin, load = self._begins(one), self._load_of(one)
-        stored = begin + one.form.store.seconds
-        self._choose(one, begin, stored, behind, load if load > group else one.need)
-        self._wait_until(stored)
+        """Stores the value behind the group ``behind`` at the latest, so that it is away at ``group``. The compute stream waits."""
+        load = self._load_of(one)
+        load = load if load > group else one.need
+        if self._is_immediate(one):
+            self._choose(one, self.ended[one.free], self.ended[one.free], one.free, load)
+            self._wait_until(self.now + one.form.store.seconds)
+        else:
+            begin = self._begins(one)
+            self._choose(one, begin, begin + one.form.store.seconds, behind, load)
+            self._wait_until(begin + one.form.store.seconds)
 
     def _wait_until(self, moment: float) -> None:
         """Lets the compute stream wait behind the last group that has run."""

@@ -43,7 +43,7 @@ class Relief:
                 seconds = store.seconds
                 if store.engine is Engine.COMPUTE and form.load.engine is Engine.COMPUTE:
                     seconds += form.load.seconds
-                rate = relief / seconds if seconds else math.inf
+                rate = relief / seconds if seconds else math.inf if relief else 0.0
                 rates[store.engine] = max(rates.get(store.engine, 0.0), rate)
             on_device = [value.bytes - form.device_bytes for form in value.forms if not form.host_bytes]
             elsewhere += max(on_device, default=0)
@@ -53,7 +53,7 @@ class Relief:
         if host_bytes is not None:
             most = min(most, elsewhere + on_host * host_bytes / graph.in_flight)
         while_running = sum(rate for engine, rate in rates.items() if engine is not Engine.COMPUTE)
-        carried = while_running * forward_seconds_at_most(graph) if while_running else 0.0
+        carried = while_running * forward_seconds_at_most(graph) if 0.0 < while_running < math.inf else while_running
         return cls(min(carried, most), sum(rates.values()), most, wanted)
 
 
@@ -102,7 +102,9 @@ class _Inlining:
             if (current, read, behind) not in seen and self._may_be_inlined(current, read):
                 seen.add((current, read, behind))
                 behind |= sum(1 << value for value in self.graph.ops[current].outputs)
-                stack.extend((reader, read, behind) for reader in self.readers[current] if self.kinds[reader] is not Kind.EXTERN)
+                stack.extend(
+                    (reader, read, behind) for reader in self.readers[current] if self.kinds[reader] is not Kind.EXTERN
+                )
         return found
 
     @cached_property
