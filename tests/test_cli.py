@@ -326,7 +326,7 @@ def test_the_cache_is_shown_and_cleared(tmp_path, monkeypatch):
     table = [line.split() for line in shown.stdout.splitlines()[1:]]
     assert table == [
         ["reports", "3", "files", "3.00", "KiB"], ["plans", "0", "files", "0", "B"],
-        ["rates", "1", "files", "512", "B"], ["workspaces", "0", "files", "0", "B"],
+        ["rates", "1", "files", "512", "B"], ["workspaces", "0", "files", "0", "B"], ["host_links", "0", "files", "0", "B"],
     ]  # fmt: skip
     cleared = run("cache", "clear")
     assert cleared.stdout == f"3.50 KiB removed from {tmp_path / 'cache'}\n"
