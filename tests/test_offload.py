@@ -113,6 +113,37 @@ def test_a_stored_plan_needs_the_host_memory_that_it_takes(device):
         autoremat.explain(MODEL, X, options={**ROOFLINE, "compiler": "aot_eager", "plan": plan, "host_memory": held - 1})
 
 
+class Masked(Deep):
+    """Activations under dropout, whose masks are saved."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.dropout(layer(x).tanh(), 0.3, True)
+        return x.square().mean()
+
+
+def test_masks_are_kept_as_bits_if_the_option_allows_it(device):
+    model = Masked(8, 64)
+    options = {**ROOFLINE, "compiler": "aot_eager"}
+    least = autoremat.explain(model, X, options=options).minimum_peak_bytes
+    outcomes = []
+    for store in (("device",), ("device", "bits")):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="autoremat", options={**options, "memory_budget": least, "store": store})
+        outcomes.append(train_step(compiled, model, (X,), 1))
+    assert not differences(*outcomes)
+    plain, packed = autoremat.reports()[-2:]
+    assert packed.recompute_seconds + packed.stall_seconds < plain.recompute_seconds
+    (total,) = packed.stored.totals
+    assert (total.form, total.device_bytes, total.host_bytes) == ("bits", total.bytes // 8, 0)
+    assert {value.decision for value in packed.values} >= {Decision.PACKED, Decision.SAVED}
+    assert "as bits in" in str(packed)
+    model.zero_grad(set_to_none=True)
+    with track_peak() as peak:
+        compiled(X).backward()
+    assert peak.bytes <= packed.peak_bytes <= least
+
+
 # -- what is said of it ------------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 | form | values | seconds |
 |---|---|---|
 | host | every one below | those of the host link |
-| bits | bool tensors among them | the traffic of packing and of unpacking |
+| bits | bool tensors of known size among them | the traffic of packing and of unpacking |
 
 A value has forms if the forward computes it and nothing writes to it. The caller must not hold it. It must be large, and one
 node must hold the whole storage as a dense tensor.
@@ -74,8 +74,11 @@ def _forms_of(value: Value, node: fx.Node, graph: Graph, unit: int, link: HostLi
     """Yields all forms that are possible for a value."""
     if link is not None:
         yield host_form(value.bytes, link)
-    if node.meta["val"].dtype is torch.bool:
+    tensor = node.meta["val"]
+    if tensor.dtype is torch.bool and isinstance(tensor.numel(), int):
         packed = -(-value.bytes // 8)
         seconds = (value.bytes + packed) * graph.saving_seconds_per_byte / 2  # one reads what the other writes
-        convert = Transfer(Engine.COMPUTE, seconds)
-        yield Form(BITS, convert, convert, device_bytes=-(-packed // unit) * unit)
+        # Uncompiled, each of the ops that convert has a result of its own.
+        store, load = (0 if graph.fuses else count * value.bytes + unit for count in (2, 1))
+        transfers = (Transfer(Engine.COMPUTE, seconds, temporary) for temporary in (store, load))
+        yield Form(BITS, *transfers, device_bytes=-(-packed // unit) * unit)

@@ -96,8 +96,10 @@ class StoredTensors:
             bound = "" if host_memory_bytes is None else f" of {format_bytes(host_memory_bytes)} (host_memory)"
             moved = f"{format_bytes(self.moved_bytes)} to the host and back in a call"
             rows.append(("host peak", f"{format_bytes(self.host_peak_bytes)}{bound}; {moved}"))
-        waits = f"{format_seconds(self.stall_seconds)} at {PLANNED_SHARE:.0%} of the link's rate, for which the plan is made"
-        waits += f", and {format_seconds(self.stall_seconds_at_best)} at the whole rate"
+        waits = format_seconds(self.stall_seconds)
+        if self.moved_bytes:
+            waits += f" at {PLANNED_SHARE:.0%} of the link's rate, for which the plan is made, and "
+            waits += f"{format_seconds(self.stall_seconds_at_best)} at the whole rate"
         busiest = f"{ENGINES[Engine(self.busiest_engine)]}, {format_seconds(self.busiest_seconds)}"
         rows.append(("stalls", f"{waits if self.stall_seconds else 'none'}; busiest engine: {busiest}"))
         return rows
