@@ -16,6 +16,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
@@ -93,8 +94,10 @@ class Search:
         with self.limit.unit(PREPARATION * len(self.graph.ops)):
             self.mincut = MinCut(self.graph, self.limit)
             self.chain = Chain.of(self.graph)
-        with_stays = Strategies.STORE in self.strategies and any(value.forms for value in self.graph.values)
-        self.joint = JointSearch(self, self.host_bytes) if with_stays else None
+        self.joint: JointSearch | None = None
+        if Strategies.STORE in self.strategies and any(value.forms for value in self.graph.values):
+            self.joint = JointSearch(self, self.host_bytes)
+            self.limit.extend()
 
     def restart(self) -> None:
         """Begins a new search. Forgets the plans that were filled for earlier budgets. Candidates do not depend on a budget and
@@ -113,6 +116,10 @@ class Search:
     def is_limited(self) -> bool:
         """True if more work might find better plans or bounds."""
         return self.limit.interrupted or self.lacks_candidates
+
+    def own_half(self) -> AbstractContextManager[None]:
+        """Keeps half of the work for the joint search, if there is one."""
+        return nullcontext() if self.joint is None else self.limit.first_half()
 
     # -- single candidates ---------------------------------------------------------------------------------------------
 
@@ -193,7 +200,8 @@ class Search:
         If the limit passes, those that come first in :func:`spread_early` are simulated: at least one minimum cut and the
         smallest saved set of one segmentation.
         """
-        curve = self.curve() if Strategies.CURVE in self.strategies else []
+        with self.own_half():
+            curve = self.curve() if Strategies.CURVE in self.strategies else []
         with self.limit.unit(PREPARATION * self.graph.num_forward):
             segmentations = list(self.segmentations()) if Strategies.SEGMENTS in self.strategies else [self.whole]
         plain = [s for s in segmentations if not s.nested]
@@ -208,11 +216,12 @@ class Search:
         turns = [turn for turn in chain(*zip_longest(first, second)) if turn is not None]
         works = [*cuts, *leanest]
         found: dict[int, Candidate] = {}
-        for place, turn in enumerate(turns):
-            if place >= 2 and self.limit.has_passed(settings.candidates_share):
-                self.lacks_candidates = True
-                break
-            found[turn] = works[turn]()
+        with self.own_half():
+            for place, turn in enumerate(turns):
+                if place >= 2 and self.limit.has_passed(settings.candidates_share):
+                    self.lacks_candidates = True
+                    break
+                found[turn] = works[turn]()
         return [*self.given, *(found[turn] for turn in sorted(found))]
 
     def _of_cut(self, saved: frozenset[int], number: int, segmentation: Segmentation) -> Candidate:
@@ -269,10 +278,11 @@ class Search:
     def fill(self, budget: int, saved_budget: float = math.inf) -> None:
         """Fills candidates up to a peak of ``budget`` bytes with at most ``saved_budget`` saved bytes."""
         for base in self.bases(budget, saved_budget):
-            if self.limit.has_passed(settings.plans_share):
-                break
-            rebuild = partial(self.plan, segmentation=base.segmentation, label="filled")
-            filled = fill(base.plan, rebuild, budget, saved_budget, self.limit)
+            with self.own_half():
+                if self.limit.has_passed(settings.plans_share):
+                    break
+                rebuild = partial(self.plan, segmentation=base.segmentation, label="filled")
+                filled = fill(base.plan, rebuild, budget, saved_budget, self.limit)
             self.filled.append(Candidate(filled, base.segmentation))
 
     def recreate(self, budget: int, suffices: Callable[[Plan], bool] = lambda plan: False) -> None:
@@ -292,7 +302,8 @@ class Search:
 
         for segmentation, base in islice(bases.items(), settings.recreation_bases):
             rebuild = partial(self.plan, segmentation=segmentation, label="recreated")
-            found = recreate(base.plan, rebuild, budget, patience, is_good, self.limit)
+            with self.own_half():
+                found = recreate(base.plan, rebuild, budget, patience, is_good, self.limit)
             self.filled.append(Candidate(found, segmentation))
             if suffices(found):
                 break

@@ -11,8 +11,8 @@ If ``k`` calls are open at once, the other ``k - 1`` hold at least the bytes of 
 the saved bytes follows, from the border and from every program point. The minimum cut at the border under this limit is a bound
 of its own.
 
-*Stays* free more bytes than the budget leaves: those that the engines store during the forward, and ``rate`` more for each second
-that the compute stream waits or converts (:mod:`.relief`). Let ``E`` be these seconds. Then
+*Stays* free more bytes: those that the engines store during the forward, and ``rate`` more for each second that the compute
+stream waits or converts (:mod:`.relief`). Let ``E`` be these seconds. Then
 
     added seconds  >=  E + max(0, X - price * rate * E),    X = cost of cut(t, price) - price * (room + bytes stored meanwhile)
 

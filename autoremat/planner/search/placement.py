@@ -2,9 +2,9 @@
 
 The recomputation of the plan stays. Every engine beside the compute stream is a queue, and waiting for it costs seconds.
 
-1. *Stores.* A sweep over the forward gives an idle engine the next value that was computed, as long as a later group is over the
-   budget and the value frees memory there. Values that are computed early are stored early and needed late, so this sequence
-   carries the most bytes. A value is freed behind the group in which its store ends.
+1. *Stores.* A sweep over the forward gives an idle engine the next value that was computed, as long as a later group is over
+   the budget and the value frees memory there. Values that are computed early are stored early and needed late, so this
+   sequence carries the most bytes. A value is freed behind the group in which its store ends.
 2. *Waits.* Where memory is over the budget, the option of the fewest seconds per byte frees some: wait for a store that is on
    its way, begin another one, or convert a value on the compute stream.
 3. *Loads.* They end just before their value is needed, the last one first, and begin later where memory is over the budget.
@@ -246,7 +246,7 @@ class _Sweep:
         return max(0.0, self._begins(one) + one.form.store.seconds - self.now) + load
 
     def _store_now(self, one: Storable, behind: int, group: int) -> None:
-        """Stores the value behind the group ``behind`` at the latest, so that it is away at ``group``. The compute stream waits."""
+        """Stores the value, so that it is away from ``group`` on. The compute stream waits behind the group ``behind``."""
         load = self._load_of(one)
         load = load if load > group else one.need
         if self._is_immediate(one):

@@ -182,8 +182,9 @@ class Planner:
         top = steps if budget is None else min(steps, ((budget + 1) * steps - 1) // max(peak, 1))
         for step in range(top if Strategies.FILL in self.strategies else 0, 0, -1):
             level, best = peak * step // steps, search.best(budget)
-            if best is None or level < search.smallest.peak_bytes or self.limit.has_passed(settings.plans_share):
-                break
+            with search.own_half():
+                if best is None or level < search.smallest.peak_bytes or self.limit.has_passed(settings.plans_share):
+                    break
             if min(best.cost_seconds, known_seconds) <= max(search.least_cost, bounds.seconds(level)):
                 break
             search.fill(level)

@@ -1,7 +1,7 @@
 """Bounds the bytes that the stays of any plan free, for the lower bounds.
 
-A value frees its memory in the forward, once its store has ended. Until then, the engines store for the seconds of the forward and
-for those that the compute stream waits or converts. So any plan that adds ``E`` seconds frees at most
+A value frees its memory in the forward, once its store has ended. Until then, the engines store for the seconds of the
+forward and for those that the compute stream waits or converts. So any plan that adds ``E`` seconds frees at most
 
     min(rate · (seconds of the forward + E), bytes that all forms and the host have room for)
 """
