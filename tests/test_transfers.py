@@ -88,7 +88,11 @@ def assert_exact(program: Program, seed: int, budget: float | int | None) -> See
     return seen
 
 
-@pytest.mark.parametrize("start", [pytest.param(n, marks=[pytest.mark.slow] * (n // GROUP % 3)) for n in range(0, len(KINDS), GROUP)])
+GROUPS = [pytest.param(n, marks=[pytest.mark.slow] * (n // GROUP % 3)) for n in range(0, len(KINDS), GROUP)]
+"""The first of each group of kinds; the quick tests run every third group."""
+
+
+@pytest.mark.parametrize("start", GROUPS)
 def test_every_kind_of_step_is_exact(start):
     for budget in (None, LEAST):
         seen = assert_exact(systematic(KINDS[start : start + GROUP], 1), start, budget)
