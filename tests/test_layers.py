@@ -29,6 +29,7 @@ LAYERS = (
     "report",
     # torch from here on
     "torch_private",
+    "host_memory",
     "agreement",
     "ops",
     "measure",

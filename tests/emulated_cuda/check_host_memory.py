@@ -65,7 +65,7 @@ def test_streams_wait_for_each_other_and_nothing_else():
 
     link._to_host, link._from_host = Logged("to host"), Logged("from host")
     source = torch.randn(8, 8, device=CARD)
-    with mock.patch.object(links, "compute_stream", lambda device: Logged("compute")):
+    with mock.patch.object(links, "compute_stream", return_value=Logged("compute")):
         host = link.copy_to_host(source, 256)
         link.wait_for_copy_to_host(host)
         back = link.copy_from_host(host)
@@ -73,7 +73,8 @@ def test_streams_wait_for_each_other_and_nothing_else():
     assert torch.equal(back, source)
     assert log == [
         "to host waits for compute", "to host waits for an event", "to host records an event", "compute waits for an event",
-        "from host waits for compute", "from host waits for an event", "from host records an event", "compute waits for an event",
+        "from host waits for compute", "from host waits for an event", "from host records an event",
+        "compute waits for an event",
     ]  # fmt: skip
 
 
