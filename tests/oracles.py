@@ -9,120 +9,17 @@ import heapq
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Constraint, Inlining, Kind, Role
-from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.graph.op import Constraint, Kind
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
-# -- memory ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Buffer:
-    """One materialisation of `value` by the execution at `computed_at`; `readers` are the executions that read it."""
-
-    value: int
-    computed_at: int
-    readers: tuple[int, ...]
-    to_the_end: bool
-
-
-def buffers_of(graph: Graph, schedule: Schedule) -> list[Buffer]:
-    """What each execution makes. A read goes to the latest execution before it that makes the value."""
-    sequence = schedule.forward + schedule.backward
-    makers = {
-        value: [at for at, op in enumerate(sequence) if value in graph.ops[op].outputs] for value in range(len(graph.values))
-    }
-    found = []
-    for value, made in makers.items():
-        in_forward = [at for at in made if at < len(schedule.forward)]
-        for at, following in zip(made, [*made[1:], math.inf], strict=False):
-            readers = tuple(r for r, op in enumerate(sequence) if at < r <= following and value in graph.ops[op].inputs)
-            with_caller = value in graph.forward_outputs and at == in_forward[-1]
-            gradient = value in graph.backward_outputs and following == math.inf
-            found.append(Buffer(value, at, readers, with_caller or gradient))
-    return found
-
-
-class Fusion:
-    """The buffers that a code generator never makes which inlines pointwise chains, by definition.
-
-    It makes results of reductions and extern kernels, what an extern kernel reads, what is saved, and outputs. What has
-    several readers it makes if it is computed from more than a few buffers or from something heavy, random numbers in any
-    case, unless one loop may hold the maker and all readers: no extern kernel separates them, and none is a reduction.
-    """
-
-    def __init__(self, graph: Graph, schedule: Schedule) -> None:
-        self.sequence, self.start_of_backward = schedule.forward + schedule.backward, len(schedule.forward)
-        self.ops, self.most_reads = [graph.ops[op] for op in self.sequence], graph.most_reads
-        self.buffers = buffers_of(graph, schedule)
-        self.read = {(b.value, reader): b for b in self.buffers for reader in b.readers}
-        self.inlined, self.computed_from, self.work_of = cache(self._inlined), cache(self._computed_from), cache(self._work_of)
-
-    def fusible(self, b: Buffer) -> bool:
-        last_reader = max(b.readers, default=-1)
-        crosses = b.computed_at < self.start_of_backward <= last_reader
-        extern = any(self.ops[reader].kind is Kind.EXTERN for reader in b.readers)
-        return self.ops[b.computed_at].kind is Kind.POINTWISE and bool(b.readers) and not (b.to_the_end or extern or crosses)
-
-    def _computed_from(self, execution: int) -> tuple[frozenset[Buffer | int], bool]:
-        """The buffers and inputs of the step that an expression reads, and whether there is something heavy in it."""
-        op = self.ops[execution]
-        found: set[Buffer | int] = set()
-        heavy = op.inlining is Inlining.ONCE
-        for value in op.inputs:
-            b = self.read.get((value, execution))
-            if b is not None and self.inlined(b):
-                behind, heavy_behind = self.computed_from(b.computed_at)
-                found, heavy = found | behind, heavy or heavy_behind
-            else:
-                found.add(value if b is None else b)
-        return frozenset(found), heavy
-
-    def _inlined(self, b: Buffer) -> bool:
-        if not self.fusible(b) or self.ops[b.computed_at].inlining is Inlining.NEVER:
-            return False
-        if len(b.readers) == 1:
-            return True
-        reads, heavy = self.computed_from(b.computed_at)
-        return len(reads) <= self.most_reads and not heavy
-
-    def _work_of(self, execution: int) -> frozenset[int]:
-        """The executions at whose time the work of this one is done: its own, and those that compute its inlined results."""
-        found = {execution}
-        for b in self.buffers:
-            if b.computed_at == execution and self.inlined(b):
-                found |= {e for reader in b.readers for e in self.work_of(reader)}
-        return frozenset(found)
-
-    def in_one_loop(self, b: Buffer) -> bool:
-        if not self.fusible(b):
-            return False
-        loops = {e for reader in b.readers for e in self.work_of(reader)}
-        extern = any(op.kind is Kind.EXTERN for op in self.ops[b.computed_at : max(loops)])
-        return not extern and not any(self.ops[e].kind is Kind.REDUCTION for e in loops)
-
-    def absent(self) -> set[Buffer]:
-        return {b for b in self.buffers if self.inlined(b) or self.in_one_loop(b)}
-
-
-def in_one_call(graph: Graph, schedule: Schedule, moment: int) -> range:
-    """The executions of the one call that runs the execution at `moment`: those around it without an extern kernel."""
-    sequence, start_of_backward = schedule.forward + schedule.backward, len(schedule.forward)
-    extern = [at for at, op in enumerate(sequence) if graph.ops[op].kind is Kind.EXTERN]
-    if not (graph.fuses and graph.fusion_groups_hold_buffers) or moment in extern:
-        return range(moment, moment + 1)
-    half = range(start_of_backward) if moment < start_of_backward else range(start_of_backward, len(sequence))
-    before = [at for at in extern if half.start <= at < moment]
-    after = [at for at in extern if moment < at < half.stop]
-    return range(max(before, default=half.start - 1) + 1, min(after, default=half.stop))
+# -- seconds -----------------------------------------------------------------------------------------------------------
 
 
 def recompute_seconds(graph: Graph, index: int) -> float:
@@ -187,61 +84,6 @@ def saving_seconds(graph: Graph, value: int) -> float:
     for_repeats = graph.ops[maker].kind is Kind.POINTWISE and all(r < graph.num_forward for r in readers)
     moves = 0 if not graph.fuses else (not exists) + (for_repeats or bool(fused_backward_readers(graph, value)))
     return graph.values[value].bytes * moves * graph.saving_seconds_per_byte / 2
-
-
-def replay_bytes(graph: Graph, schedule: Schedule) -> list[int]:
-    """Bytes alive during each execution, counted moment by moment."""
-    sequence = schedule.forward + schedule.backward
-    buffers = buffers_of(graph, schedule)
-    absent = Fusion(graph, schedule).absent() if graph.fuses else set()
-    made_by: dict[int, list[Buffer]] = {}
-    for b in buffers:
-        made_by.setdefault(b.computed_at, []).append(b)
-
-    @cache
-    def needed_until(execution: int) -> int:
-        """When the last kernel runs that does this execution's work: its own, or that of whoever inlines a result."""
-        inlining = [needed_until(r) for b in made_by.get(execution, []) if b in absent for r in b.readers]
-        return max([execution, *inlining])
-
-    def last_moment(b: Buffer) -> int:
-        return len(sequence) - 1 if b.to_the_end else max([b.computed_at, *map(needed_until, b.readers)])
-
-    def read_where_written(moment: int) -> Iterator[Buffer]:
-        op = graph.ops[sequence[moment]]
-        for value in op.inputs:
-            for b in (b for b in buffers if moment in b.readers and b.value == value and value in op.in_place):
-                made = b not in absent or graph.ops[sequence[b.computed_at]].inlining is Inlining.NEVER
-                yield from [b] if made else read_where_written(b.computed_at)
-
-    kinds = [graph.ops[op].kind for op in sequence]
-
-    def in_one_run(first: int, last: int) -> bool:
-        same_half = (first < len(schedule.forward)) == (last < len(schedule.forward))
-        return same_half and Kind.EXTERN not in kinds[first + 1 : last]
-
-    overwritten, overwriting = set(), set()
-    for moment, op in enumerate(sequence if graph.fuses else ()):
-        for result in made_by.get(moment, []) if len(graph.ops[op].outputs) == 1 else []:
-            reduced = [r for r in result.readers if kinds[r] is Kind.REDUCTION and in_one_run(moment, r)]
-            ending = [b for b in read_where_written(moment) if not b.to_the_end and last_moment(b) == moment]
-            same = [b for b in ending if graph.values[b.value].bytes == graph.values[result.value].bytes]
-            if same and same[0] not in absent and result not in absent and not reduced:
-                overwritten.add(same[0])
-                overwriting.add(result)
-
-    def alive(b: Buffer, moment: int) -> bool:
-        first = b.computed_at if b in overwriting else in_one_call(graph, schedule, b.computed_at).start
-        last = last_moment(b) - 1 if b in overwritten else in_one_call(graph, schedule, last_moment(b)).stop - 1
-        return first <= moment <= last
-
-    tangents = sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
-    return [
-        sum(graph.values[b.value].bytes for b in buffers if b not in absent and alive(b, moment))
-        + (tangents if moment >= len(schedule.forward) else 0)
-        + graph.ops[op].workspace_bytes
-        for moment, op in enumerate(sequence)
-    ]
 
 
 # -- optima ------------------------------------------------------------------------------------------------------------

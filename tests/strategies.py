@@ -13,8 +13,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Inlining, Kind, Op, Role, Trait, Value
+from autoremat.planner.graph.schedule import Schedule, Stay
 
 DTYPE_BYTES = 4
 MAX_OPS: int | None = None  # set by --max-ops: no random graph has more ops, whatever a test asks for
@@ -222,6 +224,47 @@ def close_under_need(graph: Graph, wanted: set[int]) -> frozenset[int]:
         if not lacking:
             return frozenset(saved)
         saved |= lacking
+
+
+FORMS = ("host", "bits", "shards")
+
+
+def forms_of(size: int) -> tuple[Form, ...]:
+    """The forms of a value of `size` bytes: on the host, packed on the device, and a share of it, the rest on other ranks."""
+    to_host, from_host = Transfer(Engine.TO_HOST, 1e-3), Transfer(Engine.FROM_HOST, 1e-3)
+    pack, unpack = Transfer(Engine.COMPUTE, 1e-4, 3), Transfer(Engine.COMPUTE, 1e-4, 5)
+    split, gather = Transfer(Engine.COMPUTE, 0.0), Transfer(Engine.NETWORK, 1e-3, size)
+    return (
+        Form("host", to_host, from_host, host_bytes=size),
+        Form("bits", pack, unpack, device_bytes=size // 8),
+        Form("shards", split, gather, device_bytes=size // 2, ranks=(0, 1)),
+    )
+
+
+def with_forms(graph: Graph) -> Graph:
+    """`graph` with forms of each value of the forward that is no output."""
+    outputs = {*graph.forward_outputs, *graph.backward_outputs}
+    eligible = set(graph.forward_values) - outputs
+    values = [
+        dataclasses.replace(value, forms=forms_of(value.bytes)) if number in eligible else value
+        for number, value in enumerate(graph.values)
+    ]
+    return dataclasses.replace(graph, values=tuple(values))
+
+
+@st.composite
+def stays_of(draw: st.DrawFn, graph: Graph, schedule: Schedule, most: int = 4) -> tuple[Stay, ...]:
+    """Possible stays of up to `most` saved values that have forms."""
+    border, found = len(schedule.forward), []
+    stored = [value for value in schedule.saved(graph) if graph.values[value].forms]
+    for value in sorted(pick(draw, stored, 0, most)):
+        made = schedule.forward.index(graph.producers([value])[0])
+        reads = [at for at, op in enumerate(schedule.sequence) if value in graph.ops[op].inputs]
+        free = draw(st.integers(max([made, *(at for at in reads if at < border)]), border - 1))
+        need = draw(st.integers(border, min(at for at in reads if at >= border)))
+        store, load = draw(st.integers(made, free)), draw(st.integers(border, need))
+        found.append(Stay(value, draw(st.sampled_from(FORMS)), store, free, load, need))
+    return tuple(found)
 
 
 # -- modules -----------------------------------------------------------------------------------------------------------

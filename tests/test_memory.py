@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import replay_bytes
+from memory_oracle import replay_bytes
 from strategies import GraphBuilder, chain, graphs, saved_sets
 
 from autoremat.basics.errors import PlanInvalid

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import least_added_seconds, replay_bytes
+from memory_oracle import replay_bytes
+from oracles import least_added_seconds
 from strategies import chain, dags, graphs, training_chain, with_orders
 
 import autoremat

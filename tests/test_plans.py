@@ -9,7 +9,7 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracles import replay_bytes
+from memory_oracle import replay_bytes
 from strategies import GraphBuilder, chain, graphs, saved_sets
 
 from autoremat.basics.errors import PlanInvalid
@@ -139,6 +139,9 @@ def test_as_json():
         "gap": None,
         "status": "infeasible",
         "live_ranges": [[0, 0, 1], [1, 1, 4], [2, 2, 4], [0, 3, 4], [3, 4, 4]],
+        "stays": [],
+        "host_bytes": 0,
+        "host_budget_bytes": None,
     }
 
 

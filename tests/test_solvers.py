@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from oracles import cheapest_cut, cut_cost, replay_bytes, subsets
+from memory_oracle import replay_bytes
+from oracles import cheapest_cut, cut_cost, subsets
 from strategies import GraphBuilder, chain, close_under_need, graphs, with_orders
 
 from autoremat.planner.cost.fused_traffic import traffic_of

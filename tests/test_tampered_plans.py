@@ -6,17 +6,19 @@ import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
-from strategies import GraphBuilder
+from strategies import GraphBuilder, with_forms
 
 from autoremat.basics.errors import PlanFileError, PlanInvalid
+from autoremat.planner.graph.forms import Engine, Transfer
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Kind, Role, Trait
-from autoremat.planner.graph.schedule import Schedule, build_schedule
+from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.memory.live_ranges import LiveRanges
 from autoremat.planner.memory.simulator import Timeline
 from autoremat.planner.plans.plan import Plan, Status
@@ -57,6 +59,38 @@ def planned(fuses: bool) -> Plan:
     values = [graph.ops[index].outputs[0] for index in (RANDOM, TO_SAVE, 8, ASIDE)]
     plan = Plan.of(graph, build_schedule(graph, values))
     return dataclasses.replace(plan, budget_bytes=plan.peak_bytes, lower_bound_bytes=8)
+
+
+STORED, PACKED = 3, 9
+"""The results of forward ops 2 and 8. Both have a stay in the plan with stays."""
+
+
+def planned_with_stays(fuses: bool) -> Plan:
+    """The plan with one value on the host and one packed as bits, in three open calls."""
+    graph, schedule = dataclasses.replace(with_forms(graph_of(fuses)), in_flight=3), planned(fuses).schedule
+    stays = (Stay(STORED, "host", 3, 5, 17, 19), Stay(PACKED, "bits", 9, 10, 14, 15))
+    plan = Plan.of(graph, replace(schedule, stays=stays))
+    return replace(plan, budget_bytes=plan.peak_bytes, host_budget_bytes=plan.host_bytes)
+
+
+def with_stays(change: Callable[[Stay, Stay], Sequence[Stay]]) -> Callable[[Plan], Plan]:
+    """A tampering with the stays alone. The figures are those of before."""
+
+    def tamper(plan: Plan) -> Plan:
+        schedule = replace(plan.schedule, stays=tuple(change(*plan.schedule.stays)))
+        return replace(plan, schedule=schedule, timeline=replace(plan.timeline, schedule=schedule), budget_bytes=None)
+
+    return tamper
+
+
+def with_form(**fields: Any) -> Callable[[Plan], Plan]:
+    """A tampering with the forms of the packed value."""
+
+    def change(graph: Graph) -> Graph:
+        forms = tuple(replace(form, **fields) for form in graph.values[PACKED].forms)
+        return changed_value(graph, PACKED, forms=forms)
+
+    return with_graph(change)
 
 
 def with_schedule(change: Callable[[list[int], list[int]], object], simulated: bool = True) -> Callable[[Plan], Plan]:
@@ -217,7 +251,51 @@ BUDGET: dict[str, Tamper] = {
     "a status that does not follow": with_kept("status", lambda _: Status.OPTIMAL),
 }
 
-TAMPERINGS = {"executions": EXECUTIONS, "constraints": CONSTRAINTS, "timeline": TIMELINE, "peak": PEAK, "budget": BUDGET}
+STAYS: dict[str, Tamper] = {
+    "a value stored before it is computed": with_stays(lambda one, two: [replace(one, store=1), two]),
+    "a value stored after it is freed": with_stays(lambda one, two: [replace(one, store=6), two]),
+    "a value freed before it is read": with_stays(lambda one, two: [replace(one, store=2, free=2), two]),
+    "a value freed in the backward": with_stays(lambda one, two: [replace(one, free=14), two]),
+    "a value loaded in the forward": with_stays(lambda one, two: [replace(one, load=13), two]),
+    "a value loaded after it is needed": with_stays(lambda one, two: [replace(one, load=one.need + 1), two]),
+    "a value needed after it is read": with_stays(lambda one, two: [replace(one, need=one.need + 1), two]),
+    "a position below nothing": with_stays(lambda one, two: [replace(one, store=-1), two]),
+    "a position behind the end": with_stays(lambda one, two: [one, replace(two, need=1000)]),
+    "a form that does not exist": with_stays(lambda one, two: [replace(one, form="disk"), two]),
+    "a value that does not exist": with_stays(lambda one, two: [one, replace(two, value=1000)]),
+    "a value counted from the end": with_stays(lambda one, two: [replace(one, value=-20), two]),
+    "a value that is not saved": with_stays(lambda one, two: [replace(one, value=2), two]),
+    "a value that is recomputed": with_stays(lambda one, two: [one, replace(two, value=7)]),
+    "an input": with_stays(lambda one, two: [replace(one, value=0), two]),
+    "an output": with_graph(lambda g: dataclasses.replace(g, forward_outputs=(*g.forward_outputs, PACKED))),
+    "two stays of a value": with_stays(lambda one, two: [one, one, two]),
+    "stays in another sequence": with_stays(lambda one, two: [two, one]),
+    "a stay left out, the figures as before": with_stays(lambda one, two: [one]),
+    "no stays, the figures as before": with_stays(lambda one, two: []),
+    "another form, the figures as before": with_stays(lambda one, two: [one, replace(two, form="host")]),
+    "a store earlier, the figures as before": with_stays(lambda one, two: [one, replace(two, store=8)]),
+    "a free later, the figures as before": with_stays(lambda one, two: [one, replace(two, free=12)]),
+    "a load earlier, the figures as before": with_stays(lambda one, two: [replace(one, load=14), two]),
+    "a need earlier, the figures as before": with_stays(lambda one, two: [one, replace(two, need=two.load)]),
+    "more bytes of a form on the device": with_form(device_bytes=9),
+    "more bytes of a form on the host": with_form(host_bytes=1),
+    "more bytes while a form is made": with_form(store=Transfer(Engine.COMPUTE, 0.0, 4)),
+    "more bytes while a form is read": with_form(load=Transfer(Engine.COMPUTE, 0.0, 6)),
+    "a value without forms": with_graph(lambda g: changed_value(g, PACKED, forms=())),
+    "the live range of a load left out": with_timeline(live_ranges(lambda parts: [part[parts[1] < 14] for part in parts])),
+    "the bytes of forms left out": with_timeline(live_ranges(lambda parts: [part[parts[1] >= 0] for part in parts])),
+    "fewer bytes on the host, as if they were computed": with_kept("host_bytes", lambda size: size - 1),
+    "fewer stored bytes": with_kept("stored_bytes", lambda size: size - 1),
+    "the value's bytes saved on the device": with_kept("saved_bytes", lambda size: size + 64),
+    "the value's bytes between the halves": with_kept("held_bytes", lambda size: size + 64),
+    "a budget on the host below nothing": lambda plan: replace(plan, host_budget_bytes=-1),
+    "the true bytes on the host exceed their budget": lambda plan: replace(
+        with_kept("host_bytes", lambda size: size - 1)(plan), host_budget_bytes=plan.host_bytes - 1
+    ),
+}
+
+PARTS = (EXECUTIONS, CONSTRAINTS, TIMELINE, PEAK, BUDGET, STAYS)
+TAMPERINGS = dict(zip(("executions", "constraints", "timeline", "peak", "budget", "stays"), PARTS, strict=True))
 
 ONLY_FUSED = {
     "fusion groups that hold no buffers": "without fusion, no group holds buffers",
@@ -232,12 +310,12 @@ def cases() -> Iterator[Any]:
         for (kind, tamper), fuses in itertools.product(kinds.items(), (False, True)):
             reason = "" if fuses else ONLY_FUSED.get(kind, "")
             marks = [pytest.mark.skip(reason=reason)] if reason else []
-            yield pytest.param(tamper, fuses, id=f"{part}: {kind}, {'fused' if fuses else 'unfused'}", marks=marks)
+            planner = planned_with_stays if part == "stays" else planned
+            yield pytest.param(tamper, planner(fuses), id=f"{part}: {kind}, {'fused' if fuses else 'unfused'}", marks=marks)
 
 
-@pytest.mark.parametrize(("tamper", "fuses"), [*cases()])
-def test_a_tampered_plan_is_refused(tamper, fuses):
-    plan = planned(fuses)
+@pytest.mark.parametrize(("tamper", "plan"), [*cases()])
+def test_a_tampered_plan_is_refused(tamper, plan):
     plan.check()
     with pytest.raises(PlanInvalid):
         tamper(plan).check()

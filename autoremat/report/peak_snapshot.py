@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.op import Role
+from autoremat.planner.memory.live_ranges import NOT_COMPUTED
 from autoremat.planner.plans.plan import Plan
 from autoremat.report.decisions import module_class
 
@@ -122,6 +123,7 @@ def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
     """Returns all tensors that are live during one execution, the largest first."""
     graph = plan.graph
     saved, outputs, gradients = frozenset(plan.saved), frozenset(graph.forward_outputs), frozenset(graph.backward_outputs)
+    loads = {(stay.value, stay.load) for stay in plan.schedule.stays}
     found = []
     for live_range in (one for one in plan.timeline.live_ranges if one.start <= position <= one.end):
         number, start = live_range.value, live_range.start
@@ -130,6 +132,8 @@ def _live_tensors(plan: Plan, position: int, border: int) -> list[LiveTensor]:
             sort = TensorCategory.OUTPUT
         elif number in gradients:
             sort = TensorCategory.GRADIENT
+        elif live_range.computed_at == NOT_COMPUTED or (number, live_range.computed_at) in loads:
+            sort = TensorCategory.SAVED
         elif start >= border and value.producer is not None and value.producer < graph.num_forward:
             sort = TensorCategory.RECOMPUTED
         else:

@@ -119,6 +119,7 @@ class Graph:
             raise ValueError("forward ops must all stand before the backward ops")
         if negative := [value.name for value in self.values if value.bytes < 0]:
             raise ValueError(f"{negative[0]} has less than 0 bytes")
+        self._verify_forms()
         for index, op in enumerate(self.ops):
             if op.workspace_bytes < 0 or not op.seconds >= 0:
                 raise ValueError(f"op {op.name} has {op.workspace_bytes} bytes of workspace and takes {op.seconds} s")
@@ -129,6 +130,17 @@ class Graph:
             for value in op.outputs:
                 if self.values[value].producer != index:
                     raise ValueError(f"{self.values[value].name} is an output of {op.name} but names another producer")
+
+    def _verify_forms(self) -> None:
+        """Raises ``ValueError`` for two forms of a value with one name, and for bytes and seconds that a form cannot have."""
+        for value in (value for value in self.values if value.forms):
+            if len({form.name for form in value.forms}) < len(value.forms):
+                raise ValueError(f"two forms of {value.name} have the same name: {[form.name for form in value.forms]}")
+            for form in value.forms:
+                transfers = (form.store, form.load)
+                sizes = (form.device_bytes, form.host_bytes, *(one.temporary_bytes for one in transfers))
+                if min(sizes) < 0 or not all(one.seconds >= 0 for one in transfers):
+                    raise ValueError(f"the form {form.name!r} of {value.name} has bytes or seconds below 0: {form}")
 
     @cached_property
     def num_forward(self) -> int:

@@ -1,11 +1,11 @@
-"""Checks a plan without the simulator: its executions, their sequence, its constraints and its figures.
+"""Checks a plan without the simulator: its executions, their sequence, its stays, its constraints and its figures.
 
 The planner's own arithmetic is not trusted here. :mod:`autoremat.planner.plans.replay` counts anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.planner.graph.graph import Graph
@@ -62,6 +62,61 @@ def _may_be_recomputed(op: Op) -> None:
         raise PlanInvalid(f"{op.name} is to be saved, but runs twice or in the backward")
 
 
+def check_stays(graph: Graph, schedule: Schedule) -> None:
+    """Raises ``PlanInvalid`` if a stay breaks a rule. The executions are those that :func:`check_executions` accepts.
+
+    - Values ascend, with at most one stay each. A stay names one of the forms of its value, which is no output.
+    - The forward computes the value and the backward reads it, before it computes it again if it does.
+    - The value is stored after it is computed, and freed in the forward, after its last read there.
+    - It is loaded in the backward, and complete before its first read there.
+    """
+    outputs, latest = {*graph.forward_outputs, *graph.backward_outputs}, -1
+    for stay in schedule.stays:
+        if not latest < stay.value < len(graph.values):
+            raise PlanInvalid(f"the stay of value {stay.value} follows that of {latest}; all ascend below {len(graph.values)}")
+        latest = stay.value
+        value = graph.values[stay.value]
+        if stay.form not in [form.name for form in value.forms]:
+            raise PlanInvalid(f"{value.name} has no form {stay.form!r}, which its stay names")
+        if stay.value in outputs:
+            raise PlanInvalid(f"{value.name} is an output of the step and can have no stay")
+    for stay, (made, forward_reads, backward_reads) in zip(schedule.stays, _uses(graph, schedule), strict=True):
+        name, border = graph.values[stay.value].name, len(schedule.forward)
+        if made < 0 or not backward_reads:
+            raise PlanInvalid(f"{name} has a stay, but the forward does not save it")
+        first, last = backward_reads[0], max(forward_reads, default=made)
+        for holds, fault in (
+            (made <= stay.store, f"is stored after execution {stay.store}, but execution {made} computes it"),
+            (stay.store <= stay.free, f"is freed after execution {stay.free}, but stored after execution {stay.store}"),
+            (last <= stay.free, f"is freed after execution {stay.free}, but execution {last} still reads it"),
+            (stay.free < border, f"is freed after execution {stay.free}, but the forward ends with execution {border - 1}"),
+            (border <= stay.load, f"is loaded before execution {stay.load}, but the backward begins with execution {border}"),
+            (stay.load <= stay.need, f"is loaded before execution {stay.load}, but to be complete before {stay.need}"),
+            (stay.need <= first, f"is complete only before execution {stay.need}, but execution {first} reads it"),
+        ):
+            if not holds:
+                raise PlanInvalid(f"{name} has a wrong stay: it {fault}")
+
+
+def _uses(graph: Graph, schedule: Schedule) -> Iterator[tuple[int, list[int], list[int]]]:
+    """Yields, for each stay: where the forward computes the value (or -1), where the forward reads it, and the backward.
+
+    Reads of what the backward has computed again are left out.
+    """
+    border, stored = len(schedule.forward), {stay.value for stay in schedule.stays}
+    made: dict[int, int] = {}
+    reads: dict[int, tuple[list[int], list[int]]] = {value: ([], []) for value in stored}
+    for position, index in enumerate(schedule.sequence if stored else ()):
+        op = graph.ops[index]
+        for value in stored.intersection(op.inputs):
+            reads[value][position >= border].append(position)
+        made.update((value, position) for value in stored.intersection(op.outputs) if position < border)
+        if position >= border:
+            stored.difference_update(op.outputs)
+    for stay in schedule.stays:
+        yield made.get(stay.value, -1), *reads[stay.value]
+
+
 def check_constraints(graph: Graph, crossing: Collection[int]) -> None:
     """Raises ``PlanInvalid`` if a value in ``crossing``, which the forward leaves for the backward, is to be recomputed.
 
@@ -75,13 +130,18 @@ def check_constraints(graph: Graph, crossing: Collection[int]) -> None:
 
 
 def check_figures(graph: Graph, schedule: Schedule, timeline: Timeline, replayed: Replay) -> None:
-    """Raises ``PlanInvalid`` unless ``timeline`` has the schedule, and the bytes and the live ranges of the replay."""
+    """Raises ``PlanInvalid`` unless ``timeline`` has the schedule, and the bytes and the live ranges of the replay.
+
+    The bytes are those on the device at each execution, and those on the host.
+    """
     counted, said = list(replayed.bytes_at), [int(bytes_) for bytes_ in timeline.bytes_at]
     peak, true_peak = max(said, default=0), max(counted, default=0)
     if peak != true_peak:
         raise PlanInvalid(f"the peak is {true_peak} bytes, not {peak} as the plan says")
     if timeline.schedule != schedule:
         raise PlanInvalid("the timeline is that of another schedule")
+    if timeline.host_bytes != replayed.host_bytes:
+        raise PlanInvalid(f"the stays take {replayed.host_bytes} bytes on the host, not {timeline.host_bytes} as the plan says")
     if len(said) != len(counted):
         raise PlanInvalid(f"the plan has the bytes of {len(said)} executions, not of {len(counted)}")
     for position in range(len(said)):

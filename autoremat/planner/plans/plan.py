@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,9 @@ from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
-from autoremat.planner.memory.live_ranges import NOT_COMPUTED
 from autoremat.planner.memory.simulator import Timeline, simulate, sizes_on_device
 from autoremat.planner.plans import plan_json
-from autoremat.planner.plans.check import check_constraints, check_executions, check_figures
+from autoremat.planner.plans.check import check_constraints, check_executions, check_figures, check_stays
 from autoremat.planner.plans.replay import replay
 
 FORMAT, VERSION = "autoremat plan", 4
@@ -43,7 +42,7 @@ class Status(str, enum.Enum):
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
     INFEASIBLE = "infeasible"
-    """The peak exceeds the budget."""
+    """The peak exceeds the budget, or the bytes on the host exceed theirs."""
     TIME_LIMIT = "time limit"
     """Feasible; the time limit cut the search short."""
 
@@ -136,8 +135,9 @@ class Plan(Shown):
 
     @cached_property
     def status(self) -> Status:
-        """The status of the plan: infeasible over its budget, else optimal, feasible or cut short by the time limit."""
-        if self.budget_bytes is not None and self.peak_bytes > self.budget_bytes:
+        """The status of the plan: infeasible over a budget, else optimal, feasible or cut short by the time limit."""
+        bounds = ((self.peak_bytes, self.budget_bytes), (self.host_bytes, self.host_budget_bytes))
+        if any(budget is not None and taken > budget for taken, budget in bounds):
             return Status.INFEASIBLE
         if self.added_seconds <= self.lower_bound_seconds * (1 + OPTIMAL_SHARE) + self.graph.step_seconds * OPTIMAL_SHARE:
             return Status.OPTIMAL
@@ -162,10 +162,12 @@ class Plan(Shown):
             ("recomputed", f"{len(self.recomputed)} ops, {format_seconds(self.added_seconds)} of a step of "
                            f"{format_seconds(graph.step_seconds)} ({least})"),
             ("saved", f"{format_bytes(self.saved_bytes)} in {len(self.saved)} values"),
+            ("stored", f"{format_bytes(self.stored_bytes)} in {len(self.schedule.stays)} values, "
+                       f"{format_bytes(self.host_bytes)} on the host"),
             ("graph", f"{len(graph.ops)} ops, {graph.num_forward} of them forward"),
             ("found by", self.label or "unknown"),
         ]  # fmt: skip
-        return [named_figures(figures)]
+        return [named_figures([one for one in figures if one[0] != "stored" or self.schedule.stays])]
 
     @cached_property
     def frees(self) -> tuple[tuple[int, ...], ...]:
@@ -173,8 +175,7 @@ class Plan(Shown):
 
         Outputs that the caller holds never end. A value with a stay is freed twice: once stored, and after its last read.
         """
-        live_ranges = [found for found in self.timeline.live_ranges if found.computed_at != NOT_COMPUTED]
-        num_forward = len(self.schedule.forward)
+        live_ranges, num_forward = self.timeline.live_ranges.of_values(), len(self.schedule.forward)
         with_caller, gradients = set(self.graph.forward_outputs), set(self.graph.backward_outputs)
         # The caller holds the newest live range of each output: forward outputs as of the end of the forward.
         handed_out = {r.value: r for r in live_ranges if r.value in with_caller and r.start < num_forward}
@@ -191,7 +192,7 @@ class Plan(Shown):
 
         Infinite numbers become null.
 
-        ``live_ranges`` lists triples: the value, the execution that computes it, the last execution at which it is live.
+        ``live_ranges`` lists triples: the value, the execution that computes or loads it, the last one at which it is live.
         """
         record = {
             "sequence": self.sequence,
@@ -203,11 +204,10 @@ class Plan(Shown):
             "lower_bound_seconds": _finite(self.lower_bound_seconds),
             "gap": _finite(self.gap),
             "status": self.status.value,
-            "live_ranges": [
-                (found.value, found.start, found.end)
-                for found in self.timeline.live_ranges
-                if found.computed_at != NOT_COMPUTED
-            ],
+            "live_ranges": [(found.value, found.start, found.end) for found in self.timeline.live_ranges.of_values()],
+            "stays": [asdict(stay) for stay in self.schedule.stays],
+            "host_bytes": self.host_bytes,
+            "host_budget_bytes": self.host_budget_bytes,
         }
         return json.dumps(record, allow_nan=False)
 
@@ -243,7 +243,7 @@ class Plan(Shown):
             plan = replace(cls.of(*plan_json.decode(record)), **facts, **infinite)
             plan.check()
             return plan
-        except (ValueError, KeyError, IndexError, TypeError, RecursionError, PlanInvalid) as error:
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError, OverflowError, PlanInvalid) as error:
             if isinstance(error, PlanFileError):
                 raise
             raise PlanFileError(f"{name} holds no valid plan: {type(error).__name__}: {error}") from error
@@ -263,18 +263,22 @@ class Plan(Shown):
     def check(self, graph: Graph | None = None, *, ignores_recompute: bool = False) -> None:
         """Raises ``PlanInvalid`` if the plan breaks a rule of ``graph`` (by default its own).
 
-        The check does not use the simulator. It covers the executions and their sequence, the constraints, the bytes at each
-        execution, the live ranges, the saved values, the budget and the bounds. With ``ignores_recompute``, values may be saved
-        that constraints recompute, as in the baseline.
+        The check does not use the simulator. It covers the executions and their sequence, the stays, the constraints, the bytes
+        at each execution, the live ranges, the saved values, the budgets and the bounds. With ``ignores_recompute``, values may
+        be saved that constraints recompute, as in the baseline.
         """
         graph = graph or self.graph
         check_executions(graph, self.schedule)
+        check_stays(graph, self.schedule)
         replayed = replay(graph, self.schedule)
         if not ignores_recompute:
             check_constraints(graph, replayed.crossing)
         peak, budget = max(replayed.bytes_at, default=0), self.budget_bytes
         if budget is not None and self.peak_bytes <= budget < peak:
             raise PlanInvalid(f"the peak is {format_bytes(peak)}, over the budget of {format_bytes(budget)}")
+        if self.host_budget_bytes is not None and self.host_bytes <= self.host_budget_bytes < replayed.host_bytes:
+            host, limit = format_bytes(replayed.host_bytes), format_bytes(self.host_budget_bytes)
+            raise PlanInvalid(f"the stays take {host} on the host, over the budget of {limit} there")
         check_figures(graph, self.schedule, self.timeline, replayed)
         anew = replace(self, timeline=replace(self.timeline))  # without the figures that were kept when they were first read
         for kept, counted in ((self.timeline, anew.timeline), (self, anew)):
@@ -283,8 +287,9 @@ class Plan(Shown):
                     raise PlanInvalid(f"the plan's {name} is not what follows from its schedule")
         if replayed.crossing != set(self.saved):
             raise PlanInvalid("the saved values are not those that the schedule's backward reads from the forward")
-        if not all(figure >= 0 for figure in (budget or 0, self.lower_bound_bytes, self.lower_bound_seconds)):
-            raise PlanInvalid("the budget and the bounds must be numbers of at least 0")
+        bounds = (budget or 0, self.host_budget_bytes or 0, self.lower_bound_bytes, self.lower_bound_seconds)
+        if not all(figure >= 0 for figure in bounds):
+            raise PlanInvalid("the budgets and the bounds must be numbers of at least 0")
         if self.lower_bound_bytes > peak:
             raise PlanInvalid(f"no plan has a lower peak than {self.lower_bound_bytes} bytes, it says, but its own is {peak}")
 

@@ -73,8 +73,9 @@ def fitted(files: Sequence[PlanFile], graph: Graph) -> tuple[PlanFile, Plan]:
     wanted = graph_hash(graph)
     for file in files:
         if graph_hash(file.plan.graph) == wanted:
-            plan = Plan.of(graph, file.plan.schedule, f"stored plan ({file.plan.label})" if file.plan.label else "stored plan")
+            label = f"stored plan ({file.plan.label})" if file.plan.label else "stored plan"
             try:
+                plan = Plan.of(graph, file.plan.schedule, label)
                 plan.check()
             except PlanInvalid as error:
                 raise PlanFileError(f"the plan in {file.name} breaks a rule of this graph: {error}") from error

@@ -69,12 +69,17 @@ def _graph(record: dict[str, Any]) -> Graph:
 
 
 def _schedule(record: dict[str, Any], graph: Graph) -> Schedule:
-    """Returns the schedule of a record. Raises ``ValueError`` for an op that does not exist and for too many executions."""
+    """Returns the schedule of a record.
+
+    Raises ``ValueError`` for too many executions, and for an op, a value or an execution that does not exist.
+    """
     schedule: Schedule = CODEC.read(Schedule, record)
     executions, longest = len(schedule.sequence), max(LONGEST, len(graph.ops) ** 2)
     if executions > longest:
         raise ValueError(f"{executions} executions of {len(graph.ops)} ops are more than {longest}, which no plan needs")
     _within(schedule.sequence, len(graph.ops), "op")
+    _within([stay.value for stay in schedule.stays], len(graph.values), "value")
+    _within([at for stay in schedule.stays for at in (stay.store, stay.free, stay.load, stay.need)], executions, "execution")
     return schedule
 
 

@@ -16,7 +16,7 @@ from itertools import accumulate, chain
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Inlining, Kind, Role
-from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.graph.schedule import Schedule, Stay
 
 
 @dataclass(frozen=True)
@@ -24,20 +24,22 @@ class Replay:
     """The result of a replay.
 
     ``bytes_at`` are the bytes live at each execution, with those of the other open calls. ``live_ranges`` are tuples: a value,
-    the execution that makes it, the first and the last execution during which it is live, and its bytes. ``crossing`` are the
-    values that the forward leaves for the backward.
+    the execution that makes it, the first and the last execution during which it is live, and its bytes. A load makes its value
+    as well. The bytes of a form or of a transfer are made at -1. ``crossing`` are the values that the forward leaves for the
+    backward. ``host_bytes`` are those of the forms of all open calls.
     """
 
     bytes_at: Sequence[int]
     live_ranges: Sequence[tuple[int, int, int, int, int]]
     crossing: frozenset[int]
+    host_bytes: int
 
 
 def replay(graph: Graph, schedule: Schedule) -> Replay:
-    """Returns the replay of a schedule that :func:`autoremat.planner.plans.check.check_executions` accepts.
+    """Returns the replay of a schedule whose executions and stays :mod:`autoremat.planner.plans.check` accepts.
 
     Inputs cost nothing. Tangents count through the backward, and a workspace counts while its op runs. Every other open call
-    holds what this one holds between its halves.
+    holds what this one holds between its halves: of a value with a stay, the bytes of its form.
     """
     buffers = _Buffers(graph, schedule)
     end, border = len(schedule.sequence) - 1, len(schedule.forward)
@@ -47,23 +49,29 @@ def replay(graph: Graph, schedule: Schedule) -> Replay:
         first, last = fusion.first_and_last()
     else:
         exist = list(range(len(buffers.value)))
-        first, last = buffers.made, list(map(max, buffers.made, buffers.last_read))
+        first, last = buffers.made, list(map(max, buffers.least_end, buffers.last_read))
     ends = [end if held else last[b] for b, held in enumerate(buffers.held)]
-    live_ranges = [(buffers.value[b], buffers.made[b], first[b], ends[b], buffers.bytes[b]) for b in exist]
+    made = [*buffers.made[: buffers.num_values], *[-1] * (len(ends) - buffers.num_values)]
+    live_ranges = [(buffers.value[b], made[b], first[b], ends[b], buffers.bytes[b]) for b in exist]
     crossing = frozenset(buffers.value[b] for b in buffers.crossing)
     kept = crossing.union(buffers.value[b] for b in range(buffers.begins[border]) if buffers.held[b])
     changes = [0] * (end + 2)
     for _, _, start, stop, size in live_ranges:
         changes[start] += size
         changes[stop + 1] -= size
-    changes[0] += graph.resident_bytes + (graph.in_flight - 1) * sum(graph.values[value].bytes for value in kept)
+    sizes = {value: graph.values[value].bytes for value in kept} | {v: form.device_bytes for v, form in buffers.forms.items()}
+    changes[0] += graph.resident_bytes + (graph.in_flight - 1) * sum(sizes.values())
     changes[border] += sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
     live = zip(schedule.sequence, accumulate(changes), strict=False)
-    return Replay([bytes_ + graph.ops[index].workspace_bytes for index, bytes_ in live], live_ranges, crossing)
+    bytes_at = [bytes_ + graph.ops[index].workspace_bytes for index, bytes_ in live]
+    return Replay(bytes_at, live_ranges, crossing, sum(form.host_bytes for form in buffers.forms.values()) * graph.in_flight)
 
 
 class _Buffers:
-    """All buffers, numbered in the sequence of their making, and all reads. Executions are positions in the sequence."""
+    """All buffers, numbered in the sequence of their making, and all reads. Executions are positions in the sequence.
+
+    Behind those that executions make come those of stays: first the loaded values, then the bytes of forms and of transfers.
+    """
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.border, self.sequence = len(schedule.forward), schedule.sequence
@@ -102,6 +110,43 @@ class _Buffers:
         """For each buffer, True if the caller holds it to the end."""
         self.crossing = [b for b in range(self.begins[self.border]) if last_read[b] >= self.border or b in gradients]
         """The buffers that the forward makes and the backward reads or returns."""
+        self.least_end = list(made)
+        """For each buffer, the execution until which it is live even if none reads it."""
+        self.forms = {stay.value: graph.values[stay.value].form(stay.form) for stay in schedule.stays}
+        self.in_transfers: set[int] = set()
+        """The buffers that transfers read or write."""
+        self._divide(schedule.stays)
+
+    def _divide(self, stays: Sequence[Stay]) -> None:
+        """Frees stored values in the forward. Adds their loads, which the backward reads, and the bytes of their forms."""
+        crossing, loads = {self.value[buffer]: buffer for buffer in self.crossing}, dict[int, int]()
+        for stay in stays:
+            stored = crossing[stay.value]
+            loads[stored] = self._add(stay.value, stay.load, self.last_read[stored], self.bytes[stored])
+            self.last_read[stored] = self.least_end[stored] = stay.free
+        self.num_values = len(self.value)
+        for stay in stays:
+            form = self.forms[stay.value]
+            whole, store, load = (stay.store, stay.need), (stay.store, stay.free), (stay.load, stay.need)
+            sizes = (form.device_bytes, form.store.temporary_bytes, form.load.temporary_bytes)
+            for (first, last), size in zip((whole, store, load), sizes, strict=True):
+                if size:
+                    self._add(stay.value, first, last, size)
+        self.in_transfers.update(loads)
+        for read in self.reads[self.border :]:
+            read[:] = [loads.get(buffer, buffer) for buffer in read]
+
+    def _add(self, value: int, first: int, last: int, size: int) -> int:
+        """Adds a buffer that no execution makes, and returns its number."""
+        number = len(self.value)
+        self.value.append(value)
+        self.made.append(first)
+        self.least_end.append(last)
+        self.last_read.append(last)
+        self.bytes.append(size)
+        self.held.append(False)
+        self.in_transfers.add(number)
+        return number
 
     def marked(self, buffers: Iterable[int]) -> list[bool]:
         """Returns, for each buffer, True if it is among ``buffers``."""
@@ -135,7 +180,7 @@ class _Fusion:
         """For each buffer, True if it is a pointwise result that no caller, extern kernel or other half needs."""
         self.inlined = self._inlined()
         self.absent = list(self.inlined)
-        self.last = list(buffers.made)
+        self.last = list(buffers.least_end)
         """For each buffer, the last execution that makes or reads it. The readers of an absent buffer read its inputs."""
         self._read_late()
 
@@ -144,7 +189,7 @@ class _Fusion:
         found = [kinds[made] is Kind.POINTWISE and not held for made, held in zip(buffers.made, buffers.held, strict=True)]
         unread = (buffer for buffer in range(len(found)) if buffer not in self.readers)
         by_extern = (buffer for kind, read in zip(kinds, buffers.reads, strict=True) if kind is Kind.EXTERN for buffer in read)
-        for buffer in chain(buffers.crossing, unread, by_extern):
+        for buffer in chain(buffers.crossing, unread, by_extern, buffers.in_transfers):
             found[buffer] = False
         return found
 
@@ -220,13 +265,14 @@ class _Fusion:
     def _passed_on(self) -> Iterator[tuple[int, int]]:
         """Yields pairs: a buffer that ends where it is read, and the only result of that execution, which takes it over."""
         buffers, sizes, reduced = self.buffers, self.buffers.bytes, self._reduced_nearby()
-        ending = {self.last[b] for b in range(len(self.last)) if not (self.absent[b] or buffers.held[b])}
+        fixed = [held or b in buffers.in_transfers for b, held in enumerate(buffers.held)]
+        ending = {self.last[b] for b in range(len(self.last)) if not (self.absent[b] or fixed[b])}
         for position in sorted(ending):
             made = buffers.made_by(position)
             if len(made) != 1 or self.absent[made[0]] or reduced[made[0]]:
                 continue
             for buffer in self._read_where_written(position):
-                if self.last[buffer] == position and not buffers.held[buffer] and sizes[buffer] == sizes[made[0]]:
+                if self.last[buffer] == position and not fixed[buffer] and sizes[buffer] == sizes[made[0]]:
                     if not self.absent[buffer]:
                         yield buffer, made[0]
                     break

@@ -1,0 +1,274 @@
+"""Stays: the bytes of values that are kept in a form between the halves, the rules of stays, and stays in plan files."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_oracle import bytes_between_halves, is_valid, replay_bytes
+from strategies import FORMS, GraphBuilder, forms_of, graphs, saved_sets, stays_of, with_forms
+
+from autoremat.basics.errors import PlanFileError, PlanInvalid
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Kind, Role
+from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
+from autoremat.planner.graph.segments import Chain
+from autoremat.planner.memory import allocations
+from autoremat.planner.memory.simulator import simulate
+from autoremat.planner.multigraph.fronts import point_of
+from autoremat.planner.plans.check import check_stays
+from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.plans.plan_file import PlanFile, fitted
+from autoremat.planner.plans.replay import replay
+from autoremat.report.peak_snapshot import TensorCategory, peak_of, profile_of
+
+A = 1
+"""The value of 800 bytes that has forms; op 0 computes it."""
+
+
+def small_graph(**fields: Any) -> Graph:
+    """A value of 800 bytes, which the second op and the last one read."""
+    build = GraphBuilder()
+    a = build.op([build.source(0)], 800)
+    build.values[a] = replace(build.values[a], forms=forms_of(800))
+    b = build.op([a], 1)
+    c = build.op([b], 1)
+    d = build.op([build.source(0, Role.TANGENT), c], 1, forward=False)
+    e = build.op([d], 1, forward=False)
+    f = build.op([e, a], 1, forward=False)
+    return build.graph(backward_outputs=(f,), **fields)
+
+
+def small_plan(form: str = "host", store: int = 0, free: int = 1, load: int = 4, need: int = 5, **fields: Any) -> Plan:
+    return Plan.of(small_graph(**fields), Schedule((0, 1, 2), (3, 4, 5), (Stay(A, form, store, free, load, need),)))
+
+
+@pytest.mark.parametrize(
+    ("stay", "expected"),
+    [
+        ({}, [800, 801, 2, 2, 802, 802]),
+        ({"free": 2}, [800, 801, 802, 2, 802, 802]),
+        ({"load": 5}, [800, 801, 2, 2, 2, 802]),
+        ({"load": 3, "need": 3}, [800, 801, 2, 802, 802, 802]),
+        ({"form": "bits"}, [903, 904, 102, 102, 907, 907]),
+        ({"form": "bits", "store": 1}, [800, 904, 102, 102, 907, 907]),
+        ({"form": "bits", "load": 3, "need": 4}, [903, 904, 102, 907, 907, 802]),
+        ({"form": "shards"}, [1200, 1201, 402, 402, 2002, 2002]),
+    ],
+    ids=str,
+)
+def test_the_bytes_of_a_stay(stay, expected):
+    plan = small_plan(**stay)
+    assert plan.timeline.bytes_at.tolist() == expected == replay_bytes(plan.graph, plan.schedule)
+    plan.check()
+
+
+def test_the_bytes_between_the_halves_and_on_the_host():
+    plan = small_plan(in_flight=3)
+    assert (plan.saved_bytes, plan.stored_bytes, plan.host_bytes, plan.timeline.held_bytes) == (1, 800, 3 * 800, 1)
+    packed = small_plan("bits", in_flight=3)
+    assert (packed.saved_bytes, packed.stored_bytes, packed.host_bytes, packed.timeline.held_bytes) == (101, 800, 0, 101)
+    assert point_of(packed).saved_bytes == 101
+    assert packed.peak_bytes == small_plan("bits").peak_bytes + 2 * 101
+
+
+def test_a_stored_value_is_freed_twice():
+    assert [freed.count(A) for freed in small_plan("bits").frees] == [0, 1, 0, 0, 0, 1]
+
+
+def fused_graph(whole_groups: bool = False, kind: Kind = Kind.POINTWISE, size: int = 64) -> Graph:
+    """A value of 64 bytes that a pointwise result reads, which the op after an extern kernel inlines, in both halves.
+
+    In the backward that result has `size` bytes. It may take the place of the value, or of another result of this `kind`.
+    """
+    build = GraphBuilder()
+    a = build.op([build.source(0)], 64)
+    b = build.op([a], 64, kind=Kind.POINTWISE, in_place=(a,))
+    build.op([build.source(0)], 1)
+    c = build.op([b], 64, kind=Kind.POINTWISE, in_place=(b,))
+    loss = build.op([c], 1)
+    d = build.op([build.source(0, Role.TANGENT), loss], 64, forward=False)
+    e = build.op([d], 64, kind=kind, forward=False)
+    f = build.op([a, e], size, kind=Kind.POINTWISE, forward=False, in_place=(a, e))
+    gradient = build.op([f], 64, kind=kind, forward=False)
+    return with_forms(
+        build.graph(forward_outputs=(loss,), backward_outputs=(gradient,), fuses=True, fusion_groups_hold_buffers=whole_groups)
+    )
+
+
+A_FUSED = 1
+
+
+def fused_plan(stay: tuple[int, int, int, int], **fields: Any) -> Plan:
+    return Plan.of(fused_graph(**fields), Schedule((0, 1, 2, 3, 4), (5, 6, 7, 8), (Stay(A_FUSED, "host", *stay),)))
+
+
+def ranges_of(plan: Plan, value: int) -> list[tuple[int, int]]:
+    return [(one.start, one.end) for one in plan.timeline.live_ranges if one.value == value]
+
+
+def test_a_stored_value_lives_until_what_is_computed_from_it_by_a_later_kernel():
+    # Execution 3 computes the result of execution 1, and so reads the value long after it is stored.
+    assert ranges_of(fused_plan((0, 1, 5, 6)), A_FUSED) == [(0, 3), (5, 8)]
+    assert ranges_of(fused_plan((0, 4, 7, 7)), A_FUSED) == [(0, 4), (7, 8)]
+
+
+def test_no_result_takes_the_buffer_of_a_stored_or_loaded_value():
+    stored, smaller = (fused_plan((0, 1, 7, 7), kind=Kind.EXTERN, size=size) for size in (64, 8))
+    saved, other = Plan.of(stored.graph, replace(stored.schedule, stays=())), stored.graph.ops[6].outputs[0]
+    assert (ranges_of(saved, A_FUSED), ranges_of(saved, other)) == ([(0, 6)], [(6, 7)])
+    assert (ranges_of(stored, A_FUSED), ranges_of(stored, other)) == ([(0, 3), (7, 7)], [(6, 6)])
+    assert (ranges_of(smaller, A_FUSED), ranges_of(smaller, other)) == ([(0, 3), (7, 7)], [(6, 7)])
+    for plan in (stored, smaller):
+        plan.check()
+
+
+def test_a_call_of_a_fusion_group_holds_what_is_stored_or_loaded_in_it():
+    plan = fused_plan((0, 1, 7, 7), whole_groups=True)
+    assert ranges_of(plan, A_FUSED) == [(0, 3), (6, 8)]
+    plan.check()
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> tuple[Graph, Schedule]:
+    """Random graphs, fused or not, with up to three calls in flight, and schedules with stays."""
+    graph = with_forms(draw(graphs()))
+    graph = replace(graph, in_flight=draw(st.integers(1, 3)), resident_bytes=draw(st.sampled_from([0, 7])))
+    segments, _ = Chain.of(graph).segments(draw(st.integers(1, 4)))
+    schedule = build_schedule(graph, draw(saved_sets(graph)), segments)
+    return graph, replace(schedule, stays=draw(stays_of(graph, schedule)))
+
+
+@settings(max_examples=100)
+@given(schedules())
+def test_simulator_and_check_count_stays_by_their_definition(case):
+    graph, schedule = case
+    plan, replayed = Plan.of(graph, schedule), replay(graph, schedule)
+    assert is_valid(graph, schedule)
+    assert plan.timeline.bytes_at.tolist() == list(replayed.bytes_at) == replay_bytes(graph, schedule)
+    assert plan.timeline.held_bytes == bytes_between_halves(graph, schedule)
+    forms = [graph.values[stay.value].form(stay.form) for stay in schedule.stays]
+    assert plan.host_bytes == replayed.host_bytes == graph.in_flight * sum(form.host_bytes for form in forms)
+    plan.check()
+    assert Plan.loads(plan.dumps()).dumps() == plan.dumps()
+
+
+def most_allocated(step: allocations.Allocations) -> int:
+    """The most bytes that are allocated at once."""
+    sizes: dict[int, int] = {}
+    most = 0
+    for number, size in step.events:
+        sizes[number] = 0 if size == allocations.FREED else size
+        most = max(most, sum(sizes.values()))
+    return most
+
+
+@settings(max_examples=50)
+@given(schedules())
+def test_allocations_snapshot_and_profile_add_up_to_the_peak(case):
+    plan = Plan.of(*case)
+    assert most_allocated(allocations.simulated(plan.timeline)) + plan.timeline.beside_bytes == plan.peak_bytes
+    assert sum(allocations.beside_sizes(plan.timeline)) == plan.timeline.beside_bytes
+    snapshot, profile = peak_of(plan, listed=None), profile_of(plan)
+    assert snapshot is not None
+    assert profile is not None
+    assert sum(tensor.bytes for tensor in snapshot.live) == plan.peak_bytes == max(profile.totals)
+
+
+@st.composite
+def any_stays(draw: st.DrawFn, graph: Graph, schedule: Schedule) -> tuple[Stay, ...]:
+    """Possible stays, of which each position, value, form and the sequence may be wrong."""
+    stays = list(draw(stays_of(graph, schedule)))
+    for place, stay in enumerate(stays):
+        field = draw(st.sampled_from(["store", "free", "load", "need", "value", "form", "none"]))
+        if field == "form":
+            stays[place] = replace(stay, form=draw(st.sampled_from([*FORMS, "nowhere"])))
+        elif field != "none":
+            off = draw(st.sampled_from([-1, 1, 1000, -1000]))
+            stays[place] = replace(stay, **{field: getattr(stay, field) + off})
+    return tuple(draw(st.permutations(stays)) if draw(st.booleans()) else stays)
+
+
+@settings(max_examples=100)
+@given(st.data())
+def test_simulator_and_check_refuse_exactly_the_stays_that_are_not_possible(data):
+    graph, schedule = data.draw(schedules())
+    schedule = replace(schedule, stays=data.draw(any_stays(graph, schedule)))
+    if is_valid(graph, schedule):
+        check_stays(graph, schedule)
+        simulate(graph, schedule)
+        return
+    for refuse in (check_stays, simulate):
+        with pytest.raises(PlanInvalid):
+            refuse(graph, schedule)
+
+
+# -- plans and their files ---------------------------------------------------------------------------------------------
+
+
+def test_a_budget_on_the_host_is_one_of_the_plan():
+    plan = small_plan()
+    assert replace(plan, host_budget_bytes=800).status is Status.OPTIMAL
+    assert replace(plan, host_budget_bytes=799).status is Status.INFEASIBLE
+    assert "800 B in 1 values, 800 B on the host" in str(plan)
+    assert "stored" not in str(replace(plan, schedule=Schedule(plan.schedule.forward, plan.schedule.backward)))
+
+
+def test_the_snapshot_counts_a_loaded_value_and_its_form_as_saved():
+    snapshot = peak_of(small_plan("shards"))
+    assert snapshot is not None
+    assert dict(snapshot.by_sort)[TensorCategory.SAVED] == 800 + 400 + 800
+
+
+def test_forms_and_stays_are_in_files():
+    plan = replace(small_plan("bits", in_flight=2), host_budget_bytes=5)
+    again = Plan.loads(plan.dumps())
+    assert (again.graph, again.schedule, again.host_budget_bytes) == (plan.graph, plan.schedule, 5)
+    assert json.loads(plan.to_json())["stays"] == [dataclasses.asdict(plan.schedule.stays[0])]
+
+
+def forms_in(record: dict[str, Any]) -> list[Any]:
+    """The forms of the stored value in the record of a file: each a list of name, store, load and so on."""
+    values = record["graph"]["values"]
+    found: list[Any] = values["rows"][A][values["columns"].index("forms")]
+    return found
+
+
+WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
+    "there is no value 1000": lambda r: r["stays"][0].__setitem__(0, 1000),
+    "there is no execution 6": lambda r: r["stays"][0].__setitem__(5, 6),
+    "-1 is no whole number": lambda r: r["stays"][0].__setitem__(2, -1),
+    "v1 has no form 'disk'": lambda r: r["stays"][0].__setitem__(1, "disk"),
+    "input0 has no form 'bits'": lambda r: r["stays"][0].__setitem__(0, 0),
+    "do not ascend": lambda r: r["stays"].append(r["stays"][0]),
+    "the positions of Stay": lambda r: r["stays"][0].__setitem__(3, 3),
+    "two forms of v1 have the same name": lambda r: forms_in(r)[0].__setitem__(0, "bits"),
+    "'rail' is not a valid Engine": lambda r: forms_in(r)[0][1].__setitem__(0, "rail"),
+    "-0.5 is no finite number": lambda r: forms_in(r)[0][2].__setitem__(1, -0.5),
+    "-1 is no whole number >= 0": lambda r: forms_in(r)[1].__setitem__(3, -1),
+    "missing .* required positional arguments": lambda r: forms_in(r).append(["void"]),
+    "no Form": lambda r: forms_in(r)[0].extend([0, 0]),
+    "OverflowError": lambda r: forms_in(r)[1].__setitem__(3, 10**30),
+}
+
+
+@pytest.mark.parametrize(("message", "change"), WRONG.items(), ids=WRONG.keys())
+def test_a_file_with_wrong_forms_or_stays_is_refused(message, change):
+    record = json.loads(small_plan("bits").dumps())
+    change(record)
+    with pytest.raises(PlanFileError, match=message):
+        Plan.loads(json.dumps(record))
+
+
+def test_a_plan_with_stays_is_refused_for_a_graph_without_their_forms():
+    plan = small_plan()
+    graph = replace(plan.graph, values=tuple(replace(value, forms=()) for value in plan.graph.values))
+    assert fitted([PlanFile.of(plan)], plan.graph)[1].schedule == plan.schedule
+    with pytest.raises(PlanFileError, match="breaks a rule of this graph: v1 has no form 'host'"):
+        fitted([PlanFile.of(plan)], graph)
