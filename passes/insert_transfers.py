@@ -7,8 +7,8 @@ Before, a saved value crosses from the forward into the backward as it is. After
          tanh ── tanh_to_host ── mm ── tanh_on_host(tanh_to_host, tanh) ── ...
          ... ── tanh_from_host(tanh_on_host) ── mm_1 ── tanh_loaded(tanh_from_host, tanh_on_host) ── tanh_backward(tanh_loaded)
 
-:mod:`autoremat.passes.forms` has the nodes of each form. The loads are inserted along with the recomputation, because recomputed
-ops read them too.
+:mod:`autoremat.passes.forms` has the nodes of each form. The loads are inserted along with the recomputation, because
+recomputed ops read them too.
 """
 
 from __future__ import annotations

@@ -1,110 +1,130 @@
-"""The options on forms of saved tensors, `host_memory` and `store`, and what they ask of a graph."""
+"""The buffers on the host, and the ops that copy to them and from them, on a CPU that stands in for a device."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+import threading
+from collections.abc import Iterator
 
 import pytest
-from requests_of_options import CPU, key_of, request_with
-from test_requests import around, profile
+import torch
+from torch import Tensor
 
-from autoremat import OptionsError, OptionWarning
-from autoremat.measure import machine
-from autoremat.options.options import Options
-from autoremat.request.budgets import request_of, requests_of
-from autoremat.request.surroundings import Surroundings
-
-GIB = 2**30
+from autoremat import host_memory
+from autoremat.host_memory import ops
 
 
-@pytest.mark.parametrize(("given", "bytes_"), [("64GiB", 64 * GIB), (7, 7), (None, None)])
-def test_a_bound_on_the_host_is_part_of_the_limits(given, bytes_):
-    request = request_with(Options(host_memory=given))
-    assert request.limits.host_bytes == bytes_
-    assert request.forms == (set() if bytes_ is None else {"host", "bits"})
+@pytest.fixture(autouse=True)
+def afresh() -> Iterator[None]:
+    """No buffers of an earlier test."""
+    torch._dynamo.reset()
+    with host_memory.stand_in():
+        yield
 
 
-def test_auto_is_the_share_of_the_rank():
-    here = Surroundings(CPU, runs_here=False)
-    vars(here)["host_bytes"] = 5 * GIB
-    assert request_of(Options(host_memory=" Auto "), here).limits.host_bytes == 5 * GIB
+def stored(source: Tensor) -> Tensor:
+    return ops.wait_for_copy_to_host(ops.copy_to_host(source, source.nbytes), source)
 
 
-@pytest.mark.parametrize("value", [0, -1, True, 0.5, "64", "0GiB", "half", b"1GiB", [1], 2**63])
-def test_bounds_on_the_host_that_are_refused(value):
-    with pytest.raises(OptionsError, match=r'^host_memory=.*is not accepted. Accepted: an int > 0.*"auto" or None'):
-        Options(host_memory=value)
+def loaded(host: Tensor) -> Tensor:
+    return ops.wait_for_copy_from_host(ops.copy_from_host(host, torch.device("cpu")), host)
 
 
-def test_store_names_the_forms_that_are_allowed():
-    assert request_with(Options(store=["bits", "device"])).forms == {"bits"}
-    assert Options(store=["bits", "device"]) == Options(store=("device", "bits"))
-    assert request_with(Options(store=("device", "host"), host_memory="1GiB")).forms == {"host"}
-    assert request_with(Options(store=("device",))).forms == set()
+LAYOUTS = {
+    "contiguous": lambda: torch.randn(3, 4, 5),
+    "transposed": lambda: torch.randn(3, 4, 5).transpose(0, 2),
+    "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "a slice": lambda: torch.randn(8, 6)[2:5, 1:4],
+    "expanded": lambda: torch.randn(4, 1).expand(4, 6),
+    "a scalar": lambda: torch.tensor(2.5),
+    "empty": lambda: torch.empty(0, 3),
+    "booleans": lambda: torch.rand(5, 3) > 0.5,
+    "halves": lambda: torch.randn(5, 3).bfloat16(),
+    "complex": lambda: torch.randn(4, dtype=torch.complex64),
+}
 
 
-@pytest.mark.parametrize("value", ["device", (), ["host"], ["device", "disk"], {"device": 1}, ["device", 1]])
-def test_lists_of_forms_that_are_refused(value):
-    with pytest.raises(
-        OptionsError, match=r"^store=.*is not accepted. Accepted: a list of names among 'device', 'host', 'bits'"
-    ):
-        Options(store=value)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_and_layouts_come_back_bit_by_bit(layout):
+    source = LAYOUTS[layout]()
+    host = stored(source)
+    expected = source.clone(memory_format=torch.preserve_format)
+    source.zero_() if layout != "expanded" else source[:, 0].zero_()
+    back = loaded(host)
+    assert (back.dtype, back.stride()) == (source.dtype, source.stride())
+    assert torch.equal(back, expected)
+    assert back.data_ptr() != host.data_ptr() or not source.numel()
 
 
-@pytest.mark.parametrize("options", [{"store": ("device", "host")}, {"store": ("device",), "host_memory": "1GiB"}])
-def test_a_form_and_its_bound_go_together(options):
-    with pytest.raises(OptionsError, match=r"store=.* and host_memory=.* contradict each other"):
-        Options(**options)
+def test_a_buffer_is_lent_as_long_as_anything_reads_it():
+    host = stored(torch.ones(256))
+    address, view = host.data_ptr(), host.view(16, 16)[3]
+    assert host_memory.statistics("cpu") == host_memory.Statistics(1024, 1024, 1024, 0)
+    del host
+    assert stored(torch.zeros(256)).data_ptr() != address
+    assert host_memory.statistics("cpu").held_bytes == 2048
+    assert view.sum() == 16
+    del view
+    assert host_memory.statistics("cpu").used_bytes == 0
+    assert stored(torch.zeros(256)).data_ptr() == address
+    assert host_memory.statistics("cpu").held_bytes == 2048
 
 
-def test_forms_are_part_of_the_cache_key():
-    choices = (Options(), Options(host_memory=1), Options(host_memory=2), Options(host_memory=1, store=("device", "host")))
-    assert len({key_of(options) for options in choices}) == len(choices)
-    assert json.loads(key_of(choices[1]))["host_bytes"] == 1
+def test_a_buffer_has_the_planned_capacity_whatever_the_size():
+    for rows in (3, 8, 5):
+        assert torch.equal(loaded(ops.copy_to_host(torch.ones(rows, 4), 8 * 4 * 4)), torch.ones(rows, 4))
+    assert host_memory.statistics("cpu") == host_memory.Statistics(128, 0, 16 * 16, 16 * 16)
 
 
-def test_graphs_that_share_a_budget_keep_nothing_on_the_host():
-    with pytest.warns(OptionWarning, match="host_memory has no effect on graphs that share the budget of a step"):
-        (request,) = requests_of(Options(memory_budget=profile(), host_memory="1GiB"), around()).values()
-    assert request.limits.host_bytes is None
-    assert request.forms == set()
+def test_unused_buffers_are_dropped_on_request_and_after_a_reset():
+    host = stored(torch.ones(256))
+    stored(torch.ones(512))
+    assert host_memory.statistics("cpu").held_bytes == 1024 + 2048
+    host_memory.release()
+    assert host_memory.statistics("cpu").held_bytes == 1024
+    torch._dynamo.reset()
+    assert host_memory.statistics("cpu") == host_memory.Statistics()
+    assert torch.equal(loaded(host), torch.ones(256))  # a graph that was compiled before the reset may still end
 
 
-# -- the machine -------------------------------------------------------------------------------------------------------
+def test_what_a_hook_puts_in_place_of_a_copy_is_loaded_too():
+    host = stored(torch.arange(9.0)).clone()
+    assert torch.equal(loaded(host), torch.arange(9.0))
 
 
-@pytest.fixture
-def free_of(tmp_path):
-    """Returns the free bytes by files that say so."""
+def test_threads_share_the_pool():
+    failures = []
 
-    def found(available_kib: int, control: dict[str, str]) -> int:
-        (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available_kib} kB\n")
-        for name, text in control.items():
-            (tmp_path / name).parent.mkdir(exist_ok=True)
-            (tmp_path / name).write_text(text)
-        return machine.free_host_bytes(tmp_path / "meminfo", tmp_path)
+    def store_and_load(number: int) -> None:
+        for _ in range(200):
+            host = stored(torch.full((64,), float(number)))
+            if not torch.equal(loaded(host), torch.full((64,), float(number))):
+                failures.append(number)
 
-    return found
-
-
-def test_free_memory_is_that_of_the_machine_and_of_the_control_group(free_of):
-    assert free_of(1000, {}) == 1000 * 1024
-    assert free_of(1000, {"memory.max": "max\n", "memory.current": "5\n"}) == 1000 * 1024
-    assert free_of(1000, {"memory.max": "9000\n", "memory.current": "8000\n"}) == 1000
-    assert free_of(1000, {"memory/memory.limit_in_bytes": "10", "memory/memory.usage_in_bytes": "20"}) == 0
-
-
-def test_the_machine_is_divided_by_its_ranks(monkeypatch):
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: 100 * GIB + 5)
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert machine.share_of_host_memory() == 50 * GIB
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert machine.ranks_of_machine() == 8
-    assert machine.share_of_host_memory() == 6 * GIB  # whole ones, so that a later process finds the same plan
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: GIB)
-    assert machine.share_of_host_memory() == GIB // 16
+    threads = [threading.Thread(target=store_and_load, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    now = host_memory.statistics("cpu")
+    assert not failures
+    assert now.used_bytes == 0
+    assert now.held_bytes <= 2 * 4 * 256  # the next one is stored before the last one is dropped
+    assert now.to_host_bytes == now.from_host_bytes == 4 * 200 * 256
 
 
-def test_limits_without_a_host_are_those_of_before():
-    assert replace(request_with(Options(host_memory=1)).limits, host_bytes=None) == request_with(Options()).limits
+def test_a_cpu_stands_in_only_where_it_is_told_to():
+    assert host_memory.is_available(torch.device("cpu"))
+    assert host_memory.is_available(torch.device("cuda", 0))
+    assert not host_memory.is_available(torch.device("meta"))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(host_memory.is_available(torch.device("cpu"))))
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+@pytest.mark.parametrize("op", [ops.copy_to_host, ops.copy_from_host, ops.wait_for_copy_to_host, ops.wait_for_copy_from_host])
+def test_fake_results_are_those_of_the_ops(op):
+    tensor = torch.randn(4, 6).t()
+    arguments = {ops.copy_to_host: (tensor, 96), ops.copy_from_host: (tensor, torch.device("cpu"))}.get(op, (tensor, tensor))
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 import autoremat
 from autoremat import PlanInvalid, host_memory, track_peak
+from autoremat.basics.errors import find_cause
 from autoremat.capture.capture import Capture
 from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PricedGraph
@@ -88,7 +89,11 @@ def assert_exact(program: Program, seed: int, budget: float | int | None) -> See
     return seen
 
 
-@pytest.mark.parametrize("start", [pytest.param(n, marks=[pytest.mark.slow] * (n // GROUP % 3)) for n in range(0, len(KINDS), GROUP)])
+GROUPS = [pytest.param(n, marks=[pytest.mark.slow] * (n // GROUP % 3)) for n in range(0, len(KINDS), GROUP)]
+"""The first of each group of kinds; the quick tests run every third group."""
+
+
+@pytest.mark.parametrize("start", GROUPS)
 def test_every_kind_of_step_is_exact(start):
     for budget in (None, LEAST):
         seen = assert_exact(systematic(KINDS[start : start + GROUP], 1), start, budget)
@@ -322,3 +327,11 @@ def test_a_value_that_does_not_cross_has_no_stay_and_another_one_has_one():
     for wrong in (replace(stay, value=inside),), (stay, stay):
         with pytest.raises(PlanInvalid, match="does not cross into the backward, or has a stay already"):
             apply_plan(capture, replace(schedule, stays=wrong), ())
+
+
+def test_a_wrapper_in_cpp_is_refused():
+    model, x = model_and_input()
+    with pytest.raises(Exception, match="does not go together with a wrapper in C") as caught:
+        run = functools.partial(step, model=model, x=x)
+        compiled(model, stays.as_short_as_possible, run, compiler="inductor", cpp_wrapper=True)
+    assert find_cause(caught.value, PlanInvalid) is not None

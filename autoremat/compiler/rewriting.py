@@ -34,11 +34,8 @@ def rewrite(planned: PlannedGraph) -> RewrittenGraph:
     """Returns the forward and the backward of the plan. Consumes the joint graph of ``planned``."""
     now("writing forward and backward")
     captured, plan = planned.priced.captured, planned.plan
-    if plan.schedule.stays and captured.runs_on == "cuda" and compilers.records_cuda_graphs():
-        raise PlanInvalid(
-            f"the plan keeps {len(plan.schedule.stays)} saved tensors in another form, and CUDA graphs record none of these "
-            'transfers. Compile without CUDA graphs (not mode="reduce-overhead"), or without host memory'
-        )
+    if plan.schedule.stays and captured.graph.fuses:
+        _refuse_settings(captured.runs_on)
     for node, op in zip(captured.op_nodes, captured.graph.ops, strict=True):
         node.meta[OP] = op
     modules = apply_plan(captured, plan.schedule, planned.priced.joint.static_inputs)
@@ -46,3 +43,16 @@ def rewrite(planned: PlannedGraph) -> RewrittenGraph:
     stores = bool(plan.schedule.stays)
     memory_first = planned.is_binding or repeats_extern or stores
     return RewrittenGraph(modules, replay_context(captured, planned.priced.kept_inputs), memory_first, stores)
+
+
+def _refuse_settings(runs_on: str) -> None:
+    """Raises ``PlanInvalid`` if Inductor's code cannot carry out stays, by the present settings."""
+    wanted = {
+        'CUDA graphs (mode="reduce-overhead", triton.cudagraphs)': runs_on == "cuda" and compilers.records_cuda_graphs(),
+        "a wrapper in C++ (cpp_wrapper)": compilers.writes_wrapper_in_cpp(),
+    }
+    if refused := [name for name, is_set in wanted.items() if is_set]:
+        raise PlanInvalid(
+            f"the plan keeps saved tensors on the host, which does not go together with {refused[0]}. Compile without that "
+            "setting, or without host memory"
+        )

@@ -13,13 +13,14 @@ import mmap
 import threading
 import weakref
 from collections import deque
+from typing import Any
 
 import numpy
 import torch
 from numpy.typing import NDArray
 
 from autoremat.basics.units import format_bytes
-from autoremat.host_memory.streams import Event, new_event
+from autoremat.host_memory.streams import new_event
 
 
 class Buffer:
@@ -50,7 +51,7 @@ def _lock_pages(buffer: Buffer) -> None:
     weakref.finalize(buffer, _unlock_pages, buffer.memory, (buffer.stored, buffer.loaded)).atexit = False
 
 
-def _unlock_pages(memory: NDArray[numpy.uint8], copies: tuple[Event, Event]) -> None:
+def _unlock_pages(memory: NDArray[numpy.uint8], copies: tuple[Any, Any]) -> None:
     for event in copies:
         event.synchronize()
     torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]

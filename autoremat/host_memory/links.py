@@ -47,7 +47,7 @@ class Link:
         """
         self._end_abandoned_loads()
         flat = _flat(source)
-        lent = self.pool.lend(max(capacity, flat.nbytes))
+        lent = self.pool.lend(max(capacity, flat.nbytes, 1))
         copy = lent[: flat.nbytes].view(source.dtype)
         buffer = self.pool.buffer_of(lent)
         assert buffer is not None
@@ -108,8 +108,8 @@ class Link:
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the memory of ``tensor`` from its first element to its last, in one dimension, with any gaps between."""
-    extent = 1 + sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True)) if tensor.numel() else 0
-    return tensor.as_strided((extent,), (1,))
+    last = sum((size - 1) * step for size, step in zip(tensor.size(), tensor.stride(), strict=True))
+    return tensor.as_strided((last + 1 if tensor.numel() else 0,), (1,))
 
 
 _links: dict[torch.device, Link] = {}

@@ -21,26 +21,24 @@ from autoremat.host_memory.links import link_of
 _library = torch.library.Library("autoremat", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-def _copy_to_host(source: Tensor, capacity: int) -> Tensor:
-    return link_of(source.device).copy_to_host(source, capacity)
-
-
 def _wait_for_copy_to_host(copy: Tensor, source: Tensor) -> Tensor:
     link_of(source.device).wait_for_copy_to_host(copy)
-    return copy
-
-
-def _copy_from_host(host: Tensor, device: torch.device) -> Tensor:
-    return link_of(device).copy_from_host(host)
+    return _alias(copy)
 
 
 def _wait_for_copy_from_host(copy: Tensor, host: Tensor) -> Tensor:
     link_of(copy.device).wait_for_copy_from_host(copy, host)
-    return copy
+    return _alias(copy)
 
 
-def _on(host: Tensor, device: torch.device) -> Tensor:
-    return torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=device)
+def _alias(copy: Tensor) -> Tensor:
+    """Returns another tensor with the memory of ``copy``, because no op may return its argument itself."""
+    alias: Tensor = torch.ops.aten.alias.default(copy)
+    return alias
+
+
+def _on(device: torch.device, tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device)
 
 
 def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tensor]) -> torch._ops.OpOverload:
@@ -55,12 +53,22 @@ def _define(schema: str, kernel: Callable[..., Tensor], fake: Callable[..., Tens
 
 
 copy_to_host = _define(
-    "copy_to_host(Tensor source, int capacity) -> Tensor", _copy_to_host, lambda source, capacity: _on(source, torch.device("cpu"))
+    "copy_to_host(Tensor source, int capacity) -> Tensor",
+    lambda source, capacity: link_of(source.device).copy_to_host(source, capacity),
+    lambda source, capacity: _on(torch.device("cpu"), source),
 )
 wait_for_copy_to_host = _define(
-    "wait_for_copy_to_host(Tensor(a) copy, Tensor source) -> Tensor(a)", _wait_for_copy_to_host, lambda copy, source: copy
+    "wait_for_copy_to_host(Tensor(a) copy, Tensor source) -> Tensor(a)",
+    _wait_for_copy_to_host,
+    lambda copy, source: _alias(copy),
 )
-copy_from_host = _define("copy_from_host(Tensor host, Device device) -> Tensor", _copy_from_host, _on)
+copy_from_host = _define(
+    "copy_from_host(Tensor host, Device device) -> Tensor",
+    lambda host, device: link_of(device).copy_from_host(host),
+    lambda host, device: _on(device, host),
+)
 wait_for_copy_from_host = _define(
-    "wait_for_copy_from_host(Tensor(a) copy, Tensor host) -> Tensor(a)", _wait_for_copy_from_host, lambda copy, host: copy
+    "wait_for_copy_from_host(Tensor(a) copy, Tensor host) -> Tensor(a)",
+    _wait_for_copy_from_host,
+    lambda copy, host: _alias(copy),
 )
