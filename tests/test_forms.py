@@ -142,10 +142,11 @@ def test_unified_memory_has_no_link(small_values, monkeypatch):
     assert "no memory apart from the host's" in shared.host_memory_unused
 
 
-def test_cuda_graphs_record_no_copies(small_values):
-    options = {"host_memory": "1GiB", "compiler": "inductor", "inductor": (("triton.cudagraphs", True),)}
+@pytest.mark.parametrize(("setting", "said"), [("triton.cudagraphs", "CUDA graphs"), ("cpp_wrapper", "a wrapper in C")])
+def test_settings_under_which_nothing_is_copied(small_values, setting, said):
+    options = {"host_memory": "1GiB", "compiler": "inductor", "inductor": ((setting, True),)}
     (found,), _ = previews(step, (X,), {}, Options(**options), "H100-80GB", lambda preview: preview.priced)
-    assert found.host_memory_unused.startswith("CUDA graphs")
+    assert found.host_memory_unused.startswith(f"the code cannot copy to the host under {said}")
     assert not with_forms(found)
 
 

@@ -79,6 +79,6 @@ def _forms_of(value: Value, node: fx.Node, graph: Graph, unit: int, link: HostLi
         packed = -(-value.bytes // 8)
         seconds = (value.bytes + packed) * graph.saving_seconds_per_byte / 2  # one reads what the other writes
         # Uncompiled, each of the ops that convert has a result of its own.
-        store, load = (0 if graph.fuses else count * value.bytes + unit for count in (2, 1))
-        transfers = (Transfer(Engine.COMPUTE, seconds, temporary) for temporary in (store, load))
-        yield Form(BITS, *transfers, device_bytes=-(-packed // unit) * unit)
+        temporary = (0, 0) if graph.fuses else (2 * value.bytes + unit, value.bytes + unit)
+        store, load = (Transfer(Engine.COMPUTE, seconds, bytes_) for bytes_ in temporary)
+        yield Form(BITS, store, load, device_bytes=-(-packed // unit) * unit)

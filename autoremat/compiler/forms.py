@@ -35,8 +35,9 @@ def with_allowed_forms(
         return captured, ""
     now("listing the forms of saved tensors")
     wants_host = HOST in possible
-    if why := _hindrance(captured, request):
-        return captured, why if wants_host else ""
+    if setting := refused_setting(captured):
+        return captured, f"the code cannot copy to the host under {setting}" if wants_host else ""
+    why = ""
     if wants_host:
         device = joint_graphs.device_of(captured.joint)
         link = link or (assumed_host_link(card) if card else host_link_of(device, request.cost_model != ROOFLINE))
@@ -67,11 +68,13 @@ def host_remedy(captured: Capture, constrained: Graph, request: Request, card: s
     return f"set host_memory to {held} ({format_bytes(held)}): a plan fits that keeps these on the host" if held else ""
 
 
-def _hindrance(captured: Capture, request: Request) -> str:
-    """Returns the reason why the code of the graph can keep nothing in another form; empty if it can."""
-    if captured.runs_on == "cuda" and request.fuses and compilers.records_cuda_graphs():
-        return 'CUDA graphs (mode="reduce-overhead") record no copies to the host'
-    return ""
+def refused_setting(captured: Capture) -> str:
+    """Returns the present setting of Inductor under which code of the graph cannot carry out stays; empty if it can."""
+    if not captured.graph.fuses:
+        return ""
+    if captured.runs_on == "cuda" and compilers.records_cuda_graphs():
+        return 'CUDA graphs (mode="reduce-overhead", triton.cudagraphs)'
+    return "a wrapper in C++ (cpp_wrapper)" if compilers.writes_wrapper_in_cpp() else ""
 
 
 def warn_of_unused_host(reason: str) -> None:

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 
 from autoremat.basics.errors import PlanInvalid
 from autoremat.basics.progress import now
+from autoremat.compiler.forms import refused_setting
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.replay_context import replay_context
 from autoremat.passes import apply_plan
 from autoremat.planner.graph.op import Kind
 from autoremat.planner.memory.wrapper_replay import ReplayContext
-from autoremat.torch_private import compilers, joint_graphs
+from autoremat.torch_private import joint_graphs
 from autoremat.torch_private.origins import OP
 
 
@@ -34,8 +35,11 @@ def rewrite(planned: PlannedGraph) -> RewrittenGraph:
     """Returns the forward and the backward of the plan. Consumes the joint graph of ``planned``."""
     now("writing forward and backward")
     captured, plan = planned.priced.captured, planned.plan
-    if plan.schedule.stays and captured.graph.fuses:
-        _refuse_settings(captured.runs_on)
+    if plan.schedule.stays and (setting := refused_setting(captured)):
+        raise PlanInvalid(
+            f"the plan keeps saved tensors on the host, which does not go together with {setting}. Compile without that "
+            "setting, or without host memory"
+        )
     for node, op in zip(captured.op_nodes, captured.graph.ops, strict=True):
         node.meta[OP] = op
     modules = apply_plan(captured, plan.schedule, planned.priced.joint.static_inputs)
@@ -43,16 +47,3 @@ def rewrite(planned: PlannedGraph) -> RewrittenGraph:
     stores = bool(plan.schedule.stays)
     memory_first = planned.is_binding or repeats_extern or stores
     return RewrittenGraph(modules, replay_context(captured, planned.priced.kept_inputs), memory_first, stores)
-
-
-def _refuse_settings(runs_on: str) -> None:
-    """Raises ``PlanInvalid`` if Inductor's code cannot carry out stays, by the present settings."""
-    wanted = {
-        'CUDA graphs (mode="reduce-overhead", triton.cudagraphs)': runs_on == "cuda" and compilers.records_cuda_graphs(),
-        "a wrapper in C++ (cpp_wrapper)": compilers.writes_wrapper_in_cpp(),
-    }
-    if refused := [name for name, is_set in wanted.items() if is_set]:
-        raise PlanInvalid(
-            f"the plan keeps saved tensors on the host, which does not go together with {refused[0]}. Compile without that "
-            "setting, or without host memory"
-        )

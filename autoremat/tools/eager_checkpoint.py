@@ -253,7 +253,7 @@ def selective_checkpoint_context(plan: Plan, model: nn.Module | None = None) -> 
     """
     if stays := plan.schedule.stays:
         warnings.warn(
-            f"eager training saves on the device, and the plan keeps {len(stays)} saved tensors in another form, as on the host",
+            f"eager training saves on the device, and the plan keeps {len(stays)} saved tensors in other forms, as on the host",
             OptionWarning,
             stacklevel=2,
         )
