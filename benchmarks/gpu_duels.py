@@ -303,7 +303,7 @@ def duel(name: str, rival: str, rehearsed: bool) -> Line:
         our_result=replace(ours, seconds=medians["ours"]),
         budget_bytes=budget,
         replayed_bytes=report.compiled_peak_bytes or report.predicted_peak_bytes,
-        predicted_seconds=report.step_seconds + report.recompute_seconds,
+        predicted_seconds=report.predicted_seconds,
         attempts=report.replans + 1,
         ours_to_rival=ratio_of(samples["ours"], samples[rival]),
         rival_to_plain=ratio_of(samples[rival], samples[PLAIN]),

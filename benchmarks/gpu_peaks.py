@@ -141,7 +141,7 @@ def budgeted(name: str, mode: str, share: float, budget: int) -> Row:
         measured=measured,
         reserved_since_compilation_bytes=reserved,
         attempts=len(watch.attempts),
-        predicted_seconds=report.step_seconds + report.recompute_seconds,
+        predicted_seconds=report.predicted_seconds,
         measured_seconds=summary_of(seconds).median,
         gradient_error=error,
     )

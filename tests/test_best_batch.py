@@ -58,7 +58,8 @@ def test_the_search_finds_nearly_the_best_count_with_few_plans(fixed, spare, mor
         if count > spare + more:
             return BudgetInfeasible(budget_bytes=spare + more, minimum_bytes=count, lower_bound_bytes=0)
         recomputed = price * max(0, count - spare)
-        changes = {"step_seconds": fixed + count, "recompute_seconds": recomputed, "budget_bytes": spare + more}
+        predicted = fixed + count + recomputed
+        changes = {"predicted_seconds": predicted, "recompute_seconds": recomputed, "budget_bytes": spare + more}
         return dataclasses.replace(MADE_UP, plan=None, minimum_peak_bytes=count, **changes)
 
     def speed(count: int) -> float:

@@ -126,6 +126,15 @@ def test_seconds_do_not_depend_on_stays():
     assert durations(graph, stored).tolist() == durations(graph, schedule).tolist()
 
 
+@given(graphs())
+def test_a_plan_predicts_the_seconds_of_its_executions(graph):
+    plan = Planner(graph).find(None).plan
+    assert plan is not None
+    assert plan.predicted_seconds == pytest.approx(durations(graph, plan.schedule).sum())
+    if not graph.fuses:
+        assert plan.predicted_seconds == pytest.approx(sum(graph.ops[index].seconds for index in plan.sequence))
+
+
 @given(graphs(fuses=True))
 def test_compared_seconds_are_those_of_the_step_and_of_the_cost_of_the_plan(graph):
     plan = Planner(graph).find(None).plan

@@ -58,6 +58,8 @@ def test_figures_come_from_the_plan():
     assert report.recompute_seconds == pytest.approx(1e-3 * report.recomputed_ops)
     assert report.forward_seconds == pytest.approx(1e-3 * LENGTH)
     assert report.overhead == pytest.approx(report.recomputed_ops / LENGTH)
+    assert report.predicted_seconds == pytest.approx(1e-3 * (2 * LENGTH + report.recomputed_ops))
+    assert "for forward and backward, with recomputation" in str(report)
     assert report.ops == 2 * LENGTH
     assert not report.time_limited
 

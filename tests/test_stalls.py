@@ -112,6 +112,7 @@ def test_a_plan_adds_its_stalls():
     plan = replace(without, schedule=replace(schedule, stays=(Stay(0, "away", 0, 2, 6, 7),)))
     assert (without.recompute_seconds, without.stall_seconds, without.added_seconds, without.cost_seconds) == (0, 0, 0, 0)
     assert (plan.recompute_seconds, plan.stall_seconds, plan.added_seconds, plan.cost_seconds) == (0.0, 2.0, 2.0, 2.0)
+    assert (without.predicted_seconds, plan.predicted_seconds) == (8.0, 10.0)
 
 
 @st.composite

@@ -95,7 +95,9 @@ class ReportData:
     ended_by_clock: bool = False
     """True if the clock ended it before its work was done, so that another run may find another plan."""
     step_seconds: float = 0.0
-    """Seconds of forward and backward without recomputation."""
+    """Seconds of forward and backward without recomputation, each op by itself. Shares of the step refer to them."""
+    predicted_seconds: float = 0.0
+    """Predicted seconds of forward and backward under the plan: kernels as fused, with recomputation and stalls."""
     lower_bound_seconds: float | None = 0.0
     """Lower bound on the seconds of recomputation of any plan within the budget. None if no plan fits by the simulator."""
     cost_model: str = "roofline"
@@ -268,6 +270,7 @@ class ReportData:
             time_limited=planning.interrupted,
             ended_by_clock=planning.ended_by_clock,
             step_seconds=graph.step_seconds,
+            predicted_seconds=plan.predicted_seconds,
             in_flight=graph.in_flight,
             held_bytes=plan.timeline.held_bytes,
             resident_bytes=graph.resident_bytes,

@@ -60,6 +60,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),
         ("recomputed", f"{report.recomputed_ops} ops, {format_seconds(report.recompute_seconds)} estimated "
                        f"({report.overhead:.1%} of the forward)"),
+        ("predicted time", f"{format_seconds(report.predicted_seconds)} for forward and backward, with recomputation"),
         ("optimality gap", "unknown" if report.gap is None else f"at most {report.gap:.1%} of the step's time"),
         ("cost model", _sources(report)),
         ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}{_end(report)}"),

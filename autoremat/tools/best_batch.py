@@ -158,8 +158,7 @@ def _micro_batches(accumulate: bool | int | None) -> int:
 
 def seconds_of(report: Report) -> float:
     """Returns the predicted seconds of the step under its plans, for all graphs that train."""
-    graphs = (report, *report.others)
-    return sum(one.step_seconds + (one.recompute_seconds if one.plan is None else one.plan.cost_seconds) for one in graphs)
+    return sum(one.predicted_seconds for one in (report, *report.others))
 
 
 def _result(outcomes: Mapping[int, Outcome], unit: int, overhead: float) -> BestBatch:

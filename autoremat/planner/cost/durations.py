@@ -59,6 +59,8 @@ class _Kernels:
         buffers = Buffers(graph, Schedule(schedule.forward, schedule.backward))
         absent, group = fusion_of(buffers)
         self.group: list[int] = group.tolist()
+        self.made_by: list[int] = group[buffers.start].tolist()
+        """For each live range, the fusion group that computes it."""
         self.start: list[int] = buffers.start.tolist()
         self.bytes: list[int] = buffers.bytes.tolist()
         self.absent: list[bool] = absent.tolist()
@@ -73,55 +75,57 @@ class _Kernels:
 
     def seconds(self, alone: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the seconds of each execution. ``alone`` are those that its op takes as a kernel of its own."""
-        kinds, per_byte = arrays_of(self.graph).kinds.tolist(), self.graph.saving_seconds_per_byte / 2
-        arithmetic, unfused, found = _arithmetic_of(self.graph), alone.tolist(), [0.0] * len(alone)
+        facts = self.graph.derived(_Facts)
+        kinds, per_byte = arrays_of(self.graph).kinds[list(self.sequence)].tolist(), self.graph.saving_seconds_per_byte / 2
+        unfused, found = alone.tolist(), [0.0] * len(alone)
         group, ran, read = -1, set[int](), set[int]()
-        for position, index in enumerate(self.sequence):
-            if kinds[index] == EXTERN:
+        for position, kind in enumerate(kinds):
+            if kind == EXTERN:
                 found[position] = unfused[position]
             elif not self.inlined[position]:
                 if self.group[position] != group:
                     group, ran, read = self.group[position], set(), set()
-                kernel = self._kernel(position, ran)
-                moved = self.written[position] + self._read_bytes(kernel, group, read)
-                busy = sum(arithmetic[self.sequence[execution]] for execution in kernel)
+                kernel, moved = self._kernel(position, ran, read, facts.given)
+                busy = sum(facts.arithmetic[self.sequence[execution]] for execution in kernel)
                 found[position] = min(sum(unfused[execution] for execution in kernel), max(busy, moved * per_byte))
         return np.array(found, dtype=np.float64)
 
-    def _kernel(self, position: int, ran: set[int]) -> list[int]:
-        """Returns the execution at ``position`` and those inlined into it, except those that ``ran`` in the group before."""
-        kernel, stack = [], [position]
+    def _kernel(
+        self, position: int, ran: set[int], read: set[int], given: list[list[tuple[int, int]]]
+    ) -> tuple[list[int], float]:
+        """Returns the execution at ``position`` with those inlined into it, and the bytes that they read and write.
+
+        Leaves out what ``ran`` and what was ``read`` in the fusion group before, and adds to both.
+        """
+        kernel, stack, moved, group = [], [position], self.written[position], self.group[position]
         while stack:
             execution = stack.pop()
-            if execution not in ran:
-                ran.add(execution)
-                kernel.append(execution)
-                reads = self.source[self.begins[execution] : self.begins[execution + 1]]
-                stack.extend(self.start[source] for source in reads if self.absent[source])
-        return kernel
-
-    def _read_bytes(self, kernel: list[int], group: int, read: set[int]) -> int:
-        """Returns the bytes that ``kernel`` reads and its group neither makes nor has ``read`` before."""
-        total, given = 0, arrays_of(self.graph).given
-        for execution in kernel:
+            if execution in ran:
+                continue
+            ran.add(execution)
+            kernel.append(execution)
             for source in self.source[self.begins[execution] : self.begins[execution + 1]]:
-                if not self.absent[source] and source not in read and self.group[self.start[source]] != group:
+                if self.absent[source]:
+                    stack.append(self.start[source])
+                elif source not in read and self.made_by[source] != group:
                     read.add(source)
-                    total += self.bytes[source]
-            for source in given[self.sequence[execution]]:
-                if source not in read:
-                    read.add(source)
-                    total += self.graph.values[-1 - source].bytes
-        return total
+                    moved += self.bytes[source]
+            for value, size in given[self.sequence[execution]]:
+                if value not in read:
+                    read.add(value)
+                    moved += size
+        return kernel, moved
 
 
-def _arithmetic_of(graph: Graph) -> list[float]:
-    """Returns, for each op, its seconds beside memory traffic.
+class _Facts:
+    """The facts about each op of ``graph`` that no schedule changes."""
 
-    Ops without known share of traffic have none if they take no longer than their traffic.
-    """
-    per_byte = graph.saving_seconds_per_byte / 2 * (1 + ROUNDING)
-    return [
-        op.seconds - op.memory_bound_seconds if op.memory_bound_seconds or op.seconds > op.bytes_moved * per_byte else 0.0
-        for op in graph.ops
-    ]
+    def __init__(self, graph: Graph) -> None:
+        per_byte = graph.saving_seconds_per_byte / 2 * (1 + ROUNDING)
+        self.given = [[(value, graph.values[-1 - value].bytes) for value in row] for row in arrays_of(graph).given]
+        """The inputs that no op computes, as negative numbers, with their bytes."""
+        self.arithmetic = [
+            op.seconds - op.memory_bound_seconds if op.memory_bound_seconds or op.seconds > op.bytes_moved * per_byte else 0.0
+            for op in graph.ops
+        ]
+        """The seconds beside memory traffic. An op that is no stream has none if it takes no longer than its traffic."""

@@ -16,6 +16,7 @@ from autoremat.basics.display import PlainTable, Shown, named_figures
 from autoremat.basics.errors import PlanFileError, PlanInvalid
 from autoremat.basics.files import read_regular_text
 from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.planner.cost.durations import durations
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.cost.stalls import Stalls, stalls_of
 from autoremat.planner.graph.graph import Graph
@@ -138,6 +139,11 @@ class Plan(Shown):
     def cost_seconds(self) -> float:
         """Seconds by which plans are compared: recomputation, stalls, and the memory traffic of saved tensors."""
         return self.added_seconds + float(traffic_of(self.graph).saving_seconds[list(self.saved)].sum())
+
+    @cached_property
+    def predicted_seconds(self) -> float:
+        """Predicted seconds of the whole step under the plan: its kernels as fused, with recomputation, and its stalls."""
+        return float(durations(self.graph, self.schedule).sum()) + self.stall_seconds
 
     @cached_property
     def gap(self) -> float:
