@@ -5,8 +5,8 @@
     python benchmarks/offload.py --full-rate --unfused            # another model of seconds, see below
 
 Models have no weights (meta device) and are planned in bfloat16 for an H100 by name. Saved tensors of at least one MiB may be
-kept on the host, over three links. Budgets are shares of the peak that saves everything. Costs are in % of the step, above those
-of the fastest plan. Plans are made for 0.8 of a link's rate; one column has the cost of the same plan at its full rate.
+kept on the host, over three links. Budgets are shares of the peak that saves everything. Costs are in % of the step, above
+those of the fastest plan. Plans are made for 0.8 of a link's rate; one column has the cost of the same plan at its full rate.
 
 With `--full-rate`, plans are made for the full rate. With `--unfused`, transfers run beside ops that take their seconds alone,
 although the code generator fuses them. Written to `benchmarks/results/offload.txt` and `.json`.

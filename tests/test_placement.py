@@ -19,7 +19,7 @@ from autoremat.planner.search.placement import place
 
 
 def chain(sizes: list[int], forms: dict[int, Form], **fields: object) -> GroupedPlan:
-    """The plan that saves every value of a chain whose ops take a second each. Value i is read by the last backward op but i."""
+    """The plan that saves every value of a chain whose ops take a second each. The last backward op but i reads value i."""
     build = GraphBuilder()
     made = [build.op([build.source(0)], sizes[0])]
     for size in sizes[1:]:

@@ -20,6 +20,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
+from typing import Protocol
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
@@ -28,7 +29,6 @@ from autoremat.planner.graph.segments import Chain, segment_counts
 from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.greedy_fill import fill
-from autoremat.planner.search.joint_search import JointSearch
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.ruin_and_recreate import recreate
 from autoremat.planner.search.work_limit import PREPARATION, SIMULATION, WorkLimit
@@ -73,6 +73,22 @@ def effort(work: int, limits: tuple[int, int], num_forward: int) -> int:
     return min(max(work // max(num_forward, 1), limits[0]), limits[1])
 
 
+class PlansWithStays(Protocol):
+    """Plans with stays, from those of a search (:class:`~autoremat.planner.search.joint_search.JointSearch`)."""
+
+    found: list[Candidate]
+    """Plans made for all budgets so far."""
+
+    @property
+    def smallest(self) -> Candidate | None:
+        """The plan of the least peak found, if stays lower the peak."""
+        ...
+
+    def improve(self, budget: int, thorough: bool = True, suffices: Callable[[Plan], bool] = ...) -> None:
+        """Finds plans within ``budget`` bytes, until one suffices."""
+        ...
+
+
 @dataclass
 class Search:
     """Candidates of one graph. :meth:`cheapest` picks one for a budget."""
@@ -82,9 +98,9 @@ class Search:
     strategies: Strategies = EVERY_STRATEGY
     given: tuple[Candidate, ...] = ()
     """Candidates from outside the search, such as a policy's schedule."""
-    host_bytes: int | None = None
-    """Bound on the bytes of stays on the host; None: no bound."""
     simulated: int = 0
+    joint: PlansWithStays | None = field(default=None, init=False)
+    """The joint search from the plans of this one, if values have forms."""
     lacks_candidates: bool = False
     """True if the limit passed before all candidates were simulated. A restart keeps those that were."""
 
@@ -94,10 +110,6 @@ class Search:
         with self.limit.unit(PREPARATION * len(self.graph.ops)):
             self.mincut = MinCut(self.graph, self.limit)
             self.chain = Chain.of(self.graph)
-        self.joint: JointSearch | None = None
-        if Strategies.STORE in self.strategies and any(value.forms for value in self.graph.values):
-            self.joint = JointSearch(self, self.host_bytes)
-            self.limit.extend()
 
     def restart(self) -> None:
         """Begins a new search. Forgets the plans that were filled for earlier budgets. Candidates do not depend on a budget and

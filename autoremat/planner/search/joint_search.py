@@ -19,7 +19,6 @@ import random
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from itertools import islice
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,15 +26,13 @@ from numpy.typing import NDArray
 from autoremat.planner.graph.forms import Engine
 from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.placement import place
 from autoremat.planner.search.ruin_and_recreate import SEED, Draw, admissible
 from autoremat.planner.search.work_limit import DRAW, PLACEMENT, PREPARATION, PROGRAM
 from autoremat.planner.settings import SETTINGS
-
-if TYPE_CHECKING:
-    from autoremat.planner.search.candidates import Search
 
 settings = SETTINGS.joint_search
 
@@ -49,6 +46,7 @@ class JointSearch:
         """Plans with stays, made for all budgets so far."""
         self._grouped: dict[int, GroupedPlan] = {}
         """By the identity of a candidate's plan."""
+        self.limit.extend()
 
     @cached_property
     def unfilled(self) -> list[Candidate]:

@@ -12,6 +12,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
+from autoremat.planner.search.joint_search import JointSearch
 from autoremat.planner.search.lower_bounds import Bounds, Moments
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.time_budget import Descent, TimeBudget
@@ -58,7 +59,9 @@ class Planner:
 
     def __post_init__(self) -> None:
         self.limit = WorkLimit(self.time_limit)
-        self.search = Search(self.graph, self.limit, self.strategies, self.given, self.host_bytes)
+        self.search = Search(self.graph, self.limit, self.strategies, self.given)
+        if Strategies.STORE in self.strategies and any(value.forms for value in self.graph.values):
+            self.search.joint = JointSearch(self.search, self.host_bytes)
         with self.limit.unit():
             self.moments = Moments(self.graph, self.search.mincut, host_bytes=self.host_bytes)
         self.baseline = self.search.save_everything()
