@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Protocol
 
+import torch
 from torch import fx
 
+from autoremat.basics.errors import PlanInvalid
 from autoremat.host_memory import ops
 from autoremat.passes.building import Builder
 from autoremat.planner.graph.forms import Form
 from autoremat.torch_private.origins import OP
 
 FORWARD, BACKWARD = "must_be_in_forward", "must_be_in_backward"
+
+aten, prims = torch.ops.aten, torch.ops.prims
 
 
 class FormNodes(Protocol):
@@ -48,14 +53,55 @@ class OnHost:
         return _call(builder, holder, BACKWARD, "loaded", ops.wait_for_copy_from_host, begun, stored)
 
 
-def _call(builder: Builder, holder: fx.Node, half: str, suffix: str, target: Any, *arguments: Any) -> fx.Node:
+class AsBits:
+    """Eight booleans in each byte, in the sequence of the value's memory. The calls that pack and unpack are like others."""
+
+    def begin_store(self, builder: Builder, holder: fx.Node, form: Form) -> fx.Node:
+        call, size = partial(_call, builder, holder, FORWARD, "bits"), holder.meta["val"].numel()
+        if not isinstance(size, int):
+            raise PlanInvalid(f"{holder.name} has no form 'bits' that a graph can carry out: its size is symbolic")
+        flat = call(aten.reshape.default, call(aten.permute.default, holder, _outermost_first(holder)), [size])
+        bytes_ = call(prims.convert_element_type.default, flat, torch.uint8)
+        rows = call(aten.view.default, call(aten.constant_pad_nd.default, bytes_, [0, -size % 8]), [-1, 8])
+        shifted = call(aten.bitwise_left_shift.Tensor, rows, _positions(call, holder))
+        return call(prims.convert_element_type.default, call(aten.sum.dim_IntList, shifted, [1]), torch.uint8)
+
+    def end_store(self, builder: Builder, holder: fx.Node, begun: fx.Node) -> fx.Node:
+        return begun
+
+    def begin_load(self, builder: Builder, holder: fx.Node, stored: fx.Node) -> fx.Node:
+        call, value = partial(_call, builder, holder, BACKWARD, "loaded"), holder.meta["val"]
+        order = _outermost_first(holder)
+        rows = call(aten.bitwise_right_shift.Tensor, call(aten.unsqueeze.default, stored, 1), _positions(call, holder))
+        flat = call(aten.view.default, call(aten.bitwise_and.Scalar, rows, 1), [-1])
+        bits = call(prims.convert_element_type.default, call(aten.slice.Tensor, flat, 0, 0, value.numel()), torch.bool)
+        dense = call(aten.view.default, bits, [value.size(dimension) for dimension in order])
+        return call(aten.permute.default, dense, [order.index(dimension) for dimension in range(len(order))])
+
+    def end_load(self, builder: Builder, holder: fx.Node, begun: fx.Node, stored: fx.Node) -> fx.Node:
+        return begun
+
+
+def _outermost_first(holder: fx.Node) -> list[int]:
+    """Returns the dimensions of a node's tensor in the sequence of its memory."""
+    value = holder.meta["val"]
+    return sorted(range(value.dim()), key=lambda dimension: -int(value.stride(dimension)))
+
+
+def _positions(call: Callable[..., fx.Node], holder: fx.Node) -> fx.Node:
+    """Returns a node with the positions of the bits in a byte."""
+    device = holder.meta["val"].device
+    return call(prims.iota.default, 8, start=0, step=1, dtype=torch.uint8, device=device, requires_grad=False)
+
+
+def _call(builder: Builder, holder: fx.Node, half: str, suffix: str, target: Any, *arguments: Any, **keywords: Any) -> fx.Node:
     """Returns a call of ``target`` in one half of the joint graph."""
-    node = builder.make(holder, target, arguments, suffix=suffix)
+    node = builder.make(holder, target, arguments, keywords, suffix)
     for of_the_holder in (OP, "recompute", "saved_tensor_with_no_vc_check"):
         node.meta.pop(of_the_holder, None)
     node.meta["partitioner_tag"] = half
     return node
 
 
-FORMS: Mapping[str, FormNodes] = {"host": OnHost()}
+FORMS: Mapping[str, FormNodes] = {"host": OnHost(), "bits": AsBits()}
 """The nodes of each form, by its name."""

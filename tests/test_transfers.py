@@ -29,8 +29,10 @@ from autoremat.capture.capture import Capture
 from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PricedGraph
 from autoremat.passes import apply_plan
+from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.schedule import Schedule, build_schedule
+from autoremat.planner.graph.op import Role, Value
+from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.memory.wrapper_replay import replay
 from autoremat.torch_private import inductor_lowering
 
@@ -40,7 +42,7 @@ LEAST = 1
 """A budget that nothing fits: best effort then takes the plan of least memory."""
 
 
-def without_stays(_: Graph, schedule: Schedule) -> Schedule:
+def as_planned(_: Graph, schedule: Schedule) -> Schedule:
     return schedule
 
 
@@ -83,7 +85,7 @@ def stored_bytes(seen: Seen) -> int:
 
 
 def assert_exact(program: Program, seed: int, budget: float | int | None) -> Seen:
-    expected, _ = outcome(program, without_stays, budget)
+    expected, _ = outcome(program, as_planned, budget)
     found, seen = outcome(program, stays.at_random(seed), budget)
     assert not differences(found, expected)
     return seen
@@ -153,7 +155,7 @@ def test_code_computes_the_same_at_the_planned_peak(choose, budget, reorders):
     model, x = model_and_input()
     run = functools.partial(step, model=model, x=x)
     options = {"compiler": "inductor", "memory_budget": budget, "reorder_for_peak_memory": reorders}
-    _, plain = compiled(model, without_stays, run, **options)
+    _, plain = compiled(model, as_planned, run, **options)
     expected = run(plain)
     seen, function = compiled(model, choose, run, **options)
     report = autoremat.reports()[-1]
@@ -283,6 +285,88 @@ def test_many_steps_use_the_same_buffers(trained):
     assert len(weakref.finalize._registry) == objects
 
 
+# -- bits --------------------------------------------------------------------------------------------------------------
+
+
+def masked(x: Tensor, y: Tensor) -> Tensor:
+    """Two masks that the backward reads, one of them in another layout. Their numbers of elements are no multiples of 8."""
+    first, second = x > 0.3, (y * 2 > 0).t().contiguous()
+    return (torch.where(first, x * 3, 0.5) + torch.where(second.t(), y.exp(), x)).square().mean()
+
+
+def masks_as_bits(graph: Graph, schedule: Schedule) -> Schedule:
+    everything = build_schedule(graph, graph.forward_values)
+
+    def stay(value: int) -> Stay:
+        made, last_read, first_read = stays.limits(graph, everything, value)
+        return Stay(value, "bits", made, last_read, first_read, first_read)
+
+    chosen = sorted(v for v in everything.saved(graph) if graph.values[v].forms)
+    return replace(everything, stays=tuple(map(stay, chosen)))
+
+
+def with_bits(graph: Graph) -> Graph:
+    """The graph, in which booleans may be packed."""
+
+    def with_form(value: Value) -> Value:
+        is_mask, at_once = value.role is Role.COMPUTED and value.bytes == 13 * 9, Transfer(Engine.COMPUTE, 0.0)
+        return replace(value, forms=(Form("bits", at_once, at_once, -(-value.bytes // 8)),)) if is_mask else value
+
+    return replace(graph, values=tuple(map(with_form, graph.values)))
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_masks_are_packed_as_bits(compiler):
+    inputs = [torch.randn(13, 9, requires_grad=True) for _ in range(2)]
+    expected = torch.autograd.grad(masked(*inputs), inputs)
+    kept: list[int] = []
+
+    def run(function: Callable[..., Any]) -> None:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.nbytes) or t, lambda t: t):
+            loss = function(*inputs)
+        found = torch.autograd.grad(loss, inputs)
+        for ours, reference in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, reference)
+
+    with mock.patch.object(stays, "with_host_forms", with_bits):
+        seen, _ = compiled(masked, masks_as_bits, run, compiler=compiler, memory_budget=None)
+    assert seen.plan.schedule.stays
+    assert kept.count(-(-13 * 9 // 8)) == len(seen.plan.schedule.stays)
+    assert 13 * 9 not in kept
+
+
+# -- other compilations ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_sizes_may_change_from_call_to_call(compiler):
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 8), nn.Tanh())
+    batches = [torch.randn(rows, 8) for rows in (24, 7, 16)]
+    for batch in batches:
+        torch._dynamo.mark_dynamic(batch, 0, min=2, max=32)
+    options = {"compiler": compiler, "memory_budget": 2**20}
+    seen, function = compiled(
+        lambda x: model(x).square().mean(), stays.as_short_as_possible, lambda f: f(batches[0]), **options
+    )
+    for batch in batches:
+        expected = gradients_of([model(batch).square().mean()], model)
+        for ours, reference in zip(gradients_of([function(batch)], model), expected, strict=True):
+            torch.testing.assert_close(ours, reference)
+    assert len(seen.plans[-1].schedule.stays) > 0
+    assert bytes_on_host()[0] == stored_bytes(replace(seen, plans=seen.plans[-1:]))
+
+
+def test_a_stored_plan_is_carried_out_with_its_stays_where_the_graph_has_the_forms():
+    model, x = model_and_input()
+    run = functools.partial(step, model=model, x=x)
+    seen, _ = compiled(model, stays.at_random(6), run)
+    again, _ = compiled(model, as_planned, run, plan=seen.plan)
+    assert again.plan.schedule == seen.plan.schedule
+    assert host_memory.statistics("cpu").to_host_bytes == stored_bytes(seen) > 0
+    with mock.patch.object(stays, "with_host_forms", lambda graph: graph), pytest.raises(Exception, match="has no form 'host'"):
+        compiled(model, as_planned, run, plan=seen.plan)
+
+
 # -- plans that do not fit ---------------------------------------------------------------------------------------------
 
 
@@ -331,7 +415,7 @@ def test_a_value_that_does_not_cross_has_no_stay_and_another_one_has_one():
 
 def test_a_wrapper_in_cpp_is_refused():
     model, x = model_and_input()
+    run = functools.partial(step, model=model, x=x)
     with pytest.raises(Exception, match="does not go together with a wrapper in C") as caught:
-        run = functools.partial(step, model=model, x=x)
         compiled(model, stays.as_short_as_possible, run, compiler="inductor", cpp_wrapper=True)
     assert find_cause(caught.value, PlanInvalid) is not None
