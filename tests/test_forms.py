@@ -109,6 +109,17 @@ def test_a_part_of_a_storage_and_gaps_have_no_form():
         assert not forms._is_whole(part)
 
 
+def test_masks_have_a_form_as_bits_with_or_without_a_host(small_values):
+    (names,) = set(with_forms(priced(step, X, store=("device", "bits"))).values())
+    assert names == ("bits",)
+    graph = priced(step, X, store=("device", "bits")).graph
+    (mask,) = (value for value in graph.values if value.forms)
+    form = mask.form("bits")
+    assert form.device_bytes == mask.bytes // 8
+    assert form.store.engine is form.load.engine is Engine.COMPUTE
+    assert form.store.seconds == pytest.approx(1.125 * mask.bytes * graph.saving_seconds_per_byte / 2)
+
+
 def test_a_value_below_the_least_bytes_has_none():
     with host_memory.stand_in():
         asked = priced(step, X, host_memory="1GiB")
@@ -138,7 +149,7 @@ def test_unified_memory_has_no_link(small_values, monkeypatch):
     assert with_forms(priced(step, X, device="H100-80GB", host_memory="1GiB"))
     monkeypatch.setattr(compiler_forms, "assumed_host_link", lambda name: None)
     shared = priced(step, X, device="H100-80GB", host_memory="1GiB")
-    assert not with_forms(shared)
+    assert set(with_forms(shared).values()) == {("bits",)}
     assert "no memory apart from the host's" in shared.host_memory_unused
 
 
