@@ -130,8 +130,10 @@ class JointSearchSettings:
     trials: int = 40
     """Maximum number of trials of ruin and recreate without an improvement."""
     least_peak_plans: int = 8
-    """Number of plans of the least peaks, and of the least costs, whose least peak with stays is searched."""
-    least_peak_levels: int = 6
+    """Number of plans of the least peaks, and of the least costs, that could have the least peak with stays."""
+    least_peak_descents: int = 4
+    """Number of these plans that are brought down: those that stays could bring down most."""
+    least_peak_levels: int = 5
     """Number of peaks to which each of them is brought down at most."""
 
 

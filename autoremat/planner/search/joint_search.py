@@ -62,7 +62,7 @@ class JointSearch:
         tried = {id(c): c for c in (*by_peak[: settings.least_peak_plans], *by_cost[: settings.least_peak_plans])}
         lowest = sorted((self.grouped(c.plan, keep=True).least_bytes, number, c) for number, c in enumerate(tried.values()))
         best, peak = None, by_peak[0].plan.peak_bytes
-        for least, _, candidate in lowest:
+        for least, _, candidate in lowest[: settings.least_peak_descents]:
             low, level = least, least
             for _ in range(settings.least_peak_levels):
                 if level >= peak:
