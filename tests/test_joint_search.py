@@ -192,6 +192,15 @@ def test_the_host_bounds_what_is_stored():
     assert seconds[0] > seconds[-1] == 0.0
 
 
+@pytest.mark.parametrize("host_bytes", [5, 12, 25])
+def test_the_least_peak_keeps_to_the_host(host_bytes):
+    graph = on_host(step(SIZES, SECONDS), 1e3)
+    planner, alone = Planner(graph, 60.0, host_bytes=host_bytes), Planner(step(SIZES, SECONDS), 60.0)
+    assert planner.smallest.host_bytes <= host_bytes
+    assert planner.smallest.peak_bytes <= alone.smallest.peak_bytes
+    assert planner.find(planner.smallest.peak_bytes).plan is not None
+
+
 def test_calls_in_flight_hold_stored_values_on_the_host():
     graph = on_host(step(SIZES, SECONDS, in_flight=3), 1e3)
     peak = Planner(graph, 60.0).baseline.peak_bytes

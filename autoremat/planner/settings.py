@@ -133,12 +133,16 @@ class JointSearchSettings:
     """Shares of a value in the solution from which it is saved."""
     program_segmentations: int = 3
     """Number of segmentations for each saved set of the linear program."""
-    program_seconds: float = 10.0
+    program_seconds: float = 30.0
     """Time limit of one linear program in seconds. On a machine of ordinary speed, it takes less than one."""
     trials: int = 40
     """Maximum number of trials of ruin and recreate without an improvement."""
     least_peak_plans: int = 8
-    """Number of plans of the least peaks, and of the least costs, whose least peak with stays is searched."""
+    """Number of plans of the least peaks, and of the least costs, that could have the least peak with stays."""
+    least_peak_descents: int = 4
+    """Number of these plans that are brought down: those that stays could bring down most."""
+    least_peak_levels: int = 5
+    """Number of peaks to which each of them is brought down at most."""
 
 
 @dataclass(frozen=True)

@@ -61,12 +61,19 @@ class JointSearch:
         by_cost = sorted(self.unfilled, key=lambda c: (c.plan.cost_seconds, c.plan.peak_bytes))
         tried = {id(c): c for c in (*by_peak[: settings.least_peak_plans], *by_cost[: settings.least_peak_plans])}
         lowest = sorted((self.grouped(c.plan, keep=True).least_bytes, number, c) for number, c in enumerate(tried.values()))
-        for least, _, candidate in lowest:
-            if least >= by_peak[0].plan.peak_bytes:
-                break
-            if (found := self.brought_down(candidate.plan, least, keep=True)) is not None:
-                return Candidate(found, candidate.segmentation)
-        return None
+        best, peak = None, by_peak[0].plan.peak_bytes
+        for least, _, candidate in lowest[: settings.least_peak_descents]:
+            low, level = least, least
+            for _ in range(settings.least_peak_levels):
+                if level >= peak:
+                    break
+                found = self.brought_down(candidate.plan, level, keep=True)
+                if found is None:
+                    low = level
+                else:
+                    best, peak = Candidate(found, candidate.segmentation), found.peak_bytes
+                level = (low + peak) // 2
+        return best
 
     def improve(self, budget: int, thorough: bool = True, suffices: Callable[[Plan], bool] = lambda plan: False) -> None:
         """Finds plans within ``budget`` bytes, unless a known one suffices or costs hardly more than the cheapest of any peak.
@@ -183,8 +190,11 @@ class JointSearch:
             program = JointProgram(self.graph, self._seconds_of_ops, self.host_bytes)
         saved_sets: dict[frozenset[int], None] = {}
         for share in settings.program_budgets:
+            before = self.limit.elapsed
             with self.limit.unit(PROGRAM * program.columns):
                 shares = program.solve(int(share * budget), settings.program_seconds)
+            if self.limit.elapsed - before >= settings.program_seconds:
+                self.limit.interrupted = self.limit.ended_by_clock = True
             if shares is not None:
                 chosen = (np.flatnonzero(shares >= threshold).tolist() for threshold in settings.thresholds)
                 saved_sets.update((admissible(self.graph, frozenset(values)), None) for values in chosen)
@@ -213,20 +223,17 @@ class JointSearch:
     def _by_recreation(self, budget: int) -> None:
         """Improves the cheapest plan by trials that each save some values more and others no longer."""
         best = self._best(budget)
+        if best is None:
+            return
         draw, failures = Draw(random.Random(SEED)), 0
         for trial in range(settings.trials * SETTINGS.search.recreation_trials):
-            if (
-                best is None
-                or not best.plan.saved
-                or failures == settings.trials
-                or self._is_good(budget)
-                or self._has_passed()
-            ):
+            if failures == settings.trials or not best.plan.saved or self._is_good(budget) or self._has_passed():
                 break
             with self.limit.unit(DRAW * len(self.graph.ops)):
                 saved = draw.saved_set(best.plan, trial)
             drawn = self.search.plan(saved, best.segmentation, "recreated")
             found = self.brought_down(drawn, budget, best.plan.cost_seconds)
-            best, failures = (best, failures + 1) if found is None else (Candidate(found, best.segmentation), 0)
-        if best is not None:
-            self.found.append(best)
+            failures = failures + 1 if found is None else 0
+            if found is not None:
+                best = Candidate(found, best.segmentation)
+                self.found.append(best)
