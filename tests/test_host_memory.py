@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from autoremat import host_memory
-from autoremat.host_memory import ops
+from autoremat.host_memory import links, ops
 
 
 @pytest.fixture(autouse=True)
@@ -89,6 +90,22 @@ def test_unused_buffers_are_dropped_on_request_and_after_a_reset():
 def test_what_a_hook_puts_in_place_of_a_copy_is_loaded_too():
     host = stored(torch.arange(9.0)).clone()
     assert torch.equal(loaded(host), torch.arange(9.0))
+
+
+def test_a_source_that_nobody_else_keeps_lives_until_the_wait_or_as_long_as_the_copy():
+    link = links.Link(torch.device("cpu"))
+
+    def copied() -> tuple[Tensor, weakref.ref[Tensor]]:
+        source = torch.ones(64)
+        return link.copy_to_host(source, source.nbytes), weakref.ref(source)
+
+    host, source = copied()
+    assert source() is not None
+    link.wait_for_copy_to_host(host)
+    assert source() is None
+    abandoned, source = copied()
+    del abandoned
+    assert source() is None
 
 
 def test_threads_share_the_pool():

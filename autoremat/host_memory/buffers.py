@@ -31,6 +31,8 @@ class Buffer:
         self.memory: NDArray[numpy.uint8] = numpy.frombuffer(mmap.mmap(-1, size), numpy.uint8)
         self.stored, self.loaded = new_event(device), new_event(device)
         """The events behind the newest copy into the buffer, and behind the newest copy out of it."""
+        self.source: torch.Tensor | None = None
+        """What is being copied into the buffer, until the compute stream has waited for that."""
         if device.type == "cuda":
             _lock_pages(self)
 
@@ -57,6 +59,12 @@ def _unlock_pages(memory: NDArray[numpy.uint8], copies: tuple[Any, Any]) -> None
     torch.cuda.cudart().cudaHostUnregister(memory.ctypes.data)  # type: ignore[no-untyped-call]
 
 
+def _give_back(buffer: Buffer, free: deque[Buffer]) -> None:
+    """Makes ``buffer`` free. As a finalizer this may run anywhere, so it takes no lock."""
+    buffer.source = None
+    free.append(buffer)
+
+
 class Pool:
     """The buffers for copies from and to one device, by size.
 
@@ -78,8 +86,7 @@ class Pool:
         except IndexError:
             buffer = self._grow(size)
         lent = buffer.memory[:]  # an object of its own, which the tensor's storage keeps
-        # A finalizer may run anywhere, so it takes no lock.
-        weakref.finalize(lent, free.append, buffer).atexit = False
+        weakref.finalize(lent, _give_back, buffer, free).atexit = False
         return torch.from_numpy(lent)
 
     def _grow(self, size: int) -> Buffer:

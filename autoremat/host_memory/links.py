@@ -1,6 +1,6 @@
 """The link between a device and the host's memory: a stream for each direction, the pool of buffers, and what was moved.
 
-The compute stream waits for a copy where the plan says. Until then the generated code keeps the copy's source, so no memory is
+The compute stream waits for a copy where the plan says. Until then the copy's source and its result are kept, so no memory is
 recorded on two streams. Memory of the device is allocated and freed on the compute stream alone.
 """
 
@@ -51,6 +51,7 @@ class Link:
         copy = lent[: flat.nbytes].view(source.dtype)
         buffer = self.pool.buffer_of(lent)
         assert buffer is not None
+        buffer.source = source  # generated code may pass a temporary, which nothing else keeps
         self._to_host.wait_stream(compute_stream(self.device))
         self._to_host.wait_event(buffer.loaded)
         with self._to_host:
@@ -64,6 +65,7 @@ class Link:
         buffer = self.pool.buffer_of(copy)
         if buffer is not None:
             compute_stream(self.device).wait_event(buffer.stored)
+            buffer.source = None
 
     def copy_from_host(self, host: torch.Tensor) -> torch.Tensor:
         """Returns a tensor on the device with the layout of ``host``, into which ``host`` is being copied."""
