@@ -155,6 +155,7 @@ class _Request:
     further: tuple[str, ...]
     budget: str | None = None
     max_slowdown: str | None = None
+    host_memory: str | None = None
     device_memory: str | None = None
     optimizer: str | None = None
     accumulate: int = 1
@@ -184,7 +185,8 @@ class _Request:
                 raise click.BadParameter(f"{one!r} is not of the form KEY=VALUE", param_hint="--option")
             options[key] = _number_or_text(value)
         slowdown = None if self.max_slowdown is None else _number_or_text(self.max_slowdown)
-        own = {"memory_budget": budget, "max_slowdown": slowdown}
+        host = None if self.host_memory is None else _number_or_text(self.host_memory)
+        own = {"memory_budget": budget, "max_slowdown": slowdown, "host_memory": host}
         return options | {key: value for key, value in own.items() if value is not None}
 
     def size_by(self, search: Callable[..., Any], first: int, settings: Mapping[str, Any]) -> Any:
@@ -212,6 +214,8 @@ _BOUNDED = (
                  "the function returns no optimizer."),
     click.option("--device-memory", metavar="TOTAL", help="In place of --budget: the memory of the whole device, 24GiB or "
                  "a card such as H100-80GB. Parameters, gradients and optimizer are counted."),
+    click.option("--host-memory", metavar="BYTES", help="Saved tensors may wait on the host, in at most so many bytes: "
+                 "64GiB, or auto. Default: none."),
     click.option("--max-slowdown", metavar="SHARE", help="At most so much more time than the fastest plan: 0.03, "
                  "or free. Default: no bound."),
 )  # fmt: skip

@@ -17,6 +17,7 @@ from autoremat.passes.inductor_workarounds.one_hot_sum import OPERATIONS
 from autoremat.passes.inductor_workarounds.one_hot_sum import simplify_one_hot_sum as simplify_one_hot_sum
 from autoremat.passes.inductor_workarounds.preserve_strides import preserve_strides as preserve_strides
 from autoremat.passes.insert_recompute import insert_recomputation
+from autoremat.passes.insert_transfers import insert_stores
 from autoremat.passes.pipeline import Pass, run_passes
 from autoremat.passes.split import split
 from autoremat.planner.graph.schedule import Schedule
@@ -40,6 +41,8 @@ def before_capture(joint: fx.GraphModule, runs_on: str | None) -> None:
 
 def apply_plan(capture: Capture, schedule: Schedule, static_inputs: Collection[int]) -> joint_graphs.PartitionedModules:
     """Returns the (forward, backward) modules that run ``schedule``; ``capture.joint`` is consumed."""
+    if schedule.stays:
+        run_passes(capture.joint, partial(insert_stores, capture=capture, schedule=schedule))
     run_passes(capture.joint, partial(insert_recomputation, capture=capture, schedule=schedule))
     forward, backward = split(capture, schedule, static_inputs)
     forward.graph.lint()

@@ -26,8 +26,10 @@ class Builder:
         """Returns a builder for the graph of ``node``, whose result is a fake tensor."""
         return cls(node.graph, node.meta["val"].fake_mode)
 
-    def make(self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
-        """Returns a new call with the metadata of ``like`` that describe its origin.
+    def make(
+        self, like: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None, suffix: str = "part"
+    ) -> fx.Node:
+        """Returns a new call with the metadata of ``like`` that describe its origin, named by ``like`` and ``suffix``.
 
         If ``target`` is a view and the operand's strides do not allow it, the call views a contiguous copy.
         """
@@ -40,7 +42,7 @@ class Builder:
                     raise
                 whole = self.make(like, aten.clone.default, (args[0],), {"memory_format": torch.contiguous_format})
                 return self.make(like, target, (whole, *args[1:]))
-        node = self.graph.call_function(target, args, kwargs or {}, name=f"{like.name}_part")
+        node = self.graph.call_function(target, args, kwargs or {}, name=f"{like.name}_{suffix}")
         node.meta = {key: known for key, known in like.meta.items() if key not in OF_THE_VALUE} | {"val": value}
         return node
 

@@ -22,6 +22,7 @@ from autoremat.basics.errors import PlanInvalid
 from autoremat.capture.builder import Alias
 from autoremat.capture.capture import Capture
 from autoremat.ops import op_traits
+from autoremat.passes.insert_transfers import Loads
 from autoremat.planner.graph.op import COMMUNICATES, Role
 from autoremat.planner.graph.schedule import Schedule
 
@@ -34,6 +35,7 @@ class _Inserter:
     """Walks the backward half of a schedule and tracks, for each value, the node that holds its newest live range."""
 
     capture: Capture
+    loads: Loads
     newest: dict[int, fx.Node] = field(default_factory=dict)
     helpers: dict[tuple[fx.Node, fx.Node], fx.Node] = field(default_factory=dict)
     """Clones of helpers, by (helper in the forward, newest holder of the value that it views)."""
@@ -57,6 +59,8 @@ class _Inserter:
             return self.resolve_several(node)
         holder = self.newest.get(value)
         if holder is None:
+            if value in self.loads.outstanding:
+                raise PlanInvalid(f"the backward reads {node.name} before it is loaded")
             return node
         if self.capture.value_nodes[value] is node:
             return holder
@@ -130,6 +134,11 @@ class _Inserter:
         node.args = fx.map_arg(node.args, self.resolve)
         node.kwargs = fx.map_arg(node.kwargs, self.resolve)
 
+    def load(self, position: int) -> None:
+        """Inserts the loads that are due before the execution at ``position``, and records those that are complete."""
+        assert self.cursor is not None
+        self.newest.update(self.loads.before(position, self.cursor))
+
     def run(self, schedule: Schedule) -> None:
         """Rewrites the backward half after ``schedule``. Raises ``PlanInvalid`` if the schedule does not fit the graph."""
         capture = self.capture
@@ -138,7 +147,8 @@ class _Inserter:
         (output,) = self.graph.find_nodes(op="output")
         pending = iter([*backward_nodes, output])
         self.cursor = next(pending)
-        for index in schedule.backward:
+        for position, index in enumerate(schedule.backward, len(schedule.forward)):
+            self.load(position)
             if index < num_forward:
                 self.repeat(index)
                 continue
@@ -154,10 +164,11 @@ class _Inserter:
 
 
 def insert_recomputation(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -> int:
-    """Rewrites ``joint`` in place so that its backward half runs ``schedule.backward``. Returns the number of recomputed ops.
+    """Rewrites ``joint`` in place so that its backward half runs ``schedule.backward``.
 
+    Returns the number of recomputed ops and loads. What is loaded has been stored by :func:`insert_stores`.
     ``capture`` is that of ``joint``. Raises ``PlanInvalid`` if the schedule does not fit the graph.
     """
     assert capture.joint is joint
-    _Inserter(capture).run(schedule)
-    return sum(op < capture.graph.num_forward for op in schedule.backward)
+    _Inserter(capture, Loads(capture, schedule)).run(schedule)
+    return sum(op < capture.graph.num_forward for op in schedule.backward) + len(schedule.stays)

@@ -14,14 +14,16 @@ from torch import fx
 
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture
+from autoremat.passes.insert_transfers import stored_values
 from autoremat.planner.graph.op import Trait
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.torch_private import joint_graphs
 
 
 def saved_nodes(capture: Capture, schedule: Schedule) -> list[fx.Node]:
-    """Returns the tensors that cross to the backward: saved values, and inputs that it reads."""
-    holders = [capture.value_nodes[v] for v in schedule.saved(capture.graph)]
+    """Returns the tensors that cross to the backward: saved values, each in its form, and inputs that it reads."""
+    stored = stored_values(capture.joint)
+    holders = [stored.get(v) or capture.value_nodes[v] for v in schedule.saved(capture.graph)]
     inputs = [
         n
         for n in capture.joint.graph.find_nodes(op="placeholder")
@@ -30,7 +32,7 @@ def saved_nodes(capture: Capture, schedule: Schedule) -> list[fx.Node]:
     saved = [*inputs, *(h for h in holders if h is not None)]
     without_check = "saved_tensor_with_no_vc_check"
     for node in saved:
-        if any(user.meta.get(without_check) and capture.aliases.get(user) == capture.aliases[node] for user in node.users):
+        if any(user.meta.get(without_check) and capture.aliases.get(user) == capture.aliases.get(node) for user in node.users):
             node.meta[without_check] = True
     return saved
 

@@ -9,6 +9,7 @@ from folders import ROOT
 LAYERS = (
     "basics",
     "planner.settings",
+    "planner.mip",
     "planner.graph",
     "planner.memory",
     "planner.cost",
@@ -22,6 +23,7 @@ LAYERS = (
     "report",
     # torch from here on
     "torch_private",
+    "host_memory",
     "agreement",
     "ops",
     "measure",

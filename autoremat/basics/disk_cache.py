@@ -1,7 +1,7 @@
 """Reads and writes the files of the cache folder.
 
-The folder holds four kinds of JSON files. Reports and plans serve compilations that torch answers from its own caches. Rates of
-devices and workspaces of kernels are stored so that each is measured only once.
+The folder holds five kinds of JSON files. Reports and plans serve compilations that torch answers from its own caches. Rates of
+devices, links to the host and workspaces of kernels are stored so that each is measured only once.
 
 The folder is ``AUTOREMAT_CACHE_DIR``, or else the user's cache folder. It has one file per compiled graph or device. Nothing
 read from a file is executed, and a file that does not parse counts as absent. Reports and plans may take
@@ -34,7 +34,7 @@ MOST_BYTES = 2**60
 """The most bytes that a file may state for anything."""
 
 EVICTED = ("reports", "plans")
-KINDS = (*EVICTED, "rates", "workspaces")
+KINDS = (*EVICTED, "rates", "workspaces", "host_links")
 """All kinds of files. Only the ``EVICTED`` kinds are deleted for space: a compilation restores them. Measured figures are small
 and stay."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -156,6 +156,19 @@ class Builder:
             self.value_nodes[alias] = node
         self.calls.append(node)
         self.reads[node], self.makes[node] = read, tuple(made)
+
+
+def written_values(calls: Iterable[fx.Node], aliases: Mapping[fx.Node, Alias]) -> set[int]:
+    """Returns the values that ``calls`` write to, by their schemas."""
+    found: set[int] = set()
+    for node in calls:
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or not schema.is_mutable:
+            continue
+        for argument, value in zip(schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
+                found.update(flatten(aliases.get(value)))
+    return found
 
 
 def flatten(alias: Alias) -> Iterable[int]:

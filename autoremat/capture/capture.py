@@ -21,7 +21,7 @@ from torch import fx
 
 from autoremat.basics.errors import CaptureError
 from autoremat.capture import call_cost, communication
-from autoremat.capture.builder import Alias, Builder, flatten
+from autoremat.capture.builder import Alias, Builder, flatten, written_values
 from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensor_bytes
@@ -136,14 +136,7 @@ def _overwritten_inputs(builder: Builder) -> set[int]:
     """Returns the inputs that are written in the forward or after it, so that the backward would read changed data."""
     written = joint_graphs.inputs_written_afterwards(builder.joint)
     found = {value for node in written for value in flatten(builder.aliases.get(node))}
-    for node in builder.calls:
-        schema = getattr(node.target, "_schema", None)
-        if schema is None or not schema.is_mutable:
-            continue
-        for argument, value in zip(schema.arguments, node.args, strict=False):
-            if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, fx.Node):
-                found.update(flatten(builder.aliases.get(value)))
-    return found
+    return found | written_values(builder.calls, builder.aliases)
 
 
 def _named(calls: Iterable[fx.Node]) -> dict[fx.Node, tuple[str, ...]]:

@@ -43,7 +43,7 @@ from autoremat.planner.multigraph.ledger import KnownBorders, Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, ENDED_BY_CLOCK, Step, StepGraph, StepProfile
 from autoremat.planner.plans.plan import Plan
-from autoremat.request.budgets import warn_of_open_calls
+from autoremat.request.budgets import warn_of_host_memory, warn_of_open_calls
 from autoremat.request.grants import note_grant
 from autoremat.request.limits import CommonBudget, Limits
 from autoremat.request.request import Request
@@ -76,7 +76,9 @@ def request_in_split(source: GraphSource, request: Request, around: Surroundings
     if split.number == 0:  # torch shows all buckets only now
         if request.calls != OpenCalls():
             warn_of_open_calls()
-        planned = _shared[split.owner] = _planned_together(split, replace(request, is_part=False), source.patches)
+        warn_of_host_memory(request.limits.host_bytes, "buckets of DistributedDataParallel, which share a budget")
+        whole = replace(request, is_part=False, limits=replace(request.limits, host_bytes=None))
+        planned = _shared[split.owner] = _planned_together(split, whole, source.patches)
         note_grant(request, around, None if planned is None else planned.profile.budget_bytes)
     shared = _shared.get(split.owner)
     share = None if shared is None else shared.shares[split.number]

@@ -34,6 +34,7 @@ from autoremat.compiler.attempts import (
 )
 from autoremat.compiler.cache_key import fingerprint, source_hash
 from autoremat.compiler.counting import Codes, expandable_remedy
+from autoremat.compiler.forms import host_remedy
 from autoremat.compiler.infeasibility import infeasible
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import Compiled, GraphSource, Lowered, lower
@@ -106,6 +107,7 @@ def _compile_in_attempts(source: GraphSource, agreed: Agreed, key: str, peers: P
             may_repeat_collectives=may_repeat,
             plain_code_bytes=plain_bytes,
             rates=agreed.rates,
+            host_link=agreed.host_link,
         )
         partitioning = Partitioning(context, partial(peers.plan, earlier=earlier), peers.fail)
         identity = ("autoremat", source_hash(), key, step.headroom_bytes, request.must_fit, *peers.identity)
@@ -146,6 +148,7 @@ def compile_uncompiled(source: GraphSource, request: Request, peers: Peers = ALO
     context = PlanningContext(
         agreed.request,
         rates=agreed.rates,
+        host_link=agreed.host_link,
         may_repeat_collectives=peers.may_repeat_collectives,
         sharded_inputs=sharded_inputs(source.module),
     )
@@ -259,15 +262,17 @@ def _completed(
 def _error(planned: BudgetedGraph, verdict: Infeasible, attempts: list[Attempt], codes: Codes) -> Exception:
     """Returns the error for a graph whose code exceeds the budget with every plan that was tried."""
     report, planning = planned.report, planned.planning
-    remedies: tuple[str, ...] = ()
+    request, card = planned.context.request, planned.context.cuda_name
+    room = (report.budget_bytes or 0) - max(0, verdict.minimum_bytes - planning.smallest.peak_bytes)
+    remedies: tuple[str, ...] = (host_remedy(planned.priced.captured, planning.smallest.graph, request, card, room),)
     allocated = None
     if planned.count is not None and planned.bounds_reserved:
         least = next(one for one in attempts if one.peak_bytes == verdict.minimum_bytes)
         allocated = max((least.allocated_peaks or {}).values(), default=None)
         if halves := codes.note(least.headroom_bytes, {}):
             reserved = planned.count.code_report(planned.plan, halves)
-            remedies = (expandable_remedy(reserved, report.budget_bytes or 0),)
+            remedies = (expandable_remedy(reserved, report.budget_bytes or 0), *remedies)
     return infeasible(
-        planning, planned.context.request.limits, report.budget_bytes or 0, report.device, verdict.minimum_bytes,
+        planning, request.limits, report.budget_bytes or 0, report.device, verdict.minimum_bytes,
         planned.plan_file, remedies=remedies, allocated=allocated,
     )  # fmt: skip

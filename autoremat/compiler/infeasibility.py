@@ -10,6 +10,7 @@ from autoremat.basics.errors import BudgetInfeasible, Occupant
 from autoremat.basics.progress import now
 from autoremat.basics.units import format_bytes
 from autoremat.compiler.counting import Count, expandable_remedy
+from autoremat.compiler.forms import host_remedy
 from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice
 from autoremat.compiler.shares import counted
@@ -99,21 +100,24 @@ def no_plan_fits(
     unconstrained = None
     if chosen.constrained.graph is not chosen.priced.graph:
         now("planning without constraints")
-        unconstrained = Planner(chosen.priced.graph, context.request.time_limit).search.smallest.peak_bytes
+        planner = Planner(chosen.priced.graph, context.request.time_limit, host_bytes=limits.host_bytes)
+        unconstrained = planner.search.smallest.peak_bytes
     device = chosen.priced.captured.device.name
     if chosen.time is not None and chosen.plan_file is None:
         return _no_plan_keeps_both(choice, context, budget, headroom, unconstrained)
+    captured, constrained, room = chosen.priced.captured, chosen.constrained.graph, budget - headroom
+    host = host_remedy(captured, constrained, context.request, context.cuda_name, room)
     least = chosen.planning.smallest.peak_bytes + headroom  # the assumed peak of generated code
     share = chosen.priced.step_share(limits)
     if share is not None:  # the plan of the minimum peak may miss another limit
         least = max(least, budget + _least_excess_bytes(chosen, context, share, budget))
     if bounded is None:
         return infeasible(
-            chosen.planning, limits, budget, device, least, chosen.plan_file, unconstrained, (choice.remedy,),
+            chosen.planning, limits, budget, device, least, chosen.plan_file, unconstrained, (choice.remedy, host),
             is_simulated=context.request.fuses,
         )  # fmt: skip
     reserved = bounded.plan_report(chosen.planning.smallest)
-    remedies = (expandable_remedy(reserved, budget), choice.remedy)
+    remedies = (expandable_remedy(reserved, budget), choice.remedy, host)
     return infeasible(
         chosen.planning, limits, budget, device, reserved.bytes, chosen.plan_file, unconstrained, remedies, least,
         context.request.fuses,

@@ -13,11 +13,13 @@ from autoremat.basics.progress import now
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture, capture, runs_on_type
 from autoremat.capture.pricing import priced
+from autoremat.compiler.forms import with_allowed_forms
 from autoremat.compiler.torch_partition import torchs_plan
 from autoremat.ops.collectives import group_of, ranks_of
 from autoremat.passes import before_capture
 from autoremat.planner.constraints.returning_inputs import without_saved_copies
 from autoremat.planner.cost import Interconnect, Links, Pricing, Rates
+from autoremat.planner.cost.host_link import HostLink
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.multigraph.ledger import Share
@@ -57,6 +59,8 @@ class PlanningContext:
     """Measured rates of process groups, by name. The rates of other groups are assumed."""
     rates: Rates | None = None
     """The rates of the rank whose rates hold for all; None for those of the device here."""
+    host_link: HostLink | None = None
+    """The rates between device and host that hold for all ranks; None for those of the device here."""
     told: ToldPlan | None = None
     """The plan of another rank or of an earlier process; None for a search."""
     sharded_inputs: frozenset[int] = frozenset()
@@ -109,6 +113,8 @@ class PricedGraph:
     """Numbers of the values that are inputs but neither parameters nor buffers. A saved input may stay live longer."""
     accumulated_bytes: int = 0
     """Bytes of the gradients of parameters, which are live beside the calls of later micro-batches."""
+    host_memory_unused: str = ""
+    """Reason why no value can be kept on the host although ``host_memory`` is given; empty if some can, or if it is not."""
 
     @property
     def graph(self) -> Graph:
@@ -177,7 +183,10 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
     now(f"pricing {len(captured.graph.ops):,} ops")
     captured, pricing = priced(captured, request.cost_model, links, context.rates)
     captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, context)))
-    return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured), accumulated)
+    why_unused = ""
+    if not joint.is_region:  # torch partitions it first, and the surrounding graph saves its results
+        captured, why_unused = with_allowed_forms(captured, request, context.cuda_name, context.host_link)
+    return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured), accumulated, why_unused)
 
 
 def _parameter_gradient_bytes(joint: JointGraph, captured: Capture) -> int:

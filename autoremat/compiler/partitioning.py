@@ -49,6 +49,7 @@ class Partitioning(Generic[P]):
     planned: P | None = field(default=None, init=False)
     replay_context: ReplayContext = field(default_factory=ReplayContext, init=False)
     memory_first: bool = field(default=False, init=False)
+    pins_forward: bool = field(default=False, init=False)
     fell_back: bool = field(default=False, init=False)
     """True if planning failed and torch's partitioner takes a graph (fallback)."""
 
@@ -81,7 +82,8 @@ class Partitioning(Generic[P]):
         """Returns the halves of the plan, and keeps the plan for the later stages."""
         self.planned = self.plan(priced, self.context)
         rewritten = rewrite(self.planned)
-        self.replay_context, self.memory_first = rewritten.replay_context, rewritten.memory_first
+        self.replay_context = rewritten.replay_context
+        self.memory_first, self.pins_forward = rewritten.memory_first, rewritten.pins_forward
         return rewritten.modules
 
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -25,8 +25,10 @@ from autoremat.compiler.joint_graph import PlanningContext, PricedGraph, ToldPla
 from autoremat.compiler.planning import BudgetedGraph, EarlierSearches, plan_graph
 from autoremat.compiler.records import Record
 from autoremat.measure.calibration import rates_of
+from autoremat.measure.host_link import host_link_of, least_link
 from autoremat.measure.interconnect import interconnects_of
 from autoremat.planner.cost import Interconnect, LinkSource, Rates
+from autoremat.planner.cost.host_link import HostLink
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile, graph_hash
 from autoremat.request.request import Request
@@ -43,6 +45,8 @@ class Agreed:
     """The record to start from: this rank's, if all ranks have one of the same compilation."""
     rates: Rates | None = None
     """The rates of the cost model; None if this rank's own ones are those of all."""
+    host_link: HostLink | None = None
+    """The rates of the slowest link to the host; None for those of this rank."""
 
 
 class Peers(Protocol):
@@ -150,13 +154,16 @@ class Members:
 
     def agree(self, request: Request, device: torch.device, found: Record | None = None) -> Agreed:
         limits = request.limits
-        others = replace(limits, peak_bytes=None, reference_share=None, granted_bytes=0, step_share=None)
+        host = None if limits.host_bytes is None else 0  # bytes may differ, but all keep tensors on the host or none does
+        others = replace(limits, peak_bytes=None, reference_share=None, granted_bytes=0, step_share=None, host_bytes=host)
         budget: object = limits.peak_bytes if limits.reference_share is None else limits.reference_share
         is_share = limits.step_share is not None  # each rank has its own: limits of several ranks may not go together
         is_whole = found is not None and (found.report is None or found.report.plan is not None)
         part = {
             "budget": "share" if is_share else budget,
             "granted": limits.granted_bytes,
+            "host": limits.host_bytes,
+            "link": _own_link(request, device),
             "options": json.loads(replace(request, limits=others).cache_key()),
             "rates": pricing.identity(request.cost_model, device),
             "record": found.agreement if found is not None and is_whole else "",
@@ -167,7 +174,8 @@ class Members:
             names = [*grouped(parts, "record")]
             is_warm = len(names) == 1 and names != [""]
             own = rates_of(device) if len(grouped(parts, "rates")) > 1 else None
-            return _least_budget(parts) | {
+            bounds = _least_budget(parts) | _least_host(parts)
+            return bounds | {
                 "nonce": names[0] if is_warm else uuid.uuid4().hex,
                 "is_warm": is_warm,
                 "rates": None if own is None else own.to_json(),
@@ -179,12 +187,14 @@ class Members:
             limits = replace(limits, reference_share=agreed["budget"], granted_bytes=agreed["granted"])
         elif not is_share:
             limits = replace(limits, peak_bytes=agreed["budget"])
+        limits = replace(limits, host_bytes=agreed["host"])
         self.record = found if agreed["is_warm"] else None
         known = None if self.record is None else self.record.report
         if known is not None and known.plan is not None:
             self.told = _told("of an earlier process", known.plan.dumps(), known.loss_chunks, known.ended_by_clock)
         request = replace(request, limits=limits)
-        return Agreed(request, self.record, None if agreed["rates"] is None else Rates.from_json(agreed["rates"]))
+        rates = None if agreed["rates"] is None else Rates.from_json(agreed["rates"])
+        return Agreed(request, self.record, rates, None if agreed["link"] is None else HostLink(*agreed["link"]))
 
     def signed(self, record: Record) -> Record:
         return replace(record, agreement=self.nonce)
@@ -336,6 +346,19 @@ def _least_budget(parts: Parts) -> dict[str, Any]:
     least = min(budgets, key=lambda rank: budgets[rank]) if kinds & {int, float} else next(iter(budgets))
     binding = least if len(set(budgets.values())) > 1 else None
     return {"budget": budgets[least], "binding": binding, "granted": min(one["granted"] for one in parts.values())}
+
+
+def _own_link(request: Request, device: torch.device) -> list[float] | None:
+    """Returns the figures of this rank's link to the host; None if nothing is kept there."""
+    link = None if request.limits.host_bytes is None else host_link_of(device, request.cost_model != pricing.ROOFLINE)
+    return None if link is None else [*astuple(link)]
+
+
+def _least_host(parts: Parts) -> dict[str, Any]:
+    """Returns the bytes that every rank may keep on the host, and the link of the slowest rank; None for a rank without."""
+    hosts, links = ([part[name] for part in parts.values()] for name in ("host", "link"))
+    least = None if None in links else [*astuple(least_link([HostLink(*link) for link in links]))]
+    return {"host": None if None in hosts else min(hosts), "link": least}
 
 
 def _compare_options(parts: Parts) -> None:

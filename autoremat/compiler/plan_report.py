@@ -63,6 +63,8 @@ def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Re
         reserved=None if count is None else count.plan_report(facts.plan),
         count="reserved" if count is not None and count.is_bounded else "allocated",
         device_ledger=limits.ledger,
+        host_memory_bytes=limits.host_bytes,
+        host_memory_unused=taken.priced.host_memory_unused,
         notes=(
             *((share.note,) if share is not None and share.note else ()),
             *_notes_on(count),

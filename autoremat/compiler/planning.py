@@ -6,6 +6,8 @@ import dataclasses
 import time
 from dataclasses import dataclass, field
 
+from autoremat.basics.errors import PlanFileError
+from autoremat.basics.units import format_bytes
 from autoremat.compiler.counting import Count, find_within, judged
 from autoremat.compiler.headroom import headroom_of, with_code
 from autoremat.compiler.infeasibility import no_plan_fits
@@ -290,15 +292,18 @@ def planner_of(
     given = () if constrained.candidate is None else (constrained.candidate,)
     wanted = (constrained.graph, [candidate.plan.schedule for candidate in given], soft_budget)
     known = next((planner for begun_for, planner in earlier.searches if begun_for == wanted), None)
-    planner = known or new_planner(constrained.graph, request.time_limit, given, soft_budget)
+    host = request.limits.host_bytes
+    planner = known or new_planner(constrained.graph, request.time_limit, given, soft_budget, host)
     if known is None:
         earlier.searches.append((wanted, planner))
     return planner, constrained
 
 
-def new_planner(graph: Graph, time_limit: float, given: tuple[Candidate, ...], soft_budget: int | None) -> PlanSource:
+def new_planner(
+    graph: Graph, time_limit: float, given: tuple[Candidate, ...], soft_budget: int | None, host_bytes: int | None = None
+) -> PlanSource:
     """Returns the search that trains models. Another :class:`PlanSource` can take its place here."""
-    return Planner(graph, time_limit, given=given, soft_budget_bytes=soft_budget)
+    return Planner(graph, time_limit, given=given, soft_budget_bytes=soft_budget, host_bytes=host_bytes)
 
 
 def stored_plan(priced: PricedGraph, context: PlanningContext, planner: PlanSource) -> tuple[str, Plan] | None:
@@ -310,6 +315,12 @@ def stored_plan(priced: PricedGraph, context: PlanningContext, planner: PlanSour
     if not files or priced.joint.is_region:
         return None
     file, plan = plan_file.fitted(files, planner.graph)
+    allowed, held = context.request.limits.host_bytes or 0, plan.timeline.host_bytes
+    if held > allowed:
+        raise PlanFileError(
+            f"the plan in {file.name} keeps {format_bytes(held)} on the host, and host_memory allows {format_bytes(allowed)}: "
+            f'raise it to "{held}B", or leave out the option `plan`'
+        )
     return file.name, plan
 
 

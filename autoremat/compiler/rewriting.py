@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autoremat.basics.errors import PlanInvalid
 from autoremat.basics.progress import now
+from autoremat.compiler.forms import refused_setting
 from autoremat.compiler.planning import PlannedGraph
 from autoremat.compiler.replay_context import replay_context
 from autoremat.passes import apply_plan
@@ -24,15 +26,24 @@ class RewrittenGraph:
     """Facts that the replay of the generated code cannot read from the code."""
     memory_first: bool
     """True if Inductor must keep the backward's sequence of ops and free each buffer after its last use. The plan of least time
-    needs neither."""
+    needs neither, unless it stores tensors in other forms."""
+    pins_forward: bool = False
+    """True if Inductor must keep the forward's sequence of ops too, because the plan places the stores there."""
 
 
 def rewrite(planned: PlannedGraph) -> RewrittenGraph:
     """Returns the forward and the backward of the plan. Consumes the joint graph of ``planned``."""
     now("writing forward and backward")
     captured, plan = planned.priced.captured, planned.plan
+    if plan.schedule.stays and (setting := refused_setting(captured)):
+        raise PlanInvalid(
+            f"the plan keeps saved tensors on the host, which does not go together with {setting}. Compile without that "
+            "setting, or without host memory"
+        )
     for node, op in zip(captured.op_nodes, captured.graph.ops, strict=True):
         node.meta[OP] = op
     modules = apply_plan(captured, plan.schedule, planned.priced.joint.static_inputs)
     repeats_extern = any(captured.graph.ops[op].kind is Kind.EXTERN for op in plan.recomputed)
-    return RewrittenGraph(modules, replay_context(captured, planned.priced.kept_inputs), planned.is_binding or repeats_extern)
+    stores = bool(plan.schedule.stays)
+    memory_first = planned.is_binding or repeats_extern or stores
+    return RewrittenGraph(modules, replay_context(captured, planned.priced.kept_inputs), memory_first, stores)

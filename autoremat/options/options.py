@@ -22,6 +22,7 @@ from autoremat.basics.progress import progress_in_environment, set_default
 from autoremat.options import defaults, values
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.policies import Policy
+from autoremat.planner.graph.forms import HOST
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan
@@ -43,6 +44,8 @@ class OptionValues(TypedDict, total=False):
 
     memory_budget: Budget
     max_slowdown: float | str | None
+    host_memory: int | str | None
+    store: Collection[str] | None
     auto_headroom: int | str
     time_limit: float
     compiler: str
@@ -80,6 +83,10 @@ class Options:
         `StepProfile` divides the budget of a step of several graphs. A `DeviceBudget` is the memory of a whole device.
     - max_slowdown: bound on the time of the step, as a share of the fastest plan's time beyond that. By itself it asks for the
         least peak within that time; beside `memory_budget` it only bounds the plan's time. "free" costs nothing measurable.
+    - host_memory: bound on the pinned host memory of saved tensors that the planner keeps on the host. It is in bytes (int),
+        "auto" (half of what is free on the machine, divided by its ranks), or None to keep nothing there.
+    - store: names of the forms in which saved tensors may be kept: "device" (always), "host", "bits". None stands for all with
+        `host_memory`, and for "device" without it.
     - auto_headroom: bytes that "auto" keeps free on the CUDA device.
     - time_limit: seconds that one search may take. They grant an amount of work, which ends the search at the same plan on any
         machine. Each attempt searches anew, and so does each form of a chunked loss.
@@ -134,11 +141,15 @@ class Options:
     count: str = "allocated"
     progress: bool = field(default=True, compare=False)
     max_slowdown: float | str | None = None
+    host_memory: int | str | None = None
+    store: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        normalised = {
+        normalised: dict[str, Any] = {
             "memory_budget": values.budget(self.memory_budget, "memory_budget"),
             "max_slowdown": values.slowdown(self.max_slowdown),
+            "host_memory": values.host_memory(self.host_memory),
+            "store": values.forms(self.store),
             "auto_headroom": values.headroom(self.auto_headroom),
             "time_limit": positive_seconds(self.time_limit, "time_limit"),
             "compiler": one_of(COMPILERS, self.compiler, "compiler"),
@@ -175,6 +186,12 @@ class Options:
             raise OptionsError(
                 "max_slowdown bounds the time of one graph, and a step profile divides one budget among several: leave one of "
                 "them out. `StepProfile.within(bytes).added_seconds` shows the time of the whole step under another budget"
+            )
+        store, host = normalised["store"], normalised["host_memory"]
+        if store is not None and (HOST in store) is (host is None):
+            raise OptionsError(
+                f"store={store!r} and host_memory={host!r} contradict each other: name {HOST!r} in `store` and give a bound in "
+                '`host_memory`, such as "64GiB" or "auto", or neither'
             )
         if not isinstance(self.mode, str | None):
             raise refused("mode", self.mode, "a mode of torch.compile, a string, or None")

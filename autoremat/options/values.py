@@ -8,6 +8,7 @@ from autoremat.basics.budget import FORMS_ANYWHERE, likely_share, parse_budget
 from autoremat.basics.checks import MOST_BYTES, MOST_PARTS, as_float, as_int, refused, text_to_bytes
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS, parse_percent
+from autoremat.planner.graph.forms import BITS, DEVICE, HOST
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan
@@ -25,6 +26,9 @@ BANDWIDTH_FORMS = 'text such as "50GB/s", a number of bytes per second >= 1, or 
 AGREEMENT_FORMS = '"auto", "off" or a list of ranks, such as torch.distributed.get_process_group_ranks(group)'
 IN_FLIGHT_FORMS = f"an int from 1 to {MOST_PARTS}, or None to read it from the running pipeline schedule"
 SLOWDOWN_FORMS = 'a share in [0, 1], such as 0.03 or "3%"; "free" (costs nothing measurable); None (no bound)'
+HOST_FORMS = f'an int > 0 (bytes), a string such as {BYTE_FORMS}, "auto" or None'
+STORES = (DEVICE, HOST, BITS)
+STORE_FORMS = f"a list of names among {', '.join(map(repr, STORES))} that has {DEVICE!r}, or None"
 HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 
 
@@ -57,6 +61,28 @@ def headroom(value: object) -> int:
     if count is None or not 0 <= count <= MOST_BYTES:
         raise refused("auto_headroom", value, HEADROOM_FORMS)
     return count
+
+
+def host_memory(value: object) -> int | str | None:
+    """Returns the option ``host_memory`` as bytes, "auto" or None."""
+    if value is None:
+        return None
+    if isinstance(value, str):
+        return "auto" if value.strip().lower() == "auto" else text_to_bytes(value, "host_memory", HOST_FORMS)
+    count = as_int(value)
+    if count is None or not 0 < count <= MOST_BYTES:
+        raise refused("host_memory", value, HOST_FORMS)
+    return count
+
+
+def forms(value: object) -> tuple[str, ...] | None:
+    """Returns the option ``store`` as names in the sequence of :data:`STORES`."""
+    if value is None:
+        return None
+    given = list(value) if isinstance(value, list | tuple | Set) else []
+    if DEVICE not in given or any(name not in STORES for name in given):
+        raise refused("store", value, STORE_FORMS)
+    return tuple(name for name in STORES if name in given)
 
 
 def bandwidth(value: object) -> float | None:

@@ -81,6 +81,14 @@ class SearchSettings:
 
 
 @dataclass(frozen=True)
+class FormSettings:
+    """Forms of saved tensors (:mod:`autoremat.capture.forms`)."""
+
+    minimum_bytes: int = 2**20
+    """Bytes from which a value has forms. Below, the latency of a copy outweighs the bytes, and there are too many values."""
+
+
+@dataclass(frozen=True)
 class BoundSettings:
     """Lower bounds by minimum cuts (:mod:`autoremat.planner.search.lower_bounds`)."""
 
@@ -91,6 +99,50 @@ class BoundSettings:
     """Number of stretches of a single-phase graph. The op with the most live bytes in each stretch gives a lower bound."""
     maximum_secants: int = 32
     """Maximum number of secants over the price per byte at one program point."""
+
+
+@dataclass(frozen=True)
+class PlacementSettings:
+    """Stays that make a schedule fit (:mod:`autoremat.planner.search.placement`)."""
+
+    goals: tuple[float, ...] = (0.0, 0.0, 0.01, 0.03)
+    """Shares of the budget by which the rounds stay below it. Each round knows when the one before loads values."""
+    load_lead: float = 1.3
+    """Lead of a load before its need in the first round, in times of the seconds of the load."""
+    negligible_stall: float = 1e-4
+    """Share of the step below which stalls end the rounds."""
+
+
+@dataclass(frozen=True)
+class JointSearchSettings:
+    """Joint choice of recomputation and stays (:mod:`autoremat.planner.search.joint_search`)."""
+
+    worthwhile: float = 0.001
+    """Share of the step by which a plan must cost more than the cheapest plan of any peak, to be improved."""
+    levels: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
+    """Peaks to which candidates are filled and brought down by stays, as shares of the bytes that the link carries."""
+    bases: int = 2
+    """Number of candidates that are filled to each of these peaks."""
+    forward_points: int = 32
+    """Number of points of the forward in the linear program."""
+    backward_points: int = 48
+    """Number of points of the backward in the linear program."""
+    program_budgets: tuple[float, ...] = (1.0, 0.97, 0.92)
+    """Budgets of the linear program, as shares of the budget."""
+    thresholds: tuple[float, ...] = (0.25, 0.5, 0.75)
+    """Shares of a value in the solution from which it is saved."""
+    program_segmentations: int = 3
+    """Number of segmentations for each saved set of the linear program."""
+    program_seconds: float = 30.0
+    """Time limit of one linear program in seconds. On a machine of ordinary speed, it takes less than one."""
+    trials: int = 40
+    """Maximum number of trials of ruin and recreate without an improvement."""
+    least_peak_plans: int = 8
+    """Number of plans of the least peaks, and of the least costs, that could have the least peak with stays."""
+    least_peak_descents: int = 4
+    """Number of these plans that are brought down: those that stays could bring down most."""
+    least_peak_levels: int = 5
+    """Number of peaks to which each of them is brought down at most."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +340,10 @@ class PlannerSettings:
 
     segmentation: SegmentationSettings = SegmentationSettings()
     search: SearchSettings = SearchSettings()
+    forms: FormSettings = FormSettings()
     bound: BoundSettings = BoundSettings()
+    placement: PlacementSettings = PlacementSettings()
+    joint_search: JointSearchSettings = JointSearchSettings()
     time_indexed_bound: TimeIndexedBoundSettings = TimeIndexedBoundSettings()
     local_search: LocalSearchSettings = LocalSearchSettings()
     annealing: AnnealingSettings = AnnealingSettings()

@@ -17,6 +17,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.report.decisions import Decision, ForwardValue, explain_values, module_class, op_name
 from autoremat.report.peak_snapshot import PeakSnapshot, Profile, peak_of, profile_of
+from autoremat.report.stored import StoredTensors
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -47,6 +48,8 @@ class Total:
     """Seconds of one execution of the ops."""
     added_seconds: float
     """Seconds of recomputation."""
+    stored_bytes: int = 0
+    """Bytes of saved values that are kept in another form than on the device."""
 
     @classmethod
     def of(cls, name: str, values: Sequence[ForwardValue]) -> Total:
@@ -56,7 +59,9 @@ class Total:
             return sum(value.bytes for value in values if value.decision is decision)
 
         seconds, added = sum(v.seconds for v in values), sum(v.added_seconds for v in values)
-        return cls(name, len(values), size(Decision.SAVED), size(Decision.RECOMPUTED), size(Decision.FUSED), seconds, added)
+        stored = size(Decision.OFFLOADED) + size(Decision.PACKED)
+        sizes = (size(Decision.SAVED), size(Decision.RECOMPUTED), size(Decision.FUSED))
+        return cls(name, len(values), *sizes, seconds, added, stored)
 
 
 @dataclass(frozen=True, repr=False)
@@ -191,14 +196,31 @@ class ReportData:
     timed_minimum_bytes: int | None = None
     """Simulated minimum peak found within ``max_slowdown``, if that exceeds the budget of memory."""
 
+    host_memory_bytes: int | None = None
+    """The bound on the bytes of saved tensors on the host; None if none may be there."""
+    host_memory_unused: str = ""
+    """Reason why ``host_memory`` has no effect on this graph. Empty if it has, or if it is not given."""
+    stored: StoredTensors | None = None
+    """Figures of the saved tensors that are kept in other forms than on the device. None if there are none."""
+
     @property
     def gap(self) -> float | None:
-        """Optimality gap: seconds of recomputation above the lower bound, as a share of the step with the least possible
-        recomputation. None if no plan fits by the simulator."""
+        """Optimality gap: seconds of recomputation and stalls above the lower bound, as a share of the step with the fewest
+        possible. None if no plan fits by the simulator."""
         if self.lower_bound_seconds is None or not self.step_seconds:
             return None
-        excess = self.recompute_seconds - self.lower_bound_seconds
+        excess = self.recompute_seconds + self.stall_seconds - self.lower_bound_seconds
         return max(0.0, excess) / (self.step_seconds + self.lower_bound_seconds)
+
+    @property
+    def stall_seconds(self) -> float:
+        """Seconds that the step waits for transfers of saved tensors, by the cost model."""
+        return 0.0 if self.stored is None else self.stored.stall_seconds
+
+    @property
+    def host_peak_bytes(self) -> int:
+        """Bytes of saved tensors on the host, of all open calls together."""
+        return 0 if self.stored is None else self.stored.host_peak_bytes
 
     @property
     def peak_bytes(self) -> int:
@@ -262,7 +284,8 @@ class ReportData:
             lower_bound_bytes=planning.lower_bound_bytes,
             saved_bytes=plan.saved_bytes,
             recomputed_ops=len(plan.recomputed),
-            recompute_seconds=plan.added_seconds,
+            recompute_seconds=plan.recompute_seconds,
+            stored=StoredTensors.of(plan),
             forward_seconds=graph.forward_seconds,
             ops=len(graph.ops),
             strategy=plan.label,

@@ -3,6 +3,8 @@
 | decision | meaning |
 |---|---|
 | saved | computed by the forward, kept for the backward |
+| offloaded | saved, and kept on the host between its last read in the forward and its first in the backward |
+| packed | saved, and kept as bits between them |
 | recomputed | its op runs again in the backward |
 | postponed | computed only in the backward, which alone reads it |
 | fused | never materialised: its readers compute it |
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.graph.forms import BITS, HOST
 from autoremat.planner.graph.op import Constraint, Trait
 from autoremat.planner.plans.plan import Plan
 
@@ -26,10 +29,16 @@ class Decision(str, enum.Enum):
     """Decision of a plan for a forward value."""
 
     SAVED = "saved"
+    OFFLOADED = "offloaded"
+    PACKED = "packed"
     RECOMPUTED = "recomputed"
     POSTPONED = "postponed"
     FUSED = "fused"
     FORWARD_ONLY = "forward only"
+
+
+OF_FORM = {HOST: Decision.OFFLOADED, BITS: Decision.PACKED}
+"""The decision for a value that is kept in a form."""
 
 
 class Reason(str, enum.Enum):
@@ -54,6 +63,7 @@ class Reason(str, enum.Enum):
     ONLY_BACKWARD = "only backward"
     INSIDE_READERS = "inside readers"
     NOT_READ = "not read"
+    FREES_MEMORY = "frees memory"
 
 
 WHY: dict[Reason, str] = {
@@ -76,6 +86,7 @@ WHY: dict[Reason, str] = {
     Reason.ONLY_BACKWARD: "only the backward reads it",
     Reason.INSIDE_READERS: "computed inside the kernels that read it",
     Reason.NOT_READ: "the backward does not read it",
+    Reason.FREES_MEMORY: "device memory is free meanwhile",
 }
 
 _BY_TRAIT = (
@@ -145,6 +156,7 @@ class _Explainer:
         graph, sequence = plan.graph, plan.schedule.sequence
         self.num_forward = len(plan.schedule.forward)
         self.saved = frozenset(plan.saved)
+        self.stays = {stay.value: stay for stay in plan.schedule.stays}
         self.outputs = frozenset(graph.forward_outputs)
         self.in_forward = frozenset(plan.schedule.forward)
         self.again: dict[int, int] = {}
@@ -180,6 +192,8 @@ class _Explainer:
 
     def decision(self, index: int, value: int) -> Decision:
         """Returns the decision for a result of op ``index``."""
+        if value in self.stays:
+            return OF_FORM[self.stays[value].form]
         if value in self.saved:
             return Decision.SAVED
         if index in self.again and (value in self.read_by_backward or value in self.feeds):
@@ -193,6 +207,8 @@ class _Explainer:
         match decision:
             case Decision.SAVED:
                 return self.why_saved(index, value)
+            case Decision.OFFLOADED | Decision.PACKED:
+                return Reason.FREES_MEMORY, self.stay_detail(index, value)
             case Decision.RECOMPUTED:
                 return self.why_recomputed(index, value)
             case Decision.POSTPONED:
@@ -201,6 +217,14 @@ class _Explainer:
                 return Reason.INSIDE_READERS, ""
             case Decision.FORWARD_ONLY:
                 return (Reason.FORWARD_OUTPUT if value in self.outputs else Reason.NOT_READ), ""
+
+    def stay_detail(self, index: int, value: int) -> str:
+        """Returns the seconds of recomputing a stored value, if that is possible, and those of its transfers."""
+        form = self.graph.values[value].form(self.stays[value].form)
+        transfers = f"its transfers take {format_seconds(form.store.seconds + form.load.seconds)}"
+        if not self.graph.ops[index].rematerializable:
+            return f"it cannot be recomputed, and {transfers}"
+        return f"recomputing it takes {format_seconds(self.seconds_without(value))}, and {transfers}"
 
     def why_saved(self, index: int, value: int) -> tuple[Reason, str]:
         """Returns the reason and the detail for a saved value."""

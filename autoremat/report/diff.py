@@ -42,11 +42,15 @@ class ReportDiff(Shown):
         rows = []
         for what, attribute in _BYTES.items():
             first, second = getattr(self.before, attribute), getattr(self.after, attribute)
+            if attribute in _OF_OTHER_FORMS and not (first or second):
+                continue
             both = first is not None and second is not None
             change = _signed(second - first, format_bytes(second - first)) if both else ""
             rows.append((what, _or_dash(first), _or_dash(second), change))
         for what, attribute in _SECONDS.items():
             first, second = getattr(self.before, attribute), getattr(self.after, attribute)
+            if attribute in _OF_OTHER_FORMS and not (first or second):
+                continue
             rows.append(
                 (what, format_seconds(first), format_seconds(second), _signed(second - first, format_seconds(second - first)))
             )
@@ -87,8 +91,16 @@ _BYTES = {
     "baseline": "baseline_peak_bytes",
     "minimum peak found": "minimum_peak_bytes",
     "saved for the backward": "saved_bytes",
+    "peak on the host": "host_peak_bytes",
 }
-_SECONDS = {"recomputation": "recompute_seconds", "forward": "forward_seconds", "step": "step_seconds"}
+_SECONDS = {
+    "recomputation": "recompute_seconds",
+    "stalls": "stall_seconds",
+    "forward": "forward_seconds",
+    "step": "step_seconds",
+}
+_OF_OTHER_FORMS = ("host_peak_bytes", "stall_seconds")
+"""Figures that are shown only if a plan keeps saved tensors in other forms."""
 
 
 def compare(before: ReportData, after: ReportData) -> ReportDiff:

@@ -58,5 +58,6 @@ def _graph(report: ReportData) -> dict[str, Any]:
         "pictures": drawn,
         "moments": moments,
         "totals": {by: report.totals(by) for by in ("module", "op")},
+        "has_other_forms": report.stored is not None,
         "values": sorted(report.values, key=lambda value: -value.bytes),
     }

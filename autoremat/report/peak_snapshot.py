@@ -90,6 +90,8 @@ class Profile:
     seconds: tuple[float, ...]
     border: int
     bytes: tuple[tuple[int, ...], ...]
+    host: tuple[int, ...] = ()
+    """Bytes of saved tensors on the host at each sample, of all open calls; empty if none are there."""
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -178,6 +180,7 @@ def profile_of(plan: Plan) -> Profile | None:
         tuple(float(begins[i]) for i in chosen),
         border,
         tuple(tuple(int(row[i]) for i in chosen) for row in shown.values()),
+        tuple(int(bytes_) for bytes_ in _host_bytes_at(plan)[chosen]) if plan.timeline.host_bytes else (),
     )
 
 
@@ -201,6 +204,17 @@ def _bytes_by_group(plan: Plan) -> dict[str, NDArray[np.int64]]:
     rows[OTHER_CALLS] = np.full(length, plan.timeline.other_calls_bytes, dtype=np.int64)
     rows[RESIDENT] = np.full(length, graph.resident_bytes, dtype=np.int64)
     return {group: row for group, row in rows.items() if row.any() or group == TANGENTS}
+
+
+def _host_bytes_at(plan: Plan) -> NDArray[np.int64]:
+    """Returns the bytes on the host at each execution: from the store of each tensor until it is needed, and of other calls."""
+    graph, change = plan.graph, np.zeros(len(plan.schedule.sequence) + 1, dtype=np.int64)
+    for stay in plan.schedule.stays:
+        held = graph.values[stay.value].form(stay.form).host_bytes
+        change[stay.store] += held
+        change[stay.need] -= held
+        change[0] += (graph.in_flight - 1) * held
+    return np.cumsum(change)[:-1]
 
 
 def _samples(plan: Plan) -> tuple[list[int], int]:

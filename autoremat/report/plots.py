@@ -24,10 +24,12 @@ if TYPE_CHECKING:
 COLOURS = ("#4269d0", "#efb118", "#6cc5b0", "#ff8ab7", "#a463f2", "#97bbf5", "#9c6b4e", "#3ca951", "#b3b3b3", "#d9d9d9")
 """Colours of the bands of a stack, distinguishable for most people with colour blindness."""
 
-GRADIENT_COLOUR, BUDGET_COLOUR, BEFORE_COLOUR = "#505050", "#d62728", "#808080"
+GRADIENT_COLOUR, BUDGET_COLOUR, BEFORE_COLOUR, HOST_COLOUR = "#505050", "#d62728", "#808080", "#2ca02c"
 
 FATE_COLOURS = {
     Decision.SAVED: "#4269d0",
+    Decision.OFFLOADED: "#a463f2",
+    Decision.PACKED: "#97bbf5",
     Decision.RECOMPUTED: "#efb118",
     Decision.POSTPONED: "#ff8ab7",
     Decision.FUSED: "#d9d9d9",
@@ -69,7 +71,15 @@ def memory(report: ReportData) -> Figure:
             axes.annotate(text, (border, 1.0), (way, 3), xycoords=place, textcoords="offset points", ha=side, fontsize=9)
     axes.set(xlabel=f"{time_unit} of the step, estimated", ylabel=f"{unit} live", ylim=(0, None), xlim=(0, None))
     axes.set_title(f"peak {format_bytes(report.predicted_peak_bytes)}", loc="left", fontsize=10, pad=16)
-    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0), frameon=False)
+    if after.host:
+        host_unit, host_scale = _byte_unit(after.host)
+        on_host = axes.twinx()
+        label = f"on the host, {format_bytes(max(after.host))} (right axis)"
+        on_host.step(seconds, [held / host_scale for held in after.host], where="post", color=HOST_COLOUR, lw=1.2, label=label)
+        on_host.set(ylabel=f"{host_unit} on the host", ylim=(0, None))
+        on_host.spines["top"].set_visible(False)
+        axes.plot([], [], color=HOST_COLOUR, lw=1.2, label=label)  # the legend is that of the left axis
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=((1.12 if after.host else 1.0), 1.0), frameon=False)
     return figure
 
 

@@ -62,9 +62,11 @@ class Report(ReportData, Shown):
         over = "" if self.within_budget else ", OVER THE BUDGET"
         clock = ", ENDED BY THE CLOCK" if self.ended_by_clock else ""
         reserved = f" ({format_bytes(self.counted_bytes)} reserved)" if self.count == "reserved" else ""
+        stored = "" if self.stored is None else f", {self.stored.line()}"
         return (
             f"{budget}: peak {format_bytes(self.baseline_peak_bytes)} -> {format_bytes(self.peak_bytes)}{reserved}{over}, "
-            f"recomputation {self.overhead:.1%} of the forward{gap}, planned in {format_seconds(self.planning_seconds)}{clock}"
+            f"recomputation {self.overhead:.1%} of the forward{stored}{gap}, "
+            f"planned in {format_seconds(self.planning_seconds)}{clock}"
         )
 
     def line(self) -> str:

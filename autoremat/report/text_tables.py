@@ -84,6 +84,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         whole = "" if least is None else f"; without chunks the minimum peak found is {format_bytes(least)}"
         rows.append(("chunked loss", f"{report.loss_chunks} chunks, so sums over tokens round differently{whole}"))
     rows[1:1] = _budgets(report)
+    rows += _other_forms(report)
     if report.reserved is not None:
         rows.append(("reserved by the allocator", _reserved_text(report.reserved)))
     if report.ranks:
@@ -123,6 +124,12 @@ def _budgets(report: ReportData) -> list[tuple[str, str]]:
     if not report.within_budget:
         rows.append(("over the budget", f"by {format_bytes(report.counted_bytes - (report.budget_bytes or 0))}"))
     return rows
+
+
+def _other_forms(report: ReportData) -> list[tuple[str, str]]:
+    """Returns the figures of saved tensors in other forms than on the device, each with its name."""
+    rows = [] if report.stored is None else report.stored.figures(report.host_memory_bytes)
+    return [*rows, ("host memory", f"not used: {report.host_memory_unused}")] if report.host_memory_unused else rows
 
 
 def _device_text(report: ReportData, ledger: DeviceBudget) -> str:
@@ -224,10 +231,13 @@ def where(thing: ForwardValue | LiveTensor) -> str:
 
 def totals_table(totals: Sequence[Total], by: str) -> PlainTable:
     """Returns a table of sums by module or op."""
-    table = plain_table(f"by {by}", ("saved", "recomputed", "fused", "run", "run again", "values", by), numbers=6)
-    for total in totals:
+    other = [format_bytes(total.stored_bytes) for total in totals] if any(total.stored_bytes for total in totals) else []
+    columns = ("saved", *(("in other forms",) if other else ()), "recomputed", "fused", "run", "run again", "values", by)
+    table = plain_table(f"by {by}", columns, numbers=len(columns) - 1)
+    for number, total in enumerate(totals):
         table.add_row(
-            format_bytes(total.saved_bytes), format_bytes(total.recomputed_bytes), format_bytes(total.fused_bytes),
+            format_bytes(total.saved_bytes), *other[number : number + 1],
+            format_bytes(total.recomputed_bytes), format_bytes(total.fused_bytes),
             format_seconds(total.seconds), format_seconds(total.added_seconds), str(total.values), total.name or "-",
         )  # fmt: skip
     return table

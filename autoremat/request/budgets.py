@@ -86,7 +86,8 @@ def request_of_recording(options: Options) -> Request:
 
 def _limits_of(budget: Budget, options: Options, around: Surroundings, calls: OpenCalls) -> Limits:
     """Returns the limits of a graph under ``budget``."""
-    limits = Limits(max_slowdown=options.allowed_slowdown)
+    host = around.host_bytes if options.host_memory == "auto" else options.host_memory
+    limits = Limits(max_slowdown=options.allowed_slowdown, host_bytes=None if host is None else int(host))
     match budget:
         case DeviceBudget() as device:
             ledger = device.of_graph(around.given_bytes, calls.accumulates)
@@ -148,6 +149,7 @@ def _of_share(share: Share | None, profile: StepProfile, options: Options, aroun
         return _with_ledger(_request_of(None, options, around), profile)
     if options.in_flight is not None or options.accumulate is not None:
         warn_of_open_calls()
+    warn_of_host_memory(options.host_memory, "graphs that share the budget of a step")
     advice = () if around.block is None else (ADVICE_FOR_A_BLOCK,)
     limits = Limits(share.peak_bytes, step_share=share, advice=advice)
     return _with_ledger(Request.of(options, limits, OpenCalls()), profile)
@@ -164,6 +166,13 @@ def warn_of_open_calls() -> None:
         OptionWarning,
         stacklevel=5,
     )
+
+
+def warn_of_host_memory(asked: object, where: str) -> None:
+    """Warns that ``host_memory`` has no effect ``where`` it is not looked at, if it is ``asked`` for."""
+    if asked is not None:
+        message = f"host_memory has no effect on {where}: their saved tensors stay on the device or are recomputed"
+        warnings.warn(message, OptionWarning, stacklevel=5)
 
 
 # -- questions about a budget that is not resolved yet -----------------------------------------------------------------

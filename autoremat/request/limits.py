@@ -52,6 +52,8 @@ class Limits:
     """The share of the budget of a step of several graphs, which limits each half; None for a budget of the graph itself."""
     max_slowdown: float | None = None
     """The share by which the plan may take longer than the fastest one; None for no limit."""
+    host_bytes: int | None = None
+    """The most bytes that saved tensors of all open calls may take on the host; None to keep none there."""
     ledger: DeviceBudget | None = field(default=None, compare=False)
     """The ledger of the device that leaves ``peak_bytes``; None without a device budget."""
     common: CommonBudget | None = field(default=None, compare=False)

@@ -10,13 +10,14 @@ from autoremat.basics.stable import stable
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.policies import Policy
+from autoremat.planner.graph.forms import BITS, DEVICE, HOST
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.request.limits import Limits
 
 TAKEN_OVER = (
     "compiler", "time_limit", "cost_model", "interconnect_bandwidth", "interconnect_latency", "plan", "policy", "save",
-    "recompute", "chunk_loss", "count", "agreement", "inductor", "mode",
+    "recompute", "store", "chunk_loss", "count", "agreement", "inductor", "mode",
 )  # fmt: skip
 """Names of the options that are part of a request as they are."""
 
@@ -41,6 +42,7 @@ class Request:
     policy: Policy | str | None = None
     save: tuple[str, ...] = ()
     recompute: tuple[str, ...] = ()
+    store: tuple[str, ...] | None = None
     chunk_loss: bool | int | str = "auto"
     count: str = "allocated"
     agreement: str | tuple[int, ...] = field(default="auto", compare=False)
@@ -58,6 +60,13 @@ class Request:
             on_planning_error=options.on_planning_error or ("raise" if limits.bounds_memory else "fallback"),
             **{name: getattr(options, name) for name in TAKEN_OVER},
         )
+
+    @property
+    def forms(self) -> frozenset[str]:
+        """The names of the forms that saved tensors may have beside the device."""
+        if self.limits.host_bytes is None:
+            return frozenset(self.store or ()) - {DEVICE, HOST}
+        return frozenset(self.store or (HOST, BITS)) - {DEVICE}
 
     @property
     def fuses(self) -> bool:

@@ -18,6 +18,7 @@ from torch import fx
 from autoremat.capture.capture import device_of_inputs
 from autoremat.capture.graph_key import graph_key
 from autoremat.device_memory.live_optimizers import rows_to_come
+from autoremat.measure.machine import share_of_host_memory
 from autoremat.planner.multigraph.device_budget import LedgerRow
 from autoremat.torch_private import dynamo
 from autoremat.torch_private.pipelining import Stage, running_stage
@@ -66,6 +67,11 @@ class Surroundings:
     def free_bytes(self) -> int | None:
         """Bytes that the step could allocate on the device now; None if they are unknown."""
         return self.free_bytes_of(self.device)
+
+    @cached_property
+    def host_bytes(self) -> int:
+        """Bytes that this rank may keep on the host by itself."""
+        return share_of_host_memory()
 
     @cached_property
     def optimizer_rows(self) -> tuple[LedgerRow, ...]:

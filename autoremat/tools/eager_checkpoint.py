@@ -238,7 +238,7 @@ def selective_checkpoint_context(plan: Plan, model: nn.Module | None = None) -> 
 
     With it a checkpointed region saves the results that the plan saves, and recomputes all others. The region is the whole
     model, or a function that calls it. If ``model`` is given, any parts of it may be regions. Gradients are those of training
-    without checkpoints. Eager training differs from the compiled step in three ways:
+    without checkpoints. Eager training differs from the compiled step in four ways:
 
     - Torch's checkpoint repeats a region from its start when the backward first needs any of its tensors. The peak of one large
       region is therefore higher than the plan's, while its saved bytes are near the plan's. One region per layer lowers the
@@ -246,8 +246,15 @@ def selective_checkpoint_context(plan: Plan, model: nn.Module | None = None) -> 
     - The plan's ops are matched with calls of the model by module, ATen op and number. Inside a decomposed op (a layer norm, a
       GELU) the plan may save a tensor that eager training does not have. The whole result is then saved if the plan saves at
       least half of its bytes. An ``OptionWarning`` reports planned saves that did not occur.
+    - Saved tensors stay on the device, whatever their form in the plan. An ``OptionWarning`` reports such forms.
     - Results of in-place ops are recomputed. If the model overwrites a saved result, torch raises an error in the backward.
 
     The plan must come from a model that was compiled or explained. Source: https://docs.pytorch.org/docs/stable/checkpoint.html
     """
+    if stays := plan.schedule.stays:
+        warnings.warn(
+            f"eager training saves on the device, and the plan keeps {len(stays)} saved tensors in other forms, as on the host",
+            OptionWarning,
+            stacklevel=2,
+        )
     return CheckpointContext(saved_calls(plan), model)

@@ -75,7 +75,7 @@ def pareto(
         tally = Tally(points)
         now("planning, budget", tally.count)
         ours = []
-        for point in our_points(graph, points, parsed.time_limit):
+        for point in our_points(graph, points, parsed.time_limit, preview.context.request.limits.host_bytes):
             ours.append(point)
             tally.done += point.family == OURS
         theirs = []

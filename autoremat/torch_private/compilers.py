@@ -122,6 +122,11 @@ def lays_channels_last(device_type: str) -> bool:
     return bool(device_type == "cpu" and library.enabled and inductor_config.layout_optimization)
 
 
+def writes_wrapper_in_cpp() -> bool:
+    """Returns True if Inductor writes the wrapper of its kernels in C++, by the present setting."""
+    return bool(inductor_config.cpp_wrapper)
+
+
 def records_cuda_graphs() -> bool:
     """Returns True if Inductor records what it compiles as CUDA graphs, by the present setting."""
     return bool(inductor_config.triton.cudagraphs)

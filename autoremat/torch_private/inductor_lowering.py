@@ -209,24 +209,28 @@ def _keep_ancestors_that_run_before(scheduler: Any) -> None:
 
 
 @contextlib.contextmanager
-def memory_first(wanted: Callable[[], bool]) -> Iterator[None]:
+def memory_first(wanted: Callable[[], bool], pins_forward: Callable[[], bool] = lambda: False) -> Iterator[None]:
     """Makes Inductor prefer memory over speed while active, if ``wanted()``.
 
-    Backward graphs keep their sequence (see ``_pin_order``). Buffers are freed after their last use, and are not kept for a
-    later buffer of the same size. Nodes that no CUDA graph can record stay at their places. Inductor would move those that
-    compute results, such as gradients of parameters, to the end of the graph, and keep what they read until then.
+    Backward graphs keep their sequence (see ``_pin_order``), and forward graphs too if ``pins_forward()``. Buffers are freed
+    after their last use, and are not kept for a later buffer of the same size. Nodes that no CUDA graph can record stay at
+    their places. Inductor would move those that compute results, such as gradients of parameters, to the end of the graph, and
+    keep what they read until then.
     """
     from torch._inductor.graph import GraphLowering
     from torch._inductor.scheduler import Scheduler
     from torch._inductor.virtualized import V
 
+    def is_pinned() -> bool:
+        return wanted() and (V.graph.is_backward or pins_forward())
+
     def compute_and_pin(compute: Method, scheduler: Any) -> None:
         compute(scheduler)
-        if wanted() and V.graph.is_backward:
+        if is_pinned():
             _pin_order(scheduler)
 
     def keep_and_compute(compute: Method, scheduler: Any) -> None:
-        if wanted() and V.graph.is_backward:
+        if is_pinned():
             _keep_ancestors_that_run_before(scheduler)  # the sequence of the nodes is final here
         compute(scheduler)
 

@@ -81,6 +81,7 @@ NAMES = (
     PrivateName("torch._inductor.config:_config", "settings"),
     PrivateName("torch._inductor.config:allow_buffer_reuse", "settings"),
     PrivateName("torch._inductor.config:cpp.dynamic_threads", "settings"),
+    PrivateName("torch._inductor.config:cpp_wrapper", "settings"),
     PrivateName("torch._inductor.config:force_disable_caches", "settings"),
     PrivateName("torch._inductor.config:fx_graph_cache", "settings"),
     PrivateName("torch._inductor.config:fx_graph_remote_cache", "settings"),

@@ -141,6 +141,8 @@ def _install_properties(torch: Any, device: ctypes.CDLL) -> None:
     }
     for name, answer in answers.items():  # a function of its own for each name: Dynamo has a rule for each
         setattr(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    pages = SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)  # the host's memory is the card's
+    torch.cuda.cudart = lambda: pages
     torch.cuda.get_rng_state = lambda device="cuda": torch.zeros(16, dtype=torch.uint8)
     torch.cuda.memory_stats = statistics
     torch.cuda.memory_allocated = lambda device_index=None: memory_bytes()[0]

@@ -48,6 +48,8 @@ SHARES = {"0.5", "1.0", "'70%'", "float32", "Fraction"}
 ACCEPTED: dict[str, set[str]] = {
     "memory_budget": SHARES | BYTES - {"2", "70", "100", "int64"} | {"None", "'auto'"},
     "max_slowdown": SHARES | {"None", "'free'", "0", "1", "0.0", "0.0009", "'0.05%'", "1e-300"},
+    "host_memory": BYTES | {"None", "'auto'"},
+    "store": {"None"},
     "auto_headroom": BYTES | {"0"},
     "time_limit": SECONDS,
     "compiler": set(),

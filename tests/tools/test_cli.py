@@ -216,6 +216,15 @@ def test_explain_for_a_device_that_is_not_here_as_json(training):
     assert "H100" in report.device
 
 
+@pytest.mark.filterwarnings("ignore:host_memory has no effect")
+def test_explain_takes_a_bound_on_host_memory(training):
+    done = run("explain", f"{training}:loss", "--device", "H100-80GB", "--json", "--host-memory", "64GiB")
+    assert done.exit_code == 0, done.output
+    report = Report.from_json(done.stdout)
+    assert report.host_memory_bytes == 64 * 2**30
+    assert "no result of the forward" in report.host_memory_unused  # all are small
+
+
 def test_explain_counts_a_whole_device(training):
     arguments = ("explain", f"{training}:loss", "--device-memory", "H100-80GB", "--accumulate", 4, "-o", "compiler=aot_eager")
     done = run(*arguments, "--optimizer", "AdamW", "--json")
@@ -325,7 +334,7 @@ def test_the_cache_is_shown_and_cleared(tmp_path, monkeypatch):
     table = [line.split() for line in shown.stdout.splitlines()[1:]]
     assert table == [
         ["reports", "3", "files", "3.00", "KiB"], ["plans", "0", "files", "0", "B"],
-        ["rates", "1", "files", "512", "B"], ["workspaces", "0", "files", "0", "B"],
+        ["rates", "1", "files", "512", "B"], ["workspaces", "0", "files", "0", "B"], ["host_links", "0", "files", "0", "B"],
     ]  # fmt: skip
     cleared = run("cache", "clear")
     assert cleared.stdout == f"3.50 KiB removed from {tmp_path / 'cache'}\n"

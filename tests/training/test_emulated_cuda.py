@@ -37,6 +37,10 @@ def test_the_card_and_small_steps_under_budgets():
     run("check_card.py", "check_device.py", "check_steps.py", "check_cuda_graphs.py", "check_streams.py", marks="not slow")
 
 
+def test_stays_on_the_host():
+    run("check_host_memory.py", marks="slow or not slow")
+
+
 def test_models_under_budgets():
     run("check_steps.py", "check_features.py", marks="slow")
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,11 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
+from autoremat import host_memory
 from autoremat.basics.errors import ConstraintWarning
+from autoremat.capture import forms
 from autoremat.options.options import ENVIRONMENT_VARIABLE
+from autoremat.planner.settings import SETTINGS
 from autoremat.report.decisions import Decision
 from autoremat.request import surroundings
 from autoremat.request.surroundings import free_device_bytes
@@ -169,6 +173,46 @@ def test_the_report_breaks_memory_down_by_module_op_and_line():
     assert all("sdpa_attention.py:" in value.source and value.module.endswith(".attn") for value in weights)
     peak = report.peak_after
     assert sum(tensor.bytes for tensor in peak.live) + peak.others_bytes == peak.bytes == report.predicted_peak_bytes
+
+
+# -- CPU offload: activations wait in the memory of the host -----------------------------------------------------------
+
+
+def bytes_of_save_on_cpu(model: nn.Module, inputs: Sequence[torch.Tensor]) -> int:
+    """The bytes that ``torch.autograd.graph.save_on_cpu`` copies in an eager step: every saved tensor, but no parameter."""
+    kept = {tensor.untyped_storage().data_ptr() for tensor in (*model.parameters(), *model.buffers(), *inputs)}
+    copied = 0
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal copied
+        copied += 0 if tensor.untyped_storage().data_ptr() in kept else tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(*inputs).backward()
+    return copied
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_cpu_offload_moves_what_is_dear_to_recompute_and_no_more_than_the_budget_asks(family, monkeypatch):
+    model, inputs = build(family)
+    step = in_a_tuple(model)
+    monkeypatch.setattr(forms, "SETTINGS", replace(SETTINGS, forms=replace(SETTINGS.forms, minimum_bytes=2**14)))
+    planned(step, *inputs)
+    least, enough = autoremat.reports()[-1].minimum_peak_bytes, autoremat.reports()[-1].predicted_peak_bytes
+    planned(step, *inputs, memory_budget=least)
+    alone, moved = autoremat.reports()[-1], []
+    with host_memory.stand_in():
+        for budget in (least, enough):
+            model.zero_grad(set_to_none=True)
+            _, compiled = planned(step, *inputs, memory_budget=budget, host_memory="1GiB")
+            report, before = autoremat.reports()[-1], host_memory.statistics("cpu")
+            assert measured_step(compiled, model, inputs) <= report.predicted_peak_bytes <= report.budget_bytes
+            assert report.recompute_seconds + report.stall_seconds < alone.recompute_seconds
+            moved.append(host_memory.statistics("cpu").to_host_bytes - before.to_host_bytes)
+            assert moved[-1] == report.host_peak_bytes == (report.stored.moved_bytes if report.stored else 0)
+    assert 0 == moved[1] < moved[0] < bytes_of_save_on_cpu(model, inputs)
 
 
 # -- what needs no preparation -----------------------------------------------------------------------------------------

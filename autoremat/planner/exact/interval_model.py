@@ -31,11 +31,11 @@ from numpy.typing import NDArray
 from scipy.sparse import csc_matrix
 
 from autoremat.planner.cost.fused_traffic import traffic_of
-from autoremat.planner.exact.mip import Rows
 from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
 from autoremat.planner.graph.schedule import Schedule
+from autoremat.planner.mip import Rows
 
 Vector = NDArray[np.float64]
 Columns = NDArray[np.int64]

@@ -21,7 +21,7 @@ import numpy as np
 from scipy.sparse import bmat, csr_matrix, eye
 
 from autoremat.planner.exact.interval_model import Columns, IntervalModel, Vector, sites_of
-from autoremat.planner.exact.mip import Program, Solution, solve
+from autoremat.planner.mip import Program, Solution, solve
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import SETTINGS
 

@@ -34,9 +34,9 @@ from numpy.typing import NDArray
 from scipy.sparse import csr_matrix, vstack
 
 from autoremat.planner.cost.fused_traffic import traffic_of
-from autoremat.planner.exact.mip import Program, Rows, exact_bound, lower_bound
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
+from autoremat.planner.mip import Program, Rows, exact_bound, lower_bound
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.lower_bounds import fixed_bytes
 from autoremat.planner.search.planning_result import PlanningResult

@@ -22,6 +22,10 @@ class Engine(enum.Enum):
     """The collectives of the value's group of ranks."""
 
 
+DEVICE, HOST, BITS = "device", "host", "bits"
+"""The names of forms: as it is on the device, in pinned host memory, and a bool tensor as one bit per element."""
+
+
 @dataclass(frozen=True)
 class Transfer:
     """One conversion between a value and its form: the engine, and its seconds by the cost model at the planned rate."""

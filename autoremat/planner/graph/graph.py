@@ -154,8 +154,10 @@ class Graph:
 
     @property
     def is_plain(self) -> bool:
-        """True if the live bytes are those of the values of one call, each materialised. Exact models count no other graph."""
-        return not self.fuses and self.in_flight == 1 and not self.resident_bytes
+        """True if the live bytes are those of the values of one call, each materialised and without forms. Exact models count
+        no other graph."""
+        with_forms = any(value.forms for value in self.values)
+        return not self.fuses and self.in_flight == 1 and not self.resident_bytes and not with_forms
 
     @cached_property
     def readers(self) -> tuple[tuple[int, ...], ...]:

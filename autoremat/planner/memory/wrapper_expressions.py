@@ -22,6 +22,11 @@ VIEWS = frozenset(
 """ATen ops whose result is a view of their first argument. Generated code calls them for complex numbers."""
 
 
+COPY_TO_HOST, COPY_FROM_HOST = "torch.ops.autoremat.copy_to_host.", "torch.ops.autoremat.copy_from_host."
+WAIT_FOR_COPY = "torch.ops.autoremat.wait_for_copy_"
+"""The begins of calls of ops of :mod:`autoremat.host_memory.ops`."""
+
+
 def aliased(value: ast.expr) -> str | None:
     """Returns the name whose storage ``value`` shares, or None.
 
@@ -31,8 +36,9 @@ def aliased(value: ast.expr) -> str | None:
         return value.id
     if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) and value.func.id in ALIASING:
         return aliased(value.args[0])
-    if isinstance(value, ast.Call) and (called := ast.unparse(value.func)).startswith("torch.ops.aten."):
-        return aliased(value.args[0]) if called.split(".")[3] in VIEWS else None
+    if isinstance(value, ast.Call) and (called := ast.unparse(value.func)).startswith("torch.ops."):
+        is_view = called.startswith("torch.ops.aten.") and called.split(".")[3] in VIEWS
+        return aliased(value.args[0]) if is_view or called.startswith(WAIT_FOR_COPY) else None
     return None
 
 
@@ -68,3 +74,8 @@ def is_planar(value: ast.expr) -> bool:
 def called_function(value: ast.expr) -> str:
     """Returns the name of the function that ``value`` calls; an empty text for other expressions and for methods."""
     return value.func.id if isinstance(value, ast.Call) and isinstance(value.func, ast.Name) else ""
+
+
+def calls_op(value: ast.expr, begin: str) -> bool:
+    """Returns True if ``value`` is a call of an op whose name in the code begins with ``begin``."""
+    return isinstance(value, ast.Call) and ast.unparse(value.func).startswith(begin)

@@ -25,7 +25,15 @@ from autoremat.planner.memory.partitioned_wrapper import (
     joined,
     name_in_code,
 )
-from autoremat.planner.memory.wrapper_expressions import aliased, called_function, is_planar, strided_bytes
+from autoremat.planner.memory.wrapper_expressions import (
+    COPY_FROM_HOST,
+    COPY_TO_HOST,
+    aliased,
+    called_function,
+    calls_op,
+    is_planar,
+    strided_bytes,
+)
 from autoremat.planner.memory.wrapper_heap import Heap
 
 INPUT_PREFIXES = ("primals_", "fwd_rng_state", "bwd_rng_state")
@@ -150,9 +158,10 @@ def replay(
     statements, is_recorded = _code(source, copied is not None)
     if statements is None:
         return None
-    parts, kernels = _unpackings(statements), _Kernels()
+    parts, kernels, on_host = _unpackings(statements), _Kernels(), _on_host(statements)
     heap = Heap(round_to, is_recorded)
     for name, size in input_bytes.items():
+        size = 0 if name in on_host else size
         is_result = copied is not None and name not in copied  # of a recorded forward
         heap.allocate(size, name, *(["(caller)"] if name in held else []), in_pool=is_result)
     for statement in statements:
@@ -166,6 +175,7 @@ def replay(
                 _copy(heap, name, value, copied)
             else:
                 counts = device_type == "cpu" or not called_function(value).startswith(HOST_BUFFER)
+                counts = counts and not calls_op(value, COPY_TO_HOST)
                 shares = _shares(name, parts, results)
                 _assign(heap, name, value if counts else NO_MEMORY, shares, lambda name: buffer_bytes(name_in_code(name)))
         if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
@@ -178,6 +188,12 @@ def replay(
             kernels.follow(statement, heap.live_bytes + needed)
     allocations = replace(_allocations(heap, input_bytes, statements), kernels=tuple(kernels.bytes.items()))
     return ReplayedPeak(heap.peak[True], heap.peak[False], allocations)
+
+
+def _on_host(statements: Sequence[ast.stmt]) -> set[str]:
+    """Returns the names of the tensors on the host that the statements copy to the device."""
+    values = (statement.value for statement in statements if isinstance(statement, ast.Assign))
+    return {aliased(value.args[0]) or "" for value in values if isinstance(value, ast.Call) and calls_op(value, COPY_FROM_HOST)}
 
 
 class _Kernels:

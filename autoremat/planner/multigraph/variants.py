@@ -21,7 +21,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from autoremat.planner.exact import mip
+from autoremat.planner.mip import linear_optimum
 from autoremat.planner.multigraph import ledger
 from autoremat.planner.multigraph.ledger import Allocation, Front, Model, Moment
 from autoremat.planner.settings import SETTINGS
@@ -210,7 +210,7 @@ class Entries:
         else:
             seconds = [count * p.seconds for count, front in zip(self.calls, self.fronts, strict=True) for p in front]
             objective, room = np.array(seconds) / (max(seconds) or 1.0), budget - base
-        found = mip.linear_optimum(objective, rows / scale, room / scale, each, np.ones(len(sizes)))
+        found = linear_optimum(objective, rows / scale, room / scale, each, np.ones(len(sizes)))
         if found is None:
             return np.zeros(begins[-1]), np.zeros(begins[-1])
         reduced_costs, weights = found

@@ -16,9 +16,11 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
+from typing import Protocol
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
@@ -48,9 +50,11 @@ class Strategies(enum.Flag):
     """Greedy fill of free memory."""
     RECREATE = enum.auto()
     """Ruin and recreate, from the best filled candidate."""
+    STORE = enum.auto()
+    """Stays, if values have forms."""
 
 
-EVERY_STRATEGY = Strategies.CURVE | Strategies.SEGMENTS | Strategies.FILL | Strategies.RECREATE
+EVERY_STRATEGY = Strategies.CURVE | Strategies.SEGMENTS | Strategies.FILL | Strategies.RECREATE | Strategies.STORE
 
 
 def spread(count: int, wanted: int) -> set[int]:
@@ -69,6 +73,22 @@ def effort(work: int, limits: tuple[int, int], num_forward: int) -> int:
     return min(max(work // max(num_forward, 1), limits[0]), limits[1])
 
 
+class PlansWithStays(Protocol):
+    """Plans with stays, from those of a search (:class:`~autoremat.planner.search.joint_search.JointSearch`)."""
+
+    found: list[Candidate]
+    """Plans made for all budgets so far."""
+
+    @property
+    def smallest(self) -> Candidate | None:
+        """The plan of the least peak found, if stays lower the peak."""
+        ...
+
+    def improve(self, budget: int, thorough: bool = True, suffices: Callable[[Plan], bool] = ...) -> None:
+        """Finds plans within ``budget`` bytes, until one suffices."""
+        ...
+
+
 @dataclass
 class Search:
     """Candidates of one graph. :meth:`cheapest` picks one for a budget."""
@@ -79,6 +99,8 @@ class Search:
     given: tuple[Candidate, ...] = ()
     """Candidates from outside the search, such as a policy's schedule."""
     simulated: int = 0
+    joint: PlansWithStays | None = field(default=None, init=False)
+    """The joint search from the plans of this one, if values have forms."""
     lacks_candidates: bool = False
     """True if the limit passed before all candidates were simulated. A restart keeps those that were."""
 
@@ -93,13 +115,23 @@ class Search:
         """Begins a new search. Forgets the plans that were filled for earlier budgets. Candidates do not depend on a budget and
         stay."""
         self.limit.restart()
+        self.forget()
+
+    def forget(self) -> None:
+        """Forgets the plans that were made for budgets."""
         self.explored = False
         self.filled = []
+        if self.joint is not None:
+            self.joint.found = []
 
     @property
     def is_limited(self) -> bool:
         """True if more work might find better plans or bounds."""
         return self.limit.interrupted or self.lacks_candidates
+
+    def own_half(self) -> AbstractContextManager[None]:
+        """Keeps half of the work for the joint search, if there is one."""
+        return nullcontext() if self.joint is None else self.limit.first_half()
 
     # -- single candidates ---------------------------------------------------------------------------------------------
 
@@ -180,7 +212,8 @@ class Search:
         If the limit passes, those that come first in :func:`spread_early` are simulated: at least one minimum cut and the
         smallest saved set of one segmentation.
         """
-        curve = self.curve() if Strategies.CURVE in self.strategies else []
+        with self.own_half():
+            curve = self.curve() if Strategies.CURVE in self.strategies else []
         with self.limit.unit(PREPARATION * self.graph.num_forward):
             segmentations = list(self.segmentations()) if Strategies.SEGMENTS in self.strategies else [self.whole]
         plain = [s for s in segmentations if not s.nested]
@@ -195,11 +228,12 @@ class Search:
         turns = [turn for turn in chain(*zip_longest(first, second)) if turn is not None]
         works = [*cuts, *leanest]
         found: dict[int, Candidate] = {}
-        for place, turn in enumerate(turns):
-            if place >= 2 and self.limit.has_passed(settings.candidates_share):
-                self.lacks_candidates = True
-                break
-            found[turn] = works[turn]()
+        with self.own_half():
+            for place, turn in enumerate(turns):
+                if place >= 2 and self.limit.has_passed(settings.candidates_share):
+                    self.lacks_candidates = True
+                    break
+                found[turn] = works[turn]()
         return [*self.given, *(found[turn] for turn in sorted(found))]
 
     def _of_cut(self, saved: frozenset[int], number: int, segmentation: Segmentation) -> Candidate:
@@ -233,7 +267,8 @@ class Search:
     @cached_property
     def smallest(self) -> Plan:
         """The plan of the minimum peak found. It is the same for every budget, so a later search can reproduce it."""
-        return min(self.unfilled, key=lambda p: (p.peak_bytes, p.cost_seconds))
+        joint = [] if self.joint is None or self.joint.smallest is None else [self.joint.smallest.plan]
+        return min((*self.unfilled, *joint), key=lambda p: (p.peak_bytes, p.cost_seconds))
 
     @cached_property
     def least_cost(self) -> float:
@@ -241,19 +276,25 @@ class Search:
         cut of the curve costs the least of all plans."""
         return min(p.cost_seconds for p in self.unfilled) if Strategies.CURVE in self.strategies else 0.0
 
+    @property
+    def made_for_budgets(self) -> list[Candidate]:
+        """All plans that were made for budgets so far."""
+        return self.filled if self.joint is None else [*self.filled, *self.joint.found]
+
     def best(self, budget: int | None, accepts: Callable[[Plan], bool] = bool) -> Plan | None:
         """Returns the cheapest plan found so far within ``budget`` bytes (None: no bound) that ``accepts`` admits."""
-        plans = (*self.unfilled, *(c.plan for c in self.filled))
+        plans = (*self.unfilled, *(c.plan for c in self.made_for_budgets))
         fitting = (p for p in plans if (budget is None or p.peak_bytes <= budget) and accepts(p))
         return min(fitting, key=lambda p: p.cost_seconds, default=None)
 
     def fill(self, budget: int, saved_budget: float = math.inf) -> None:
         """Fills candidates up to a peak of ``budget`` bytes with at most ``saved_budget`` saved bytes."""
         for base in self.bases(budget, saved_budget):
-            if self.limit.has_passed(settings.plans_share):
-                break
-            rebuild = partial(self.plan, segmentation=base.segmentation, label="filled")
-            filled = fill(base.plan, rebuild, budget, saved_budget, self.limit)
+            with self.own_half():
+                if self.limit.has_passed(settings.plans_share):
+                    break
+                rebuild = partial(self.plan, segmentation=base.segmentation, label="filled")
+                filled = fill(base.plan, rebuild, budget, saved_budget, self.limit)
             self.filled.append(Candidate(filled, base.segmentation))
 
     def recreate(self, budget: int, suffices: Callable[[Plan], bool] = lambda plan: False) -> None:
@@ -273,7 +314,8 @@ class Search:
 
         for segmentation, base in islice(bases.items(), settings.recreation_bases):
             rebuild = partial(self.plan, segmentation=segmentation, label="recreated")
-            found = recreate(base.plan, rebuild, budget, patience, is_good, self.limit)
+            with self.own_half():
+                found = recreate(base.plan, rebuild, budget, patience, is_good, self.limit)
             self.filled.append(Candidate(found, segmentation))
             if suffices(found):
                 break
@@ -286,6 +328,8 @@ class Search:
             self.fill(budget)
             if Strategies.RECREATE in self.strategies:
                 self.recreate(budget)
+        if self.joint is not None:
+            self.joint.improve(budget)
         return self.best(budget)
 
     def spread_out(self) -> list[Plan]:
@@ -297,5 +341,8 @@ class Search:
             for step in range(1, settings.saved_levels + 1):
                 self.fill(whole.peak_bytes, least + (most - least) * step // settings.saved_levels)
             for step in range(1, settings.peak_levels + 1):
-                self.fill(smallest + (whole.peak_bytes - smallest) * step // (settings.peak_levels + 1))
-        return [*self.unfilled, *(c.plan for c in self.filled)]
+                level = smallest + (whole.peak_bytes - smallest) * step // (settings.peak_levels + 1)
+                self.fill(level)
+                if self.joint is not None:
+                    self.joint.improve(level, thorough=False)
+        return [*self.unfilled, *(c.plan for c in self.made_for_budgets)]

@@ -11,15 +11,24 @@ If ``k`` calls are open at once, the other ``k - 1`` hold at least the bytes of 
 the saved bytes follows, from the border and from every program point. The minimum cut at the border under this limit is a bound
 of its own.
 
+*Stays* free more bytes: those that the engines store during the forward, and ``rate`` more for each second that the compute
+stream waits or converts (:mod:`.relief`). Let ``E`` be these seconds. Then
+
+    added seconds  >=  E + max(0, X - price * rate * E),    X = cost of cut(t, price) - price * (room + bytes stored meanwhile)
+
+At a price of at most ``1 / rate``, this is at least ``X`` for every ``E``. No waiting frees more bytes than all forms do, so a
+price above it is a bound with these bytes. Only the bytes of forms count where seconds do not.
+
 The bounds hold for every plan that runs the forward once, in the given sequence, and recomputes in the backward as often as it
 likes.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol
 
 import numpy as np
@@ -29,6 +38,7 @@ from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.search.min_cut import Cut, MinCut
+from autoremat.planner.search.relief import Relief
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.bound
@@ -50,11 +60,20 @@ class Bounds(Protocol):
 class Moments:
     """Lower bounds of one graph for any budget. With ``only_first``, the start of the backward is the only program point.
 
-    Bounds are weaker once the limit of ``mincut`` has passed.
+    ``host_bytes`` bounds the bytes of stays on the host. Bounds are weaker once the limit of ``mincut`` has passed.
     """
 
-    def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False) -> None:
-        self.graph, self.mincut = graph, mincut
+    def __init__(self, graph: Graph, mincut: MinCut, only_first: bool = False, host_bytes: int | None = None) -> None:
+        self.graph, self.mincut, self.relief = graph, mincut, Relief()
+        self.smallest_forms = mincut
+        """The cuts in which each value has the bytes of its smallest form."""
+        if any(value.forms for value in graph.values):
+            self.relief = Relief.of(graph, host_bytes)
+            self.smallest_forms = copy.copy(mincut)
+            sizes = (
+                min([v.bytes, *(form.device_bytes for form in v.forms)]) for v in map(graph.values.__getitem__, mincut.values)
+            )
+            self.smallest_forms.bytes = np.array(list(sizes), dtype=np.float64)
         self.limit = mincut.limit
         self._least: dict[int, float] = {}  # by program point; they do not depend on the budget
         self._pointwise = frozenset(v for v in mincut.values if self._is_pointwise(v))
@@ -110,17 +129,17 @@ class Moments:
         rooms += [self.least_saved + (self._room(m, budget) - self._least_bytes(m)) / self.others for m in self.chosen]
         return min(rooms)
 
-    def _border_cut(self, price: float) -> Cut:
+    def _border_cut(self, mincut: MinCut, price: float) -> Cut:
         """Returns the minimum cut for all values that the backward reads."""
-        return self.mincut.cut(price, needs=self.graph.backward_needs)
+        return mincut.cut(price, needs=self.graph.backward_needs)
 
-    def _cut(self, moment: int, price: float) -> Cut:
+    def _cut(self, moment: int, mincut: MinCut, price: float) -> Cut:
         """Returns the minimum cut for all values that the backward reads from the program point on."""
         free = self._there(moment)
         if self.graph.fuses and moment > self.graph.num_forward:
             # Between fused ops a recomputed pointwise result may never be materialised, so it is free to hold.
             free |= self._pointwise
-        return self.mincut.cut(price, free=free, needs=self.read_later[moment])
+        return mincut.cut(price, free=free, needs=self.read_later[moment])
 
     def _is_pointwise(self, value: int) -> bool:
         producer = self.graph.values[value].producer
@@ -138,22 +157,35 @@ class Moments:
 
     def _seconds_at(self, moment: int, budget: int) -> float:
         """Returns the lower bound of one program point."""
-        return self._seconds_within(
-            lambda price: self._cut(moment, price), self._least_bytes(moment), self._room(moment, budget)
-        )
+        return self._seconds_within(partial(self._cut, moment), self._least_bytes(moment), self._room(moment, budget))
 
-    def _seconds_within(self, cut: Callable[[float], Cut], least_bytes: float, room: float) -> float:
-        """Returns a lower bound on the seconds of any cut of at most ``room`` bytes, by secants over the price.
+    def _seconds_within(self, cut: Callable[[MinCut, float], Cut], least_bytes: float, room: float) -> float:
+        """Returns a lower bound on the seconds of any plan with at most ``room`` bytes on the device, for the values of a cut.
 
         ``cut`` returns the minimum cut at a price. No cut has less than ``least_bytes``.
         """
-        rich = cut(0.0)
-        if rich.bytes <= room:
-            return max(rich.bound, 0.0)
         if least_bytes > room:
             return math.inf
-        lean = cut(self.mincut.top_price)
-        best = 0.0
+        of_values, relief, top_price = partial(cut, self.mincut), self.relief, self.mincut.top_price
+        rich = of_values(0.0)
+        if rich.bytes <= room + relief.carried:
+            return max(rich.bound, 0.0)
+        found = 0.0
+        if relief.carried < relief.most:
+            found = self._by_secants(of_values, rich, room + relief.carried, min(top_price, 1 / relief.rate))
+        if rich.bytes > room + relief.most:
+            found = max(found, self._by_secants(of_values, rich, room + relief.most, top_price))
+        return found
+
+    def _by_secants(self, cut: Callable[[float], Cut], rich: Cut, room: float, most_price: float) -> float:
+        """Returns a lower bound on the seconds of any cut of at most ``room`` bytes, at prices of at most ``most_price``.
+
+        ``rich`` is the cut of price 0, which has more bytes.
+        """
+        lean = cut(most_price)
+        best = max(0.0, lean.bound - most_price * room)
+        if lean.bytes > room and most_price < self.mincut.top_price:
+            return best
         for _ in range(settings.maximum_secants):
             if rich.bytes <= lean.bytes or lean.seconds <= rich.seconds or self.limit.has_passed():
                 break
@@ -179,12 +211,15 @@ class Moments:
     def _least_bytes(self, moment: int) -> float:
         """Returns a lower bound on the bytes of any cut at a program point, as a whole number. Recomputation is not limited."""
         if moment not in self._least:
-            self._least[moment] = self._least_bytes_of(lambda price: self._cut(moment, price))
+            self._least[moment] = self._least_bytes_of(partial(self._cut, moment))
         return self._least[moment]
 
-    def _least_bytes_of(self, cut: Callable[[float], Cut]) -> float:
-        price = self.mincut.top_price
-        least = (cut(price).bound - float(self.mincut.costs.sum())) / price  # recomputing all costs no more
+    def _least_bytes_of(self, cut: Callable[[MinCut, float], Cut]) -> float:
+        """Returns a lower bound on the bytes on the device of any cut. Its values may be in their smallest forms."""
+        price, costs = self.mincut.top_price, float(self.mincut.costs.sum())  # recomputing all costs no more
+        least = (cut(self.smallest_forms, price).bound - costs) / price
+        if 0.0 < self.relief.most < self.relief.wanted:
+            least = max(least, (cut(self.mincut, price).bound - costs) / price - self.relief.most)
         return float(math.ceil(least - ROUNDING * max(1.0, abs(least))))
 
 

@@ -99,12 +99,12 @@ def levels(least: int, most: int, count: int) -> list[int]:
     return sorted({least + (most - least) * i // max(count - 1, 1) for i in range(count)} | {least, most})
 
 
-def our_points(graph: Graph, points: int, time_limit: float) -> Iterator[Point]:
+def our_points(graph: Graph, points: int, time_limit: float, host_bytes: int | None = None) -> Iterator[Point]:
     """Yields our plans at ``points`` budgets, from the minimum peak found to the baseline's peak, and the lower bound at each.
 
-    ``time_limit`` is the number of seconds for each budget.
+    ``time_limit`` is the number of seconds for each budget. ``host_bytes`` bounds the bytes of stays on the host.
     """
-    planner = Planner(graph, time_limit * points)
+    planner = Planner(graph, time_limit * points, host_bytes=host_bytes)
     smallest = planner.find(None).smallest
     for budget in levels(smallest.peak_bytes, planner.baseline.peak_bytes, points):
         planning = planner.find(budget)

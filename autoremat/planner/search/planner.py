@@ -12,6 +12,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import EVERY_STRATEGY, Search, Strategies
+from autoremat.planner.search.joint_search import JointSearch
 from autoremat.planner.search.lower_bounds import Bounds, Moments
 from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.time_budget import Descent, TimeBudget
@@ -53,12 +54,16 @@ class Planner:
     soft_budget_bytes: int | None = None
     """Peak that a plan without a budget stays below, unless that costs much time. The fastest plan may save little time for
     much more memory."""
+    host_bytes: int | None = None
+    """Bound on the bytes of stays on the host; None: no bound."""
 
     def __post_init__(self) -> None:
         self.limit = WorkLimit(self.time_limit)
         self.search = Search(self.graph, self.limit, self.strategies, self.given)
+        if Strategies.STORE in self.strategies and any(value.forms for value in self.graph.values):
+            self.search.joint = JointSearch(self.search, self.host_bytes)
         with self.limit.unit():
-            self.moments = Moments(self.graph, self.search.mincut)
+            self.moments = Moments(self.graph, self.search.mincut, host_bytes=self.host_bytes)
         self.baseline = self.search.save_everything()
         self.check(self.baseline, ignores_recompute=True)
 
@@ -180,11 +185,14 @@ class Planner:
         top = steps if budget is None else min(steps, ((budget + 1) * steps - 1) // max(peak, 1))
         for step in range(top if Strategies.FILL in self.strategies else 0, 0, -1):
             level, best = peak * step // steps, search.best(budget)
-            if best is None or level < search.smallest.peak_bytes or self.limit.has_passed(settings.plans_share):
-                break
+            with search.own_half():
+                if best is None or level < search.smallest.peak_bytes or self.limit.has_passed(settings.plans_share):
+                    break
             if min(best.cost_seconds, known_seconds) <= max(search.least_cost, bounds.seconds(level)):
                 break
             search.fill(level)
         if budget is not None and Strategies.RECREATE in self.strategies:
             search.recreate(budget)
+        if budget is not None and search.joint is not None:
+            search.joint.improve(budget)
         return search.best(budget)

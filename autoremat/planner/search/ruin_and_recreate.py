@@ -38,7 +38,7 @@ def recreate(
     ``patience`` trials in a row without an improvement, or once the plans' share of ``limit`` has passed. They are drawn from a
     fixed seed, so equal arguments give equal plans.
     """
-    best, failures, draw, limit = start, 0, _Draw(random.Random(SEED)), limit or WorkLimit()
+    best, failures, draw, limit = start, 0, Draw(random.Random(SEED)), limit or WorkLimit()
     for trial in range(settings.recreation_trials * patience):
         if failures == patience or not best.saved or is_good(best) or limit.has_passed(settings.plans_share):
             break
@@ -51,7 +51,7 @@ def recreate(
     return best
 
 
-class _Draw:
+class Draw:
     """Draws the saved sets of trials."""
 
     def __init__(self, generator: random.Random) -> None:
@@ -63,7 +63,7 @@ class _Draw:
         dropped = ways[trial % len(ways)](plan, saved)
         others = _recomputed(plan) if trial % 2 else []
         added = self.neighbours(plan, others) if others else set()
-        return _admissible(plan.graph, frozenset(saved) - dropped | added)
+        return admissible(plan.graph, frozenset(saved) - dropped | added)
 
     def neighbours(self, plan: Plan, values: Sequence[int]) -> set[int]:
         """Returns a few consecutive ``values``."""
@@ -91,7 +91,7 @@ def _recomputed(plan: Plan) -> list[int]:
     return [value for index in free for value in graph.ops[index].outputs if value not in saved]
 
 
-def _admissible(graph: Graph, saved: frozenset[int]) -> frozenset[int]:
+def admissible(graph: Graph, saved: frozenset[int]) -> frozenset[int]:
     """Returns ``saved`` with the results of those ops that would have to run again and must not."""
     while True:
         missing = graph.producers(graph.backward_needs - saved)

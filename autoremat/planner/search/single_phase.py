@@ -39,6 +39,7 @@ def split_at(graph: Graph, place: int) -> Graph:
     return replace(
         graph,
         ops=(*graph.ops[:place], *(replace(op, forward=False) for op in graph.ops[place:])),
+        values=tuple(replace(value, forms=()) if value.forms else value for value in graph.values),  # stays need two halves
         forward_outputs=(),
         backward_outputs=tuple(dict.fromkeys((*graph.forward_outputs, *graph.backward_outputs))),
         must_run=tuple(range(place)),

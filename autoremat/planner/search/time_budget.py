@@ -99,11 +99,13 @@ class Descent:
             return True
         if self.time.excludes(search.graph.step_seconds + self.moments.seconds(budget)):
             return False
-        search.filled = []
+        search.forget()
         search.fill(budget)
         if thorough:
             search.recreate(budget, self.time.keeps)
-        found = [candidate.plan for candidate in search.filled if self.time.keeps(candidate.plan)]
+        if search.joint is not None:
+            search.joint.improve(budget, thorough, self.time.keeps)
+        found = [c.plan for c in search.made_for_budgets if self.time.keeps(c.plan)]
         self.best = min(filter(None, (self.best, *found)), key=_rank, default=None)
         return bool(found)
 

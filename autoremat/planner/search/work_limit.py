@@ -33,6 +33,12 @@ SIMULATION = 2.2
 FILL = 3.6
 """Work per execution to choose the values that a round of greedy fill saves."""
 
+PLACEMENT = 12.0
+"""Work per execution to choose the stays that bring a plan within a budget, and to simulate them."""
+
+PROGRAM = 60.0
+"""Work per column of a linear program of the joint choice."""
+
 CHECK = 6.0
 """Work per execution to check a plan."""
 
@@ -45,6 +51,9 @@ class WorkLimit:
 
     def __init__(self, seconds: float = math.inf) -> None:
         self.seconds = seconds
+        self.work = seconds * WORK_PER_SECOND
+        """The work of a whole search."""
+        self._later = 0.0
         self.ended_by_clock = False
         """True if the clock has left something out, in this search or in one before it."""
         self.restart()
@@ -73,6 +82,17 @@ class WorkLimit:
         """Counts ``work``."""
         self.done += work
 
+    def extend(self) -> None:
+        """Doubles the work, for a search with another half, which :meth:`first_half` keeps free."""
+        self.work *= 2
+
+    @contextmanager
+    def first_half(self) -> Iterator[None]:
+        """Lets stages in the body end after their shares of half of the work."""
+        before, self._later = self._later, 0.5
+        yield
+        self._later = before
+
     def include(self, part: WorkLimit) -> None:
         """Counts the units of a search that is part of this one."""
         self.add(part.done)
@@ -86,7 +106,8 @@ class WorkLimit:
         The clock ends a stage in time to leave later stages half of their share, and the search before a unit that may end
         late. A unit may take as long as the longest one before it.
         """
-        is_done = self.done >= share * self.seconds * WORK_PER_SECOND
+        share *= 1.0 - self._later
+        is_done = self.done >= share * self.work
         is_late = self.elapsed > (1 + share) / 2 * self.seconds or self.elapsed + self._longest > self.seconds
         self.interrupted = self.interrupted or is_done or is_late
         self.ended_by_clock = self.ended_by_clock or (is_late and not is_done)

@@ -17,9 +17,9 @@ from autoremat import plan
 from autoremat.planner.exact import large_neighborhood
 from autoremat.planner.exact.interval_model import IntervalModel, recomputations, recompute_sites
 from autoremat.planner.exact.large_neighborhood import Improvement, Incumbent, program_around
-from autoremat.planner.exact.mip import solve
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
+from autoremat.planner.mip import solve
 from autoremat.planner.plans.plan import Plan, Status
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.single_phase import without_recomputation

@@ -14,9 +14,9 @@ from scipy.sparse import csr_matrix
 from strategies import graphs, training_chain
 
 from autoremat import plan
-from autoremat.planner.exact.mip import Program, dual_bound, exact_bound, lower_bound, solve
 from autoremat.planner.exact.time_indexed_bound import Stages
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.mip import Program, dual_bound, exact_bound, lower_bound, solve
 from autoremat.planner.search.planner import Planner
 
 SECONDS = 20.0

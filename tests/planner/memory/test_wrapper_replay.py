@@ -268,6 +268,37 @@ def test_views_that_aten_makes_share_the_storage():
     assert peak(body, sizes={"buf1": 20, "buf2": 20, "buf3": 20}) == 80
 
 
+def test_a_copy_on_the_host_takes_no_memory_of_the_device_and_its_source_lives_to_the_wait():
+    forward = f"""
+        buf0 = {empty(100)}
+        buf1 = torch.ops.autoremat.copy_to_host.default(buf0, 400)
+        buf2 = {empty(10)}
+        buf3 = torch.ops.autoremat.wait_for_copy_to_host.default(buf1, buf0)
+        del buf0
+        del buf1
+        buf4 = {empty(30)}
+        return (buf2, buf3, buf4)
+    """
+    assert peak(forward, sizes={"buf1": 400, "buf3": 400}) == 4 * 110
+
+
+def test_a_copy_from_the_host_is_memory_of_the_device_from_its_begin_and_its_source_is_none():
+    backward = f"""
+        buf0 = torch.ops.autoremat.copy_from_host.default(kept, device(type='cpu'))
+        buf1 = {empty(10)}
+        buf2 = torch.ops.autoremat.wait_for_copy_from_host.default(buf0, kept)
+        del buf0
+        del kept
+        buf3 = {empty(1)}
+        del buf2
+        buf4 = {empty(50)}
+        return (buf1, buf3, buf4)
+    """
+    sizes = {"buf0": 400, "buf2": 400}
+    assert peak(backward, inputs={"kept": 400}, sizes=sizes) == 4 * 111
+    assert peak(backward.replace("del buf2", ""), inputs={"kept": 400}, sizes=sizes) == 4 * 161
+
+
 def test_a_workspace_is_that_of_the_call_with_results_of_its_size():
     workspaces = {"kernel": {400: 1000, 4000: 9000}}
 

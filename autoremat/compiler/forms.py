@@ -1,0 +1,83 @@
+"""Gives the values of a graph the forms that the request allows and that are possible on the device, or says why none are."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+
+from autoremat.basics.checks import MOST_BYTES
+from autoremat.basics.errors import OptionWarning
+from autoremat.basics.progress import now
+from autoremat.basics.units import format_bytes
+from autoremat.capture.capture import Capture
+from autoremat.capture.forms import with_forms
+from autoremat.capture.pricing import ROOFLINE
+from autoremat.measure.host_link import host_link_of
+from autoremat.passes.forms import FORMS
+from autoremat.planner.cost.host_link import HostLink, assumed_host_link
+from autoremat.planner.graph.forms import HOST
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.settings import SETTINGS
+from autoremat.request.request import Request
+from autoremat.torch_private import compilers, joint_graphs
+
+
+def with_allowed_forms(
+    captured: Capture, request: Request, card: str | None = None, link: HostLink | None = None
+) -> tuple[Capture, str]:
+    """Returns ``captured`` with the forms of its values, and the reason if nothing can be kept on the host.
+
+    ``card`` is the CUDA device by name that is planned for, if one is named. ``link`` has the rates that hold for all ranks.
+    """
+    possible = request.forms & FORMS.keys()
+    if not possible:
+        return captured, ""
+    now("listing the forms of saved tensors")
+    wants_host = HOST in possible
+    if setting := refused_setting(captured):
+        return captured, f"the code cannot copy to the host under {setting}" if wants_host else ""
+    why = ""
+    if wants_host:
+        device = joint_graphs.device_of(captured.joint)
+        link = link or (assumed_host_link(card) if card else host_link_of(device, request.cost_model != ROOFLINE))
+        if link is None:
+            why = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"
+    captured = with_forms(captured, possible, link)
+    if wants_host and not why and not any(form.name == HOST for value in captured.graph.values for form in value.forms):
+        least = format_bytes(SETTINGS.forms.minimum_bytes)
+        why = f"no result of the forward that could be kept there has at least {least}"
+    return captured, why
+
+
+def host_remedy(captured: Capture, constrained: Graph, request: Request, card: str | None, limit: int) -> str:
+    """Returns the advice to keep saved tensors on the host, if a plan with a peak of ``limit`` bytes then exists; else "".
+
+    ``constrained`` is the graph of ``captured`` with the constraints of the request.
+    """
+    limits = request.limits
+    if limits.host_bytes is not None or limits.step_share is not None:
+        return ""
+    asked = replace(request, limits=replace(limits, host_bytes=MOST_BYTES), store=None)
+    with_host, why = with_allowed_forms(captured, asked, card)
+    if why or with_host is captured:
+        return ""
+    now("planning with host memory")
+    plan = Planner(replace(constrained, values=with_host.graph.values), request.time_limit).choose(limit)
+    held = 0 if plan is None else plan.timeline.host_bytes
+    return f"set host_memory to {held} ({format_bytes(held)}): a plan fits that keeps these on the host" if held else ""
+
+
+def refused_setting(captured: Capture) -> str:
+    """Returns the present setting of Inductor under which code of the graph cannot carry out stays; empty if it can."""
+    if not captured.graph.fuses:
+        return ""
+    if captured.runs_on == "cuda" and compilers.records_cuda_graphs():
+        return 'CUDA graphs (mode="reduce-overhead", triton.cudagraphs)'
+    return "a wrapper in C++ (cpp_wrapper)" if compilers.writes_wrapper_in_cpp() else ""
+
+
+def warn_of_unused_host(reason: str) -> None:
+    """Warns with ``OptionWarning`` of the ``reason`` why ``host_memory`` has no effect; not if it is empty."""
+    if reason:
+        warnings.warn(f"host_memory has no effect on a graph: {reason}", OptionWarning, stacklevel=3)

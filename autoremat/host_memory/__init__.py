@@ -1,0 +1,34 @@
+"""Copies of saved tensors in the host's memory: buffers, streams, and the ops that a graph calls. See README.md here."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+import torch
+
+from autoremat.host_memory.links import Statistics as Statistics
+from autoremat.host_memory.links import release as release
+from autoremat.host_memory.links import statistics as statistics
+
+_stands_in: ContextVar[bool] = ContextVar("autoremat_host_memory_stands_in", default=False)
+
+
+def is_available(device: torch.device) -> bool:
+    """Returns True if tensors of ``device`` can be kept on the host, in memory of its own."""
+    return device.type == "cuda" or (device.type == "cpu" and _stands_in.get())
+
+
+@contextlib.contextmanager
+def stand_in() -> Iterator[None]:
+    """Lets a CPU be a device whose tensors can be kept on the host, in this thread, while active.
+
+    For tests and benchmarks. The code takes the same way as on an accelerator, without streams. Buffers do not come from
+    torch's allocator, so ``track_peak`` measures the bytes on the device alone.
+    """
+    token = _stands_in.set(True)
+    try:
+        yield
+    finally:
+        _stands_in.reset(token)

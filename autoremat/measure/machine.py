@@ -1,0 +1,52 @@
+"""The memory and the ranks of this machine."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from autoremat.torch_private.processes import job
+
+HOST_STEP = 2**30
+"""Bytes to a multiple of which a rank's share of the host's memory is rounded down, so that later processes find it again."""
+
+CONTROL_GROUPS = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+"""The files with the limit and the use of a control group's memory, under ``/sys/fs/cgroup``: of versions 2 and 1."""
+
+
+def share_of_host_memory() -> int:
+    """Returns the bytes that one rank may keep on the host: half of what is free, divided by the ranks of the machine."""
+    share = free_host_bytes() // 2 // ranks_of_machine()
+    return share // HOST_STEP * HOST_STEP or share
+
+
+def free_host_bytes(meminfo: Path = Path("/proc/meminfo"), control: Path = Path("/sys/fs/cgroup")) -> int:
+    """Returns the bytes that this process could allocate on the host, under the limit of its control group too."""
+    found = [_available(meminfo)]
+    for limit, used in CONTROL_GROUPS:
+        try:
+            found.append(max(0, int((control / limit).read_text()) - int((control / used).read_text())))
+        except (OSError, ValueError):  # no such version, or "max"
+            continue
+    return min(found)
+
+
+def _available(meminfo: Path) -> int:
+    """Returns the bytes of free memory by Linux's estimate; elsewhere half of all memory."""
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        return int(lines["MemAvailable"].removesuffix("kB")) * 2**10
+    except (OSError, KeyError, ValueError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+
+
+def ranks_of_machine() -> int:
+    """Returns the number of processes of the job on this machine; all of the job if the launcher does not tell."""
+    for name in ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS"):
+        if os.environ.get(name, "").isdecimal():
+            return max(1, int(os.environ[name]))
+    known = job()
+    return 1 if known is None else known.world_size

@@ -1,0 +1,276 @@
+"""Linear program of the joint choice: save a value as it is, save it in a form, or compute it again.
+
+Columns, all between 0 and 1 except the last three kinds:
+
+    again(o)    op o runs again                     kept(v)     v is saved as it is
+    stored(v)   v is saved in a form                wait(p)     seconds of recomputation and waits before point p
+    out(p)      bytes stored by the link before p   back(p)     bytes loaded by the link before p, in the backward
+
+A *point* lies before an op. The program minimises waits, conversions and the traffic of saving, subject to:
+
+    what the backward reads is there                there(v) = kept(v) + stored(v) + again(op of v) >= 1
+    inputs of a repeated op are there               again(o) <= there(u)
+    the link's rate                                 out(p) - out(q) <= rate · (seconds from q to p + wait(p)); so for back
+    values are stored after their last read         out(p) <= bytes of stored(v) whose last read of the forward is before p
+    values are loaded before their first read       back(p) >= bytes of stored(v) that are read before p
+    memory at each point                            saved bytes - out(p) + back(p) + bytes that every plan holds <= budget
+    waits of the backward include recomputation     sum of wait(p) >= sum of seconds(o) · again(o)
+
+Each value has one decision, and times are those of one sequence of ops. So the program is a guide and no bound; its rounded
+solutions are saved sets to schedule. Other forms than those on the link are converted at once, and free their bytes between the
+last read of the forward and the first of the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_matrix
+
+from autoremat.planner.cost.fused_traffic import traffic_of
+from autoremat.planner.graph.forms import Engine, Form
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Kind
+from autoremat.planner.mip import Program, solve
+from autoremat.planner.search.lower_bounds import fixed_bytes
+from autoremat.planner.settings import SETTINGS
+
+settings = SETTINGS.joint_search
+
+MILLISECOND, GIBIBYTE = 1e-3, float(2**30)
+"""Units of the program, for the solver's tolerances."""
+
+Vector = NDArray[np.float64]
+
+
+class JointProgram:
+    """The linear program of a graph for any budget. ``seconds`` are those of each op when it runs first."""
+
+    def __init__(self, graph: Graph, seconds: Vector, host_bytes: int | None = None) -> None:
+        self.graph, self.seconds, self.host_bytes = graph, seconds, host_bytes
+        self.clock: Vector = np.append(0.0, np.cumsum(seconds)) / MILLISECOND
+        """For each op, the moment at which it begins."""
+        needed = graph.ancestors(graph.producers(graph.backward_needs))
+        self.ops = [
+            o for o in sorted(needed) if graph.ops[o].rematerializable and graph.ops[o].constraint is not Constraint.SAVE
+        ]
+        self.values = sorted(graph.backward_needs.union(v for o in needed for v in graph.computed_inputs[o]))
+        self.outputs = {*graph.forward_outputs, *graph.backward_outputs}
+        self.forms: list[tuple[int, Form]] = [
+            (v, form) for v in self.values if v not in self.outputs for form in graph.values[v].forms
+        ]
+        self._number_columns()
+        self._find_reads()
+
+    def _number_columns(self) -> None:
+        """Numbers the columns, kind by kind."""
+        first, end = self.graph.num_forward, len(self.graph.ops)
+        self.early = self._points(0, first, settings.forward_points)
+        self.late = [p for p in self._points(first, end, settings.backward_points) if p > first]
+        self.points = self.early + self.late
+        counts = (len(self.ops), len(self.values), len(self.forms), len(self.points), len(self.early), len(self.late))
+        begins = np.cumsum([0, *counts]).tolist()
+        self.columns: int = begins[-1]
+        self.again = dict(zip(self.ops, range(begins[0], begins[1]), strict=True))
+        self.kept = dict(zip(self.values, range(begins[1], begins[2]), strict=True))
+        self.stored = dict(zip(self.forms, range(begins[2], begins[3]), strict=True))
+        self.wait = dict(zip(self.points, range(begins[3], begins[4]), strict=True))
+        self.out = dict(zip(self.early, range(begins[4], begins[5]), strict=True))
+        self.back = dict(zip(self.late, range(begins[5], begins[6]), strict=True))
+        self.shares: int = begins[3]
+        """Number of the columns that are at most 1."""
+        self.stored_of: dict[int, list[int]] = {}
+        for (value, _), column in zip(self.forms, self.stored.values(), strict=True):
+            self.stored_of.setdefault(value, []).append(column)
+
+    def _points(self, begin: int, end: int, count: int) -> list[int]:
+        """Returns about ``count`` ops up to ``end``, spread evenly over the seconds from ``begin``."""
+        moments = np.linspace(self.clock[begin], self.clock[end], count + 1)[1:]
+        places = np.minimum(np.searchsorted(self.clock, moments), end).tolist()
+        return sorted({*places, end})
+
+    def _find_reads(self) -> None:
+        """Finds the op that reads each value last in the forward, and those that read it first and last in the backward.
+
+        A value that only recomputation reads is read when its results are.
+        """
+        graph, first, end = self.graph, self.graph.num_forward, len(self.graph.ops)
+        through = [end] * len(graph.values)
+        self.read_early, self.need, self.read_late = ([0] * len(graph.values) for _ in range(3))
+        for value in reversed(graph.forward_values):
+            readers, producer = graph.readers[value], graph.values[value].producer
+            early, late = [r for r in readers if r < first], [r for r in readers if r >= first]
+            later = (through[made] for reader in early for made in graph.ops[reader].outputs)
+            through[value] = min([*late, *later, end])
+            self.read_early[value] = max(early, default=producer or 0)
+            self.need[value] = min(late, default=min(through[value], end - 1))
+            self.read_late[value] = max(late, default=self.need[value])
+
+    @cached_property
+    def link(self) -> list[tuple[int, Form, int]]:
+        """The values whose forms are on the host, with those forms and their columns."""
+        return [(v, form, self.stored[v, form]) for v, form in self.forms if form.store.engine is Engine.TO_HOST]
+
+    def _rate(self, seconds: Iterable[float]) -> float:
+        """Returns the relief of the link in GiB per millisecond. ``seconds`` are those of its transfers."""
+        relief = sum(self._relief(v, form) for v, form, _ in self.link)
+        return relief / max(sum(seconds) / MILLISECOND, 1e-9)
+
+    def _bytes(self, value: int) -> float:
+        return self.graph.values[value].bytes / GIBIBYTE
+
+    def _relief(self, value: int, form: Form) -> float:
+        return (self.graph.values[value].bytes - form.device_bytes) / GIBIBYTE
+
+    def solve(self, budget: int, seconds: float) -> Vector | None:
+        """Returns, for each value, the share of it that is saved, in any form; None if no solution is found in ``seconds``."""
+        found = solve(self.program(budget), 0, seconds)
+        if found is None:
+            return None
+        shares = np.zeros(len(self.graph.values))
+        for value in self.values:
+            shares[value] = found.values[[self.kept[value], *self.stored_of.get(value, ())]].sum()
+        return shares
+
+    def program(self, budget: int) -> Program:
+        """Returns the program for a budget in bytes."""
+        rows = self._rows
+        low, high = np.array(rows.low), np.array(rows.high)
+        high[self._memory_rows] += budget / GIBIBYTE
+        upper = np.append(np.ones(self.shares), np.full(self.columns - self.shares, np.inf))
+        return Program(self._matrix, self._cost, low, high, np.zeros(self.columns), upper)
+
+    @cached_property
+    def _matrix(self) -> csr_matrix:
+        return self._rows.matrix(self.columns)
+
+    @cached_property
+    def _rows(self) -> _Rows:
+        """All rows, for a budget of 0 bytes."""
+        traffic, rows, required = traffic_of(self.graph), _Rows(), self.graph.required_forward
+        self._add_logic(rows)
+        self._add_link(rows)
+        self._memory_rows = slice(len(rows.rows), len(rows.rows) + len(self.points) - 1)
+        for point in self.points[:-1]:  # the last one is the end of the step
+            self._add_memory(rows, point)
+        again = {c: -traffic.recompute_seconds[o] / MILLISECOND for o, c in self.again.items() if o in required}
+        rows.add({self.wait[p]: 1.0 for p in self.late} | again, 0.0, np.inf)
+        if self.host_bytes is not None:
+            held = {column: form.host_bytes / GIBIBYTE for _, form, column in self.link}
+            rows.add(held, -np.inf, self.host_bytes / self.graph.in_flight / GIBIBYTE)
+        return rows
+
+    @cached_property
+    def _cost(self) -> Vector:
+        traffic, cost = traffic_of(self.graph), np.zeros(self.columns)
+        cost[list(self.wait.values())] = 1.0
+        for value in self.values:
+            cost[[self.kept[value], *self.stored_of.get(value, ())]] = traffic.saving_seconds[value] / MILLISECOND
+        for (_, form), column in zip(self.forms, self.stored.values(), strict=True):
+            converting = (t.seconds for t in (form.store, form.load) if t.engine is Engine.COMPUTE)
+            cost[column] += sum(converting) / MILLISECOND
+        return cost
+
+    def _there(self, value: int) -> dict[int, float]:
+        """Returns the columns whose sum is at least 1 if the value is there."""
+        (producer,) = self.graph.producers((value,))
+        columns = [self.kept[value], *self.stored_of.get(value, ())]
+        return dict.fromkeys([*columns, self.again[producer]] if producer in self.again else columns, 1.0)
+
+    def _add_logic(self, rows: _Rows) -> None:
+        """Adds the rows of what is there."""
+        for value in sorted(self.graph.backward_needs):
+            rows.add(self._there(value), 1.0, np.inf)
+        for op, column in self.again.items():
+            for value in self.graph.computed_inputs[op]:
+                rows.add(self._there(value) | {column: -1.0}, 0.0, np.inf)
+        for value, columns in self.stored_of.items():
+            rows.add(dict.fromkeys([self.kept[value], *columns], 1.0), -np.inf, 1.0)
+
+    def _add_link(self, rows: _Rows) -> None:
+        """Adds the rows of the link."""
+        out = self._rate(form.store.seconds for _, form, _ in self.link)
+        back = self._rate(form.load.seconds for _, form, _ in self.link)
+        for columns, points, rate, begin in (
+            (self.out, self.early, out, 0),
+            (self.back, self.late, back, self.graph.num_forward),
+        ):
+            for before, point in zip([begin, *points], points, strict=False):
+                moved = {columns[point]: 1.0, self.wait[point]: -rate}
+                moved |= {columns[before]: -1.0} if before in columns else {}
+                rows.add(moved, -np.inf, rate * float(self.clock[point] - self.clock[before]))
+        for point in self.early:
+            stored = {c: -self._relief(v, form) for v, form, c in self.link if self.read_early[v] < point}
+            rows.add({self.out[point]: 1.0} | stored, -np.inf, 0.0)
+        for point in self.late:
+            loaded = {c: -self._relief(v, form) for v, form, c in self.link if self.need[v] < point}
+            rows.add({self.back[point]: 1.0} | loaded, 0.0, np.inf)
+            rows.add({self.back[point]: 1.0, self.out[self.graph.num_forward]: -1.0}, -np.inf, 0.0)
+
+    def _add_memory(self, rows: _Rows, point: int) -> None:
+        """Adds the row of the memory at a point, for a budget of 0 bytes."""
+        graph, first = self.graph, self.graph.num_forward
+        is_late = point > first
+        held: dict[int, float] = {self.out[min(point, first)]: -1.0} | ({self.back[point]: 1.0} if is_late else {})
+        fixed = 0.0 if point < first else self._fixed[point] / GIBIBYTE
+        for value in self.values:
+            producer, size = graph.values[value].producer or 0, self._bytes(value)
+            gone = self.read_late[value] < point if is_late else producer >= point
+            if gone or value in self.outputs:
+                fixed += size if not gone and point < first else 0.0
+            elif point < first and self.read_early[value] >= point and self._is_materialised(value):
+                fixed += size
+            else:
+                held |= dict.fromkeys([self.kept[value], *self.stored_of.get(value, ())], size)
+                if is_late and self.need[value] <= point and producer in self.again and self._is_materialised(value):
+                    held[self.again[producer]] = held.get(self.again[producer], 0.0) + size
+        for (value, form), column in zip(self.forms, self.stored.values(), strict=True):
+            if (
+                form.store.engine is not Engine.TO_HOST
+                and column in held
+                and self.read_early[value] < point <= self.need[value]
+            ):
+                held[column] -= self._relief(value, form)
+        self._add_other_calls(held)
+        rows.add(held, -np.inf, -graph.resident_bytes / GIBIBYTE - fixed)
+
+    def _add_other_calls(self, held: dict[int, float]) -> None:
+        """Adds what the other open calls hold to a row of memory."""
+        if not (others := self.graph.in_flight - 1):
+            return
+        for value, column in self.kept.items():
+            held[column] = held.get(column, 0.0) + others * self._bytes(value)
+        for (_, form), column in zip(self.forms, self.stored.values(), strict=True):
+            held[column] = held.get(column, 0.0) + others * form.device_bytes / GIBIBYTE
+
+    def _is_materialised(self, value: int) -> bool:
+        (producer,) = self.graph.producers((value,))
+        return not self.graph.fuses or self.graph.ops[producer].kind is Kind.EXTERN
+
+    @cached_property
+    def _fixed(self) -> NDArray[np.int64]:
+        return fixed_bytes(self.graph)
+
+
+class _Rows:
+    """Rows of a sparse matrix with their bounds, added one by one."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[int, float]] = []
+        self.low: list[float] = []
+        self.high: list[float] = []
+
+    def add(self, row: dict[int, float], low: float, high: float) -> None:
+        """Adds the row ``low <= sum of entry · column <= high``."""
+        self.rows.append(row)
+        self.low.append(low)
+        self.high.append(high)
+
+    def matrix(self, width: int) -> csr_matrix:
+        starts = np.cumsum([0, *map(len, self.rows)])
+        columns = np.fromiter((column for row in self.rows for column in row), dtype=np.int64)
+        entries = np.fromiter((entry for row in self.rows for entry in row.values()), dtype=np.float64)
+        return csr_matrix((entries, columns, starts), shape=(len(self.rows), width))

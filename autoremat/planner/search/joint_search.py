@@ -1,0 +1,239 @@
+"""Joint search: chooses recomputation and stays together, where values have forms.
+
+The link between device and host carries a certain number of bytes while the forward runs. It pays to carry those whose
+recomputation is dear, and to recompute the others. Three sources give plans whose recomputation leaves memory over the budget,
+and :mod:`.placement` brings each of them down to it:
+
+1. the candidates of the search, and those filled to larger budgets, within what the link carries beyond the budget;
+2. saved sets of a linear program that knows when the link is free (:mod:`.joint_program`);
+3. ruin and recreate from the cheapest of these plans.
+
+A plan is left out if its recomputation alone costs more than the best plan, if no stays bring it within the budget, or if the
+link is too slow to do so at less than the best plan's cost.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Iterable
+from functools import cached_property, partial
+from itertools import islice
+
+import numpy as np
+from numpy.typing import NDArray
+
+from autoremat.planner.graph.forms import Engine
+from autoremat.planner.plans.candidate import Candidate, Segmentation
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.candidates import Search
+from autoremat.planner.search.greedy_fill import fill
+from autoremat.planner.search.grouped_plan import GroupedPlan
+from autoremat.planner.search.placement import place
+from autoremat.planner.search.ruin_and_recreate import SEED, Draw, admissible
+from autoremat.planner.search.work_limit import DRAW, PLACEMENT, PREPARATION, PROGRAM
+from autoremat.planner.settings import SETTINGS
+
+settings = SETTINGS.joint_search
+
+
+class JointSearch:
+    """Plans with stays of one graph, from the candidates of ``search``."""
+
+    def __init__(self, search: Search, host_bytes: int | None) -> None:
+        self.search, self.graph, self.limit, self.host_bytes = search, search.graph, search.limit, host_bytes
+        self.found: list[Candidate] = []
+        """Plans with stays, made for all budgets so far."""
+        self._grouped: dict[int, GroupedPlan] = {}
+        """By the identity of a candidate's plan."""
+        self.limit.extend()
+
+    @cached_property
+    def unfilled(self) -> list[Candidate]:
+        """The plans of the search that do not depend on the budget, with their segmentations."""
+        whole, *_ = self.search.unfilled
+        return [Candidate(whole, self.search.whole), *self.search.candidates]
+
+    @cached_property
+    def smallest(self) -> Candidate | None:
+        """The plan with stays of the least peak that was found, at any number of seconds; None if no stays lower the peak."""
+        by_peak = sorted(self.unfilled, key=lambda c: (c.plan.peak_bytes, c.plan.cost_seconds))
+        by_cost = sorted(self.unfilled, key=lambda c: (c.plan.cost_seconds, c.plan.peak_bytes))
+        tried = {id(c): c for c in (*by_peak[: settings.least_peak_plans], *by_cost[: settings.least_peak_plans])}
+        lowest = sorted((self.grouped(c.plan, keep=True).least_bytes, number, c) for number, c in enumerate(tried.values()))
+        best, peak = None, by_peak[0].plan.peak_bytes
+        for least, _, candidate in lowest[: settings.least_peak_descents]:
+            low, level = least, least
+            for _ in range(settings.least_peak_levels):
+                if level >= peak:
+                    break
+                found = self.brought_down(candidate.plan, level, keep=True)
+                if found is None:
+                    low = level
+                else:
+                    best, peak = Candidate(found, candidate.segmentation), found.peak_bytes
+                level = (low + peak) // 2
+        return best
+
+    def improve(self, budget: int, thorough: bool = True, suffices: Callable[[Plan], bool] = lambda plan: False) -> None:
+        """Finds plans within ``budget`` bytes, unless a known one suffices or costs hardly more than the cheapest of any peak.
+
+        Unless ``thorough``, only plans that do not depend on the budget are brought down.
+        """
+        if self.smallest is not None and self.smallest.plan.peak_bytes <= budget:
+            self.found.append(self.smallest)
+        sources = (self._from_candidates, self._from_larger_budgets, self._from_programs, self._by_recreation)
+        for source in sources if thorough else sources[:1]:
+            best = self.search.best(budget)
+            if self._has_passed() or self._is_good(budget) or (best is not None and suffices(best)):
+                return
+            source(budget)
+            self._fill(budget)
+
+    def _has_passed(self) -> bool:
+        return self.limit.has_passed(SETTINGS.search.plans_share)
+
+    def _is_good(self, budget: int) -> bool:
+        return self._best_cost(budget) <= self.search.least_cost + settings.worthwhile * self.graph.step_seconds
+
+    def _best_cost(self, budget: int) -> float:
+        """Returns the least cost of a known plan within ``budget``, infinite if there is none."""
+        best = self.search.best(budget)
+        return math.inf if best is None else best.cost_seconds
+
+    # -- one plan ------------------------------------------------------------------------------------------------------
+
+    def grouped(self, plan: Plan, keep: bool = False) -> GroupedPlan:
+        """Returns the fusion groups of ``plan``, which are remembered with ``keep``."""
+        if id(plan) in self._grouped:
+            return self._grouped[id(plan)]
+        with self.limit.unit(PREPARATION * len(plan.sequence)):
+            found = GroupedPlan(plan)
+        if keep:
+            self._grouped[id(plan)] = found
+        return found
+
+    def brought_down(self, plan: Plan, budget: int, below: float = math.inf, keep: bool = False) -> Plan | None:
+        """Returns ``plan`` with stays by which it fits ``budget`` bytes, if it then costs less than ``below`` seconds."""
+        if plan.cost_seconds >= below or plan.peak_bytes <= budget:
+            return plan if plan.cost_seconds < below else None
+        grouped, most_stall = self.grouped(plan, keep), below - plan.cost_seconds
+        if grouped.least_bytes > budget or grouped.least_stall(budget) >= most_stall:
+            return None
+        with self.limit.unit(PLACEMENT * len(plan.sequence)):
+            found = place(grouped, budget, self.host_bytes, most_stall)
+        return found if found is not None and found.cost_seconds < below else None
+
+    def _add(self, candidates: Iterable[Candidate], budget: int, keep: bool = False) -> None:
+        """Brings ``candidates`` down, the cheapest first, and adds those that are cheaper than all before."""
+        below = self._best_cost(budget)
+        for candidate in sorted(candidates, key=lambda c: (c.plan.cost_seconds, c.plan.peak_bytes)):
+            if candidate.plan.cost_seconds >= below or self._has_passed():
+                break
+            found = self.brought_down(candidate.plan, budget, below, keep)
+            if found is not None:
+                self.found.append(Candidate(found, candidate.segmentation))
+                below = found.cost_seconds
+
+    def _best(self, budget: int) -> Candidate | None:
+        """Returns the cheapest plan with stays within ``budget``."""
+        fitting = (candidate for candidate in self.found if candidate.plan.peak_bytes <= budget)
+        return min(fitting, key=lambda candidate: candidate.plan.cost_seconds, default=None)
+
+    def _fill(self, budget: int) -> None:
+        """Saves more values of the cheapest plan with stays, where these leave memory free."""
+        best = self._best(budget)
+        if best is None or best.plan.cost_seconds > self._best_cost(budget):
+            return
+
+        def rebuild(saved: frozenset[int]) -> Plan:
+            plan = self.search.plan(saved, best.segmentation, "filled")
+            return self.brought_down(plan, budget, self._best_cost(budget)) or plan
+
+        filled = fill(best.plan, rebuild, budget, limit=self.limit)
+        if filled is not best.plan:
+            self.found.append(Candidate(filled, best.segmentation))
+
+    # -- sources of plans ----------------------------------------------------------------------------------------------
+
+    def _from_candidates(self, budget: int) -> None:
+        """Brings the candidates of the search down."""
+        self._add(self.unfilled, budget, keep=True)
+
+    def _from_larger_budgets(self, budget: int) -> None:
+        """Fills candidates to larger budgets, and brings them down."""
+        search, reach = self.search, self._reach(budget)
+        for share in settings.levels:
+            level, filled = budget + int(share * reach), list[Candidate]()
+            for base in islice(search.bases(level, math.inf), settings.bases):
+                rebuild = partial(search.plan, segmentation=base.segmentation, label="filled")
+                filled.append(Candidate(fill(base.plan, rebuild, level, limit=self.limit), base.segmentation))
+            self._add(filled, budget)
+
+    def _reach(self, budget: int) -> int:
+        """Returns the bytes beyond ``budget`` that stays could free without waiting, by the fastest plan."""
+        grouped = self.grouped(self._fastest, keep=True)
+        if any(one.form.store.engine is Engine.COMPUTE for one in grouped.storables):
+            return max(self._fastest.peak_bytes - budget, 0)
+        carried = grouped.store_rate * float(grouped.clock[grouped.num_forward])
+        return int(max(min(carried, self._fastest.peak_bytes - budget), 0))
+
+    @cached_property
+    def _fastest(self) -> Plan:
+        return min(self.search.unfilled, key=lambda plan: (plan.cost_seconds, plan.peak_bytes))
+
+    def _from_programs(self, budget: int) -> None:
+        """Brings down the schedules of saved sets that the linear program finds."""
+        from autoremat.planner.search.joint_program import JointProgram  # SciPy's solvers take long to import
+
+        with self.limit.unit(PROGRAM * len(self.graph.ops)):
+            program = JointProgram(self.graph, self._seconds_of_ops, self.host_bytes)
+        saved_sets: dict[frozenset[int], None] = {}
+        for share in settings.program_budgets:
+            before = self.limit.elapsed
+            with self.limit.unit(PROGRAM * program.columns):
+                shares = program.solve(int(share * budget), settings.program_seconds)
+            if self.limit.elapsed - before >= settings.program_seconds:
+                self.limit.interrupted = self.limit.ended_by_clock = True
+            if shares is not None:
+                chosen = (np.flatnonzero(shares >= threshold).tolist() for threshold in settings.thresholds)
+                saved_sets.update((admissible(self.graph, frozenset(values)), None) for values in chosen)
+        segmentations = [self.search.whole, *self._plain_segmentations]
+        for saved in saved_sets:
+            if self._has_passed():
+                break
+            self._add((Candidate(self.search.plan(saved, s, "program"), s) for s in segmentations), budget)
+
+    @cached_property
+    def _plain_segmentations(self) -> list[Segmentation]:
+        """Some segmentations of few segments, all of whose cuts are saved."""
+        plain = (s for s in self.search.segmentations() if not s.nested and s.segments.count > 1)
+        return list(islice(plain, 1, 1 + 2 * (settings.program_segmentations - 1), 2))
+
+    @cached_property
+    def _seconds_of_ops(self) -> NDArray[np.float64]:
+        """For each op, its seconds under the fastest plan; zero if that does not run it first in its own half."""
+        grouped, seconds = self.grouped(self._fastest, keep=True), np.zeros(len(self.graph.ops))
+        border = len(grouped.schedule.forward)
+        for position, index in enumerate(grouped.schedule.sequence):
+            if (position < border) == (index < self.graph.num_forward):
+                seconds[index] = grouped.seconds[position]
+        return seconds
+
+    def _by_recreation(self, budget: int) -> None:
+        """Improves the cheapest plan by trials that each save some values more and others no longer."""
+        best = self._best(budget)
+        if best is None:
+            return
+        draw, failures = Draw(random.Random(SEED)), 0
+        for trial in range(settings.trials * SETTINGS.search.recreation_trials):
+            if failures == settings.trials or not best.plan.saved or self._is_good(budget) or self._has_passed():
+                break
+            with self.limit.unit(DRAW * len(self.graph.ops)):
+                saved = draw.saved_set(best.plan, trial)
+            drawn = self.search.plan(saved, best.segmentation, "recreated")
+            found = self.brought_down(drawn, budget, best.plan.cost_seconds)
+            failures = failures + 1 if found is None else 0
+            if found is not None:
+                best = Candidate(found, best.segmentation)
+                self.found.append(best)

@@ -1,0 +1,290 @@
+"""Placement: chooses which saved values of a plan are kept in a form, and when, so that its schedule fits a budget.
+
+The recomputation of the plan stays. Every engine beside the compute stream is a queue, and waiting for it costs seconds.
+
+1. *Stores.* A sweep over the forward gives an idle engine the next value that was computed, as long as a later group is over
+   the budget and the value frees memory there. Values that are computed early are stored early and needed late, so this
+   sequence carries the most bytes. A value is freed behind the group in which its store ends.
+2. *Waits.* Where memory is over the budget, the option of the fewest seconds per byte frees some: wait for a store that is on
+   its way, begin another one, or convert a value on the compute stream.
+3. *Loads.* They end just before their value is needed, the last one first, and begin later where memory is over the budget.
+
+The sweep guesses when loads begin. Another round knows it from the one before. The simulator judges the stays of each round.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autoremat.planner.cost.stalls import stalls_of
+from autoremat.planner.graph.forms import Engine
+from autoremat.planner.graph.schedule import Stay
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.grouped_plan import GroupedPlan, Storable
+from autoremat.planner.settings import SETTINGS
+
+settings = SETTINGS.placement
+
+
+@dataclass
+class _Away:
+    """A value that is to be stored. Positions are groups, moments are seconds."""
+
+    storable: Storable
+    store: int
+    """The group behind which the store is issued."""
+    free: int
+    """The group behind which the memory is freed."""
+    load: int
+    """The group before which the load is issued, as far as it is known."""
+    stored: float
+    """The moment at which the store ends."""
+
+
+def place(grouped: GroupedPlan, budget: int, host_bytes: int | None = None, most_stall: float = math.inf) -> Plan | None:
+    """Returns the plan with stays by which it fits ``budget`` bytes, with the fewest seconds of waiting that were found.
+
+    ``host_bytes`` bounds the bytes on the host. Returns None if no stays are found that fit and stall for less than
+    ``most_stall`` seconds.
+    """
+    plan, best, least = grouped.plan, None, most_stall
+    if grouped.least_bytes > budget:
+        return None
+    host = math.inf if host_bytes is None else host_bytes // plan.graph.in_flight
+    loads: dict[int, int] = {}
+    goal = budget
+    for shrinkage in settings.goals:
+        stays = stays_within(grouped, min(goal, int(budget * (1 - shrinkage))), host, loads, least)
+        if stays is None:
+            break
+        schedule = replace(grouped.schedule, stays=stays)
+        found = Plan.of(plan.graph, schedule, plan.label)
+        excess = found.peak_bytes - budget
+        if excess > 0:
+            goal = min(goal, budget) - excess
+            continue
+        seconds = stalls_of(plan.graph, schedule, seconds=grouped.seconds).seconds
+        if seconds < least:
+            best, least = found, seconds
+        if least <= settings.negligible_stall * grouped.clock[-1]:
+            break
+    return best
+
+
+def stays_within(
+    grouped: GroupedPlan, goal: int, host: float, loads: dict[int, int], most_stall: float = math.inf
+) -> tuple[Stay, ...] | None:
+    """Returns stays for a peak of about ``goal`` bytes, or None if there are none that stall for less than ``most_stall``.
+
+    ``host`` bounds the bytes of a call on the host. ``loads`` are the groups at which an earlier round loads values; they are
+    updated.
+    """
+    sweep = _Sweep(grouped, goal, host, loads, most_stall)
+    if not sweep.run():
+        return None
+    away = sorted(sweep.away.values(), key=lambda one: (one.storable.need, one.storable.made, one.storable.value))
+    _load_late(grouped, away)
+    _delay_loads(grouped, away, goal)
+    loads.update((one.storable.value, one.load) for one in away)
+    found = [grouped.stay(one.storable, one.store, one.free, one.load) for one in away]
+    return tuple(sorted(found, key=lambda stay: stay.value))
+
+
+class _Sweep:
+    """The sweep over the groups that chooses values, and the groups behind which they are stored and freed."""
+
+    def __init__(self, grouped: GroupedPlan, goal: int, host: float, loads: dict[int, int], most_stall: float) -> None:
+        self.grouped, self.goal, self.host, self.loads, self.most_stall = grouped, goal, host, loads, most_stall
+        self.bytes = grouped.bytes.copy()
+        """Bytes at each group, without what is chosen to be away then."""
+        self.clock: list[float] = grouped.clock.tolist()
+        self.others = grouped.graph.in_flight - 1
+        self.waited = 0.0
+        self.ended: list[float] = []
+        """The moments at which the groups so far end."""
+        self.idle_from = dict.fromkeys(Engine, 0.0)
+        self.ready: list[Storable] = []
+        """Values whose store could begin, in the sequence of their computation."""
+        self.late: list[Storable] = []
+        """Values whose store would end too late to be of use, unless the compute stream waits."""
+        self.away: dict[int, _Away] = {}
+        self.promised: set[int] = set()
+        """Values that will be stored in any case, for the memory of the other open calls."""
+
+    @property
+    def now(self) -> float:
+        return self.ended[-1] if self.ended else 0.0
+
+    def run(self) -> bool:
+        """Chooses the values. Returns False if no choice fits, or if the compute stream waits too long."""
+        over = (self.bytes > self.goal).nonzero()[0]
+        made: dict[int, list[Storable]] = {}
+        for one in self.grouped.storables:
+            made.setdefault(one.made, []).append(one)
+        for group in range(int(over[-1]) + 1 if len(over) else 0):
+            while self.bytes[group] > self.goal:
+                if not self._relieve(group) or self.waited >= self.most_stall:
+                    return False
+            if group < self.grouped.num_forward:
+                self.ended.append(self.clock[group + 1] + self.waited)
+                self.ready += made.get(group, ())
+                self._begin_stores(group)
+            if group == self.grouped.num_forward - 1:
+                for one in (*self.ready, *self.late):
+                    if one.value in self.promised.difference(self.away):
+                        self._store_now(one, group, group)
+        return True
+
+    def _load_of(self, one: Storable) -> int:
+        """Returns the group at which the value will be loaded, by an earlier round or by a guess."""
+        if one.form.load.engine is Engine.COMPUTE:
+            return one.need
+        if one.value not in self.loads:
+            begin = self.clock[one.need] - settings.load_lead * one.form.load.seconds
+            self.loads[one.value] = max(bisect_right(self.clock, begin) - 1, self.grouped.num_forward)
+        return min(self.loads[one.value], one.need)
+
+    def _begins(self, one: Storable) -> float:
+        """Returns the moment at which the engine could begin to store the value."""
+        return max(self.idle_from[one.form.store.engine], self.ended[one.made])
+
+    def _begin_stores(self, group: int) -> None:
+        """Gives idle engines values, as long as a group behind ``group`` is over the goal."""
+        while self.bytes[group + 1 :].max(initial=0) > self.goal or self.promised.difference(self.away):
+            chosen = next((one for one in self.ready if self.idle_from[one.form.store.engine] <= self.now), None)
+            if chosen is None:
+                return
+            self.ready.remove(chosen)
+            begin = self._begins(chosen)
+            stored = begin + chosen.form.store.seconds
+            free = max(bisect_left(self.clock, stored - self.waited) - 1, chosen.free, group)
+            load = self._load_of(chosen)
+            useful = chosen.form.store.engine is not Engine.COMPUTE and free < self.grouped.num_forward
+            useful = useful and (chosen.value in self.promised or self.bytes[free + 1 : load].max(initial=0) > self.goal)
+            if useful and self._is_possible(chosen):
+                self._choose(chosen, begin, stored, free, load)
+            else:
+                self.late.append(chosen)
+
+    def _is_possible(self, one: Storable) -> bool:
+        """Returns True if the value has no other form, and the host has room for it."""
+        return one.value not in self.away and (one.value in self.promised or one.form.host_bytes <= self.host)
+
+    def _promise(self) -> bool:
+        """Decides to store the next value, for the memory of the other open calls. Returns False if there is none."""
+        following = (one for one in self.grouped.storables if one.value not in self.promised and self._is_possible(one))
+        one = next(following, None) if self.others else None
+        if one is None:
+            return False
+        self.promised.add(one.value)
+        self._account(one)
+        return True
+
+    def _account(self, one: Storable) -> None:
+        """Counts the value on the host, and no longer as it is on the device in the other open calls."""
+        self.bytes -= self.others * one.relief
+        self.host -= one.form.host_bytes
+
+    def _choose(self, one: Storable, begin: float, stored: float, free: int, load: int) -> None:
+        """Decides to store the value."""
+        store = max(one.made, bisect_right(self.ended, begin) - 1)
+        self.away[one.value] = _Away(one, min(store, free), free, load, stored)
+        self.bytes[free + 1 : load] -= one.relief
+        if one.value not in self.promised:
+            self._account(one)
+        if one.form.store.engine is not Engine.COMPUTE:
+            self.idle_from[one.form.store.engine] = stored
+
+    def _relieve(self, group: int) -> bool:
+        """Frees memory at ``group`` at the fewest seconds per byte. Returns False if nothing can be freed."""
+        if group >= self.grouped.num_forward and self._delay_load(group):
+            return True
+        behind = min(group, self.grouped.num_forward) - 1
+        waits = [
+            (max(0.0, one.stored - self.now) / one.storable.relief, one.stored, one)
+            for one in self.away.values()
+            if one.free > behind and one.storable.free <= behind and one.load > group
+        ]
+        options = [
+            (self._seconds_of(one) / one.relief, number, one)
+            for number, one in enumerate((*self.ready, *self.late))
+            if one.free <= behind and one.need > group and self._is_possible(one)
+        ]
+        wait, option = min(waits, default=None, key=lambda o: o[:2]), min(options, default=None, key=lambda o: o[:2])
+        if wait is not None and (option is None or wait[0] <= option[0]):
+            self._wait_until(wait[2].stored)
+            self.bytes[behind + 1 : wait[2].free + 1] -= wait[2].storable.relief
+            wait[2].free = behind
+            return True
+        if option is None:
+            return self._promise()
+        self._store_now(option[2], behind, group)
+        return True
+
+    def _delay_load(self, group: int) -> bool:
+        """Lets a load begin behind ``group``: that of the value that is needed last. Returns False if there is none."""
+        early = [one for one in self.away.values() if one.load <= group < one.storable.need]
+        if not early:
+            return False
+        one = max(early, key=lambda one: (one.storable.need, one.storable.value))
+        self.bytes[one.load : group + 1] -= one.storable.relief
+        one.load = group + 1
+        return True
+
+    def _is_immediate(self, one: Storable) -> bool:
+        """Returns True if the compute stream itself stores the value."""
+        return one.form.store.engine is Engine.COMPUTE
+
+    def _seconds_of(self, one: Storable) -> float:
+        """Returns the seconds that the compute stream would wait to have the value stored now."""
+        load = one.form.load.seconds if one.form.load.engine is Engine.COMPUTE else 0.0
+        if self._is_immediate(one):
+            return one.form.store.seconds + load
+        return max(0.0, self._begins(one) + one.form.store.seconds - self.now) + load
+
+    def _store_now(self, one: Storable, behind: int, group: int) -> None:
+        """Stores the value, so that it is away from ``group`` on. The compute stream waits behind the group ``behind``."""
+        load = self._load_of(one)
+        load = load if load > group else one.need
+        if self._is_immediate(one):
+            self._choose(one, self.ended[one.free], self.ended[one.free], one.free, load)
+            self._wait_until(self.now + one.form.store.seconds)
+        else:
+            begin = self._begins(one)
+            self._choose(one, begin, begin + one.form.store.seconds, behind, load)
+            self._wait_until(begin + one.form.store.seconds)
+
+    def _wait_until(self, moment: float) -> None:
+        """Lets the compute stream wait behind the last group that has run."""
+        if moment > self.now:
+            self.waited += moment - self.now
+            self.ended[-1] = moment
+
+
+def _load_late(grouped: GroupedPlan, away: Sequence[_Away]) -> None:
+    """Sets the loads of ``away``, which ascend by need, so that they end just before their need, if they can."""
+    clock = grouped.clock.tolist()
+    before = dict.fromkeys(Engine, math.inf)
+    for one in reversed(away):
+        load = one.storable.form.load
+        one.load = one.storable.need
+        if load.engine is not Engine.COMPUTE:
+            begin = min(clock[one.storable.need], before[load.engine]) - load.seconds
+            before[load.engine] = max(begin, clock[grouped.num_forward])
+            one.load = min(max(bisect_right(clock, begin) - 1, grouped.num_forward), one.storable.need)
+
+
+def _delay_loads(grouped: GroupedPlan, away: Sequence[_Away], goal: int) -> None:
+    """Delays loads where memory is over the goal, first those of values that are needed last."""
+    bytes_at = grouped.bytes - (grouped.graph.in_flight - 1) * sum(one.storable.relief for one in away)
+    for one in away:
+        bytes_at[one.free + 1 : one.load] -= one.storable.relief
+    for one in reversed(away):
+        over = (bytes_at[one.load : one.storable.need] > goal).nonzero()[0]
+        if len(over):
+            later = one.load + int(over[-1]) + 1
+            bytes_at[one.load : later] -= one.storable.relief
+            one.load = later

@@ -1,0 +1,233 @@
+"""Recomputation alone, offload alone, and both chosen together, by the simulator and the cost model.
+
+    python benchmarks/offload.py                                  # all models, some minutes each
+    python benchmarks/offload.py --only llama-8b/8 gpt2-medium
+    python benchmarks/offload.py --full-rate --unfused            # another model of seconds, see below
+
+Models have no weights (meta device) and are planned in bfloat16 for an H100 by name. Saved tensors of at least one MiB may be
+kept on the host, over three links. Budgets are shares of the peak that saves everything. Costs are in % of the step, above
+those of the fastest plan. Plans are made for 0.8 of a link's rate; one column has the cost of the same plan at its full rate.
+
+With `--full-rate`, plans are made for the full rate. With `--unfused`, transfers run beside ops that take their seconds alone,
+although the code generator fuses them. Written to `benchmarks/results/offload.txt` and `.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch.nn import functional as F
+
+from autoremat.options.options import Options
+from autoremat.planner.cost.durations import durations
+from autoremat.planner.cost.host_link import LATENCY_SECONDS, PLANNED_SHARE, HostLink, host_form
+from autoremat.planner.cost.stalls import stalls_of
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.grouped_plan import GroupedPlan
+from autoremat.planner.search.placement import place
+from autoremat.planner.search.planner import Planner
+from autoremat.tools.explain import previews
+from autoremat.torch_private import compilers
+
+RESULTS = Path(__file__).resolve().parent / "results"
+DEVICE, LEAST_BYTES, TIME_LIMIT, GIBIBYTE = "H100-80GB", 2**20, 120.0, 2**30
+LINKS = {"PCIe 4": 25e9, "PCIe 5": 50e9, "C2C": 350e9}
+"""Rates of each direction in bytes per second."""
+
+Step = tuple[Callable[..., Any], tuple[torch.Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model at one budget over one link. Costs are shares of the step; None: no plan fits."""
+
+    model: str
+    link: str
+    budget: float
+    """As a share of the peak that saves everything."""
+    recomputation: float | None
+    offload: float | None
+    together: float | None
+    at_full_rate: float | None
+    added: float | None
+    """Recomputation and stalls of the plan, not above those of the fastest plan."""
+    bound: float
+    """No plan adds less."""
+    host_gib: float
+    stored: int
+    seconds: float
+    """Of planning, of this process alone."""
+    seconds_without: float
+    """The same without forms."""
+    least: float
+    """The least peak found, as a share like the budget."""
+    least_without: float
+
+
+def llama(layers: int, batch: int) -> Step:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=4096, intermediate_size=14336, num_attention_heads=32, num_key_value_heads=8, vocab_size=128256,
+        num_hidden_layers=layers, max_position_embeddings=8192, use_cache=False, rope_theta=500000.0,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(torch.bfloat16).train()
+    return lambda tokens: model(input_ids=tokens, labels=tokens).loss, (torch.zeros((batch, 8192), dtype=torch.int64),)
+
+
+def gpt2(batch: int) -> Step:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(n_embd=1024, n_layer=24, n_head=16, use_cache=False, attn_pdrop=0.0)
+    model = GPT2LMHeadModel(config).to(torch.bfloat16).train()
+    return lambda tokens: model(input_ids=tokens, labels=tokens).loss, (torch.zeros((batch, 1024), dtype=torch.int64),)
+
+
+def images(model: torch.nn.Module, batch: int) -> Step:
+    model = model.to(torch.bfloat16).to(memory_format=torch.channels_last).train()
+    pixels = torch.zeros((batch, 3, 224, 224), dtype=torch.bfloat16).to(memory_format=torch.channels_last)
+    labels = torch.zeros((batch,), dtype=torch.int64)
+    return lambda x, y: F.cross_entropy(model(pixel_values=x).logits.float(), y), (pixels, labels)
+
+
+def vit(batch: int) -> Step:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096, num_labels=1000)
+    return images(ViTForImageClassification(config), batch)
+
+
+def resnet(batch: int) -> Step:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return images(ResNetForImageClassification(ResNetConfig(num_labels=1000)), batch)
+
+
+MODELS: dict[str, tuple[Callable[[], Step], tuple[float, ...]]] = {
+    "llama-8b/8": (lambda: llama(8, 1), (0.4, 0.3, 0.288)),
+    "llama-8b": (lambda: llama(32, 1), (0.5, 0.3, 0.245)),
+    "gpt2-medium": (lambda: gpt2(16), (0.5, 0.364, 0.3, 0.1725)),
+    "vit-large": (lambda: vit(128), (0.5, 0.3, 0.1)),
+    "resnet-50": (lambda: resnet(256), (0.7, 0.5, 0.3)),
+}
+"""Models and budgets. ``/8`` is the model with 8 of its layers."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=MODELS, default=list(MODELS), help="some of the models")
+    parser.add_argument("--links", nargs="+", choices=LINKS, default=list(LINKS), help="some of the links")
+    parser.add_argument("--budgets", nargs="+", type=float, help="other budgets than those of the models")
+    parser.add_argument("--full-rate", action="store_true", help="plans for the full rate of the links")
+    parser.add_argument("--unfused", action="store_true", help="transfers run beside ops that take their seconds alone")
+    parser.add_argument("--output", type=Path, default=RESULTS)
+    arguments = parser.parse_args()
+    rows: list[Row] = []
+    # The option of durations is a default, so that the plans themselves see the other seconds, too.
+    with mock.patch.dict(durations.__kwdefaults__, fused=not arguments.unfused):
+        for name in arguments.only:
+            build, budgets = MODELS[name]
+            graph = captured(build)
+            for row in rows_of(name, graph, arguments.budgets or budgets, arguments.links, arguments.full_rate):
+                rows.append(row)
+                write(rows, arguments.output)
+
+
+def captured(build: Callable[[], Step]) -> Graph:
+    """Returns the largest graph of the step, priced for the device."""
+    with torch.device("meta"):
+        function, inputs = build()
+    options = Options.parse({"progress": False}, None, compilers.inductor_config_names)
+    found, _ = previews(function, inputs, {}, options, DEVICE, lambda preview: preview.priced.graph)
+    return max(found, key=lambda graph: len(graph.ops))
+
+
+def with_link(graph: Graph, rate: float, full_rate: bool) -> Graph:
+    """Returns ``graph`` with a form on the host for each large value of the forward that is no output."""
+    faster = 1 / PLANNED_SHARE if full_rate else 1.0
+    link = HostLink(rate * faster, rate * faster, LATENCY_SECONDS * (PLANNED_SHARE if full_rate else 1.0))
+    storable = set(graph.forward_values).difference(graph.forward_outputs, graph.backward_outputs)
+    values = [
+        replace(value, forms=(host_form(value.bytes, link),)) if number in storable and value.bytes >= LEAST_BYTES else value
+        for number, value in enumerate(graph.values)
+    ]
+    return replace(graph, values=tuple(values))
+
+
+def rows_of(name: str, graph: Graph, budgets: tuple[float, ...], links: list[str], full_rate: bool) -> Iterator[Row]:
+    """Yields the rows of a model."""
+    alone = Planner(graph, TIME_LIMIT)
+    peak, step = alone.baseline.peak_bytes, graph.step_seconds
+    fastest = min(alone.search.unfilled, key=lambda plan: plan.cost_seconds)
+    for share in budgets:
+        budget = int(share * peak)
+        alone.restart()
+        begun = time.process_time()
+        recomputed = alone.find(budget).plan
+        without = time.process_time() - begun
+        for link in links:
+            linked = with_link(graph, LINKS[link], full_rate)
+            planner = Planner(linked, TIME_LIMIT)
+            planner.search.candidates  # noqa: B018 - the other planner has its candidates, too
+            begun = time.process_time()
+            planning = planner.find(budget)
+            took = time.process_time() - begun
+            plan, unstored = planning.plan, [replace(one, graph=linked) for one in (fastest, alone.baseline)]
+            offloaded = [found for one in unstored if (found := place(GroupedPlan(one), budget)) is not None]
+            offload = min(offloaded, key=lambda found: found.cost_seconds, default=None)
+
+            def share_of(found: Plan | None, less: float = fastest.cost_seconds) -> float | None:
+                return None if found is None else (found.cost_seconds - less) / step
+
+            faster = 0.0
+            if plan is not None and not full_rate:
+                faster = plan.stall_seconds - stalls_of(linked, plan.schedule, 1 / PLANNED_SHARE).seconds
+            yield Row(
+                name, link, share, share_of(recomputed), share_of(offload), share_of(plan),
+                share_of(plan, fastest.cost_seconds + faster), None if plan is None else plan.added_seconds / step,
+                planning.lower_bound_seconds / step, 0.0 if plan is None else plan.host_bytes / GIBIBYTE,
+                0 if plan is None else len(plan.schedule.stays), took, without,
+                planner.smallest.peak_bytes / peak, alone.smallest.peak_bytes / peak,
+            )  # fmt: skip
+
+
+def table(rows: list[Row]) -> Table:
+    """Returns the table of all rows."""
+    found = Table(title="cost above the fastest plan, in % of the step")
+    columns = ("model", "budget", "link", "recomputation", "offload", "together", "at full rate", "added", "at least")
+    for column in (*columns, "on the host, GiB", "stays", "planning, s", "without", "least peak", "without"):
+        found.add_column(column, justify="left" if column in ("model", "link") else "right")
+
+    def percent(share: float | None) -> str:
+        return "-" if share is None else f"{100 * share:.2f}"
+
+    for row in rows:
+        costs = (row.recomputation, row.offload, row.together, row.at_full_rate, row.added, row.bound)
+        found.add_row(
+            row.model, f"{row.budget:g}", row.link, *map(percent, costs), f"{row.host_gib:.1f}", str(row.stored),
+            f"{row.seconds:.1f}", f"{row.seconds_without:.1f}", f"{row.least:.3f}", f"{row.least_without:.3f}",
+        )  # fmt: skip
+    return found
+
+
+def write(rows: list[Row], folder: Path) -> None:
+    """Writes the rows, and prints the table."""
+    (folder / "offload.json").write_text(json.dumps(list(map(asdict, rows)), indent=1) + "\n")
+    with (folder / "offload.txt").open("w") as file:
+        Console(file=file, width=190).print(table(rows))
+    Console(width=190).print(table(rows[-1:]))
+
+
+if __name__ == "__main__":
+    main()

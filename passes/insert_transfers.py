@@ -1,0 +1,147 @@
+"""Inserts the stays of a schedule into the joint graph: each store in the forward, each load in the backward.
+
+Before, a saved value crosses from the forward into the backward as it is. Afterwards what its form keeps of it crosses:
+
+         tanh ── mm ── ... ── tanh_backward(tanh)
+    becomes, for a stay on the host,
+         tanh ── tanh_to_host ── mm ── tanh_on_host(tanh_to_host, tanh) ── ...
+         ... ── tanh_from_host(tanh_on_host) ── mm_1 ── tanh_loaded(tanh_from_host, tanh_on_host) ── tanh_backward(tanh_loaded)
+
+:mod:`autoremat.passes.forms` has the nodes of each form. The loads are inserted along with the recomputation, because
+recomputed ops read them too.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from torch import fx
+
+from autoremat.basics.errors import PlanInvalid
+from autoremat.capture import communication
+from autoremat.capture.capture import Capture
+from autoremat.passes.building import Builder
+from autoremat.passes.forms import FORMS, FormNodes
+from autoremat.planner.graph.forms import Form
+from autoremat.planner.graph.schedule import Schedule, Stay
+
+STORED = "autoremat_stored_value"
+"""Key of ``node.meta`` for the number of the value that the node keeps in its form from the forward to the backward."""
+
+
+@dataclass(frozen=True)
+class _Transfers:
+    """A stay with what carries it out."""
+
+    stay: Stay
+    form: Form
+    nodes: FormNodes
+    holder: fx.Node
+    """The node that holds the value in the forward."""
+
+
+def _transfers(capture: Capture, schedule: Schedule) -> list[_Transfers]:
+    """Returns the stays of ``schedule``. Raises ``PlanInvalid`` for one that does not fit the graph."""
+    begin, end = len(schedule.forward), len(schedule.sequence)
+    saved = frozenset(schedule.saved(capture.graph)) if schedule.stays else frozenset()
+    found: list[_Transfers] = []
+    for stay in schedule.stays:
+        value, holder = capture.graph.values[stay.value], capture.value_nodes[stay.value]
+        form = next((form for form in value.forms if form.name == stay.form), None)
+        if form is None or stay.form not in FORMS:
+            raise PlanInvalid(f"{value.name} has no form {stay.form!r} that a graph can carry out: it may have {sorted(FORMS)}")
+        if holder is None or stay.value not in saved or (found and found[-1].stay.value >= stay.value):
+            raise PlanInvalid(f"{value.name} has a stay, but does not cross into the backward, or has a stay already")
+        if not 0 <= stay.store <= stay.free < begin <= stay.load <= stay.need < end:
+            raise PlanInvalid(f"the stay of {value.name} does not begin in the forward and end in the backward: {stay}")
+        if value.producer not in schedule.forward[: stay.store + 1]:
+            raise PlanInvalid(f"{value.name} is stored before it is computed")
+        found.append(_Transfers(stay, form, FORMS[stay.form], holder))
+    return found
+
+
+def insert_stores(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -> int:
+    """Inserts the stores of ``schedule`` into the forward of ``joint``, in place. Returns their number.
+
+    ``capture`` is that of ``joint``. Raises ``PlanInvalid`` if the schedule does not fit the graph.
+    """
+    assert capture.joint is joint
+    transfers = _transfers(capture, schedule)
+    _gather_forward(capture, [one.holder for one in transfers])
+    order = list(joint.graph.nodes)
+    place = {node: number for number, node in enumerate(order)}
+    begun: dict[int, fx.Node] = {}
+    latest = 0
+    # After the same execution, stores begin before others are waited for.
+    due = [(one.stay.store, False, one) for one in transfers] + [(one.stay.free, True, one) for one in transfers]
+    for position, is_end, one in sorted(due, key=lambda due: (due[0], due[1], due[2].stay.value)):
+        call, value = capture.op_nodes[schedule.forward[position]], one.stay.value
+        latest = max(latest, place[one.holder], *(place[node] for node in (call, *communication.waits_for(call))))
+        with joint.graph.inserting_before(order[latest + 1]):
+            builder = Builder.beside(one.holder)
+            if is_end:
+                host = one.nodes.end_store(builder, one.holder, begun[value])
+                host.meta[STORED] = value
+            else:
+                begun[value] = one.nodes.begin_store(builder, one.holder, one.form)
+    return len(transfers)
+
+
+def _gather_forward(capture: Capture, holders: list[fx.Node]) -> None:
+    """Moves what the forward runs, and ``holders``, before the first op of the backward, with all that it reads.
+
+    Ops that write to inputs are traced behind that one. A store that follows them would otherwise stand behind its load.
+    """
+    begin = next(iter(capture.op_nodes[capture.graph.num_forward :]), capture.joint.graph.output_node())
+    late = set(itertools.takewhile(lambda node: node is not begin, reversed(capture.joint.graph.nodes)))
+
+    def move(node: fx.Node) -> None:
+        if node in late:
+            late.remove(node)
+            for operand in node.all_input_nodes:
+                move(operand)
+            begin.prepend(node)
+
+    for call in capture.op_nodes[: capture.graph.num_forward]:
+        for node in (call, *communication.waits_for(call)):
+            move(node)
+    for holder in holders:
+        move(holder)
+
+
+class Loads:
+    """The loads of a schedule, which are inserted on the way through its backward."""
+
+    def __init__(self, capture: Capture, schedule: Schedule) -> None:
+        stored = stored_values(capture.joint)
+        self.transfers = _transfers(capture, schedule)
+        self.stored = {one.stay.value: stored[one.stay.value] for one in self.transfers}
+        self.begun: dict[int, fx.Node] = {}
+        self.outstanding = set(self.stored)
+        """The values whose loads are not complete."""
+
+    def before(self, position: int, cursor: fx.Node) -> dict[int, fx.Node]:
+        """Inserts what is due before the execution at ``position``, and before ``cursor``.
+
+        Returns the nodes that hold the values whose loads are complete there, by value.
+        """
+        with cursor.graph.inserting_before(cursor):
+            for one in self.transfers:
+                if one.stay.load == position:
+                    value = one.stay.value
+                    self.begun[value] = one.nodes.begin_load(Builder.beside(one.holder), one.holder, self.stored[value])
+            complete = {
+                one.stay.value: one.nodes.end_load(
+                    Builder.beside(one.holder), one.holder, self.begun[one.stay.value], self.stored[one.stay.value]
+                )
+                for one in self.transfers
+                if one.stay.need == position
+            }
+        self.outstanding.difference_update(complete)
+        return complete
+
+
+def stored_values(joint: fx.GraphModule) -> dict[int, fx.Node]:
+    """Returns the nodes that keep stored values from the forward to the backward, by value."""
+    return {node.meta[STORED]: node for node in joint.graph.nodes if STORED in node.meta}

@@ -1,0 +1,96 @@
+"""Saved tensors that stay on the host, on the emulated card: results, peaks, and the events that order the copies."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import stays
+import torch
+
+from autoremat import host_memory
+from autoremat.basics.errors import PlanInvalid, find_cause
+from autoremat.host_memory import links, ops
+from autoremat.planner.memory.caching_allocator import ROUNDING
+from emulated_cuda.check_steps import block, images
+from emulated_cuda.steps import on_card, planned_step, relative_error
+
+CARD = torch.device("cuda", 0)
+
+
+def unchanged(_: Any, schedule: Any) -> Any:
+    return schedule
+
+
+@pytest.mark.parametrize("built", [lambda: block(0.3), pytest.param(images, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("choose", [stays.as_short_as_possible, stays.at_random(1)])
+def test_a_step_with_stays_has_the_replayed_peak(built, choose):
+    module, inputs = on_card(built())
+    with stays.staying(unchanged):
+        expected = planned_step(module, inputs, cost_model="roofline")
+    with stays.staying(choose) as seen:
+        step = planned_step(module, inputs, cost_model="roofline")
+    now = host_memory.statistics(CARD)
+    planned = [seen.plan.graph.values[stay.value].bytes for stay in seen.plan.schedule.stays]
+    assert relative_error(step.result.gradients, expected.result.gradients) <= 1e-5
+    assert step.result.peak_bytes == step.replayed_bytes
+    assert (now.held_bytes, now.used_bytes) == (sum(planned), 0)
+    assert now.to_host_bytes == now.from_host_bytes
+    # Two steps ran. The plan counts what the allocator rounds up.
+    assert 2 * (sum(planned) - len(planned) * ROUNDING) < now.to_host_bytes <= 2 * sum(planned)
+
+
+def test_streams_wait_for_each_other_and_nothing_else():
+    """The sequence of waits and copies for a tensor that is stored and loaded twice."""
+    log: list[str] = []
+    link = links.Link(CARD)
+
+    class Logged:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def wait_stream(self, other: Logged) -> None:
+            log.append(f"{self.name} waits for {other.name}")
+
+        def wait_event(self, event: Any) -> None:
+            log.append(f"{self.name} waits for an event")
+
+        def record_event(self, event: Any) -> Any:
+            log.append(f"{self.name} records an event")
+            return event
+
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+
+    link._to_host, link._from_host = Logged("to host"), Logged("from host")
+    source = torch.randn(8, 8, device=CARD)
+    with mock.patch.object(links, "compute_stream", return_value=Logged("compute")):
+        host = link.copy_to_host(source, 256)
+        link.wait_for_copy_to_host(host)
+        back = link.copy_from_host(host)
+        link.wait_for_copy_from_host(back, host)
+    assert torch.equal(back, source)
+    assert log == [
+        "to host waits for compute", "to host waits for an event", "to host records an event", "compute waits for an event",
+        "from host waits for compute", "from host waits for an event", "from host records an event",
+        "compute waits for an event",
+    ]  # fmt: skip
+
+
+def test_what_was_loaded_for_a_backward_that_failed_is_kept_until_its_copy_is_complete():
+    source = torch.randn(64, device=CARD)
+    host = ops.wait_for_copy_to_host(ops.copy_to_host(source, source.nbytes), source)
+    live = torch.cuda.memory_allocated()
+    ops.copy_from_host(host, CARD)
+    assert torch.cuda.memory_allocated() > live
+    del host
+    ops.copy_to_host(source, source.nbytes)
+    assert torch.cuda.memory_allocated() == live
+
+
+def test_cuda_graphs_are_refused():
+    module, inputs = on_card(block(0.0))
+    with stays.staying(stays.as_short_as_possible), pytest.raises(Exception, match="CUDA graphs") as caught:
+        planned_step(module, inputs, memory_budget=0.9, **{"triton.cudagraphs": True})
+    assert "reduce-overhead" in str(find_cause(caught.value, PlanInvalid))

@@ -1,0 +1,96 @@
+"""Plans with stays that a test chooses: forms for the values of what is compiled, and stays at random."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from unittest import mock
+
+from captured import Seen
+
+from autoremat.compiler import peers
+from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
+from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
+from autoremat.planner.graph.forms import Engine, Form, Transfer
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Role, Value
+from autoremat.planner.graph.schedule import Schedule, Stay
+from autoremat.planner.plans.plan import Plan
+
+Choose = Callable[[Graph, Schedule], Schedule]
+"""Returns a schedule with stays for one without."""
+
+
+def host_form(size: int) -> Form:
+    return Form("host", Transfer(Engine.TO_HOST, 0.0), Transfer(Engine.FROM_HOST, 0.0), host_bytes=size)
+
+
+def with_host_forms(graph: Graph) -> Graph:
+    """The graph, whose computed values may all stay on the host."""
+
+    def with_form(value: Value) -> Value:
+        return replace(value, forms=(host_form(value.bytes),)) if value.role is Role.COMPUTED and value.bytes else value
+
+    return replace(graph, values=tuple(map(with_form, graph.values)))
+
+
+def may_stay(graph: Graph, schedule: Schedule) -> list[int]:
+    """The values that may have a stay on the host."""
+    held = {*graph.forward_outputs, *graph.backward_outputs}
+    return sorted(v for v in schedule.saved(graph) if graph.values[v].forms and v not in held)
+
+
+def limits(graph: Graph, schedule: Schedule, value: int) -> tuple[int, int, int]:
+    """The execution that computes the value, its last read in the forward, and its first read in the backward."""
+    reads = [position for position, op in enumerate(schedule.sequence) if value in graph.ops[op].inputs]
+    begin = len(schedule.forward)
+    made = schedule.forward.index(graph.values[value].producer)
+    return made, max((p for p in reads if p < begin), default=made), min(p for p in reads if p >= begin)
+
+
+def at_random(seed: int, share: float = 0.7) -> Choose:
+    """Stays for that share of the values that may have one, each at random positions."""
+
+    def choose(graph: Graph, schedule: Schedule) -> Schedule:
+        numbers, begin = random.Random(seed), len(schedule.forward)
+
+        def stay(value: int) -> Stay:
+            made, last_read, first_read = limits(graph, schedule, value)
+            store = numbers.randrange(made, begin)
+            need = numbers.randint(begin, first_read)
+            free, load = numbers.randrange(max(store, last_read), begin), numbers.randint(begin, need)
+            return Stay(value, "host", store, free, load, need)
+
+        chosen = [v for v in may_stay(graph, schedule) if numbers.random() < share]
+        return replace(schedule, stays=tuple(map(stay, chosen)))
+
+    return choose
+
+
+def as_short_as_possible(graph: Graph, schedule: Schedule) -> Schedule:
+    """Stays for all values that may have one: stored at once, freed after the last read, and loaded right before the first."""
+
+    def stay(value: int) -> Stay:
+        made, last_read, first_read = limits(graph, schedule, value)
+        return Stay(value, "host", made, last_read, first_read, first_read)
+
+    return replace(schedule, stays=tuple(map(stay, may_stay(graph, schedule))))
+
+
+@contextlib.contextmanager
+def staying(choose: Choose) -> Iterator[Seen]:
+    """Gives the plan of each graph that is compiled in the block the stays that ``choose`` returns. Collects the plans."""
+    found = Seen()
+    original = peers.plan_graph
+
+    def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSearches | None = None) -> BudgetedGraph:
+        priced = replace(priced, captured=replace(priced.captured, graph=with_host_forms(priced.graph)))
+        planned = original(priced, context, earlier)
+        plan = Plan.of(planned.plan.graph, choose(planned.plan.graph, planned.plan.schedule), planned.plan.label)
+        found.plans.append(plan)
+        return replace(planned, plan=plan)
+
+    with mock.patch.object(peers, "plan_graph", plan_graph):
+        yield found

@@ -1,0 +1,205 @@
+"""The forms that the values of captured graphs have, the link to the host, and what is said where nothing can be kept there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import autoremat
+from autoremat import OptionWarning, host_memory
+from autoremat.capture import forms
+from autoremat.compiler import forms as compiler_forms
+from autoremat.compiler.joint_graph import PricedGraph
+from autoremat.compiler.peers import _least_host
+from autoremat.measure import host_link
+from autoremat.measure.host_link import host_link_of, least_link, measure_link
+from autoremat.options.options import Options
+from autoremat.planner.cost.host_link import HostLink
+from autoremat.planner.graph.forms import Engine
+from autoremat.planner.graph.op import Value
+from autoremat.planner.plans.plan_file import graph_hash
+from autoremat.planner.settings import SETTINGS
+from autoremat.tools.explain import previews
+
+EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
+FIRST, SECOND = nn.Linear(64, 128), nn.Linear(128, 64)
+X = torch.zeros(32, 64, requires_grad=True)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def small_values(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lets values of 1 KiB have forms."""
+    lower = dataclasses.replace(SETTINGS, forms=dataclasses.replace(SETTINGS.forms, minimum_bytes=1024))
+    monkeypatch.setattr(forms, "SETTINGS", lower)
+
+
+@pytest.fixture
+def device(small_values: None) -> Iterator[None]:
+    """Lets the CPU stand for a device with a link to the host."""
+    with host_memory.stand_in():
+        yield
+
+
+def step(x: torch.Tensor) -> torch.Tensor:
+    hidden = F.dropout(FIRST(x).tanh(), 0.5)
+    return SECOND(hidden.t().contiguous().t()).sin().sum()
+
+
+def priced(function: Any, *inputs: Any, device: str | None = None, **options: Any) -> PricedGraph:
+    (found,), _ = previews(function, inputs, {}, Options(**EAGER, **options), device, lambda preview: preview.priced)
+    return found
+
+
+def names_of(value: Value) -> tuple[str, ...]:
+    return tuple(form.name for form in value.forms)
+
+
+def with_forms(graph: PricedGraph) -> dict[str, tuple[str, ...]]:
+    """The names of the forms of each op's only result, without those that have none."""
+    return {graph.graph.ops[v.producer].target: names_of(v) for v in graph.graph.values if v.forms and v.producer is not None}
+
+
+def test_without_the_option_no_value_has_a_form(device):
+    plain, asked = priced(step, X), priced(step, X, host_memory="1GiB")
+    assert not with_forms(plain)
+    assert with_forms(asked)
+    assert graph_hash(plain.graph) == graph_hash(asked.graph)
+    values = tuple(dataclasses.replace(value, forms=()) for value in asked.graph.values)
+    assert dataclasses.replace(asked.graph, values=values) == plain.graph
+
+
+def test_large_results_of_the_forward_have_a_form_on_the_host(device):
+    asked = priced(step, X, host_memory="1GiB")
+    graph, found = asked.graph, {v for v, value in enumerate(asked.graph.values) if value.forms}
+    assert found <= set(graph.forward_values)
+    assert found.isdisjoint({*graph.forward_outputs, *graph.backward_outputs})
+    large = {v for v in graph.forward_values if graph.values[v].bytes >= 1024}
+    assert found == large - set(graph.forward_outputs)
+    for value in (graph.values[v] for v in found):
+        form = value.form("host")
+        assert (form.device_bytes, form.host_bytes) == (0, value.bytes)
+        assert (form.store.engine, form.load.engine) == (Engine.TO_HOST, Engine.FROM_HOST)
+        assert form.store.seconds > value.bytes / host_link.STAND_IN.to_host
+
+
+def test_what_the_caller_holds_or_an_op_writes_has_no_form(device):
+    def two(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = FIRST(x).tanh()
+        return hidden, hidden[:, :8].sin().sum()
+
+    found = with_forms(priced(lambda x: (lambda pair: pair[0].sum() + pair[1])(two(x)), X, host_memory="1GiB"))
+    assert "aten.tanh.default" in found
+    held = with_forms(priced(lambda x: two(x)[0], X, host_memory="1GiB"))
+    assert "aten.tanh.default" not in held
+
+
+def test_a_part_of_a_storage_and_gaps_have_no_form():
+    whole = torch.empty(8, 16)
+    assert forms._is_whole(whole)
+    assert forms._is_whole(whole.t())
+    assert forms._is_whole(torch.empty(2, 3, 8, 8).to(memory_format=torch.channels_last))
+    for part in (whole[:4], whole[:, ::2], whole.as_strided((8, 16), (0, 1)), whole.to_sparse(), None, 3):
+        assert not forms._is_whole(part)
+
+
+def test_masks_have_a_form_as_bits_with_or_without_a_host(small_values):
+    (names,) = set(with_forms(priced(step, X, store=("device", "bits"))).values())
+    assert names == ("bits",)
+    graph = priced(step, X, store=("device", "bits")).graph
+    (mask,) = (value for value in graph.values if value.forms)
+    form = mask.form("bits")
+    assert form.device_bytes == mask.bytes // 8
+    assert form.store.engine is form.load.engine is Engine.COMPUTE
+    assert form.store.seconds == pytest.approx(1.125 * mask.bytes * graph.saving_seconds_per_byte / 2)
+
+
+def test_a_value_below_the_least_bytes_has_none():
+    with host_memory.stand_in():
+        asked = priced(step, X, host_memory="1GiB")
+    assert not with_forms(asked)
+    assert asked.host_memory_unused == "no result of the forward that could be kept there has at least 1.00 MiB"
+
+
+# -- where nothing can be kept on the host -----------------------------------------------------------------------------
+
+
+def test_a_cpu_has_no_link_and_says_so(small_values):
+    with pytest.warns(OptionWarning, match="host_memory has no effect on a graph: cpu has no memory apart from the host's"):
+        report = autoremat.explain(step, X, options={**EAGER, "host_memory": "1GiB"})
+    assert report.host_memory_bytes == 2**30
+    assert "not used: cpu has no memory apart from the host's" in str(report)
+    assert autoremat.Report.from_json(report.to_json()).host_memory_unused == report.host_memory_unused
+
+
+def test_a_compiled_graph_warns_too(small_values):
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="autoremat", options={**EAGER, "host_memory": "1GiB"})
+    with pytest.warns(OptionWarning, match="host_memory has no effect on a graph: cpu has no memory apart"):
+        compiled(X)
+
+
+def test_unified_memory_has_no_link(small_values, monkeypatch):
+    assert with_forms(priced(step, X, device="H100-80GB", host_memory="1GiB"))
+    monkeypatch.setattr(compiler_forms, "assumed_host_link", lambda name: None)
+    shared = priced(step, X, device="H100-80GB", host_memory="1GiB")
+    assert set(with_forms(shared).values()) == {("bits",)}
+    assert "no memory apart from the host's" in shared.host_memory_unused
+
+
+@pytest.mark.parametrize(("setting", "said"), [("triton.cudagraphs", "CUDA graphs"), ("cpp_wrapper", "a wrapper in C")])
+def test_settings_under_which_nothing_is_copied(small_values, setting, said):
+    options = {"host_memory": "1GiB", "compiler": "inductor", "inductor": ((setting, True),)}
+    (found,), _ = previews(step, (X,), {}, Options(**options), "H100-80GB", lambda preview: preview.priced)
+    assert found.host_memory_unused.startswith(f"the code cannot copy to the host under {said}")
+    assert not with_forms(found)
+
+
+# -- the link ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_link_is_measured_in_both_directions_and_together():
+    seconds = iter([1e-5, 2e-5, 1e-3, 2e-3, 4e-3])
+    link = measure_link(CPU, lambda run: (run(), next(seconds))[1])
+    moved = host_link.LARGE_BYTES - host_link.SMALL_BYTES
+    assert link.to_host == pytest.approx(moved / (1e-3 - 1e-5))
+    assert link.from_host == pytest.approx(moved / (2e-3 - 2e-5))
+    assert link.latency_seconds == 2e-5
+    assert link.together == 0.5
+    assert 0 < measure_link(CPU).to_host < 1e13
+
+
+def test_a_link_is_measured_once_and_stored(monkeypatch, tmp_path):
+    monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
+    measured = HostLink(25e9, 20e9, 1e-5, 0.5)
+    calls: list[torch.device] = []
+    monkeypatch.setattr(host_link, "measure_link", lambda device: (calls.append(device), measured)[1])
+    monkeypatch.setattr(host_link, "device_key", lambda device: "card")
+    monkeypatch.setattr(host_link, "device_name", lambda device: "H100-80GB")
+    for _ in range(2):
+        monkeypatch.setattr(host_link, "_known", {})
+        assert host_link_of(torch.device("cuda")) == measured
+        assert host_link_of(torch.device("cuda")) == measured
+    assert len(calls) == 1
+    (stored,) = (tmp_path / "host_links").iterdir()
+    stored.write_text("[1]")
+    monkeypatch.setattr(host_link, "_known", {})
+    assert host_link_of(torch.device("cuda")) == measured
+    assert len(calls) == 2
+    assert host_link_of(torch.device("cuda"), measures=False) != measured
+
+
+def test_ranks_take_the_least_bytes_and_the_slowest_link():
+    one, other = HostLink(25e9, 20e9, 1e-5, 0.5), HostLink(20e9, 25e9, 2e-5)
+    slowest = HostLink(20e9, 20e9, 2e-5, 0.5)
+    assert least_link([one, other]) == slowest
+    parts = {rank: {"host": 10 + rank, "link": [*dataclasses.astuple(link)]} for rank, link in enumerate((one, other))}
+    assert _least_host(parts) == {"host": 10, "link": [*dataclasses.astuple(slowest)]}
+    parts[0] = {"host": None, "link": None}
+    assert _least_host(parts) == {"host": None, "link": None}

@@ -1,0 +1,147 @@
+"""The buffers on the host, and the ops that copy to them and from them, on a CPU that stands in for a device."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from autoremat import host_memory
+from autoremat.host_memory import links, ops
+
+
+@pytest.fixture(autouse=True)
+def afresh() -> Iterator[None]:
+    """No buffers of an earlier test."""
+    torch._dynamo.reset()
+    with host_memory.stand_in():
+        yield
+
+
+def stored(source: Tensor) -> Tensor:
+    return ops.wait_for_copy_to_host(ops.copy_to_host(source, source.nbytes), source)
+
+
+def loaded(host: Tensor) -> Tensor:
+    return ops.wait_for_copy_from_host(ops.copy_from_host(host, torch.device("cpu")), host)
+
+
+LAYOUTS = {
+    "contiguous": lambda: torch.randn(3, 4, 5),
+    "transposed": lambda: torch.randn(3, 4, 5).transpose(0, 2),
+    "channels last": lambda: torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+    "a slice": lambda: torch.randn(8, 6)[2:5, 1:4],
+    "expanded": lambda: torch.randn(4, 1).expand(4, 6),
+    "a scalar": lambda: torch.tensor(2.5),
+    "empty": lambda: torch.empty(0, 3),
+    "booleans": lambda: torch.rand(5, 3) > 0.5,
+    "halves": lambda: torch.randn(5, 3).bfloat16(),
+    "complex": lambda: torch.randn(4, dtype=torch.complex64),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_values_and_layouts_come_back_bit_by_bit(layout):
+    source = LAYOUTS[layout]()
+    host = stored(source)
+    expected = source.clone(memory_format=torch.preserve_format)
+    source.zero_() if layout != "expanded" else source[:, 0].zero_()
+    back = loaded(host)
+    assert (back.dtype, back.stride()) == (source.dtype, source.stride())
+    assert torch.equal(back, expected)
+    assert back.data_ptr() != host.data_ptr() or not source.numel()
+
+
+def test_a_buffer_is_lent_as_long_as_anything_reads_it():
+    host = stored(torch.ones(256))
+    address, view = host.data_ptr(), host.view(16, 16)[3]
+    assert host_memory.statistics("cpu") == host_memory.Statistics(1024, 1024, 1024, 0)
+    del host
+    assert stored(torch.zeros(256)).data_ptr() != address
+    assert host_memory.statistics("cpu").held_bytes == 2048
+    assert view.sum() == 16
+    del view
+    assert host_memory.statistics("cpu").used_bytes == 0
+    assert stored(torch.zeros(256)).data_ptr() == address
+    assert host_memory.statistics("cpu").held_bytes == 2048
+
+
+def test_a_buffer_has_the_planned_capacity_whatever_the_size():
+    for rows in (3, 8, 5):
+        assert torch.equal(loaded(ops.copy_to_host(torch.ones(rows, 4), 8 * 4 * 4)), torch.ones(rows, 4))
+    assert host_memory.statistics("cpu") == host_memory.Statistics(128, 0, 16 * 16, 16 * 16)
+
+
+def test_unused_buffers_are_dropped_on_request_and_after_a_reset():
+    host = stored(torch.ones(256))
+    stored(torch.ones(512))
+    assert host_memory.statistics("cpu").held_bytes == 1024 + 2048
+    host_memory.release()
+    assert host_memory.statistics("cpu").held_bytes == 1024
+    torch._dynamo.reset()
+    assert host_memory.statistics("cpu") == host_memory.Statistics()
+    assert torch.equal(loaded(host), torch.ones(256))  # a graph that was compiled before the reset may still end
+
+
+def test_what_a_hook_puts_in_place_of_a_copy_is_loaded_too():
+    host = stored(torch.arange(9.0)).clone()
+    assert torch.equal(loaded(host), torch.arange(9.0))
+
+
+def test_a_source_that_nobody_else_keeps_lives_until_the_wait_or_as_long_as_the_copy():
+    link = links.Link(torch.device("cpu"))
+
+    def copied() -> tuple[Tensor, weakref.ref[Tensor]]:
+        source = torch.ones(64)
+        return link.copy_to_host(source, source.nbytes), weakref.ref(source)
+
+    host, source = copied()
+    assert source() is not None
+    link.wait_for_copy_to_host(host)
+    assert source() is None
+    abandoned, source = copied()
+    del abandoned
+    assert source() is None
+
+
+def test_threads_share_the_pool():
+    failures = []
+
+    def store_and_load(number: int) -> None:
+        for _ in range(200):
+            host = stored(torch.full((64,), float(number)))
+            if not torch.equal(loaded(host), torch.full((64,), float(number))):
+                failures.append(number)
+
+    threads = [threading.Thread(target=store_and_load, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    now = host_memory.statistics("cpu")
+    assert not failures
+    assert now.used_bytes == 0
+    assert now.held_bytes <= 2 * 4 * 256  # the next one is stored before the last one is dropped
+    assert now.to_host_bytes == now.from_host_bytes == 4 * 200 * 256
+
+
+def test_a_cpu_stands_in_only_where_it_is_told_to():
+    assert host_memory.is_available(torch.device("cpu"))
+    assert host_memory.is_available(torch.device("cuda", 0))
+    assert not host_memory.is_available(torch.device("meta"))
+    found = []
+    thread = threading.Thread(target=lambda: found.append(host_memory.is_available(torch.device("cpu"))))
+    thread.start()
+    thread.join()
+    assert found == [False]
+
+
+@pytest.mark.parametrize("op", [ops.copy_to_host, ops.copy_from_host, ops.wait_for_copy_to_host, ops.wait_for_copy_from_host])
+def test_fake_results_are_those_of_the_ops(op):
+    tensor = torch.randn(4, 6).t()
+    arguments = {ops.copy_to_host: (tensor, 96), ops.copy_from_host: (tensor, torch.device("cpu"))}.get(op, (tensor, tensor))
+    torch.library.opcheck(op, arguments, test_utils=("test_schema", "test_faketensor"))

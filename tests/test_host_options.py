@@ -1,0 +1,110 @@
+"""The options on forms of saved tensors, `host_memory` and `store`, and what they ask of a graph."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from requests_of_options import CPU, key_of, request_with
+from test_requests import around, profile
+
+from autoremat import OptionsError, OptionWarning
+from autoremat.measure import machine
+from autoremat.options.options import Options
+from autoremat.request.budgets import request_of, requests_of
+from autoremat.request.surroundings import Surroundings
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(("given", "bytes_"), [("64GiB", 64 * GIB), (7, 7), (None, None)])
+def test_a_bound_on_the_host_is_part_of_the_limits(given, bytes_):
+    request = request_with(Options(host_memory=given))
+    assert request.limits.host_bytes == bytes_
+    assert request.forms == (set() if bytes_ is None else {"host", "bits"})
+
+
+def test_auto_is_the_share_of_the_rank():
+    here = Surroundings(CPU, runs_here=False)
+    vars(here)["host_bytes"] = 5 * GIB
+    assert request_of(Options(host_memory=" Auto "), here).limits.host_bytes == 5 * GIB
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 0.5, "64", "0GiB", "half", b"1GiB", [1], 2**63])
+def test_bounds_on_the_host_that_are_refused(value):
+    with pytest.raises(OptionsError, match=r'^host_memory=.*is not accepted. Accepted: an int > 0.*"auto" or None'):
+        Options(host_memory=value)
+
+
+def test_store_names_the_forms_that_are_allowed():
+    assert request_with(Options(store=["bits", "device"])).forms == {"bits"}
+    assert Options(store=["bits", "device"]) == Options(store=("device", "bits"))
+    assert request_with(Options(store=("device", "host"), host_memory="1GiB")).forms == {"host"}
+    assert request_with(Options(store=("device",))).forms == set()
+
+
+@pytest.mark.parametrize("value", ["device", (), ["host"], ["device", "disk"], {"device": 1}, ["device", 1]])
+def test_lists_of_forms_that_are_refused(value):
+    with pytest.raises(
+        OptionsError, match=r"^store=.*is not accepted. Accepted: a list of names among 'device', 'host', 'bits'"
+    ):
+        Options(store=value)
+
+
+@pytest.mark.parametrize("options", [{"store": ("device", "host")}, {"store": ("device",), "host_memory": "1GiB"}])
+def test_a_form_and_its_bound_go_together(options):
+    with pytest.raises(OptionsError, match=r"store=.* and host_memory=.* contradict each other"):
+        Options(**options)
+
+
+def test_forms_are_part_of_the_cache_key():
+    choices = (Options(), Options(host_memory=1), Options(host_memory=2), Options(host_memory=1, store=("device", "host")))
+    assert len({key_of(options) for options in choices}) == len(choices)
+    assert json.loads(key_of(choices[1]))["host_bytes"] == 1
+
+
+def test_graphs_that_share_a_budget_keep_nothing_on_the_host():
+    with pytest.warns(OptionWarning, match="host_memory has no effect on graphs that share the budget of a step"):
+        (request,) = requests_of(Options(memory_budget=profile(), host_memory="1GiB"), around()).values()
+    assert request.limits.host_bytes is None
+    assert request.forms == set()
+
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def free_of(tmp_path):
+    """Returns the free bytes by files that say so."""
+
+    def found(available_kib: int, control: dict[str, str]) -> int:
+        (tmp_path / "meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {available_kib} kB\n")
+        for name, text in control.items():
+            (tmp_path / name).parent.mkdir(exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return machine.free_host_bytes(tmp_path / "meminfo", tmp_path)
+
+    return found
+
+
+def test_free_memory_is_that_of_the_machine_and_of_the_control_group(free_of):
+    assert free_of(1000, {}) == 1000 * 1024
+    assert free_of(1000, {"memory.max": "max\n", "memory.current": "5\n"}) == 1000 * 1024
+    assert free_of(1000, {"memory.max": "9000\n", "memory.current": "8000\n"}) == 1000
+    assert free_of(1000, {"memory/memory.limit_in_bytes": "10", "memory/memory.usage_in_bytes": "20"}) == 0
+
+
+def test_the_machine_is_divided_by_its_ranks(monkeypatch):
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 100 * GIB + 5)
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert machine.share_of_host_memory() == 50 * GIB
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert machine.ranks_of_machine() == 8
+    assert machine.share_of_host_memory() == 6 * GIB  # whole ones, so that a later process finds the same plan
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: GIB)
+    assert machine.share_of_host_memory() == GIB // 16
+
+
+def test_limits_without_a_host_are_those_of_before():
+    assert replace(request_with(Options(host_memory=1)).limits, host_bytes=None) == request_with(Options()).limits

@@ -1,0 +1,265 @@
+"""Joint search: its lower bounds hold for every plan with stays, and its plans are close to the optimum of small graphs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracles import subsets
+from strategies import GraphBuilder, close_under_need, graphs, saved_sets, stays_of, with_forms
+
+from autoremat.planner.api import plan as plan_of
+from autoremat.planner.cost.durations import durations
+from autoremat.planner.cost.stalls import stalls_of
+from autoremat.planner.graph.forms import Engine, Form, Transfer
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Role
+from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
+from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.search.lower_bounds import Moments
+from autoremat.planner.search.min_cut import MinCut
+from autoremat.planner.search.planner import Planner
+from autoremat.planner.search.relief import forward_seconds_at_most
+from autoremat.planner.search.time_budget import TimeBudget
+
+GAP = 0.02
+"""Largest gap to the optimum of small graphs that the search may leave, as a share of the step."""
+
+
+def on_host(graph: Graph, rate: float) -> Graph:
+    """`graph` with a form on the host for each of its forward values that is no output, at `rate` bytes per second."""
+    outputs = {*graph.forward_outputs, *graph.backward_outputs}
+
+    def forms(number: int) -> tuple[Form, ...]:
+        if number not in graph.forward_values or number in outputs:
+            return ()
+        size = graph.values[number].bytes
+        copies = (Transfer(engine, size / rate) for engine in (Engine.TO_HOST, Engine.FROM_HOST))
+        return (Form("host", *copies, host_bytes=size),)
+
+    values = tuple(dataclasses.replace(value, forms=forms(number)) for number, value in enumerate(graph.values))
+    return dataclasses.replace(graph, values=values)
+
+
+def step(sizes: list[int], seconds: list[float], **fields: object) -> Graph:
+    """A chain: op i computes value i, and each op of the backward reads a value, its input and the gradient behind it."""
+    build = GraphBuilder()
+    made = [build.source(0)]
+    for size, cost in zip(sizes, seconds, strict=True):
+        made.append(build.op([made[-1]], size, seconds=cost))
+    loss, gradient = build.op([made[-1]], 0, seconds=0.1), build.source(0, Role.TANGENT)
+    for index in range(len(sizes), 0, -1):
+        gradient = build.op([made[index - 1], made[index], gradient], 1, forward=False, seconds=2 * seconds[index - 1])
+    return build.graph(forward_outputs=(loss,), backward_outputs=(gradient,), **fields)
+
+
+# -- lower bounds ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), graphs(max_ops=14), st.sampled_from([1, 1, 3]))
+def test_no_plan_with_stays_beats_the_bounds(data, graph, in_flight):
+    rate = data.draw(st.sampled_from([0.0, 1e2, 1e4, 1e6]))
+    graph = dataclasses.replace(on_host(graph, rate) if rate else with_forms(graph), in_flight=in_flight)
+    schedule = build_schedule(graph, data.draw(saved_sets(graph)))
+    stays = data.draw(stays_of(graph, schedule))
+    stays = tuple(dataclasses.replace(stay, form="host") for stay in stays) if rate else stays
+    plan = Plan.of(graph, dataclasses.replace(schedule, stays=stays))
+    for host_bytes in (None, plan.host_bytes):
+        moments = Moments(graph, MinCut(graph), host_bytes=host_bytes)
+        assert moments.peak_bytes() <= plan.peak_bytes
+        if plan.peak_bytes:
+            assert moments.seconds(plan.peak_bytes) <= plan.added_seconds * (1 + 1e-6) + 1e-9
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data(), graphs(max_ops=20))
+def test_no_forward_takes_longer_than_the_bound_of_its_seconds(data, graph):
+    schedule = build_schedule(graph, data.draw(saved_sets(graph)))
+    seconds = durations(graph, schedule)[: len(schedule.forward)].sum()
+    assert seconds <= forward_seconds_at_most(graph) * (1 + 1e-9)
+
+
+def test_a_bound_knows_what_the_link_carries():
+    # Of 4 values of 100 bytes, at most 250 bytes fit. The link stores 100 bytes per second, and the forward takes 0.4 s: the
+    # other 110 bytes cost the recomputation of a value, or as many seconds of waiting.
+    build = GraphBuilder()
+    source, gradient = build.source(0), build.source(0, Role.TANGENT)
+    made = [build.op([source], 100, seconds=0.1) for _ in range(4)]
+    loss = build.op(made, 0, seconds=0.0)
+    for value in made:
+        gradient = build.op([value, gradient], 0, forward=False)
+    graph = build.graph(forward_outputs=(loss,), backward_outputs=(gradient,))
+    fast, slow = (Moments(on_host(graph, rate), MinCut(on_host(graph, rate))) for rate in (1e6, 100.0))
+    alone = Moments(graph, MinCut(graph))
+    assert alone.seconds(250) == pytest.approx(0.15, rel=1e-3)
+    assert slow.seconds(250) == pytest.approx(0.11, rel=1e-3)
+    assert fast.seconds(250) == 0.0
+    bounded = Moments(on_host(graph, 1e6), MinCut(on_host(graph, 1e6)), host_bytes=100)
+    assert bounded.seconds(250) == pytest.approx(0.05, rel=1e-3)
+
+
+# -- optimum of small graphs -------------------------------------------------------------------------------------------
+
+
+def stays_at_all_places(graph: Graph, schedule: Schedule, value: int) -> list[Stay]:
+    """The stays of a value whose store follows its op and whose need is its first read in the backward."""
+    border, sequence = len(schedule.forward), schedule.sequence
+    made = sequence.index(graph.producers([value])[0])
+    reads = [at for at, op in enumerate(sequence) if value in graph.ops[op].inputs]
+    last, need = max([made, *(at for at in reads if at < border)]), min(at for at in reads if at >= border)
+    places = itertools.product(range(last, border), range(border, need + 1))
+    return [Stay(value, "host", made, free, load, need) for free, load in places]
+
+
+def optimum(graph: Graph, budget: int, most_stored: int = 2) -> float:
+    """The least added seconds within `budget`, over all saved sets, up to `most_stored` of them stored, and all positions."""
+    best = math.inf
+    for saved in {close_under_need(graph, set(wanted)) for wanted in subsets(graph.forward_values)}:
+        schedule = build_schedule(graph, saved)
+        plan, seconds = Plan.of(graph, schedule), durations(graph, schedule)
+        crossing = [value for value in plan.saved if graph.values[value].forms]
+        for stored in (chosen for chosen in subsets(crossing) if len(chosen) <= most_stored):
+            for stays in itertools.product(*(stays_at_all_places(graph, schedule, value) for value in sorted(stored))):
+                bytes_at = plan.timeline.bytes_at.copy()
+                for stay in stays:
+                    bytes_at[stay.free + 1 : stay.load] -= graph.values[stay.value].bytes
+                if bytes_at.max() <= budget:
+                    stalls = stalls_of(graph, dataclasses.replace(schedule, stays=stays), seconds=seconds).seconds
+                    best = min(best, plan.added_seconds + stalls)
+    return best
+
+
+@pytest.mark.parametrize("rate", [3.0, 10.0, 100.0])
+def test_plans_are_close_to_the_optimum(rate):
+    random, gaps = np.random.Generator(np.random.PCG64(0)), []
+    for _ in range(3):
+        sizes, seconds = random.integers(1, 10, 5).tolist(), random.uniform(0.2, 1.0, 5).tolist()
+        graph = on_host(step(sizes, seconds), rate)
+        planner = Planner(graph, 60.0)
+        for share in (0.85, 0.7):
+            budget = int(share * planner.baseline.peak_bytes)
+            least = optimum(graph, budget)
+            planning = planner.find(budget)
+            assert planning.lower_bound_seconds <= least * (1 + 1e-6) + 1e-9
+            if planning.plan is None:
+                assert planner.smallest.peak_bytes > budget
+                continue
+            gaps.append((planning.plan.added_seconds - least) / graph.step_seconds)
+    assert len(gaps) >= 5
+    assert max(gaps) <= GAP, gaps
+
+
+# -- the planner -------------------------------------------------------------------------------------------------------
+
+SIZES, SECONDS = [8, 6, 9, 7, 8, 5, 9, 6], [0.9, 0.4, 0.8, 0.3, 0.7, 0.5, 0.6, 0.4]
+
+
+def planned(graph: Graph, budget: int, **fields: object) -> Plan:
+    planner = Planner(graph, 60.0, **fields)
+    found = planner.find(budget).plan
+    assert found is not None
+    found.check()
+    assert found.peak_bytes <= budget
+    return found
+
+
+def test_stays_make_a_step_faster_and_less_than_the_least_peak_of_recomputation():
+    graph = step(SIZES, SECONDS)
+    peak = Planner(graph, 60.0).baseline.peak_bytes
+    alone = planned(graph, int(0.7 * peak))
+    slow, fast = (planned(on_host(graph, rate), int(0.7 * peak)) for rate in (5.0, 1e3))
+    assert fast.schedule.stays
+    assert (fast.added_seconds, fast.recomputed) == (0.0, ())
+    assert 0.0 < slow.added_seconds < alone.added_seconds
+    assert Planner(on_host(graph, 5.0), 60.0).smallest.peak_bytes <= Planner(graph, 60.0).smallest.peak_bytes
+
+
+def test_the_host_bounds_what_is_stored():
+    graph = on_host(step(SIZES, SECONDS), 1e3)
+    budget = int(0.7 * Planner(graph, 60.0).baseline.peak_bytes)
+    seconds = []
+    for host_bytes in (0, 10, 20, None):
+        plan = planned(graph, budget, host_bytes=host_bytes)
+        assert host_bytes is None or plan.host_bytes <= host_bytes
+        seconds.append(plan.added_seconds)
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[0] > seconds[-1] == 0.0
+
+
+@pytest.mark.parametrize("host_bytes", [5, 12, 25])
+def test_the_least_peak_keeps_to_the_host(host_bytes):
+    graph = on_host(step(SIZES, SECONDS), 1e3)
+    planner, alone = Planner(graph, 60.0, host_bytes=host_bytes), Planner(step(SIZES, SECONDS), 60.0)
+    assert planner.smallest.host_bytes <= host_bytes
+    assert planner.smallest.peak_bytes <= alone.smallest.peak_bytes
+    assert planner.find(planner.smallest.peak_bytes).plan is not None
+
+
+def test_calls_in_flight_hold_stored_values_on_the_host():
+    graph = on_host(step(SIZES, SECONDS, in_flight=3), 1e3)
+    peak = Planner(graph, 60.0).baseline.peak_bytes
+    plan = planned(graph, peak // 2)
+    assert plan.added_seconds == 0.0
+    assert plan.host_bytes == 3 * plan.stored_bytes
+
+
+def test_values_that_can_be_packed_are_packed_where_this_is_cheap():
+    def packed(graph: Graph, seconds: float) -> Graph:
+        outputs = {*graph.forward_outputs, *graph.backward_outputs}
+        convert = Transfer(Engine.COMPUTE, seconds)
+        made = [number for number in graph.forward_values if number not in outputs]
+        values = list(graph.values)
+        for number in made:
+            values[number] = dataclasses.replace(
+                values[number], forms=(Form("bits", convert, convert, values[number].bytes // 8),)
+            )
+        return dataclasses.replace(graph, values=tuple(values))
+
+    graph = step([size * 8 for size in SIZES], SECONDS)
+    budget = int(0.75 * Planner(graph, 60.0).baseline.peak_bytes)
+    alone, cheap, dear = planned(graph, budget), planned(packed(graph, 0.01), budget), planned(packed(graph, 9.0), budget)
+    assert cheap.schedule.stays
+    assert cheap.added_seconds < 0.5 * alone.added_seconds
+    assert dear.added_seconds == alone.added_seconds
+    assert not dear.schedule.stays
+
+
+def test_equal_requests_give_equal_plans():
+    graph = on_host(step(SIZES, SECONDS), 5.0)
+    budget = int(0.7 * Planner(graph, 60.0).baseline.peak_bytes)
+    first, second = planned(graph, budget), planned(graph, budget)
+    assert first.schedule == second.schedule
+
+
+def test_a_budget_of_time_is_kept_with_a_lower_peak():
+    graph = step(SIZES, SECONDS)
+    peaks = []
+    for forms in (graph, on_host(graph, 1e3)):
+        planner = Planner(forms, 60.0)
+        fastest = planner.fastest()
+        assert fastest is not None
+        time = TimeBudget.of(fastest, 0.05)
+        found = planner.least_peak(time).plan
+        assert found is not None
+        assert time.keeps(found)
+        peaks.append(found.peak_bytes)
+    assert peaks[1] < peaks[0]
+
+
+def test_fronts_and_plans_without_torch_have_stays():
+    graph = on_host(step(SIZES, SECONDS), 1e3)
+    assert any(plan.schedule.stays for plan in Planner(graph, 60.0).front())
+    found = plan_of(graph, 0.7, time_limit=60.0)
+    assert found.schedule.stays
+    assert found.status is Status.OPTIMAL
+
+
+def test_graphs_without_forms_have_no_stays():
+    graph = step(SIZES, SECONDS)
+    assert Planner(graph, 60.0).search.joint is None

@@ -1,0 +1,213 @@
+"""Saved tensors on the host, from the option to the step that runs, on a CPU that stands for an accelerator; their report."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from oracles import differences, train_step
+from torch import nn
+
+import autoremat
+from autoremat import BudgetInfeasible, PlanFileError, host_memory, track_peak
+from autoremat.capture import forms
+from autoremat.planner.settings import SETTINGS
+from autoremat.report import plots
+from autoremat.report.decisions import Decision
+from autoremat.report.html_report import to_html
+from autoremat.report.report import Report
+
+ROOFLINE = {"cost_model": "roofline"}
+
+
+class Deep(nn.Module):
+    """Products and activations, whose gradients are small beside them."""
+
+    def __init__(self, layers: int, width: int, **where: Any) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, **where) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x).tanh()
+        return x.float().square().mean()
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Lets the CPU stand for a device with a link to the host, and values of 1 KiB have forms."""
+    lower = dataclasses.replace(SETTINGS, forms=dataclasses.replace(SETTINGS.forms, minimum_bytes=1024))
+    monkeypatch.setattr(forms, "SETTINGS", lower)
+    with host_memory.stand_in():
+        yield
+
+
+# -- a step that runs --------------------------------------------------------------------------------------------------
+
+MODEL, X = Deep(16, 64), torch.randn(4096, 64)
+
+
+def least_by_recomputation(compiler: str) -> int:
+    report = autoremat.explain(MODEL, X, options={**ROOFLINE, "compiler": compiler})
+    return report.minimum_peak_bytes + report.code_headroom_bytes
+
+
+def trained(**options: Any) -> tuple[Any, Any]:
+    """The compiled model after a step, and the outcome of a second one."""
+    torch._dynamo.reset()
+    compiled = torch.compile(MODEL, backend="autoremat", options={**ROOFLINE, **options})
+    train_step(compiled, MODEL, (X,), 0)
+    return compiled, train_step(compiled, MODEL, (X,), 1)
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_a_budget_that_recomputation_alone_cannot_keep_is_kept_with_host_memory(device, compiler):
+    budget, allowed = int(0.9 * least_by_recomputation(compiler)), 32 * 2**20
+    _, expected = trained(compiler=compiler)
+    compiled, found = trained(compiler=compiler, memory_budget=budget, host_memory=allowed)
+    if compiler == "aot_eager":
+        assert not differences(found, expected)
+    torch.testing.assert_close(found.tensors, expected.tensors)
+    report, before = autoremat.reports()[-1], host_memory.statistics("cpu")
+    MODEL.zero_grad(set_to_none=True)
+    with track_peak() as peak:
+        compiled(X).backward()
+    done = host_memory.statistics("cpu")
+    assert peak.bytes <= report.peak_bytes <= budget
+    assert report.stored.moved_bytes == done.to_host_bytes - before.to_host_bytes > 0
+    assert report.stored.moved_bytes == done.from_host_bytes - before.from_host_bytes
+    assert report.host_peak_bytes == done.held_bytes <= allowed
+    assert done.used_bytes == 0
+    offloaded = [value for value in report.values if value.decision is Decision.OFFLOADED]
+    assert sum(value.bytes for value in offloaded) == report.stored.moved_bytes
+
+
+def test_an_impossible_budget_names_the_host_memory_that_makes_it_possible(device):
+    options = {**ROOFLINE, "compiler": "aot_eager", "memory_budget": int(0.9 * least_by_recomputation("aot_eager"))}
+    with pytest.raises(BudgetInfeasible) as raised:
+        autoremat.explain(MODEL, X, options=options)
+    (remedy,) = (text for text in raised.value.remedies if "host" in text)
+    named = re.fullmatch(r"set host_memory to (\d+) \(.*\): a plan fits that keeps these on the host", remedy)
+    assert named
+    assert autoremat.explain(MODEL, X, options={**options, "host_memory": int(named[1])}).fits
+
+
+def test_a_small_bound_on_the_host_is_kept(device):
+    budget, allowed = int(1.2 * least_by_recomputation("aot_eager")), 3 * 2**20
+    trained(compiler="aot_eager", memory_budget=budget, host_memory=allowed)
+    assert 0 < autoremat.reports()[-1].host_peak_bytes <= allowed
+
+
+def test_a_stored_plan_needs_the_host_memory_that_it_takes(device):
+    budget = int(0.9 * least_by_recomputation("aot_eager"))
+    trained(compiler="aot_eager", memory_budget=budget, host_memory="32MiB")
+    plan = autoremat.reports()[-1].plan
+    held = plan.timeline.host_bytes
+    trained(compiler="aot_eager", plan=plan, host_memory=held)
+    assert autoremat.reports()[-1].host_peak_bytes == held
+    with pytest.raises(PlanFileError, match=f'keeps .* on the host, and host_memory allows .*: raise it to "{held}B"'):
+        autoremat.explain(MODEL, X, options={**ROOFLINE, "compiler": "aot_eager", "plan": plan, "host_memory": held - 1})
+
+
+class Masked(Deep):
+    """Activations under dropout, whose masks are saved."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.dropout(layer(x).tanh(), 0.3, True)
+        return x.square().mean()
+
+
+def test_masks_are_kept_as_bits_if_the_option_allows_it(device):
+    model = Masked(8, 64)
+    options = {**ROOFLINE, "compiler": "aot_eager"}
+    least = autoremat.explain(model, X, options=options).minimum_peak_bytes
+    outcomes = []
+    for store in (("device",), ("device", "bits")):
+        torch._dynamo.reset()
+        compiled = torch.compile(model, backend="autoremat", options={**options, "memory_budget": least, "store": store})
+        outcomes.append(train_step(compiled, model, (X,), 1))
+    assert not differences(*outcomes)
+    plain, packed = autoremat.reports()[-2:]
+    assert packed.recompute_seconds + packed.stall_seconds < plain.recompute_seconds
+    (total,) = packed.stored.totals
+    assert (total.form, total.device_bytes, total.host_bytes) == ("bits", total.bytes // 8, 0)
+    assert {value.decision for value in packed.values} >= {Decision.PACKED, Decision.SAVED}
+    assert "as bits in" in str(packed)
+    model.zero_grad(set_to_none=True)
+    with track_peak() as peak:
+        compiled(X).backward()
+    assert peak.bytes <= packed.peak_bytes <= least
+
+
+# -- what is said of it ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reports() -> tuple[Report, Report]:
+    """Reports of a step on an H100 under a budget, without host memory and with it."""
+    where: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16}
+    model, x = Deep(12, 8192, **where), torch.zeros(16384, 8192, **where)
+    options = {**ROOFLINE, "memory_budget": "2.6GiB", "time_limit": 3.0}
+    plain, asked = (
+        autoremat.explain(model, x, options={**options, "host_memory": host}, device="H100-80GB") for host in (None, "64GiB")
+    )
+    return plain, asked
+
+
+def test_host_memory_saves_recomputation(reports):
+    plain, asked = reports
+    assert asked.fits
+    assert asked.recompute_seconds + asked.stall_seconds < plain.recompute_seconds
+    assert plain.stored is None
+    assert asked.stored.stall_seconds_at_best <= asked.stored.stall_seconds
+    assert asked.gap <= plain.gap
+
+
+def test_a_report_tells_what_is_stored_moved_and_waited_for(reports):
+    plain, asked = reports
+    (total,) = asked.stored.totals
+    assert (total.form, total.bytes, total.device_bytes) == ("host", asked.host_peak_bytes, 0)
+    text = str(asked)
+    assert f"{total.tensors} tensor" in text
+    assert "of 64.00 GiB (host_memory)" in text
+    assert "busiest engine: the copies to the host" in text
+    assert "offloaded" in text
+    assert "host" not in str(plain)
+    assert "tensors in other forms, stalls" in asked.summary() or "tensor in other forms" in asked.summary()
+    assert Report.from_json(asked.to_json()) == asked
+
+
+def test_a_report_tells_why_a_value_is_offloaded(reports):
+    _, asked = reports
+    offloaded = [value for value in asked.values if value.decision is Decision.OFFLOADED]
+    assert len(offloaded) == asked.stored.totals[0].tensors
+    assert all("device memory is free meanwhile: recomputing it takes" in value.why for value in offloaded)
+    assert all("its transfers take" in value.why for value in offloaded)
+    assert "offloaded" in str(asked.table("offloaded"))
+    stored = [total.stored_bytes for total in asked.totals()]
+    assert sum(stored) == asked.stored.totals[0].bytes
+    assert "in other forms" in str(asked.totals_table())
+
+
+def test_a_comparison_has_the_host_and_the_stalls(reports):
+    plain, asked = reports
+    figures = {name: (before, after) for name, before, after, _ in plain.diff(asked).figures}
+    assert figures["peak on the host"][0] == "0 B"
+    assert "peak on the host" not in {name for name, *_ in plain.diff(plain).figures}
+
+
+def test_the_picture_has_the_bytes_on_the_host(reports):
+    plain, asked = reports
+    assert max(asked.profile_after.host) == asked.host_peak_bytes
+    assert not plain.profile_after.host
+    assert sum(asked.peak_after.by_sort[i][1] for i in range(len(asked.peak_after.by_sort))) == asked.peak_after.bytes
+    _, host_axis = plots.memory(asked).axes
+    assert host_axis.get_ylabel() == "GiB on the host"
+    assert len(plots.memory(plain).axes) == 1
+    assert ">in other forms</th>" in to_html(asked)
+    assert ">in other forms</th>" not in to_html(plain)

@@ -1,0 +1,147 @@
+"""Placement: stays that make a schedule fit, where they belong, and without waiting where the link is fast enough."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from strategies import GraphBuilder, graphs, saved_sets, with_forms
+
+from autoremat.planner.graph.forms import Engine, Form, Transfer
+from autoremat.planner.graph.op import Kind, Role
+from autoremat.planner.graph.schedule import Stay, build_schedule
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.grouped_plan import GroupedPlan
+from autoremat.planner.search.placement import place
+
+
+def chain(sizes: list[int], forms: dict[int, Form], **fields: object) -> GroupedPlan:
+    """The plan that saves every value of a chain whose ops take a second each. The last backward op but i reads value i."""
+    build = GraphBuilder()
+    made = [build.op([build.source(0)], sizes[0])]
+    for size in sizes[1:]:
+        made.append(build.op([made[-1]], size))
+    gradient = build.source(0, Role.TANGENT)
+    for value in reversed(made):
+        gradient = build.op([value, gradient], 0, forward=False)
+    for index, form in forms.items():
+        build.values[made[index]] = dataclasses.replace(build.values[made[index]], forms=(form,))
+    graph = build.graph(backward_outputs=(gradient,), **fields)
+    return GroupedPlan(Plan.of(graph, build_schedule(graph, frozenset(made))))
+
+
+def on_host(seconds: float, size: int = 10) -> Form:
+    return Form("host", Transfer(Engine.TO_HOST, seconds), Transfer(Engine.FROM_HOST, seconds), host_bytes=size)
+
+
+def packed(seconds: float) -> Form:
+    return Form("bits", Transfer(Engine.COMPUTE, seconds), Transfer(Engine.COMPUTE, seconds), device_bytes=1)
+
+
+def placed(grouped: GroupedPlan, budget: int, host_bytes: int | None = None) -> Plan:
+    found = place(grouped, budget, host_bytes)
+    assert found is not None
+    found.check()
+    assert found.peak_bytes <= budget
+    return found
+
+
+def test_a_plan_that_fits_has_no_stays():
+    assert placed(chain([10] * 4, {0: on_host(1.0)}), 40).schedule.stays == ()
+
+
+def test_the_first_value_leaves_as_soon_as_it_is_copied_and_returns_just_before_its_need():
+    plan = placed(chain([10] * 6, {0: on_host(2.0)}), 50)
+    # Computed by execution 0, read by execution 1, copied during 1 and 2, read again by execution 11, copied during 9 and 10.
+    (stay,) = plan.schedule.stays
+    assert (stay.store, stay.free, stay.load, stay.need) == (0, 2, 9, 11)
+    assert plan.stall_seconds == 0.0
+
+
+def test_the_compute_stream_waits_where_the_copy_takes_too_long():
+    plan = placed(chain([10] * 4, {0: on_host(4.0)}), 30)
+    (stay,) = plan.schedule.stays
+    assert (stay.free, stay.need) == (2, 7)
+    # The store ends at 5 s, and execution 3 needs the memory at 3 s. The load has memory 2 s before its need.
+    assert plan.stall_seconds == pytest.approx(2.0 + 2.0)
+
+
+def test_the_cheaper_way_frees_the_memory():
+    for seconds, form in ((0.1, "bits"), (9.0, "host")):
+        plan = placed(chain([10] * 4, {0: on_host(4.0), 1: packed(seconds)}), 31)
+        assert [stay.form for stay in plan.schedule.stays] == [form]
+
+
+def test_no_more_values_are_stored_than_the_host_holds():
+    forms = {index: on_host(0.5) for index in range(6)}
+    assert len(placed(chain([10] * 8, forms), 50, None).schedule.stays) >= 3
+    assert place(chain([10] * 8, forms), 50, 29) is None
+    assert placed(chain([10] * 8, forms), 60, 20).host_bytes == 20
+
+
+def test_other_calls_in_flight_count():
+    forms = {index: on_host(0.1) for index in range(4)}
+    grouped = chain([10] * 4, forms, in_flight=2)
+    assert grouped.plan.peak_bytes == 80
+    assert placed(grouped, 50).host_bytes == 40
+
+
+def test_no_stays_help_where_the_peak_holds_nothing_to_store():
+    grouped = chain([10] * 4, {0: on_host(0.1)})
+    assert grouped.least_bytes == 30
+    assert place(grouped, 29) is None
+
+
+def test_transfers_divide_no_fused_kernel():
+    build = GraphBuilder()
+    x = build.op([build.source(0)], 10, kind=Kind.EXTERN)
+    for _ in range(3):
+        for _ in range(3):
+            y = build.op([x], 10, kind=Kind.POINTWISE)
+            x = build.op([x, y], 10, kind=Kind.POINTWISE)
+        x = build.op([x], 10, kind=Kind.EXTERN)
+    gradient = build.source(0, Role.TANGENT)
+    saved = [value for op in build.ops if op.kind is Kind.EXTERN for value in op.outputs]
+    for value in reversed(saved):
+        gradient = build.op([value, gradient], 0, forward=False, kind=Kind.POINTWISE)
+        gradient = build.op([gradient], 0, forward=False, kind=Kind.EXTERN)
+    build.values[saved[0]] = dataclasses.replace(build.values[saved[0]], forms=(on_host(0.1),))
+    graph = build.graph(backward_outputs=(gradient,), fuses=True)
+    plan = Plan.of(graph, build_schedule(graph, frozenset(saved)))
+    (stay,) = placed(GroupedPlan(plan), plan.peak_bytes - 5).schedule.stays
+    kinds = [graph.ops[op].kind for op in plan.sequence]
+    for after in (stay.store, stay.free):
+        assert Kind.EXTERN in kinds[after : after + 2]
+    for before in (stay.load, stay.need):
+        assert Kind.EXTERN in kinds[before - 1 : before + 1]
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data(), graphs(max_ops=30), st.sampled_from([1, 2]), st.sampled_from([0.95, 0.8, 0.6]))
+def test_placed_plans_fit_and_are_valid(data, graph, in_flight, share):
+    graph = with_forms(dataclasses.replace(graph, in_flight=in_flight))
+    grouped = GroupedPlan(Plan.of(graph, build_schedule(graph, data.draw(saved_sets(graph)))))
+    assume(grouped.plan.peak_bytes)
+    host_bytes = data.draw(st.sampled_from([None, 300]))
+    budget = max(int(share * grouped.plan.peak_bytes), grouped.least_bytes)
+    found = place(grouped, budget, host_bytes)
+    if found is not None:
+        found.check(ignores_recompute=True)
+        assert found.peak_bytes <= budget
+        assert host_bytes is None or found.host_bytes <= host_bytes
+
+
+def lengths(stays: tuple[Stay, ...]) -> list[int]:
+    return [stay.need - stay.load for stay in stays]
+
+
+def test_loads_wait_for_their_engine():
+    forms: dict[int, Form] = {index: on_host(1.0) for index in range(4)}
+    plan = placed(chain([10] * 10, forms), 70)
+    assert plan.stall_seconds == 0.0
+    assert all(length >= 1 for length in lengths(plan.schedule.stays))
+    stays = sorted(plan.schedule.stays, key=lambda stay: stay.need)
+    assert all(first.load < second.load for first, second in pairwise(stays))
