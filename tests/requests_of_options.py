@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import fx
 
 from autoremat.options.options import Options
+from autoremat.planner.multigraph.ledger import Moment, PlanPoint
+from autoremat.planner.multigraph.step_profile import Step, StepGraph, StepProfile
 from autoremat.request.budgets import request_of
 from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
@@ -25,3 +28,17 @@ def budget_with(options: Options, reference_bytes: int, free: int | None = 2**41
 def key_of(options: Options) -> str:
     """Returns the cache key of the options' request."""
     return request_with(options).cache_key()
+
+
+def profile(budget: int | None = 4096, blocks: tuple[int | None, ...] = (None,)) -> StepProfile:
+    """A step of one graph with two plans, called once by each block."""
+    front = (PlanPoint(0.0, 1024, 1024, 2048), PlanPoint(1.0, 256, 1024, 2048))
+    graphs = tuple(StepGraph("key", "model.py:1", 1, front, front[0], 10.0, block=block) for block in blocks)
+    moments = tuple(Moment(0, (), number, half) for number in range(len(blocks)) for half in (False, True))
+    return Step(graphs, moments, ("forward 0", "backward 0"), "cpu").shared_out(budget)
+
+
+def around(key: str = "key", module: fx.GraphModule | None = None) -> Surroundings:
+    found = Surroundings(CPU, module)
+    vars(found)["key"] = key
+    return found

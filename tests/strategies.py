@@ -310,3 +310,17 @@ def programs(draw: st.DrawFn, max_steps: int = 10, max_outputs: int = 3) -> Prog
         steps.append(Step(draw(st.sampled_from(STEPS)), draw(number), draw(number), draw(st.integers(0, 2))))
     outputs = draw(st.lists(st.tuples(st.sampled_from(OUTPUTS), st.integers(0, len(steps) + 2)), max_size=max_outputs))
     return Program(tuple(steps), tuple(outputs))
+
+
+KINDS = tuple(dict.fromkeys(STEPS))
+GROUP = 6
+
+
+def systematic(kinds: tuple[str, ...], choice: int) -> Program:
+    """Each kind once, on the newest tensor and one of before, with dear and random steps between."""
+    steps = []
+    for index, kind in enumerate(kinds):
+        steps.append(Step(kind, 2 * index + 2, index, choice))
+        steps.append(Step(("linear", "gelu", "dropout")[index % 3], 2 * index + 3, 0, choice))
+    outputs = tuple((OUTPUTS[(choice + i) % len(OUTPUTS)], len(steps) - i) for i in range(3))
+    return Program(tuple(steps), outputs)

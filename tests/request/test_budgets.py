@@ -6,37 +6,21 @@ from dataclasses import replace
 
 import pytest
 import torch
-from requests_of_options import CPU, request_with
+from requests_of_options import around, profile, request_with
 from torch import fx, nn
 
 import autoremat
 from autoremat import BudgetWarning, Options, OptionsError, OptionWarning
-from autoremat.planner.multigraph.ledger import Moment, PlanPoint
 from autoremat.planner.multigraph.open_calls import OpenCalls
-from autoremat.planner.multigraph.step_profile import Step, StepGraph, StepProfile
 from autoremat.request import surroundings
 from autoremat.request.budgets import request_of, requests_of
 from autoremat.request.limits import Limits
 from autoremat.request.request import Request
-from autoremat.request.surroundings import Surroundings, running_block
+from autoremat.request.surroundings import running_block
 from autoremat.torch_private.pipelining import Stage
 
 STAGE = Stage(1, (0, 1), in_flight=3, schedule="Schedule1F1B", microbatches=4)
 MODULE = fx.symbolic_trace(nn.Identity())
-
-
-def profile(budget: int | None = 4096, blocks: tuple[int | None, ...] = (None,)) -> StepProfile:
-    """A step of one graph with two plans, called once by each block."""
-    front = (PlanPoint(0.0, 1024, 1024, 2048), PlanPoint(1.0, 256, 1024, 2048))
-    graphs = tuple(StepGraph("key", "model.py:1", 1, front, front[0], 10.0, block=block) for block in blocks)
-    moments = tuple(Moment(0, (), number, half) for number in range(len(blocks)) for half in (False, True))
-    return Step(graphs, moments, ("forward 0", "backward 0"), "cpu").shared_out(budget)
-
-
-def around(key: str = "key", module: fx.GraphModule | None = None) -> Surroundings:
-    found = Surroundings(CPU, module)
-    vars(found)["key"] = key
-    return found
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from oracles import Outcome, differences, measured_step, train_step
 from random_modules import FUNCTIONS, RandomModule, fresh_inputs
-from strategies import OUTPUTS, STEPS, Program, Step, programs
+from strategies import GROUP, KINDS, Program, Step, programs, systematic
 
 import autoremat
 from autoremat import Report
@@ -27,9 +27,6 @@ LEAST = 1
 
 WHILE_COMPILING = tuple(phase for phase in Phase if phase is not Phase.shrink)
 """A failing program is readable as it is; making it smaller would take minutes of compiling."""
-
-KINDS = tuple(dict.fromkeys(STEPS))
-GROUP = 6
 
 GROUPS = [pytest.param(n, marks=[pytest.mark.slow] * (n // GROUP % 2)) for n in range(0, len(KINDS), GROUP)]
 """The first of each group of kinds; the quick tests run every second group."""
@@ -67,16 +64,6 @@ def assert_exact(program: Program, budgets: tuple[float | int | None, ...]) -> N
 def assert_same(found: list[Outcome], expected: list[Outcome], report: Report) -> None:
     for step, (ours, reference) in enumerate(zip(found, expected, strict=True)):
         assert not differences(ours, reference), f"budget {report.budget_bytes}, step {step}, {report.summary()}"
-
-
-def systematic(kinds: tuple[str, ...], choice: int) -> Program:
-    """Each kind once, on the newest tensor and one of before, with dear and random steps between."""
-    steps = []
-    for index, kind in enumerate(kinds):
-        steps.append(Step(kind, 2 * index + 2, index, choice))
-        steps.append(Step(("linear", "gelu", "dropout")[index % 3], 2 * index + 3, 0, choice))
-    outputs = tuple((OUTPUTS[(choice + i) % len(OUTPUTS)], len(steps) - i) for i in range(3))
-    return Program(tuple(steps), outputs)
 
 
 @functools.cache

@@ -18,8 +18,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from oracles import Outcome, differences, train_step
 from random_modules import BATCH, SHAPE, TOKENS, VOCABULARY, RandomModule
-from strategies import Program, programs
-from test_exactness import GROUP, KINDS, systematic
+from strategies import GROUP, KINDS, Program, programs, systematic
 from torch import Tensor, nn
 
 import autoremat

@@ -6,8 +6,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from requests_of_options import CPU, key_of, request_with
-from test_requests import around, profile
+from requests_of_options import CPU, around, key_of, profile, request_with
 
 from autoremat import OptionsError, OptionWarning
 from autoremat.measure import machine
