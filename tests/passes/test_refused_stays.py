@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import stays
 import torch
-from test_transfers import compiled, model_and_input, step
+from test_insert_transfers import compiled, model_and_input, step
 
 from autoremat import PlanInvalid
 from autoremat.basics.errors import find_cause
