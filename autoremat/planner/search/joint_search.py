@@ -187,7 +187,7 @@ class JointSearch:
         from autoremat.planner.search.joint_program import JointProgram  # SciPy's solvers take long to import
 
         with self.limit.unit(PROGRAM * len(self.graph.ops)):
-            program = JointProgram(self.graph, self._seconds_of_ops, self.host_bytes)
+            program = JointProgram(self._fastest, self._seconds_of_ops, self.host_bytes)
         saved_sets: dict[frozenset[int], None] = {}
         for share in settings.program_budgets:
             before = self.limit.elapsed
