@@ -127,8 +127,8 @@ class JointSearchSettings:
     """Number of points of the forward in the linear program."""
     backward_points: int = 48
     """Number of points of the backward in the linear program."""
-    program_budgets: tuple[float, ...] = (1.0, 0.97, 0.92)
-    """Budgets of the linear program, as shares of the budget."""
+    program_budgets: tuple[float, ...] = (1.0, 1.0, 0.97, 0.94)
+    """Budgets of the linear programs, as shares of the budget. Each program knows the bytes of the plan of the one before."""
     thresholds: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Shares of a value in the solution from which it is saved."""
     program_segmentations: int = 3

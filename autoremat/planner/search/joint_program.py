@@ -13,7 +13,7 @@ A *point* lies before an op. The program minimises waits, conversions and the tr
     the link's rate                                 out(p) - out(q) <= rate · (seconds from q to p + wait(p)); so for back
     values are stored after their last read         out(p) <= bytes of stored(v) whose last read of the forward is before p
     values are loaded before their first read       back(p) >= bytes of stored(v) that are read before p
-    memory at each point                            saved bytes - out(p) + back(p) + bytes that every plan holds <= budget
+    memory at each point                            saved bytes - out(p) + back(p) + bytes beside them <= budget
     waits of the backward include recomputation     sum of wait(p) >= sum of seconds(o) · again(o)
 
 Each value has one decision, and times are those of one sequence of ops. So the program is a guide and no bound; its rounded
@@ -32,10 +32,9 @@ from scipy.sparse import csr_matrix
 
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.forms import Engine, Form
-from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Kind
 from autoremat.planner.mip import Program, solve
-from autoremat.planner.search.lower_bounds import fixed_bytes
+from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.joint_search
@@ -47,10 +46,15 @@ Vector = NDArray[np.float64]
 
 
 class JointProgram:
-    """The linear program of a graph for any budget. ``seconds`` are those of each op when it runs first."""
+    """The linear program of a graph for any budget.
 
-    def __init__(self, graph: Graph, seconds: Vector, host_bytes: int | None = None) -> None:
-        self.graph, self.seconds, self.host_bytes = graph, seconds, host_bytes
+    It counts the bytes by which other decisions differ from those of a ``plan`` without stays. ``seconds`` are those of each op
+    when it runs first.
+    """
+
+    def __init__(self, plan: Plan, seconds: Vector, host_bytes: int | None = None) -> None:
+        self.plan, self.seconds, self.host_bytes = plan, seconds, host_bytes
+        self.graph = graph = plan.graph
         self.clock: Vector = np.append(0.0, np.cumsum(seconds)) / MILLISECOND
         """For each op, the moment at which it begins."""
         needed = graph.ancestors(graph.producers(graph.backward_needs))
@@ -215,27 +219,21 @@ class JointProgram:
         graph, first = self.graph, self.graph.num_forward
         is_late = point > first
         held: dict[int, float] = {self.out[min(point, first)]: -1.0} | ({self.back[point]: 1.0} if is_late else {})
-        fixed = 0.0 if point < first else self._fixed[point] / GIBIBYTE
         for value in self.values:
             producer, size = graph.values[value].producer or 0, self._bytes(value)
             gone = self.read_late[value] < point if is_late else producer >= point
-            if gone or value in self.outputs:
-                fixed += size if not gone and point < first else 0.0
-            elif point < first and self.read_early[value] >= point and self._is_materialised(value):
-                fixed += size
-            else:
+            in_use = not is_late and self.read_early[value] >= point and self._is_materialised(value)
+            if not gone and not in_use and value not in self.outputs:
                 held |= dict.fromkeys([self.kept[value], *self.stored_of.get(value, ())], size)
                 if is_late and self.need[value] <= point and producer in self.again and self._is_materialised(value):
                     held[self.again[producer]] = held.get(self.again[producer], 0.0) + size
         for (value, form), column in zip(self.forms, self.stored.values(), strict=True):
-            if (
-                form.store.engine is not Engine.TO_HOST
-                and column in held
-                and self.read_early[value] < point <= self.need[value]
-            ):
+            is_away = self.read_early[value] < point <= self.need[value]
+            if is_away and form.store.engine is not Engine.TO_HOST and column in held:
                 held[column] -= self._relief(value, form)
         self._add_other_calls(held)
-        rows.add(held, -np.inf, -graph.resident_bytes / GIBIBYTE - fixed)
+        counted = sum(entry for column, entry in held.items() if column in self._chosen)
+        rows.add(held, -np.inf, counted - self._most_bytes[point] / GIBIBYTE)
 
     def _add_other_calls(self, held: dict[int, float]) -> None:
         """Adds what the other open calls hold to a row of memory."""
@@ -251,8 +249,23 @@ class JointProgram:
         return not self.graph.fuses or self.graph.ops[producer].kind is Kind.EXTERN
 
     @cached_property
-    def _fixed(self) -> NDArray[np.int64]:
-        return fixed_bytes(self.graph)
+    def _chosen(self) -> frozenset[int]:
+        """The columns that are 1 under the plan of the program."""
+        again = set(self.plan.schedule.backward)
+        saved = (self.kept[value] for value in self.plan.saved if value in self.kept)
+        return frozenset([*saved, *(column for op, column in self.again.items() if op in again)])
+
+    @cached_property
+    def _most_bytes(self) -> dict[int, int]:
+        """For each point, the most bytes under the plan since the point before."""
+        schedule, bytes_at, first = self.plan.schedule, self.plan.timeline.bytes_at, self.graph.num_forward
+        border, begin, found = len(schedule.forward), 0, dict[int, int]()
+        places = np.maximum.accumulate([*schedule.forward, *(max(op, first) for op in schedule.backward)])
+        for point in self.points:
+            end = border if point == first else int(np.searchsorted(places, point))
+            found[point] = int(bytes_at[begin : end + 1].max())
+            begin = end
+        return found
 
 
 class _Rows:

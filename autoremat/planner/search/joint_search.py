@@ -183,32 +183,30 @@ class JointSearch:
         return min(self.search.unfilled, key=lambda plan: (plan.cost_seconds, plan.peak_bytes))
 
     def _from_programs(self, budget: int) -> None:
-        """Brings down the schedules of saved sets that the linear program finds."""
+        """Brings down the schedules of saved sets that linear programs find. Each counts from the plan of the one before."""
         from autoremat.planner.search.joint_program import JointProgram  # SciPy's solvers take long to import
 
-        with self.limit.unit(PROGRAM * len(self.graph.ops)):
-            program = JointProgram(self.graph, self._seconds_of_ops, self.host_bytes)
-        saved_sets: dict[frozenset[int], None] = {}
+        plan = self._fastest
         for share in settings.program_budgets:
             before = self.limit.elapsed
-            with self.limit.unit(PROGRAM * program.columns):
+            with self.limit.unit(2 * PROGRAM * len(self.graph.ops)):
+                program = JointProgram(plan, self._seconds_of_ops, self.host_bytes)
                 shares = program.solve(int(share * budget), settings.program_seconds)
             if self.limit.elapsed - before >= settings.program_seconds:
                 self.limit.interrupted = self.limit.ended_by_clock = True
-            if shares is not None:
-                chosen = (np.flatnonzero(shares >= threshold).tolist() for threshold in settings.thresholds)
-                saved_sets.update((admissible(self.graph, frozenset(values)), None) for values in chosen)
-        segmentations = [self.search.whole, *self._plain_segmentations]
-        for saved in saved_sets:
-            if self._has_passed():
+            if shares is None or self._has_passed():
                 break
-            self._add((Candidate(self.search.plan(saved, s, "program"), s) for s in segmentations), budget)
+            chosen = (np.flatnonzero(shares >= threshold).tolist() for threshold in settings.thresholds)
+            for saved in dict.fromkeys(admissible(self.graph, frozenset(values)) for values in chosen):
+                plans = [Candidate(self.search.plan(saved, s, "program"), s) for s in self._program_segmentations]
+                self._add(plans, budget)
+                plan = plans[0].plan
 
     @cached_property
-    def _plain_segmentations(self) -> list[Segmentation]:
-        """Some segmentations of few segments, all of whose cuts are saved."""
+    def _program_segmentations(self) -> list[Segmentation]:
+        """One segment, and some segmentations of few segments, all of whose cuts are saved."""
         plain = (s for s in self.search.segmentations() if not s.nested and s.segments.count > 1)
-        return list(islice(plain, 1, 1 + 2 * (settings.program_segmentations - 1), 2))
+        return [self.search.whole, *islice(plain, 1, 1 + 2 * (settings.program_segmentations - 1), 2)]
 
     @cached_property
     def _seconds_of_ops(self) -> NDArray[np.float64]:

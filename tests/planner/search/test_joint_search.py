@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oracles import subsets
 from strategies import GraphBuilder, close_under_need, graphs, saved_sets, stays_of, with_forms
 
+from autoremat.basics.errors import OptionsError
 from autoremat.planner.api import plan as plan_of
 from autoremat.planner.cost.durations import durations
 from autoremat.planner.cost.stalls import stalls_of
@@ -21,6 +22,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.search.joint_program import JointProgram
 from autoremat.planner.search.lower_bounds import Moments
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner
@@ -155,6 +157,25 @@ def test_plans_are_close_to_the_optimum(rate):
     assert max(gaps) <= GAP, gaps
 
 
+# -- the linear program ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rate", "host_bytes", "saves_all"), [(1e3, None, True), (1e3, 0, False), (1.0, None, False)])
+def test_the_linear_program_saves_what_the_link_and_the_host_hold(rate, host_bytes, saves_all):
+    graph = on_host(step(SIZES, SECONDS), rate)
+    baseline = Planner(graph, 60.0).baseline
+    program = JointProgram(baseline, durations(graph, baseline.schedule), host_bytes)
+    shares = program.solve(int(0.7 * baseline.peak_bytes), 30.0)
+    assert shares is not None
+    assert (shares[list(graph.backward_needs)].min() > 0.99) == saves_all
+
+
+def test_the_linear_program_has_no_solution_below_what_every_plan_holds():
+    graph = on_host(step(SIZES, SECONDS), 1e3)
+    baseline = Planner(graph, 60.0).baseline
+    assert JointProgram(baseline, durations(graph, baseline.schedule)).solve(0, 30.0) is None
+
+
 # -- the planner -------------------------------------------------------------------------------------------------------
 
 SIZES, SECONDS = [8, 6, 9, 7, 8, 5, 9, 6], [0.9, 0.4, 0.8, 0.3, 0.7, 0.5, 0.6, 0.4]
@@ -263,3 +284,12 @@ def test_fronts_and_plans_without_torch_have_stays():
 def test_graphs_without_forms_have_no_stays():
     graph = step(SIZES, SECONDS)
     assert Planner(graph, 60.0).search.joint is None
+
+
+def test_solvers_that_know_no_stays_refuse_forms_or_leave_them():
+    graph = on_host(step(SIZES, SECONDS), 1e3)
+    with pytest.raises(OptionsError, match="values have forms"):
+        plan_of(graph, 0.7, solver="ilp")
+    assert not plan_of(graph, 0.9, solver="min_cut").schedule.stays
+    single = on_host(Graph.from_dag([1.0] * 8, [1] * 8, [(i, i + 1) for i in range(7)] + [(0, 7), (1, 6)]), 1e3)
+    assert not plan_of(single, 0.8, time_limit=1.0).schedule.stays
