@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import distributed, nn
 
 
@@ -28,10 +27,5 @@ def gathered_groups(model: nn.Module) -> Iterator[tuple[int, bool]]:
         taken.update(map(id, own))
         group: Any = module._get_fsdp_state()._fsdp_param_group
         kept = module is shards[0] or (group is not None and group.post_forward_mesh_info is None)
-        yield sum(p.numel() * _gathered_type(p, group).itemsize for p in own), not kept
-
-
-def _gathered_type(parameter: torch.Tensor, group: Any) -> torch.dtype:
-    """Returns the type in which a parameter is gathered."""
-    found: torch.dtype | None = None if group is None else group.mp_policy.param_dtype
-    return parameter.dtype if found is None else found
+        types = {} if group is None else {id(one.sharded_param): one.mp_policy.param_dtype for one in group.fsdp_params}
+        yield sum(p.numel() * (types.get(id(p)) or p.dtype).itemsize for p in own), not kept
