@@ -64,7 +64,7 @@ class AsBits:
         bytes_ = call(prims.convert_element_type.default, flat, torch.uint8)
         rows = call(aten.view.default, call(aten.constant_pad_nd.default, bytes_, [0, -size % 8]), [-1, 8])
         shifted = call(aten.bitwise_left_shift.Tensor, rows, _positions(call, holder))
-        return call(prims.convert_element_type.default, call(aten.sum.dim_IntList, shifted, [1]), torch.uint8)
+        return call(aten.sum.dim_IntList, shifted, [1], dtype=torch.uint8)  # any other type is that of a copy
 
     def end_store(self, builder: Builder, holder: fx.Node, begun: fx.Node) -> fx.Node:
         return begun

@@ -264,7 +264,7 @@ def _error(planned: BudgetedGraph, verdict: Infeasible, attempts: list[Attempt],
     report, planning = planned.report, planned.planning
     request, card = planned.context.request, planned.context.cuda_name
     room = (report.budget_bytes or 0) - max(0, verdict.minimum_bytes - planning.smallest.peak_bytes)
-    remedies: tuple[str, ...] = (host_remedy(planned.priced.captured, planning.smallest.graph, request, card, room),)
+    remedies: tuple[str, ...] = (host_remedy(planned.priced.captured, planning.smallest, request, card, room),)
     allocated = None
     if planned.count is not None and planned.bounds_reserved:
         least = next(one for one in attempts if one.peak_bytes == verdict.minimum_bytes)

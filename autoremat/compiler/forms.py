@@ -15,12 +15,14 @@ from autoremat.capture.pricing import ROOFLINE
 from autoremat.measure.host_link import host_link_of
 from autoremat.passes.forms import FORMS
 from autoremat.planner.cost.host_link import HostLink, assumed_host_link
-from autoremat.planner.graph.forms import HOST
-from autoremat.planner.graph.graph import Graph
-from autoremat.planner.search.planner import Planner
+from autoremat.planner.graph.forms import DEVICE, HOST
+from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.grouped_plan import GroupedPlan
+from autoremat.planner.search.placement import place
 from autoremat.planner.settings import SETTINGS
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers, joint_graphs
+from autoremat.torch_private.autograd import retraces_backwards
 
 
 def with_allowed_forms(
@@ -50,26 +52,30 @@ def with_allowed_forms(
     return captured, why
 
 
-def host_remedy(captured: Capture, constrained: Graph, request: Request, card: str | None, limit: int) -> str:
-    """Returns the advice to keep saved tensors on the host, if a plan with a peak of ``limit`` bytes then exists; else "".
+def host_remedy(captured: Capture, smallest: Plan, request: Request, card: str | None, limit: int) -> str:
+    """Returns the advice to keep saved tensors on the host, if ``smallest`` then has a peak of ``limit`` bytes; else "".
 
-    ``constrained`` is the graph of ``captured`` with the constraints of the request.
+    The link counts at its assumed rate, because an error must not wait for a measurement.
     """
     limits = request.limits
-    if limits.host_bytes is not None or limits.step_share is not None:
+    if limits.host_bytes is not None or limits.step_share is not None or HOST not in (request.store or (HOST,)):
         return ""
-    asked = replace(request, limits=replace(limits, host_bytes=MOST_BYTES), store=None)
+    asked = replace(request, limits=replace(limits, host_bytes=MOST_BYTES), store=(DEVICE, HOST), cost_model=ROOFLINE)
     with_host, why = with_allowed_forms(captured, asked, card)
-    if why or with_host is captured:
+    if why:
         return ""
-    now("planning with host memory")
-    plan = Planner(replace(constrained, values=with_host.graph.values), request.time_limit).choose(limit)
-    held = 0 if plan is None else plan.timeline.host_bytes
-    return f"set host_memory to {held} ({format_bytes(held)}): a plan fits that keeps these on the host" if held else ""
+    plan = Plan.of(replace(smallest.graph, values=with_host.graph.values), smallest.schedule)
+    placed = place(GroupedPlan(plan), limit)
+    held = 0 if placed is None else placed.host_bytes
+    if not held:
+        return ""
+    return f"set host_memory to {held} ({format_bytes(held)}): a plan fits that keeps these on the host"
 
 
 def refused_setting(captured: Capture) -> str:
     """Returns the present setting of Inductor under which code of the graph cannot carry out stays; empty if it can."""
+    if retraces_backwards():
+        return "compiled autograd (torch._dynamo.config.compiled_autograd)"
     if not captured.graph.fuses:
         return ""
     if captured.runs_on == "cuda" and compilers.records_cuda_graphs():

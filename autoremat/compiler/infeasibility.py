@@ -105,8 +105,8 @@ def no_plan_fits(
     device = chosen.priced.captured.device.name
     if chosen.time is not None and chosen.plan_file is None:
         return _no_plan_keeps_both(choice, context, budget, headroom, unconstrained)
-    captured, constrained, room = chosen.priced.captured, chosen.constrained.graph, budget - headroom
-    host = host_remedy(captured, constrained, context.request, context.cuda_name, room)
+    smallest, room = chosen.planning.smallest, budget - headroom
+    host = host_remedy(chosen.priced.captured, smallest, context.request, context.cuda_name, room)
     least = chosen.planning.smallest.peak_bytes + headroom  # the assumed peak of generated code
     share = chosen.priced.step_share(limits)
     if share is not None:  # the plan of the minimum peak may miss another limit

@@ -39,6 +39,8 @@ class Link:
         """Loaded tensors that the compute stream has not waited for, by address."""
         self._moved = {"to_host_bytes": 0, "from_host_bytes": 0}
         self._counting = threading.Lock()
+        self._copying = threading.Lock()
+        """Held while a stream of the link is current, because torch keeps the stream before it in the stream itself."""
 
     def copy_to_host(self, source: torch.Tensor, capacity: int) -> torch.Tensor:
         """Returns a tensor on the host with the layout of ``source``, into which ``source`` is being copied.
@@ -54,7 +56,7 @@ class Link:
         buffer.source = source  # generated code may pass a temporary, which nothing else keeps
         self._to_host.wait_stream(compute_stream(self.device))
         self._to_host.wait_event(buffer.loaded)
-        with self._to_host:
+        with self._copying, self._to_host:
             copy.copy_(flat, non_blocking=True)
         self._to_host.record_event(buffer.stored)
         self._count("to_host_bytes", flat)
@@ -76,7 +78,7 @@ class Link:
             return copy.copy_(host)
         self._from_host.wait_stream(compute_stream(self.device))
         self._from_host.wait_event(buffer.stored)
-        with self._from_host:
+        with self._copying, self._from_host:
             _flat(copy).copy_(_flat(host), non_blocking=True)
         self._from_host.record_event(buffer.loaded)
         self._loads[copy.data_ptr()] = copy
@@ -133,7 +135,7 @@ def link_of(device: torch.device) -> Link:
 
 def statistics(device: torch.device | str) -> Statistics:
     """Returns the bytes on the host for ``device``, and the bytes that were moved since the last reset of torch."""
-    return link_of(torch.device(device)).statistics()
+    return link_of(torch.empty(0, device=device).device).statistics()  # of the current card, if no number is named
 
 
 def release() -> None:

@@ -19,10 +19,13 @@ from hypothesis import strategies as st
 from oracles import Outcome, differences, train_step
 from random_modules import BATCH, SHAPE, TOKENS, VOCABULARY, RandomModule
 from strategies import GROUP, KINDS, Program, programs, systematic
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoremat
 from autoremat import host_memory, track_peak
+from autoremat.passes.building import Builder
+from autoremat.passes.forms import FORMS
 from autoremat.planner.graph.forms import Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Value
@@ -327,6 +330,23 @@ def test_masks_are_packed_as_bits(compiler):
     assert seen.plan.schedule.stays
     assert kept.count(-(-13 * 9 // 8)) == len(seen.plan.schedule.stays)
     assert 13 * 9 not in kept
+
+
+def test_packing_and_unpacking_need_no_more_memory_than_the_form_states():
+    mask = torch.rand(1 << 10, 1 << 10) > 0.5
+    fake = FakeTensorMode()
+    graph = fx.Graph()
+    holder = graph.placeholder("mask")
+    holder.meta["val"] = fake.from_tensor(mask)
+    builder, form = Builder.beside(holder), Form("bits", *[Transfer(Engine.COMPUTE, 0.0)] * 2, mask.nbytes // 8)
+    stored = FORMS["bits"].begin_store(builder, holder, form)
+    pack = fx.GraphModule({}, graph)
+    graph.output(stored)
+    pack.recompile()
+    with track_peak("cpu") as packing:
+        packed = pack(mask)
+    assert packed.nbytes == form.device_bytes
+    assert packing.bytes <= form.device_bytes + 2 * mask.nbytes + 1
 
 
 # -- other compilations ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from oracles import differences, train_step
 from torch import nn
 
 import autoremat
-from autoremat import BudgetInfeasible, PlanFileError, host_memory, track_peak
+from autoremat import BudgetInfeasible, BudgetWarning, OptionWarning, PlanFileError, host_memory, track_peak
 from autoremat.capture import forms
 from autoremat.planner.settings import SETTINGS
 from autoremat.report import plots
@@ -94,6 +94,23 @@ def test_an_impossible_budget_names_the_host_memory_that_makes_it_possible(devic
     named = re.fullmatch(r"set host_memory to (\d+) \(.*\): a plan fits that keeps these on the host", remedy)
     assert named
     assert autoremat.explain(MODEL, X, options={**options, "host_memory": int(named[1])}).fits
+
+
+def test_an_error_names_no_host_memory_to_those_who_exclude_it(device):
+    least = least_by_recomputation("aot_eager")
+    options = {**ROOFLINE, "compiler": "aot_eager", "memory_budget": int(0.9 * least), "store": ("device", "bits")}
+    with pytest.raises(BudgetInfeasible) as raised:
+        autoremat.explain(MODEL, X, options=options)
+    assert not [text for text in raised.value.remedies if "host" in text]
+
+
+def test_nothing_waits_on_the_host_under_compiled_autograd(device):
+    options = {**ROOFLINE, "compiler": "aot_eager", "memory_budget": 1.0, "host_memory": "1GiB"}
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(compiled_autograd=True):
+        compiled = torch.compile(MODEL, backend="autoremat", options=options)
+        with pytest.warns(BudgetWarning), pytest.warns(OptionWarning, match="under compiled autograd"):
+            compiled(X).backward()
 
 
 def test_a_small_bound_on_the_host_is_kept(device):

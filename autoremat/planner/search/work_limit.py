@@ -90,8 +90,10 @@ class WorkLimit:
     def first_half(self) -> Iterator[None]:
         """Lets stages in the body end after their shares of half of the work."""
         before, self._later = self._later, 0.5
-        yield
-        self._later = before
+        try:
+            yield
+        finally:
+            self._later = before
 
     def include(self, part: WorkLimit) -> None:
         """Counts the units of a search that is part of this one."""
