@@ -139,8 +139,8 @@ def test_a_plan_predicts_the_seconds_of_its_executions(graph):
 def test_compared_seconds_are_those_of_the_step_and_of_the_cost_of_the_plan(graph):
     plan = Planner(graph).find(None).plan
     assert plan is not None
-    late = set(plan.schedule.backward) - set(plan.schedule.forward) - set(range(graph.num_forward, len(graph.ops)))
-    expected = graph.step_seconds + plan.cost_seconds + sum(graph.ops[index].seconds for index in late)
+    only_for_backward = {index for index in plan.sequence if index < graph.num_forward} - graph.required_forward
+    expected = graph.step_seconds + plan.cost_seconds + sum(graph.ops[index].seconds for index in only_for_backward)
     assert durations(graph, plan.schedule, fused=False).sum() == pytest.approx(expected)
 
 
