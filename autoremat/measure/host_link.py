@@ -1,7 +1,7 @@
 """Measures the link between a device and the host's memory, once per device, and stores its rates on disk.
 
-Each direction is measured alone, and both together. Ranks of a machine that compile together measure at the same time, so
-their rates are those of a link that they share.
+Each direction is measured alone, because the copies of one step never run in both at once. Ranks of a machine that compile
+together measure at the same time, so their rates are those of a link that they share.
 """
 
 from __future__ import annotations
@@ -66,13 +66,7 @@ def measure_link(device: torch.device, seconds: Callable[[Callable[[], None]], f
     large = [timed(partial(way.copy, LARGE_BYTES)) for way in ways]
     moved = LARGE_BYTES - SMALL_BYTES
     to_host, from_host = (moved / max(long - short, LEAST_SECONDS) for long, short in zip(large, small, strict=True))
-
-    def copy_both() -> None:
-        for way in ways:
-            way.copy(LARGE_BYTES)
-
-    together = min(1.0, max(large) / max(timed(copy_both), LEAST_SECONDS))
-    return HostLink(to_host, from_host, max(small), together)
+    return HostLink(to_host, from_host, max(small))
 
 
 class _Way:
@@ -114,7 +108,6 @@ def least_link(links: Sequence[HostLink]) -> HostLink:
         min(link.to_host for link in links),
         min(link.from_host for link in links),
         max(link.latency_seconds for link in links),
-        min(link.together for link in links),
     )
 
 

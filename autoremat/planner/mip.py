@@ -7,7 +7,7 @@ shows them. MathOpt would too, and reads sparse programs since OR-Tools 9.15.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -44,8 +44,15 @@ class Rows:
 
     def add(self, positive: list[int], negative: list[int], low: float, high: float) -> None:
         """Adds the row ``low <= sum of positive - sum of negative <= high``."""
-        self.columns.append(positive + negative)
-        self.entries.append([1.0] * len(positive) + [-1.0] * len(negative))
+        self._add(positive + negative, [1.0] * len(positive) + [-1.0] * len(negative), low, high)
+
+    def add_entries(self, row: Mapping[int, float], low: float, high: float) -> None:
+        """Adds the row ``low <= sum of entry · column <= high``, of entries by column."""
+        self._add([*row], [*row.values()], low, high)
+
+    def _add(self, columns: list[int], entries: list[float], low: float, high: float) -> None:
+        self.columns.append(columns)
+        self.entries.append(entries)
         self.low.append(low)
         self.high.append(high)
 

@@ -14,8 +14,8 @@ from autoremat.planner.cost.devices import GB, UNKNOWN_GPU, contains_word, datas
 from autoremat.planner.graph.forms import Engine, Form, Transfer
 
 PLANNED_SHARE = 0.8
-"""The share of a link's rate by which plans are made. Plans for the full rate make the step 15 to 20 % longer where the link
-reaches 0.8 of it. Plans for 0.8 cost at most 0.5 % where the link reaches its full rate."""
+"""The share of a link's rate by which plans are made. A plan for the full rate puts each late copy on the critical path, so it
+stalls wherever the link is slower. A plan for less leaves a margin."""
 
 LATENCY_SECONDS = 10e-6
 """Assumed latency of one copy: its launch, and the events between the streams."""
@@ -28,15 +28,11 @@ class HostLink:
     to_host: float
     from_host: float
     latency_seconds: float = LATENCY_SECONDS
-    together: float = 1.0
-    """Share of its rate that each direction keeps while the other one copies, too."""
 
     def __post_init__(self) -> None:
-        possible = all(0 < rate < float("inf") for rate in (self.to_host, self.from_host)) and 0 < self.together <= 1
+        possible = all(0 < rate < float("inf") for rate in (self.to_host, self.from_host))
         if not (possible and 0 <= self.latency_seconds < float("inf")):
-            raise ValueError(
-                f"{self} is no host link: rates above 0 and a latency of at least 0 must be finite, and `together` a share"
-            )
+            raise ValueError(f"{self} is no host link: rates above 0 and a latency of at least 0 must be finite")
 
 
 # Sources: rates measured with pinned memory. The lowest ones count, because the ranks of a node copy at the same time.

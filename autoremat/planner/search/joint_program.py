@@ -33,7 +33,7 @@ from scipy.sparse import csr_matrix
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.forms import Engine, Form
 from autoremat.planner.graph.op import Constraint, Kind
-from autoremat.planner.mip import Program, solve
+from autoremat.planner.mip import Program, Rows, solve
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.settings import SETTINGS
 
@@ -152,19 +152,19 @@ class JointProgram:
         return self._rows.matrix(self.columns)
 
     @cached_property
-    def _rows(self) -> _Rows:
+    def _rows(self) -> Rows:
         """All rows, for a budget of 0 bytes."""
-        traffic, rows, required = traffic_of(self.graph), _Rows(), self.graph.required_forward
+        traffic, rows, required = traffic_of(self.graph), Rows(), self.graph.required_forward
         self._add_logic(rows)
         self._add_link(rows)
-        self._memory_rows = slice(len(rows.rows), len(rows.rows) + len(self.points) - 1)
+        self._memory_rows = slice(len(rows.low), len(rows.low) + len(self.points) - 1)
         for point in self.points[:-1]:  # the last one is the end of the step
             self._add_memory(rows, point)
         again = {c: -traffic.recompute_seconds[o] / MILLISECOND for o, c in self.again.items() if o in required}
-        rows.add({self.wait[p]: 1.0 for p in self.late} | again, 0.0, np.inf)
+        rows.add_entries({self.wait[p]: 1.0 for p in self.late} | again, 0.0, np.inf)
         if self.host_bytes is not None:
             held = {column: form.host_bytes / GIBIBYTE for _, form, column in self.link}
-            rows.add(held, -np.inf, self.host_bytes / self.graph.in_flight / GIBIBYTE)
+            rows.add_entries(held, -np.inf, self.host_bytes / self.graph.in_flight / GIBIBYTE)
         return rows
 
     @cached_property
@@ -184,17 +184,17 @@ class JointProgram:
         columns = [self.kept[value], *self.stored_of.get(value, ())]
         return dict.fromkeys([*columns, self.again[producer]] if producer in self.again else columns, 1.0)
 
-    def _add_logic(self, rows: _Rows) -> None:
+    def _add_logic(self, rows: Rows) -> None:
         """Adds the rows of what is there."""
         for value in sorted(self.graph.backward_needs):
-            rows.add(self._there(value), 1.0, np.inf)
+            rows.add_entries(self._there(value), 1.0, np.inf)
         for op, column in self.again.items():
             for value in self.graph.computed_inputs[op]:
-                rows.add(self._there(value) | {column: -1.0}, 0.0, np.inf)
+                rows.add_entries(self._there(value) | {column: -1.0}, 0.0, np.inf)
         for value, columns in self.stored_of.items():
-            rows.add(dict.fromkeys([self.kept[value], *columns], 1.0), -np.inf, 1.0)
+            rows.add_entries(dict.fromkeys([self.kept[value], *columns], 1.0), -np.inf, 1.0)
 
-    def _add_link(self, rows: _Rows) -> None:
+    def _add_link(self, rows: Rows) -> None:
         """Adds the rows of the link."""
         out = self._rate(form.store.seconds for _, form, _ in self.link)
         back = self._rate(form.load.seconds for _, form, _ in self.link)
@@ -205,16 +205,16 @@ class JointProgram:
             for before, point in zip([begin, *points], points, strict=False):
                 moved = {columns[point]: 1.0, self.wait[point]: -rate}
                 moved |= {columns[before]: -1.0} if before in columns else {}
-                rows.add(moved, -np.inf, rate * float(self.clock[point] - self.clock[before]))
+                rows.add_entries(moved, -np.inf, rate * float(self.clock[point] - self.clock[before]))
         for point in self.early:
             stored = {c: -self._relief(v, form) for v, form, c in self.link if self.read_early[v] < point}
-            rows.add({self.out[point]: 1.0} | stored, -np.inf, 0.0)
+            rows.add_entries({self.out[point]: 1.0} | stored, -np.inf, 0.0)
         for point in self.late:
             loaded = {c: -self._relief(v, form) for v, form, c in self.link if self.need[v] < point}
-            rows.add({self.back[point]: 1.0} | loaded, 0.0, np.inf)
-            rows.add({self.back[point]: 1.0, self.out[self.graph.num_forward]: -1.0}, -np.inf, 0.0)
+            rows.add_entries({self.back[point]: 1.0} | loaded, 0.0, np.inf)
+            rows.add_entries({self.back[point]: 1.0, self.out[self.graph.num_forward]: -1.0}, -np.inf, 0.0)
 
-    def _add_memory(self, rows: _Rows, point: int) -> None:
+    def _add_memory(self, rows: Rows, point: int) -> None:
         """Adds the row of the memory at a point, for a budget of 0 bytes."""
         graph, first = self.graph, self.graph.num_forward
         is_late = point > first
@@ -233,7 +233,7 @@ class JointProgram:
                 held[column] -= self._relief(value, form)
         self._add_other_calls(held)
         counted = sum(entry for column, entry in held.items() if column in self._chosen)
-        rows.add(held, -np.inf, counted - self._most_bytes[point] / GIBIBYTE)
+        rows.add_entries(held, -np.inf, counted - self._most_bytes[point] / GIBIBYTE)
 
     def _add_other_calls(self, held: dict[int, float]) -> None:
         """Adds what the other open calls hold to a row of memory."""
@@ -266,24 +266,3 @@ class JointProgram:
             found[point] = int(bytes_at[begin : end + 1].max())
             begin = end
         return found
-
-
-class _Rows:
-    """Rows of a sparse matrix with their bounds, added one by one."""
-
-    def __init__(self) -> None:
-        self.rows: list[dict[int, float]] = []
-        self.low: list[float] = []
-        self.high: list[float] = []
-
-    def add(self, row: dict[int, float], low: float, high: float) -> None:
-        """Adds the row ``low <= sum of entry · column <= high``."""
-        self.rows.append(row)
-        self.low.append(low)
-        self.high.append(high)
-
-    def matrix(self, width: int) -> csr_matrix:
-        starts = np.cumsum([0, *map(len, self.rows)])
-        columns = np.fromiter((column for row in self.rows for column in row), dtype=np.int64)
-        entries = np.fromiter((entry for row in self.rows for entry in row.values()), dtype=np.float64)
-        return csr_matrix((entries, columns, starts), shape=(len(self.rows), width))

@@ -35,7 +35,7 @@ from autoremat.planner.graph.schedule import Schedule, Stay
 def test_the_link_of_a_device_follows_from_its_name(device, to_host, from_host):
     link = assumed_host_link(device)
     assert link is not None
-    assert (link.to_host, link.from_host, link.together) == (to_host * GB, from_host * GB, 1.0)
+    assert (link.to_host, link.from_host) == (to_host * GB, from_host * GB)
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "NVIDIA GB10", "Orin", "NVIDIA Thor"])
@@ -58,8 +58,6 @@ def test_every_card_has_a_link_that_is_slower_than_its_memory():
         {"from_host": math.inf},
         {"to_host": math.nan},
         {"latency_seconds": -1e-6},
-        {"together": 0.0},
-        {"together": 1.5},
     ],
 )
 def test_an_impossible_link_is_refused(impossible):
