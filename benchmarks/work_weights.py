@@ -2,6 +2,7 @@
 
     python benchmarks/work_weights.py                 # prints a table for each model
     python benchmarks/work_weights.py --only llama    # one of them
+    python benchmarks/work_weights.py --host-memory   # with saved tensors on the host, and so the joint search
 
 A fair weight gives about one microsecond per unit of work on a machine that does nothing else. The models are small and deep
 ones of `plan_hashes.py` and `same_plans.py`, planned for an H100 by name at 30 % of the reference peak.
@@ -16,6 +17,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -25,10 +27,12 @@ import same_plans
 import torch
 
 import autoremat
+from autoremat.capture import forms
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.work_limit import WorkLimit
+from autoremat.planner.settings import SETTINGS, FormSettings
 
-SHARE = 0.3
+SHARE, HOST_BYTES = 0.3, 2**36
 
 MODELS: dict[str, Callable[[], model_zoo.Built]] = {
     name: plan_hashes.MODELS[name] for name in ("mlp", "resnet", "densenet", "unet")
@@ -38,16 +42,20 @@ MODELS: dict[str, Callable[[], model_zoo.Built]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=MODELS, nargs="+", default=list(MODELS), help="some of the models")
-    for name in parser.parse_args().only:
+    parser.add_argument("--host-memory", action="store_true", help="lets saved tensors wait on the host")
+    arguments = parser.parse_args()
+    host = {"host_memory": HOST_BYTES} if arguments.host_memory else {}
+    for name in arguments.only:
         torch.manual_seed(0)
         model, inputs = MODELS[name]()
-        options = {"memory_budget": SHARE, "on_infeasible": "best_effort", "chunk_loss": False}
-        report = autoremat.explain(model, *inputs, device=same_plans.DEVICE, lower=False, options=options)
+        options = {"memory_budget": SHARE, "on_infeasible": "best_effort", "chunk_loss": False, **host}
+        with mock.patch.object(forms, "SETTINGS", replace(SETTINGS, forms=FormSettings(minimum_bytes=1))):  # of small models
+            report = autoremat.explain(model, *inputs, device=same_plans.DEVICE, lower=False, options=options)
         assert report.plan is not None
         assert report.budget_bytes is not None
         found: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0.0])
         with mock.patch.object(WorkLimit, "unit", timed_unit(found)):
-            Planner(report.plan.graph, math.inf).find(report.budget_bytes)
+            Planner(report.plan.graph, math.inf, host_bytes=HOST_BYTES).find(report.budget_bytes)
         print(f"{name}, {report.ops:,} ops")
         for kind, (units, work, seconds) in found.items():
             each, fair = 1e3 * seconds / units, 1e6 * seconds / max(work, 1.0)

@@ -34,10 +34,11 @@ FILL = 3.6
 """Work per execution to choose the values that a round of greedy fill saves."""
 
 PLACEMENT = 12.0
-"""Work per execution to choose the stays that bring a plan within a budget, and to simulate them."""
+"""Work per execution to choose the stays that bring a plan within a budget, and to simulate them. It takes three to four times
+as long where every value has a form, however small (``benchmarks/work_weights.py --host-memory``)."""
 
 PROGRAM = 60.0
-"""Work per column of a linear program of the joint choice."""
+"""Work per column of a linear program of the joint choice, of which an op has about two. It takes 0.3 to 0.7 of that."""
 
 CHECK = 6.0
 """Work per execution to check a plan."""
