@@ -86,10 +86,12 @@ VARIANTS = {
 }
 """For cuDNN the probability is a multiple of 1/16."""
 
+KERNELS = [*(("flash", variant) for variant in VARIANTS), *((kernel, variant) for kernel in ("efficient", "cudnn")
+           for variant in ("grouped, causal, dropout", "mask"))]  # fmt: skip
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kernel", ["flash", "efficient", "cudnn"])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize(("kernel", "variant"), KERNELS)
 def test_attention_repeats_its_dropout(kernel, variant, monkeypatch):
     monkeypatch.setenv("EMULATED_ATTENTION", kernel)
     options = VARIANTS[variant]
