@@ -2,9 +2,9 @@
 
 The recomputation of the plan stays. Every engine beside the compute stream is a queue, and waiting for it costs seconds.
 
-1. *Stores.* A sweep over the forward gives an idle engine the next value that was computed, as long as a later group is over
+1. *Stores.* A sweep over the groups gives an idle engine the next value that was computed, as long as a later group is over
    the budget and the value frees memory there. Values that are computed early are stored early and needed late, so this
-   sequence carries the most bytes. A value is freed behind the group in which its store ends.
+   sequence carries the most bytes. A value is freed behind the group in which its store ends, which may lie in the backward.
 2. *Waits.* Where memory is over the budget, the option of the fewest seconds per byte frees some: wait for a store that is on
    its way, begin another one, or convert a value on the compute stream.
 3. *Loads.* They end just before their value is needed, the last one first, and begin later where memory is over the budget.
@@ -128,7 +128,7 @@ class _Sweep:
             while self.bytes[group] > self.goal:
                 if not self._relieve(group) or self.waited >= self.most_stall:
                     return False
-            if group < self.grouped.num_forward:
+            if group < self.grouped.num_freeing:
                 self.ended.append(self.clock[group + 1] + self.waited)
                 self.ready += made.get(group, ())
                 self._begin_stores(group)
@@ -162,7 +162,7 @@ class _Sweep:
             stored = begin + chosen.form.store.seconds
             free = max(bisect_left(self.clock, stored - self.waited) - 1, chosen.free, group)
             load = self._load_of(chosen)
-            useful = chosen.form.store.engine is not Engine.COMPUTE and free < self.grouped.num_forward
+            useful = chosen.form.store.engine is not Engine.COMPUTE and free < self.grouped.num_freeing
             useful = useful and (chosen.value in self.promised or self.bytes[free + 1 : load].max(initial=0) > self.goal)
             if useful and self._is_possible(chosen):
                 self._choose(chosen, begin, stored, free, load)
@@ -190,8 +190,8 @@ class _Sweep:
 
     def _choose(self, one: Storable, begin: float, stored: float, free: int, load: int) -> None:
         """Decides to store the value."""
-        store = max(one.made, bisect_right(self.ended, begin) - 1)
-        self.away[one.value] = _Away(one, min(store, free), free, load, stored)
+        store = min(max(one.made, bisect_right(self.ended, begin) - 1), self.grouped.num_forward - 1, free)
+        self.away[one.value] = _Away(one, store, free, load, stored)
         self.bytes[free + 1 : load] -= one.relief
         if one.value not in self.promised:
             self._account(one)
@@ -202,7 +202,7 @@ class _Sweep:
         """Frees memory at ``group`` at the fewest seconds per byte. Returns False if nothing can be freed."""
         if group >= self.grouped.num_forward and self._delay_load(group):
             return True
-        behind = min(group, self.grouped.num_forward) - 1
+        behind = min(group, self.grouped.num_freeing) - 1
         waits = [
             (max(0.0, one.stored - self.now) / one.storable.relief, one.stored, one)
             for one in self.away.values()
@@ -274,7 +274,7 @@ def _load_late(grouped: GroupedPlan, away: Sequence[_Away]) -> None:
         if load.engine is not Engine.COMPUTE:
             begin = min(clock[one.storable.need], before[load.engine]) - load.seconds
             before[load.engine] = max(begin, clock[grouped.num_forward])
-            one.load = min(max(bisect_right(clock, begin) - 1, grouped.num_forward), one.storable.need)
+            one.load = min(max(bisect_right(clock, begin) - 1, grouped.num_forward, one.free + 1), one.storable.need)
 
 
 def _delay_loads(grouped: GroupedPlan, away: Sequence[_Away], goal: int) -> None:
