@@ -63,7 +63,7 @@ class GroupedPlan:
         self.num_forward = int(np.searchsorted(self.begins, border))
         """Number of groups of the forward."""
         self.num_freeing = len(self.begins) if self.graph.in_flight == 1 else self.num_forward
-        """Number of groups behind which values are freed. Other open calls hold what the backward frees, so it frees nothing
+        """Number of groups behind which values may be freed. Other open calls hold what the backward frees, so it frees nothing
         then."""
         self.bytes: Numbers = np.maximum.reduceat(plan.timeline.bytes_at, self.begins)
         """Bytes that are live at each group."""

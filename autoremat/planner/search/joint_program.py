@@ -13,7 +13,7 @@ A *point* lies before an op. The program minimises waits, conversions and the tr
     the link's rate                                 out(p) - out(q) <= rate · (seconds from q to p + wait(p)); so for back
     values are stored after their last read         out(p) <= bytes of stored(v) whose last read of the forward is before p
     values are loaded before their first read       back(p) >= bytes of stored(v) that are read before p
-    what is loaded has been stored                  back(p) <= out(p)
+    what is loaded has been stored                  back(p) <= out(start of the backward)
     memory at each point                            saved bytes - out(p) + back(p) + bytes beside them <= budget
     waits of the backward include recomputation     sum of wait(p) >= sum of seconds(o) · again(o)
 
@@ -33,6 +33,7 @@ from scipy.sparse import csr_matrix
 
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.forms import Engine, Form
+from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Kind
 from autoremat.planner.mip import Program, Rows, solve
 from autoremat.planner.plans.plan import Plan
@@ -49,13 +50,12 @@ Vector = NDArray[np.float64]
 class JointProgram:
     """The linear program of a graph for any budget.
 
-    It counts the bytes by which other decisions differ from those of a ``plan`` without stays. ``seconds`` are those of each op
-    when it runs first.
+    It counts the bytes by which other decisions differ from those of a plan without stays. ``seconds`` are those of each op when
+    it runs first.
     """
 
-    def __init__(self, plan: Plan, seconds: Vector, host_bytes: int | None = None) -> None:
-        self.plan, self.seconds, self.host_bytes = plan, seconds, host_bytes
-        self.graph = graph = plan.graph
+    def __init__(self, graph: Graph, seconds: Vector, host_bytes: int | None = None) -> None:
+        self.graph, self.seconds, self.host_bytes = graph, seconds, host_bytes
         self.clock: Vector = np.append(0.0, np.cumsum(seconds)) / MILLISECOND
         """For each op, the moment at which it begins."""
         needed = graph.ancestors(graph.producers(graph.backward_needs))
@@ -76,14 +76,14 @@ class JointProgram:
         self.early = self._points(0, first, settings.forward_points)
         self.late = [p for p in self._points(first, end, settings.backward_points) if p > first]
         self.points = self.early + self.late
-        counts = (len(self.ops), len(self.values), len(self.forms), len(self.points), len(self.points), len(self.late))
+        counts = (len(self.ops), len(self.values), len(self.forms), len(self.points), len(self.early), len(self.late))
         begins = np.cumsum([0, *counts]).tolist()
         self.columns: int = begins[-1]
         self.again = dict(zip(self.ops, range(begins[0], begins[1]), strict=True))
         self.kept = dict(zip(self.values, range(begins[1], begins[2]), strict=True))
         self.stored = dict(zip(self.forms, range(begins[2], begins[3]), strict=True))
         self.wait = dict(zip(self.points, range(begins[3], begins[4]), strict=True))
-        self.out = dict(zip(self.points, range(begins[4], begins[5]), strict=True))
+        self.out = dict(zip(self.early, range(begins[4], begins[5]), strict=True))
         self.back = dict(zip(self.late, range(begins[5], begins[6]), strict=True))
         self.shares: int = begins[3]
         """Number of the columns that are at most 1."""
@@ -130,9 +130,12 @@ class JointProgram:
     def _relief(self, value: int, form: Form) -> float:
         return (self.graph.values[value].bytes - form.device_bytes) / GIBIBYTE
 
-    def solve(self, budget: int, seconds: float) -> Vector | None:
-        """Returns, for each value, the share of it that is saved, in any form; None if no solution is found in ``seconds``."""
-        found = solve(self.program(budget), 0, seconds)
+    def solve(self, budget: int, plan: Plan, seconds: float) -> Vector | None:
+        """Returns, for each value, the share of it that is saved, in any form; None if no solution is found in ``seconds``.
+
+        Bytes are counted from those of ``plan``.
+        """
+        found = solve(self.program(budget, plan), 0, seconds)
         if found is None:
             return None
         shares = np.zeros(len(self.graph.values))
@@ -140,11 +143,12 @@ class JointProgram:
             shares[value] = found.values[[self.kept[value], *self.stored_of.get(value, ())]].sum()
         return shares
 
-    def program(self, budget: int) -> Program:
-        """Returns the program for a budget in bytes."""
-        rows = self._rows
+    def program(self, budget: int, plan: Plan) -> Program:
+        """Returns the program for a budget in bytes, which counts from those of ``plan``."""
+        rows, memory = self._rows, self._memory_rows
         low, high = np.array(rows.low), np.array(rows.high)
-        high[self._memory_rows] += budget / GIBIBYTE
+        counted = self._matrix[memory] @ self._chosen(plan)
+        high[memory] = counted + (budget - self._most_bytes(plan)[:-1]) / GIBIBYTE
         upper = np.append(np.ones(self.shares), np.full(self.columns - self.shares, np.inf))
         return Program(self._matrix, self._cost, low, high, np.zeros(self.columns), upper)
 
@@ -154,7 +158,7 @@ class JointProgram:
 
     @cached_property
     def _rows(self) -> Rows:
-        """All rows, for a budget of 0 bytes."""
+        """All rows. The bounds of those of the memory depend on the budget."""
         traffic, rows, required = traffic_of(self.graph), Rows(), self.graph.required_forward
         self._add_logic(rows)
         self._add_link(rows)
@@ -200,26 +204,26 @@ class JointProgram:
         out = self._rate(form.store.seconds for _, form, _ in self.link)
         back = self._rate(form.load.seconds for _, form, _ in self.link)
         for columns, points, rate, begin in (
-            (self.out, self.points, out, 0),
+            (self.out, self.early, out, 0),
             (self.back, self.late, back, self.graph.num_forward),
         ):
             for before, point in zip([begin, *points], points, strict=False):
                 moved = {columns[point]: 1.0, self.wait[point]: -rate}
                 moved |= {columns[before]: -1.0} if before in columns else {}
                 rows.add_entries(moved, -np.inf, rate * float(self.clock[point] - self.clock[before]))
-        for point in self.points:
+        for point in self.early:
             stored = {c: -self._relief(v, form) for v, form, c in self.link if self.read_early[v] < point}
             rows.add_entries({self.out[point]: 1.0} | stored, -np.inf, 0.0)
         for point in self.late:
             loaded = {c: -self._relief(v, form) for v, form, c in self.link if self.need[v] < point}
             rows.add_entries({self.back[point]: 1.0} | loaded, 0.0, np.inf)
-            rows.add_entries({self.back[point]: 1.0, self.out[point]: -1.0}, -np.inf, 0.0)
+            rows.add_entries({self.back[point]: 1.0, self.out[self.graph.num_forward]: -1.0}, -np.inf, 0.0)
 
     def _add_memory(self, rows: Rows, point: int) -> None:
-        """Adds the row of the memory at a point, for a budget of 0 bytes."""
+        """Adds the row of the memory at a point."""
         graph, first = self.graph, self.graph.num_forward
         is_late = point > first
-        held: dict[int, float] = {self.out[point]: -1.0} | ({self.back[point]: 1.0} if is_late else {})
+        held: dict[int, float] = {self.out[min(point, first)]: -1.0} | ({self.back[point]: 1.0} if is_late else {})
         for value in self.values:
             producer, size = graph.values[value].producer or 0, self._bytes(value)
             gone = self.read_late[value] < point if is_late else producer >= point
@@ -233,8 +237,7 @@ class JointProgram:
             if is_away and form.store.engine is not Engine.TO_HOST and column in held:
                 held[column] -= self._relief(value, form)
         self._add_other_calls(held)
-        counted = sum(entry for column, entry in held.items() if column in self._chosen)
-        rows.add_entries(held, -np.inf, counted - self._most_bytes[point] / GIBIBYTE)
+        rows.add_entries(held, -np.inf, np.inf)
 
     def _add_other_calls(self, held: dict[int, float]) -> None:
         """Adds what the other open calls hold to a row of memory."""
@@ -249,21 +252,20 @@ class JointProgram:
         (producer,) = self.graph.producers((value,))
         return not self.graph.fuses or self.graph.ops[producer].kind is Kind.EXTERN
 
-    @cached_property
-    def _chosen(self) -> frozenset[int]:
-        """The columns that are 1 under the plan of the program."""
-        again = set(self.plan.schedule.backward)
-        saved = (self.kept[value] for value in self.plan.saved if value in self.kept)
-        return frozenset([*saved, *(column for op, column in self.again.items() if op in again)])
+    def _chosen(self, plan: Plan) -> Vector:
+        """Returns, for each column, 1 if the plan has chosen it, and else 0."""
+        again, found = set(plan.schedule.backward), np.zeros(self.columns)
+        found[[self.kept[value] for value in plan.saved if value in self.kept]] = 1.0
+        found[[column for op, column in self.again.items() if op in again]] = 1.0
+        return found
 
-    @cached_property
-    def _most_bytes(self) -> dict[int, int]:
-        """For each point, the most bytes under the plan since the point before."""
-        schedule, bytes_at, first = self.plan.schedule, self.plan.timeline.bytes_at, self.graph.num_forward
-        border, begin, found = len(schedule.forward), 0, dict[int, int]()
+    def _most_bytes(self, plan: Plan) -> Vector:
+        """Returns, for each point, the most bytes under the plan since the point before."""
+        schedule, bytes_at, first = plan.schedule, plan.timeline.bytes_at, self.graph.num_forward
+        border, begin, found = len(schedule.forward), 0, list[int]()
         places = np.maximum.accumulate([*schedule.forward, *(max(op, first) for op in schedule.backward)])
         for point in self.points:
             end = border if point == first else int(np.searchsorted(places, point))
-            found[point] = int(bytes_at[begin : end + 1].max())
+            found.append(int(bytes_at[begin : end + 1].max()))
             begin = end
-        return found
+        return np.array(found, dtype=np.float64)
