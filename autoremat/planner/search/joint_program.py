@@ -100,19 +100,16 @@ class JointProgram:
     def _find_reads(self) -> None:
         """Finds the op that reads each value last in the forward, and those that read it first and last in the backward.
 
-        A value that only recomputation reads is read when its results are.
+        A value that only recomputation reads is read whenever the backward first reads one of the results.
         """
-        graph, first, end = self.graph, self.graph.num_forward, len(self.graph.ops)
-        through = [end] * len(graph.values)
-        self.read_early, self.need, self.read_late = ([0] * len(graph.values) for _ in range(3))
+        graph, first, end, repeated = self.graph, self.graph.num_forward, len(self.graph.ops), set(self.ops)
+        self.read_early, self.need, self.read_late = ([end - 1] * len(graph.values) for _ in range(3))
         for value in reversed(graph.forward_values):
             readers, producer = graph.readers[value], graph.values[value].producer
             early, late = [r for r in readers if r < first], [r for r in readers if r >= first]
-            later = (through[made] for reader in early for made in graph.ops[reader].outputs)
-            through[value] = min([*late, *later, end])
+            again = late or [min(self.need[made] for made in graph.ops[r].outputs) for r in early if r in repeated]
             self.read_early[value] = max(early, default=producer or 0)
-            self.need[value] = min(late, default=min(through[value], end - 1))
-            self.read_late[value] = max(late, default=self.need[value])
+            self.need[value], self.read_late[value] = min(again, default=end - 1), max(again, default=end - 1)
 
     @cached_property
     def link(self) -> list[tuple[int, Form, int]]:
