@@ -8,6 +8,14 @@ Models have no weights (meta device) and are planned in bfloat16 for an H100 by 
 kept on the host, over three links. Budgets are shares of the peak that saves everything. Costs are in % of the step, above
 those of the fastest plan. Plans are made for 0.8 of a link's rate; one column has the cost of the same plan at its full rate.
 
+Beside the planner's choice stand rules of others, each a choice of saved values that the placement stores at the same budget:
+
+- *everything*: every saved value, as far as this lowers the peak (TRL's context of activation offloading)
+- *by layer*: whole layers from the first one on, as many as it takes (torchtitan)
+- *largest*: the largest values first, as many as it takes (DeepCompile)
+
+They recompute what the fastest plan recomputes, or nothing, whichever is cheaper.
+
 With `--full-rate`, plans are made for the full rate. With `--unfused`, transfers run beside ops that take their seconds alone,
 although the code generator fuses them. Written to `benchmarks/results/offload.txt` and `.json`.
 """
@@ -15,9 +23,11 @@ although the code generator fuses them. Written to `benchmarks/results/offload.t
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +36,7 @@ from unittest import mock
 import torch
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autoremat.options.options import Options
@@ -34,7 +45,7 @@ from autoremat.planner.cost.host_link import LATENCY_SECONDS, PLANNED_SHARE, Hos
 from autoremat.planner.cost.stalls import stalls_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.grouped_plan import GroupedPlan
+from autoremat.planner.search.grouped_plan import GroupedPlan, Storable
 from autoremat.planner.search.placement import place
 from autoremat.planner.search.planner import Planner
 from autoremat.tools.explain import previews
@@ -58,6 +69,9 @@ class Row:
     """As a share of the peak that saves everything."""
     recomputation: float | None
     offload: float | None
+    everything: float | None
+    by_layer: float | None
+    largest: float | None
     together: float | None
     at_full_rate: float | None
     added: float | None
@@ -114,12 +128,65 @@ def resnet(batch: int) -> Step:
     return images(ResNetForImageClassification(ResNetConfig(num_labels=1000)), batch)
 
 
+class Block(nn.Module):
+    """A block of a diffusion transformer: attention and an MLP, both shifted, scaled and gated by the condition."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm = nn.LayerNorm(width, elementwise_affine=False)
+        self.query_key_value, self.project = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.modulate = nn.Linear(width, 6 * width)
+
+    def forward(self, x: Tensor, condition: Tensor) -> Tensor:
+        shift, scale, gate, shift_2, scale_2, gate_2 = self.modulate(F.silu(condition))[:, None].chunk(6, -1)
+        parts = self.query_key_value(self.norm(x) * (1 + scale) + shift).chunk(3, -1)
+        query, key, value = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2)
+        x = x + gate * self.project(attended)
+        return x + gate_2 * self.down(F.gelu(self.up(self.norm(x) * (1 + scale_2) + shift_2), approximate="tanh"))
+
+
+class DiffusionTransformer(nn.Module):
+    """A transformer in the sizes of DiT-XL/2."""
+
+    def __init__(self, width: int = 1152, layers: int = 28, heads: int = 16) -> None:
+        super().__init__()
+        self.begin, self.end = nn.Linear(16, width), nn.Linear(width, 16)
+        self.condition = nn.Sequential(nn.Linear(256, width), nn.SiLU(), nn.Linear(width, width))
+        self.layers = nn.ModuleList(Block(width, heads) for _ in range(layers))
+
+    def forward(self, x: Tensor, time: Tensor, target: Tensor) -> Tensor:
+        x, condition = self.begin(x), self.condition(time)
+        for layer in self.layers:
+            x = layer(x, condition)
+        return F.mse_loss(self.end(x).float(), target)
+
+
+def diffusion(batch: int) -> Step:
+    latent = torch.zeros((batch, 1024, 16), dtype=torch.bfloat16)
+    time = torch.zeros((batch, 256), dtype=torch.bfloat16)
+    return DiffusionTransformer().to(torch.bfloat16).train(), (latent, time, torch.zeros((batch, 1024, 16)))
+
+
+def experts(layers: int, batch: int) -> Step:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(num_hidden_layers=layers, use_cache=False, max_position_embeddings=4096)
+    model = MixtralForCausalLM(config).to(torch.bfloat16).train()
+    return lambda tokens: model(input_ids=tokens, labels=tokens).loss, (torch.zeros((batch, 4096), dtype=torch.int64),)
+
+
 MODELS: dict[str, tuple[Callable[[], Step], tuple[float, ...]]] = {
-    "llama-8b/8": (lambda: llama(8, 1), (0.4, 0.3, 0.288)),
-    "llama-8b": (lambda: llama(32, 1), (0.5, 0.3, 0.245)),
-    "gpt2-medium": (lambda: gpt2(16), (0.5, 0.364, 0.3, 0.1725)),
-    "vit-large": (lambda: vit(128), (0.5, 0.3, 0.1)),
-    "resnet-50": (lambda: resnet(256), (0.7, 0.5, 0.3)),
+    "llama-8b/8": (lambda: llama(8, 1), (0.5, 0.4, 0.35, 0.3, 0.288)),
+    "llama-8b/8, batch 4": (lambda: llama(8, 4), (0.4, 0.3, 0.2, 0.15, 0.112)),
+    "gpt2-medium": (lambda: gpt2(16), (0.5, 0.364, 0.3, 0.25, 0.1725)),
+    "vit-large": (lambda: vit(128), (0.5, 0.3, 0.2, 0.1, 0.054)),
+    "resnet-50": (lambda: resnet(256), (0.7, 0.5, 0.4, 0.3, 0.17)),
+    "dit-xl": (lambda: diffusion(32), (0.3, 0.2, 0.1, 0.05, 0.03)),
+    "mixtral/2": (lambda: experts(2, 2), (0.7, 0.6, 0.5, 0.4, 0.3)),
+    "llama-8b": (lambda: llama(32, 1), (0.5, 0.4, 0.3, 0.27, 0.245)),
 }
 """Models and budgets. ``/8`` is the model with 8 of its layers."""
 
@@ -183,9 +250,11 @@ def rows_of(name: str, graph: Graph, budgets: tuple[float, ...], links: list[str
             begun = time.process_time()
             planning = planner.find(budget)
             took = time.process_time() - begun
-            plan, unstored = planning.plan, [replace(one, graph=linked) for one in (fastest, alone.baseline)]
-            offloaded = [found for one in unstored if (found := place(GroupedPlan(one), budget)) is not None]
-            offload = min(offloaded, key=lambda found: found.cost_seconds, default=None)
+            plan, unstored = planning.plan, [GroupedPlan(replace(one, graph=linked)) for one in (fastest, alone.baseline)]
+            rules = [
+                min(filter(None, (rule(one, budget) for one in unstored)), key=lambda found: found.cost_seconds, default=None)
+                for rule in (place, everything, by_layer, largest)
+            ]
 
             def share_of(found: Plan | None, less: float = fastest.cost_seconds) -> float | None:
                 return None if found is None else (found.cost_seconds - less) / step
@@ -194,7 +263,7 @@ def rows_of(name: str, graph: Graph, budgets: tuple[float, ...], links: list[str
             if plan is not None and not full_rate:
                 faster = plan.stall_seconds - stalls_of(linked, plan.schedule, 1 / PLANNED_SHARE).seconds
             yield Row(
-                name, link, share, share_of(recomputed), share_of(offload), share_of(plan),
+                name, link, share, share_of(recomputed), *map(share_of, rules), share_of(plan),
                 share_of(plan, fastest.cost_seconds + faster), None if plan is None else plan.added_seconds / step,
                 planning.lower_bound_seconds / step, 0.0 if plan is None else plan.host_bytes / GIBIBYTE,
                 0 if plan is None else len(plan.schedule.stays), took, without,
@@ -202,18 +271,55 @@ def rows_of(name: str, graph: Graph, budgets: tuple[float, ...], links: list[str
             )  # fmt: skip
 
 
+def everything(grouped: GroupedPlan, budget: int) -> Plan | None:
+    """Returns the plan of the least peak that stays reach, if it is within the budget."""
+    levels = range(grouped.least_bytes, budget + 1, max(grouped.plan.peak_bytes // 200, 1))
+    return next(filter(None, (place(grouped, level) for level in levels)), None)
+
+
+def by_layer(grouped: GroupedPlan, budget: int) -> Plan | None:
+    """Returns the plan that stores all saved values of the first layers, of as few as it takes."""
+
+    def layer_of(one: Storable) -> float:
+        producer = grouped.graph.values[one.value].producer
+        number = re.search(r"\.(\d+)(\.|$)", grouped.graph.ops[producer or 0].module)
+        return int(number.group(1)) if number else float("inf")
+
+    return first_of(grouped, [layer_of(one) for one in grouped.storables], budget)
+
+
+def largest(grouped: GroupedPlan, budget: int) -> Plan | None:
+    """Returns the plan that stores the largest saved values, of as few sizes as it takes."""
+    return first_of(grouped, [-one.bytes for one in grouped.storables], budget)
+
+
+def first_of(grouped: GroupedPlan, ranks: Sequence[float], budget: int) -> Plan | None:
+    """Returns the plan that stores the values of the lowest ranks, of as few ranks as it takes."""
+    levels, found = sorted(set(ranks)), None
+    low, high = 0, len(levels)
+    while low < high:
+        middle = (low + high) // 2
+        some = copy.copy(grouped)
+        some.__dict__.pop("least_bytes", None)
+        some.storables = tuple(one for one, rank in zip(grouped.storables, ranks, strict=True) if rank <= levels[middle])
+        placed = place(some, budget)
+        low, high, found = (low, middle, placed) if placed is not None else (middle + 1, high, found)
+    return found
+
+
 def table(rows: list[Row]) -> Table:
     """Returns the table of all rows."""
     found = Table(title="cost above the fastest plan, in % of the step")
-    columns = ("model", "budget", "link", "recomputation", "offload", "together", "at full rate", "added", "at least")
-    for column in (*columns, "on the host, GiB", "stays", "planning, s", "without", "least peak", "without"):
+    columns = ("model", "budget", "link", "recomputation", "offload", "everything", "by layer", "largest", "together")
+    for column in (*columns, "at full rate", "added", "at least", "on the host, GiB", "stays", "planning, s", "without", "least peak", "without"):
         found.add_column(column, justify="left" if column in ("model", "link") else "right")
 
     def percent(share: float | None) -> str:
         return "-" if share is None else f"{100 * share:.2f}"
 
     for row in rows:
-        costs = (row.recomputation, row.offload, row.together, row.at_full_rate, row.added, row.bound)
+        rules = (row.offload, row.everything, row.by_layer, row.largest)
+        costs = (row.recomputation, *rules, row.together, row.at_full_rate, row.added, row.bound)
         found.add_row(
             row.model, f"{row.budget:g}", row.link, *map(percent, costs), f"{row.host_gib:.1f}", str(row.stored),
             f"{row.seconds:.1f}", f"{row.seconds_without:.1f}", f"{row.least:.3f}", f"{row.least_without:.3f}",
@@ -225,8 +331,8 @@ def write(rows: list[Row], folder: Path) -> None:
     """Writes the rows, and prints the table."""
     (folder / "offload.json").write_text(json.dumps(list(map(asdict, rows)), indent=1) + "\n")
     with (folder / "offload.txt").open("w") as file:
-        Console(file=file, width=190).print(table(rows))
-    Console(width=190).print(table(rows[-1:]))
+        Console(file=file, width=230).print(table(rows))
+    Console(width=230).print(table(rows[-1:]))
 
 
 if __name__ == "__main__":

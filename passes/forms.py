@@ -26,8 +26,8 @@ class FormNodes(Protocol):
     def begin_store(self, builder: Builder, holder: fx.Node, form: Form) -> fx.Node:
         """Returns the node that begins to store the value."""
 
-    def end_store(self, builder: Builder, holder: fx.Node, begun: fx.Node) -> fx.Node:
-        """Returns the node that crosses into the backward, once the store is complete."""
+    def end_store(self, builder: Builder, holder: fx.Node, begun: fx.Node, half: str) -> fx.Node:
+        """Returns the node that keeps the value, once the store is complete. ``half`` is where it ends."""
 
     def begin_load(self, builder: Builder, holder: fx.Node, stored: fx.Node) -> fx.Node:
         """Returns the node that begins to load the value."""
@@ -42,8 +42,8 @@ class OnHost:
     def begin_store(self, builder: Builder, holder: fx.Node, form: Form) -> fx.Node:
         return _call(builder, holder, FORWARD, "to_host", ops.copy_to_host, holder, form.host_bytes)
 
-    def end_store(self, builder: Builder, holder: fx.Node, begun: fx.Node) -> fx.Node:
-        return _call(builder, holder, FORWARD, "on_host", ops.wait_for_copy_to_host, begun, holder)
+    def end_store(self, builder: Builder, holder: fx.Node, begun: fx.Node, half: str) -> fx.Node:
+        return _call(builder, holder, half, "on_host", ops.wait_for_copy_to_host, begun, holder)
 
     def begin_load(self, builder: Builder, holder: fx.Node, stored: fx.Node) -> fx.Node:
         device = holder.meta["val"].device
@@ -66,7 +66,7 @@ class AsBits:
         shifted = call(aten.bitwise_left_shift.Tensor, rows, _positions(call, holder))
         return call(aten.sum.dim_IntList, shifted, [1], dtype=torch.uint8)  # any other type is that of a copy
 
-    def end_store(self, builder: Builder, holder: fx.Node, begun: fx.Node) -> fx.Node:
+    def end_store(self, builder: Builder, holder: fx.Node, begun: fx.Node, half: str) -> fx.Node:
         return begun
 
     def begin_load(self, builder: Builder, holder: fx.Node, stored: fx.Node) -> fx.Node:

@@ -7,6 +7,8 @@ Before, a saved value crosses from the forward into the backward as it is. After
          tanh ── tanh_to_host ── mm ── tanh_on_host(tanh_to_host, tanh) ── ...
          ... ── tanh_from_host(tanh_on_host) ── mm_1 ── tanh_loaded(tanh_from_host, tanh_on_host) ── tanh_backward(tanh_loaded)
 
+A store may also end in the backward. Then `tanh_to_host` crosses, and `tanh` beside it until the wait.
+
 :mod:`autoremat.passes.forms` has the nodes of each form. The loads are inserted along with the recomputation, because
 recomputed ops read them too.
 """
@@ -22,7 +24,7 @@ from autoremat.basics.errors import PlanInvalid
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture
 from autoremat.passes.building import Builder
-from autoremat.passes.forms import FORMS, FormNodes
+from autoremat.passes.forms import BACKWARD, FORMS, FORWARD, FormNodes
 from autoremat.planner.graph.forms import Form
 from autoremat.planner.graph.schedule import Schedule, Stay
 
@@ -53,7 +55,7 @@ def _transfers(capture: Capture, schedule: Schedule) -> list[_Transfers]:
             raise PlanInvalid(f"{value.name} has no form {stay.form!r} that a graph can carry out: it may have {sorted(FORMS)}")
         if holder is None or stay.value not in saved or (found and found[-1].stay.value >= stay.value):
             raise PlanInvalid(f"{value.name} has a stay, but does not cross into the backward, or has a stay already")
-        if not 0 <= stay.store <= stay.free < begin <= stay.load <= stay.need < end:
+        if not (0 <= stay.store < begin <= stay.load <= stay.need < end and stay.store <= stay.free < stay.load):
             raise PlanInvalid(f"the stay of {value.name} does not begin in the forward and end in the backward: {stay}")
         if value.producer not in schedule.forward[: stay.store + 1]:
             raise PlanInvalid(f"{value.name} is stored before it is computed")
@@ -74,17 +76,19 @@ def insert_stores(joint: fx.GraphModule, capture: Capture, schedule: Schedule) -
     begun: dict[int, fx.Node] = {}
     latest = 0
     # After the same execution, stores begin before others are waited for.
-    due = [(one.stay.store, False, one) for one in transfers] + [(one.stay.free, True, one) for one in transfers]
+    due = [(one.stay.store, False, one) for one in transfers]
+    due += [(one.stay.free, True, one) for one in transfers if one.stay.free < len(schedule.forward)]
     for position, is_end, one in sorted(due, key=lambda due: (due[0], due[1], due[2].stay.value)):
         call, value = capture.op_nodes[schedule.forward[position]], one.stay.value
         latest = max(latest, place[one.holder], *(place[node] for node in (call, *communication.waits_for(call))))
         with joint.graph.inserting_before(order[latest + 1]):
             builder = Builder.beside(one.holder)
             if is_end:
-                host = one.nodes.end_store(builder, one.holder, begun[value])
-                host.meta[STORED] = value
+                begun[value] = one.nodes.end_store(builder, one.holder, begun[value], FORWARD)
             else:
                 begun[value] = one.nodes.begin_store(builder, one.holder, one.form)
+    for value, node in begun.items():
+        node.meta[STORED] = value
     return len(transfers)
 
 
@@ -111,13 +115,14 @@ def _gather_forward(capture: Capture, holders: list[fx.Node]) -> None:
 
 
 class Loads:
-    """The loads of a schedule, which are inserted on the way through its backward."""
+    """The loads of a schedule, and the ends of stores in its backward. They are inserted on the way through the backward."""
 
     def __init__(self, capture: Capture, schedule: Schedule) -> None:
         stored = stored_values(capture.joint)
         self.transfers = _transfers(capture, schedule)
         self.stored = {one.stay.value: stored[one.stay.value] for one in self.transfers}
         self.begun: dict[int, fx.Node] = {}
+        self.border = len(schedule.forward)
         self.outstanding = set(self.stored)
         """The values whose loads are not complete."""
 
@@ -126,18 +131,20 @@ class Loads:
 
         Returns the nodes that hold the values whose loads are complete there, by value.
         """
+        complete: dict[int, fx.Node] = {}
         with cursor.graph.inserting_before(cursor):
             for one in self.transfers:
+                if self.border <= one.stay.free == position - 1:
+                    value, builder = one.stay.value, Builder.beside(one.holder)
+                    self.stored[value] = one.nodes.end_store(builder, one.holder, self.stored[value], BACKWARD)
+            for one in self.transfers:
                 if one.stay.load == position:
-                    value = one.stay.value
-                    self.begun[value] = one.nodes.begin_load(Builder.beside(one.holder), one.holder, self.stored[value])
-            complete = {
-                one.stay.value: one.nodes.end_load(
-                    Builder.beside(one.holder), one.holder, self.begun[one.stay.value], self.stored[one.stay.value]
-                )
-                for one in self.transfers
-                if one.stay.need == position
-            }
+                    value, builder = one.stay.value, Builder.beside(one.holder)
+                    self.begun[value] = one.nodes.begin_load(builder, one.holder, self.stored[value])
+            for one in self.transfers:
+                if one.stay.need == position:
+                    value, builder = one.stay.value, Builder.beside(one.holder)
+                    complete[value] = one.nodes.end_load(builder, one.holder, self.begun[value], self.stored[value])
         self.outstanding.difference_update(complete)
         return complete
 

@@ -21,9 +21,13 @@ from autoremat.torch_private import joint_graphs
 
 
 def saved_nodes(capture: Capture, schedule: Schedule) -> list[fx.Node]:
-    """Returns the tensors that cross to the backward: saved values, each in its form, and inputs that it reads."""
+    """Returns the tensors that cross to the backward: saved values, each in its form, and inputs that it reads.
+
+    A stored value crosses beside its form if the backward frees it.
+    """
     stored = stored_values(capture.joint)
     holders = [stored.get(v) or capture.value_nodes[v] for v in schedule.saved(capture.graph)]
+    holders += [capture.value_nodes[stay.value] for stay in schedule.stays if stay.free >= len(schedule.forward)]
     inputs = [
         n
         for n in capture.joint.graph.find_nodes(op="placeholder")

@@ -57,8 +57,15 @@ def bytes_between_halves(graph: Graph, schedule: Schedule) -> int:
     border = len(schedule.forward)
     made = [b for b in buffers_of(graph, Schedule(schedule.forward, schedule.backward)) if b.computed_at < border]
     sizes = {b.value: graph.values[b.value].bytes for b in made if b.to_the_end or max(b.readers, default=0) >= border}
-    sizes |= {stay.value: graph.values[stay.value].form(stay.form).device_bytes for stay in schedule.stays}
-    return sum(sizes.values())
+    total = 0
+    for stay in schedule.stays:
+        form = graph.values[stay.value].form(stay.form)
+        total += form.device_bytes
+        if stay.free < border:
+            del sizes[stay.value]
+        else:
+            total += form.store.temporary_bytes
+    return total + sum(sizes.values())
 
 
 def is_valid(graph: Graph, schedule: Schedule) -> bool:
@@ -72,9 +79,9 @@ def is_valid(graph: Graph, schedule: Schedule) -> bool:
         b = saved[stay.value]
         before, first = [b.computed_at, *(r for r in b.readers if r < border)], min(r for r in b.readers if r >= border)
         stored = range(b.computed_at, stay.free + 1)
-        if stay.store not in stored or stay.free not in range(max(before), border):
+        if stay.store not in stored or stay.store >= border or stay.free < max(before):
             return False
-        if stay.load not in range(border, stay.need + 1) or stay.need > first:
+        if stay.load not in range(max(border, stay.free + 1), stay.need + 1) or stay.need > first:
             return False
     values = [stay.value for stay in schedule.stays]
     return all(one < following for one, following in zip(values, values[1:], strict=False))

@@ -60,7 +60,8 @@ def at_random(seed: int, share: float = 0.7) -> Choose:
             made, last_read, first_read = limits(graph, schedule, value)
             store = numbers.randrange(made, begin)
             need = numbers.randint(begin, first_read)
-            free, load = numbers.randrange(max(store, last_read), begin), numbers.randint(begin, need)
+            load = numbers.randint(begin, need)
+            free = numbers.randrange(max(store, last_read), numbers.choice([begin, load]))
             return Stay(value, "host", store, free, load, need)
 
         chosen = [v for v in may_stay(graph, schedule) if numbers.random() < share]

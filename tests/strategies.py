@@ -260,9 +260,10 @@ def stays_of(draw: st.DrawFn, graph: Graph, schedule: Schedule, most: int = 4) -
     for value in sorted(pick(draw, stored, 0, most)):
         made = schedule.forward.index(graph.producers([value])[0])
         reads = [at for at, op in enumerate(schedule.sequence) if value in graph.ops[op].inputs]
-        free = draw(st.integers(max([made, *(at for at in reads if at < border)]), border - 1))
         need = draw(st.integers(border, min(at for at in reads if at >= border)))
-        store, load = draw(st.integers(made, free)), draw(st.integers(border, need))
+        load = draw(st.integers(border, need))
+        free = draw(st.integers(max([made, *(at for at in reads if at < border)]), draw(st.sampled_from([border, load])) - 1))
+        store = draw(st.integers(made, min(free, border - 1)))
         found.append(Stay(value, draw(st.sampled_from(FORMS)), store, free, load, need))
     return tuple(found)
 

@@ -28,9 +28,10 @@ class Stay:
     form: str
     """The name of one of the value's forms."""
     store: int
-    """The execution after which the store is issued: not before the one that computes the value."""
+    """The execution of the forward after which the store is issued: not before the one that computes the value."""
     free: int
-    """The execution of the forward after which the store is complete and the value's device memory is freed."""
+    """The execution after which the store is complete and the value's device memory is freed: in the forward after the last
+    read there, or in the backward before the load."""
     load: int
     """The execution of the backward before which the device memory is allocated again and the load is issued."""
     need: int

@@ -113,6 +113,14 @@ def held_sizes(graph: Graph, schedule: Schedule) -> list[int]:
 
 
 def sizes_on_device(graph: Graph, schedule: Schedule, values: Iterable[int]) -> list[int]:
-    """Returns the bytes on the device of each of ``values`` between the halves: those of its form, if it has a stay."""
-    forms = schedule.forms(graph)
-    return [forms[value].device_bytes if value in forms else graph.values[value].bytes for value in values]
+    """Returns the bytes on the device of each of ``values`` between the halves.
+
+    A value with a stay has those of its form, and its own beside them if the backward frees it.
+    """
+    sizes = {value: graph.values[value].bytes for value in values}
+    for stay in schedule.stays:
+        if stay.value in sizes:
+            form = graph.values[stay.value].form(stay.form)
+            is_late = stay.free >= len(schedule.forward)
+            sizes[stay.value] = form.device_bytes + is_late * (sizes[stay.value] + form.store.temporary_bytes)
+    return list(sizes.values())

@@ -1,4 +1,4 @@
-"""Divides the live ranges of stored values: a stay frees its value in the forward, and the backward allocates it again."""
+"""Divides the live ranges of stored values: a stay frees its value, and the backward allocates it again."""
 
 from __future__ import annotations
 
@@ -78,8 +78,8 @@ def _check_positions(buffers: Buffers, schedule: Schedule, stored: Numbers, read
         name = graph.values[stay.value].name
         if computed == length or first_read == length:
             raise PlanInvalid(f"{name} has a stay, but it is not saved for the backward")
-        ascending = computed <= stay.store <= stay.free < border <= stay.load <= stay.need <= first_read
-        if not (ascending and last_read <= stay.free):
+        stored = computed <= stay.store < border and max(stay.store, last_read) <= stay.free
+        if not (stored and max(stay.free + 1, border) <= stay.load <= stay.need <= first_read):
             raise PlanInvalid(
                 f"the positions of {stay} are wrong for {name}: execution {computed} computes it, execution "
                 f"{max(computed, last_read)} of the forward uses it last, the backward begins at {border}, and execution "

@@ -24,6 +24,7 @@ VIEWS = frozenset(
 
 COPY_TO_HOST, COPY_FROM_HOST = "torch.ops.autoremat.copy_to_host.", "torch.ops.autoremat.copy_from_host."
 WAIT_FOR_COPY = "torch.ops.autoremat.wait_for_copy_"
+WAIT_FOR_COPY_TO_HOST = f"{WAIT_FOR_COPY}to_host."
 """The begins of calls of ops of :mod:`autoremat.host_memory.ops`."""
 
 

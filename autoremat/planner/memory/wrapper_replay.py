@@ -28,6 +28,7 @@ from autoremat.planner.memory.partitioned_wrapper import (
 from autoremat.planner.memory.wrapper_expressions import (
     COPY_FROM_HOST,
     COPY_TO_HOST,
+    WAIT_FOR_COPY_TO_HOST,
     aliased,
     called_function,
     calls_op,
@@ -191,9 +192,12 @@ def replay(
 
 
 def _on_host(statements: Sequence[ast.stmt]) -> set[str]:
-    """Returns the names of the tensors on the host that the statements copy to the device."""
+    """Returns the names of the tensors on the host that the statements copy to the device, or whose copy they wait for."""
     values = (statement.value for statement in statements if isinstance(statement, ast.Assign))
-    return {aliased(value.args[0]) or "" for value in values if isinstance(value, ast.Call) and calls_op(value, COPY_FROM_HOST)}
+    calls = [value for value in values if isinstance(value, ast.Call)]
+    return {
+        aliased(call.args[0]) or "" for call in calls if calls_op(call, COPY_FROM_HOST) or calls_op(call, WAIT_FOR_COPY_TO_HOST)
+    }
 
 
 class _Kernels:

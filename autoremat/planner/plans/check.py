@@ -67,8 +67,8 @@ def check_stays(graph: Graph, schedule: Schedule) -> None:
 
     - Values ascend, with at most one stay each. A stay names one of the forms of its value, which is no output.
     - The forward computes the value and the backward reads it, before it computes it again if it does.
-    - The value is stored after it is computed, and freed in the forward, after its last read there.
-    - It is loaded in the backward, and complete before its first read there.
+    - The forward stores the value after it is computed. It is freed after its last read in the forward, in either half.
+    - The backward loads it after it is freed, and it is complete before its first read there.
     """
     outputs, latest = {*graph.forward_outputs, *graph.backward_outputs}, -1
     for stay in schedule.stays:
@@ -89,8 +89,9 @@ def check_stays(graph: Graph, schedule: Schedule) -> None:
             (made <= stay.store, f"is stored after execution {stay.store}, but execution {made} computes it"),
             (stay.store <= stay.free, f"is freed after execution {stay.free}, but stored after execution {stay.store}"),
             (last <= stay.free, f"is freed after execution {stay.free}, but execution {last} still reads it"),
-            (stay.free < border, f"is freed after execution {stay.free}, but the forward ends with execution {border - 1}"),
+            (stay.store < border, f"is stored after execution {stay.store}, but the forward ends with execution {border - 1}"),
             (border <= stay.load, f"is loaded before execution {stay.load}, but the backward begins with execution {border}"),
+            (stay.free < stay.load, f"is loaded before execution {stay.load}, but freed after execution {stay.free}"),
             (stay.load <= stay.need, f"is loaded before execution {stay.load}, but to be complete before {stay.need}"),
             (stay.need <= first, f"is complete only before execution {stay.need}, but execution {first} reads it"),
         ):

@@ -39,7 +39,7 @@ def replay(graph: Graph, schedule: Schedule) -> Replay:
     """Returns the replay of a schedule whose executions and stays :mod:`autoremat.planner.plans.check` accepts.
 
     Inputs cost nothing. Tangents count through the backward, and a workspace counts while its op runs. Every other open call
-    holds what this one holds between its halves: of a value with a stay, the bytes of its form.
+    holds what this one holds between its halves: of a value with a stay, the bytes of its form, and the value until it is freed.
     """
     buffers = _Buffers(graph, schedule)
     end, border = len(schedule.sequence) - 1, len(schedule.forward)
@@ -59,8 +59,12 @@ def replay(graph: Graph, schedule: Schedule) -> Replay:
     for _, _, start, stop, size in live_ranges:
         changes[start] += size
         changes[stop + 1] -= size
-    sizes = {value: graph.values[value].bytes for value in kept} | {v: form.device_bytes for v, form in buffers.forms.items()}
-    changes[0] += graph.resident_bytes + (graph.in_flight - 1) * sum(sizes.values())
+    between = sum(graph.values[value].bytes for value in kept)
+    for stay in schedule.stays:
+        form = buffers.forms[stay.value]
+        between += form.device_bytes
+        between += form.store.temporary_bytes if stay.free >= border else -graph.values[stay.value].bytes
+    changes[0] += graph.resident_bytes + (graph.in_flight - 1) * between
     changes[border] += sum(value.bytes for value in graph.values if value.role is Role.TANGENT)
     live = zip(schedule.sequence, accumulate(changes), strict=False)
     bytes_at = [bytes_ + graph.ops[index].workspace_bytes for index, bytes_ in live]
@@ -118,7 +122,7 @@ class _Buffers:
         self._divide(schedule.stays)
 
     def _divide(self, stays: Sequence[Stay]) -> None:
-        """Frees stored values in the forward. Adds their loads, which the backward reads, and the bytes of their forms."""
+        """Frees stored values. Adds their loads, which the backward reads, and the bytes of their forms."""
         crossing, loads = {self.value[buffer]: buffer for buffer in self.crossing}, dict[int, int]()
         for stay in stays:
             stored = crossing[stay.value]

@@ -314,7 +314,7 @@ class Search:
 
         for segmentation, base in islice(bases.items(), settings.recreation_bases):
             rebuild = partial(self.plan, segmentation=segmentation, label="recreated")
-            with self.own_half():
+            with self.own_half() if self.joint is None else nullcontext():
                 found = recreate(base.plan, rebuild, budget, patience, is_good, self.limit)
             self.filled.append(Candidate(found, segmentation))
             if suffices(found):
@@ -326,11 +326,20 @@ class Search:
         found = self.best(budget)
         if Strategies.FILL in self.strategies and found is not None and found.cost_seconds > self.least_cost:
             self.fill(budget)
-            if Strategies.RECREATE in self.strategies:
-                self.recreate(budget)
+        self.improve(budget)
+        return self.best(budget)
+
+    def improve(self, budget: int) -> None:
+        """Improves the plans within ``budget`` bytes by stays, and by ruin and recreate unless stays have gained much."""
+        before = self.best(budget)
         if self.joint is not None:
             self.joint.improve(budget)
-        return self.best(budget)
+        after = self.best(budget)
+        if before is None or after is None or Strategies.RECREATE not in self.strategies:
+            return
+        over, left = before.cost_seconds - self.least_cost, after.cost_seconds - self.least_cost
+        if left > (1 - SETTINGS.joint_search.large_gain) * over:
+            self.recreate(budget)
 
     def spread_out(self) -> list[Plan]:
         """Returns plans of many peaks and many amounts of saved bytes, for a graph that shares its budget with others."""

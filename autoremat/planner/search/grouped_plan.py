@@ -34,7 +34,7 @@ class Storable:
     made: int
     """The group that computes the value."""
     free: int
-    """The last group of the forward that reads the value: its memory can be freed behind it."""
+    """The last group of the forward that reads the value: its memory can be freed behind it, or behind any later group."""
     need: int
     """The first group of the backward that reads the value."""
 
@@ -62,6 +62,9 @@ class GroupedPlan:
         """The last execution of each group."""
         self.num_forward = int(np.searchsorted(self.begins, border))
         """Number of groups of the forward."""
+        self.num_freeing = len(self.begins) if self.graph.in_flight == 1 else self.num_forward
+        """Number of groups behind which values may be freed. Other open calls hold what the backward frees, so it frees nothing
+        then."""
         self.bytes: Numbers = np.maximum.reduceat(plan.timeline.bytes_at, self.begins)
         """Bytes that are live at each group."""
         of = np.repeat(np.arange(len(self.begins)), self.ends - self.begins + 1)
@@ -104,8 +107,7 @@ class GroupedPlan:
         fullest = int(self.bytes.argmax())
         if any(one.form.store.engine is Engine.COMPUTE for one in self.storables) or self.graph.in_flight > 1:
             return 0.0
-        ended = float(self.clock[min(fullest + 1, self.num_forward)])
-        return max(0.0, int(self.bytes[fullest] - budget) / max(self.store_rate, 1e-9) - ended)
+        return max(0.0, int(self.bytes[fullest] - budget) / max(self.store_rate, 1e-9) - float(self.clock[fullest]))
 
     def stay(self, storable: Storable, store: int, free: int, load: int) -> Stay:
         """Returns the stay with these groups as its positions."""

@@ -13,6 +13,7 @@ A *point* lies before an op. The program minimises waits, conversions and the tr
     the link's rate                                 out(p) - out(q) <= rate · (seconds from q to p + wait(p)); so for back
     values are stored after their last read         out(p) <= bytes of stored(v) whose last read of the forward is before p
     values are loaded before their first read       back(p) >= bytes of stored(v) that are read before p
+    what is loaded has been stored                  back(p) <= out(start of the backward)
     memory at each point                            saved bytes - out(p) + back(p) + bytes beside them <= budget
     waits of the backward include recomputation     sum of wait(p) >= sum of seconds(o) · again(o)
 
@@ -32,6 +33,7 @@ from scipy.sparse import csr_matrix
 
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.forms import Engine, Form
+from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Kind
 from autoremat.planner.mip import Program, Rows, solve
 from autoremat.planner.plans.plan import Plan
@@ -48,13 +50,12 @@ Vector = NDArray[np.float64]
 class JointProgram:
     """The linear program of a graph for any budget.
 
-    It counts the bytes by which other decisions differ from those of a ``plan`` without stays. ``seconds`` are those of each op
-    when it runs first.
+    It counts the bytes by which other decisions differ from those of a plan without stays. ``seconds`` are those of each op when
+    it runs first.
     """
 
-    def __init__(self, plan: Plan, seconds: Vector, host_bytes: int | None = None) -> None:
-        self.plan, self.seconds, self.host_bytes = plan, seconds, host_bytes
-        self.graph = graph = plan.graph
+    def __init__(self, graph: Graph, seconds: Vector, host_bytes: int | None = None) -> None:
+        self.graph, self.seconds, self.host_bytes = graph, seconds, host_bytes
         self.clock: Vector = np.append(0.0, np.cumsum(seconds)) / MILLISECOND
         """For each op, the moment at which it begins."""
         needed = graph.ancestors(graph.producers(graph.backward_needs))
@@ -99,19 +100,16 @@ class JointProgram:
     def _find_reads(self) -> None:
         """Finds the op that reads each value last in the forward, and those that read it first and last in the backward.
 
-        A value that only recomputation reads is read when its results are.
+        A value that only recomputation reads is read whenever the backward first reads one of the results.
         """
-        graph, first, end = self.graph, self.graph.num_forward, len(self.graph.ops)
-        through = [end] * len(graph.values)
-        self.read_early, self.need, self.read_late = ([0] * len(graph.values) for _ in range(3))
+        graph, first, end, repeated = self.graph, self.graph.num_forward, len(self.graph.ops), set(self.ops)
+        self.read_early, self.need, self.read_late = ([end - 1] * len(graph.values) for _ in range(3))
         for value in reversed(graph.forward_values):
             readers, producer = graph.readers[value], graph.values[value].producer
             early, late = [r for r in readers if r < first], [r for r in readers if r >= first]
-            later = (through[made] for reader in early for made in graph.ops[reader].outputs)
-            through[value] = min([*late, *later, end])
+            again = late or [min(self.need[made] for made in graph.ops[r].outputs) for r in early if r in repeated]
             self.read_early[value] = max(early, default=producer or 0)
-            self.need[value] = min(late, default=min(through[value], end - 1))
-            self.read_late[value] = max(late, default=self.need[value])
+            self.need[value], self.read_late[value] = min(again, default=end - 1), max(again, default=end - 1)
 
     @cached_property
     def link(self) -> list[tuple[int, Form, int]]:
@@ -129,9 +127,12 @@ class JointProgram:
     def _relief(self, value: int, form: Form) -> float:
         return (self.graph.values[value].bytes - form.device_bytes) / GIBIBYTE
 
-    def solve(self, budget: int, seconds: float) -> Vector | None:
-        """Returns, for each value, the share of it that is saved, in any form; None if no solution is found in ``seconds``."""
-        found = solve(self.program(budget), 0, seconds)
+    def solve(self, budget: int, plan: Plan, seconds: float) -> Vector | None:
+        """Returns, for each value, the share of it that is saved, in any form; None if no solution is found in ``seconds``.
+
+        Bytes are counted from those of ``plan``.
+        """
+        found = solve(self.program(budget, plan), 0, seconds)
         if found is None:
             return None
         shares = np.zeros(len(self.graph.values))
@@ -139,11 +140,12 @@ class JointProgram:
             shares[value] = found.values[[self.kept[value], *self.stored_of.get(value, ())]].sum()
         return shares
 
-    def program(self, budget: int) -> Program:
-        """Returns the program for a budget in bytes."""
-        rows = self._rows
+    def program(self, budget: int, plan: Plan) -> Program:
+        """Returns the program for a budget in bytes, which counts from those of ``plan``."""
+        rows, memory = self._rows, self._memory_rows
         low, high = np.array(rows.low), np.array(rows.high)
-        high[self._memory_rows] += budget / GIBIBYTE
+        counted = self._matrix[memory] @ self._chosen(plan)
+        high[memory] = counted + (budget - self._most_bytes(plan)[:-1]) / GIBIBYTE
         upper = np.append(np.ones(self.shares), np.full(self.columns - self.shares, np.inf))
         return Program(self._matrix, self._cost, low, high, np.zeros(self.columns), upper)
 
@@ -153,7 +155,7 @@ class JointProgram:
 
     @cached_property
     def _rows(self) -> Rows:
-        """All rows, for a budget of 0 bytes."""
+        """All rows. The bounds of those of the memory depend on the budget."""
         traffic, rows, required = traffic_of(self.graph), Rows(), self.graph.required_forward
         self._add_logic(rows)
         self._add_link(rows)
@@ -215,7 +217,7 @@ class JointProgram:
             rows.add_entries({self.back[point]: 1.0, self.out[self.graph.num_forward]: -1.0}, -np.inf, 0.0)
 
     def _add_memory(self, rows: Rows, point: int) -> None:
-        """Adds the row of the memory at a point, for a budget of 0 bytes."""
+        """Adds the row of the memory at a point."""
         graph, first = self.graph, self.graph.num_forward
         is_late = point > first
         held: dict[int, float] = {self.out[min(point, first)]: -1.0} | ({self.back[point]: 1.0} if is_late else {})
@@ -232,8 +234,7 @@ class JointProgram:
             if is_away and form.store.engine is not Engine.TO_HOST and column in held:
                 held[column] -= self._relief(value, form)
         self._add_other_calls(held)
-        counted = sum(entry for column, entry in held.items() if column in self._chosen)
-        rows.add_entries(held, -np.inf, counted - self._most_bytes[point] / GIBIBYTE)
+        rows.add_entries(held, -np.inf, np.inf)
 
     def _add_other_calls(self, held: dict[int, float]) -> None:
         """Adds what the other open calls hold to a row of memory."""
@@ -248,21 +249,20 @@ class JointProgram:
         (producer,) = self.graph.producers((value,))
         return not self.graph.fuses or self.graph.ops[producer].kind is Kind.EXTERN
 
-    @cached_property
-    def _chosen(self) -> frozenset[int]:
-        """The columns that are 1 under the plan of the program."""
-        again = set(self.plan.schedule.backward)
-        saved = (self.kept[value] for value in self.plan.saved if value in self.kept)
-        return frozenset([*saved, *(column for op, column in self.again.items() if op in again)])
+    def _chosen(self, plan: Plan) -> Vector:
+        """Returns, for each column, 1 if the plan has chosen it, and else 0."""
+        again, found = set(plan.schedule.backward), np.zeros(self.columns)
+        found[[self.kept[value] for value in plan.saved if value in self.kept]] = 1.0
+        found[[column for op, column in self.again.items() if op in again]] = 1.0
+        return found
 
-    @cached_property
-    def _most_bytes(self) -> dict[int, int]:
-        """For each point, the most bytes under the plan since the point before."""
-        schedule, bytes_at, first = self.plan.schedule, self.plan.timeline.bytes_at, self.graph.num_forward
-        border, begin, found = len(schedule.forward), 0, dict[int, int]()
+    def _most_bytes(self, plan: Plan) -> Vector:
+        """Returns, for each point, the most bytes under the plan since the point before."""
+        schedule, bytes_at, first = plan.schedule, plan.timeline.bytes_at, self.graph.num_forward
+        border, begin, found = len(schedule.forward), 0, list[int]()
         places = np.maximum.accumulate([*schedule.forward, *(max(op, first) for op in schedule.backward)])
         for point in self.points:
             end = border if point == first else int(np.searchsorted(places, point))
-            found[point] = int(bytes_at[begin : end + 1].max())
+            found.append(int(bytes_at[begin : end + 1].max()))
             begin = end
-        return found
+        return np.array(found, dtype=np.float64)

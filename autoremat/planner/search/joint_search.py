@@ -19,6 +19,7 @@ import random
 from collections.abc import Callable, Iterable
 from functools import cached_property, partial
 from itertools import islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +34,9 @@ from autoremat.planner.search.placement import place
 from autoremat.planner.search.ruin_and_recreate import SEED, Draw, admissible
 from autoremat.planner.search.work_limit import DRAW, PLACEMENT, PREPARATION, PROGRAM
 from autoremat.planner.settings import SETTINGS
+
+if TYPE_CHECKING:
+    from autoremat.planner.search.joint_program import JointProgram
 
 settings = SETTINGS.joint_search
 
@@ -184,14 +188,11 @@ class JointSearch:
 
     def _from_programs(self, budget: int) -> None:
         """Brings down the schedules of saved sets that linear programs find. Each counts from the plan of the one before."""
-        from autoremat.planner.search.joint_program import JointProgram  # SciPy's solvers take long to import
-
         plan = self._fastest
         for share in settings.program_budgets:
             before = self.limit.elapsed
             with self.limit.unit(2 * PROGRAM * len(self.graph.ops)):
-                program = JointProgram(plan, self._seconds_of_ops, self.host_bytes)
-                shares = program.solve(int(share * budget), settings.program_seconds)
+                shares = self._program.solve(int(share * budget), plan, settings.program_seconds)
             if self.limit.elapsed - before >= settings.program_seconds:
                 self.limit.interrupted = self.limit.ended_by_clock = True
             if shares is None or self._has_passed():
@@ -201,6 +202,12 @@ class JointSearch:
                 plans = [Candidate(self.search.plan(saved, s, "program"), s) for s in self._program_segmentations]
                 self._add(plans, budget)
                 plan = plans[0].plan
+
+    @cached_property
+    def _program(self) -> JointProgram:
+        from autoremat.planner.search.joint_program import JointProgram  # SciPy's solvers take long to import
+
+        return JointProgram(self.graph, self._seconds_of_ops, self.host_bytes)
 
     @cached_property
     def _program_segmentations(self) -> list[Segmentation]:

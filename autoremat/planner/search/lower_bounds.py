@@ -38,7 +38,7 @@ from autoremat.planner.graph.arrays import arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.search.min_cut import Cut, MinCut
-from autoremat.planner.search.relief import Relief
+from autoremat.planner.search.relief import Relief, forward_seconds_at_most
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.bound
@@ -81,6 +81,7 @@ class Moments:
         self.others = graph.in_flight - 1
         self.output_bytes = sum(graph.values[v].bytes for v in set(graph.forward_outputs).intersection(graph.forward_values))
         self.chosen = self._choose()[: 1 if only_first else None]
+        self.forward_seconds = forward_seconds_at_most(graph) if self.relief.running else 0.0
         self.read_later: dict[int, frozenset[int]] = {}
         later = set(graph.backward_needs.intersection(graph.backward_outputs))
         for index in range(len(graph.ops) - 1, graph.num_forward - 1, -1):
@@ -91,7 +92,12 @@ class Moments:
     @cached_property
     def least_saved(self) -> float:
         """Lower bound on the bytes that each other open call saves; 0 if there is none."""
-        return self._least_bytes_of(self._border_cut) if self.others else 0.0
+        return self._least_at_border if self.others else 0.0
+
+    @cached_property
+    def _least_at_border(self) -> float:
+        """Lower bound on the saved bytes of a call."""
+        return self._least_bytes_of(self._border_cut)
 
     def _choose(self) -> list[int]:
         """Returns the program points, ascending. In graphs that fuse, all except the first are extern ops."""
@@ -152,27 +158,44 @@ class Moments:
         """
         seconds = [0.0 if self.limit.has_passed() else self._seconds_at(moment, budget) for moment in self.chosen]
         if self.others and not self.limit.has_passed():
-            seconds.append(self._seconds_within(self._border_cut, self.least_saved, self._room_for_saved(budget)))
+            seconds.append(self._seconds_at_border(self._room_for_saved(budget)))
+        if self.relief.most and self.chosen and not self.limit.has_passed():
+            room = budget - self._beside_bytes - self.output_bytes - self.graph.tangent_bytes
+            seconds.append(self._seconds_at_border(room))
         return max(seconds, default=0.0)
+
+    def _seconds_at_border(self, room: float) -> float:
+        """Returns the lower bound of the moment between the halves. Its saved bytes on the device take at most ``room``."""
+        return self._seconds_within(self._border_cut, self._least_at_border, room, self.relief.carried(self.forward_seconds))
 
     def _seconds_at(self, moment: int, budget: int) -> float:
         """Returns the lower bound of one program point."""
-        return self._seconds_within(partial(self._cut, moment), self._least_bytes(moment), self._room(moment, budget))
+        cut, carried = partial(self._cut, moment), self.relief.carried(self._seconds_until(moment))
+        return self._seconds_within(cut, self._least_bytes(moment), self._room(moment, budget), carried)
 
-    def _seconds_within(self, cut: Callable[[MinCut, float], Cut], least_bytes: float, room: float) -> float:
+    def _seconds_until(self, moment: int) -> float:
+        """Returns an upper bound on the seconds of a step before the program point, beside those that its plan adds.
+
+        There is none where a recomputed op that costs nothing may run in a kernel that takes a while.
+        """
+        if self.graph.fuses or not self.relief.running:
+            return math.inf
+        return self.forward_seconds + sum(op.seconds for op in self.graph.ops[self.graph.num_forward : moment])
+
+    def _seconds_within(self, cut: Callable[[MinCut, float], Cut], least_bytes: float, room: float, carried: float) -> float:
         """Returns a lower bound on the seconds of any plan with at most ``room`` bytes on the device, for the values of a cut.
 
-        ``cut`` returns the minimum cut at a price. No cut has less than ``least_bytes``.
+        ``cut`` returns the minimum cut at a price. No cut has less than ``least_bytes``. Stays free ``carried`` bytes for nothing.
         """
         if least_bytes > room:
             return math.inf
         of_values, relief, top_price = partial(cut, self.mincut), self.relief, self.mincut.top_price
         rich = of_values(0.0)
-        if rich.bytes <= room + relief.carried:
+        if rich.bytes <= room + carried:
             return max(rich.bound, 0.0)
         found = 0.0
-        if relief.carried < relief.most:
-            found = self._by_secants(of_values, rich, room + relief.carried, min(top_price, 1 / relief.rate))
+        if carried < relief.most:
+            found = self._by_secants(of_values, rich, room + carried, min(top_price, 1 / relief.rate))
         if rich.bytes > room + relief.most:
             found = max(found, self._by_secants(of_values, rich, room + relief.most, top_price))
         return found

@@ -2,14 +2,16 @@
 
 The recomputation of the plan stays. Every engine beside the compute stream is a queue, and waiting for it costs seconds.
 
-1. *Stores.* A sweep over the forward gives an idle engine the next value that was computed, as long as a later group is over
+1. *Stores.* A sweep over the groups gives an idle engine the next value that was computed, as long as a later group is over
    the budget and the value frees memory there. Values that are computed early are stored early and needed late, so this
-   sequence carries the most bytes. A value is freed behind the group in which its store ends.
+   sequence carries the most bytes. A value is freed behind the group in which its store ends, which may lie in the backward.
 2. *Waits.* Where memory is over the budget, the option of the fewest seconds per byte frees some: wait for a store that is on
    its way, begin another one, or convert a value on the compute stream.
 3. *Loads.* They end just before their value is needed, the last one first, and begin later where memory is over the budget.
 
 The sweep guesses when loads begin. Another round knows it from the one before. The simulator judges the stays of each round.
+If the compute stream still waits, further rounds let the backward free values too. That relieves the engines, but a sweep that
+stores values so late sometimes waits for their loads.
 """
 
 from __future__ import annotations
@@ -54,35 +56,36 @@ def place(grouped: GroupedPlan, budget: int, host_bytes: int | None = None, most
     if grouped.least_bytes > budget:
         return None
     host = math.inf if host_bytes is None else host_bytes // plan.graph.in_flight
-    loads: dict[int, int] = {}
-    goal = budget
-    for shrinkage in settings.goals:
-        stays = stays_within(grouped, min(goal, int(budget * (1 - shrinkage))), host, loads, least)
-        if stays is None:
-            break
-        schedule = replace(grouped.schedule, stays=stays)
-        found = Plan.of(plan.graph, schedule, plan.label)
-        excess = found.peak_bytes - budget
-        if excess > 0:
-            goal = min(goal, budget) - excess
-            continue
-        seconds = stalls_of(plan.graph, schedule, seconds=grouped.seconds).seconds
-        if seconds < least:
-            best, least = found, seconds
-        if least <= settings.negligible_stall * grouped.clock[-1]:
-            break
+    for num_freeing in dict.fromkeys((grouped.num_forward, grouped.num_freeing)):
+        loads: dict[int, int] = {}
+        goal = budget
+        for shrinkage in settings.goals:
+            if least <= settings.negligible_stall * grouped.clock[-1]:
+                return best
+            stays = stays_within(grouped, num_freeing, min(goal, int(budget * (1 - shrinkage))), host, loads, least)
+            if stays is None:
+                break
+            schedule = replace(grouped.schedule, stays=stays)
+            found = Plan.of(plan.graph, schedule, plan.label)
+            excess = found.peak_bytes - budget
+            if excess > 0:
+                goal = min(goal, budget) - excess
+                continue
+            seconds = stalls_of(plan.graph, schedule, seconds=grouped.seconds).seconds
+            if seconds < least:
+                best, least = found, seconds
     return best
 
 
 def stays_within(
-    grouped: GroupedPlan, goal: int, host: float, loads: dict[int, int], most_stall: float = math.inf
+    grouped: GroupedPlan, num_freeing: int, goal: int, host: float, loads: dict[int, int], most_stall: float = math.inf
 ) -> tuple[Stay, ...] | None:
     """Returns stays for a peak of about ``goal`` bytes, or None if there are none that stall for less than ``most_stall``.
 
-    ``host`` bounds the bytes of a call on the host. ``loads`` are the groups at which an earlier round loads values; they are
+    Values are freed behind the first ``num_freeing`` groups. ``host`` bounds the bytes of a call on the host. ``loads`` are the groups at which an earlier round loads values; they are
     updated.
     """
-    sweep = _Sweep(grouped, goal, host, loads, most_stall)
+    sweep = _Sweep(grouped, num_freeing, goal, host, loads, most_stall)
     if not sweep.run():
         return None
     away = sorted(sweep.away.values(), key=lambda one: (one.storable.need, one.storable.made, one.storable.value))
@@ -96,7 +99,10 @@ def stays_within(
 class _Sweep:
     """The sweep over the groups that chooses values, and the groups behind which they are stored and freed."""
 
-    def __init__(self, grouped: GroupedPlan, goal: int, host: float, loads: dict[int, int], most_stall: float) -> None:
+    def __init__(
+        self, grouped: GroupedPlan, num_freeing: int, goal: int, host: float, loads: dict[int, int], most_stall: float
+    ) -> None:
+        self.num_freeing = num_freeing
         self.grouped, self.goal, self.host, self.loads, self.most_stall = grouped, goal, host, loads, most_stall
         self.bytes = grouped.bytes.copy()
         """Bytes at each group, without what is chosen to be away then."""
@@ -128,7 +134,7 @@ class _Sweep:
             while self.bytes[group] > self.goal:
                 if not self._relieve(group) or self.waited >= self.most_stall:
                     return False
-            if group < self.grouped.num_forward:
+            if group < self.num_freeing:
                 self.ended.append(self.clock[group + 1] + self.waited)
                 self.ready += made.get(group, ())
                 self._begin_stores(group)
@@ -162,7 +168,7 @@ class _Sweep:
             stored = begin + chosen.form.store.seconds
             free = max(bisect_left(self.clock, stored - self.waited) - 1, chosen.free, group)
             load = self._load_of(chosen)
-            useful = chosen.form.store.engine is not Engine.COMPUTE and free < self.grouped.num_forward
+            useful = chosen.form.store.engine is not Engine.COMPUTE and free < self.num_freeing
             useful = useful and (chosen.value in self.promised or self.bytes[free + 1 : load].max(initial=0) > self.goal)
             if useful and self._is_possible(chosen):
                 self._choose(chosen, begin, stored, free, load)
@@ -190,8 +196,8 @@ class _Sweep:
 
     def _choose(self, one: Storable, begin: float, stored: float, free: int, load: int) -> None:
         """Decides to store the value."""
-        store = max(one.made, bisect_right(self.ended, begin) - 1)
-        self.away[one.value] = _Away(one, min(store, free), free, load, stored)
+        store = min(max(one.made, bisect_right(self.ended, begin) - 1), self.grouped.num_forward - 1, free)
+        self.away[one.value] = _Away(one, store, free, load, stored)
         self.bytes[free + 1 : load] -= one.relief
         if one.value not in self.promised:
             self._account(one)
@@ -202,7 +208,7 @@ class _Sweep:
         """Frees memory at ``group`` at the fewest seconds per byte. Returns False if nothing can be freed."""
         if group >= self.grouped.num_forward and self._delay_load(group):
             return True
-        behind = min(group, self.grouped.num_forward) - 1
+        behind = min(group, self.num_freeing) - 1
         waits = [
             (max(0.0, one.stored - self.now) / one.storable.relief, one.stored, one)
             for one in self.away.values()
@@ -274,7 +280,7 @@ def _load_late(grouped: GroupedPlan, away: Sequence[_Away]) -> None:
         if load.engine is not Engine.COMPUTE:
             begin = min(clock[one.storable.need], before[load.engine]) - load.seconds
             before[load.engine] = max(begin, clock[grouped.num_forward])
-            one.load = min(max(bisect_right(clock, begin) - 1, grouped.num_forward), one.storable.need)
+            one.load = min(max(bisect_right(clock, begin) - 1, grouped.num_forward, one.free + 1), one.storable.need)
 
 
 def _delay_loads(grouped: GroupedPlan, away: Sequence[_Away], goal: int) -> None:

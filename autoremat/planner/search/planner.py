@@ -191,8 +191,6 @@ class Planner:
             if min(best.cost_seconds, known_seconds) <= max(search.least_cost, bounds.seconds(level)):
                 break
             search.fill(level)
-        if budget is not None and Strategies.RECREATE in self.strategies:
-            search.recreate(budget)
-        if budget is not None and search.joint is not None:
-            search.joint.improve(budget)
+        if budget is not None:
+            search.improve(budget)
         return search.best(budget)

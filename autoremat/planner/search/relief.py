@@ -1,9 +1,9 @@
 """Bounds the bytes that the stays of any plan free, for the lower bounds.
 
-A value frees its memory in the forward, once its store has ended. Until then, the engines store for the seconds of the
-forward and for those that the compute stream waits or converts. So any plan that adds ``E`` seconds frees at most
+A value frees its memory once its store has ended. Until then, the engines store for the seconds that the step has run, and for
+those that it has waited, converted or recomputed. So a plan that has added ``E`` seconds up to a moment has freed at most
 
-    min(rate · (seconds of the forward + E), bytes that all forms and the host have room for)
+    min(rate · (seconds of the step up to the moment + E), bytes that all forms and the host have room for)
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from autoremat.planner.graph.op import Inlining, Kind
 class Relief:
     """Upper bounds on the bytes that the stays of one call free. Without forms, they free none."""
 
-    carried: float = 0.0
-    """Bytes that are freed without waiting."""
+    running: float = 0.0
+    """Bytes that are freed per second while the step runs."""
     rate: float = 0.0
     """Bytes that are freed per second of waiting or converting."""
     most: float = 0.0
@@ -52,9 +52,12 @@ class Relief:
         wanted = most
         if host_bytes is not None:
             most = min(most, elsewhere + on_host * host_bytes / graph.in_flight)
-        while_running = sum(rate for engine, rate in rates.items() if engine is not Engine.COMPUTE)
-        carried = while_running * forward_seconds_at_most(graph) if 0.0 < while_running < math.inf else while_running
-        return cls(min(carried, most), sum(rates.values()), most, wanted)
+        running = sum(rate for engine, rate in rates.items() if engine is not Engine.COMPUTE)
+        return cls(running, sum(rates.values()), most, wanted)
+
+    def carried(self, seconds: float) -> float:
+        """Returns the most bytes that are freed in a step that has run for ``seconds``, without waiting."""
+        return min(self.running * seconds, self.most) if 0.0 < self.running < math.inf else min(self.running, self.most)
 
 
 def forward_seconds_at_most(graph: Graph) -> float:

@@ -55,6 +55,8 @@ def small_plan(form: str = "host", store: int = 0, free: int = 1, load: int = 4,
         ({}, [800, 801, 2, 2, 802, 802]),
         ({"free": 2}, [800, 801, 802, 2, 802, 802]),
         ({"load": 5}, [800, 801, 2, 2, 2, 802]),
+        ({"free": 3, "load": 5}, [800, 801, 802, 802, 2, 802]),
+        ({"form": "shards", "store": 2, "free": 3}, [800, 801, 1202, 1202, 2002, 2002]),
         ({"load": 3, "need": 3}, [800, 801, 2, 802, 802, 802]),
         ({"form": "bits"}, [903, 904, 102, 102, 907, 907]),
         ({"form": "bits", "store": 1}, [800, 904, 102, 102, 907, 907]),
@@ -72,6 +74,8 @@ def test_the_bytes_of_a_stay(stay, expected):
 def test_the_bytes_between_the_halves_and_on_the_host():
     plan = small_plan(in_flight=3)
     assert (plan.saved_bytes, plan.stored_bytes, plan.host_bytes, plan.timeline.held_bytes) == (1, 800, 3 * 800, 1)
+    late = small_plan(free=3, in_flight=3)
+    assert (late.saved_bytes, late.stored_bytes, late.host_bytes, late.timeline.held_bytes) == (801, 800, 3 * 800, 801)
     packed = small_plan("bits", in_flight=3)
     assert (packed.saved_bytes, packed.stored_bytes, packed.host_bytes, packed.timeline.held_bytes) == (101, 800, 0, 101)
     assert point_of(packed).saved_bytes == 101
@@ -247,7 +251,7 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
     "v1 has no form 'disk'": lambda r: r["stays"][0].__setitem__(1, "disk"),
     "input0 has no form 'bits'": lambda r: r["stays"][0].__setitem__(0, 0),
     "do not ascend": lambda r: r["stays"].append(r["stays"][0]),
-    "the positions of Stay": lambda r: r["stays"][0].__setitem__(3, 3),
+    "the positions of Stay": lambda r: r["stays"][0].__setitem__(3, 4),
     "two forms of v1 have the same name": lambda r: forms_in(r)[0].__setitem__(0, "bits"),
     "'rail' is not a valid Engine": lambda r: forms_in(r)[0][1].__setitem__(0, "rail"),
     "-0.5 is no finite number": lambda r: forms_in(r)[0][2].__setitem__(1, -0.5),

@@ -164,8 +164,8 @@ def test_plans_are_close_to_the_optimum(rate):
 def test_the_linear_program_saves_what_the_link_and_the_host_hold(rate, host_bytes, saves_all):
     graph = on_host(step(SIZES, SECONDS), rate)
     baseline = Planner(graph, 60.0).baseline
-    program = JointProgram(baseline, durations(graph, baseline.schedule), host_bytes)
-    shares = program.solve(int(0.7 * baseline.peak_bytes), 30.0)
+    program = JointProgram(graph, durations(graph, baseline.schedule), host_bytes)
+    shares = program.solve(int(0.7 * baseline.peak_bytes), baseline, 30.0)
     assert shares is not None
     assert (shares[list(graph.backward_needs)].min() > 0.99) == saves_all
 
@@ -173,7 +173,7 @@ def test_the_linear_program_saves_what_the_link_and_the_host_hold(rate, host_byt
 def test_the_linear_program_has_no_solution_below_what_every_plan_holds():
     graph = on_host(step(SIZES, SECONDS), 1e3)
     baseline = Planner(graph, 60.0).baseline
-    assert JointProgram(baseline, durations(graph, baseline.schedule)).solve(0, 30.0) is None
+    assert JointProgram(graph, durations(graph, baseline.schedule)).solve(0, baseline, 30.0) is None
 
 
 # -- the planner -------------------------------------------------------------------------------------------------------
