@@ -18,6 +18,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Value
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
+from autoremat.report.stored import StoredTensors
 
 Choose = Callable[[Graph, Schedule], Schedule]
 """Returns a schedule with stays for one without."""
@@ -90,7 +91,7 @@ def staying(choose: Choose) -> Iterator[Seen]:
         planned = original(priced, context, earlier)
         plan = Plan.of(planned.plan.graph, choose(planned.plan.graph, planned.plan.schedule), planned.plan.label)
         found.plans.append(plan)
-        return replace(planned, plan=plan)
+        return replace(planned, plan=plan, report=replace(planned.report, stored=StoredTensors.of(plan)))
 
     with mock.patch.object(peers, "plan_graph", plan_graph):
         yield found

@@ -84,12 +84,12 @@ class Options:
     - max_slowdown: bound on the time of the step, as a share of the fastest plan's time beyond that. By itself it asks for the
         least peak within that time; beside `memory_budget` it only bounds the plan's time. "free" costs nothing measurable.
     - host_memory: bound on the pinned host memory of saved tensors that the planner keeps on the host. It is in bytes (int),
-        "auto" (half of what is free on the machine, divided by its ranks), or None to keep nothing there.
+        "auto" (half of what is free by the ranks of the machine, down to a power of two), or None to keep nothing there.
     - store: names of the forms in which saved tensors may be kept: "device" (always), "host", "bits". None stands for all with
         `host_memory`, and for "device" without it.
     - auto_headroom: bytes that "auto" keeps free on the CUDA device.
     - time_limit: seconds that one search may take. They grant an amount of work, which ends the search at the same plan on any
-        machine. Each attempt searches anew, and so does each form of a chunked loss.
+        machine. Each attempt searches anew, and so does each candidate for a chunked loss.
     - compiler: the compiler of the planned graphs: "inductor", or "aot_eager", which runs them uncompiled.
     - on_infeasible: the action if no plan fits: "raise", or "best_effort" to run at the minimum peak found.
     - cost_model: the source of the ops' seconds: "calibrated" (rates of the device, measured once) or "roofline" (data sheets;

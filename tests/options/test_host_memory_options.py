@@ -97,12 +97,14 @@ def test_free_memory_is_that_of_the_machine_and_of_the_control_group(free_of):
 def test_the_machine_is_divided_by_its_ranks(monkeypatch):
     monkeypatch.setattr(machine, "free_host_bytes", lambda: 100 * GIB + 5)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert machine.share_of_host_memory() == 50 * GIB
+    assert machine.share_of_host_memory() == 32 * GIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert machine.ranks_of_machine() == 8
-    assert machine.share_of_host_memory() == 6 * GIB  # whole ones, so that a later process finds the same plan
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: GIB)
-    assert machine.share_of_host_memory() == GIB // 16
+    assert machine.share_of_host_memory() == 4 * GIB
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 80 * GIB)  # a later process finds the same
+    assert machine.share_of_host_memory() == 4 * GIB
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 0)
+    assert machine.share_of_host_memory() == 0
 
 
 def test_limits_without_a_host_are_those_of_before():
