@@ -10,6 +10,8 @@ from unittest import mock
 
 from captured import Seen
 
+from autoremat import host_memory
+from autoremat.capture import forms
 from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
@@ -18,6 +20,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Value
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.settings import SETTINGS
 from autoremat.report.stored import StoredTensors
 
 Choose = Callable[[Graph, Schedule], Schedule]
@@ -78,6 +81,14 @@ def as_short_as_possible(graph: Graph, schedule: Schedule) -> Schedule:
         return Stay(value, "host", made, last_read, first_read, first_read)
 
     return replace(schedule, stays=tuple(map(stay, may_stay(graph, schedule))))
+
+
+@contextlib.contextmanager
+def small_device() -> Iterator[None]:
+    """Lets the CPU stand for a device with a link to the host, and values of 1 KiB have forms."""
+    lower = replace(SETTINGS, forms=replace(SETTINGS.forms, minimum_bytes=1024))
+    with mock.patch.object(forms, "SETTINGS", lower), host_memory.stand_in():
+        yield
 
 
 @contextlib.contextmanager

@@ -63,8 +63,8 @@ def test_forms_are_part_of_the_cache_key():
     assert json.loads(key_of(choices[1]))["host_bytes"] == 1
 
 
-def test_graphs_that_share_a_budget_keep_nothing_on_the_host():
-    with pytest.warns(OptionWarning, match="host_memory has no effect on graphs that share the budget of a step"):
+def test_a_profile_that_was_made_without_host_memory_keeps_nothing_there():
+    with pytest.warns(OptionWarning, match="host_memory has no effect under a step profile that was made without it: pass it"):
         (request,) = requests_of(Options(memory_budget=profile(), host_memory="1GiB"), around()).values()
     assert request.limits.host_bytes is None
     assert request.forms == set()
