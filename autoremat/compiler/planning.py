@@ -25,6 +25,7 @@ from autoremat.planner.multigraph.step_profile import StepGraph
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.bound_forms import BoundForms, set_aside
 from autoremat.planner.search.plan_source import PlanSource
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
@@ -290,11 +291,14 @@ def planner_of(
     policy = policies.parse(request.policy)
     constrained = Constraints(request.save, request.recompute, policy, exact=not request.limits.is_bounded).apply(priced.graph)
     given = () if constrained.candidate is None else (constrained.candidate,)
-    wanted = (constrained.graph, [candidate.plan.schedule for candidate in given], soft_budget)
+    bound = constrained.bound_values
+    wanted = (constrained.graph, bound, [candidate.plan.schedule for candidate in given], soft_budget)
     known = next((planner for begun_for, planner in earlier.searches if begun_for == wanted), None)
     host = request.limits.host_bytes
-    planner = known or new_planner(constrained.graph, request.time_limit, given, soft_budget, host)
+    graph, left = set_aside(constrained.graph, bound, host) if bound else (constrained.graph, host)
+    planner = known or new_planner(graph, request.time_limit, given, soft_budget, left)
     if known is None:
+        planner = BoundForms(planner, constrained.graph, bound, host) if bound else planner
         earlier.searches.append((wanted, planner))
     return planner, constrained
 

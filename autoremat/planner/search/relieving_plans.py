@@ -6,7 +6,7 @@ others run, so storing it elsewhere is worth more than the peak of its own graph
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from autoremat.planner.plans.plan import Plan
@@ -20,12 +20,12 @@ MANY = 1000
 """Number of open calls beside which the peak of one call itself hardly counts."""
 
 
-def relieving(plan: Plan) -> Iterator[Plan]:
-    """Yields ``plan``, which has no stays, with stays that free shares of what it keeps between its halves."""
+def relieving(plan: Plan, shares: Sequence[float] = SHARES) -> Iterator[Plan]:
+    """Yields ``plan``, which has no stays, with stays that free ``shares`` of what it keeps between its halves."""
     graph = plan.graph
     grouped = GroupedPlan(Plan.of(replace(graph, in_flight=MANY), plan.schedule, plan.label))
     best = {one.value: one.relief for one in sorted(grouped.storables, key=lambda one: one.relief)}
-    for share in SHARES if best else ():
+    for share in shares if best else ():
         found = place(grouped, grouped.plan.peak_bytes - int((MANY - 1) * share * sum(best.values())))
         if found is not None:
             yield Plan.of(graph, replace(plan.schedule, stays=found.schedule.stays), plan.label)
