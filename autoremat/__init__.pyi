@@ -16,6 +16,7 @@ from autoremat.basics.errors import PlanFileError as PlanFileError
 from autoremat.basics.errors import PlanInvalid as PlanInvalid
 from autoremat.basics.errors import PlanningError as PlanningError
 from autoremat.basics.errors import StepProfileError as StepProfileError
+from autoremat.basics.errors import TransferError as TransferError
 from autoremat.basics.errors import UnsupportedTorchError as UnsupportedTorchError
 from autoremat.capture.tensor_names import name as name
 from autoremat.compiler.dynamo_backend import backend as backend

@@ -10,6 +10,8 @@ from unittest import mock
 
 from captured import Seen
 
+from autoremat import host_memory
+from autoremat.capture import forms
 from autoremat.compiler import peers
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
@@ -18,6 +20,8 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Value
 from autoremat.planner.graph.schedule import Schedule, Stay
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.settings import SETTINGS
+from autoremat.report.stored import StoredTensors
 
 Choose = Callable[[Graph, Schedule], Schedule]
 """Returns a schedule with stays for one without."""
@@ -81,6 +85,14 @@ def as_short_as_possible(graph: Graph, schedule: Schedule) -> Schedule:
 
 
 @contextlib.contextmanager
+def small_device() -> Iterator[None]:
+    """Lets the CPU stand for a device with a link to the host, and values of 1 KiB have forms."""
+    lower = replace(SETTINGS, forms=replace(SETTINGS.forms, minimum_bytes=1024))
+    with mock.patch.object(forms, "SETTINGS", lower), host_memory.stand_in():
+        yield
+
+
+@contextlib.contextmanager
 def staying(choose: Choose) -> Iterator[Seen]:
     """Gives the plan of each graph that is compiled in the block the stays that ``choose`` returns. Collects the plans."""
     found = Seen()
@@ -91,7 +103,7 @@ def staying(choose: Choose) -> Iterator[Seen]:
         planned = original(priced, context, earlier)
         plan = Plan.of(planned.plan.graph, choose(planned.plan.graph, planned.plan.schedule), planned.plan.label)
         found.plans.append(plan)
-        return replace(planned, plan=plan)
+        return replace(planned, plan=plan, report=replace(planned.report, stored=StoredTensors.of(plan)))
 
     with mock.patch.object(peers, "plan_graph", plan_graph):
         yield found

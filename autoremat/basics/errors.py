@@ -98,6 +98,10 @@ class PlanInvalid(AutorematError):
     """Raised for a plan that fails the check that every plan must pass before it is used."""
 
 
+class TransferError(AutorematError, RuntimeError):
+    """Raised if a step moves other bytes between the device and the host than its plan."""
+
+
 class ChunkingUnsupported(AutorematError):
     """Raised if the projection and the loss of a graph cannot be chunked. The message gives the reason."""
 

@@ -44,8 +44,8 @@ def _agreed(
 ) -> tuple[Step, int | None]:
     """Returns the step and the budget in bytes of all ranks.
 
-    Each moment has the base bytes of the rank with the most. The budget is the least of all ranks. Plans and seconds are those
-    of the lowest rank. Without other ranks, ``step`` and ``budget`` return as they are.
+    Each moment has the base bytes of the rank with the most. The budgets of device and host are the least of all ranks. Plans
+    and seconds are those of the lowest rank. Without other ranks, ``step`` and ``budget`` return as they are.
     """
     structure = [*(f"{graph.key} {graph.block}" for graph in step.graphs), *step.order, str(len(step.moments))]
     kind = hashlib.sha256("\n".join(structure).encode()).hexdigest()
@@ -67,4 +67,6 @@ def _joint(alike: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     budgets = [part["budget"] for part in alike if part["budget"] is not None]
     moments = zip(*(step.moments for step in steps), strict=True)
     most = tuple(replace(same[0], base_bytes=max(moment.base_bytes for moment in same)) for same in moments)
-    return {"step": plain(replace(steps[0], moments=most)), "budget": min(budgets, default=None)}
+    hosts = [step.host_bytes for step in steps if step.host_bytes is not None]
+    host = min(hosts) if len(hosts) == len(steps) else None if not hosts else 0
+    return {"step": plain(replace(steps[0], moments=most, host_bytes=host)), "budget": min(budgets, default=None)}

@@ -43,7 +43,7 @@ from autoremat.planner.multigraph.ledger import KnownBorders, Share
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import CODE_HEADROOM, ENDED_BY_CLOCK, Step, StepGraph, StepProfile
 from autoremat.planner.plans.plan import Plan
-from autoremat.request.budgets import warn_of_host_memory, warn_of_open_calls
+from autoremat.request.budgets import warn_of_open_calls
 from autoremat.request.grants import note_grant
 from autoremat.request.limits import CommonBudget, Limits
 from autoremat.request.request import Request
@@ -76,8 +76,7 @@ def request_in_split(source: GraphSource, request: Request, around: Surroundings
     if split.number == 0:  # torch shows all buckets only now
         if request.calls != OpenCalls():
             warn_of_open_calls()
-        warn_of_host_memory(request.limits.host_bytes, "buckets of DistributedDataParallel, which share a budget")
-        whole = replace(request, is_part=False, limits=replace(request.limits, host_bytes=None))
+        whole = replace(request, is_part=False)
         planned = _shared[split.owner] = _planned_together(split, whole, source.patches)
         note_grant(request, around, None if planned is None else planned.profile.budget_bytes)
     shared = _shared.get(split.owner)
@@ -86,7 +85,8 @@ def request_in_split(source: GraphSource, request: Request, around: Surroundings
         return request
     common = CommonBudget(shared.profile, f"bucket {split.number + 1}", _advice(split))
     ledger, advice = shared.profile.device_ledger, request.limits.advice
-    limits = Limits(share.peak_bytes, step_share=share, ledger=ledger, common=common, advice=advice)
+    host = shared.profile.step.host_bytes
+    limits = Limits(share.peak_bytes, step_share=share, host_bytes=host, ledger=ledger, common=common, advice=advice)
     return replace(request, limits=limits, calls=OpenCalls(), is_part=False)
 
 
@@ -260,6 +260,7 @@ def _step(traced: _Tracing) -> tuple[Step, list[_Graph | None]]:
         order=(*order, *(one.replace("forward", "backward") for one in reversed(order))),
         device=str(traced.device),
         headroom=CODE_HEADROOM if traced.request.fuses else 0.0,
+        host_bytes=traced.request.limits.host_bytes,
     )
     return step, graphs
 

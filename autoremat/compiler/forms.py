@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autoremat.basics.checks import MOST_BYTES
@@ -15,7 +16,7 @@ from autoremat.capture.pricing import ROOFLINE
 from autoremat.measure.host_link import host_link_of
 from autoremat.passes.forms import FORMS
 from autoremat.planner.cost.host_link import HostLink, assumed_host_link
-from autoremat.planner.graph.forms import DEVICE, HOST
+from autoremat.planner.graph.forms import BITS, DEVICE, HOST
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.placement import place
@@ -27,29 +28,38 @@ from autoremat.torch_private.autograd import retraces_backwards
 
 def with_allowed_forms(
     captured: Capture, request: Request, card: str | None = None, link: HostLink | None = None
-) -> tuple[Capture, str]:
-    """Returns ``captured`` with the forms of its values, and the reason if nothing can be kept on the host.
+) -> tuple[Capture, tuple[str, ...]]:
+    """Returns ``captured`` with the forms of its values. For each form asked for that none has, returns option and reason.
 
     ``card`` is the CUDA device by name that is planned for, if one is named. ``link`` has the rates that hold for all ranks.
     """
     possible = request.forms & FORMS.keys()
     if not possible:
-        return captured, ""
+        return captured, ()
     now("listing the forms of saved tensors")
-    wants_host = HOST in possible
-    if setting := refused_setting(captured):
-        return captured, f"the code cannot copy to the host under {setting}" if wants_host else ""
-    why = ""
-    if wants_host:
-        device = joint_graphs.device_of(captured.joint)
-        link = link or (assumed_host_link(card) if card else host_link_of(device, request.cost_model != ROOFLINE))
-        if link is None:
-            why = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"
-    captured = with_forms(captured, possible, link)
-    if wants_host and not why and not any(form.name == HOST for value in captured.graph.values for form in value.forms):
-        least = format_bytes(SETTINGS.forms.minimum_bytes)
-        why = f"no result of the forward that could be kept there has at least {least}"
-    return captured, why
+    setting, why = refused_setting(captured), dict[str, str]()
+    if setting:
+        why = {HOST: f"the code cannot copy to the host under {setting}", BITS: f"the code cannot pack under {setting}"}
+    else:
+        if HOST in possible:
+            device = joint_graphs.device_of(captured.joint)
+            link = link or (assumed_host_link(card) if card else host_link_of(device, request.cost_model != ROOFLINE))
+            if link is None:
+                why[HOST] = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"
+        captured = with_forms(captured, possible, link)
+    return captured, _unused(captured, request, why)
+
+
+def _unused(captured: Capture, request: Request, why: dict[str, str]) -> tuple[str, ...]:
+    """Returns the options whose forms no value of the graph has, each with the reason ``why``, or that values are small."""
+    least, found = format_bytes(SETTINGS.forms.minimum_bytes), {form.name for v in captured.graph.values for form in v.forms}
+    options = {HOST: "host_memory"} | ({BITS: f"store={BITS!r}"} if BITS in (request.store or ()) else {})
+    small = {
+        HOST: f"no result of the forward that could be kept there has at least {least}",
+        BITS: f"no result of the forward that could be packed is a mask of at least {least}",
+    }
+    unused = [name for name in options if name in request.forms and name not in found]
+    return tuple(f"{options[name]} has no effect on a graph: {why.get(name, small[name])}" for name in unused)
 
 
 def host_remedy(captured: Capture, smallest: Plan, request: Request, card: str | None, limit: int) -> str:
@@ -61,8 +71,8 @@ def host_remedy(captured: Capture, smallest: Plan, request: Request, card: str |
     if limits.host_bytes is not None or limits.step_share is not None or HOST not in (request.store or (HOST,)):
         return ""
     asked = replace(request, limits=replace(limits, host_bytes=MOST_BYTES), store=(DEVICE, HOST), cost_model=ROOFLINE)
-    with_host, why = with_allowed_forms(captured, asked, card)
-    if why:
+    with_host, unused = with_allowed_forms(captured, asked, card)
+    if unused:
         return ""
     plan = Plan.of(replace(smallest.graph, values=with_host.graph.values), smallest.schedule)
     placed = place(GroupedPlan(plan), limit)
@@ -83,7 +93,7 @@ def refused_setting(captured: Capture) -> str:
     return "a wrapper in C++ (cpp_wrapper)" if compilers.writes_wrapper_in_cpp() else ""
 
 
-def warn_of_unused_host(reason: str) -> None:
-    """Warns with ``OptionWarning`` of the ``reason`` why ``host_memory`` has no effect; not if it is empty."""
-    if reason:
-        warnings.warn(f"host_memory has no effect on a graph: {reason}", OptionWarning, stacklevel=3)
+def warn_of_unused_forms(unused: Sequence[str]) -> None:
+    """Warns with ``OptionWarning`` of each option in ``unused``, which states the reason why it has no effect."""
+    for text in unused:
+        warnings.warn(text, OptionWarning, stacklevel=3)

@@ -140,8 +140,8 @@ def _no_plan_keeps_both(
 ) -> BudgetInfeasible:
     """Returns the error that names the minimum peak within the time, and the least slow-down within the bytes."""
     taken, observed = choice.taken, max(0, context.extra_headroom_bytes)
-    forms = [form for form in (taken, choice.whole) if form is not None]
-    found = [(form.least, form.planning) for form in forms if form.least is not None]
+    candidates = [one for one in (taken, choice.whole) if one is not None]
+    found = [(one.least, one.planning) for one in candidates if one.least is not None]
     assert taken.time is not None
     least, planning = min(found, key=lambda pair: pair[0].peak_bytes)
     # The code of earlier attempts needed more than simulated. At the last attempt nothing is left of the budget, so the excess
@@ -157,6 +157,6 @@ def _no_plan_keeps_both(
         remedies=(choice.remedy,),
         max_slowdown=taken.time.max_slowdown,
         least_slowdown=None if taken.planning.plan is None else taken.time.slowdown(taken.planning.plan),
-        untimed_bytes=min(form.planning.smallest.peak_bytes for form in forms) + headroom,
+        untimed_bytes=min(one.planning.smallest.peak_bytes for one in candidates) + headroom,
         is_simulated=context.request.fuses,
     )

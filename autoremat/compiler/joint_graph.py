@@ -113,8 +113,8 @@ class PricedGraph:
     """Numbers of the values that are inputs but neither parameters nor buffers. A saved input may stay live longer."""
     accumulated_bytes: int = 0
     """Bytes of the gradients of parameters, which are live beside the calls of later micro-batches."""
-    host_memory_unused: str = ""
-    """Reason why no value can be kept on the host although ``host_memory`` is given; empty if some can, or if it is not."""
+    unused_forms: tuple[str, ...] = ()
+    """For each form that the request asks for and that no value can have, the option and the reason."""
 
     @property
     def graph(self) -> Graph:
@@ -183,10 +183,10 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
     now(f"pricing {len(captured.graph.ops):,} ops")
     captured, pricing = priced(captured, request.cost_model, links, context.rates)
     captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, context)))
-    why_unused = ""
+    unused: tuple[str, ...] = ()
     if not joint.is_region:  # torch partitions it first, and the surrounding graph saves its results
-        captured, why_unused = with_allowed_forms(captured, request, context.cuda_name, context.host_link)
-    return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured), accumulated, why_unused)
+        captured, unused = with_allowed_forms(captured, request, context.cuda_name, context.host_link)
+    return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured), accumulated, unused)
 
 
 def _parameter_gradient_bytes(joint: JointGraph, captured: Capture) -> int:

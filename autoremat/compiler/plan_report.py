@@ -64,7 +64,7 @@ def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Re
         count="reserved" if count is not None and count.is_bounded else "allocated",
         device_ledger=limits.ledger,
         host_memory_bytes=limits.host_bytes,
-        host_memory_unused=taken.priced.host_memory_unused,
+        unused_forms=taken.priced.unused_forms,
         notes=(
             *((share.note,) if share is not None and share.note else ()),
             *_notes_on(count),

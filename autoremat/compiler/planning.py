@@ -25,6 +25,7 @@ from autoremat.planner.multigraph.step_profile import StepGraph
 from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
+from autoremat.planner.search.bound_forms import BoundForms, set_aside
 from autoremat.planner.search.plan_source import PlanSource
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
@@ -166,8 +167,8 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
     counted = bounded.plan_bytes if bounded is not None else lambda plan: plan.peak_bytes + headroom
     reference = reference_of(priced, context, planner, counted, earlier.torchs_plans)
     budget = budget_of(context, reference)
-    forms = _FormSearch(context, soft_budget, budget, headroom, bounded, earlier)
-    choice = choose_chunking(priced, context, forms.candidate)
+    candidates = _CandidateSearch(context, soft_budget, budget, headroom, bounded, earlier)
+    choice = choose_chunking(priced, context, candidates.candidate)
     chosen = choice.taken
     by_clock = earlier.ended_by_clock or (context.told is not None and context.told.ended_by_clock)
     planning = dataclasses.replace(
@@ -176,7 +177,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
         interrupted=chosen.planning.interrupted or by_clock,
         ended_by_clock=by_clock,
     )
-    plan = _plan_within(forms, choice)
+    plan = _plan_within(candidates, choice)
     facts = ReportedPlan(choice, plan, planning, headroom, count, reference, budget, soft_budget)
     return BudgetedGraph(
         priced=chosen.priced,
@@ -194,8 +195,8 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
 
 
 @dataclass(frozen=True)
-class _FormSearch:
-    """Finds the best plan of each form of a graph, with and without a chunked loss, under the same limits."""
+class _CandidateSearch:
+    """Finds the best plan of a graph, with and without a chunked loss, under the same limits."""
 
     context: PlanningContext
     soft_budget: int | None
@@ -206,65 +207,65 @@ class _FormSearch:
     """Counts the bytes of a budget on reserved bytes; None for a budget on allocated bytes."""
     earlier: EarlierSearches
 
-    def candidate(self, form: PricedGraph, chunks: int, first: ChunkingCandidate | None = None) -> ChunkingCandidate:
-        """Returns ``form``, whose loss has so many ``chunks``, with its best plan within the limits.
+    def candidate(self, priced: PricedGraph, chunks: int, first: ChunkingCandidate | None = None) -> ChunkingCandidate:
+        """Returns ``priced``, whose loss has so many ``chunks``, with its best plan within the limits.
 
-        The ``first`` form that was planned, if there is one, sets the budget of time.
+        The ``first`` candidate that was planned, if there is one, sets the budget of time.
         """
-        planner, constrained = planner_of(form, self.context, self.soft_budget, self.earlier)
-        time = self._time(planner, form) if first is None else first.time
-        stored = stored_plan(form, self.context, planner)
+        planner, constrained = planner_of(priced, self.context, self.soft_budget, self.earlier)
+        time = self._time(planner, priced) if first is None else first.time
+        stored = stored_plan(priced, self.context, planner)
         if stored is None:
-            return self._searched(form, chunks, planner, constrained, time)
+            return self._searched(priced, chunks, planner, constrained, time)
         file_name, plan = stored
         found = planner.judge(plan, self.budget)
         if self.bounded is not None and self.budget is not None:
             found = judged(self.bounded, self.budget, found)
-        return ChunkingCandidate(form, planner, constrained, found, chunks, file_name, time=time)
+        return ChunkingCandidate(priced, planner, constrained, found, chunks, file_name, time=time)
 
-    def _time(self, planner: PlanSource, form: PricedGraph) -> TimeBudget | None:
+    def _time(self, planner: PlanSource, priced: PricedGraph) -> TimeBudget | None:
         """Returns the budget of time; None for a nested region, because the surrounding graph may recompute it whole."""
         allowed = self.context.request.limits.max_slowdown
-        if allowed is None or form.joint.is_region:
+        if allowed is None or priced.joint.is_region:
             return None
         return TimeBudget.of(planner.fastest() or planner.baseline, allowed)
 
     def _searched(
-        self, form: PricedGraph, chunks: int, planner: PlanSource, constrained: ConstrainedGraph, time: TimeBudget | None
+        self, priced: PricedGraph, chunks: int, planner: PlanSource, constrained: ConstrainedGraph, time: TimeBudget | None
     ) -> ChunkingCandidate:
-        """Returns ``form`` with the best plan that a search finds within the limits."""
+        """Returns ``priced`` with the best plan that a search finds within the limits."""
         budget, bounded, extra = self.budget, self.bounded, self.context.extra_headroom_bytes
         limit = None if budget is None else budget - self.headroom - extra
         least, fragmentation = None, 0
         # A later attempt has a headroom that the code of an earlier one has shown.
         if bounded is None or budget is None or limit is None or extra:
-            found = search(form, self.context, planner, constrained, limit, time)
+            found = search(priced, self.context, planner, constrained, limit, time)
             if time is not None and limit is not None:
                 found, least = _within_both(planner, found, limit, time)
         else:
             found, fragmentation = find_within(
-                bounded, budget, limit, lambda limit: search(form, self.context, planner, constrained, limit)
+                bounded, budget, limit, lambda limit: search(priced, self.context, planner, constrained, limit)
             )
         return ChunkingCandidate(
-            form, planner, constrained, found, chunks, fragmentation_bytes=fragmentation, time=time, least=least
+            priced, planner, constrained, found, chunks, fragmentation_bytes=fragmentation, time=time, least=least
         )
 
 
-def _plan_within(forms: _FormSearch, choice: ChunkingChoice) -> Plan:
+def _plan_within(candidates: _CandidateSearch, choice: ChunkingChoice) -> Plan:
     """Returns the plan of the candidate that is taken; if none fits, the plan of the minimum peak found.
 
     Raises ``BudgetInfeasible`` if no plan fits, unless the options ask for the best effort or the generated code may still fit.
     """
-    chosen, context = choice.taken, forms.context
+    chosen, context = choice.taken, candidates.context
     plan = chosen.planning.plan
     if plan is not None and (chosen.keeps_time or chosen.plan_file is not None):
         return plan
-    assert forms.budget is not None
+    assert candidates.budget is not None
     is_too_slow = plan is not None
     plan = plan or chosen.planning.smallest
     if context.request.must_fit and not chosen.priced.joint.is_region:
-        if is_too_slow or not _may_fit(plan, chosen, context, forms.budget):
-            raise no_plan_fits(choice, context, forms.budget, forms.headroom, forms.bounded)
+        if is_too_slow or not _may_fit(plan, chosen, context, candidates.budget):
+            raise no_plan_fits(choice, context, candidates.budget, candidates.headroom, candidates.bounded)
     return plan
 
 
@@ -290,11 +291,14 @@ def planner_of(
     policy = policies.parse(request.policy)
     constrained = Constraints(request.save, request.recompute, policy, exact=not request.limits.is_bounded).apply(priced.graph)
     given = () if constrained.candidate is None else (constrained.candidate,)
-    wanted = (constrained.graph, [candidate.plan.schedule for candidate in given], soft_budget)
+    bound = constrained.bound_values
+    wanted = (constrained.graph, bound, [candidate.plan.schedule for candidate in given], soft_budget)
     known = next((planner for begun_for, planner in earlier.searches if begun_for == wanted), None)
     host = request.limits.host_bytes
-    planner = known or new_planner(constrained.graph, request.time_limit, given, soft_budget, host)
+    graph, left = set_aside(constrained.graph, bound, host) if bound else (constrained.graph, host)
+    planner = known or new_planner(graph, request.time_limit, given, soft_budget, left)
     if known is None:
+        planner = BoundForms(planner, constrained.graph, bound, host) if bound else planner
         earlier.searches.append((wanted, planner))
     return planner, constrained
 

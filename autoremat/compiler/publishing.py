@@ -6,11 +6,13 @@ import dataclasses
 import logging
 import warnings
 
+from autoremat import host_memory
 from autoremat.basics.errors import BudgetWarning, best_effort_message
 from autoremat.basics.units import format_bytes
-from autoremat.compiler.forms import warn_of_unused_host
+from autoremat.compiler.forms import warn_of_unused_forms
 from autoremat.compiler.lowering import Compiled
 from autoremat.compiler.overlap_warning import watched
+from autoremat.compiler.transfer_check import checked_transfers
 from autoremat.report.registry import add_report
 from autoremat.report.report import Report
 from autoremat.request.request import Request
@@ -29,7 +31,8 @@ PART = (
 def published(compiled: Compiled, report: Report | None, request: Request, note: str = "") -> Compiled:
     """Registers and logs ``report``, with ``note`` if that is not empty, and returns ``compiled``.
 
-    The returned callable is watched for other open calls if the graph has a budget of its own. Warns with ``BudgetWarning`` if
+    The returned callable compares its transfers with the plan. It is watched for other open calls if the graph has a budget of
+    its own. Warns with ``BudgetWarning`` if
     the step exceeds the budget, or if compiled autograd traces its backward anew.
     """
     if report is None:
@@ -47,7 +50,7 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
     if not report.within_budget and report.budget_bytes is not None and not request.is_part:
         message = best_effort_message("the step", report.counted_bytes, report.budget_bytes)
         warnings.warn(message, BudgetWarning, stacklevel=2)
-    warn_of_unused_host(report.host_memory_unused)
+    warn_of_unused_forms(report.unused_forms)
     if not report.keeps_time:
         warnings.warn(
             f"the step is predicted to take {report.slowdown:.1%} longer than under the fastest plan, over its max_slowdown of "
@@ -68,6 +71,9 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
             BudgetWarning,
             stacklevel=2,
         )
+    if report.host_peak_bytes:
+        host_memory.release()  # the buffers of a plan that this one replaces have other sizes
+    compiled = checked_transfers(compiled, report)
     if not (request.limits.bounds_memory and has_own_budget):
         return compiled
     return watched(compiled, report, request.limits.reference_share is not None, request.is_part)

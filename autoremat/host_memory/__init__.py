@@ -9,6 +9,7 @@ from contextvars import ContextVar
 import torch
 
 from autoremat.host_memory.links import Statistics as Statistics
+from autoremat.host_memory.links import moved as moved
 from autoremat.host_memory.links import release as release
 from autoremat.host_memory.links import statistics as statistics
 

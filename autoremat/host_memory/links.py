@@ -29,6 +29,18 @@ class Statistics:
     from_host_bytes: int = 0
 
 
+class Moved(threading.local):
+    """The bytes of the buffers that this thread has copied to and from, for all devices. They are the planned sizes."""
+
+    to_host_bytes = 0
+    from_host_bytes = 0
+    replaced = 0
+    """Number of loads from other memory than a buffer."""
+
+
+moved = Moved()
+
+
 class Link:
     """Copies tensors between one device and the host."""
 
@@ -60,6 +72,7 @@ class Link:
             copy.copy_(flat, non_blocking=True)
         self._to_host.record_event(buffer.stored)
         self._count("to_host_bytes", flat)
+        moved.to_host_bytes += buffer.memory.nbytes
         return copy.as_strided(source.size(), source.stride())
 
     def wait_for_copy_to_host(self, copy: torch.Tensor) -> None:
@@ -75,7 +88,9 @@ class Link:
         buffer = self.pool.buffer_of(host)
         self._count("from_host_bytes", _flat(host))
         if buffer is None:  # a saved-tensor hook of the user's has put another tensor in its place
+            moved.replaced += 1
             return copy.copy_(host)
+        moved.from_host_bytes += buffer.memory.nbytes
         self._from_host.wait_stream(compute_stream(self.device))
         self._from_host.wait_event(buffer.stored)
         with self._copying, self._from_host:

@@ -7,9 +7,6 @@ from pathlib import Path
 
 from autoremat.torch_private.processes import job
 
-HOST_STEP = 2**30
-"""Bytes to a multiple of which a rank's share of the host's memory is rounded down, so that later processes find it again."""
-
 CONTROL_GROUPS = (
     ("memory.max", "memory.current"),
     ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
@@ -18,9 +15,12 @@ CONTROL_GROUPS = (
 
 
 def share_of_host_memory() -> int:
-    """Returns the bytes that one rank may keep on the host: half of what is free, divided by the ranks of the machine."""
+    """Returns the bytes that one rank may keep on the host: half of what is free, divided by the ranks of the machine.
+
+    It is rounded down to a power of two, so that a later process finds the same number, and its plans in the caches.
+    """
     share = free_host_bytes() // 2 // ranks_of_machine()
-    return share // HOST_STEP * HOST_STEP or share
+    return 1 << share.bit_length() - 1 if share else 0
 
 
 def free_host_bytes(meminfo: Path = Path("/proc/meminfo"), control: Path = Path("/sys/fs/cgroup")) -> int:

@@ -21,8 +21,9 @@ from autoremat.basics.errors import OptionsError
 from autoremat.basics.progress import progress_in_environment, set_default
 from autoremat.options import defaults, values
 from autoremat.planner.constraints import policies
+from autoremat.planner.constraints.constraints import SavePattern
 from autoremat.planner.constraints.policies import Policy
-from autoremat.planner.graph.forms import HOST
+from autoremat.planner.graph.forms import DEVICE, HOST
 from autoremat.planner.multigraph.open_calls import OpenCalls
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan
@@ -54,7 +55,7 @@ class OptionValues(TypedDict, total=False):
     cost_model: str
     plan: str | os.PathLike[str] | Plan | Sequence[str | os.PathLike[str] | Plan] | None
     policy: Policy | str | None
-    save: Collection[str]
+    save: Collection[SavePattern] | Mapping[str, str]
     recompute: Collection[str]
     chunk_loss: bool | int | str
     in_flight: int | None
@@ -84,12 +85,12 @@ class Options:
     - max_slowdown: bound on the time of the step, as a share of the fastest plan's time beyond that. By itself it asks for the
         least peak within that time; beside `memory_budget` it only bounds the plan's time. "free" costs nothing measurable.
     - host_memory: bound on the pinned host memory of saved tensors that the planner keeps on the host. It is in bytes (int),
-        "auto" (half of what is free on the machine, divided by its ranks), or None to keep nothing there.
+        "auto" (half of what is free by the ranks of the machine, down to a power of two), or None to keep nothing there.
     - store: names of the forms in which saved tensors may be kept: "device" (always), "host", "bits". None stands for all with
         `host_memory`, and for "device" without it.
     - auto_headroom: bytes that "auto" keeps free on the CUDA device.
     - time_limit: seconds that one search may take. They grant an amount of work, which ends the search at the same plan on any
-        machine. Each attempt searches anew, and so does each form of a chunked loss.
+        machine. Each attempt searches anew, and so does each candidate for a chunked loss.
     - compiler: the compiler of the planned graphs: "inductor", or "aot_eager", which runs them uncompiled.
     - on_infeasible: the action if no plan fits: "raise", or "best_effort" to run at the minimum peak found.
     - cost_model: the source of the ops' seconds: "calibrated" (rates of the device, measured once) or "roofline" (data sheets;
@@ -100,7 +101,8 @@ class Options:
         takes the plan whose graph has the same structure.
     - policy: the parts of the forward that are recomputed; see `autoremat.policies`. Without a budget the policy is the whole
         plan.
-    - save, recompute: constraints on the results to save or to recompute, as patterns of module paths, ops or tensor names.
+    - save, recompute: constraints on the results to save or to recompute, as patterns of module paths, ops or tensor names. A
+        mapping as `save`, such as `{"*.q_proj": "host"}`, also says in which form they are kept.
     - chunk_loss: chunking of the vocabulary projection, the loss and their gradients: "auto" (only if no other plan fits), True
         (also if predicted faster), an int >= 2 (always that many chunks), or False (never).
     - interconnect_bandwidth: bytes per second that one rank sends in a collective, such as "50GB/s"; None for the measured or
@@ -130,7 +132,7 @@ class Options:
     cost_model: str = "calibrated"
     plan: tuple[PlanFile, ...] | None = None
     policy: Policy | str | None = None
-    save: tuple[str, ...] = ()
+    save: tuple[SavePattern, ...] = ()
     recompute: tuple[str, ...] = ()
     chunk_loss: bool | int | str = "auto"
     interconnect_bandwidth: float | None = None
@@ -160,7 +162,7 @@ class Options:
             else one_of(PLANNING_ERROR_ACTIONS, self.on_planning_error, "on_planning_error"),
             "plan": values.plans(self.plan),
             "policy": policies.parse(self.policy),
-            "save": values.patterns(self.save, "save"),
+            "save": values.saves(self.save),
             "recompute": values.patterns(self.recompute, "recompute"),
             "chunk_loss": values.chunks(self.chunk_loss),
             "interconnect_bandwidth": values.bandwidth(self.interconnect_bandwidth),
@@ -193,6 +195,13 @@ class Options:
                 f"store={store!r} and host_memory={host!r} contradict each other: name {HOST!r} in `store` and give a bound in "
                 '`host_memory`, such as "64GiB" or "auto", or neither'
             )
+        allowed = store or ((DEVICE,) if host is None else values.STORES)
+        for pattern, form in (one for one in normalised["save"] if not isinstance(one, str)):
+            if form not in allowed:
+                raise OptionsError(
+                    f"save={{{pattern!r}: {form!r}}} names a form that is not allowed: allowed are {list(allowed)}. Name it in "
+                    f"`store`{' and give a bound in `host_memory`' if form == HOST else ''}"
+                )
         if not isinstance(self.mode, str | None):
             raise refused("mode", self.mode, "a mode of torch.compile, a string, or None")
         for name, value in normalised.items():

@@ -1,13 +1,14 @@
 """Checks the values of single options and returns them in the form in which ``Options`` holds them."""
 
 import os
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from numbers import Real
 
 from autoremat.basics.budget import FORMS_ANYWHERE, likely_share, parse_budget
 from autoremat.basics.checks import MOST_BYTES, MOST_PARTS, as_float, as_int, refused, text_to_bytes
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS, parse_percent
+from autoremat.planner.constraints.constraints import SavePattern
 from autoremat.planner.graph.forms import BITS, DEVICE, HOST
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
@@ -20,6 +21,7 @@ BUDGET_FORMS = (
     "an `autoremat.device_budget`"
 )
 PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
+SAVE_FORMS = f"{PATTERN_FORMS}, or a mapping from such patterns to forms among 'device', 'host' and 'bits'"
 PLAN_FORMS = "the path of a plan that Plan.save wrote, a Plan, a list of these, or None (search for a plan)"
 CHUNK_FORMS = f'"auto", True, False or a number of parts, an int from 2 to {MOST_PARTS}'
 BANDWIDTH_FORMS = 'text such as "50GB/s", a number of bytes per second >= 1, or None'
@@ -126,6 +128,18 @@ def plans(value: object) -> tuple[PlanFile, ...] | None:
             raise refused("plan", one, PLAN_FORMS)
         found.append(one if isinstance(one, PlanFile) else PlanFile.of(one))
     return tuple(found)
+
+
+def saves(value: object) -> tuple[SavePattern, ...]:
+    """Returns the option ``save``: patterns, and pairs of a pattern and the form in which its tensors are kept."""
+    given = [*value.items()] if isinstance(value, Mapping) else value
+    if isinstance(given, str) or not isinstance(given, Sequence | Set):
+        raise refused("save", value, SAVE_FORMS)
+    for one in given:
+        pattern, form = one if isinstance(one, tuple) and len(one) == 2 else (one, DEVICE)
+        if not isinstance(pattern, str) or not pattern.strip() or form not in STORES:
+            raise refused("save", one, SAVE_FORMS)
+    return tuple(dict.fromkeys(given))
 
 
 def patterns(value: object, name: str) -> tuple[str, ...]:

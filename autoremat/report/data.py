@@ -198,8 +198,8 @@ class ReportData:
 
     host_memory_bytes: int | None = None
     """The bound on the bytes of saved tensors on the host; None if none may be there."""
-    host_memory_unused: str = ""
-    """Reason why ``host_memory`` has no effect on this graph. Empty if it has, or if it is not given."""
+    unused_forms: tuple[str, ...] = ()
+    """For each form that the options ask for and that no value of this graph can have, the option and the reason."""
     stored: StoredTensors | None = None
     """Figures of the saved tensors that are kept in other forms than on the device. None if there are none."""
 
@@ -272,6 +272,7 @@ class ReportData:
         plan = dataclasses.replace(
             plan,
             budget_bytes=budget,
+            host_budget_bytes=fields.get("host_memory_bytes"),
             lower_bound_bytes=planning.lower_bound_bytes,
             lower_bound_seconds=planning.lower_bound_seconds,
             interrupted=planning.interrupted,

@@ -129,7 +129,7 @@ def _budgets(report: ReportData) -> list[tuple[str, str]]:
 def _other_forms(report: ReportData) -> list[tuple[str, str]]:
     """Returns the figures of saved tensors in other forms than on the device, each with its name."""
     rows = [] if report.stored is None else report.stored.figures(report.host_memory_bytes)
-    return [*rows, ("host memory", f"not used: {report.host_memory_unused}")] if report.host_memory_unused else rows
+    return [*rows, *(("not possible", text) for text in report.unused_forms)]
 
 
 def _device_text(report: ReportData, ledger: DeviceBudget) -> str:

@@ -6,12 +6,13 @@ This module alone tells kinds of budgets apart. Every front door asks it, and no
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from autoremat.basics.budget import FORMS_ANYWHERE
 from autoremat.basics.errors import BudgetWarning, OptionsError, OptionWarning
 from autoremat.basics.units import format_bytes
+from autoremat.measure.machine import share_of_host_memory
 from autoremat.options.options import Options
 from autoremat.planner.cost import device_memory
 from autoremat.planner.multigraph.device_budget import DeviceBudget
@@ -80,14 +81,14 @@ def request_of_recording(options: Options) -> Request:
     A budget is shared out later. Until then it counts as some bound: constraints need not be the whole plan, and a graph that
     cannot be planned is an error.
     """
-    bounded = options.memory_budget is not None
-    return Request.of(options, Limits(reference_share=1.0 if bounded else None, max_slowdown=options.allowed_slowdown))
+    share = None if options.memory_budget is None else 1.0
+    host = _host_bytes(options, share_of_host_memory)
+    return Request.of(options, Limits(reference_share=share, max_slowdown=options.allowed_slowdown, host_bytes=host))
 
 
 def _limits_of(budget: Budget, options: Options, around: Surroundings, calls: OpenCalls) -> Limits:
     """Returns the limits of a graph under ``budget``."""
-    host = around.host_bytes if options.host_memory == "auto" else options.host_memory
-    limits = Limits(max_slowdown=options.allowed_slowdown, host_bytes=None if host is None else int(host))
+    limits = Limits(max_slowdown=options.allowed_slowdown, host_bytes=_host_bytes(options, lambda: around.host_bytes))
     match budget:
         case DeviceBudget() as device:
             ledger = device.of_graph(around.given_bytes, calls.accumulates)
@@ -107,6 +108,11 @@ def _limits_of(budget: Budget, options: Options, around: Surroundings, calls: Op
         case None:
             return limits
     raise AssertionError(f"{budget!r} is resolved for each graph by itself")
+
+
+def _host_bytes(options: Options, own_share: Callable[[], int]) -> int | None:
+    """Returns the bound on the bytes on the host, which is ``own_share()`` for "auto"; None to keep nothing there."""
+    return own_share() if options.host_memory == "auto" else None if options.host_memory is None else int(options.host_memory)
 
 
 def _limits_on_device(limits: Limits, ledger: DeviceBudget, options: Options) -> Limits:
@@ -149,9 +155,15 @@ def _of_share(share: Share | None, profile: StepProfile, options: Options, aroun
         return _with_ledger(_request_of(None, options, around), profile)
     if options.in_flight is not None or options.accumulate is not None:
         warn_of_open_calls()
-    warn_of_host_memory(options.host_memory, "graphs that share the budget of a step")
+    host = profile.step.host_bytes
+    if host is None and options.host_memory is not None:
+        warnings.warn(
+            "host_memory has no effect under a step profile that was made without it: pass it to profile_step, in `options`",
+            OptionWarning,
+            stacklevel=4,
+        )
     advice = () if around.block is None else (ADVICE_FOR_A_BLOCK,)
-    limits = Limits(share.peak_bytes, step_share=share, advice=advice)
+    limits = Limits(share.peak_bytes, step_share=share, host_bytes=host, advice=advice)
     return _with_ledger(Request.of(options, limits, OpenCalls()), profile)
 
 
@@ -166,13 +178,6 @@ def warn_of_open_calls() -> None:
         OptionWarning,
         stacklevel=5,
     )
-
-
-def warn_of_host_memory(asked: object, where: str) -> None:
-    """Warns that ``host_memory`` has no effect ``where`` it is not looked at, if it is ``asked`` for."""
-    if asked is not None:
-        message = f"host_memory has no effect on {where}: their saved tensors stay on the device or are recomputed"
-        warnings.warn(message, OptionWarning, stacklevel=5)
 
 
 # -- questions about a budget that is not resolved yet -----------------------------------------------------------------

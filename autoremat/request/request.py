@@ -9,6 +9,7 @@ from itertools import chain
 from autoremat.basics.stable import stable
 from autoremat.options.options import Options
 from autoremat.planner.constraints import policies
+from autoremat.planner.constraints.constraints import SavePattern
 from autoremat.planner.constraints.policies import Policy
 from autoremat.planner.graph.forms import BITS, DEVICE, HOST
 from autoremat.planner.multigraph.open_calls import OpenCalls
@@ -40,7 +41,7 @@ class Request:
     interconnect_latency: float | None = None
     plan: tuple[PlanFile, ...] | None = None
     policy: Policy | str | None = None
-    save: tuple[str, ...] = ()
+    save: tuple[SavePattern, ...] = ()
     recompute: tuple[str, ...] = ()
     store: tuple[str, ...] | None = None
     chunk_loss: bool | int | str = "auto"

@@ -237,4 +237,5 @@ def step_of(taken: Recording, moments: Sequence[Moment], variants: int) -> Step:
         others=tuple(graph.key for graph in taken.graphs if not graph.planned),
         headroom=CODE_HEADROOM if taken.options.compiler == "inductor" else 0.0,
         variants=variants,
+        host_bytes=taken.request.limits.host_bytes,
     )

@@ -81,6 +81,7 @@ class Recording:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.request = request_of_recording(options)
         self.graphs: list[RecordedGraph] = []
         self.start(None)
 
@@ -103,9 +104,7 @@ class Recording:
     def compile(self, gm: fx.GraphModule, inputs: Sequence[Any], config: Mapping[str, Any]) -> Compiled:
         """Returns ``gm``, planned for the minimum peak, as a callable that records its calls."""
         key = graph_key(gm, inputs)
-        context = PlanningContext(
-            request_of_recording(self.options), may_repeat_collectives=job() is None, sharded_inputs=sharded_inputs(gm)
-        )
+        context = PlanningContext(self.request, may_repeat_collectives=job() is None, sharded_inputs=sharded_inputs(gm))
         partitioning = Partitioning(context, plan_for_minimum_peak)
         partitioner = Partitioner(partitioning)
         if self.options.compiler == "inductor":

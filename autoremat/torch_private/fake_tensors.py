@@ -40,6 +40,11 @@ FAILED_OP = torch._dynamo.exc.TorchRuntimeError
 Partition = Callable[..., joint_graphs.PartitionedModules]
 
 
+def is_fake(value: object) -> bool:
+    """Returns True for a fake tensor, which has no memory."""
+    return isinstance(value, FakeTensor)
+
+
 def new_mode() -> FakeTensorMode:
     """Returns a mode in which tensors have sizes, types and devices, and no memory. It turns real tensors into fake ones."""
     return FakeTensorMode(allow_non_fake_inputs=True)

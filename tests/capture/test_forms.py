@@ -124,7 +124,18 @@ def test_a_value_below_the_least_bytes_has_none():
     with host_memory.stand_in():
         asked = priced(step, X, host_memory="1GiB")
     assert not with_forms(asked)
-    assert asked.host_memory_unused == "no result of the forward that could be kept there has at least 1.00 MiB"
+    assert asked.unused_forms == (
+        "host_memory has no effect on a graph: no result of the forward that could be kept there has at least 1.00 MiB",
+    )
+
+
+def test_bits_that_are_named_and_impossible_are_stated():
+    (said,) = priced(step, X, store=("device", "bits")).unused_forms
+    assert (
+        said
+        == "store='bits' has no effect on a graph: no result of the forward that could be packed is a mask of at least 1.00 MiB"
+    )
+    assert not priced(step, X).unused_forms
 
 
 # -- where nothing can be kept on the host -----------------------------------------------------------------------------
@@ -134,8 +145,8 @@ def test_a_cpu_has_no_link_and_says_so(small_values):
     with pytest.warns(OptionWarning, match="host_memory has no effect on a graph: cpu has no memory apart from the host's"):
         report = autoremat.explain(step, X, options={**EAGER, "host_memory": "1GiB"})
     assert report.host_memory_bytes == 2**30
-    assert "not used: cpu has no memory apart from the host's" in str(report)
-    assert autoremat.Report.from_json(report.to_json()).host_memory_unused == report.host_memory_unused
+    assert "cpu has no memory apart from the host's" in str(report)
+    assert autoremat.Report.from_json(report.to_json()).unused_forms == report.unused_forms
 
 
 def test_a_compiled_graph_warns_too(small_values):
@@ -150,14 +161,16 @@ def test_unified_memory_has_no_link(small_values, monkeypatch):
     monkeypatch.setattr(compiler_forms, "assumed_host_link", lambda name: None)
     shared = priced(step, X, device="H100-80GB", host_memory="1GiB")
     assert set(with_forms(shared).values()) == {("bits",)}
-    assert "no memory apart from the host's" in shared.host_memory_unused
+    assert "no memory apart from the host's" in shared.unused_forms[0]
 
 
 @pytest.mark.parametrize(("setting", "said"), [("triton.cudagraphs", "CUDA graphs"), ("cpp_wrapper", "a wrapper in C")])
 def test_settings_under_which_nothing_is_copied(small_values, setting, said):
     options = {"host_memory": "1GiB", "compiler": "inductor", "inductor": ((setting, True),)}
     (found,), _ = previews(step, (X,), {}, Options(**options), "H100-80GB", lambda preview: preview.priced)
-    assert found.host_memory_unused.startswith(f"the code cannot copy to the host under {said}")
+    assert found.unused_forms[0].startswith(
+        f"host_memory has no effect on a graph: the code cannot copy to the host under {said}"
+    )
     assert not with_forms(found)
 
 

@@ -63,8 +63,8 @@ def test_forms_are_part_of_the_cache_key():
     assert json.loads(key_of(choices[1]))["host_bytes"] == 1
 
 
-def test_graphs_that_share_a_budget_keep_nothing_on_the_host():
-    with pytest.warns(OptionWarning, match="host_memory has no effect on graphs that share the budget of a step"):
+def test_a_profile_that_was_made_without_host_memory_keeps_nothing_there():
+    with pytest.warns(OptionWarning, match="host_memory has no effect under a step profile that was made without it: pass it"):
         (request,) = requests_of(Options(memory_budget=profile(), host_memory="1GiB"), around()).values()
     assert request.limits.host_bytes is None
     assert request.forms == set()
@@ -97,12 +97,14 @@ def test_free_memory_is_that_of_the_machine_and_of_the_control_group(free_of):
 def test_the_machine_is_divided_by_its_ranks(monkeypatch):
     monkeypatch.setattr(machine, "free_host_bytes", lambda: 100 * GIB + 5)
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert machine.share_of_host_memory() == 50 * GIB
+    assert machine.share_of_host_memory() == 32 * GIB
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert machine.ranks_of_machine() == 8
-    assert machine.share_of_host_memory() == 6 * GIB  # whole ones, so that a later process finds the same plan
-    monkeypatch.setattr(machine, "free_host_bytes", lambda: GIB)
-    assert machine.share_of_host_memory() == GIB // 16
+    assert machine.share_of_host_memory() == 4 * GIB
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 80 * GIB)  # a later process finds the same
+    assert machine.share_of_host_memory() == 4 * GIB
+    monkeypatch.setattr(machine, "free_host_bytes", lambda: 0)
+    assert machine.share_of_host_memory() == 0
 
 
 def test_limits_without_a_host_are_those_of_before():

@@ -58,7 +58,7 @@ ACCEPTED: dict[str, set[str]] = {
     "cost_model": set(),
     "plan": {"None"},
     "policy": {"None", "'full'", "'none'", "'uniform:3'"},
-    "save": {"()", "[]", "['layers.*']"},
+    "save": {"()", "[]", "{}", "['layers.*']"},
     "recompute": {"()", "[]", "['layers.*']"},
     "chunk_loss": COUNTS - {"1"} | {"'auto'", "True", "False", "int64"},
     "in_flight": COUNTS | {"None", "int64"},

@@ -222,7 +222,7 @@ def test_explain_takes_a_bound_on_host_memory(training):
     assert done.exit_code == 0, done.output
     report = Report.from_json(done.stdout)
     assert report.host_memory_bytes == 64 * 2**30
-    assert "no result of the forward" in report.host_memory_unused  # all are small
+    assert "no result of the forward" in report.unused_forms[0]  # all are small
 
 
 def test_explain_counts_a_whole_device(training):

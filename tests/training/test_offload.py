@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import stays
 import torch
 from oracles import differences, train_step
 from torch import nn
 
 import autoremat
 from autoremat import BudgetInfeasible, BudgetWarning, OptionWarning, PlanFileError, host_memory, track_peak
-from autoremat.capture import forms
-from autoremat.planner.settings import SETTINGS
 from autoremat.report import plots
 from autoremat.report.decisions import Decision
 from autoremat.report.html_report import to_html
@@ -38,11 +36,8 @@ class Deep(nn.Module):
 
 
 @pytest.fixture
-def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Lets the CPU stand for a device with a link to the host, and values of 1 KiB have forms."""
-    lower = dataclasses.replace(SETTINGS, forms=dataclasses.replace(SETTINGS.forms, minimum_bytes=1024))
-    monkeypatch.setattr(forms, "SETTINGS", lower)
-    with host_memory.stand_in():
+def device() -> Iterator[None]:
+    with stays.small_device():
         yield
 
 

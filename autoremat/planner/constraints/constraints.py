@@ -17,6 +17,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autoremat.planner.constraints.forms_by_name import with_forms_by_name
 from autoremat.planner.constraints.model_structure import Forward
 from autoremat.planner.constraints.patterns import matches_op, nearest
 from autoremat.planner.constraints.policies import Policy, Region
@@ -26,6 +27,9 @@ from autoremat.planner.graph.op import NOT_REMATERIALIZABLE, Constraint, Op, Tra
 from autoremat.planner.graph.schedule import Segments, build_schedule
 from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
+
+SavePattern = str | tuple[str, str]
+"""A pattern of what is saved, alone or with the name of the form in which it is kept."""
 
 SHOWN = 3
 """Number of ops that a warning names."""
@@ -37,6 +41,8 @@ class ConstrainedGraph:
 
     graph: Graph
     candidate: Candidate | None = None
+    bound_values: frozenset[int] = frozenset()
+    """The values that are kept in the one form that they have, if they cross into the backward."""
     warnings: tuple[str, ...] = ()
     """Messages of the warnings that the constraints caused."""
 
@@ -45,10 +51,15 @@ class ConstrainedGraph:
 class Constraints:
     """The constraints of the options, for any graph. If ``exact``, the policy is the whole plan."""
 
-    save: tuple[str, ...] = ()
+    save: tuple[SavePattern, ...] = ()
     recompute: tuple[str, ...] = ()
     policy: Policy | None = None
     exact: bool = False
+
+    @property
+    def saved_patterns(self) -> tuple[str, ...]:
+        """The patterns of what is saved."""
+        return tuple(one if isinstance(one, str) else one[0] for one in self.save)
 
     def apply(self, graph: Graph) -> ConstrainedGraph:
         """Returns ``graph`` with these constraints added to its own.
@@ -83,7 +94,7 @@ class _Application:
     def to_save(self) -> frozenset[int]:
         """Ops that patterns or the model save."""
         by_model = {i for i, op in enumerate(self.forward.ops) if op.constraint is Constraint.SAVE}
-        return self._matches(self.constraints.save, "save") | by_model
+        return self._matches(self.constraints.saved_patterns, "save") | by_model
 
     @cached_property
     def to_recompute(self) -> frozenset[int]:
@@ -103,11 +114,26 @@ class _Application:
             )
         return self._possible(frozenset(inside) - self.to_recompute - self.to_save, f"policy={self.constraints.policy}")
 
+    @cached_property
+    def forms(self) -> Mapping[int, str]:
+        """The forms that patterns, and then the policy, name for values. The first that names a value counts."""
+        pairs = [(one[1], self._of(one[0])) for one in self.constraints.save if not isinstance(one, str)]
+        pairs += [(region.form, region.ops) for region in self.regions if region.form]
+        named: dict[int, str] = {}
+        for form, ops in pairs:
+            for value in (value for index in ops for value in self.forward.ops[index].outputs):
+                named.setdefault(value, form)
+        return named
+
+    def _of(self, pattern: str) -> tuple[int, ...]:
+        """Returns the forward ops that ``pattern`` matches."""
+        return tuple(index for index, op in enumerate(self.forward.ops) if matches_op(op, pattern))
+
     def _matches(self, patterns: Iterable[str], option: str) -> frozenset[int]:
         """Returns the forward ops that ``patterns`` match; warns of each pattern that matches nothing."""
         found: set[int] = set()
         for pattern in patterns:
-            ops = {index for index, op in enumerate(self.forward.ops) if matches_op(op, pattern)}
+            ops = set(self._of(pattern))
             if not ops:
                 warn(f"{option}: {pattern!r} matches nothing in a graph of {len(self.forward.ops)} forward ops; "
                       f"{nearest(pattern, self.forward.ops)}")  # fmt: skip
@@ -142,8 +168,9 @@ class _Application:
                          else Constraint.RECOMPUTE if index in recomputed else rest)
             for index, op in enumerate(self.graph.ops)
         )  # fmt: skip
-        graph = replace(self.graph, ops=ops)
-        return ConstrainedGraph(graph, None if self.constraints.policy is None else self._candidate(graph, recomputed))
+        graph, bound = with_forms_by_name(replace(self.graph, ops=ops), self.forms)
+        candidate = None if self.constraints.policy is None else self._candidate(graph, recomputed)
+        return ConstrainedGraph(graph, candidate, bound)
 
     def _candidate(self, graph: Graph, recomputed: frozenset[int]) -> Candidate:
         """Returns the policy's own plan."""

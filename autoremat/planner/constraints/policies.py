@@ -38,11 +38,13 @@ class Region:
     """Forward ops that are recomputed together, by number.
 
     With ``results_too``, results that ops outside read are not saved either. They are recomputed for their readers in the
-    backward.
+    backward. ``form`` names the form in which results that ops outside read are kept, such as "host"; empty if the planner
+    decides.
     """
 
     ops: Ops
     results_too: bool = False
+    form: str = ""
 
 
 Policy = Callable[[Forward], Sequence[Region]]

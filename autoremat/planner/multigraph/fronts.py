@@ -47,7 +47,7 @@ def point_of(plan: Plan, kept_inputs: Collection[int] | None = None, known: Know
     forward = int(levels[:num_forward].max(initial=0))
     backward = levels[num_forward:]
     backward = backward + (border if known is None else _until_last_read(plan, kept.difference(known.held_elsewhere)))
-    return PlanPoint(plan.cost_seconds, inside + border, forward, int(backward.max(initial=0)))
+    return PlanPoint(plan.cost_seconds, inside + border, forward, int(backward.max(initial=0)), plan.timeline.host_bytes)
 
 
 def _until_last_read(plan: Plan, kept: Collection[int]) -> np.ndarray:

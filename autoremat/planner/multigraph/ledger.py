@@ -27,6 +27,9 @@ BYTES = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
 COST_UNITS = 2**40
 """Number of units in the largest possible cost of a step, because CP-SAT needs integers."""
 
+HOST_UNITS = 2**8
+"""Cost of the most bytes on the host in these units. It only decides between plans of equal seconds."""
+
 
 @dataclass(frozen=True, slots=True, order=True)
 class PlanPoint:
@@ -38,6 +41,8 @@ class PlanPoint:
     """Bytes held from the forward to the backward, without the outputs."""
     forward_peak_bytes: int
     backward_peak_bytes: int
+    host_bytes: int = 0
+    """Bytes that a call holds on the host from its forward to its backward."""
 
     def peak_bytes(self, backward: bool) -> int:
         """Returns the peak of the forward or the backward."""
@@ -49,7 +54,7 @@ class PlanPoint:
         ``headroom_bytes`` raise the peaks. ``copies_bytes``, the part of them in copies of inputs, may be saved.
         """
         forward, backward = self.forward_peak_bytes + headroom_bytes, self.backward_peak_bytes + headroom_bytes
-        return PlanPoint(self.seconds, self.saved_bytes + copies_bytes, forward, backward)
+        return PlanPoint(self.seconds, self.saved_bytes + copies_bytes, forward, backward, self.host_bytes)
 
     def dominates(self, other: PlanPoint) -> bool:
         """Returns True if this plan is at least as good in every cost."""
@@ -58,6 +63,7 @@ class PlanPoint:
             and self.saved_bytes <= other.saved_bytes
             and self.forward_peak_bytes <= other.forward_peak_bytes
             and self.backward_peak_bytes <= other.backward_peak_bytes
+            and self.host_bytes <= other.host_bytes
         )
 
 
@@ -73,6 +79,11 @@ class Moment:
     running: int | None = None
     """Graph whose half runs. None if no half runs; ``base_bytes`` is then the peak of the code that runs instead."""
     backward: bool = False
+
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """Graphs of all open calls, that of the running one included."""
+        return self.open if self.running is None else (*self.open, self.running)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +112,8 @@ class Share:
     """The holders of the values at the graph's borders; None if they are unknown."""
     note: str = ""
     """A line for the report: the step to which the share belongs, if the backend itself shared out its budget."""
+    host_bytes: int = 0
+    """The most bytes that a call may hold on the host."""
 
     @property
     def peak_bytes(self) -> int:
@@ -116,6 +129,7 @@ class Share:
             point.saved_bytes - self.saved_bytes,
             point.forward_peak_bytes + extra_headroom_bytes - self.forward_peak_bytes,
             point.backward_peak_bytes + extra_headroom_bytes - self.backward_peak_bytes,
+            point.host_bytes - self.host_bytes,
         )
 
     def holds(self, point: PlanPoint, extra_headroom_bytes: int = 0) -> bool:
@@ -157,6 +171,11 @@ def step_peak(moments: Sequence[Moment], points: Sequence[PlanPoint]) -> int:
     return max((_moment_bytes(moment, points) for moment in moments), default=0)
 
 
+def host_peak(moments: Sequence[Moment], points: Sequence[PlanPoint]) -> int:
+    """Returns the most bytes that the step holds on the host, if each graph ``g`` follows ``points[g]``."""
+    return max((sum(points[g].host_bytes for g in moment.calls) for moment in moments), default=0)
+
+
 def shares(moments: Sequence[Moment], points: Sequence[PlanPoint], budget: int, borders: bool) -> tuple[Share, ...]:
     """Returns, for each graph, its share of ``budget`` bytes while all other graphs follow their ``points``."""
     room: dict[tuple[int, bool], int] = {}
@@ -171,6 +190,7 @@ def shares(moments: Sequence[Moment], points: Sequence[PlanPoint], budget: int, 
             room.get((graph, False), point.forward_peak_bytes),
             room.get((graph, True), point.backward_peak_bytes),
             borders,
+            host_bytes=point.host_bytes,
         )
         for graph, point in enumerate(points)
     )
@@ -193,7 +213,7 @@ def distinct(moments: Iterable[Moment]) -> list[Moment]:
 class Model:
     """The integer program of the module's docstring."""
 
-    def __init__(self, fronts: Sequence[Front], moments: Sequence[Moment]) -> None:
+    def __init__(self, fronts: Sequence[Front], moments: Sequence[Moment], host_bytes: int | None = None) -> None:
         from ortools.sat.python import cp_model
 
         self.cp_model: Any = cp_model
@@ -202,6 +222,9 @@ class Model:
         self.chosen = [[self.model.new_bool_var(f"x[{g},{k}]") for k in range(len(front))] for g, front in enumerate(fronts)]
         for choices in self.chosen:
             self.model.add_exactly_one(choices)
+        for moment in self.moments if host_bytes is not None else ():
+            held = (p.host_bytes * x for g in moment.calls for p, x in zip(fronts[g], self.chosen[g], strict=True))
+            self.model.add(sum(held, start=self.model.new_constant(0)) <= host_bytes)
 
     def bytes_at(self, moment: Moment) -> Any:
         """Returns the live bytes at ``moment`` as an expression."""
@@ -226,15 +249,16 @@ class Model:
         self.model.minimize(peak)
 
     def minimize_seconds(self, calls: Sequence[int]) -> None:
-        """Asks for the fewest seconds of all calls above those of the fastest plans."""
+        """Asks for the fewest seconds of all calls above those of the fastest plans, and then for little on the host."""
         fastest = [min(p.seconds for p in front) for front in self.fronts]
         added = [[p.seconds - least for p in front] for front, least in zip(self.fronts, fastest, strict=True)]
         worst = sum(count * max(seconds) for count, seconds in zip(calls, added, strict=True)) or 1.0
+        held = max((p.host_bytes for front in self.fronts for p in front), default=0) or 1
         self.model.minimize(
             sum(
-                round(count * one / worst * COST_UNITS) * x
-                for count, seconds, choices in zip(calls, added, self.chosen, strict=True)
-                for one, x in zip(seconds, choices, strict=True)
+                (round(count * one / worst * COST_UNITS) + round(HOST_UNITS * p.host_bytes / held)) * x
+                for count, seconds, front, choices in zip(calls, added, self.fronts, self.chosen, strict=True)
+                for one, p, x in zip(seconds, front, choices, strict=True)
             )
         )
 
@@ -265,13 +289,16 @@ def outcome(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Mom
     return Allocation(tuple(choice), step_peak(moments, points), seconds)
 
 
-def least_memory(fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment]) -> Allocation:
-    """Returns the assignment with the smallest peak of the step."""
-    model = Model(fronts, moments)
+def least_memory(
+    fronts: Sequence[Front], calls: Sequence[int], moments: Sequence[Moment], host_bytes: int | None = None
+) -> Allocation:
+    """Returns the assignment with the smallest peak of the step, with at most ``host_bytes`` on the host (None: no bound)."""
+    model = Model(fronts, moments, host_bytes)
     model.minimize_peak()
     choice = model.solve()
     if choice is None:  # CP-SAT reached its limit before it found any choice
-        choice = tuple(min(range(len(f)), key=lambda k: (f[k].saved_bytes, f[k].backward_peak_bytes)) for f in fronts)
+        ranks = [[(p.host_bytes, p.saved_bytes, p.backward_peak_bytes) for p in front] for front in fronts]
+        choice = tuple(min(range(len(rank)), key=rank.__getitem__) for rank in ranks)
     return outcome(fronts, calls, moments, choice)
 
 
@@ -281,21 +308,27 @@ def allocate(
     moments: Sequence[Moment],
     budget: int | None,
     smallest: Allocation | None = None,
+    host_bytes: int | None = None,
 ) -> Allocation | None:
     """Returns the assignment of least seconds whose peak is at most ``budget`` bytes (None: no bound).
+
+    At most ``host_bytes`` are on the host (None: no bound).
 
     ``fronts[g]`` are the plans of graph ``g``, which is called ``calls[g]`` times. ``smallest`` is the assignment of
     :func:`least_memory`, if it is known. Returns None if no choice fits.
     """
-    fastest = tuple(min(range(len(front)), key=lambda k: front[k]) for front in fronts)
+    ranks = [[(p.seconds, p.host_bytes, p) for p in front] for front in fronts]  # nothing is moved in vain
+    fastest = tuple(min(range(len(rank)), key=rank.__getitem__) for rank in ranks)
     freely = outcome(fronts, calls, moments, fastest)
-    if budget is None or freely.peak_bytes <= budget:
+    needs_host = host_peak(moments, [front[k] for front, k in zip(fronts, fastest, strict=True)])
+    if (budget is None or freely.peak_bytes <= budget) and (host_bytes is None or needs_host <= host_bytes):
         return freely
-    smallest = smallest or least_memory(fronts, calls, moments)
-    if smallest.peak_bytes > budget:
+    smallest = smallest or least_memory(fronts, calls, moments, host_bytes)
+    if budget is not None and smallest.peak_bytes > budget:
         return None
-    model = Model(fronts, moments)
-    model.keep_within(budget)
+    model = Model(fronts, moments, host_bytes)
+    if budget is not None:
+        model.keep_within(budget)
     model.minimize_seconds(calls)
     choice = model.solve(hint=smallest.choice)
     return smallest if choice is None else outcome(fronts, calls, moments, choice)

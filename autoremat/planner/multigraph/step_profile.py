@@ -62,6 +62,8 @@ class Step:
     """Keys of graphs without a plan, because they save nothing for a backward."""
     variants: int = 1
     """Maximum number of different plans of one graph, for the blocks that call it."""
+    host_bytes: int | None = None
+    """The most bytes that saved tensors of the step may take on the host; None to keep none there."""
 
     @property
     def ended_by_clock(self) -> bool:
@@ -96,7 +98,7 @@ class Step:
     @cached_property
     def _entries(self) -> Entries:
         fronts, calls = [graph.front for graph in self.graphs], [graph.calls for graph in self.graphs]
-        return Entries(fronts, calls, self.moments, self.numbers, self.variants, self.graph_seconds)
+        return Entries(fronts, calls, self.moments, self.numbers, self.variants, self.graph_seconds, self.host_bytes)
 
     @cached_property
     def _smallest(self) -> Allocation:
@@ -216,6 +218,11 @@ class StepProfile(Shown):
         """Reference peak: what the step needs without this package. A budget as a float is a share of it."""
         return self.step.reference_peak_bytes
 
+    @property
+    def host_peak_bytes(self) -> int:
+        """The most bytes that saved tensors of the step take on the host under the assigned plans."""
+        return ledger.host_peak(self.step.moments, self.plans)
+
     def within(self, memory_budget: int | float | str | DeviceBudget | None) -> StepProfile:
         """Returns the profile of the same step under another budget, without running the step.
 
@@ -283,9 +290,13 @@ class StepProfile(Shown):
             ("baseline", f"{format_bytes(self.baseline_peak_bytes)}, without recomputation"),
             ("minimum peak found", format_bytes(self.minimum_peak_bytes)),
             ("added", f"{format_seconds(self.added_seconds)} estimated"),
+            *([("host peak", self._host_text())] if self.step.host_bytes is not None else ()),
             ("order", order),
             *([("plans", ENDED_BY_CLOCK)] if self.step.ended_by_clock else ()),
         ]
+
+    def _host_text(self) -> str:
+        return f"{format_bytes(self.host_peak_bytes)} of {format_bytes(self.step.host_bytes or 0)} (host_memory)"
 
 
 def in_ranges(numbers: Iterable[int]) -> str:

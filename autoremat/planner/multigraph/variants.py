@@ -46,6 +46,8 @@ class Entries:
     """Maximum number of different plans of one graph."""
     graph_seconds: float = 0.0
     """Seconds of all calls without recomputation."""
+    host_bytes: int | None = None
+    """The most bytes that the step may hold on the host; None for no bound."""
 
     @cached_property
     def members(self) -> list[list[int]]:
@@ -72,7 +74,7 @@ class Entries:
         A further plan per graph must save a share of the added seconds and of the step, because it costs a compilation. Returns
         None if no choice fits.
         """
-        single = self._expanded(ledger.allocate(*self._by_graph, budget, self._least_by_graph))
+        single = self._expanded(ledger.allocate(*self._by_graph, budget, self._least_by_graph, self.host_bytes))
         if budget is None or not self.mixes or (single is not None and self._added(single) <= 0.0):
             return single
         start = single or self.least_memory()
@@ -97,7 +99,7 @@ class Entries:
     @cached_property
     def _least_by_graph(self) -> Allocation:
         """The assignment of one plan per graph with the smallest peak."""
-        return ledger.least_memory(*self._by_graph)
+        return ledger.least_memory(*self._by_graph, self.host_bytes)
 
     @cached_property
     def _by_graph(self) -> tuple[list[Front], list[int], list[Moment]]:
@@ -129,7 +131,7 @@ class Entries:
         """
         kept = self._promising(budget, start)
         fronts = [[self.fronts[entry][k] for k in plans] for entry, plans in enumerate(kept)]
-        model = Model(fronts, self.moments)
+        model = Model(fronts, self.moments, self.host_bytes)
         for members in self.members:
             self._limit(model, members)
         gap = 0.0
@@ -167,7 +169,9 @@ class Entries:
                 for entry, plan in zip(equal, plans, strict=True):
                     choice[entry] = plan
         ordered = ledger.outcome(self.fronts, self.calls, self.moments, choice)
-        return ordered if ordered.peak_bytes <= limit else found
+        held = ledger.host_peak(self.moments, [front[k] for front, k in zip(self.fronts, choice, strict=True)])
+        fits = ordered.peak_bytes <= limit and (self.host_bytes is None or held <= self.host_bytes)
+        return ordered if fits else found
 
     def _promising(self, budget: int | None, start: Allocation) -> list[list[int]]:
         """Returns, for each entry, the plans to choose from: those with the least reduced costs in the linear relaxation.
@@ -210,8 +214,20 @@ class Entries:
         else:
             seconds = [count * p.seconds for count, front in zip(self.calls, self.fronts, strict=True) for p in front]
             objective, room = np.array(seconds) / (max(seconds) or 1.0), budget - base
-        found = linear_optimum(objective, rows / scale, room / scale, each, np.ones(len(sizes)))
+        rows, room = np.vstack([rows / scale, *self._held_on_host(begins, rows.shape[1])]), room / scale
+        room = np.append(room, np.ones(len(rows) - len(room)))
+        found = linear_optimum(objective, rows, room, each, np.ones(len(sizes)))
         if found is None:
             return np.zeros(begins[-1]), np.zeros(begins[-1])
         reduced_costs, weights = found
         return reduced_costs[: begins[-1]], weights[: begins[-1]]
+
+    def _held_on_host(self, begins: list[int], columns: int) -> list[Vector]:
+        """Returns, for each moment, the bytes on the host under each plan as a share of their bound; empty without a bound."""
+        if not self.host_bytes:
+            return []
+        rows = np.zeros((len(self.moments), columns))
+        for row, moment in zip(rows, self.moments, strict=True):
+            for entry in moment.calls:
+                row[begins[entry] : begins[entry + 1]] += [p.host_bytes / self.host_bytes for p in self.fronts[entry]]
+        return list(rows)

@@ -30,8 +30,9 @@ from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.min_cut import MinCut
+from autoremat.planner.search.relieving_plans import SHARES, relieving
 from autoremat.planner.search.ruin_and_recreate import recreate
-from autoremat.planner.search.work_limit import PREPARATION, SIMULATION, WorkLimit
+from autoremat.planner.search.work_limit import PLACEMENT, PREPARATION, SIMULATION, WorkLimit
 from autoremat.planner.settings import SETTINGS
 
 settings = SETTINGS.search
@@ -341,6 +342,14 @@ class Search:
         if left > (1 - SETTINGS.joint_search.large_gain) * over:
             self.recreate(budget)
 
+    def _relieve_other_calls(self) -> None:
+        """Finds plans with stays that free memory between the halves, from candidates that no other beats."""
+        for base in self.bases(2**62, math.inf):
+            if self.joint is None or self.limit.has_passed(settings.plans_share):
+                break
+            with self.limit.unit(len(SHARES) * PLACEMENT * len(base.plan.sequence)):
+                self.joint.found += [Candidate(plan, base.segmentation) for plan in relieving(base.plan)]
+
     def spread_out(self) -> list[Plan]:
         """Returns plans of many peaks and many amounts of saved bytes, for a graph that shares its budget with others."""
         if not self.explored:
@@ -354,4 +363,5 @@ class Search:
                 self.fill(level)
                 if self.joint is not None:
                     self.joint.improve(level, thorough=False)
+            self._relieve_other_calls()
         return [*self.unfilled, *(c.plan for c in self.made_for_budgets)]

@@ -35,7 +35,7 @@ class TimeBudget:
     def slowdown(self, plan: Plan) -> float:
         """Returns the share by which the step under ``plan`` takes longer than under the fastest plan.
 
-        It is negative if the graph of the plan is another form of the step, which is faster.
+        It is negative if the graph of the plan chunks the loss, which is faster.
         """
         return self._share_of(_seconds(plan))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -9,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoremat.basics.errors import BudgetInfeasible
-from autoremat.planner.multigraph.ledger import Moment, PlanPoint, pareto, step_peak
+from autoremat.planner.multigraph.ledger import Moment, PlanPoint, host_peak, pareto, step_peak
 from autoremat.planner.multigraph.step_profile import Step, StepGraph, in_ranges
 from autoremat.planner.multigraph.variants import Entries
 from autoremat.planner.settings import SETTINGS
@@ -56,6 +57,26 @@ def test_the_plans_of_the_blocks_are_the_best_of_all_that_fit(step, budget):
         assert found.seconds == min(fitting)
         for members in step.members:
             assert len({found.choice[entry] for entry in members}) <= step.variants
+
+
+@settings(max_examples=100, deadline=None)
+@given(entries(), st.integers(0, 300), st.integers(0, 30), st.data())
+def test_the_bytes_on_the_host_keep_to_their_bound(step, budget, bound, data):
+    held = {front: (*(data.draw(st.integers(0, 20)) for _ in front[1:]), 0) for front in dict.fromkeys(step.fronts)}
+    fronts = [tuple(replace(p, host_bytes=n) for p, n in zip(front, held[front], strict=True)) for front in step.fronts]
+    step = replace(step, fronts=fronts, host_bytes=bound)
+    fitting = []
+    for choice in product(*(range(len(front)) for front in fronts)):
+        points = [front[k] for front, k in zip(fronts, choice, strict=True)]
+        few = all(len({choice[entry] for entry in members}) <= step.variants for members in step.members)
+        if few and step_peak(step.moments, points) <= budget and host_peak(step.moments, points) <= bound:
+            fitting.append(sum(count * point.seconds for count, point in zip(step.calls, points, strict=True)))
+    found = step.allocate(budget)
+    assert (found is None) == (not fitting)
+    if found is not None:
+        points = [front[k] for front, k in zip(fronts, found.choice, strict=True)]
+        assert host_peak(step.moments, points) <= bound
+        assert found.seconds == min(fitting)
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,0 +1,190 @@
+"""Steps of small models with dropout, whose saved tensors may wait in other forms: what is planned, and what is measured."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from oracles import Outcome, differences, train_step
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autoremat
+from autoremat import host_memory, track_peak
+
+AMPLE, SCARCE = 2**30, 2**18
+TANGENT_BYTES = 512
+"""Bytes that a plan counts for the gradient of the loss, which is gone at most peaks."""
+
+STORES = {"host": ("device", "host"), "bits": ("device", "bits"), "both": ("device", "host", "bits")}
+BUDGETS = ("least", "middle", "loose")
+
+
+class Perceptron(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.2)) for _ in range(5))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+class Encoder(nn.Module):
+    """Attention and a feed-forward part, each with a norm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(32) for _ in range(2))
+        self.projection, self.out = nn.Linear(32, 96), nn.Linear(32, 32)
+        self.feed_forward = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Dropout(0.1), nn.Linear(64, 32))
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries, keys, values = self.projection(self.norms[0](x)).chunk(3, -1)
+        weights = F.dropout((queries @ keys.transpose(1, 2) / 6).softmax(-1), 0.1)
+        x = x + F.dropout(self.out(weights @ values), 0.1)
+        return (x + self.feed_forward(self.norms[1](x))).square().mean()
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layers = (nn.Sequential(nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.1)) for _ in range(3))
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x).square().mean()
+
+
+class Gated(nn.Module):
+    """Gated feed-forward parts with a residual."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(32, 128) for _ in range(3))
+        self.down = nn.ModuleList(nn.Linear(64, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            value, gate = up(x).chunk(2, -1)
+            x = x + F.dropout(down(value * F.silu(gate)), 0.2)
+        return x.square().mean()
+
+
+class Language(nn.Module):
+    """An embedding, two layers, and a loss over words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Dropout(0.2), nn.Linear(64, 32)) for _ in "ab")
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.layers(F.dropout(self.embedding(tokens), 0.1))
+        return F.cross_entropy(self.head(hidden), tokens)
+
+
+MODELS: dict[str, Callable[[], tuple[nn.Module, Tensor]]] = {
+    "perceptron": lambda: (Perceptron(), torch.randn(512, 32)),
+    "encoder": lambda: (Encoder(), torch.randn(8, 48, 32)),
+    "convolutions": lambda: (Convolutions(), torch.randn(4, 8, 20, 20)),
+    "gated": lambda: (Gated(), torch.randn(384, 32)),
+    "language": lambda: (Language(), torch.randint(0, 64, (512,))),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A step under a budget, planned and measured. ``host_memory`` bounds the bytes on the host."""
+
+    model: str
+    compiler: str
+    store: str
+    budget: str
+    budget_bytes: int
+    peak_bytes: int
+    """The predicted peak, without code headroom: replayed under Inductor, else simulated."""
+    measured_bytes: int
+    host_memory: int
+    host_bytes: int
+    """Planned bytes on the host. Each call moves so many, in both directions."""
+    held_bytes: int
+    """Bytes of all buffers on the host."""
+    to_host_bytes: int
+    from_host_bytes: int
+    packed: int
+    """Number of tensors that are kept as bits."""
+    equal_bits: bool
+    close: bool
+
+    @property
+    def holds(self) -> bool:
+        """True if the gradients are right and all figures are within their bounds, and as planned."""
+        exact = self.equal_bits if self.compiler == "aot_eager" else self.close
+        moves = self.to_host_bytes == self.from_host_bytes == self.host_bytes == self.held_bytes <= self.host_memory
+        is_peak = 0 <= self.peak_bytes - self.measured_bytes <= TANGENT_BYTES
+        return exact and moves and is_peak and self.peak_bytes <= self.budget_bytes
+
+
+class Cells:
+    """The cells of one model under one compiler. Their reference is the step whose saved tensors stay as they are."""
+
+    def __init__(self, model: str, compiler: str) -> None:
+        torch.manual_seed(0)
+        self.name, self.compiler = model, compiler
+        self.module, self.x = MODELS[model]()
+        self.options: dict[str, Any] = {"compiler": compiler, "cost_model": "roofline"}
+        self.reference = self._trained(self.options)[1]
+
+    def _trained(self, options: dict[str, Any]) -> tuple[Any, Outcome]:
+        """The compiled model after a step, and the outcome of a second one."""
+        torch._dynamo.reset()
+        module = copy.deepcopy(self.module)  # steps change the statistics of norms
+        compiled = torch.compile(module, backend="autoremat", options=options)
+        train_step(compiled, module, (self.x,), 0)
+        return compiled, train_step(compiled, module, (self.x,), 1)
+
+    def cell(self, store: str, budget: str) -> Cell:
+        """Returns the cell of a ``store`` and a ``budget``, of which the middle one has little memory on the host."""
+        host = SCARCE if budget == "middle" else AMPLE
+        allowed = {**self.options, "store": STORES[store]} | ({"host_memory": host} if "host" in STORES[store] else {})
+        ends = autoremat.explain(self.module, self.x, options=allowed)
+        least, most = ends.minimum_peak_bytes + ends.code_headroom_bytes, ends.baseline_peak_bytes + ends.code_headroom_bytes
+        bytes_ = {"least": least, "middle": (least + most) // 2, "loose": (least + 4 * most) // 5}[budget]
+        compiled, outcome = self._trained({**allowed, "memory_budget": bytes_})
+        report, before = autoremat.reports()[-1], host_memory.statistics("cpu")
+        compiled.zero_grad(set_to_none=True)
+        with track_peak("cpu") as peak:
+            compiled(self.x).backward()
+        done = host_memory.statistics("cpu")
+        totals = {total.form: total.tensors for total in report.stored.totals} if report.stored else {}
+        return Cell(
+            model=self.name,
+            compiler=self.compiler,
+            store=store,
+            budget=budget,
+            budget_bytes=bytes_,
+            peak_bytes=report.peak_bytes - report.code_headroom_bytes,
+            measured_bytes=peak.bytes,
+            host_memory=host,
+            host_bytes=report.host_peak_bytes,
+            held_bytes=done.held_bytes,
+            to_host_bytes=done.to_host_bytes - before.to_host_bytes,
+            from_host_bytes=done.from_host_bytes - before.from_host_bytes,
+            packed=totals.get("bits", 0),
+            equal_bits=not differences(outcome, self.reference),
+            close=_is_close(outcome, self.reference),
+        )
+
+
+def _is_close(found: Outcome, wanted: Outcome) -> bool:
+    try:
+        torch.testing.assert_close(found.tensors, wanted.tensors, rtol=1e-4, atol=1e-6)
+    except AssertionError:
+        return False
+    return True

@@ -1,0 +1,132 @@
+"""Steps of several compiled graphs, or of several calls, share the bytes on the host as they share those of the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import stays
+import torch
+from block_models import ROWS, WIDTH, Broken, Layered, gradients
+from oracles import same_bits
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import autoremat
+from autoremat import host_memory, track_peak
+from autoremat.planner.multigraph.step_profile import StepProfile
+
+# Dynamo looks at `.grad` of what it is handed after a graph break.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+
+EAGER: dict[str, Any] = {"compiler": "aot_eager", "cost_model": "roofline"}
+AMPLE, TIGHT = 2**30, 200_000
+
+
+@pytest.fixture(autouse=True)
+def device() -> Iterator[None]:
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    with stays.small_device():
+        yield
+
+
+def check(model: nn.Module, step: Any, inputs: torch.Tensor, budget: int, host: int, planned: int | None) -> None:
+    """Runs a step, and compares both peaks with their bounds and the bytes on the host with the plans."""
+    gradients(model, step, inputs)
+    model.zero_grad(set_to_none=True)
+    with track_peak("cpu") as peak:
+        step(inputs).backward()
+    now = host_memory.statistics("cpu")
+    assert peak.bytes <= budget
+    assert 0 < now.held_bytes <= host
+    assert planned is None or now.held_bytes == planned
+    assert now.used_bytes == 0
+
+
+def cheaper(profile: StepProfile, plain: StepProfile, host: int) -> None:
+    """Checks that bytes on the host save recomputation, and keep to their bound."""
+    assert profile.added_seconds < plain.added_seconds
+    assert profile.peak_bytes <= profile.budget_bytes
+    assert 0 < profile.host_peak_bytes <= host
+
+
+@pytest.mark.parametrize("host", [AMPLE, TIGHT])
+def test_blocks_share_the_host(host):
+    model, inputs = Layered(8), torch.randint(0, 50, (ROWS,))
+    expected = gradients(model, model, inputs)
+    plain = autoremat.compile_blocks(model.layers, 1.0, step=lambda: model(inputs), options=EAGER).profile
+    options = {**EAGER, "host_memory": host}
+    blocks = autoremat.compile_blocks(model.layers, 1.0, step=lambda: model(inputs), options=options)
+    budget = plain.minimum_peak_bytes
+    profile = blocks.within(budget)
+    cheaper(profile, plain.within(budget), host)
+    assert "(host_memory)" in str(blocks)
+    check(model, model, inputs, budget, host, profile.host_peak_bytes)
+    assert all(same_bits(a, b) for a, b in zip(gradients(model, model, inputs), expected, strict=True))
+
+
+def test_graphs_of_a_broken_function_share_the_host():
+    model, inputs = Broken(2), torch.randn(ROWS, WIDTH)
+    options = {**EAGER, "host_memory": TIGHT}
+    plain = autoremat.profile_step(model, inputs, options=EAGER)
+    budget = (plain.minimum_peak_bytes + plain.baseline_peak_bytes) // 2
+    profile = autoremat.profile_step(model, inputs, memory_budget=budget, options=options)
+    cheaper(profile, plain.within(budget), TIGHT)
+    step = torch.compile(model, backend="autoremat", options={**options, "memory_budget": profile})
+    check(model, step, inputs, budget, TIGHT, None)
+
+
+def test_buckets_share_the_host():
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(256, 1024), nn.Linear(1024, 256)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.up(x)
+            return x + torch.tanh(self.down(hidden * torch.sigmoid(torch.exp(-hidden * hidden))))
+
+    class Layers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(Layer() for _ in range(3)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layers(x).square().mean()
+
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        model, inputs, host = Layers(), torch.randn(512, 256), 16 * 2**20
+        wrapped = DistributedDataParallel(model, bucket_cap_mb=4, gradient_as_bucket_view=True)
+        options = {**EAGER, "memory_budget": 0.5, "host_memory": host}
+        step = torch.compile(wrapped, backend="autoremat", options=options)
+        first = len(autoremat.reports())
+        step(inputs).backward()
+        step(inputs).backward()
+        reports = autoremat.reports()[first:]
+        assert len(reports) > 1
+        assert all("share one budget" in str(report.notes) for report in reports)
+        (shared,) = {report.notes[0].partition("budget of ")[2].partition(",")[0] for report in reports}
+        budget = int(float(shared.removesuffix(" MiB")) * 2**20)
+        check(wrapped, step, inputs, budget + 2**14, host, sum(report.host_peak_bytes for report in reports))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_calls_in_flight_share_the_host():
+    model, inputs = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(6))), torch.randn(256, 64)
+    expected = gradients(model, lambda x: model(x).square().mean(), inputs)
+    options = {**EAGER, "memory_budget": 0.5, "in_flight": 3, "host_memory": AMPLE, "store": ("device", "host")}
+    step = torch.compile(lambda x: model(x).square().mean(), backend="autoremat", options=options)
+    model.zero_grad(set_to_none=True)
+    with track_peak("cpu") as peak:
+        losses = [step(inputs) for _ in range(3)]
+        for loss in losses:
+            loss.backward()
+    report = autoremat.reports()[-1]
+    assert peak.bytes <= report.peak_bytes + sum(p.nbytes for p in model.parameters())  # gradients accumulate beside the calls
+    assert report.host_peak_bytes == 3 * report.stored.moved_bytes == host_memory.statistics("cpu").held_bytes > 0
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, 3 * gradient)
