@@ -12,44 +12,55 @@ from autoremat.basics.units import format_bytes
 from autoremat.capture.capture import Capture
 from autoremat.capture.forms import with_forms
 from autoremat.capture.pricing import ROOFLINE
+from autoremat.capture.replication import replicated_nodes
 from autoremat.measure.host_link import host_link_of
 from autoremat.passes.forms import FORMS
+from autoremat.planner.cost import Links
 from autoremat.planner.cost.host_link import HostLink, assumed_host_link
-from autoremat.planner.graph.forms import DEVICE, HOST
+from autoremat.planner.graph.forms import DEVICE, HOST, SHARDS
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.placement import place
 from autoremat.planner.settings import SETTINGS
+from autoremat.report.report import Report
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers, joint_graphs
 from autoremat.torch_private.autograd import retraces_backwards
 
 
 def with_allowed_forms(
-    captured: Capture, request: Request, card: str | None = None, link: HostLink | None = None
-) -> tuple[Capture, str]:
-    """Returns ``captured`` with the forms of its values, and the reason if nothing can be kept on the host.
+    captured: Capture, request: Request, card: str | None = None, link: HostLink | None = None, gathers: Links | None = None
+) -> tuple[Capture, dict[str, str]]:
+    """Returns ``captured`` with the forms of its values, and the reasons why no value has the forms "host" and "shards".
 
     ``card`` is the CUDA device by name that is planned for, if one is named. ``link`` has the rates that hold for all ranks.
+    ``gathers`` are the links between the ranks; None if they may follow different plans.
     """
     possible = request.forms & FORMS.keys()
     if not possible:
-        return captured, ""
+        return captured, {}
     now("listing the forms of saved tensors")
-    wants_host = HOST in possible
     if setting := refused_setting(captured):
-        return captured, f"the code cannot copy to the host under {setting}" if wants_host else ""
-    why = ""
-    if wants_host:
+        does = {HOST: "copy to the host", SHARDS: "gather saved tensors"}
+        return captured, {name: f"the code cannot {does[name]} under {setting}" for name in possible & does.keys()}
+    why = {}
+    if HOST in possible:
         device = joint_graphs.device_of(captured.joint)
         link = link or (assumed_host_link(card) if card else host_link_of(device, request.cost_model != ROOFLINE))
         if link is None:
-            why = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"
-    captured = with_forms(captured, possible, link)
-    if wants_host and not why and not any(form.name == HOST for value in captured.graph.values for form in value.forms):
-        least = format_bytes(SETTINGS.forms.minimum_bytes)
-        why = f"no result of the forward that could be kept there has at least {least}"
-    return captured, why
+            why[HOST] = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"
+    if SHARDS in possible and gathers is None:
+        why[SHARDS] = "its ranks plan apart, and only those that follow one plan can gather together"
+    replicated = replicated_nodes(captured.joint.graph) if SHARDS in possible else {}
+    captured = with_forms(captured, possible, link, replicated, gathers)
+    present = {form.name for value in captured.graph.values for form in value.forms}
+    least = format_bytes(SETTINGS.forms.minimum_bytes)
+    lacking = {
+        HOST: f"no result of the forward that could be kept there has at least {least}",
+        SHARDS: f"no result of the forward of at least {least} is known to be equal on all ranks of a group and divides among "
+        "them: results of an all-reduce are, and what follows from these alone, element by element",
+    }
+    return captured, {name: lacking[name] for name in (possible & lacking.keys()) - present} | why
 
 
 def host_remedy(captured: Capture, smallest: Plan, request: Request, card: str | None, limit: int) -> str:
@@ -83,7 +94,8 @@ def refused_setting(captured: Capture) -> str:
     return "a wrapper in C++ (cpp_wrapper)" if compilers.writes_wrapper_in_cpp() else ""
 
 
-def warn_of_unused_host(reason: str) -> None:
-    """Warns with ``OptionWarning`` of the ``reason`` why ``host_memory`` has no effect; not if it is empty."""
-    if reason:
-        warnings.warn(f"host_memory has no effect on a graph: {reason}", OptionWarning, stacklevel=3)
+def warn_of_unused_forms(report: Report) -> None:
+    """Warns with ``OptionWarning`` if ``host_memory`` or "shards" in ``store`` has no effect, with the reason."""
+    for option, reason in (("host_memory", report.host_memory_unused), ('"shards" in store', report.shards_unused)):
+        if reason:
+            warnings.warn(f"{option} has no effect on a graph: {reason}", OptionWarning, stacklevel=3)

@@ -12,14 +12,17 @@ from torch import fx
 from autoremat.basics.progress import now
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture, capture, runs_on_type
+from autoremat.capture.forms import groups_of_shards, without_shards
 from autoremat.capture.pricing import priced
+from autoremat.capture.replication import fingerprint, replicated_nodes
 from autoremat.compiler.forms import with_allowed_forms
 from autoremat.compiler.torch_partition import torchs_plan
-from autoremat.ops.collectives import group_of, ranks_of
+from autoremat.ops.collectives import group_of
 from autoremat.passes import before_capture
 from autoremat.planner.constraints.returning_inputs import without_saved_copies
 from autoremat.planner.cost import Interconnect, Links, Pricing, Rates
 from autoremat.planner.cost.host_link import HostLink
+from autoremat.planner.graph.forms import HOST, SHARDS
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.multigraph.ledger import Share
@@ -27,7 +30,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.request.limits import Limits
 from autoremat.request.request import Request
-from autoremat.torch_private import joint_graphs
+from autoremat.torch_private import joint_graphs, process_groups
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,8 @@ class PricedGraph:
     """Bytes of the gradients of parameters, which are live beside the calls of later micro-batches."""
     host_memory_unused: str = ""
     """Reason why no value can be kept on the host although ``host_memory`` is given; empty if some can, or if it is not."""
+    shards_unused: str = ""
+    """Reason why no value can be kept as shards although ``store`` names them; empty if some can, or if it does not."""
 
     @property
     def graph(self) -> Graph:
@@ -123,21 +128,28 @@ class PricedGraph:
 
     @cached_property
     def gathering_groups(self) -> tuple[str, ...]:
-        """The names of the process groups whose gathers the plan may repeat, in the sequence of the graph."""
+        """The names of the process groups whose gathers the plan may repeat or add, in the sequence of the graph."""
         ops = zip(self.graph.ops, self.captured.op_nodes, strict=True)
-        return tuple(dict.fromkeys(group_of(node) for op, node in ops if Trait.GATHER in op.traits))
+        repeated = (group_of(node) for op, node in ops if Trait.GATHER in op.traits)
+        return tuple(dict.fromkeys((*repeated, *groups_of_shards(self.captured))))
 
     @cached_property
     def gathering_ranks(self) -> frozenset[int]:
-        """The ranks whose gathers the plan may repeat together with this one's; empty if it repeats none."""
-        ops = zip(self.graph.ops, self.captured.op_nodes, strict=True)
-        return frozenset().union(*(ranks_of(node) for op, node in ops if Trait.GATHER in op.traits))
+        """The ranks that repeat or add gathers together with this one; empty if the plan does neither."""
+        return frozenset().union(*map(process_groups.ranks_of, self.gathering_groups))
 
-    def with_gathers_once(self) -> PricedGraph:
-        """Returns the graph without the permission to repeat a gather."""
+    @cached_property
+    def replication(self) -> str:
+        """A hash of how the values are computed that may be kept as shards; empty without any."""
+        return fingerprint(replicated_nodes(self.joint.module.graph)) if groups_of_shards(self.captured) else ""
+
+    def with_gathers_once(self, why: str = "") -> PricedGraph:
+        """Returns the graph without the permission to repeat a gather or to add one, with the reason for the report."""
         ops = tuple(replace(op, traits=op.traits & ~Trait.GATHER | Trait.COLLECTIVE) if Trait.GATHER in op.traits else op
                     for op in self.graph.ops)  # fmt: skip
-        return replace(self, captured=replace(self.captured, graph=replace(self.graph, ops=ops)))
+        unused = why if groups_of_shards(self.captured) else self.shards_unused
+        captured = without_shards(replace(self.captured, graph=replace(self.graph, ops=ops)))
+        return replace(self, captured=captured, shards_unused=unused)
 
     def torchs_plan(self) -> Plan | None:
         """Returns torch's own partition without a budget as a plan; None if it is unknown."""
@@ -183,10 +195,12 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
     now(f"pricing {len(captured.graph.ops):,} ops")
     captured, pricing = priced(captured, request.cost_model, links, context.rates)
     captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, context)))
-    why_unused = ""
+    unused: dict[str, str] = {}
     if not joint.is_region:  # torch partitions it first, and the surrounding graph saves its results
-        captured, why_unused = with_allowed_forms(captured, request, context.cuda_name, context.host_link)
-    return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured), accumulated, why_unused)
+        gathers = links if context.may_repeat_collectives else None
+        captured, unused = with_allowed_forms(captured, request, context.cuda_name, context.host_link, gathers)
+    why_unused = unused.get(HOST, ""), unused.get(SHARDS, "")
+    return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured), accumulated, *why_unused)
 
 
 def _parameter_gradient_bytes(joint: JointGraph, captured: Capture) -> int:

@@ -65,6 +65,7 @@ def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Re
         device_ledger=limits.ledger,
         host_memory_bytes=limits.host_bytes,
         host_memory_unused=taken.priced.host_memory_unused,
+        shards_unused=taken.priced.shards_unused,
         notes=(
             *((share.note,) if share is not None and share.note else ()),
             *_notes_on(count),

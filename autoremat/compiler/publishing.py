@@ -8,7 +8,7 @@ import warnings
 
 from autoremat.basics.errors import BudgetWarning, best_effort_message
 from autoremat.basics.units import format_bytes
-from autoremat.compiler.forms import warn_of_unused_host
+from autoremat.compiler.forms import warn_of_unused_forms
 from autoremat.compiler.lowering import Compiled
 from autoremat.compiler.overlap_warning import watched
 from autoremat.report.registry import add_report
@@ -47,7 +47,7 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
     if not report.within_budget and report.budget_bytes is not None and not request.is_part:
         message = best_effort_message("the step", report.counted_bytes, report.budget_bytes)
         warnings.warn(message, BudgetWarning, stacklevel=2)
-    warn_of_unused_host(report.host_memory_unused)
+    warn_of_unused_forms(report)
     if not report.keeps_time:
         warnings.warn(
             f"the step is predicted to take {report.slowdown:.1%} longer than under the fastest plan, over its max_slowdown of "

@@ -129,7 +129,8 @@ def _budgets(report: ReportData) -> list[tuple[str, str]]:
 def _other_forms(report: ReportData) -> list[tuple[str, str]]:
     """Returns the figures of saved tensors in other forms than on the device, each with its name."""
     rows = [] if report.stored is None else report.stored.figures(report.host_memory_bytes)
-    return [*rows, ("host memory", f"not used: {report.host_memory_unused}")] if report.host_memory_unused else rows
+    unused = ("host memory", report.host_memory_unused), ("shards", report.shards_unused)
+    return rows + [(name, f"not used: {reason}") for name, reason in unused if reason]
 
 
 def _device_text(report: ReportData, ledger: DeviceBudget) -> str:

@@ -12,7 +12,7 @@ from torch import fx
 
 from autoremat.basics.progress import status_if_slow
 from autoremat.compiler.counting import warn_without_effect
-from autoremat.compiler.forms import warn_of_unused_host
+from autoremat.compiler.forms import warn_of_unused_forms
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.partitioning import tracing_to
 from autoremat.compiler.planning import plan_graph
@@ -110,7 +110,7 @@ def explain_by(
     if lower:
         reports, notes = dry_runs(model_or_fn, args, kwargs, options, device)
     for report in reports:
-        warn_of_unused_host(report.host_memory_unused)
+        warn_of_unused_forms(report)
     main = max(range(len(reports)), key=lambda number: reports[number].baseline_peak_bytes)
     if len(reports) > 1:
         notes = (*notes, f"{len(reports)} graphs train, this is number {main + 1}; their peaks can add up")

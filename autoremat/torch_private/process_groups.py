@@ -48,6 +48,14 @@ def ranks_of(name: str) -> frozenset[int]:
     return frozenset({-1}) if group is None else frozenset(dist.get_process_group_ranks(group))
 
 
+def position_in(name: str) -> int:
+    """Returns the position of this process among the ranks of the group ``name``."""
+    group = group_of(name)
+    if group is None:
+        raise LookupError(f"this process knows no process group {name!r}")
+    return int(group.rank())
+
+
 def identity() -> str:
     """Returns text that identifies the world of this process; empty without one."""
     if not (dist.is_available() and dist.is_initialized()):
