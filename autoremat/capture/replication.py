@@ -28,8 +28,8 @@ aten = torch.ops.aten
 Replicated = Mapping[fx.Node, tuple[str, ...]]
 """The replicated nodes of a graph, each with the names of the groups over which it is, in the sequence of the graph."""
 
-CONSTANTS = frozenset({aten.full.default, aten.scalar_tensor.default})
-"""Ops whose results depend on their arguments alone."""
+UNTAGGED = frozenset({aten._to_copy.default, aten._unsafe_view.default, aten.full.default, aten.scalar_tensor.default})
+"""Ops with neither torch's tag for pointwise ops nor a view's schema, which compute no more than such ops do."""
 
 
 def replicated_nodes(graph: fx.Graph) -> Replicated:
@@ -70,7 +70,7 @@ def _groups(node: fx.Node, found: Replicated, every: tuple[str, ...]) -> tuple[s
         return (group_of(node),)
     tags = node.target.tags
     is_pointwise = torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags
-    if not (is_pointwise or node.target in CONSTANTS or op_traits.is_wait(node) or op_traits.is_view(node)):
+    if not (is_pointwise or node.target in UNTAGGED or op_traits.is_wait(node) or op_traits.is_view(node)):
         return ()
     operands = [found.get(operand, ()) for operand in node.all_input_nodes]
     return tuple(group for group in every if all(group in groups for groups in operands))

@@ -79,7 +79,7 @@ def replay_context(captured: Capture, kept_inputs: Collection[int]) -> ReplayCon
             known = workspaces.setdefault(parts[1], {})
             known.update({made: max(size, known.get(made, 0)) for made, size in sizes.items()})
     for value, form in _shards(graph):
-        workspaces.setdefault("all_gather_into_tensor_out", {})[value.bytes] = form.load.temporary_bytes
+        workspaces.setdefault("all_gather_into_tensor", {})[value.bytes] = form.load.temporary_bytes
     inputs = captured.joint.graph.find_nodes(op="placeholder")
     return ReplayContext(
         held,
