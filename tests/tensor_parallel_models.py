@@ -1,4 +1,4 @@
-"""A small tensor-parallel decoder whose residual stream is the same on all ranks: by all-reduces, without sequence parallelism."""
+"""A small tensor-parallel decoder without sequence parallelism: its residual stream is the same on all ranks."""
 
 from __future__ import annotations
 

@@ -32,7 +32,9 @@ from autoremat.planner.settings import SETTINGS
 from autoremat.torch_private import process_groups
 from autoremat.torch_private.symbolic_sizes import most
 
-SENT = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool})
+SENT = frozenset(
+    {torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool}
+)
 """Types of elements that every backend gathers."""
 
 GATHERED_OVER = "autoremat_gathered_over"

@@ -35,7 +35,6 @@ from autoremat.request.request import Request
 from autoremat.torch_private.pipelining import running_stage
 from autoremat.torch_private.processes import job
 
-
 APART = "its ranks compile different graphs, or compute differently what the graph of each shows as equal on all of them"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
@@ -54,6 +54,14 @@ def position_in(name: str) -> int:
     if group is None:
         raise LookupError(f"this process knows no process group {name!r}")
     return int(group.rank())
+
+
+def members() -> str:
+    """Returns the name of each process group of this process with its ranks in sequence, as text; empty without groups."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    groups: Mapping[dist.ProcessGroup, str] = names.resolve("torch.distributed.distributed_c10d:_world.pg_names")
+    return f"{sorted((name, dist.get_process_group_ranks(group)) for group, name in groups.items())}"
 
 
 def identity() -> str:

@@ -1,4 +1,4 @@
-"""Saved tensors of a tensor-parallel model that are kept as shards and gathered again: plans of one process, steps of two ranks."""
+"""Saved tensors of a tensor-parallel model as shards that are gathered again: plans of one process, steps of two ranks."""
 
 from __future__ import annotations
 
