@@ -54,18 +54,17 @@ def scale(x: Tensor) -> Tensor:
     return x.exp() * 2
 
 
-def key(inputs: tuple[Any, ...] = (torch.ones(4),), request: Request = Request(cost_model="roofline")) -> str:
-    return fingerprint(fx.symbolic_trace(scale), inputs, request)
+def key(inputs: tuple[Any, ...] = (torch.ones(4),), **fields: Any) -> str:
+    return fingerprint(fx.symbolic_trace(scale), inputs, Request(cost_model="roofline", **fields))
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_shards_depend_on_the_place_of_a_rank_in_its_groups():
-    asked = Request(cost_model="roofline", store=("device", "shards"))
     found = {}
     for ranks in ([0, 1], [1, 2]):
         dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
         assert dist.new_group(ranks).group_name == "1"
-        found[ranks[0]] = key(), key(request=asked)
+        found[ranks[0]] = key(), key(store=("device", "shards"))
         dist.destroy_process_group()
     assert found[0][0] == found[1][0]
     assert found[0][1] != found[1][1]
