@@ -4,6 +4,7 @@
 |---|---|---|
 | host | every one below | those of the host link |
 | bits | bool tensors of known size among them | the traffic of packing and of unpacking |
+| shards | those that are equal on all ranks of a group, and divide among them | those of an all-gather |
 
 A value has forms if the forward computes it and nothing writes to it. The caller must not hold it. It must be large, and one
 node must hold the whole storage as a dense tensor.
@@ -19,26 +20,56 @@ from torch import fx
 
 from autoremat.capture.builder import written_values
 from autoremat.capture.capture import Capture
+from autoremat.capture.replication import Replicated
+from autoremat.ops.collectives import gather_workspace_bytes
 from autoremat.ops.tensors import tensor_bytes
+from autoremat.planner.cost import Links, Pattern, sent_bytes
 from autoremat.planner.cost.host_link import HostLink, host_form
-from autoremat.planner.graph.forms import BITS, Engine, Form, Transfer
+from autoremat.planner.graph.forms import BITS, SHARDS, Engine, Form, Transfer
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Value
 from autoremat.planner.settings import SETTINGS
+from autoremat.torch_private import process_groups
 from autoremat.torch_private.symbolic_sizes import most
 
+SENT = frozenset(
+    {torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int64, torch.uint8, torch.bool}
+)
+"""Types of elements that every backend gathers."""
 
-def with_forms(captured: Capture, names: Set[str], link: HostLink | None) -> Capture:
+GATHERED_OVER = "autoremat_gathered_over"
+"""Key of ``node.meta`` for the name of the process group that gathers the shards of the value that the node holds."""
+
+
+def with_forms(
+    captured: Capture, names: Set[str], link: HostLink | None, replicated: Replicated | None = None, links: Links | None = None
+) -> Capture:
     """Returns ``captured``, whose values have the forms ``names`` where they are possible.
 
-    Without a ``link`` to the host, no value has the form "host".
+    Without a ``link`` to the host, no value has the form "host". ``links`` are those of the groups over which the nodes
+    ``replicated`` may be kept as shards.
     """
     graph, unit = captured.graph, captured.device.allocation_bytes
     values = list(graph.values)
     for number, node in _storable(captured):
-        forms = _forms_of(values[number], node, graph, unit, link)
+        forms = [*_forms_of(values[number], node, graph, unit, link)]
+        if links is not None and replicated is not None:
+            forms += _shards(node, captured, replicated.get(node, ()), links)
         values[number] = replace(values[number], forms=tuple(form for form in forms if form.name in names))
     return replace(captured, graph=replace(graph, values=tuple(values)))
+
+
+def without_shards(captured: Capture) -> Capture:
+    """Returns ``captured``, whose values have no form as shards."""
+    values = (replace(one, forms=tuple(f for f in one.forms if f.name != SHARDS)) for one in captured.graph.values)
+    return replace(captured, graph=replace(captured.graph, values=tuple(values)))
+
+
+def groups_of_shards(captured: Capture) -> tuple[str, ...]:
+    """Returns the names of the process groups that gather shards, in the sequence of the graph."""
+    values = zip(captured.graph.values, captured.value_nodes, strict=True)
+    found = (node.meta[GATHERED_OVER] for value, node in values if node and any(f.name == SHARDS for f in value.forms))
+    return tuple(dict.fromkeys(found))
 
 
 def _storable(captured: Capture) -> Iterator[tuple[int, fx.Node]]:
@@ -82,3 +113,25 @@ def _forms_of(value: Value, node: fx.Node, graph: Graph, unit: int, link: HostLi
         temporary = (0, 0) if graph.fuses else (2 * value.bytes + unit, value.bytes + unit)
         store, load = (Transfer(Engine.COMPUTE, seconds, bytes_) for bytes_ in temporary)
         yield Form(BITS, store, load, device_bytes=-(-packed // unit) * unit)
+
+
+def _shards(node: fx.Node, captured: Capture, groups: Iterable[str], links: Links) -> Iterator[Form]:
+    """Yields the form as shards over the largest of ``groups``, if the value divides among its ranks.
+
+    Its gather counts as if nothing ran beside it, as those of the graph do: they would share the network.
+    """
+    tensor, unit = node.meta["val"], captured.device.allocation_bytes
+    group = max(groups, key=process_groups.size_of, default=None)
+    ranks = sorted(process_groups.ranks_of(group)) if group is not None else []
+    if group is None or len(ranks) < 2 or tensor.dtype not in SENT:
+        return
+    if not isinstance(tensor.numel(), int) or tensor.numel() % len(ranks):
+        return
+    node.meta[GATHERED_OVER] = group
+    whole = tensor_bytes(tensor)
+    shard, traffic = whole // len(ranks), captured.graph.saving_seconds_per_byte / 2  # one reads what the other writes
+    link = links.of(group, len(ranks), captured.device.name)
+    seconds = max(link.seconds(sent_bytes(Pattern.GATHER, whole, len(ranks))), (whole + shard) * traffic)
+    workspace = gather_workspace_bytes(group, whole, captured.runs_on)
+    store, load = Transfer(Engine.COMPUTE, 2 * shard * traffic), Transfer(Engine.COMPUTE, seconds, workspace)
+    yield Form(SHARDS, store, load, device_bytes=-(-shard // unit) * unit, ranks=tuple(ranks))

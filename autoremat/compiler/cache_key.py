@@ -15,6 +15,7 @@ from autoremat.capture import pricing, source_info
 from autoremat.capture.capture import device_of_inputs
 from autoremat.measure.calibration import device_name
 from autoremat.ops import declarations
+from autoremat.planner.graph.forms import SHARDS
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers, kernel_settings, process_groups, symbolic_sizes, tensor_identity
 from autoremat.torch_private.allocator import settings_of_process
@@ -52,6 +53,7 @@ def fingerprint(gm: fx.GraphModule, inputs: Sequence[Any], request: Request, may
         kernel_settings.machine_fingerprint(),
         compilers.configuration_fingerprint(),
         f"{process_groups.identity()} {may_repeat_collectives}",
+        process_groups.members() if SHARDS in request.forms else "",  # the code has this rank's part of values
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 

@@ -13,10 +13,12 @@ from autoremat.basics.units import format_bytes
 from autoremat.capture.capture import Capture
 from autoremat.capture.forms import with_forms
 from autoremat.capture.pricing import ROOFLINE
+from autoremat.capture.replication import replicated_nodes
 from autoremat.measure.host_link import host_link_of
 from autoremat.passes.forms import FORMS
+from autoremat.planner.cost import Links
 from autoremat.planner.cost.host_link import HostLink, assumed_host_link
-from autoremat.planner.graph.forms import BITS, DEVICE, HOST
+from autoremat.planner.graph.forms import BITS, DEVICE, HOST, SHARDS
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.placement import place
@@ -27,39 +29,45 @@ from autoremat.torch_private.autograd import retraces_backwards
 
 
 def with_allowed_forms(
-    captured: Capture, request: Request, card: str | None = None, link: HostLink | None = None
+    captured: Capture, request: Request, card: str | None = None, link: HostLink | None = None, gathers: Links | None = None
 ) -> tuple[Capture, tuple[str, ...]]:
     """Returns ``captured`` with the forms of its values. For each form asked for that none has, returns option and reason.
 
     ``card`` is the CUDA device by name that is planned for, if one is named. ``link`` has the rates that hold for all ranks.
+    ``gathers`` are the links between the ranks; None if they may follow different plans.
     """
     possible = request.forms & FORMS.keys()
     if not possible:
         return captured, ()
     now("listing the forms of saved tensors")
-    setting, why = refused_setting(captured), dict[str, str]()
-    if setting:
-        why = {HOST: f"the code cannot copy to the host under {setting}", BITS: f"the code cannot pack under {setting}"}
-    else:
-        if HOST in possible:
-            device = joint_graphs.device_of(captured.joint)
-            link = link or (assumed_host_link(card) if card else host_link_of(device, request.cost_model != ROOFLINE))
-            if link is None:
-                why[HOST] = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"
-        captured = with_forms(captured, possible, link)
+    if setting := refused_setting(captured):
+        does = {HOST: "copy to the host", BITS: "pack", SHARDS: "gather saved tensors"}
+        return captured, _unused(captured, request, {name: f"the code cannot {does[name]} under {setting}" for name in does})
+    why = dict[str, str]()
+    if HOST in possible:
+        device = joint_graphs.device_of(captured.joint)
+        link = link or (assumed_host_link(card) if card else host_link_of(device, request.cost_model != ROOFLINE))
+        if link is None:
+            why[HOST] = f"{captured.device.name} has no memory apart from the host's, so a copy would free none"
+    if SHARDS in possible and gathers is None:
+        why[SHARDS] = "its ranks plan apart, and only those that follow one plan can gather together"
+    replicated = replicated_nodes(captured.joint.graph) if SHARDS in possible else {}
+    captured = with_forms(captured, possible, link, replicated, gathers)
     return captured, _unused(captured, request, why)
 
 
 def _unused(captured: Capture, request: Request, why: dict[str, str]) -> tuple[str, ...]:
-    """Returns the options whose forms no value of the graph has, each with the reason ``why``, or that values are small."""
+    """Returns the options whose forms no value of the graph has, each with the reason ``why``, or with the usual one."""
     least, found = format_bytes(SETTINGS.forms.minimum_bytes), {form.name for v in captured.graph.values for form in v.forms}
-    options = {HOST: "host_memory"} | ({BITS: f"store={BITS!r}"} if BITS in (request.store or ()) else {})
-    small = {
+    options = {HOST: "host_memory"} | {name: f"store={name!r}" for name in (BITS, SHARDS) if name in (request.store or ())}
+    usual = {
         HOST: f"no result of the forward that could be kept there has at least {least}",
         BITS: f"no result of the forward that could be packed is a mask of at least {least}",
+        SHARDS: f"no result of the forward of at least {least} is known to be equal on all ranks of a group and divides among "
+        "them: results of an all-reduce are, and what follows from these alone, element by element",
     }
     unused = [name for name in options if name in request.forms and name not in found]
-    return tuple(f"{options[name]} has no effect on a graph: {why.get(name, small[name])}" for name in unused)
+    return tuple(f"{options[name]} has no effect on a graph: {why.get(name, usual[name])}" for name in unused)
 
 
 def host_remedy(captured: Capture, smallest: Plan, request: Request, card: str | None, limit: int) -> str:

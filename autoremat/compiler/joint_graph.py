@@ -12,14 +12,17 @@ from torch import fx
 from autoremat.basics.progress import now
 from autoremat.capture import communication
 from autoremat.capture.capture import Capture, capture, runs_on_type
+from autoremat.capture.forms import groups_of_shards, without_shards
 from autoremat.capture.pricing import priced
+from autoremat.capture.replication import fingerprint, replicated_nodes
 from autoremat.compiler.forms import with_allowed_forms
 from autoremat.compiler.torch_partition import torchs_plan
-from autoremat.ops.collectives import group_of, ranks_of
+from autoremat.ops.collectives import group_of
 from autoremat.passes import before_capture
 from autoremat.planner.constraints.returning_inputs import without_saved_copies
 from autoremat.planner.cost import Interconnect, Links, Pricing, Rates
 from autoremat.planner.cost.host_link import HostLink
+from autoremat.planner.graph.forms import SHARDS
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role, Trait
 from autoremat.planner.multigraph.ledger import Share
@@ -27,7 +30,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.request.limits import Limits
 from autoremat.request.request import Request
-from autoremat.torch_private import joint_graphs
+from autoremat.torch_private import joint_graphs, process_groups
 
 
 @dataclass(frozen=True)
@@ -123,21 +126,30 @@ class PricedGraph:
 
     @cached_property
     def gathering_groups(self) -> tuple[str, ...]:
-        """The names of the process groups whose gathers the plan may repeat, in the sequence of the graph."""
+        """The names of the process groups whose gathers the plan may repeat or add, in the sequence of the graph."""
         ops = zip(self.graph.ops, self.captured.op_nodes, strict=True)
-        return tuple(dict.fromkeys(group_of(node) for op, node in ops if Trait.GATHER in op.traits))
+        repeated = (group_of(node) for op, node in ops if Trait.GATHER in op.traits)
+        return tuple(dict.fromkeys((*repeated, *groups_of_shards(self.captured))))
 
     @cached_property
     def gathering_ranks(self) -> frozenset[int]:
-        """The ranks whose gathers the plan may repeat together with this one's; empty if it repeats none."""
-        ops = zip(self.graph.ops, self.captured.op_nodes, strict=True)
-        return frozenset().union(*(ranks_of(node) for op, node in ops if Trait.GATHER in op.traits))
+        """The ranks that repeat or add gathers together with this one; empty if the plan does neither."""
+        return frozenset().union(*map(process_groups.ranks_of, self.gathering_groups))
 
-    def with_gathers_once(self) -> PricedGraph:
-        """Returns the graph without the permission to repeat a gather."""
+    @cached_property
+    def replication(self) -> str:
+        """A hash of how the values are computed that may be kept as shards; empty without any."""
+        return fingerprint(replicated_nodes(self.joint.module.graph)) if groups_of_shards(self.captured) else ""
+
+    def with_gathers_once(self, why: str = "") -> PricedGraph:
+        """Returns the graph without the permission to repeat a gather or to add one, with the reason for the report."""
         ops = tuple(replace(op, traits=op.traits & ~Trait.GATHER | Trait.COLLECTIVE) if Trait.GATHER in op.traits else op
                     for op in self.graph.ops)  # fmt: skip
-        return replace(self, captured=replace(self.captured, graph=replace(self.graph, ops=ops)))
+        unused = self.unused_forms
+        if groups_of_shards(self.captured):
+            unused += (f"store={SHARDS!r} has no effect on a graph: {why}",)
+        captured = without_shards(replace(self.captured, graph=replace(self.graph, ops=ops)))
+        return replace(self, captured=captured, unused_forms=unused)
 
     def torchs_plan(self) -> Plan | None:
         """Returns torch's own partition without a budget as a plan; None if it is unknown."""
@@ -185,7 +197,8 @@ def capture_and_price(joint: JointGraph, context: PlanningContext) -> PricedGrap
     captured = replace(captured, graph=without_saved_copies(captured.graph, _sharded(joint, captured, context)))
     unused: tuple[str, ...] = ()
     if not joint.is_region:  # torch partitions it first, and the surrounding graph saves its results
-        captured, unused = with_allowed_forms(captured, request, context.cuda_name, context.host_link)
+        gathers = links if context.may_repeat_collectives else None
+        captured, unused = with_allowed_forms(captured, request, context.cuda_name, context.host_link, gathers)
     return PricedGraph(joint, captured, pricing, _kept_inputs(joint, captured), accumulated, unused)
 
 

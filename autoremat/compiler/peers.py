@@ -35,6 +35,8 @@ from autoremat.request.request import Request
 from autoremat.torch_private.pipelining import running_stage
 from autoremat.torch_private.processes import job
 
+APART = "its ranks compile different graphs, or compute differently what the graph of each shows as equal on all of them"
+
 
 @dataclass(frozen=True)
 class Agreed:
@@ -116,7 +118,7 @@ class _SameGraph:
 
     ranks: tuple[int, ...]
     may_gather_again: bool
-    """True if the ranks of all gathers are among these members."""
+    """True if the ranks of all gathers are among these members, which compute alike what they may keep as shards."""
     interconnects: Mapping[str, Interconnect] = field(default_factory=dict)
     """The measured rates of the groups of the gathers."""
 
@@ -207,7 +209,8 @@ class Members:
             self.graphs[key] = self._compared(key, priced, context)
         same = self.graphs[key]
         if priced.gathering_ranks and not same.may_gather_again:
-            priced = priced.with_gathers_once()
+            priced = priced.with_gathers_once(APART)
+            context = replace(context, may_repeat_collectives=False)  # for a graph with a chunked loss
         if same.interconnects:
             context = replace(context, interconnects=same.interconnects)
             priced = capture_and_price(priced.joint, context) or priced
@@ -224,7 +227,8 @@ class Members:
         """Returns the members whose graph has the hash ``key``, with the interconnects that all of them use."""
         if self.record is not None:  # a rank whose caches answer does not come here
             return _SameGraph(() if self.record.report is None else self.record.report.ranks, True)
-        found = self.session.round("graph", {"graph": key, "gathers": sorted(priced.gathering_ranks)}, _by_graph)
+        part = {"graph": key, "gathers": sorted(priced.gathering_ranks), "replication": priced.replication}
+        found = self.session.round("graph", part, _by_graph)
         same, links = found[key], {}
         measures = context.request.cost_model != pricing.ROOFLINE and context.request.interconnect_bandwidth is None
         if measures and any(one["gathers"] for one in found.values()):
@@ -304,8 +308,11 @@ def _by_graph(parts: Parts) -> dict[str, Any]:
     found = {}
     for graph, alike in grouped(parts, "graph").items():
         gathers = [set(part["gathers"]) for part in alike.values()]
-        # A rank that gathers with others than these would wait for them in vain.
-        found[graph] = {"ranks": [*alike], "gathers": any(gathers) and all(one <= alike.keys() for one in gathers)}
+        # A rank that gathers with others than these would wait for them in vain. A number that differs between ranks, such as
+        # that of the rank, makes values differ that are equal by the graph of one rank.
+        is_equal = len(grouped(alike, "replication")) == 1
+        may_gather = is_equal and any(gathers) and all(one <= alike.keys() for one in gathers)
+        found[graph] = {"ranks": [*alike], "gathers": may_gather}
     return found
 
 

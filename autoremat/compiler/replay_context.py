@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 import torch
 
 from autoremat.capture.capture import Capture
 from autoremat.ops.collectives import GLOO_THREADS, held_bytes
+from autoremat.planner.graph.forms import SHARDS, Form
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Role
+from autoremat.planner.graph.op import Role, Value
 from autoremat.planner.memory.wrapper_replay import ReplayContext
 from autoremat.torch_private import compilers
 from autoremat.workspaces.formulas import SMALL
@@ -49,7 +50,16 @@ def copies_for_cuda_graphs_bytes(captured: Capture, kept_inputs: Collection[int]
 
 def held_too_long_bytes(captured: Capture) -> int:
     """Returns the most bytes that finished collectives may still hold at any time."""
-    return GLOO_THREADS * max((held_bytes(node, captured.runs_on) for node in captured.op_nodes), default=0)
+    held = [held_bytes(node, captured.runs_on) for node in captured.op_nodes]
+    for value, form in _shards(captured.graph):
+        if form.load.temporary_bytes:
+            held.append(form.device_bytes + value.bytes + form.load.temporary_bytes)
+    return GLOO_THREADS * max(held, default=0)
+
+
+def _shards(graph: Graph) -> Iterator[tuple[Value, Form]]:
+    """Yields the values that may be kept as shards, each with that form."""
+    return ((value, form) for value in graph.values for form in value.forms if form.name == SHARDS)
 
 
 def replay_context(captured: Capture, kept_inputs: Collection[int]) -> ReplayContext:
@@ -68,6 +78,8 @@ def replay_context(captured: Capture, kept_inputs: Collection[int]) -> ReplayCon
         if len(parts) == 3:
             known = workspaces.setdefault(parts[1], {})
             known.update({made: max(size, known.get(made, 0)) for made, size in sizes.items()})
+    for value, form in _shards(graph):
+        workspaces.setdefault("all_gather_into_tensor", {})[value.bytes] = form.load.temporary_bytes
     inputs = captured.joint.graph.find_nodes(op="placeholder")
     return ReplayContext(
         held,

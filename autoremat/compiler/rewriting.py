@@ -37,8 +37,8 @@ def rewrite(planned: PlannedGraph) -> RewrittenGraph:
     captured, plan = planned.priced.captured, planned.plan
     if plan.schedule.stays and (setting := refused_setting(captured)):
         raise PlanInvalid(
-            f"the plan keeps saved tensors on the host, which does not go together with {setting}. Compile without that "
-            "setting, or without host memory"
+            f"the plan keeps saved tensors in other forms than as they are on the device, which does not go together with "
+            f"{setting}. Compile without that setting, or without `host_memory` and `store`"
         )
     for node, op in zip(captured.op_nodes, captured.graph.ops, strict=True):
         node.meta[OP] = op

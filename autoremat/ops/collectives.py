@@ -47,7 +47,7 @@ def workspace_bytes(node: fx.Node, runs_on: str) -> int:
     On CPUs, gloo gathers into one buffer and copies it into the results. It reduces and scatters a copy of the operands.
     Several operands of one call become one buffer first.
     """
-    if _copies_nothing(node, runs_on):
+    if _copies_nothing(group_of(node), runs_on):
         return 0
     name, made = node.target._schema.name, _bytes(node.meta.get("val"))  # type: ignore[union-attr]
     read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
@@ -57,8 +57,13 @@ def workspace_bytes(node: fx.Node, runs_on: str) -> int:
     return joined + (made if "all_gather" in name else 0)
 
 
-def _copies_nothing(node: fx.Node, runs_on: str) -> bool:
-    return runs_on != "cpu" or process_groups.is_fake(group_of(node))
+def gather_workspace_bytes(group: str, gathered_bytes: int, runs_on: str) -> int:
+    """Returns what :func:`workspace_bytes` does, for an all-gather of one tensor that is not in the graph yet."""
+    return 0 if _copies_nothing(group, runs_on) else gathered_bytes
+
+
+def _copies_nothing(group: str, runs_on: str) -> bool:
+    return runs_on != "cpu" or process_groups.is_fake(group)
 
 
 def held_bytes(node: fx.Node, runs_on: str) -> int:
@@ -66,15 +71,10 @@ def held_bytes(node: fx.Node, runs_on: str) -> int:
 
     A thread of gloo reports that it is done before it lets go of the operands, of the results and of its own buffers.
     """
-    if not op_traits.is_collective(node) or _copies_nothing(node, runs_on):
+    if not op_traits.is_collective(node) or _copies_nothing(group_of(node), runs_on):
         return 0
     read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
     return read + _bytes(node.meta.get("val")) + workspace_bytes(node, runs_on)
-
-
-def ranks_of(node: fx.Node) -> frozenset[int]:
-    """Returns the ranks that take part in a collective, as far as this process knows its group."""
-    return process_groups.ranks_of(group_of(node))
 
 
 def _arguments(node: fx.Node) -> dict[str, Any]:

@@ -86,8 +86,8 @@ class Options:
         least peak within that time; beside `memory_budget` it only bounds the plan's time. "free" costs nothing measurable.
     - host_memory: bound on the pinned host memory of saved tensors that the planner keeps on the host. It is in bytes (int),
         "auto" (half of what is free by the ranks of the machine, down to a power of two), or None to keep nothing there.
-    - store: names of the forms in which saved tensors may be kept: "device" (always), "host", "bits". None stands for all with
-        `host_memory`, and for "device" without it.
+    - store: names of the forms in which saved tensors may be kept: "device" (always), "host", "bits", "shards". None stands for
+        the first three with `host_memory`, and for "device" without it.
     - auto_headroom: bytes that "auto" keeps free on the CUDA device.
     - time_limit: seconds that one search may take. They grant an amount of work, which ends the search at the same plan on any
         machine. Each attempt searches anew, and so does each candidate for a chunked loss.

@@ -9,7 +9,7 @@ from autoremat.basics.checks import MOST_BYTES, MOST_PARTS, as_float, as_int, re
 from autoremat.basics.errors import OptionsError
 from autoremat.basics.units import BYTE_FORMS, parse_percent
 from autoremat.planner.constraints.constraints import SavePattern
-from autoremat.planner.graph.forms import BITS, DEVICE, HOST
+from autoremat.planner.graph.forms import BITS, DEVICE, HOST, SHARDS
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.multigraph.step_profile import Budget, StepProfile
 from autoremat.planner.plans.plan import Plan
@@ -29,7 +29,7 @@ AGREEMENT_FORMS = '"auto", "off" or a list of ranks, such as torch.distributed.g
 IN_FLIGHT_FORMS = f"an int from 1 to {MOST_PARTS}, or None to read it from the running pipeline schedule"
 SLOWDOWN_FORMS = 'a share in [0, 1], such as 0.03 or "3%"; "free" (costs nothing measurable); None (no bound)'
 HOST_FORMS = f'an int > 0 (bytes), a string such as {BYTE_FORMS}, "auto" or None'
-STORES = (DEVICE, HOST, BITS)
+STORES = (DEVICE, HOST, BITS, SHARDS)
 STORE_FORMS = f"a list of names among {', '.join(map(repr, STORES))} that has {DEVICE!r}, or None"
 HEADROOM_FORMS = f"an int >= 0 (bytes) or a string such as {BYTE_FORMS}"
 

@@ -15,7 +15,7 @@ from autoremat.planner.memory.reserved import Reserved
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import PlanningResult
-from autoremat.report.decisions import Decision, ForwardValue, explain_values, module_class, op_name
+from autoremat.report.decisions import OF_FORM, Decision, ForwardValue, explain_values, module_class, op_name
 from autoremat.report.peak_snapshot import PeakSnapshot, Profile, peak_of, profile_of
 from autoremat.report.stored import StoredTensors
 
@@ -59,7 +59,7 @@ class Total:
             return sum(value.bytes for value in values if value.decision is decision)
 
         seconds, added = sum(v.seconds for v in values), sum(v.added_seconds for v in values)
-        stored = size(Decision.OFFLOADED) + size(Decision.PACKED)
+        stored = sum(map(size, OF_FORM.values()))
         sizes = (size(Decision.SAVED), size(Decision.RECOMPUTED), size(Decision.FUSED))
         return cls(name, len(values), *sizes, seconds, added, stored)
 

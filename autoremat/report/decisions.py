@@ -5,6 +5,7 @@
 | saved | computed by the forward, kept for the backward |
 | offloaded | saved, and kept on the host between its last read in the forward and its first in the backward |
 | packed | saved, and kept as bits between them |
+| sharded | saved, and kept as this rank's part between them; the ranks gather the parts |
 | recomputed | its op runs again in the backward |
 | postponed | computed only in the backward, which alone reads it |
 | fused | never materialised: its readers compute it |
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.fused_traffic import traffic_of
-from autoremat.planner.graph.forms import BITS, HOST
+from autoremat.planner.graph.forms import BITS, HOST, SHARDS
 from autoremat.planner.graph.op import Constraint, Trait
 from autoremat.planner.plans.plan import Plan
 
@@ -31,13 +32,14 @@ class Decision(str, enum.Enum):
     SAVED = "saved"
     OFFLOADED = "offloaded"
     PACKED = "packed"
+    SHARDED = "sharded"
     RECOMPUTED = "recomputed"
     POSTPONED = "postponed"
     FUSED = "fused"
     FORWARD_ONLY = "forward only"
 
 
-OF_FORM = {HOST: Decision.OFFLOADED, BITS: Decision.PACKED}
+OF_FORM = {HOST: Decision.OFFLOADED, BITS: Decision.PACKED, SHARDS: Decision.SHARDED}
 """The decision for a value that is kept in a form."""
 
 
@@ -207,7 +209,7 @@ class _Explainer:
         match decision:
             case Decision.SAVED:
                 return self.why_saved(index, value)
-            case Decision.OFFLOADED | Decision.PACKED:
+            case Decision.OFFLOADED | Decision.PACKED | Decision.SHARDED:
                 return Reason.FREES_MEMORY, self.stay_detail(index, value)
             case Decision.RECOMPUTED:
                 return self.why_recomputed(index, value)

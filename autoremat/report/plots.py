@@ -30,6 +30,7 @@ FATE_COLOURS = {
     Decision.SAVED: "#4269d0",
     Decision.OFFLOADED: "#a463f2",
     Decision.PACKED: "#97bbf5",
+    Decision.SHARDED: "#6cc5b0",
     Decision.RECOMPUTED: "#efb118",
     Decision.POSTPONED: "#ff8ab7",
     Decision.FUSED: "#d9d9d9",

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.cost.host_link import PLANNED_SHARE
 from autoremat.planner.cost.stalls import stalls_of
-from autoremat.planner.graph.forms import BITS, HOST, Engine
+from autoremat.planner.graph.forms import BITS, HOST, SHARDS, Engine
 from autoremat.planner.plans.plan import Plan
 
-PLACES = {HOST: "on the host", BITS: "as bits"}
+PLACES = {HOST: "on the host", BITS: "as bits", SHARDS: "as shards"}
 """Words for forms in texts."""
 
 ENGINES = {

@@ -325,6 +325,7 @@ NAMES = (
     PrivateName("torch.distributed.distributed_c10d:_get_default_store", "messages between ranks", "()"),
     PrivateName("torch.distributed.distributed_c10d:_get_default_timeout", "messages between ranks", "backend"),
     PrivateName("torch.distributed.distributed_c10d:_resolve_process_group", "messages between ranks"),
+    PrivateName("torch.distributed.distributed_c10d:_world.pg_names", "messages between ranks"),
     PrivateName("torch.distributed.fsdp:FSDPModule._get_fsdp_state", "FSDP2 sizes", "self"),
     PrivateName("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.mp_policy", "FSDP2 sizes"),
     PrivateName("torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.sharded_param", "FSDP2 sizes"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 
@@ -46,6 +46,22 @@ def ranks_of(name: str) -> frozenset[int]:
     """Returns the global ranks of the group ``name``; an impossible one for an unknown group."""
     group = group_of(name)
     return frozenset({-1}) if group is None else frozenset(dist.get_process_group_ranks(group))
+
+
+def position_in(name: str) -> int:
+    """Returns the position of this process among the ranks of the group ``name``."""
+    group = group_of(name)
+    if group is None:
+        raise LookupError(f"this process knows no process group {name!r}")
+    return int(group.rank())
+
+
+def members() -> str:
+    """Returns the name of each process group of this process with its ranks in sequence, as text; empty without groups."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ""
+    groups: Mapping[dist.ProcessGroup, str] = names.resolve("torch.distributed.distributed_c10d:_world.pg_names")
+    return f"{sorted((name, dist.get_process_group_ranks(group)) for group, name in groups.items())}"
 
 
 def identity() -> str:

@@ -13,9 +13,11 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from folders import ROOT
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autoremat
 from autoremat.basics.errors import OptionsError
@@ -52,8 +54,20 @@ def scale(x: Tensor) -> Tensor:
     return x.exp() * 2
 
 
-def key(inputs: tuple[Any, ...] = (torch.ones(4),)) -> str:
-    return fingerprint(fx.symbolic_trace(scale), inputs, Request(cost_model="roofline"))
+def key(inputs: tuple[Any, ...] = (torch.ones(4),), **fields: Any) -> str:
+    return fingerprint(fx.symbolic_trace(scale), inputs, Request(cost_model="roofline", **fields))
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_shards_depend_on_the_place_of_a_rank_in_its_groups():
+    found = {}
+    for ranks in ([0, 1], [1, 2]):
+        dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=4)
+        assert dist.new_group(ranks).group_name == "1"
+        found[ranks[0]] = key(), key(store=("device", "shards"))
+        dist.destroy_process_group()
+    assert found[0][0] == found[1][0]
+    assert found[0][1] != found[1][1]
 
 
 def test_auto_is_looked_up_once_on_the_graphs_own_device(card, monkeypatch):

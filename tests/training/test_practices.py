@@ -8,10 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.distributed as dist
 from captured import planned
 from models import build
 from oracles import measured_step
+from tensor_parallel_models import TOKENS, tensor_parallel_decoder
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 import autoremat
@@ -213,6 +216,31 @@ def test_cpu_offload_moves_what_is_dear_to_recompute_and_no_more_than_the_budget
             moved.append(host_memory.statistics("cpu").to_host_bytes - before.to_host_bytes)
             assert moved[-1] == report.host_peak_bytes == (report.stored.moved_bytes if report.stored else 0)
     assert 0 == moved[1] < moved[0] < bytes_of_save_on_cpu(model, inputs)
+
+
+# -- distributed saved activations: each rank of a tensor-parallel group keeps a part of what all of them save ----------
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_distributed_saved_activations_keep_a_part_of_each_layers_input_on_each_rank(monkeypatch):
+    monkeypatch.setattr(forms, "SETTINGS", replace(SETTINGS, forms=replace(SETTINGS.forms, minimum_bytes=1024)))
+    options = {"compiler": "aot_eager", "memory_budget": 1, "on_infeasible": "best_effort", "interconnect_bandwidth": 1e12}
+    dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=8)
+    try:
+        decoder, tokens = tensor_parallel_decoder(layers=4, width=64), torch.randint(TOKENS, (8, 128))
+        found = [
+            autoremat.explain(decoder, tokens, options=options | {"store": store, "policy": "full"})
+            for store in (("device",), ("device", "shards"))
+        ]
+    finally:
+        dist.destroy_process_group()
+    whole, parts = found
+    inputs = [value for value in parts.values if value.decision is Decision.SHARDED]
+    assert {value.op for value in inputs} <= {"_c10d_functional.all_reduce.default", "aten.mul.Tensor", "aten.add.Tensor"}
+    assert len(inputs) >= 3  # of 4 layers
+    (total,) = parts.stored.totals
+    assert total.device_bytes == total.bytes // 8
+    assert parts.predicted_peak_bytes < whole.predicted_peak_bytes
 
 
 # -- what needs no preparation -----------------------------------------------------------------------------------------

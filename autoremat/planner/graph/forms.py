@@ -22,8 +22,9 @@ class Engine(enum.Enum):
     """The collectives of the value's group of ranks."""
 
 
-DEVICE, HOST, BITS = "device", "host", "bits"
-"""The names of forms: as it is on the device, in pinned host memory, and a bool tensor as one bit per element."""
+DEVICE, HOST, BITS, SHARDS = "device", "host", "bits", "shards"
+"""The names of forms: as it is on the device, in pinned host memory, a bool tensor as one bit per element, and an equal part
+on each rank of a group of a value that is the same on all of them."""
 
 
 @dataclass(frozen=True)

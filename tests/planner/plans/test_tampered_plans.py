@@ -275,6 +275,8 @@ STAYS: dict[str, Tamper] = {
     "a stay left out, the figures as before": with_stays(lambda one, two: [one]),
     "no stays, the figures as before": with_stays(lambda one, two: []),
     "another form, the figures as before": with_stays(lambda one, two: [one, replace(two, form="host")]),
+    "as shards, the figures as before": with_stays(lambda one, two: [replace(one, form="shards"), two]),
+    "as shards in place of bits, the figures as before": with_stays(lambda one, two: [one, replace(two, form="shards")]),
     "a store earlier, the figures as before": with_stays(lambda one, two: [one, replace(two, store=8)]),
     "a free later, the figures as before": with_stays(lambda one, two: [one, replace(two, free=12)]),
     "a load earlier, the figures as before": with_stays(lambda one, two: [replace(one, load=14), two]),

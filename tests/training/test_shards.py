@@ -1,0 +1,207 @@
+"""Saved tensors of a tensor-parallel model as shards that are gathered again: plans of one process, steps of two ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from oracles import same_bits
+from processes import run_ranks, values
+from tensor_parallel_models import TOKENS, Decoder, tensor_parallel_decoder
+from torch import Tensor
+from torch.profiler import profile
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import autoremat
+from autoremat import OptionWarning
+from autoremat.capture import forms
+from autoremat.compiler.joint_graph import PricedGraph
+from autoremat.options.options import Options
+from autoremat.planner.graph.forms import SHARDS, Engine
+from autoremat.planner.settings import SETTINGS
+from autoremat.report.decisions import Decision
+from autoremat.tools.explain import previews
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning", "ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+RANKS, LAYERS, WIDTH = 4, 2, 32
+BATCH = (4, 64)
+EAGER: dict[str, Any] = {"compiler": "aot_eager", "cost_model": "roofline", "on_planning_error": "raise"}
+SHARES = {"store": ("device", "shards")}
+LEAST = {"memory_budget": 1, "on_infeasible": "best_effort"}
+FAST = {"interconnect_bandwidth": 1e12, "interconnect_latency": 1e-9}
+SMALL = dataclasses.replace(SETTINGS, forms=dataclasses.replace(SETTINGS.forms, minimum_bytes=1024))
+"""Lets values of 1 KiB have forms."""
+
+
+@pytest.fixture
+def decoder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decoder]:
+    """The share of one of four ranks, the others of which do not exist."""
+    monkeypatch.setattr(forms, "SETTINGS", SMALL)
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
+    yield tensor_parallel_decoder(LAYERS, WIDTH)
+    dist.destroy_process_group()
+
+
+def tokens() -> Tensor:
+    return torch.randint(TOKENS, BATCH, generator=torch.Generator().manual_seed(0))
+
+
+def priced(function: Callable[..., Any], *inputs: Tensor, **options: Any) -> PricedGraph:
+    (found,), _ = previews(function, inputs, {}, Options(**EAGER | options), None, lambda preview: preview.priced)
+    return found
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_residual_stream_has_a_form_as_shards_where_the_option_allows_it(decoder):
+    assert not [value for value in priced(decoder, tokens(), store=("device", "bits")).graph.values if value.forms]
+    found = priced(decoder, tokens(), **SHARES, interconnect_bandwidth=1e6, interconnect_latency=0.5)
+    graph = found.graph
+    made = {graph.ops[v.producer].target for v in graph.values if v.forms and v.producer is not None}
+    assert made == {"_c10d_functional.all_reduce.default", "aten.add.Tensor"} | {"aten.mul.Tensor"} & made
+    stream = [value for value in graph.values if value.forms]
+    whole = BATCH[0] * BATCH[1] * WIDTH * 4
+    for form in (value.form(SHARDS) for value in stream):
+        assert (form.device_bytes, form.host_bytes, form.ranks) == (whole // RANKS, 0, tuple(range(RANKS)))
+        assert form.load.seconds == pytest.approx(0.5 + whole * (RANKS - 1) / RANKS / 1e6)
+        assert form.store.seconds < form.load.seconds
+        assert form.store.engine is form.load.engine is Engine.COMPUTE
+        assert form.load.temporary_bytes == 0  # a group without other ranks copies nothing
+    assert found.gathering_ranks == set(range(RANKS))
+    once = found.with_gathers_once("they differ")
+    assert not once.gathering_ranks
+    assert not [value for value in once.graph.values if value.forms]
+    assert once.unused_forms == ("store='shards' has no effect on a graph: they differ",)
+
+
+def test_plans_with_shards_need_less_memory_and_say_so(decoder):
+    plain, least = (autoremat.explain(decoder, tokens(), options=EAGER | LEAST | FAST | more) for more in ({}, SHARES))
+    assert least.minimum_peak_bytes < plain.minimum_peak_bytes
+    (total,) = least.stored.totals
+    assert total.device_bytes == total.bytes // RANKS
+    sharded = [value for value in least.values if value.decision is Decision.SHARDED]
+    assert sum(value.bytes for value in sharded) == total.bytes
+    assert "its transfers take" in sharded[0].detail
+    assert total.text in str(least)
+    assert "as shards in" in total.text
+    least.plan.check()
+    at_its_peak = EAGER | FAST | {"memory_budget": plain.minimum_peak_bytes}
+    cheaper = autoremat.explain(decoder, tokens(), options=at_its_peak | SHARES)
+    assert cheaper.recompute_seconds + cheaper.stall_seconds <= plain.recompute_seconds
+
+
+@pytest.mark.parametrize("batch", [(1, 33), (3, 5)])
+def test_what_does_not_divide_among_the_ranks_has_no_shards(decoder, batch):
+    class Odd(torch.nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            group = dist.group.WORLD
+            return torch.distributed._functional_collectives.all_reduce(x.tanh(), "sum", group).exp().sin().sum()
+
+    x = torch.ones(*batch, 17 if batch == (1, 33) else 32, requires_grad=True)
+    found = priced(Odd(), x, **SHARES)
+    assert bool(found.gathering_ranks) == (batch == (3, 5))
+    assert ("divides among them" in "".join(found.unused_forms)) == (batch == (1, 33))
+
+
+def test_a_step_without_all_reduces_says_why_nothing_is_sharded(monkeypatch):
+    monkeypatch.setattr(forms, "SETTINGS", SMALL)
+    with pytest.warns(OptionWarning, match="store='shards' has no effect on a graph: no result .* results of an all-reduce"):
+        report = autoremat.explain(torch.nn.Linear(32, 32), torch.ones(64, 32), options=EAGER | SHARES)
+    assert "no result of the forward" in str(report)
+    assert autoremat.Report.from_json(report.to_json()).unused_forms == report.unused_forms
+
+
+# -- steps of two ranks ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one rank reports of a step."""
+
+    gradients: list[Tensor]
+    peaks: list[int]
+    collectives: list[str]
+    simulated: int = 0
+    of_code: int = 0
+    stored: int = 0
+    unused: str = ""
+    warned: bool = False
+
+
+def train(model: Decoder, steps: int = 4, **arguments: Any) -> Step:
+    torch._dynamo.reset()
+    compiled, batch, peaks = torch.compile(model, **arguments), tokens(), []
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(steps):
+            model.zero_grad(set_to_none=True)
+            with autoremat.track_peak() as peak:
+                compiled(batch).backward()
+            peaks.append(peak.bytes)
+        model.zero_grad(set_to_none=True)
+        with profile() as ran:
+            compiled(batch).backward()
+    gradients = [p.grad.to_local() if hasattr(p.grad, "to_local") else p.grad for p in model.parameters()]
+    names = [event.name for event in ran.events() if event.name.startswith("_c10d_functional")]
+    if arguments["backend"] != "autoremat":
+        return Step(gradients, peaks, names)
+    report = autoremat.reports()[-1]
+    warned = any(issubclass(one.category, OptionWarning) and "shards" in str(one.message) for one in said)
+    of_code = report.peak_bytes - report.code_headroom_bytes
+    stays = report.plan.schedule.stays
+    return Step(gradients, peaks, names, report.predicted_peak_bytes, of_code, len(stays), "".join(report.unused_forms), warned)
+
+
+def two_ranks(rank: int, compiler: str) -> list[Step]:
+    """Steps by torch alone, without shards and with them; then those of ranks that must not gather."""
+    options = EAGER | LEAST | FAST | {"compiler": compiler}
+    with mock.patch.object(forms, "SETTINGS", SMALL):
+        model = tensor_parallel_decoder(LAYERS, WIDTH)
+        steps = [train(model, backend="aot_eager")]
+        steps += [train(model, backend="autoremat", options=options | more) for more in ({}, SHARES)]
+        if compiler == "aot_eager":
+            apart = options | SHARES | {"agreement": "off"}
+            steps += [train(model, backend="autoremat", options=apart)]
+            model = tensor_parallel_decoder(LAYERS, WIDTH, scale=1.0 + rank)
+            steps += [train(model, backend="aot_eager"), train(model, backend="autoremat", options=options | SHARES)]
+    return steps
+
+
+GATHER = "_c10d_functional::all_gather_into_tensor"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+def test_two_ranks_gather_their_shards_and_nothing_where_they_may_differ(compiler):
+    first, second = values(run_ranks(two_ranks, 2, args=(compiler,), timeout=500))
+    for expected, plain, sharded, *others in (first, second):
+        for ours in (plain, sharded):
+            assert all(map(same_bits, ours.gradients, expected.gradients)) or compiler == "inductor"
+            torch.testing.assert_close(ours.gradients, expected.gradients)
+            assert min(ours.peaks) <= ours.simulated  # gloo's threads may hold a tensor for a moment longer
+        assert (plain.stored, plain.collectives.count(GATHER)) == (0, 0)
+        assert sharded.collectives.count(GATHER) == sharded.stored > 0
+        assert min(sharded.peaks) < min(plain.peaks)
+        assert compiler == "aot_eager" or min(sharded.peaks) == sharded.simulated == sharded.of_code
+        if others:
+            apart, differing, scaled = others
+            assert all(map(same_bits, apart.gradients, expected.gradients))
+            assert all(map(same_bits, scaled.gradients, differing.gradients))
+            assert (apart.stored, scaled.stored) == (0, 0)
+            assert apart.warned
+            assert scaled.warned
+            assert "plan apart" in apart.unused
+            assert "compute differently" in scaled.unused
+    assert [step.collectives for step in first] == [step.collectives for step in second]
