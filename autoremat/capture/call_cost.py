@@ -123,6 +123,11 @@ def traffic_of(node: fx.Node, moved_bytes: int) -> int:
     return moved_bytes // FUSED_SHARE if op_traits.kind_of(node) is Kind.POINTWISE else moved_bytes
 
 
+def is_launched(node: fx.Node, fuses: bool) -> bool:
+    """Returns True if the call is a kernel of its own, whatever the plan is."""
+    return not fuses or (op_traits.kind_of(node) is Kind.EXTERN and not op_traits.adds_to_product(node))
+
+
 def storage_bytes(tensor: torch.Tensor, device_type: str) -> int:
     """Returns the bytes of the tensor's storage; 0 if it is on another device type."""
     if tensor.device.type != device_type:

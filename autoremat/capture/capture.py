@@ -22,10 +22,11 @@ from torch import fx
 from autoremat.basics.errors import CaptureError
 from autoremat.capture import call_cost, communication
 from autoremat.capture.builder import Alias, Builder, flatten, written_values
+from autoremat.capture.kernel_shapes import shapes_of
 from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensor_bytes
-from autoremat.planner.cost import Device, cpu_device, cuda_device, roofline_seconds, saving_seconds_per_byte
+from autoremat.planner.cost import Device, cpu_device, cuda_device, kernel_seconds, roofline_seconds, saving_seconds_per_byte
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint, Op, Role, Trait, Value
 from autoremat.torch_private import compilers, joint_graphs, kernel_settings
@@ -167,7 +168,11 @@ def _op(
     if overwritten.intersection(builder.reads[node]):
         traits |= Trait.READS_MUTATED_INPUT
     module, source = origin(node)
-    seconds = roofline_seconds(cost.flops, call_cost.traffic_of(node, cost.moved_bytes), device)
+    moved = call_cost.traffic_of(node, cost.moved_bytes)
+    if call_cost.is_launched(node, builder.fuses):
+        seconds = kernel_seconds(cost.flops, moved, device, shapes_of(node))
+    else:
+        seconds = roofline_seconds(cost.flops, moved, device)
     streams = builder.fuses and op_traits.stays_in_kernel(node)
     return Op(
         node.name, str(node.target), builder.reads[node], builder.makes[node], not backward, seconds, cost.flops,
@@ -255,6 +260,7 @@ def capture(
         must_run=tuple(number[n] for n in ordered if not backward[n] and _pins(n)),
         fuses=fuses,
         saving_seconds_per_byte=saving_seconds_per_byte(rates),
+        launch_seconds=rates.launch_seconds,
         fusion_groups_hold_buffers=fuses and runs_on == "cpu",
         most_reads=compilers.most_reads_inlined(),
     )

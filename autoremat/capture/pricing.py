@@ -59,7 +59,7 @@ def _with_communication(captured: Capture, links: Links) -> tuple[Capture, dict[
             ops[index] = replace(op, seconds=0.0)
         elif call is not None:
             used[index] = link = links.of(call.group, call.ranks, captured.device.name)
-            ops[index] = replace(op, seconds=max(op.seconds, link.seconds(call.sent_bytes)))
+            ops[index] = replace(op, seconds=max(op.seconds, link.seconds(call.sent_bytes, call.steps)))
     return (replace(captured, graph=replace(captured.graph, ops=tuple(ops))) if used else captured), used
 
 
@@ -76,7 +76,7 @@ def by_rates(captured: Capture, rates: Rates) -> tuple[Capture, list[CostSource]
         replace(op, seconds=all_of_it, memory_bound_seconds=traffic)
         for op, all_of_it, traffic in zip(graph.ops, seconds, streamed, strict=True)
     )
-    graph = replace(graph, ops=ops, saving_seconds_per_byte=rates.saving_seconds_per_byte)
+    graph = replace(graph, ops=ops, saving_seconds_per_byte=rates.saving_seconds_per_byte, launch_seconds=0.0)
     sources = [CostSource.CALIBRATED if rates.measures(work) else CostSource.ASSUMED for work in works]
     return replace(captured, graph=graph), sources
 

@@ -9,7 +9,7 @@ from torch import fx
 
 from autoremat.ops import op_traits
 from autoremat.ops.tensors import tensor_bytes, tensors_in
-from autoremat.planner.cost import Pattern, sent_bytes
+from autoremat.planner.cost import Pattern, sent_bytes, steps_of
 from autoremat.torch_private import process_groups
 
 GLOO_THREADS = 2
@@ -24,6 +24,8 @@ class GroupTraffic:
     ranks: int
     sent_bytes: float
     """Bytes that each rank sends."""
+    steps: int
+    """Times that each rank passes a part of the data on."""
 
 
 def traffic_of_group(node: fx.Node) -> GroupTraffic | None:
@@ -38,7 +40,8 @@ def traffic_of_group(node: fx.Node) -> GroupTraffic | None:
     ranks = ranks if isinstance(ranks, int) else process_groups.size_of(group)
     pattern = Pattern.REDUCE if "all_reduce" in node.target._schema.name else Pattern.GATHER  # type: ignore[union-attr]
     read = sum(_bytes(operand.meta.get("val")) for operand in node.all_input_nodes)
-    return GroupTraffic(group, ranks, sent_bytes(pattern, max(read, _bytes(node.meta.get("val"))), ranks))
+    sent = sent_bytes(pattern, max(read, _bytes(node.meta.get("val"))), ranks)
+    return GroupTraffic(group, ranks, sent, steps_of(pattern, ranks))
 
 
 def workspace_bytes(node: fx.Node, runs_on: str) -> int:

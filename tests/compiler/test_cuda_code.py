@@ -16,7 +16,7 @@ from autoremat.compiler.joint_graph import PlanningContext
 from autoremat.compiler.lowering import GraphSource, lower
 from autoremat.compiler.partitioning import Partitioning
 from autoremat.compiler.planning import plan_graph
-from autoremat.planner.cost.devices import MATMUL_EFFICIENCY
+from autoremat.planner.cost.devices import efficiencies
 from autoremat.planner.graph.op import Kind
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers, inductor_lowering, kernel_settings, names
@@ -96,7 +96,7 @@ def test_float32_products_have_the_rate_of_the_precision_that_is_set(precision, 
     before = torch.get_float32_matmul_precision()
     try:
         torch.set_float32_matmul_precision(precision)
-        assert device_rates(torch.device("cpu"), joint, "H100").flops_per_second == rate * MATMUL_EFFICIENCY
+        assert device_rates(torch.device("cpu"), joint, "H100").flops_per_second == rate * efficiencies("H100").product
     finally:
         torch.set_float32_matmul_precision(before)
 
@@ -111,7 +111,7 @@ def test_a_precision_that_is_set_for_cuda_alone_is_no_error():
         with pytest.raises(RuntimeError, match="mix of the legacy and new APIs"):
             torch.get_float32_matmul_precision()
         assert kernel_settings.float32_precision() != other
-        assert device_rates(torch.device("cpu"), joint, "H100").flops_per_second == 494e12 * MATMUL_EFFICIENCY
+        assert device_rates(torch.device("cpu"), joint, "H100").flops_per_second == 494e12 * efficiencies("H100").product
         options = {"compiler": "aot_eager", "memory_budget": "1MiB"}
         torch.compile(torch.nn.Linear(4, 4), backend="autoremat", options=options)(torch.ones(2, 4)).sum().backward()
         assert compile_loop.fingerprint(torch.fx.symbolic_trace(torch.nn.Linear(4, 4)), [], Request(cost_model="roofline"))

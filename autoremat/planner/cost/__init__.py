@@ -16,6 +16,10 @@ from autoremat.planner.cost.interconnect import LinkSource as LinkSource
 from autoremat.planner.cost.interconnect import Pattern as Pattern
 from autoremat.planner.cost.interconnect import assumed_interconnect as assumed_interconnect
 from autoremat.planner.cost.interconnect import sent_bytes as sent_bytes
+from autoremat.planner.cost.interconnect import steps_of as steps_of
+from autoremat.planner.cost.kernels import Attention as Attention
+from autoremat.planner.cost.kernels import Product as Product
+from autoremat.planner.cost.kernels import kernel_seconds as kernel_seconds
 from autoremat.planner.cost.rates import BATCH as BATCH
 from autoremat.planner.cost.rates import Curve as Curve
 from autoremat.planner.cost.rates import Rate as Rate

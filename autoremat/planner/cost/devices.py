@@ -1,16 +1,15 @@
 """Rates of devices by the vendors' data sheets: dense matrix FLOPs and memory bandwidth.
 
-Attainable rates are lower than peaks. :data:`MATMUL_EFFICIENCY` and :data:`BANDWIDTH_EFFICIENCY` are the shares that large
-kernels reach. Plans are ranked by the ratio of both rates alone, so even an unknown device gets usable plans.
+Attainable rates are lower than peaks, by the efficiencies of the card's architecture
+(:mod:`autoremat.planner.cost.efficiencies`). An unknown device gets the rates of a middling card.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-MATMUL_EFFICIENCY = 0.7
-BANDWIDTH_EFFICIENCY = 0.8
+from autoremat.planner.cost.efficiencies import EFFICIENCIES, MIDDLING, Efficiencies
 
 CPU_FLOPS_PER_CORE = 48e9
 """float32 FLOP/s: two 8-wide fused multiply-add units at about 3 GHz, halved for the rate of real kernels."""
@@ -28,6 +27,14 @@ class Device:
     bytes_per_second: float
     allocation_bytes: int = 1
     """Granularity of the allocator in bytes (512 for CUDA's caching allocator)."""
+    multiprocessors: int = 1
+    efficiencies: Efficiencies | None = None
+    """What kernels reach of a card by name. None where large kernels' rates are all that is known."""
+
+    @property
+    def launch_seconds(self) -> float:
+        """Seconds of a kernel that does nothing."""
+        return 0.0 if self.efficiencies is None else self.efficiencies.launch_seconds
 
 
 @dataclass(frozen=True)
@@ -52,10 +59,11 @@ GB = 10**9
 
 # Sources: NVIDIA's data sheets of the products, of the SXM form unless the name says another. Rates are dense: half of those
 # "with sparsity". GeForce and RTX cards: the whitepapers of their architectures (GA102, Ada, RTX Blackwell); their 16-bit rates
-# are those with 32-bit sums. B200 and B300: an eighth of the HGX data sheet, which is for eight GPUs. GB200: a 72nd of the
-# NVL72's.
+# are those with 32-bit sums. B200 and B300: an eighth of the HGX data sheet, which is for eight GPUs. GB200 and
+# GB300: a 72nd of the NVL72's.
 DATASHEETS = {
     "GB200": Datasheet(2500e12, 1250e12, 80e12, 8.0e12, 186 * GB, (10, 0), 148),
+    "GB300": Datasheet(2500e12, 1250e12, 80e12, 8.0e12, 288 * GB, (10, 3), 148),
     "B300": Datasheet(2250e12, 1125e12, 75e12, 8.0e12, 288 * GB, (10, 3), 148),
     "B200": Datasheet(2250e12, 1125e12, 75e12, 8.0e12, 180 * GB, (10, 0), 148),
     "GH200 144G": Datasheet(989e12, 494e12, 67e12, 4.9e12, 144 * GB, (9, 0), 132),
@@ -91,6 +99,9 @@ DATASHEETS = {
     "RTX 3090": Datasheet(71e12, 36e12, 36e12, 0.936e12, 24 * GB, (8, 6), 82),
 }
 UNKNOWN_GPU = Datasheet(150e12, 75e12, 25e12, 1.0e12, 0, (8, 0), 84)
+
+POWER_LIMITED = {"L40S": 0.59}
+"""Shares of the FLOPs that products reach on cards whose power limits them further (aiconfigurator, as above)."""
 
 OTHER_CARDS = ("Ti", "SUPER", "Laptop", "Max-Q", "D")
 """Words that distinguish a card from one with the same name without them, unless a row of the table contains them."""
@@ -145,7 +156,19 @@ def cuda_device(name: str, half_precision: bool, tf32: bool = False) -> Device:
     """
     sheet = datasheet(name) or UNKNOWN_GPU
     peak = sheet.half_flops if half_precision else sheet.tf32_flops if tf32 else sheet.single_flops
-    return Device(name, peak * MATMUL_EFFICIENCY, sheet.bandwidth * BANDWIDTH_EFFICIENCY, allocation_bytes=512)
+    reached = efficiencies(name)
+    rates = peak * reached.product, sheet.bandwidth * reached.stream
+    return Device(name, *rates, allocation_bytes=512, multiprocessors=sheet.multiprocessors, efficiencies=reached)
+
+
+def efficiencies(name: str) -> Efficiencies:
+    """Returns what kernels reach on the CUDA device ``name``, by its architecture."""
+    sheet = datasheet(name) or UNKNOWN_GPU
+    reached = EFFICIENCIES.get(sheet.capability, MIDDLING)
+    limit = POWER_LIMITED.get(datasheet_name(name) or "")
+    if limit is None:
+        return reached
+    return replace(reached, product=limit, attention=reached.attention * limit / reached.product)
 
 
 def cpu_device(threads: int) -> Device:

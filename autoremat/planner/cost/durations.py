@@ -3,7 +3,7 @@
 Where the code generator fuses, an execution that materialises a result stands for a kernel. It computes the results inlined
 into it as well, and these executions take no seconds of their own.
 
-    seconds of a kernel  =  min(seconds of its ops alone, max(its arithmetic, its traffic · seconds per byte))
+    seconds of a kernel  =  launch  +  min(seconds of its ops alone, max(its arithmetic, its traffic · seconds per byte))
 
 The traffic is what the kernel materialises, and each materialised tensor or input of the step that it reads. A fusion group
 reads a tensor once, and reads nothing that it makes itself. So a saved value costs its write in the forward and its reads in
@@ -85,9 +85,10 @@ class _Kernels:
             elif not self.inlined[position]:
                 if self.group[position] != group:
                     group, ran, read = self.group[position], set(), set()
+                    found[position] = self.graph.launch_seconds
                 kernel, moved = self._kernel(position, ran, read, facts.given)
                 busy = sum(facts.arithmetic[self.sequence[execution]] for execution in kernel)
-                found[position] = min(sum(unfused[execution] for execution in kernel), max(busy, moved * per_byte))
+                found[position] += min(sum(unfused[execution] for execution in kernel), max(busy, moved * per_byte))
         return np.array(found, dtype=np.float64)
 
     def _kernel(

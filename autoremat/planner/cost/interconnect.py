@@ -1,6 +1,9 @@
 """Seconds of communication between the ranks of a process group.
 
-    seconds  =  latency  +  sent bytes / bandwidth
+    seconds  =  latency  +  steps · step's latency  +  sending,    sending  =  sent bytes / bandwidth
+
+NVLink passes a message on in pieces, whose number the library chooses: small pieces wait often, large ones fill the pipeline
+slowly. The best choice costs twice the square root of latency and sending more.
 
 ``sent bytes`` are those that leave one rank. A gather over ``w`` ranks sends ``(w - 1) / w`` of the gathered bytes, as in a
 ring. An all-reduce sends twice that, because it is a reduce-scatter and a gather.
@@ -9,10 +12,11 @@ ring. An all-reduce sends twice that, because it is a reduce-scatter and a gathe
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from autoremat.planner.cost.devices import BANDWIDTH_EFFICIENCY, GB, datasheet_name
+from autoremat.planner.cost.devices import GB, UNKNOWN_GPU, datasheet, datasheet_name
 
 
 class LinkSource(enum.Enum):
@@ -32,14 +36,20 @@ class Interconnect:
     bytes_per_second: float
     latency_seconds: float
     source: LinkSource = LinkSource.ASSUMED
+    step_seconds: float = 0.0
+    """Latency of each step, in which all ranks pass a part of the data on."""
+    pipelined: bool = False
+    """True if pieces of a message are under way at once. A measured rate contains what that costs."""
 
     def __post_init__(self) -> None:
-        if not (0 < self.bytes_per_second < float("inf") and 0 <= self.latency_seconds < float("inf")):
+        latencies = self.latency_seconds, self.step_seconds
+        if not (0 < self.bytes_per_second < math.inf and all(0 <= latency < math.inf for latency in latencies)):
             raise ValueError(f"{self} is no interconnect: rate above 0 and latency of at least 0 must be finite")
 
-    def seconds(self, sent_bytes: float) -> float:
-        """Returns the seconds of one collective that sends ``sent_bytes`` from each rank."""
-        return self.latency_seconds + sent_bytes / self.bytes_per_second
+    def seconds(self, sent_bytes: float, steps: int = 0) -> float:
+        """Returns the seconds of one collective of ``steps`` steps that sends ``sent_bytes`` from each rank."""
+        latency, sending = self.latency_seconds + steps * self.step_seconds, sent_bytes / self.bytes_per_second
+        return latency + sending + (2 * math.sqrt(latency * sending) if self.pipelined else 0.0)
 
 
 class Pattern(enum.Enum):
@@ -56,17 +66,39 @@ def sent_bytes(pattern: Pattern, nbytes: int, ranks: int) -> float:
     return pattern.value * nbytes * (ranks - 1) / ranks
 
 
-LATENCY_SECONDS = 20e-6
-"""Assumed latency of one collective: its launch and the synchronisation of the ranks."""
+def steps_of(pattern: Pattern, ranks: int) -> int:
+    """Returns the number of steps of a ring of ``ranks``."""
+    return pattern.value * (ranks - 1)
+
+
+@dataclass(frozen=True)
+class _Reached:
+    """What NCCL reaches on one generation of links."""
+
+    share: float
+    """Share of the data sheet's rate that a pipeline approaches: more than that of any message of a finite size."""
+    latency_seconds: float
+    step_seconds: float
+
 
 # Sources: NVIDIA's data sheets; NVLink's rates in one direction, half of the sum that the sheets name. DGX systems have one
 # network card of 400 Gb/s per GPU.
 NVLINK = {
-    "GB200": 900e9, "B300": 900e9, "B200": 900e9, "GH200": 450e9, "H200": 450e9, "H100": 450e9, "H20": 450e9, "A100": 300e9,
-    "A100 40GB": 300e9, "V100": 150e9,
+    "GB300": 900e9, "GB200": 900e9, "B300": 900e9, "B200": 900e9, "GH200": 450e9, "H200": 450e9, "H100": 450e9, "H20": 450e9,
+    "A100": 300e9, "A100 40GB": 300e9, "V100": 150e9,
 }  # fmt: skip
-PCI_EXPRESS = 32 * GB
-"""PCI Express 4.0 with 16 lanes, in one direction."""
+
+# Sources: NCCL 2.27 and 2.29 in NVIDIA's aiconfigurator (github.com/ai-dynamo/aiconfigurator at 095f58a51, Apache-2.0): A100,
+# H100 and B200 with NVLink, RTX PRO 6000 with PCI Express. `benchmarks/card_rates.py` holds the rules against other cards too.
+BY_NVLINK = {8: _Reached(0.88, 8.0e-6, 0.85e-6), 9: _Reached(1.00, 4.2e-6, 0.85e-6), 10: _Reached(1.14, 7.7e-6, 1.15e-6)}
+"""What NCCL reaches by NVLink, by the major number of the compute capability."""
+
+BY_PCI_EXPRESS = _Reached(0.40, 5.0e-6, 1.5e-6)
+PCI_EXPRESS = {7: 16.0 * GB, 8: 32.0 * GB}
+"""Rates of PCI Express with 16 lanes in one direction, by the major number of the compute capability."""
+
+PCI_EXPRESS_5 = 64.0 * GB
+"""Rate since Hopper."""
 
 NETWORK = 50 * GB
 """A network card of 400 Gb/s for each GPU."""
@@ -74,7 +106,12 @@ NETWORK = 50 * GB
 ETHERNET = 1.25 * GB
 """10 Gb/s, between CPUs."""
 
+NETWORK_SHARE, NETWORK_LATENCY = 0.8, 20e-6
+"""Assumed share of the rate between nodes, and latency of a collective there."""
+
 GPUS_OF_A_NODE = 8
+GPUS_OF_A_RACK = {"GB200": 72, "GB300": 72}
+"""GPUs that share NVLink where these are more than a node's."""
 
 
 def assumed_interconnect(device: str, ranks: int) -> Interconnect:
@@ -82,13 +119,19 @@ def assumed_interconnect(device: str, ranks: int) -> Interconnect:
 
     Up to :data:`GPUS_OF_A_NODE` GPUs share a node. More communicate at the rate of the network between nodes.
     """
+    name = datasheet_name(device) or ""
     if device == "cpu":
-        rate = float(ETHERNET)
-    elif ranks > GPUS_OF_A_NODE:
-        rate = float(NETWORK)
-    else:
-        rate = NVLINK.get(datasheet_name(device) or "", float(PCI_EXPRESS))
-    return Interconnect(rate * BANDWIDTH_EFFICIENCY, LATENCY_SECONDS)
+        return Interconnect(ETHERNET * NETWORK_SHARE, NETWORK_LATENCY)
+    if ranks > GPUS_OF_A_RACK.get(name, GPUS_OF_A_NODE):
+        return Interconnect(NETWORK * NETWORK_SHARE, NETWORK_LATENCY)
+    generation = (datasheet(device) or UNKNOWN_GPU).capability[0]
+    if name not in NVLINK:
+        rate, reached = PCI_EXPRESS.get(generation, PCI_EXPRESS_5), BY_PCI_EXPRESS
+        return Interconnect(rate * reached.share, reached.latency_seconds, step_seconds=reached.step_seconds)
+    reached = BY_NVLINK.get(generation, BY_NVLINK[8])
+    # Each rank also copies its own part, which takes half as long as sending it.
+    rate = NVLINK[name] * reached.share * (ranks - 1) / (ranks - 0.5) if ranks > 1 else NVLINK[name]
+    return Interconnect(rate, reached.latency_seconds, step_seconds=reached.step_seconds, pipelined=True)
 
 
 @dataclass(frozen=True)
@@ -106,7 +149,7 @@ class Links:
         """Returns the interconnect of the process group ``group`` with ``ranks`` devices of the name ``device``."""
         link = self.groups.get(group) or assumed_interconnect(device, ranks)
         if self.latency_seconds is not None:
-            link = replace(link, latency_seconds=self.latency_seconds)
+            link = replace(link, latency_seconds=self.latency_seconds, step_seconds=0.0)
         if self.bytes_per_second is not None:
-            link = replace(link, bytes_per_second=self.bytes_per_second, source=LinkSource.GIVEN)
+            link = replace(link, bytes_per_second=self.bytes_per_second, source=LinkSource.GIVEN, pipelined=False)
         return link

@@ -37,6 +37,8 @@ class Graph:
     """True if the code generator fuses pointwise chains (Inductor). False if it materialises every result (eager)."""
     saving_seconds_per_byte: float = 0.0
     """Seconds to write one byte in the forward and to read it in the backward."""
+    launch_seconds: float = 0.0
+    """Seconds of a fused kernel that does nothing. Those of extern kernels are part of their op's."""
     fusion_groups_hold_buffers: bool = False
     """True if the code generator emits one function per fusion group (on CPUs).
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autoremat.planner.cost import DATASHEETS, cuda_device, device_memory
-from autoremat.planner.cost.devices import MATMUL_EFFICIENCY, UNKNOWN_GPU, datasheet
+from autoremat.planner.cost.devices import UNKNOWN_GPU, datasheet, efficiencies
 
 
 @pytest.mark.parametrize(
@@ -28,6 +28,7 @@ from autoremat.planner.cost.devices import MATMUL_EFFICIENCY, UNKNOWN_GPU, datas
         ("NVIDIA H200", "H200"),
         ("NVIDIA B200", "B200"),
         ("NVIDIA GB200", "GB200"),
+        ("NVIDIA GB300", "GB300"),
         ("NVIDIA H20", "H20"),
         ("NVIDIA A10G", "A10G"),
         ("NVIDIA A10", "A10"),
@@ -54,7 +55,7 @@ def test_memory_is_the_names_or_the_sheets():
     "name",
     [
         "H1000", "NVIDIA T400 4GB", "RTX A1000", "RTX 40900", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D",
-        "NVIDIA GeForce RTX 4080 SUPER", "Quadro RTX 6000", "NVIDIA GB300",
+        "NVIDIA GeForce RTX 4080 SUPER", "Quadro RTX 6000",
     ],
 )  # fmt: skip
 def test_another_number_is_another_card(name):
@@ -62,7 +63,7 @@ def test_another_number_is_another_card(name):
 
 
 def test_an_unknown_card_has_middling_rates():
-    assert cuda_device("Abacus", True).flops_per_second == UNKNOWN_GPU.half_flops * MATMUL_EFFICIENCY
+    assert cuda_device("Abacus", True).flops_per_second == UNKNOWN_GPU.half_flops * efficiencies("Abacus").product
     assert cuda_device("H100", False).flops_per_second < cuda_device("H100", True).flops_per_second
 
 

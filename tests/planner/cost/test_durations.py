@@ -47,6 +47,17 @@ def test_without_fusion_every_execution_has_the_seconds_of_its_op():
         assert durations(graph, schedule, fused=fused).tolist() == [graph.ops[i].seconds for i in schedule.sequence]
 
 
+def test_each_fused_kernel_takes_a_launch():
+    build = GraphBuilder()
+    first = product(build, streamed(build, streamed(build, build.source(SIZE))))
+    result = streamed(build, first)
+    graph, schedule = saving_all(build, forward_outputs=(result,))
+    launched = replace(graph, launch_seconds=0.25)
+    added = durations(launched, schedule) - durations(graph, schedule)
+    assert sum(added > 0) == 2
+    assert added.sum() == pytest.approx(0.5)
+
+
 def test_a_result_that_is_inlined_takes_no_time_and_its_reader_reads_what_it_reads():
     build = GraphBuilder()
     first = product(build, build.source(SIZE))

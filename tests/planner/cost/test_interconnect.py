@@ -6,7 +6,7 @@ import pytest
 
 from autoremat.basics.errors import OptionsError
 from autoremat.options.options import Options
-from autoremat.planner.cost import Interconnect, Links, LinkSource, Pattern, assumed_interconnect, sent_bytes
+from autoremat.planner.cost import Interconnect, Links, LinkSource, Pattern, assumed_interconnect, sent_bytes, steps_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Op, Role, Trait, Value
 from autoremat.planner.search.planner import Planner
@@ -71,6 +71,17 @@ def test_gpus_of_a_node_are_closer_than_nodes():
     assert near.bytes_per_second > far.bytes_per_second > assumed_interconnect("cpu", 2).bytes_per_second
     assert assumed_interconnect("T4", 8).bytes_per_second < near.bytes_per_second
     assert {near.source, far.source} == {LinkSource.ASSUMED}
+
+
+def test_steps_and_pieces_under_way_at_once_take_longer():
+    link = Interconnect(100.0, 1.0, step_seconds=1.0)
+    assert [link.seconds(900.0, steps_of(Pattern.GATHER, 4)), link.seconds(900.0, steps_of(Pattern.REDUCE, 4))] == [13.0, 16.0]
+    assert Interconnect(100.0, 1.0, step_seconds=1.0, pipelined=True).seconds(900.0, 3) == 13.0 + 2 * 6.0
+    assert Links(100.0, 1.0).of("0", 8, "H100").seconds(900.0, 7) == 10.0  # given figures are complete
+
+
+def test_a_rack_shares_nvlink():
+    assert assumed_interconnect("GB200", 72).bytes_per_second > assumed_interconnect("B200", 72).bytes_per_second
 
 
 @pytest.mark.parametrize("rate", [0.0, -1.0, float("nan"), float("inf")])

@@ -1,0 +1,100 @@
+"""Computes the seconds of library kernels from their shapes.
+
+    seconds  =  launch  +  max(arithmetic, memory traffic)
+
+A matrix product runs in waves: one tile of the result per multiprocessor at a time, and the last wave takes as long as the
+others. The library chooses the best of a few tiles, and divides long inner sides among multiprocessors that would be idle.
+Attention reaches more of the card's rate with more keys per query.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autoremat.planner.cost.devices import Device
+from autoremat.planner.cost.efficiencies import ATTENTION_BACKWARD, Efficiencies
+from autoremat.planner.cost.roofline import roofline_seconds
+
+TILES = ((256, 128), (128, 256), (128, 128), (128, 64), (64, 128), (64, 64))
+"""Rows and columns of the tiles that libraries choose from."""
+
+LARGEST_TILE = 256 * 128
+SPLITS = (1, 2, 4, 8)
+"""Numbers of parts into which an inner side is divided."""
+
+SHORTEST_PART = 256
+"""The least length of such a part."""
+
+PARTIAL_SUM_BYTES = 8
+"""Bytes that are written and read for an element of a part's result, in float32."""
+
+HEAD_WIDTHS = {64: 0.76, 96: 0.90, 128: 1.0, 192: 1.0, 256: 1.05}
+"""Widths of heads that attention kernels are compiled for, with their rates as shares of that of 128."""
+
+
+@dataclass(frozen=True)
+class Product:
+    """``count`` products of a matrix of ``rows`` × ``inner`` with one of ``inner`` × ``columns``."""
+
+    rows: int
+    columns: int
+    inner: int
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Fused attention over heads of ``width`` elements, with ``keys`` per query; half of them if it is ``causal``."""
+
+    width: int
+    keys: int
+    causal: bool
+    backward: bool = False
+    older: bool = False
+    """True for kernels that were written for Ampere."""
+
+
+def kernel_seconds(flops: int, bytes_moved: int, device: Device, shapes: tuple[Product, ...] | Attention = ()) -> float:
+    """Returns the seconds of a library kernel on ``device``, or of one kernel for each of several products.
+
+    Without efficiencies of the device, they are the roofline's.
+    """
+    reached = device.efficiencies
+    if reached is None:
+        return roofline_seconds(flops, bytes_moved, device)
+    traffic = bytes_moved / device.bytes_per_second
+    if isinstance(shapes, Attention):
+        return reached.launch_seconds + max(flops / _attention_rate(shapes, device, reached), traffic)
+    if not shapes:
+        return reached.launch_seconds + roofline_seconds(flops, bytes_moved, device)
+    waves = sum(_seconds_of_waves(product, device, reached) for product in shapes)
+    return len(shapes) * reached.product_seconds + max(waves, traffic * reached.stream / reached.operands)
+
+
+def _seconds_of_waves(product: Product, device: Device, reached: Efficiencies) -> float:
+    """Returns the seconds of the arithmetic of ``product``, with the best tiles."""
+    of_one = device.flops_per_second / device.multiprocessors
+    elements, best = product.rows * product.columns * product.count, math.inf
+    summing = elements * PARTIAL_SUM_BYTES / device.bytes_per_second * (reached.stream / reached.operands)
+    for rows, columns in TILES:
+        tiles = math.ceil(product.rows / rows) * math.ceil(product.columns / columns) * product.count
+        rate = of_one * (rows * columns / LARGEST_TILE) ** reached.small_tile
+        of_tile = 2 * rows * columns * product.inner / rate
+        for parts in SPLITS:
+            if parts == 1:
+                best = min(best, math.ceil(tiles / device.multiprocessors) * of_tile)
+            elif tiles * parts <= device.multiprocessors and product.inner >= parts * SHORTEST_PART:
+                best = min(best, of_tile / parts + reached.product_seconds / 2 + parts * summing)
+    return best
+
+
+def _attention_rate(attention: Attention, device: Device, reached: Efficiencies) -> float:
+    """Returns FLOP/s of ``attention``, where a causal mask halves the time of the same FLOPs."""
+    compiled = next((width for width in HEAD_WIDTHS if width >= attention.width), attention.width)
+    keys = attention.keys / 4 if attention.causal else attention.keys  # half, in tiles that are unequally long
+    share = reached.attention / reached.product * HEAD_WIDTHS.get(compiled, HEAD_WIDTHS[256])
+    share *= attention.width / compiled * keys / (keys + reached.keys)
+    share *= reached.older_attention if attention.older else 1.0
+    share *= ATTENTION_BACKWARD if attention.backward else 1.0
+    return device.flops_per_second * share * (2 if attention.causal else 1)

@@ -1,0 +1,182 @@
+"""Published kernel times against the rates of cards by name.
+
+    python benchmarks/card_rates.py
+
+Prints predicted over measured time, its median and its 10th and 90th percentile, by class of kernel and card: before the rates
+knew shapes (0.7 of the FLOPs, causal or not, 0.8 of the bandwidth, 20 µs per collective), and now. The sources, and which rows
+were fitted, are in `tests/data/kernel_times/README.md`. Written to `benchmarks/results/card_rates.txt` and `.json`.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from autoremat.planner.cost import (
+    Attention,
+    Pattern,
+    Product,
+    assumed_host_link,
+    assumed_interconnect,
+    cuda_device,
+    datasheet,
+    kernel_seconds,
+    sent_bytes,
+    steps_of,
+)
+from autoremat.planner.cost.interconnect import NVLINK
+
+ROOT = Path(__file__).resolve().parent.parent
+TIMES = ROOT / "tests" / "data" / "kernel_times"
+FITTED = {
+    "products": {"A100", "H100", "B200", "L40S", "RTX PRO 6000"},
+    "attention": {"A100", "H100", "B200", "B300", "L40S", "RTX PRO 6000"},
+    "collectives": {"A100", "H100", "B200", "RTX PRO 6000"},
+    "streams": {"A100", "H100", "A40"},
+}
+"""Cards whose even rows were fitted, by file."""
+
+HALF = 2
+"""Bytes of an element."""
+
+LARGEST_CACHE = 50e6
+"""Bytes of the H100's L2 cache, the largest of the cards with times of streams."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One measured kernel with two predictions, in seconds."""
+
+    kind: str
+    card: str
+    split: str
+    measured: float
+    before: float
+    now: float
+
+
+@dataclass(frozen=True)
+class Score:
+    """Predicted over measured times of one class on one card."""
+
+    kind: str
+    card: str
+    split: str
+    rows: int
+    median_before: float
+    error_before: float
+    median: float
+    tenth: float
+    ninetieth: float
+    error: float
+    """Median of the absolute relative error."""
+
+
+Row = dict[str, str]
+Predictions = tuple[str, float, float]
+"""The class of a row, and its seconds before and now."""
+
+
+def before(card: str, flops: float, moved: float) -> float:
+    """Returns the seconds by the shares of large kernels alone."""
+    sheet = datasheet(card)
+    assert sheet is not None
+    return max(flops / (0.7 * sheet.half_flops), moved / (0.8 * sheet.bandwidth))
+
+
+def product(row: Row) -> Predictions:
+    m, n, k = (int(row[side]) for side in "mnk")
+    flops, moved = 2 * m * n * k, HALF * (m * k + k * n + m * n)
+    kind = "products below 1 GFLOP" if flops < 1e9 else "products to 100 GFLOP" if flops < 1e11 else "products above"
+    now = kernel_seconds(flops, moved, cuda_device(row["card"], True), (Product(m, n, k),))
+    return kind, before(row["card"], flops, moved), now
+
+
+def attention(row: Row) -> Predictions:
+    batch, tokens, heads, width = (int(row[name]) for name in ("batch", "tokens", "heads", "width"))
+    flops, moved = 4 * batch * heads * tokens**2 * width, 4 * HALF * batch * heads * tokens * width
+    causal = row["causal"] == "1"
+    now = kernel_seconds(flops, moved, cuda_device(row["card"], True), Attention(width, tokens, causal))
+    return "attention, causal" if causal else "attention", before(row["card"], flops, moved), now
+
+
+def collective(row: Row) -> Predictions:
+    ranks, pattern = int(row["ranks"]), Pattern.REDUCE if row["collective"] == "all_reduce" else Pattern.GATHER
+    sent = sent_bytes(pattern, int(row["bytes"]), ranks)
+    now = assumed_interconnect(row["card"], ranks).seconds(sent, steps_of(pattern, ranks))
+    by = "NVLink" if row["card"] in NVLINK else f"PCI Express, {ranks} GPUs"
+    return f"collectives by {by}", 20e-6 + sent / (0.8 * NVLINK.get(row["card"], 32e9)), now
+
+
+def stream(row: Row) -> Predictions:
+    moved = int(row["bytes"])
+    now = kernel_seconds(0, moved, cuda_device(row["card"], True))
+    kind = f"{row['op']}, {'beyond' if moved > LARGEST_CACHE else 'within'} the L2 cache"
+    return kind, before(row["card"], 0, moved), now
+
+
+PREDICTORS: dict[str, Callable[[Row], Predictions]] = {
+    "products": product, "attention": attention, "collectives": collective, "streams": stream,
+}  # fmt: skip
+
+
+def comparisons() -> Iterator[Comparison]:
+    """Yields all published times with their predictions."""
+    for name, predict in PREDICTORS.items():
+        for number, row in enumerate(rows_of(name)):
+            held_out = "held-out shapes" if number % 2 else "fitted"
+            split = held_out if row["card"] in FITTED[name] else "held-out card"
+            kind, old, now = predict(row)
+            yield Comparison(kind, row["card"], split, float(row["microseconds"]) / 1e6, old, now)
+    for row in rows_of("host_links"):
+        link = assumed_host_link(row["card"])
+        assert link is not None
+        for direction, rate in (("to_host", link.to_host), ("from_host", link.from_host)):
+            took = 1 / (float(row[direction]) * 1e9)
+            yield Comparison(f"host link, {direction}", row["card"], "fitted", took, 1 / 32e9, 1 / rate)
+
+
+def rows_of(name: str) -> list[Row]:
+    """Returns the rows of one file of published times."""
+    with (TIMES / f"{name}.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def scores(found: list[Comparison]) -> list[Score]:
+    """Returns the scores by class, card and split."""
+    groups = defaultdict[tuple[str, str, str], list[Comparison]](list)
+    for one in found:
+        groups[one.kind, one.card, one.split].append(one)
+    return [_score(*key, group) for key, group in groups.items()]
+
+
+def _score(kind: str, card: str, split: str, group: list[Comparison]) -> Score:
+    old, new = (sorted(predicted / one.measured for one, predicted in zip(group, times, strict=True))
+                for times in ([one.before for one in group], [one.now for one in group]))  # fmt: skip
+    errors = [statistics.median(abs(ratio - 1) for ratio in ratios) for ratios in (old, new)]
+    tenth, ninetieth = new[len(new) // 10], new[-1 - len(new) // 10]
+    return Score(kind, card, split, len(group), statistics.median(old), errors[0], statistics.median(new), tenth, ninetieth,
+                 errors[1])  # fmt: skip
+
+
+def main() -> None:
+    found = scores(list(comparisons()))
+    lines = [f"{'class':30} {'card':13} {'split':16} {'rows':>4}  before: ratio  error   now: ratio [p10, p90]  error"]
+    lines += [
+        f"{s.kind:30} {s.card:13} {s.split:16} {s.rows:4}  {s.median_before:13.2f} {s.error_before:6.0%}"
+        f"  {s.median:10.2f} [{s.tenth:.2f}, {s.ninetieth:.2f}] {s.error:6.0%}"
+        for s in found
+    ]
+    text = "\n".join(lines) + "\n"
+    (ROOT / "benchmarks" / "results" / "card_rates.txt").write_text(text)
+    (ROOT / "benchmarks" / "results" / "card_rates.json").write_text(json.dumps([asdict(s) for s in found], indent=1) + "\n")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""The shapes of library kernels that a traced graph calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from autoremat.capture.kernel_shapes import shapes_of
+from autoremat.planner.cost import Attention, Product
+
+aten = torch.ops.aten
+
+
+def shape_of(call, *sizes):
+    """Returns the shapes of the last library kernel that ``call`` traces for tensors of the ``sizes``."""
+    traced = make_fx(call, tracing_mode="fake")(*(torch.zeros(size) for size in sizes))
+    calls = [node for node in traced.graph.nodes if node.op == "call_function"]
+    return next(found for node in reversed(calls) if (found := shapes_of(node)))
+
+
+@pytest.mark.parametrize(
+    ("call", "sizes", "product"),
+    [
+        (torch.mm, [(3, 5), (5, 7)], Product(3, 7, 5)),
+        (lambda x: torch.mm(x, x), [(5, 5)], Product(5, 5, 5)),
+        (torch.addmm, [(7,), (3, 5), (5, 7)], Product(3, 7, 5)),
+        (torch.bmm, [(2, 3, 5), (2, 5, 7)], Product(3, 7, 5, 2)),
+        (torch.conv2d, [(2, 16, 10, 10), (32, 16, 3, 3)], Product(2 * 8 * 8, 32, 16 * 9)),
+        (torch.conv_transpose2d, [(2, 16, 8, 8), (16, 32, 3, 3)], Product(2 * 8 * 8, 16, 32 * 9)),
+        (lambda x, w: torch.conv2d(x, w, groups=2), [(2, 32, 8, 8), (16, 16, 1, 1)], Product(2 * 64, 8, 16, 2)),
+    ],
+)
+def test_products_and_convolutions(call, sizes, product):
+    assert shape_of(call, *sizes) == (product,)
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (False, True), (True, False)])
+def test_the_gradients_of_a_convolution_are_a_product_each(wanted):
+    def call(gradient, image, weight):
+        args = None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [*wanted, False]
+        return [found for found in aten.convolution_backward(gradient, image, weight, *args) if found is not None]
+
+    found = shape_of(call, (2, 32, 8, 8), (2, 16, 10, 10), (32, 16, 3, 3))
+    both = Product(128, 144, 32), Product(32, 144, 128)
+    assert found == tuple(product for product, is_wanted in zip(both, wanted, strict=True) if is_wanted)
+
+
+def test_a_depthwise_convolution_is_no_product():
+    traced = make_fx(lambda x, w: torch.conv2d(x, w, groups=16), tracing_mode="fake")(
+        torch.zeros(2, 16, 9, 9), torch.zeros(16, 1, 3, 3)
+    )
+    assert not any(shapes_of(node) for node in traced.graph.nodes if node.op == "call_function")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(causal):
+    def forward(query, key, value):
+        return aten._scaled_dot_product_efficient_attention(query, key, value, None, True, 0.0, causal)[0]
+
+    sizes = [(2, 4, 96, 64), (2, 4, 128, 64), (2, 4, 128, 64)]
+    assert shape_of(forward, *sizes) == Attention(64, 128, causal, older=True)
+
+    def on_cpu(query, key, value):
+        query.requires_grad_()
+        return torch.autograd.grad(
+            aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, causal)[0].sum(), query
+        )
+
+    assert shape_of(on_cpu, *[(2, 4, 128, 64)] * 3) == Attention(64, 128, causal, backward=True, older=True)

@@ -1,0 +1,104 @@
+"""Seconds of library kernels of cards by name, against published times that were not fitted."""
+
+from __future__ import annotations
+
+import csv
+import statistics
+from pathlib import Path
+
+import pytest
+
+from autoremat.planner.cost import (
+    Attention,
+    Pattern,
+    Product,
+    assumed_interconnect,
+    cpu_device,
+    cuda_device,
+    kernel_seconds,
+    roofline_seconds,
+    sent_bytes,
+    steps_of,
+)
+
+TIMES = Path(__file__).resolve().parents[2] / "data" / "kernel_times"
+FITTED = {"A100", "H100", "B200", "L40S", "RTX PRO 6000"}
+
+
+def held_out(name: str) -> list[dict[str, str]]:
+    """Returns the rows of a file that were not fitted."""
+    with (TIMES / f"{name}.csv").open() as file:
+        return [row for number, row in enumerate(csv.DictReader(file)) if number % 2 or row["card"] not in FITTED]
+
+
+def product(row: dict[str, str]) -> tuple[Product, int, int]:
+    m, n, k = (int(row[side]) for side in "mnk")
+    return Product(m, n, k), 2 * m * n * k, 2 * (m * k + k * n + m * n)
+
+
+def median_error(predicted: list[float], rows: list[dict[str, str]]) -> float:
+    return statistics.median(abs(p / float(r["microseconds"]) * 1e6 - 1) for p, r in zip(predicted, rows, strict=True))
+
+
+@pytest.mark.parametrize(("least", "most", "error"), [(0, 1e9, 0.15), (1e9, 1e11, 0.11), (1e11, 1e20, 0.08)])
+def test_products_of_shapes_and_cards_that_were_not_fitted(least, most, error):
+    rows = [row for row in held_out("products") if least <= product(row)[1] < most]
+    found, launchless = [], []
+    for row in rows:
+        shape, flops, moved = product(row)
+        device = cuda_device(row["card"], half_precision=True)
+        found.append(kernel_seconds(flops, moved, device, (shape,)))
+        launchless.append(roofline_seconds(flops, moved, device))
+    assert median_error(found, rows) <= error < median_error(launchless, rows)
+
+
+def test_attention_of_shapes_and_cards_that_were_not_fitted():
+    rows, found = held_out("attention"), []
+    for row in rows:
+        batch, tokens, heads, width = (int(row[name]) for name in ("batch", "tokens", "heads", "width"))
+        shape, elements = Attention(width, tokens, row["causal"] == "1"), batch * heads * tokens * width
+        device = cuda_device(row["card"], half_precision=True)
+        found.append(kernel_seconds(4 * elements * tokens, 8 * elements, device, shape))
+    assert median_error(found, rows) <= 0.1
+
+
+def test_collectives_by_nvlink():
+    rows = [row for row in held_out("collectives") if row["card"] not in ("L40S", "RTX PRO 6000")]
+    found = []
+    for row in rows:
+        ranks, pattern = int(row["ranks"]), Pattern.REDUCE if row["collective"] == "all_reduce" else Pattern.GATHER
+        link = assumed_interconnect(row["card"], ranks)
+        found.append(link.seconds(sent_bytes(pattern, int(row["bytes"]), ranks), steps_of(pattern, ranks)))
+    assert median_error(found, rows) <= 0.1
+
+
+def test_one_more_tile_than_multiprocessors_is_another_wave():
+    device = cuda_device("H100", half_precision=True)
+    full, more = (Product(256 * tiles, 128, 8192) for tiles in (device.multiprocessors, device.multiprocessors + 1))
+    seconds = [kernel_seconds(0, 0, device, (shape,)) - device.efficiencies.product_seconds for shape in (full, more)]
+    assert seconds[1] > 1.1 * seconds[0]  # with smaller tiles, the last wave is shorter
+
+
+def test_a_long_inner_side_is_divided_among_idle_multiprocessors():
+    device = cuda_device("H100", half_precision=True)
+    alone = 2 * 128 * 128 * 65536 / (device.flops_per_second / device.multiprocessors)
+    assert kernel_seconds(0, 0, device, (Product(128, 128, 65536),)) < alone / 4
+
+
+def test_the_backward_older_kernels_and_the_lack_of_a_mask_take_longer():
+    device, flops = cuda_device("H100", half_precision=True), 10**12
+    seconds = kernel_seconds(flops, 0, device, Attention(128, 4096, causal=True))
+    for other in (
+        Attention(128, 4096, causal=False),
+        Attention(128, 4096, causal=True, backward=True),
+        Attention(128, 4096, causal=True, older=True),
+        Attention(64, 4096, causal=True),
+        Attention(128, 512, causal=True),
+    ):
+        assert kernel_seconds(flops, 0, device, other) > 1.1 * seconds
+
+
+def test_a_cpu_has_the_seconds_of_its_roofline():
+    cpu = cpu_device(4)
+    shape = (Product(512, 512, 512),)
+    assert kernel_seconds(2 * 512**3, 3 * 512**2, cpu, shape) == roofline_seconds(2 * 512**3, 3 * 512**2, cpu)
