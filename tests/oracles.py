@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 def recompute_seconds(graph: Graph, index: int) -> float:
     """What a second run of an op takes. Within fused kernels: its arithmetic, and a read of what kernels of their own have made
-    and no fused backward op reads, in each stretch between kernels of their own that comes to need it."""
+    and no fused backward op reads, in each stretch between kernels of their own that comes to need it. A result that is larger
+    than these reads would be read there instead, so they count once."""
     op, num_forward = graph.ops[index], graph.num_forward
     if not op.memory_bound_seconds or any(graph.ops[r].kind is Kind.EXTERN for v in op.outputs for r in graph.readers[v]):
         return op.seconds
@@ -49,7 +50,8 @@ def recompute_seconds(graph: Graph, index: int) -> float:
     larger = max([own, *late, *(made_bytes(graph, i) for i in seen if reaches_the_backward(graph, i))])
     times = larger / own if own and op.inputs and larger > 8 * own else 1.0
     arithmetic = (op.seconds - op.memory_bound_seconds) * times
-    return max(len(stretches), 1) * (arithmetic + extra * graph.saving_seconds_per_byte / 2)
+    runs = max(len(stretches), 1)
+    return runs * arithmetic + (1 if extra < own else runs) * extra * graph.saving_seconds_per_byte / 2
 
 
 def reaches_the_backward(graph: Graph, index: int) -> bool:

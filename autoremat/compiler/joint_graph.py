@@ -30,7 +30,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.plans.plan_file import PlanFile
 from autoremat.request.limits import Limits
 from autoremat.request.request import Request
-from autoremat.torch_private import joint_graphs, process_groups
+from autoremat.torch_private import higher_order, joint_graphs, process_groups
 
 
 @dataclass(frozen=True)
@@ -174,6 +174,7 @@ def prepare(joint: JointGraph, context: PlanningContext) -> JointGraph:
     now("reading the joint graph")
     joint_graphs.warn_of_torchs_budgets(joint.module)
     may_repeat = communication.is_gathering if context.may_repeat_collectives else None
+    higher_order.describe_results(joint.module.graph)
     module = joint_graphs.prepare_joint(joint.module, joint.num_forward_outputs, may_repeat)
     before_capture(module, runs_on_type(module, context.cuda_name) if context.request.fuses else None)
     return replace(joint, module=module)

@@ -26,6 +26,7 @@ from autoremat.planner.search.planning_result import PlanningResult
 from autoremat.planner.search.time_budget import TimeBudget
 from autoremat.request.limits import Limits
 from autoremat.torch_private import fake_tensors
+from autoremat.torch_private.torchs_chunks import chunked_by
 
 NUMBERS_OF_CHUNKS = (8, 16)
 """Numbers of chunks that are tried, in this order, if the user gives none. A chunk costs another read of the projection's
@@ -110,7 +111,8 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
     except ChunkingUnsupported as reason:
         remedy = reason.remedy
         if asked:
-            _warn(str(reason))
+            by = chunked_by(priced.joint.module)
+            _warn(f"{by} computes the loss in chunks already" if by else str(reason))
         found = found or [contend(priced, 1, None)]
     fitting = [candidate for candidate in found if candidate.fits]
     fitting = fitting or [candidate for candidate in found if candidate.planning.plan is not None]

@@ -17,6 +17,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import ROUNDING, PlanningResult
 from autoremat.report.report import Report
 from autoremat.request.limits import Limits
+from autoremat.torch_private.torchs_chunks import chunked_by
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Re
         compiler=context.request.compiler,
         device=captured.device.name,
         loss_chunks=taken.chunks,
+        loss_chunked_by=chunked_by(taken.priced.joint.module),
         code_headroom_bytes=facts.code_headroom_bytes,
         minimum_unchunked_bytes=None if whole is None else whole.planning.smallest.peak_bytes,
         unknown_workspaces=captured.unknown_workspaces,

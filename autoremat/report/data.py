@@ -153,6 +153,9 @@ class ReportData:
     """Bytes of all gradients that the backward returns. No recomputation lowers the peak below them."""
     loss_chunks: int = 1
     """Number of chunks of the projection and the loss (see the option ``chunk_loss``)."""
+    loss_chunked_by: str = ""
+    """What computes the loss in chunks instead of autoremat: a function of torch or a setting of Inductor. Empty if nothing
+    does."""
     minimum_unchunked_bytes: int | None = None
     """Minimum peak found without chunking the loss. None if no such plan was searched."""
     room_left_because: str = ""

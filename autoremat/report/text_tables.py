@@ -79,12 +79,8 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.graph_pool_bytes is not None:
         pool = f"{format_bytes(report.graph_pool_bytes)}, kept between steps, part of the peak of the generated code"
         rows.append(("pool of CUDA graphs", pool))
-    if report.loss_chunks > 1:
-        least = report.minimum_unchunked_bytes
-        whole = "" if least is None else f"; without chunks the minimum peak found is {format_bytes(least)}"
-        rows.append(("chunked loss", f"{report.loss_chunks} chunks, so sums over tokens round differently{whole}"))
     rows[1:1] = _budgets(report)
-    rows += _other_forms(report)
+    rows += _chunks(report) + _other_forms(report)
     if report.reserved is not None:
         rows.append(("reserved by the allocator", _reserved_text(report.reserved)))
     if report.ranks:
@@ -123,6 +119,17 @@ def _budgets(report: ReportData) -> list[tuple[str, str]]:
         rows.append(("device", _device_text(report, report.device_ledger)))
     if not report.within_budget:
         rows.append(("over the budget", f"by {format_bytes(report.counted_bytes - (report.budget_bytes or 0))}"))
+    return rows
+
+
+def _chunks(report: ReportData) -> list[tuple[str, str]]:
+    rows = []
+    if report.loss_chunks > 1:
+        least = report.minimum_unchunked_bytes
+        whole = "" if least is None else f"; without chunks the minimum peak found is {format_bytes(least)}"
+        rows.append(("chunked loss", f"{report.loss_chunks} chunks, so sums over tokens round differently{whole}"))
+    if report.loss_chunked_by:
+        rows.append(("chunked loss", f"by {report.loss_chunked_by}, and not again by autoremat"))
     return rows
 
 

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from autoremat.basics.errors import OptionWarning
 from autoremat.basics.units import format_bytes
 from autoremat.planner.plans.plan import Plan
+from autoremat.torch_private.running_module import running_module
 
 LEAST_SHARE = 0.5
 """Share of the bytes of a call's result that the plan must save for eager training to save the result."""
@@ -155,7 +156,8 @@ class _Region:
 
     def __init__(self, context: CheckpointContext) -> None:
         self.context = context
-        self.running: list[str] = []
+        around = context.paths.names.get(id(running_module()))  # a region may be the forward of a module that runs already
+        self.running: list[str] = [] if around is None else [around]
         self.entered: set[str] = set()
         self.seen: Counter[tuple[str, str]] = Counter()
         self.masked: set[str] = set()
@@ -237,7 +239,8 @@ def selective_checkpoint_context(plan: Plan, model: nn.Module | None = None) -> 
     """Returns ``plan`` as a ``context_fn`` for ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False)``.
 
     With it a checkpointed region saves the results that the plan saves, and recomputes all others. The region is the whole
-    model, or a function that calls it. If ``model`` is given, any parts of it may be regions. Gradients are those of training
+    model, or a function that calls it. If ``model`` is given, any parts of it may be regions:
+    modules, or their ``forward`` alone, as from transformers 5.24 on. Gradients are those of training
     without checkpoints. Eager training differs from the compiled step in four ways:
 
     - Torch's checkpoint repeats a region from its start when the backward first needs any of its tensors. The peak of one large

@@ -70,6 +70,18 @@ def results_of(body: fx.GraphModule) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
+def describe_results(graph: fx.Graph) -> None:
+    """Gives calls of nested regions the (fake) results of their bodies, where they have none.
+
+    Torch's propagation of fake tensors leaves the first call of each body without.
+    """
+    for node in graph.find_nodes(op="call_function", target=torch.ops.higher_order.invoke_subgraph):
+        if "val" not in node.meta:
+            (body,) = bodies(node)
+            (output,) = body.graph.find_nodes(op="output")
+            node.meta["val"] = torch.fx.map_arg(output.args[0], lambda result: result.meta.get("val"))
+
+
 def written_op(node: fx.Node) -> torch._ops.OpOverload | None:
     """Returns the op that ``node`` calls on copies of its mutated arguments; None if ``node`` is no such call."""
     if node.target not in (auto_functionalized, auto_functionalized_v2):

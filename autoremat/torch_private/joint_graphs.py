@@ -79,6 +79,7 @@ def prepare_joint(
     collectives, effects and mutations. Collectives that ``may_repeat`` keep the tags of the model.
     """
     joint.graph.eliminate_dead_code()
+    _tag_forward(joint, num_fwd_outputs)
     if functorch_config.cse:
         joint.graph = _without_common_subexpressions(joint, num_fwd_outputs)
     _run_effects_once(joint)
@@ -108,14 +109,30 @@ def _without_common_subexpressions(joint: fx.GraphModule, num_fwd_outputs: int) 
     if names.resolve("torch._functorch.compile_utils:fx_graph_cse(extra_node_key)") is None:
         return merge(joint.graph)
     _, gradients = joint_outputs(joint, num_fwd_outputs)
-    stack = [node for node in gradients if isinstance(node, fx.Node)]
+    return merge(joint.graph, extra_node_key=_needed_for(gradients).__contains__)
+
+
+def _tag_forward(joint: fx.GraphModule, num_fwd_outputs: int) -> None:
+    """Tags nodes that were traced in the backward and that outputs of the forward need.
+
+    Inductor's chunker computes gradients in the forward: its chunks need such nodes before the loss is there.
+    """
+    outputs, _ = joint_outputs(joint, num_fwd_outputs)
+    for node in _needed_for(outputs):
+        if is_traced_in_backward(node):
+            node.meta["partitioner_tag"] = "is_forward"
+
+
+def _needed_for(outputs: Sequence[Any]) -> set[fx.Node]:
+    """Returns the nodes among ``outputs`` and all nodes that they depend on."""
+    stack = [node for node in outputs if isinstance(node, fx.Node)]
     needed: set[fx.Node] = set()
     while stack:
         node = stack.pop()
         if node not in needed:
             needed.add(node)
             stack += node.all_input_nodes
-    return merge(joint.graph, extra_node_key=needed.__contains__)
+    return needed
 
 
 def _run_effects_once(joint: fx.GraphModule) -> None:

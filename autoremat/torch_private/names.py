@@ -277,6 +277,12 @@ NAMES = (
     PrivateName("torch._higher_order_ops.triton_kernel_wrap!kernel_idx", "higher-order ops"),
     PrivateName("torch._higher_order_ops.triton_kernel_wrap:kernel_side_table.get_kernel", "higher-order ops", "index"),
     PrivateName("torch._higher_order_ops.triton_kernel_wrap:triton_kernel_wrapper_functional", "higher-order ops"),
+    PrivateName(
+        "torch.nn.modules.linear_cross_entropy!torch_nn::_linear_cross_entropy_batch_chunked",
+        "losses in chunks of torch's own",
+        first=13,
+    ),
+    PrivateName("torch._inductor.fx_passes.auto_chunker!produced_by_chunker", "losses in chunks of torch's own"),
     PrivateName("torch:ops.higher_order.associative_scan", "higher-order ops"),
     PrivateName("torch:ops.higher_order.cond", "higher-order ops"),
     PrivateName("torch:ops.higher_order.flex_attention", "higher-order ops"),

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 import autoremat
@@ -169,3 +170,47 @@ def test_a_torch_that_asks_again_for_the_recomputation_gets_the_same_answers():
     answers = [region.policy(forward, op) for _ in range(3)]
     assert answers == [region.policy(again, op) for _ in range(3)]
     assert CheckpointPolicy.PREFER_RECOMPUTE in answers
+
+
+class LayerOfTransformers(nn.Module):
+    """As layers of transformers from 5.24 on: the checkpointed region is ``forward``, and begins inside of the layer's call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.context: Callable | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.context is not None and self.training:
+            return checkpoint(self.run, x, use_reentrant=False, context_fn=self.context)
+        return self.run(x)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.inner(x)) @ self.inner.weight  # tanh belongs to the layer itself
+
+
+class Ops(TorchDispatchMode):
+    """Lists the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.seen.append(str(op))
+        return op(*args, **(kwargs or {}))
+
+
+def test_a_region_may_begin_inside_of_a_layers_call():
+    model, x = nn.Sequential(*(LayerOfTransformers() for _ in range(2))), torch.randn(32, WIDTH)
+    torch._dynamo.reset()
+    options = {"compiler": "aot_eager", "cost_model": "roofline", "save": ["aten.tanh"], "recompute": ["aten.addmm"]}
+    torch.compile(lambda x: model(x).sin().sum(), backend="autoremat", options=options)(x).backward()
+    context = autoremat.selective_checkpoint_context(autoremat.reports()[-1].plan, model)
+    for layer in model:
+        layer.context = context
+    loss = model(x).sin().sum()
+    with Ops() as ops:
+        loss.backward()
+    assert "aten.addmm.default" in ops.seen
+    assert "aten.tanh.default" not in ops.seen, "the plan saves it, in the layer itself"

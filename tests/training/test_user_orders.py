@@ -14,6 +14,8 @@ import torch
 from captured import planned
 from oracles import differences, measured_step, train_step
 from torch import nn
+from torch._higher_order_ops.wrap import dynamo_bypassing_wrapper
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -87,6 +89,36 @@ def test_d19_writes_inside_of_selective_checkpoints_are_kept():
         _, compiled = planned(step, x, **options)
         (found,) = torch.autograd.grad(compiled(x), weight)
         torch.testing.assert_close(found, expected)
+
+
+def with_tags(inner):
+    """Returns ``inner`` with orders to save all of its results, as torch-remat gives them for a region that it keeps."""
+
+    def run(*arguments):
+        mode = get_proxy_mode()
+        before = 0 if mode is None else len(mode.tracer.graph.nodes)
+        result = inner(*arguments)
+        for node in [] if mode is None else list(mode.tracer.graph.nodes)[before:]:
+            if node.op == "call_function":
+                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+        return result
+
+    return run
+
+
+def test_tags_of_torch_remat_are_orders():
+    up, down = nn.Linear(16, 64, bias=False), nn.Linear(64, 16)
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        return down(torch.tanh(dynamo_bypassing_wrapper(with_tags, up, x)))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(region, x, use_reentrant=False).square().mean()
+
+    seen, compiled = planned(step, torch.randn(8, 16))
+    again = [target for _, target in seen.recomputed()]
+    assert "aten.tanh.default" in again, "the checkpointed region is recomputed"
+    assert "aten.mm.default" not in again, "what the tags keep is not"
 
 
 def test_d9_an_op_with_several_results_may_be_ordered_either_way():

@@ -7,6 +7,8 @@ A fused kernel reads its inputs and writes the results that others read; its ari
 - A *recomputed* pointwise op that is fused into its readers costs its arithmetic. It also costs one read of each input that an
     extern kernel or reduction computes and no fused kernel of the backward reads anyway.
 - These costs of recomputation occur once per fusion group that needs the result, because each group computes it again.
+- A result that is wider than what is read for it, such as a float32 copy of 16-bit numbers, costs that read once: if it were
+    saved, each further group would read more.
 - If the result is broadcast to a larger one, such as a logarithm per row, its arithmetic runs for each larger element.
 - A pointwise op whose result an extern kernel reads costs its full seconds, because the result is materialised.
 
@@ -78,7 +80,9 @@ class FusedTraffic:
             return op.seconds
         read = sum(graph.values[v].bytes for v in graph.computed_inputs[index] if self._only_read_by_repeats(v))
         arithmetic = (op.seconds - op.memory_bound_seconds) * self._times_spread(index)
-        return max(self._runs_in_need[index].bit_count(), 1) * (arithmetic + read * self.seconds_per_byte)
+        groups = max(self._runs_in_need[index].bit_count(), 1)
+        reads = 1 if read < self._made_bytes(index) else groups
+        return groups * arithmetic + reads * read * self.seconds_per_byte
 
     def _only_read_by_repeats(self, value: int) -> bool:
         """Returns True if no fused kernel of the backward reads the value anyway, and an extern kernel or reduction computes

@@ -179,10 +179,10 @@ def replay(
                 counts = counts and not calls_op(value, COPY_TO_HOST)
                 shares = _shares(name, parts, results)
                 _assign(heap, name, value if counts else NO_MEMORY, shares, lambda name: buffer_bytes(name_in_code(name)))
-        if workspaces and isinstance(statement, (ast.Assign, ast.Expr)):
+        if isinstance(statement, (ast.Assign, ast.Expr)):
             made = heap.live_bytes - before or _written(statement.value, heap)
             own = workspace_of(name_in_code(_written_buffer(statement)))
-            needed = _workspace_by_name(statement.value, made, workspaces) if own is None else own
+            needed = _workspace_by_name(statement.value, made, workspaces or {}) if own is None else own
             needed += _reordered(statement.value, heap)
             heap.use_workspace(needed, _is_recorded(statement, is_recorded))
         if isinstance(statement, (ast.Assign, ast.Expr)):

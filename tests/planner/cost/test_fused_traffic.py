@@ -96,6 +96,22 @@ def test_a_result_that_several_runs_need_is_computed_in_each():
     assert again == pytest.approx([runs * (1e-4 + MOVED) for runs in (3, 2, 1)])
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+def test_a_wider_copy_is_made_again_from_what_it_copies(groups):
+    """As the float32 copy of a convolution's 16-bit result, which the kernels of a batch norm's backward read."""
+    build = GraphBuilder()
+    image = build.op([build.source(SIZE)], SIZE, kind=Kind.EXTERN)
+    copy = build.op([image], 2 * SIZE, kind=Kind.POINTWISE, seconds=1e-5, memory_bound_seconds=9e-6)
+    loss = build.op([copy], 0, kind=Kind.REDUCTION)
+    gradient = build.source(SIZE, Role.TANGENT)
+    for _ in range(groups):
+        gradient = build.op([gradient, copy], SIZE, kind=Kind.POINTWISE, forward=False)
+        gradient = build.op([gradient], SIZE, kind=Kind.EXTERN, forward=False)
+    ends = {"forward_outputs": (loss,), "backward_outputs": (gradient,)}
+    graph = build.graph(**ends, fuses=True, saving_seconds_per_byte=PER_BYTE)
+    assert set(Planner(graph).find(None).plan.saved) == {image}
+
+
 def test_what_only_repeats_would_read_is_read_if_it_is_saved():
     """As of a log-softmax, which is made again from the logits and not from the difference to their maximum."""
     build = GraphBuilder()

@@ -330,6 +330,12 @@ def test_a_workspace_is_that_of_the_node_whose_kernel_writes_the_buffer():
     assert peak_of(unknown) == 1400, "no node is known, so the size decides"
 
 
+def test_the_workspace_of_a_nested_region_counts_where_no_other_op_has_one():
+    source = "def call(args):\n    buf0 = [None] * 1\n    buf0 = region(region_args)\n    return (buf0[0],)"
+    sizes = {"buf0": 400}
+    assert replay_peak(source, {}, lambda name: sizes.get(name, 0), workspaces={}, workspace_of={"buf0": 100}.get) == 500
+
+
 def test_the_bytes_of_a_kernel_are_those_that_are_live_when_it_first_writes_a_buffer():
     body = f"""
         buf0 = {empty(10)}
