@@ -101,7 +101,7 @@ def no_plan_fits(
     if chosen.constrained.graph is not chosen.priced.graph:
         now("planning without constraints")
         planner = Planner(chosen.priced.graph, context.request.time_limit, host_bytes=limits.host_bytes)
-        unconstrained = planner.search.smallest.peak_bytes
+        unconstrained = planner.lowest.peak_bytes
     device = chosen.priced.captured.device.name
     if chosen.time is not None and chosen.plan_file is None:
         return _no_plan_keeps_both(choice, context, budget, headroom, unconstrained)

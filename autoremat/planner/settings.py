@@ -97,8 +97,32 @@ class BoundSettings:
     the most fixed bytes."""
     single_phase_stretches: int = 16
     """Number of stretches of a single-phase graph. The op with the most live bytes in each stretch gives a lower bound."""
+    peak_cuts: int = 300_000
+    """Number of minimum cuts for the bound on the peak, times the nodes of the network."""
+    fewest_peak_cuts: int = 20
+    """Minimum of that number."""
     maximum_secants: int = 32
     """Maximum number of secants over the price per byte at one program point."""
+
+
+@dataclass(frozen=True)
+class LeastPeakSettings:
+    """The search for the least peak (:mod:`autoremat.planner.search.least_peak`)."""
+
+    share: float = 0.5
+    """Its work, as a share of that of a search for a budget."""
+    starts: int = 3
+    """Number of candidates, those of the least peaks, from which it starts."""
+    step: float = 0.01
+    """Share of the least peak found by which the next target is lower."""
+    executions: int = 6
+    """Number of the fullest executions at which moves are tried before the search gives up."""
+    moves: int = 24
+    """Maximum number of moves at one execution. Those that drop the largest values come first."""
+    good_gap: float = 0.001
+    """Distance to the proven bound, as a share of it, at which the search ends."""
+    patience: int = 24
+    """Number of trials of ruin and recreate in a row without an improvement after which it ends."""
 
 
 @dataclass(frozen=True)
@@ -344,6 +368,7 @@ class PlannerSettings:
     search: SearchSettings = SearchSettings()
     forms: FormSettings = FormSettings()
     bound: BoundSettings = BoundSettings()
+    least_peak: LeastPeakSettings = LeastPeakSettings()
     placement: PlacementSettings = PlacementSettings()
     joint_search: JointSearchSettings = JointSearchSettings()
     time_indexed_bound: TimeIndexedBoundSettings = TimeIndexedBoundSettings()

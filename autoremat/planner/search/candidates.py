@@ -29,7 +29,9 @@ from autoremat.planner.graph.segments import Chain, segment_counts
 from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.greedy_fill import fill
+from autoremat.planner.search.least_peak import lowered, relaxed
 from autoremat.planner.search.min_cut import MinCut
+from autoremat.planner.search.peak_bound import PeakBound
 from autoremat.planner.search.relieving_plans import SHARES, relieving
 from autoremat.planner.search.ruin_and_recreate import recreate
 from autoremat.planner.search.work_limit import PLACEMENT, PREPARATION, SIMULATION, WorkLimit
@@ -53,9 +55,13 @@ class Strategies(enum.Flag):
     """Ruin and recreate, from the best filled candidate."""
     STORE = enum.auto()
     """Stays, if values have forms."""
+    LOWER = enum.auto()
+    """The search for the least peak, if nothing else fits."""
 
 
-EVERY_STRATEGY = Strategies.CURVE | Strategies.SEGMENTS | Strategies.FILL | Strategies.RECREATE | Strategies.STORE
+EVERY_STRATEGY = (
+    Strategies.CURVE | Strategies.SEGMENTS | Strategies.FILL | Strategies.RECREATE | Strategies.STORE | Strategies.LOWER
+)
 
 
 def spread(count: int, wanted: int) -> set[int]:
@@ -267,9 +273,39 @@ class Search:
 
     @cached_property
     def smallest(self) -> Plan:
-        """The plan of the minimum peak found. It is the same for every budget, so a later search can reproduce it."""
+        """The plan of the least peak among those that do not depend on the budget, without the search for it."""
         joint = [] if self.joint is None or self.joint.smallest is None else [self.joint.smallest.plan]
         return min((*self.unfilled, *joint), key=lambda p: (p.peak_bytes, p.cost_seconds))
+
+    @cached_property
+    def peak_bound(self) -> int:
+        """Lower bound on the peak of one call under any plan."""
+        with self.limit.unit():
+            return PeakBound(self.graph).peak_bytes()
+
+    @cached_property
+    def lowest(self) -> Plan:
+        """The plan of the minimum peak found. It is the same for every budget, so a later search can reproduce it.
+
+        The search for it takes no work from one for a budget.
+        """
+        if Strategies.LOWER not in self.strategies or self.graph.single_phase:
+            return self.smallest
+        by_peak = {plan.peak_bytes: plan for plan in reversed(self.unfilled) if not plan.schedule.stays}
+        starts = [by_peak[peak] for peak in sorted(by_peak)[: SETTINGS.least_peak.starts]]
+        with self.limit.beside(SETTINGS.least_peak.share) as limit:
+            found = lowered(starts, self.peak_bound, limit)
+        return min(self.smallest, found, key=lambda p: (p.peak_bytes, p.cost_seconds))
+
+    def lowered_to(self, budget: int) -> Plan | None:
+        """Returns the plan of the minimum peak found without the recomputation that ``budget`` bytes do not demand, if it fits.
+
+        It is for budgets that no other plan keeps to.
+        """
+        if self.lowest.peak_bytes > budget:
+            return None
+        with self.limit.beside(SETTINGS.least_peak.share) as limit:
+            return self.lowest if self.lowest.schedule.stays else relaxed(self.lowest, budget, limit)
 
     @cached_property
     def least_cost(self) -> float:

@@ -119,8 +119,12 @@ class Moments:
         return self.graph.backward_needs.intersection(op.inputs)
 
     @property
-    def _beside_bytes(self) -> float:
+    def beside_bytes(self) -> int:
         """Lower bound on the bytes that do not belong to the running call."""
+        return int(self._beside_bytes)
+
+    @property
+    def _beside_bytes(self) -> float:
         return self.graph.resident_bytes + self.others * (self.output_bytes + self.least_saved)
 
     def _room(self, moment: int, budget: int) -> float:
@@ -223,7 +227,7 @@ class Moments:
 
     def peak_bytes(self) -> int:
         """Returns a lower bound on the peak of any plan."""
-        beside, border = int(self._beside_bytes), int(self.output_bytes + self.least_saved) + self.graph.tangent_bytes
+        beside, border = self.beside_bytes, int(self.output_bytes + self.least_saved) + self.graph.tangent_bytes
         return max(working_set_bytes(self.graph) + beside, self.moment_bytes(), border + beside if self.others else 0)
 
     def moment_bytes(self) -> int:

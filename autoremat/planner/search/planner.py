@@ -69,8 +69,13 @@ class Planner:
 
     @property
     def smallest(self) -> Plan:
-        """The plan of the minimum peak found."""
+        """The plan of the least peak among those that do not depend on the budget, without the search for it."""
         return self.search.smallest
+
+    @property
+    def lowest(self) -> Plan:
+        """The plan of the minimum peak found, the same for every budget."""
+        return self.search.lowest
 
     @property
     def ended_by_clock(self) -> bool:
@@ -96,8 +101,10 @@ class Planner:
         """
         best = self.choose(budget_bytes, accepts=accepts)
         search, seconds = self.search, 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
-        bytes_, smallest = self.moments.peak_bytes(), search.smallest
-        ends = (search.is_limited, self.limit.ended_by_clock)
+        bytes_, smallest = self._least_bytes(), search.smallest if best is not None else search.lowest
+        if budget_bytes is not None and budget_bytes < bytes_:
+            seconds = math.inf
+        ends = (search.is_limited, self.ended_by_clock)
         return PlanningResult(best, self.baseline, smallest, bytes_, seconds, search.simulated, *ends)
 
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
@@ -107,9 +114,13 @@ class Planner:
         """
         limit = plan.peak_bytes if budget_bytes is None else budget_bytes
         fitting = plan if plan.peak_bytes <= limit else None
-        bytes_, seconds = self.moments.peak_bytes(), self.moments.seconds(limit)
-        ends = (self.limit.interrupted, self.limit.ended_by_clock)
+        bytes_, seconds = self._least_bytes(), self.moments.seconds(limit)
+        ends = (self.limit.interrupted, self.ended_by_clock)
         return PlanningResult(fitting, self.baseline, plan, bytes_, seconds, 1, *ends)
+
+    def _least_bytes(self) -> int:
+        """Returns the proven lower bound on the peak of any plan."""
+        return max(self.moments.peak_bytes(), self.search.peak_bound + self.moments.beside_bytes)
 
     def choose(
         self,
@@ -132,7 +143,11 @@ class Planner:
                 best = self._without_budget()
             else:
                 best = search.cheapest(budget_bytes)
-            for plan in filter(None, (best, search.smallest)):
+            smallest = search.smallest
+            if best is None and budget_bytes is not None:
+                best, smallest = search.lowered_to(budget_bytes), search.lowest
+                best = best if accepts is None or best is None or accepts(best) else None
+            for plan in filter(None, (best, smallest)):
                 self.check(plan)
         return best
 

@@ -21,6 +21,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule, build_schedule
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Strategies
+from autoremat.planner.search.least_peak import lowered, relaxed
 from autoremat.planner.search.lower_bounds import Bounds, Moments, working_set_bytes
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.planner import Planner
@@ -137,6 +138,7 @@ def search(graph: Graph, budget: int | None, time_limit: float, strategies: Stra
         return Planner(graph, time_limit, strategies, stepwise=True).find(budget)
     limit = WorkLimit(time_limit)
     plans, bounds = [without_recomputation(graph)], OnePhaseBounds(graph, limit)
+    smallest: list[Plan] = []
     simulated = 1
     for step in steps_of(graph):
         known = min((plan.added_seconds for plan in plans if fits(plan, budget)), default=math.inf)
@@ -144,10 +146,15 @@ def search(graph: Graph, budget: int | None, time_limit: float, strategies: Stra
             break
         if simulated > 1 and limit.has_passed():
             break
-        planner = Planner(step, limit.seconds_left / 2, strategies, stepwise=True, bounds=bounds)
+        planner = Planner(step, limit.seconds_left / 2, strategies & ~Strategies.LOWER, stepwise=True, bounds=bounds)
         found = (planner.choose(budget, known), planner.search.smallest)
         plans += [joined(graph, plan) for plan in filter(None, found)]
+        smallest.append(planner.search.smallest)
         simulated += planner.search.simulated
         limit.include(planner.limit)
+    if budget is not None and smallest and Strategies.LOWER in strategies and not any(fits(plan, budget) for plan in plans):
+        with limit.beside(SETTINGS.least_peak.share) as further:
+            lowest = lowered([min(smallest, key=lambda plan: plan.peak_bytes)], bounds.peak_bytes(), further)
+            plans.append(joined(graph, relaxed(lowest, budget, further) if fits(lowest, budget) else lowest))
     best = outcome(plans, budget, bounds, simulated)
     return replace(best, interrupted=limit.interrupted, ended_by_clock=limit.ended_by_clock)

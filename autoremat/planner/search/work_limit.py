@@ -96,6 +96,16 @@ class WorkLimit:
         finally:
             self._later = before
 
+    @contextmanager
+    def beside(self, share: float) -> Iterator[WorkLimit]:
+        """Gives a further search that share of the work of a whole one, and the time that is left."""
+        further = WorkLimit(self.seconds)
+        further.work *= share
+        further.elapsed, further._longest = self.elapsed, self._longest
+        yield further
+        self.elapsed, self._longest = further.elapsed, further._longest
+        self.ended_by_clock = self.ended_by_clock or further.ended_by_clock
+
     def include(self, part: WorkLimit) -> None:
         """Counts the units of a search that is part of this one."""
         self.add(part.done)

@@ -1,0 +1,188 @@
+"""A lower bound on the peak of any plan: the least bytes from which the rest of the step can still be computed.
+
+Take one op of the backward. While it runs, some bytes are live under every plan: what it reads and computes, its workspace,
+tangents, outputs of the forward and the gradients so far. Beside them, values must be live from which everything that later ops
+read can be computed. Few ops can compute it again: those of the forward that are rematerializable, and pointwise ones of the
+backward that fusion may inline where their results are read. The fewest such bytes are a minimum cut:
+
+    source -> op            infinite, for every op that runs once
+    op -> value             bytes of the value; 0 if it is live in any case; infinite if fusion inlines it
+    value -> reading op     infinite, for every op that can run again
+    value -> sink           infinite, for every value that this op or a later one reads
+
+A result that is not materialised holds no bytes, but its inputs are live until its readers have run. The cut counts these.
+
+Where an op reads a value of the forward, some op computed it last. If it ran again in the backward, its own operands were live
+then, beside all that later ops need. From there on the value was live, too. The least peak over all such places is a bound.
+
+Both bounds hold for all plans whose backward runs its own ops once and in sequence, with any recomputation.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from ortools.graph.python import max_flow
+
+from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Constraint, Kind
+from autoremat.planner.search.certain_fusion import CertainFusion
+from autoremat.planner.settings import SETTINGS
+
+settings = SETTINGS.bound
+
+INFINITE = 1 << 60
+"""Capacity of arcs that no cut contains: more than the bytes of any graph."""
+
+
+class PeakBound:
+    """The lower bound of one graph with a backward."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph, self.count = graph, len(graph.ops)
+        self.outputs = frozenset(graph.forward_outputs).intersection(graph.forward_values)
+        self.gradients = frozenset(graph.backward_outputs).difference(graph.forward_values)
+        self.bytes = [min([value.bytes, *(form.device_bytes for form in value.forms)]) for value in graph.values]
+        """For each value, its bytes in its smallest form."""
+        self.producer = [-1 if value.producer is None else value.producer for value in graph.values]
+        self.last_read = [max(readers, default=-1) for readers in graph.readers]
+        for value in graph.backward_outputs:
+            self.last_read[value] = self.count
+        self.fusion = CertainFusion(graph)
+        self.materialised = self.fusion.materialised
+        self.inlined = [self.fusion.is_inlined(value) for value in range(len(graph.values))]
+        self.runs_once = [not self._can_run_again(index) for index in range(self.count)]
+        self.cuts_left = max(settings.peak_cuts // (1 + self.count + len(graph.values)), settings.fewest_peak_cuts)
+        self._build()
+        self._most_held = self._most_bytes()
+
+    def _can_run_again(self, index: int) -> bool:
+        """Returns True if an op may run again in the backward, or where its result is read."""
+        op = self.graph.ops[index]
+        if not op.forward:
+            return not all(map(self.materialised.__getitem__, op.outputs))
+        return op.rematerializable and op.constraint is not Constraint.SAVE
+
+    def _build(self) -> None:
+        """Builds the network. Its capacities depend on the place in the backward."""
+        graph, count = self.graph, self.count
+        self.values = [v for v, producer in enumerate(self.producer) if producer >= 0]
+        node = {value: count + number for number, value in enumerate(self.values)}
+        self.source, self.sink = count + len(self.values), count + len(self.values) + 1
+        once = [(self.source, index) for index in range(count) if self.runs_once[index]]
+        reads = [(node[v], i) for i in range(count) if not self.runs_once[i] for v in graph.computed_inputs[i]]
+        self.flow = max_flow.SimpleMaxFlow()
+        self._arcs([*once, *reads])
+        self.hold = self._arcs([(self.producer[value], node[value]) for value in self.values])
+        self.need = self._arcs([(node[value], self.sink) for value in self.values])
+
+    def _arcs(self, pairs: list[tuple[int, int]]) -> NDArray[np.int32]:
+        ends = np.array(pairs, dtype=np.int32).reshape(-1, 2)
+        capacities = np.full(len(ends), INFINITE, dtype=np.int64)
+        arcs: NDArray[np.int32] = self.flow.add_arcs_with_capacity(ends[:, 0].copy(), ends[:, 1].copy(), capacities)
+        return arcs
+
+    def held(self, place: int) -> set[int]:
+        """Returns the values that the caller holds while the backward is at ``place``."""
+        return {*self.outputs, *(v for v in self.gradients if self.producer[v] < place)}
+
+    def read(self, index: int) -> set[int]:
+        """Returns the materialised values that an op reads under every plan, also through inlined results."""
+        found, stack = set(), list(self.graph.computed_inputs[index])
+        extern = self.graph.ops[index].kind is Kind.EXTERN
+        while stack:
+            value = stack.pop()
+            if self.materialised[value] or extern:
+                found.add(value)
+            elif self.inlined[value]:
+                stack += self.graph.computed_inputs[self.producer[value]]
+        return found
+
+    def made(self, index: int) -> set[int]:
+        """Returns the results of an op that every plan materialises."""
+        return {value for value in self.graph.made[index] if self.materialised[value]}
+
+    def bytes_at(self, index: int) -> int:
+        """Returns the least bytes of one call that are live while op ``index`` of the backward runs."""
+        read, made = self.read(index), self.made(index)
+        if self.graph.fuses and self.graph.ops[index].in_place:  # the result may take the buffer of something read over
+            return max(self.least(index, index, read), self.least(index, index + 1, made))
+        return self.least(index, index, read | made)
+
+    def least(self, index: int, place: int, live: set[int]) -> int:
+        """Returns the least bytes while op ``index`` runs and the backward's own ops from ``place`` on are left.
+
+        The values ``live`` are live beside those of the caller.
+        """
+        live = live | self.held(place)
+        prices = (INFINITE if self.inlined[v] else self.bytes[v] for v in self.values)
+        hold = [0 if v in live or self.producer[v] >= place else price for v, price in zip(self.values, prices, strict=True)]
+        need = [INFINITE * (self.producer[v] < place <= self.last_read[v]) for v in self.values]
+        self.flow.set_arcs_capacity(self.hold, np.array(hold, dtype=np.int64))
+        self.flow.set_arcs_capacity(self.need, np.array(need, dtype=np.int64))
+        self.flow.solve(self.source, self.sink)
+        self.cuts_left -= 1
+        return self._certain_bytes(index, live) + int(self.flow.optimal_flow())
+
+    def _certain_bytes(self, index: int, live: set[int]) -> int:
+        bytes_ = sum(self.graph.values[value].bytes for value in live)
+        return self.graph.tangent_bytes + self.graph.ops[index].workspace_bytes + bytes_
+
+    def most(self, index: int, place: int, live: set[int]) -> int:
+        """Returns an upper bound on :meth:`least`, without a cut."""
+        return self._certain_bytes(index, live | self.held(place)) + int(self._most_held[place])
+
+    def _most_bytes(self) -> NDArray[np.int64]:
+        """Returns, for each op, an upper bound on the bytes of the cut: all that it or a later op reads is live."""
+        most, change = [0] * len(self.bytes), np.zeros(self.count + 2, dtype=np.int64)
+        for value in self.values:
+            producer = self.producer[value]
+            behind = sum(most[read] for read in self.graph.computed_inputs[producer])
+            alternatives = [INFINITE if self.inlined[value] else self.bytes[value]]
+            alternatives += [] if self.runs_once[producer] else [behind]
+            most[value] = min(alternatives)
+            change[producer + 1] += most[value]
+            change[max(producer, self.last_read[value]) + 1] -= most[value]
+        return np.cumsum(change)
+
+    def peak_bytes(self) -> int:
+        """Returns the lower bound on the peak of one call."""
+        backward = range(self.graph.num_forward, self.count)
+        most = {index: self.most(index, index, self.read(index) | self.made(index)) for index in backward}
+        found = 0
+        for index in sorted(backward, key=lambda index: (-most[index], index)):
+            if most[index] <= found or not self.cuts_left:
+                break
+            found = max(found, self.bytes_at(index))
+        for index in sorted(backward, key=lambda index: (-most[index], index)):
+            for value in sorted(self.read(index)):
+                if self.can_be_repeated(value):
+                    found = max(found, self.bytes_of_reading(value, index, found))
+        return found
+
+    def can_be_repeated(self, value: int) -> bool:
+        """Returns True if the backward may run the op of ``value`` again, and then materialises what it reads and computes."""
+        producer, graph = self.producer[value], self.graph
+        if producer >= graph.num_forward or value in self.outputs or self.runs_once[producer] or graph.values[value].forms:
+            return False
+        return not graph.fuses or (graph.ops[producer].kind is Kind.EXTERN and not graph.ops[producer].in_place)
+
+    def bytes_of_reading(self, value: int, index: int, known: int) -> int:
+        """Returns the least peak of plans from the last computation of ``value`` to its read by op ``index`` of the backward.
+
+        At most ``known`` counts as 0.
+        """
+        producer, first = self.producer[value], self.graph.num_forward
+        operands = self.read(producer) | self.made(producer)
+        found, holding = INFINITE, 0
+        for place in range(index, first - 1, -1):
+            if max(holding, self.most(producer, place, operands)) <= known or not self.cuts_left:
+                return 0
+            found = min(found, max(holding, self.least(producer, place, operands)))
+            if found <= known:
+                return 0
+            if place > first:
+                holding = max(holding, self.least(place - 1, place - 1, {value}))
+            if holding >= found:
+                break
+        return min(found, holding)
