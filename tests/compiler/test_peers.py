@@ -295,3 +295,17 @@ def test_caches_of_single_ranks_have_no_influence(tmp_path):
         assert found[0]["peak"] == found[1]["peak"] <= found[0]["budget"]
     assert all(one["planned"] >= 1 for one in (*cold, *mixed))
     assert [one["planned"] for one in warm] == [0, 0]
+
+
+@pytest.mark.parametrize(
+    ("replications", "ranks", "expected"),
+    [
+        (["one", "one", "one", "one"], [[0, 1], [0, 1], [2, 3], [2, 3]], True),  # two groups of a mesh
+        (["one", "other", "one", "one"], [[0, 1], [0, 1], [2, 3], [2, 3]], False),  # a number of the rank in the graph
+        (["one", "one", "one", "one"], [[0, 1], [0, 1], [2, 3], [3, 4]], False),  # a rank with another graph
+    ],
+)
+def test_ranks_gather_together_if_all_of_them_have_the_graph_and_compute_alike(replications, ranks, expected):
+    rows = enumerate(zip(replications, ranks, strict=True))
+    parts = {rank: {"graph": "graph", "replication": own, "gathers": over} for rank, (own, over) in rows}
+    assert peers._by_graph(parts) == {"graph": {"ranks": [0, 1, 2, 3], "gathers": expected}}

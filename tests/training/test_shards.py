@@ -23,11 +23,14 @@ import autoremat
 from autoremat import OptionWarning
 from autoremat.capture import forms
 from autoremat.compiler.joint_graph import PricedGraph
+from autoremat.compiler.replay_context import code_headroom_bytes, replay_context
+from autoremat.ops.collectives import GLOO_THREADS
 from autoremat.options.options import Options
 from autoremat.planner.graph.forms import SHARDS, Engine
 from autoremat.planner.settings import SETTINGS
 from autoremat.report.decisions import Decision
 from autoremat.tools.explain import previews
+from autoremat.torch_private import process_groups
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning", "ignore::FutureWarning"),
@@ -84,6 +87,16 @@ def test_the_residual_stream_has_a_form_as_shards_where_the_option_allows_it(dec
     assert not once.gathering_ranks
     assert not [value for value in once.graph.values if value.forms]
     assert once.unused_forms == ("store='shards' has no effect on a graph: they differ",)
+
+
+def test_what_gloo_copies_for_a_gather_counts_in_plans_and_in_the_replay_of_code(decoder, monkeypatch):
+    monkeypatch.setattr(process_groups, "is_fake", lambda group: False)
+    found, whole = priced(decoder, tokens(), **SHARES), BATCH[0] * BATCH[1] * WIDTH * 4
+    assert {form.load.temporary_bytes for value in found.graph.values for form in value.forms} == {whole}
+    context = replay_context(found.captured, found.kept_inputs)
+    assert context.workspaces["all_gather_into_tensor"] == {whole: whole}
+    held = GLOO_THREADS * (2 * whole + whole // RANKS)  # more than an all-reduce holds
+    assert context.code_headroom_bytes == held + code_headroom_bytes(found.graph)
 
 
 def test_plans_with_shards_need_less_memory_and_say_so(decoder):
