@@ -17,9 +17,12 @@ A *point* lies before an op. The program minimises waits, conversions and the tr
     memory at each point                            saved bytes - out(p) + back(p) + bytes beside them <= budget
     waits of the backward include recomputation     sum of wait(p) >= sum of seconds(o) · again(o)
 
-Each value has one decision, and times are those of one sequence of ops. So the program is a guide and no bound; its rounded
-solutions are saved sets to schedule. Other forms than those on the link are converted at once, and free their bytes between the
-last read of the forward and the first of the backward.
+Each value has one decision, and times are those of one sequence of ops. Recomputation reads a saved value when the backward
+first reads the result, which depends on what else is saved. So the program is a guide and no bound; its rounded solutions are
+saved sets to schedule. Stores end in the forward here, though :mod:`.placement` may end them later.
+
+Other forms than those on the link are converted at once, and free their bytes between the last read of the forward and the
+first of the backward.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ Vector = NDArray[np.float64]
 class JointProgram:
     """The linear program of a graph for any budget.
 
-    It counts the bytes by which other decisions differ from those of a plan without stays. ``seconds`` are those of each op when
-    it runs first.
+    It counts the bytes by which other decisions differ from those of a plan without stays. ``seconds`` are those of each op
+    when it runs first.
     """
 
     def __init__(self, graph: Graph, seconds: Vector, host_bytes: int | None = None) -> None:
