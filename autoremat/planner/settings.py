@@ -137,7 +137,7 @@ class JointSearchSettings:
     """Number of segmentations for each saved set of the linear program."""
     program_seconds: float = 30.0
     """Time limit of one linear program in seconds. On a machine of ordinary speed, it takes less than one."""
-    trials: int = 40
+    trials: int = 100
     """Maximum number of trials of ruin and recreate without an improvement."""
     least_peak_plans: int = 8
     """Number of plans of the least peaks, and of the least costs, that could have the least peak with stays."""
