@@ -185,7 +185,7 @@ MODELS: dict[str, tuple[Callable[[], Step], tuple[float, ...]]] = {
     "vit-large": (lambda: vit(128), (0.5, 0.3, 0.2, 0.1, 0.054)),
     "resnet-50": (lambda: resnet(256), (0.7, 0.5, 0.4, 0.3, 0.17)),
     "dit-xl": (lambda: diffusion(32), (0.3, 0.2, 0.1, 0.05, 0.03)),
-    "mixtral/2": (lambda: experts(2, 2), (0.7, 0.6, 0.5, 0.4, 0.3)),
+    "mixtral/2": (lambda: experts(2, 16), (0.7, 0.6, 0.5, 0.4, 0.3)),
     "llama-8b": (lambda: llama(32, 1), (0.5, 0.4, 0.3, 0.27, 0.245)),
 }
 """Models and budgets. ``/8`` is the model with 8 of its layers."""
@@ -311,7 +311,18 @@ def table(rows: list[Row]) -> Table:
     """Returns the table of all rows."""
     found = Table(title="cost above the fastest plan, in % of the step")
     columns = ("model", "budget", "link", "recomputation", "offload", "everything", "by layer", "largest", "together")
-    for column in (*columns, "at full rate", "added", "at least", "on the host, GiB", "stays", "planning, s", "without", "least peak", "without"):
+    of_plan = (
+        "at full rate",
+        "added",
+        "at least",
+        "on the host, GiB",
+        "stays",
+        "planning, s",
+        "without",
+        "least peak",
+        "without",
+    )
+    for column in (*columns, *of_plan):
         found.add_column(column, justify="left" if column in ("model", "link") else "right")
 
     def percent(share: float | None) -> str:

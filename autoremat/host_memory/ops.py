@@ -1,7 +1,7 @@
 """The ops by which a graph keeps a tensor on the host between its halves.
 
     copied = copy_to_host(source, capacity)               # begins
-    host = wait_for_copy_to_host(copied, source)          # complete: the forward saves `host`
+    host = wait_for_copy_to_host(copied, source)          # complete: in the forward, which saves `host`, or the backward
     loaded = copy_from_host(host, device)                 # begins
     value = wait_for_copy_from_host(loaded, host)         # complete: the backward reads `value`
 

@@ -144,7 +144,7 @@ class JointSearchSettings:
     worthwhile: float = 0.001
     """Share of the step by which a plan must cost more than the cheapest plan of any peak, to be improved."""
     large_gain: float = 0.1
-    """Share of the cost above that plan by which stays must lower it, so that ruin and recreate leaves out plans without stays."""
+    """Share of the cost above that plan by which stays must lower it, to leave out ruin and recreate without stays."""
     levels: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
     """Peaks to which candidates are filled and brought down by stays, as shares of the bytes that the link carries."""
     bases: int = 2
@@ -161,7 +161,7 @@ class JointSearchSettings:
     """Number of segmentations for each saved set of the linear program."""
     program_seconds: float = 30.0
     """Time limit of one linear program in seconds. On a machine of ordinary speed, it takes less than one."""
-    trials: int = 40
+    trials: int = 100
     """Maximum number of trials of ruin and recreate without an improvement."""
     least_peak_plans: int = 8
     """Number of plans of the least peaks, and of the least costs, that could have the least peak with stays."""

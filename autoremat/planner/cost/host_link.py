@@ -2,8 +2,8 @@
 
     seconds of a copy  =  latency  +  bytes / rate
 
-The two directions have rates of their own. The copies of one step never run in both at once: its stores end before the
-backward, and its loads begin there.
+The two directions have rates of their own. The copies of one step hardly run in both at once: loads begin in the backward, and
+the last stores may end there.
 """
 
 from __future__ import annotations

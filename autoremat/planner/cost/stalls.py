@@ -10,8 +10,8 @@ in the sequence of their issue. Four events of a stay meet the compute stream:
 | free  | after the execution ``free``   | waits for the end of the store |
 
 Of transfers that are issued at the same moment, the one whose end is awaited first goes first. ``Engine.COMPUTE`` is the
-compute stream itself, so its transfers only add their seconds. Every store has ended before the backward begins, because the
-stream waits for it at ``free``. So no load waits for its store, and no store keeps an engine from a load.
+compute stream itself, so its transfers only add their seconds. A store has ended before its load is issued, because the stream
+waits for it at ``free``. So no load waits for its store.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def replay(graph: Graph, schedule: Schedule) -> Replay:
     """Returns the replay of a schedule whose executions and stays :mod:`autoremat.planner.plans.check` accepts.
 
     Inputs cost nothing. Tangents count through the backward, and a workspace counts while its op runs. Every other open call
-    holds what this one holds between its halves: of a value with a stay, the bytes of its form, and the value until it is freed.
+    holds what this one holds between its halves: of a value with a stay, the bytes of its form, and its own until it is freed.
     """
     buffers = _Buffers(graph, schedule)
     end, border = len(schedule.sequence) - 1, len(schedule.forward)

@@ -13,13 +13,16 @@ A *point* lies before an op. The program minimises waits, conversions and the tr
     the link's rate                                 out(p) - out(q) <= rate · (seconds from q to p + wait(p)); so for back
     values are stored after their last read         out(p) <= bytes of stored(v) whose last read of the forward is before p
     values are loaded before their first read       back(p) >= bytes of stored(v) that are read before p
-    what is loaded has been stored                  back(p) <= out(start of the backward)
+    what is loaded has been stored                  back(p) <= out(p)
     memory at each point                            saved bytes - out(p) + back(p) + bytes beside them <= budget
     waits of the backward include recomputation     sum of wait(p) >= sum of seconds(o) · again(o)
 
-Each value has one decision, and times are those of one sequence of ops. So the program is a guide and no bound; its rounded
-solutions are saved sets to schedule. Other forms than those on the link are converted at once, and free their bytes between the
-last read of the forward and the first of the backward.
+Each value has one decision, and times are those of one sequence of ops. Recomputation reads a saved value when the backward
+first reads the result, which depends on what else is saved. So the program is a guide and no bound; its rounded solutions are
+saved sets to schedule.
+
+Other forms than those on the link are converted at once, and free their bytes between the last read of the forward and the
+first of the backward.
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ Vector = NDArray[np.float64]
 class JointProgram:
     """The linear program of a graph for any budget.
 
-    It counts the bytes by which other decisions differ from those of a plan without stays. ``seconds`` are those of each op when
-    it runs first.
+    It counts the bytes by which other decisions differ from those of a plan without stays. ``seconds`` are those of each op
+    when it runs first.
     """
 
     def __init__(self, graph: Graph, seconds: Vector, host_bytes: int | None = None) -> None:
@@ -76,14 +79,14 @@ class JointProgram:
         self.early = self._points(0, first, settings.forward_points)
         self.late = [p for p in self._points(first, end, settings.backward_points) if p > first]
         self.points = self.early + self.late
-        counts = (len(self.ops), len(self.values), len(self.forms), len(self.points), len(self.early), len(self.late))
+        counts = (len(self.ops), len(self.values), len(self.forms), len(self.points), len(self.points), len(self.late))
         begins = np.cumsum([0, *counts]).tolist()
         self.columns: int = begins[-1]
         self.again = dict(zip(self.ops, range(begins[0], begins[1]), strict=True))
         self.kept = dict(zip(self.values, range(begins[1], begins[2]), strict=True))
         self.stored = dict(zip(self.forms, range(begins[2], begins[3]), strict=True))
         self.wait = dict(zip(self.points, range(begins[3], begins[4]), strict=True))
-        self.out = dict(zip(self.early, range(begins[4], begins[5]), strict=True))
+        self.out = dict(zip(self.points, range(begins[4], begins[5]), strict=True))
         self.back = dict(zip(self.late, range(begins[5], begins[6]), strict=True))
         self.shares: int = begins[3]
         """Number of the columns that are at most 1."""
@@ -201,26 +204,26 @@ class JointProgram:
         out = self._rate(form.store.seconds for _, form, _ in self.link)
         back = self._rate(form.load.seconds for _, form, _ in self.link)
         for columns, points, rate, begin in (
-            (self.out, self.early, out, 0),
+            (self.out, self.points, out, 0),
             (self.back, self.late, back, self.graph.num_forward),
         ):
             for before, point in zip([begin, *points], points, strict=False):
                 moved = {columns[point]: 1.0, self.wait[point]: -rate}
                 moved |= {columns[before]: -1.0} if before in columns else {}
                 rows.add_entries(moved, -np.inf, rate * float(self.clock[point] - self.clock[before]))
-        for point in self.early:
+        for point in self.points:
             stored = {c: -self._relief(v, form) for v, form, c in self.link if self.read_early[v] < point}
             rows.add_entries({self.out[point]: 1.0} | stored, -np.inf, 0.0)
         for point in self.late:
             loaded = {c: -self._relief(v, form) for v, form, c in self.link if self.need[v] < point}
             rows.add_entries({self.back[point]: 1.0} | loaded, 0.0, np.inf)
-            rows.add_entries({self.back[point]: 1.0, self.out[self.graph.num_forward]: -1.0}, -np.inf, 0.0)
+            rows.add_entries({self.back[point]: 1.0, self.out[point]: -1.0}, -np.inf, 0.0)
 
     def _add_memory(self, rows: Rows, point: int) -> None:
         """Adds the row of the memory at a point."""
         graph, first = self.graph, self.graph.num_forward
         is_late = point > first
-        held: dict[int, float] = {self.out[min(point, first)]: -1.0} | ({self.back[point]: 1.0} if is_late else {})
+        held: dict[int, float] = {self.out[point]: -1.0} | ({self.back[point]: 1.0} if is_late else {})
         for value in self.values:
             producer, size = graph.values[value].producer or 0, self._bytes(value)
             gone = self.read_late[value] < point if is_late else producer >= point

@@ -11,13 +11,16 @@ If ``k`` calls are open at once, the other ``k - 1`` hold at least the bytes of 
 the saved bytes follows, from the border and from every program point. The minimum cut at the border under this limit is a bound
 of its own.
 
-*Stays* free more bytes: those that the engines store during the forward, and ``rate`` more for each second that the compute
-stream waits or converts (:mod:`.relief`). Let ``E`` be these seconds. Then
+*Stays* free more bytes: those that the engines store while the step runs up to ``t``, and ``rate`` more for each second that it
+waits, converts or recomputes before (:mod:`.relief`). Let ``E`` be these seconds. The cut is recomputed behind ``t``, so
 
     added seconds  >=  E + max(0, X - price * rate * E),    X = cost of cut(t, price) - price * (room + bytes stored meanwhile)
 
 At a price of at most ``1 / rate``, this is at least ``X`` for every ``E``. No waiting frees more bytes than all forms do, so a
 price above it is a bound with these bytes. Only the bytes of forms count where seconds do not.
+
+In graphs that fuse, a recomputed op may cost nothing and still run in a kernel that takes a while. So no seconds bound what is
+stored behind the border, and the bound of the border alone counts on the engines.
 
 The bounds hold for every plan that runs the forward once, in the given sequence, and recomputes in the backward as often as it
 likes.
@@ -189,7 +192,7 @@ class Moments:
     def _seconds_within(self, cut: Callable[[MinCut, float], Cut], least_bytes: float, room: float, carried: float) -> float:
         """Returns a lower bound on the seconds of any plan with at most ``room`` bytes on the device, for the values of a cut.
 
-        ``cut`` returns the minimum cut at a price. No cut has less than ``least_bytes``. Stays free ``carried`` bytes for nothing.
+        ``cut`` returns the minimum cut at a price. No cut has less than ``least_bytes``. Stays free ``carried`` bytes.
         """
         if least_bytes > room:
             return math.inf

@@ -82,8 +82,8 @@ def stays_within(
 ) -> tuple[Stay, ...] | None:
     """Returns stays for a peak of about ``goal`` bytes, or None if there are none that stall for less than ``most_stall``.
 
-    Values are freed behind the first ``num_freeing`` groups. ``host`` bounds the bytes of a call on the host. ``loads`` are the groups at which an earlier round loads values; they are
-    updated.
+    Values are freed behind the first ``num_freeing`` groups. ``host`` bounds the bytes of a call on the host. ``loads`` are the
+    groups at which an earlier round loads values; they are updated.
     """
     sweep = _Sweep(grouped, num_freeing, goal, host, loads, most_stall)
     if not sweep.run():

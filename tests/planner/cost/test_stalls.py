@@ -58,6 +58,11 @@ def test_the_step_waits_for_the_end_of_a_store_where_the_memory_is_freed():
     assert waits({0: form(3.5, 0.0)}, (0, 0, 2, 7, 7)) == {2: 1.5}
 
 
+def test_the_step_waits_in_the_backward_for_a_store_that_ends_there():
+    """The store lasts from 1 to 6.5 s. Execution 5 ends at 6 s, and the load begins behind it."""
+    assert waits({0: form(5.5, 0.5)}, (0, 0, 5, 6, 7)) == {5: 0.5}
+
+
 def test_the_step_waits_for_a_late_load():
     assert waits({0: form(0.0, 1.5)}, (0, 0, 2, 6, 7)) == {7: 0.5}
     assert waits({0: form(0.0, 1.5)}, (0, 0, 2, 7, 7)) == {7: 1.5}

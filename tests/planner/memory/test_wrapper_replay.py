@@ -354,3 +354,21 @@ def test_the_bytes_of_a_kernel_are_those_that_are_live_when_it_first_writes_a_bu
     source = "def call(args):\n" + textwrap.indent(textwrap.dedent(body), "    ")
     replayed = replay(source, {}, lambda name: 400 * (name == "buf2"), workspaces={"mm": {4: 50}})
     assert replayed.allocations.kernels == (("buf0", 120), ("buf1", 120), ("buf2", 520), ("buf3", 480), ("buf4", 134))
+
+
+def test_a_copy_that_the_backward_waits_for_is_on_the_host_and_its_source_lives_to_the_wait():
+    backward = f"""
+        buf0 = {empty(10)}
+        buf1 = torch.ops.autoremat.wait_for_copy_to_host.default(kept, saved)
+        del saved
+        del kept
+        buf2 = {empty(20)}
+        buf3 = torch.ops.autoremat.copy_from_host.default(buf1, device(type='cpu'))
+        buf4 = torch.ops.autoremat.wait_for_copy_from_host.default(buf3, buf1)
+        del buf3
+        del buf1
+        return (buf0, buf2, buf4)
+    """
+    sizes = {"buf1": 400, "buf3": 400, "buf4": 400}
+    assert peak(backward, inputs={"kept": 400, "saved": 400}, sizes=sizes) == 4 * 130
+    assert peak(backward.replace("del saved", ""), inputs={"kept": 400, "saved": 400}, sizes=sizes) == 4 * 230

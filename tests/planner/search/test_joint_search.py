@@ -22,6 +22,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.joint_program import JointProgram
 from autoremat.planner.search.lower_bounds import Moments
 from autoremat.planner.search.min_cut import MinCut
@@ -176,6 +177,23 @@ def test_the_linear_program_has_no_solution_below_what_every_plan_holds():
     assert JointProgram(graph, durations(graph, baseline.schedule)).solve(0, baseline, 30.0) is None
 
 
+def test_the_linear_program_knows_when_recomputation_reads_a_saved_value():
+    # The backward reads the results of `first` and `last`, and computes `first` again from `source`, which only it reads. What
+    # lies between leads from the one to the other, but recomputes nothing.
+    build = GraphBuilder()
+    source = build.op([build.source(0)], 8)
+    first = build.op([source], 8)
+    last = build.op([build.op([first], 0)], 8)
+    gradient = build.source(0, Role.TANGENT)
+    for read in ([last], [], [], [first]):
+        gradient = build.op([*read, gradient], 0, forward=False)
+    graph = on_host(build.graph(backward_outputs=(gradient,)), 1e3)
+    baseline = Planner(graph, 60.0).baseline
+    program = JointProgram(graph, durations(graph, baseline.schedule))
+    assert program.need[source] == program.read_late[source] == program.need[first] == len(graph.ops) - 1
+    assert program.need[last] == graph.num_forward
+
+
 # -- the planner -------------------------------------------------------------------------------------------------------
 
 SIZES, SECONDS = [8, 6, 9, 7, 8, 5, 9, 6], [0.9, 0.4, 0.8, 0.3, 0.7, 0.5, 0.6, 0.4]
@@ -199,6 +217,17 @@ def test_stays_make_a_step_faster_and_less_than_the_least_peak_of_recomputation(
     assert (fast.added_seconds, fast.recomputed) == (0.0, ())
     assert 0.0 < slow.added_seconds < alone.added_seconds
     assert Planner(on_host(graph, 5.0), 60.0).smallest.peak_bytes <= Planner(graph, 60.0).smallest.peak_bytes
+
+
+def test_plans_without_stays_are_recreated_only_where_stays_gain_little(monkeypatch):
+    tried: list[int] = []
+    monkeypatch.setattr(Search, "recreate", lambda search, budget: tried.append(budget))
+    graph = step(SIZES, SECONDS)
+    budget = int(0.7 * Planner(graph, 60.0).baseline.peak_bytes)
+    planned(on_host(graph, 1e3), budget)
+    assert not tried
+    planned(on_host(graph, 1e-3), budget)
+    assert tried == [budget]
 
 
 def test_the_host_bounds_what_is_stored():

@@ -69,6 +69,27 @@ def test_the_compute_stream_waits_where_the_copy_takes_too_long():
     assert plan.stall_seconds == pytest.approx(2.0 + 2.0)
 
 
+def test_a_store_ends_in_the_backward_where_memory_is_needed_there_alone():
+    def plan(in_flight: int) -> Plan:
+        build = GraphBuilder()
+        kept = build.op([build.source(0)], 10)
+        loss = build.op([kept], 0)
+        gradient = build.source(0, Role.TANGENT)
+        for size in (0, 0, 10, 0, 0, 0, 0):
+            gradient = build.op([loss, gradient], size, forward=False)
+        last = build.op([kept, gradient], 0, forward=False)
+        build.values[kept] = dataclasses.replace(build.values[kept], forms=(on_host(3.0),))
+        graph = build.graph(backward_outputs=(last,), in_flight=in_flight)
+        return placed(GroupedPlan(Plan.of(graph, build_schedule(graph, graph.backward_needs))), 10)
+
+    # Computed by execution 0, copied during 1 to 3. Execution 4 needs the memory until the end of 5, and 9 the value.
+    (stay,) = plan(in_flight=1).schedule.stays
+    assert (stay.store, stay.free, plan(in_flight=1).stall_seconds) == (0, 3, 0.0)
+    # Other calls hold what the backward frees, so the step waits at the end of the forward.
+    (stay,) = plan(in_flight=2).schedule.stays
+    assert (stay.free, plan(in_flight=2).stall_seconds) == (1, 2.0)
+
+
 def test_the_cheaper_way_frees_the_memory():
     for seconds, form in ((0.1, "bits"), (9.0, "host")):
         plan = placed(chain([10] * 4, {0: on_host(4.0), 1: packed(seconds)}), 31)
