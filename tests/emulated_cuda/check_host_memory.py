@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import stays
 import torch
+from offload_cells import AMPLE, MODELS, STORES
 
 from autoremat import host_memory
 from autoremat.basics.errors import PlanInvalid, find_cause
@@ -39,6 +40,22 @@ def test_a_step_with_stays_has_the_replayed_peak(built, choose):
     assert now.to_host_bytes == now.from_host_bytes
     # Two steps ran. The plan counts what the allocator rounds up.
     assert 2 * (sum(planned) - len(planned) * ROUNDING) < now.to_host_bytes <= 2 * sum(planned)
+
+
+@pytest.mark.parametrize(("store", "budget"), [("both", 0.55), ("bits", 0.8)])
+def test_a_step_that_is_planned_with_forms_keeps_both_bounds(store, budget):
+    model, x = MODELS["gated"]()
+    module, inputs = on_card((model, (x,)))
+    expected = planned_step(module, inputs, cost_model="roofline")
+    host = {"host_memory": AMPLE} if "host" in STORES[store] else {}
+    with stays.small_device():
+        step = planned_step(module, inputs, cost_model="roofline", memory_budget=budget, store=STORES[store], **host)
+    now = host_memory.statistics(CARD)
+    assert relative_error(step.result.gradients, expected.result.gradients) <= 1e-5
+    assert step.result.peak_bytes == step.replayed_bytes <= step.report.budget_bytes
+    assert now.held_bytes == step.report.host_peak_bytes
+    assert bool(now.to_host_bytes) is ("host" in STORES[store])
+    assert step.report.stored is None or set(STORES[store]) >= {total.form for total in step.report.stored.totals}
 
 
 def test_streams_wait_for_each_other_and_nothing_else():
