@@ -4,9 +4,9 @@
     python benchmarks/published_steps.py --only gpt-125m
 
 A row is a model, a card by name, a batch on one card, and the published throughput. The prediction is the sum over the kernels
-of forward and backward by `autoremat.explain`, fused if the published step was, without a memory budget. Optimizers, communication and
-the host are left out. Models of many equal layers are explained with two and with four, and the rest is added. Models are in
-16 bits, without weights (meta device). Written to `benchmarks/results/published_steps.txt` and `.json`.
+of forward and backward by `autoremat.explain`, fused if the published step was, without a memory budget. Optimizers,
+communication and the host are left out. Models of many equal layers are explained with two and with four, and the rest is
+added. Models are in 16 bits, without weights (meta device). Written to `benchmarks/results/published_steps.txt` and `.json`.
 """
 
 from __future__ import annotations
