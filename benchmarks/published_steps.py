@@ -4,9 +4,9 @@
     python benchmarks/published_steps.py --only gpt-125m
 
 A row is a model, a card by name, a batch on one card, and the published throughput. The prediction is the sum over the kernels
-of forward and backward by `autoremat.explain`, as Inductor fuses them, without a memory budget. Optimizers, communication and
-the host are left out. Models of many equal layers are explained with two and with four, and the rest is added. Models are in
-16 bits, without weights (meta device). Written to `benchmarks/results/published_steps.txt` and `.json`.
+of forward and backward by `autoremat.explain`, fused if the published step was, without a memory budget. Optimizers,
+communication and the host are left out. Models of many equal layers are explained with two and with four, and the rest is
+added. Models are in 16 bits, without weights (meta device). Written to `benchmarks/results/published_steps.txt` and `.json`.
 """
 
 from __future__ import annotations
@@ -57,6 +57,8 @@ class Step:
     """Tokens, sequences or images of one step."""
     per_second: float
     source: str
+    compiler: str = "aot_eager"
+    """The code that ran: Inductor's, or one kernel for each op."""
     note: str = ""
 
 
@@ -110,23 +112,23 @@ def resnet(batch: int) -> Callable[[int], Built]:
     return build
 
 
-UNFUSED = "eager: pointwise ops are not fused"
 STEPS = (
-    Step("gpt-125m", "A100-80GB", gpt(768, 12, 32), 12, 32 * 2048, 141737, FOUNDRY, UNFUSED),
-    Step("gpt-350m", "A100-80GB", gpt(1024, 16, 32), 24, 32 * 2048, 58782, FOUNDRY, UNFUSED),
-    Step("gpt-1b", "A100-80GB", gpt(2048, 16, 14), 24, 14 * 2048, 20513, FOUNDRY, UNFUSED),
-    Step("gpt-3b", "A100-80GB", gpt(2560, 32, 10), 32, 10 * 2048, 10811, FOUNDRY, UNFUSED),
-    Step("gpt-760m", "H100-80GB", gpt(1536, 12, 24), 24, 24 * 2048, 68551, FOUNDRY, UNFUSED),
-    Step("gpt-1b", "H100-80GB", gpt(2048, 16, 20), 24, 20 * 2048, 46037, FOUNDRY, UNFUSED),
-    Step("gpt-3b", "H100-80GB", gpt(2560, 32, 10), 32, 10 * 2048, 24142, FOUNDRY, UNFUSED),
-    Step("gpt-7b", "H100-80GB", gpt(4096, 32, 6), 32, 6 * 2048, 10643, FOUNDRY, UNFUSED),
-    Step("llama-8b", "H100-80GB", llama, 32, 2 * 8192, 6667, TITAN, "compiled; selective checkpointing; 500 W, 2.4 TB/s"),
-    Step("bert-large", "V100-32GB", bert, 24, 64, 171.52, f"{EXAMPLES}/LanguageModeling/BERT/README.md", UNFUSED),
-    Step("vit-base", "RTX 3090", vit(768, 12, 192), 12, 192, 392.99, TIMM, UNFUSED),
-    Step("vit-large", "RTX 3090", vit(1024, 16, 64), 24, 64, 117.2, TIMM, UNFUSED),
+    Step("gpt-125m", "A100-80GB", gpt(768, 12, 32), 12, 32 * 2048, 141737, FOUNDRY),
+    Step("gpt-350m", "A100-80GB", gpt(1024, 16, 32), 24, 32 * 2048, 58782, FOUNDRY),
+    Step("gpt-1b", "A100-80GB", gpt(2048, 16, 14), 24, 14 * 2048, 20513, FOUNDRY),
+    Step("gpt-3b", "A100-80GB", gpt(2560, 32, 10), 32, 10 * 2048, 10811, FOUNDRY),
+    Step("gpt-760m", "H100-80GB", gpt(1536, 12, 24), 24, 24 * 2048, 68551, FOUNDRY),
+    Step("gpt-1b", "H100-80GB", gpt(2048, 16, 20), 24, 20 * 2048, 46037, FOUNDRY),
+    Step("gpt-3b", "H100-80GB", gpt(2560, 32, 10), 32, 10 * 2048, 24142, FOUNDRY),
+    Step("gpt-7b", "H100-80GB", gpt(4096, 32, 6), 32, 6 * 2048, 10643, FOUNDRY),
+    Step("llama-8b", "H100-80GB", llama, 32, 2 * 8192, 6667, TITAN, "inductor",
+         "selective checkpointing; 500 W, 2.4 TB/s"),
+    Step("bert-large", "V100-32GB", bert, 24, 64, 171.52, f"{EXAMPLES}/LanguageModeling/BERT/README.md"),
+    Step("vit-base", "RTX 3090", vit(768, 12, 192), 12, 192, 392.99, TIMM),
+    Step("vit-large", "RTX 3090", vit(1024, 16, 64), 24, 64, 117.2, TIMM),
     Step("resnet-50", "A100-80GB", resnet(256), 1, 256, 2470,
-         f"{EXAMPLES}/Classification/ConvNets/resnet50v1.5/README.md", UNFUSED),
-    Step("resnet-50", "RTX 3090", resnet(512), 1, 512, 1218.01, TIMM, UNFUSED),
+         f"{EXAMPLES}/Classification/ConvNets/resnet50v1.5/README.md"),
+    Step("resnet-50", "RTX 3090", resnet(512), 1, 512, 1218.01, TIMM),
 )  # fmt: skip
 
 
@@ -158,7 +160,7 @@ def explained(step: Step, layers: int) -> float:
     with torch.device("meta"):
         model, inputs = step.build(layers)
         inputs = tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
-    report = autoremat.explain(model.to(dtype).train(), *inputs, device=step.card, options={"compiler": "inductor"})
+    report = autoremat.explain(model.to(dtype).train(), *inputs, device=step.card, options={"compiler": step.compiler})
     return report.predicted_seconds
 
 
@@ -170,7 +172,17 @@ def main() -> None:
     for step in STEPS:
         if not arguments.only or step.name in arguments.only:
             published, found = step.items / step.per_second, predicted(step)
-            rows.append(Row(step.name, step.card, published, found, found / published, step.note, step.source))
+            rows.append(
+                Row(
+                    step.name,
+                    step.card,
+                    published,
+                    found,
+                    found / published,
+                    f"{step.compiler} {step.note}".strip(),
+                    step.source,
+                )
+            )
             print(rows[-1].name, rows[-1].card, f"{rows[-1].ratio:.2f}", flush=True)
     lines = [f"{'step':11} {'card':10} {'published':>10} {'predicted':>10} {'ratio':>6}  note; source"]
     lines += [

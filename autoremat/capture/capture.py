@@ -168,7 +168,9 @@ def _op(
     if overwritten.intersection(builder.reads[node]):
         traits |= Trait.READS_MUTATED_INPUT
     module, source = origin(node)
-    moved = call_cost.traffic_of(node, cost.moved_bytes)
+    moved = cost.moved_bytes
+    if builder.fuses or device.efficiencies is None:  # the ops of a card by name that nothing fuses move all their bytes
+        moved = call_cost.traffic_of(node, moved)
     if call_cost.is_launched(node, builder.fuses):
         seconds = kernel_seconds(cost.flops, moved, device, shapes_of(node))
     else:
