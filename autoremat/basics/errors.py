@@ -17,6 +17,9 @@ SUPPORTED_MINORS = range(11, 16)
 ``tests/project/test_docs.py`` compares the documentation and the metadata.
 """
 OCCUPANTS_SHOWN = 10
+PARTS_SHOWN = 3
+"""Number of kinds of bytes that an error names as what binds the minimum peak."""
+
 GRADIENT_SHARE = 0.5
 """Share of the minimum peak above which an error states the bytes of gradients."""
 
@@ -146,6 +149,7 @@ class BudgetInfeasible(AutorematError):
         gradient_bytes: int = 0,
         device_bytes: int | None = None,
         is_simulated: bool = False,
+        parts: Iterable[Sequence[Any]] = (),
     ) -> None:
         """Makes the error and its message.
 
@@ -168,6 +172,7 @@ class BudgetInfeasible(AutorematError):
         - ``gradient_bytes``: the part of the minimum peak found that gradients take, which no plan lowers.
         - ``device_bytes``: the memory of the device; None if it is unknown.
         - ``is_simulated``: True if Inductor compiles the graph and has generated no code for ``minimum_bytes``.
+        - ``parts``: what binds the minimum peak found: pairs of a kind of bytes and their number, the largest first.
         """
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
@@ -185,6 +190,7 @@ class BudgetInfeasible(AutorematError):
         self.gradient_bytes = gradient_bytes
         self.device_bytes = device_bytes
         self.is_simulated = is_simulated
+        self.parts = tuple((str(name), int(bytes_)) for name, bytes_ in parts)
         super().__init__(self._message())
 
     def figures(self) -> dict[str, Any]:
@@ -206,6 +212,7 @@ class BudgetInfeasible(AutorematError):
             "gradient_bytes": self.gradient_bytes,
             "device_bytes": self.device_bytes,
             "is_simulated": self.is_simulated,
+            "parts": [list(part) for part in self.parts],
         }
 
     def on_rank(self, rank: int) -> None:
@@ -241,6 +248,8 @@ class BudgetInfeasible(AutorematError):
             rows += [("asked for (max_slowdown):", f"{self.max_slowdown:.1%}", "")]
             rows += [("least slow-down found within memory_budget:", found, "")]
         lines += _table(rows, "<><")
+        if self.parts:
+            lines += ["", self._binding()]
         if self.occupants:
             lines += ["", self._occupants_title()]
             shown = self.occupants[:OCCUPANTS_SHOWN]
@@ -248,6 +257,11 @@ class BudgetInfeasible(AutorematError):
             lines += _table([("bytes", "tensor", "module", "source"), *live], "><<<")
         lines += ["", "What would help:", *(f"  - {advice}" for advice in self._advice())]
         return "\n".join(lines)
+
+    def _binding(self) -> str:
+        total = max(1, sum(size for _, size in self.parts))
+        largest = (f"{format_bytes(size)} ({size / total:.0%}) of {name}" for name, size in self.parts[:PARTS_SHOWN])
+        return f"What binds the minimum peak: {', '.join(largest)}"
 
     def _occupants_title(self) -> str:
         count = len(self.occupants)

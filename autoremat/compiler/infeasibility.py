@@ -19,6 +19,7 @@ from autoremat.planner.multigraph.ledger import Share
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.report.binding import parts_of_peak
 from autoremat.report.peak_snapshot import TensorCategory, peak_of
 from autoremat.request.limits import Limits
 
@@ -68,7 +69,7 @@ def infeasible(
     smallest = planning.smallest
     needed = minimum if allocated is None else allocated
     minimum = smallest.peak_bytes if minimum is None else minimum
-    moment = peak_of(smallest, 0)
+    moment, parts = peak_of(smallest, 0), parts_of_peak(smallest)
     figures: dict[str, Any] = {
         "budget_bytes": budget,
         "minimum_bytes": minimum,
@@ -77,7 +78,8 @@ def infeasible(
         "device": device,
         "plan_file": plan_file,
         "unconstrained_bytes": unconstrained,
-        "remedies": (*limits.remedies(minimum - budget), *remedies),
+        "remedies": (*limits.remedies(minimum - budget), *remedies, *(part.remedy for part in parts[:1])),
+        "parts": tuple((part.name, part.bytes) for part in parts),
         "allocated_bytes": allocated,
         "gradient_bytes": 0 if moment is None else dict(moment.by_sort).get(TensorCategory.GRADIENT, 0),
         "device_bytes": device_memory(device),

@@ -111,6 +111,8 @@ class LeastPeakSettings:
 
     share: float = 0.5
     """Its work, as a share of that of a search for a budget."""
+    moves_share: float = 0.7
+    """Share of that work after which no further move begins. The rest leaves needless recomputation out."""
     starts: int = 3
     """Number of candidates, those of the least peaks, from which it starts."""
     step: float = 0.01

@@ -30,6 +30,7 @@ class CommonBudget:
             "lower_bound_bytes": min(self.profile.minimum_peak_bytes, budget),
             "remedies": (*advice, f"{self.bucket} needs {format_bytes(excess_bytes)} more than its share; {self.advice}"),
             "gradient_bytes": 0,
+            "parts": (),
             "device_bytes": None,
             "is_simulated": False,
         }

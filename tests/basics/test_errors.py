@@ -85,6 +85,20 @@ def test_gradients_above_the_budget_change_the_advice():
     assert "smaller batch or" in fitting
 
 
+def test_what_binds_the_minimum_is_named():
+    parts = [
+        ("gradients", 60 * 2**20),
+        ("operands of mm_7", 30 * 2**20),
+        ("workspace of mm_7", 8 * 2**20),
+        ("tangents", 2 * 2**20),
+    ]
+    error = infeasible(parts=parts)
+    text = "What binds the minimum peak: 60.00 MiB (60%) of gradients, 30.00 MiB (30%) of operands of mm_7, 8.00 MiB (8%) of"
+    assert text in str(error)
+    assert "tangents" not in str(error)
+    assert str(BudgetInfeasible(**error.figures() | {"occupants": error.occupants})) == str(error)
+
+
 def test_a_simulated_minimum_is_said_to_be_one():
     assert "which fits by simulation: an error there names what generated code needs" in str(infeasible(is_simulated=True))
 

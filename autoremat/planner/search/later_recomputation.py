@@ -1,8 +1,8 @@
 """Moves recomputation later: the schedules in which a value that is idle at an execution is not live there.
 
 A value is *idle* at an execution that does not read it, but a later one does. Its memory is free if the backward computes the
-value again, just before that later one. What the recomputation reads is live there in any case, or is computed again as well, or
-stays live longer. The last pays for values that are small beside the idle one.
+value again, just before that later one. What the recomputation reads is live there in any case, or is computed again as well,
+or stays live longer. The last pays for values that are small beside the idle one.
 
 A result that fusion does not materialise reads its inputs where it is read itself. It is computed again with the idle value.
 Recomputation also divides a group of fused ops, so that a result can take the buffer of an input over. So with fusion, values

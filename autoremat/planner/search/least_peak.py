@@ -46,7 +46,7 @@ def lowered(starts: Sequence[Plan], bound: int, limit: WorkLimit) -> Plan:
     best = min((search.descend(start) for start in starts), key=lambda plan: (plan.peak_bytes, plan.cost_seconds))
     generator, failures = random.Random(SEED), 0
     enough = int(bound * (1.0 + settings.good_gap))
-    while failures < settings.patience and best.peak_bytes > enough and not limit.has_passed():
+    while failures < settings.patience and best.peak_bytes > enough and not search.is_over():
         found = search.descend(search.ruined(best, generator), best.peak_bytes)
         improves = found.peak_bytes < best.peak_bytes
         best, failures = (found, 0) if improves else (best, failures + 1)
@@ -77,6 +77,10 @@ class _Lowering:
         self.graph, self.limit = graph, limit
         ordered = (op for op in graph.ops if op.constraint is Constraint.RECOMPUTE and op.rematerializable)
         self.to_recompute = frozenset(value for op in ordered for value in op.outputs).difference(graph.forward_outputs)
+
+    def is_over(self) -> bool:
+        """Returns True if no further move may begin. The rest of the work is for leaving out recomputation."""
+        return self.limit.has_passed(settings.moves_share)
 
     def plans(self, schedules: Iterable[Schedule]) -> Iterator[Plan]:
         """Yields the simulated plans of those ``schedules`` that save nothing that a constraint recomputes."""
@@ -113,7 +117,7 @@ class _Lowering:
 
     def _moves(self, plan: Plan, target: int) -> Iterator[Plan]:
         """Yields the plans after one move, at the fullest execution at which some move lowers the excess."""
-        if self.limit.has_passed():
+        if self.is_over():
             return
         with self.limit.unit(SIMULATION * len(plan.sequence)):
             idle, bytes_at, excess = IdleValues(self.graph, plan.schedule), plan.timeline.bytes_at, _excess(plan, target)
@@ -123,7 +127,7 @@ class _Lowering:
             for moved in self.plans(islice(idle.schedules(position), settings.moves)):
                 lowers = lowers or _excess(moved, target) < excess
                 yield moved
-                if self.limit.has_passed():
+                if self.is_over():
                     return
             if lowers:
                 return
