@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import logging
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -45,8 +45,8 @@ from autoremat.compiler.plain_code import plain_code_peak
 from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
 from autoremat.compiler.records import Record
 from autoremat.compiler.reference import CODE
-from autoremat.planner.memory.allocations import HalfAllocations
-from autoremat.report.op_bytes import code_bytes_of
+from autoremat.planner.memory.allocations import HalfAllocations, Kernel
+from autoremat.report.op_bytes import kernels_of_executions
 from autoremat.report.report import Report
 from autoremat.request.request import Request
 from autoremat.torch_private import compilers
@@ -153,10 +153,15 @@ def compile_uncompiled(source: GraphSource, request: Request, peers: Peers = ALO
         sharded_inputs=sharded_inputs(source.module),
     )
     while True:
-        partitioning = Partitioning(context, peers.plan, peers.fail)
-        function = compilers.compile_uncompiled(source.module, source.inputs, Partitioner(partitioning))
+        partitioning, kernels = Partitioning(context, peers.plan, peers.fail), dict[bool, Sequence[Kernel]]()
+        partitioner = Partitioner(partitioning)
+        function = compilers.compile_uncompiled(source.module, source.inputs, partitioner, kernels.__setitem__)
         if peers.settled():
-            return CompiledGraph(function, None if partitioning.planned is None else partitioning.planned.report, "")
+            planned = partitioning.planned
+            if planned is None:
+                return CompiledGraph(function, None, "")
+            report = dataclasses.replace(planned.report, kernels=kernels_of_executions(planned.plan, kernels))
+            return CompiledGraph(function, report, "")
 
 
 def _plain_code_bytes(source: GraphSource, request: Request, record: Record | None) -> int | None:
@@ -245,15 +250,15 @@ def _completed(
         report = dataclasses.replace(report, reserved=planned.count.code_report(planned.plan, halves))
     elif peak is None and record is not None and record.report is not None and record.report.reserved is not None:
         report = dataclasses.replace(report, reserved=record.report.reserved)
-    code_bytes = code_bytes_of(planned.plan, halves)
+    kernels = kernels_of_executions(planned.plan, {half: known.kernels for half, known in halves.items()})
     if peak is None and record is not None and record.report is not None:
         peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
-        code_bytes = record.report.code_bytes
+        kernels = record.report.kernels
     if peak is not None and planned.context.request.limits.takes_whole_reference:  # its code may exceed its simulation
         counted = dataclasses.replace(report, compiled_peak_bytes=peak).counted_bytes
         report = dataclasses.replace(report, budget_bytes=max(counted, report.budget_bytes or 0))
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
-    report = dataclasses.replace(report.compiled(peak, len(attempts) - 1, reason), graph_pool_bytes=pool, code_bytes=code_bytes)
+    report = dataclasses.replace(report.compiled(peak, len(attempts) - 1, reason), graph_pool_bytes=pool, kernels=kernels)
     if earlier.ended_by_clock:  # also of a search behind code generation
         report = dataclasses.replace(report, time_limited=True, ended_by_clock=True)
     return dataclasses.replace(report, notes=(*report.notes, ESTIMATED)) if is_estimate else report

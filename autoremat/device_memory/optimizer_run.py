@@ -62,7 +62,7 @@ def _run(optimizers: Sequence[Optimizer], live: LiveBytes, to: torch.device | No
     for _, tensor in copies.made.values():
         live.count(tensor)
     if stands_for_cuda:
-        _choose_as_on_cuda(copied)
+        _choose_as_on_cuda(one for one in copies.holders.values() if isinstance(one, Optimizer))
     existing, peaks, states = live.live, [], []
     for _ in range(1 + LATER_STEPS):
         live.peak = live.live

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoremat.basics.codec import Codec, plain
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.memory.allocations import Kernel
 from autoremat.planner.memory.reserved import Reserved
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.plans.plan import Plan
@@ -193,9 +194,9 @@ class ReportData:
     binding_budget: str = ""
     """The budget that decides on the plan beside a budget of time, "max_slowdown" or "memory_budget"; empty if neither does."""
 
-    code_bytes: tuple[int | None, ...] = ()
-    """Bytes that are live while the generated code runs each execution of the plan, by replay; None for an execution without a
-    kernel. Empty if no code was generated here, or if it could not be replayed."""
+    kernels: tuple[Kernel | None, ...] = ()
+    """The kernel of each execution of the plan; None for an execution without one. Empty if no code was made here, or if it
+    could not be replayed."""
     timed_minimum_bytes: int | None = None
     """Simulated minimum peak found within ``max_slowdown``, if that exceeds the budget of memory."""
 

@@ -1,4 +1,4 @@
-"""Bytes per op: those of the simulation beside those of the generated code."""
+"""Bytes per op: those of the simulation beside those of the code, by replay and as measured."""
 
 from __future__ import annotations
 
@@ -7,35 +7,55 @@ from collections.abc import Mapping, Sequence
 
 from autoremat.basics.display import PlainTable, plain_table
 from autoremat.basics.units import format_bytes
-from autoremat.planner.memory.allocations import HalfAllocations
+from autoremat.planner.memory.allocations import Kernel
+from autoremat.planner.memory.code_places import start_of
 from autoremat.planner.plans.plan import Plan
 
 
-def code_bytes_of(plan: Plan, halves: Mapping[bool, HalfAllocations]) -> tuple[int | None, ...]:
-    """Returns the bytes that are live while generated code runs each execution of ``plan``; None for one without a kernel.
+def kernels_of_executions(plan: Plan, halves: Mapping[bool, Sequence[Kernel]]) -> tuple[Kernel | None, ...]:
+    """Returns the kernel of each execution of ``plan``; None for one without a kernel.
 
     ``halves`` are named by ``is_backward``. Within a half, the kernels of an op follow one another as its executions do. The
     result is empty unless both halves are known.
     """
     if len(halves) < 2:
         return ()
-    found: list[int | None] = []
+    found: list[Kernel | None] = []
     for is_backward, executions in ((False, plan.schedule.forward), (True, plan.schedule.backward)):
-        kernels = defaultdict[str, list[int]](list)
-        for name, size in halves[is_backward].kernels:
-            kernels[name].append(size)
+        kernels = defaultdict[str, list[Kernel]](list)
+        for kernel in halves[is_backward]:
+            kernels[kernel.name].append(kernel)
         own = (kernels[plan.graph.ops[op].name] for op in executions)
-        found += [sizes.pop(0) if sizes else None for sizes in own]
+        found += [of_op.pop(0) if of_op else None for of_op in own]
     return tuple(found)
 
 
-def op_bytes_table(plan: Plan, code_bytes: Sequence[int | None]) -> PlainTable:
-    """Returns a table of the executions in sequence, with the bytes of the running call by simulation and by replay."""
-    replayed = code_bytes or [None] * len(plan.sequence)
-    table = plain_table(f"{len(plan.sequence)} executions", ("simulated", "replayed", "op", "half", "where"), numbers=2)
-    for position, (op, bytes_) in enumerate(zip((plan.graph.ops[i] for i in plan.sequence), replayed, strict=True)):
+def op_bytes_table(plan: Plan, kernels: Sequence[Kernel | None], measured: Mapping[str, int] | None = None) -> PlainTable:
+    """Returns a table of the executions in sequence, with the bytes of the running call by simulation and by replay.
+
+    ``measured`` adds the bytes that were live at places of the code. Raises ``ValueError`` if it has none of the forward's.
+    """
+    simulated = [int(size) - plan.timeline.beside_bytes for size in plan.timeline.bytes_at]
+    replayed = [None if kernel is None else kernel.bytes for kernel in kernels] or [None] * len(plan.sequence)
+    columns: dict[str, Sequence[int | None]] = {"simulated": simulated, "replayed": replayed}
+    if measured is not None:
+        columns["measured"] = _measured(plan, kernels, measured)
+    table = plain_table(f"{len(plan.sequence)} executions", (*columns, "op", "half", "where"), numbers=len(columns))
+    for position, (op, *sizes) in enumerate(zip((plan.graph.ops[i] for i in plan.sequence), *columns.values(), strict=True)):
         in_forward = position < len(plan.schedule.forward)
         half = "forward" if in_forward else "recomputed" if op.forward else "backward"
-        simulated = int(plan.timeline.bytes_at[position]) - plan.timeline.beside_bytes
-        table.add_row(format_bytes(simulated), "-" if bytes_ is None else format_bytes(bytes_), op.name, half, op.module)
+        table.add_row(*("-" if size is None else format_bytes(size) for size in sizes), op.name, half, op.module)
     return table
+
+
+def _measured(plan: Plan, kernels: Sequence[Kernel | None], measured: Mapping[str, int]) -> list[int | None]:
+    """Returns the measured bytes of each execution, above those that were live when the forward began."""
+    places = [None if kernel is None else kernel.place for kernel in kernels]
+    start = next((start_of(place) for place in places[: len(plan.schedule.forward)] if place is not None), None)
+    if start is None or start not in measured:
+        raise ValueError(
+            "the measured step did not run the code of this report. Compile it by a step before the block of "
+            "track_peak(ops=True), run it in that process, and without CUDA graphs or a wrapper in C++"
+        )
+    found = [None if place is None else measured.get(place) for place in places]
+    return [None if size is None else size - measured[start] for size in found]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -14,7 +15,8 @@ import torch._functorch.config as functorch_config
 import torch._inductor.config as inductor_config
 from torch import fx
 
-from autoremat.torch_private import names
+from autoremat.planner.memory.allocations import Kernel
+from autoremat.torch_private import names, running_code
 from autoremat.torch_private.compile_progress import inductor_is_told
 from autoremat.torch_private.joint_graphs import PartitionedModules
 
@@ -37,13 +39,17 @@ def compile_with_inductor(
     return cast(Callable[..., Any], compiled)
 
 
-def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+def _run_uncompiled(
+    module: fx.GraphModule, _inputs: Sequence[Any], observe: Callable[[tuple[Kernel, ...]], None] = lambda kernels: None
+) -> Callable[..., Any]:
     """Returns a function that runs the graph op by op and frees each tensor after its last use."""
     from torch.fx.graph import _BoxedCodeGen
 
     # Not by fx.Interpreter: it writes to data that another thread's tracing reads.
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
+    running_code.uncompiled.add(module)
+    observe(running_code.kernels_of(module))
     forward = module.forward
 
     def run(args: list[Any]) -> Any:
@@ -54,13 +60,23 @@ def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[
 
 
 def compile_uncompiled(
-    module: fx.GraphModule, inputs: Sequence[Any], partition: Callable[..., PartitionedModules]
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    partition: Callable[..., PartitionedModules],
+    observe: Callable[[bool, tuple[Kernel, ...]], None] = lambda is_backward, kernels: None,
 ) -> Callable[..., Any]:
-    """Returns ``module`` compiled by AOTAutograd with ``partition``. It runs as plain ATen calls."""
+    """Returns ``module`` compiled by AOTAutograd with ``partition``. It runs as plain ATen calls.
+
+    ``observe`` receives the calls of each half, named by ``is_backward``, that compute the planner's ops.
+    """
     from torch._dynamo.backends.common import aot_autograd
 
-    backend = aot_autograd(fw_compiler=_run_uncompiled, partition_fn=partition, keep_inference_input_mutations=True)
-    compiled: Callable[..., Any] = backend(module, inputs)
+    forward, backward = (partial(_run_uncompiled, observe=partial(observe, is_backward)) for is_backward in (False, True))
+    backend = aot_autograd(
+        fw_compiler=forward, bw_compiler=backward, partition_fn=partition, keep_inference_input_mutations=True
+    )
+    with functorch_config.patch({"force_non_lazy_backward_lowering": True}):  # so that ``observe`` has both halves now
+        compiled: Callable[..., Any] = backend(module, inputs)
     return compiled
 
 

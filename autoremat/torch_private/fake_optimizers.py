@@ -40,12 +40,14 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class FakeCopies:
-    """Fake copies of real tensors, one for each tensor."""
+    """Fake copies of real tensors, and of what holds them: one for each original."""
 
     def __init__(self, mode: FakeTensorMode, device: torch.device | None = None) -> None:
         """Makes the copies on ``device``; None for the device of each tensor."""
         self.mode, self.device = mode, device
         self.made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.holders: dict[int, Any] = {}
+        """Copies of optimizers, dicts and lists by the identity of the original."""
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
         """Returns the copy of ``tensor``: of its local shard, if it is distributed. Single numbers on the CPU stay real."""
@@ -67,32 +69,40 @@ class FakeCopies:
 
 
 def fake_copy(optimizer: Optimizer, copies: FakeCopies) -> Optimizer:
-    """Returns a copy of ``optimizer`` without its hooks. Its parameters, gradients and state are fake ``copies``."""
+    """Returns the copy of ``optimizer`` without its hooks. Its parameters, gradients and state are fake ``copies``.
+
+    Optimizers inside of it, whose steps its own step calls, are copied too.
+    """
+    if id(optimizer) in copies.holders:
+        found: Optimizer = copies.holders[id(optimizer)]
+        return found
     copied: Optimizer = object.__new__(type(optimizer))
-    seen: dict[int, Any] = {}
+    copies.holders[id(optimizer)] = copied
     for name, value in vars(optimizer).items():
         if name not in OWN_METHODS:
-            setattr(copied, name, OrderedDict() if name in HOOKS else _faked(value, copies, seen))
+            setattr(copied, name, OrderedDict() if name in HOOKS else _faked(value, copies))
     return copied
 
 
-def _faked(value: Any, copies: FakeCopies, seen: dict[int, Any]) -> Any:
-    """Returns ``value`` with fake tensors, through lists, tuples and dicts. Other objects are shared with the original."""
+def _faked(value: Any, copies: FakeCopies) -> Any:
+    """Returns ``value`` with fake tensors, through optimizers, lists, tuples and dicts. Other objects stay the same ones."""
+    if isinstance(value, Optimizer):
+        return fake_copy(value, copies)
     if isinstance(value, torch.Tensor):
         return copies.of(value)
-    if id(value) in seen:
-        return seen[id(value)]
+    if id(value) in copies.holders:
+        return copies.holders[id(value)]
     if type(value) in (dict, OrderedDict, defaultdict):
         made: Any = defaultdict(value.default_factory) if isinstance(value, defaultdict) else type(value)()
-        seen[id(value)] = made
-        made.update({_faked(key, copies, seen): _faked(one, copies, seen) for key, one in value.items()})
+        copies.holders[id(value)] = made
+        made.update({_faked(key, copies): _faked(one, copies) for key, one in value.items()})
         return made
     if type(value) is list:
         items: list[Any] = []
-        seen[id(value)] = items
-        items.extend(_faked(one, copies, seen) for one in value)
+        copies.holders[id(value)] = items
+        items.extend(_faked(one, copies) for one in value)
         return items
-    return tuple(_faked(one, copies, seen) for one in value) if type(value) is tuple else value
+    return tuple(_faked(one, copies) for one in value) if type(value) is tuple else value
 
 
 def step_of(optimizer: Optimizer) -> Callable[[], Any]:

@@ -142,7 +142,7 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
         peak = pool + other + known.code_headroom_bytes
         allocations = None if replayed is None else replayed.allocations.with_names(_names_of_results(lowering))
         if allocations is not None:
-            allocations = replace(allocations, kernels=origins.bytes_of_ops(allocations.kernels, more))
+            allocations = replace(allocations, kernels=origins.kernels_of_ops(allocations.kernels, more))
         return LoweredPeak(
             bool(lowering.is_backward), peak, replayed is None, pool if copied is not None else None, allocations
         )

@@ -101,6 +101,7 @@ NAMES = (
     PrivateName("torch._inductor.config:realize_cpu_opcount_threshold", "limit of one expression on a CPU", first=13),
     PrivateName("torch._inductor.async_compile:AsyncCompile.cpp_pybinding", "progress"),
     PrivateName("torch._inductor.async_compile:AsyncCompile.wait", "progress", "self, scope"),
+    PrivateName("torch._inductor.codecache:PyCodeCache.modules", "measured bytes of ops"),
     PrivateName("torch._inductor.codecache:CodeCacheFuture", "progress"),
     PrivateName("torch._inductor.graph:SubgraphLowering", "progress"),
     PrivateName("torch.fx.proxy:TracerBase.create_node", "progress"),

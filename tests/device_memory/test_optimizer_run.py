@@ -11,6 +11,7 @@ import torch
 from eight_bit import EightBitAdam
 from measured_optimizers import OPTIMIZERS, Model, Sorting, bytes_of, measured_updates, row, state_bytes
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 import autoremat
 from autoremat.device_memory.optimizer_run import optimizer_memory
@@ -60,6 +61,27 @@ def test_a_prediction_changes_nothing_of_the_optimizer():
     assert json.dumps(before["param_groups"]) == json.dumps(after["param_groups"])
     for old, new in zip(before["state"].values(), after["state"].values(), strict=True):
         assert all(torch.equal(old[key], new[key]) for key in old)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_sharded_optimizer_has_the_state_of_its_rank_and_is_not_stepped(rank):
+    model = Model(2)
+    store = torch.testing._internal.distributed.fake_pg.FakeStore()
+    torch.distributed.init_process_group("fake", store=store, rank=rank, world_size=2)
+    try:
+        optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=0.1)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        weights = [p.detach().clone() for p in model.parameters()]
+        predicted = optimizer_memory([optimizer], "cpu")
+        beside_its_shard = optimizer_memory([optimizer, optimizer.optim], "cpu")
+        assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+        assert not optimizer.optim.state
+        optimizer.step()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert 0 < predicted.state_bytes == state_bytes(optimizer.optim) < 1.5 * bytes_of(model.parameters())
+    assert beside_its_shard.state_bytes == predicted.state_bytes
 
 
 def test_numbers_that_a_step_reads_are_assumed_and_noted():

@@ -31,6 +31,18 @@ class Allocations:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """A kernel in the code of a half."""
+
+    name: str
+    """The name of what it computes."""
+    bytes: int | None
+    """Bytes that are live while it runs, by replay; None for code that is not replayed."""
+    place: str | None = None
+    """Where the code calls it; None for code in C++."""
+
+
+@dataclass(frozen=True)
 class HalfAllocations(Allocations):
     """The allocations of the generated code of one half."""
 
@@ -38,8 +50,8 @@ class HalfAllocations(Allocations):
     """Names and numbers of the tensors that the half receives. The events begin with their allocation."""
     results: tuple[tuple[str, int], ...] = ()
     """Names and numbers of the tensors that are live at the end because the half returns them."""
-    kernels: tuple[tuple[str, int], ...] = ()
-    """Names of what kernels compute, in sequence, and the bytes that are live while each kernel runs."""
+    kernels: tuple[Kernel, ...] = ()
+    """The kernels in sequence."""
 
     def with_names(self, names: Mapping[str, str]) -> HalfAllocations:
         """Returns the allocations with other names of results."""

@@ -15,7 +15,8 @@ import ast
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autoremat.planner.memory.allocations import HalfAllocations
+from autoremat.planner.memory.allocations import HalfAllocations, Kernel
+from autoremat.planner.memory.code_places import places_in
 from autoremat.planner.memory.cpp_wrapper import as_python
 from autoremat.planner.memory.partitioned_wrapper import (
     COPIED,
@@ -159,7 +160,8 @@ def replay(
     statements, is_recorded = _code(source, copied is not None)
     if statements is None:
         return None
-    parts, kernels, on_host = _unpackings(statements), _Kernels(), _on_host(statements)
+    place = places_in(source) if as_python(source) is None else lambda _: None
+    parts, kernels, on_host = _unpackings(statements), _Kernels(place), _on_host(statements)
     heap = Heap(round_to, is_recorded)
     for name, size in input_bytes.items():
         size = 0 if name in on_host else size
@@ -187,7 +189,7 @@ def replay(
             heap.use_workspace(needed, _is_recorded(statement, is_recorded))
         if isinstance(statement, (ast.Assign, ast.Expr)):
             kernels.follow(statement, heap.live_bytes + needed)
-    allocations = replace(_allocations(heap, input_bytes, statements), kernels=tuple(kernels.bytes.items()))
+    allocations = replace(_allocations(heap, input_bytes, statements), kernels=tuple(kernels.found.values()))
     return ReplayedPeak(heap.peak[True], heap.peak[False], allocations)
 
 
@@ -203,11 +205,12 @@ def _on_host(statements: Sequence[ast.stmt]) -> set[str]:
 class _Kernels:
     """The kernels that the statements call."""
 
-    def __init__(self) -> None:
+    def __init__(self, place: Callable[[int], str | None]) -> None:
+        self.place = place
         self.unwritten: set[str] = set()
         """Buffers that are allocated, or take a buffer over, and that no kernel has written yet."""
-        self.bytes: dict[str, int] = {}
-        """For each buffer, in sequence, the bytes that are live while the kernel runs that first writes it."""
+        self.found: dict[str, Kernel] = {}
+        """For each buffer, in sequence, the kernel that first writes it."""
 
     def follow(self, statement: ast.Assign | ast.Expr, live_bytes: int) -> None:
         """Notes the buffers that the statement allocates, or the kernel that it calls."""
@@ -217,7 +220,7 @@ class _Kernels:
         named = {name_in_code(node.id) for node in ast.walk(statement) if isinstance(node, ast.Name)}
         written = named & self.unwritten | {name_in_code(_written_buffer(statement))} - {""}
         for name in sorted(written):
-            self.bytes.setdefault(name, live_bytes)
+            self.found.setdefault(name, Kernel(name, live_bytes, self.place(statement.lineno)))
         self.unwritten -= written
 
 

@@ -7,6 +7,7 @@ import textwrap
 import pytest
 from wrapper_sources import FLOAT, empty, peak, replay_peak
 
+from autoremat.planner.memory.code_places import places_in
 from autoremat.planner.memory.wrapper_replay import replay
 
 
@@ -353,7 +354,11 @@ def test_the_bytes_of_a_kernel_are_those_that_are_live_when_it_first_writes_a_bu
     """
     source = "def call(args):\n" + textwrap.indent(textwrap.dedent(body), "    ")
     replayed = replay(source, {}, lambda name: 400 * (name == "buf2"), workspaces={"mm": {4: 50}})
-    assert replayed.allocations.kernels == (("buf0", 120), ("buf1", 120), ("buf2", 520), ("buf3", 480), ("buf4", 134))
+    kernels = replayed.allocations.kernels
+    assert [(one.name, one.bytes) for one in kernels] == [
+        ("buf0", 120), ("buf1", 120), ("buf2", 520), ("buf3", 480), ("buf4", 134),
+    ]  # fmt: skip
+    assert [one.place for one in kernels] == list(map(places_in(source), (5, 5, 6, 10, 13)))
 
 
 def test_a_copy_that_the_backward_waits_for_is_on_the_host_and_its_source_lives_to_the_wait():
