@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import fx
 
 from autoremat.torch_private import higher_order
 
-CHUNKED_OP = "torch_nn::_linear_cross_entropy_batch_chunked"
+CHUNKED_OP = "torch_nn._linear_cross_entropy_batch_chunked"
 """The beginning of the names of the custom ops of ``F.linear_cross_entropy``."""
 
 
@@ -17,7 +16,7 @@ def chunked_by(joint: fx.GraphModule) -> str:
     Both make one opaque op of the projection and the loss, which no later pass chunks again.
     """
     for node in joint.graph.nodes:
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.name().startswith(CHUNKED_OP):
+        if str(node.target).startswith(CHUNKED_OP):
             return "torch.nn.functional.linear_cross_entropy"
         if any(body.meta.get("produced_by_chunker") for body in higher_order.bodies(node)):
             return "Inductor (auto_chunker.enable)"
