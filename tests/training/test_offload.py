@@ -47,7 +47,9 @@ MODEL, X = Deep(16, 64), torch.randn(4096, 64)
 
 
 def least_by_recomputation(compiler: str) -> int:
-    report = autoremat.explain(MODEL, X, options={**ROOFLINE, "compiler": compiler})
+    """The least peak that a search finds. Without a need for it, nothing searches."""
+    options = {**ROOFLINE, "compiler": compiler, "memory_budget": 1, "on_infeasible": "best_effort"}
+    report = autoremat.explain(MODEL, X, options=options)
     return report.minimum_peak_bytes + report.code_headroom_bytes
 
 
@@ -82,7 +84,7 @@ def test_a_budget_that_recomputation_alone_cannot_keep_is_kept_with_host_memory(
 
 
 def test_an_impossible_budget_names_the_host_memory_that_makes_it_possible(device):
-    options = {**ROOFLINE, "compiler": "aot_eager", "memory_budget": int(0.7 * least_by_recomputation("aot_eager"))}
+    options = {**ROOFLINE, "compiler": "aot_eager", "memory_budget": int(0.9 * least_by_recomputation("aot_eager"))}
     with pytest.raises(BudgetInfeasible) as raised:
         autoremat.explain(MODEL, X, options=options)
     (remedy,) = (text for text in raised.value.remedies if "host" in text)
@@ -115,7 +117,7 @@ def test_a_small_bound_on_the_host_is_kept(device):
 
 
 def test_a_stored_plan_needs_the_host_memory_that_it_takes(device):
-    budget = int(0.7 * least_by_recomputation("aot_eager"))
+    budget = int(0.9 * least_by_recomputation("aot_eager"))
     trained(compiler="aot_eager", memory_budget=budget, host_memory="32MiB")
     plan = autoremat.reports()[-1].plan
     held = plan.timeline.host_bytes
