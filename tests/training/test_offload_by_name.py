@@ -113,7 +113,7 @@ def test_too_little_host_memory_is_an_error_that_names_the_largest_tensor():
 
 def test_a_tensor_that_cannot_have_the_form_causes_a_warning():
     with pytest.warns(
-        ConstraintWarning, match=r"1 tensors cannot be kept in the form 'bits' and stay on the device: tanh.*only"
+        ConstraintWarning, match=r"1 of the named tensors cannot be kept in the form 'bits' and stay on the device: tanh.*only"
     ):
         autoremat.explain(Net(), X, options={**HOST, "save": {"layers.2.1": "bits"}})
 

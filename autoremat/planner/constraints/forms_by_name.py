@@ -9,7 +9,7 @@ from autoremat.basics.units import format_bytes
 from autoremat.planner.constraints.warning import warn
 from autoremat.planner.graph.forms import DEVICE
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Value
+from autoremat.planner.graph.op import Constraint, Value
 from autoremat.planner.settings import SETTINGS
 
 SHOWN = 3
@@ -24,17 +24,18 @@ def with_forms_by_name(graph: Graph, named: Mapping[int, str]) -> tuple[Graph, f
     if not named:
         return graph, frozenset()
     values, bound, refused = list(graph.values), set[int](), dict[str, list[str]]()
+    again = {v for op in graph.ops if op.constraint is Constraint.RECOMPUTE for v in op.outputs}
     for number, name in named.items():
         value = values[number]
         forms = tuple(form for form in value.forms if form.name == name)
         values[number] = replace(value, forms=forms)
         if forms:
             bound.add(number)
-        elif name != DEVICE and number in graph.backward_needs:
+        elif name != DEVICE and number in graph.backward_needs - again:
             refused.setdefault(name, []).append(f"{value.name} ({_why_not(graph, number, value)})")
     for name, texts in refused.items():
         more = f"; and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
-        warn(f"save: {len(texts)} tensors cannot be kept in the form {name!r} and stay on the device: "
+        warn(f"save: {len(texts)} of the named tensors cannot be kept in the form {name!r} and stay on the device: "
              f"{'; '.join(texts[:SHOWN])}{more}")  # fmt: skip
     return replace(graph, values=tuple(values)), frozenset(bound)
 

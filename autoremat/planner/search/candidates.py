@@ -380,8 +380,10 @@ class Search:
 
     def _relieve_other_calls(self) -> None:
         """Finds plans with stays that free memory between the halves, from candidates that no other beats."""
+        if self.joint is None:
+            return
         for base in self.bases(2**62, math.inf):
-            if self.joint is None or self.limit.has_passed(settings.plans_share):
+            if self.limit.has_passed(settings.plans_share):
                 break
             with self.limit.unit(len(SHARES) * PLACEMENT * len(base.plan.sequence)):
                 self.joint.found += [Candidate(plan, base.segmentation) for plan in relieving(base.plan)]
