@@ -163,8 +163,10 @@ class JointSearchSettings:
     """Number of segmentations for each saved set of the linear program."""
     program_seconds: float = 30.0
     """Time limit of one linear program in seconds. On a machine of ordinary speed, it takes less than one."""
-    trials: int = 100
-    """Maximum number of trials of ruin and recreate without an improvement."""
+    trial_work: int = 42_000
+    """Forward ops times the trials of ruin and recreate without an improvement."""
+    trial_limits: tuple[int, int] = (20, 100)
+    """Minimum and maximum number of these trials."""
     least_peak_plans: int = 8
     """Number of plans of the least peaks, and of the least costs, that could have the least peak with stays."""
     least_peak_descents: int = 4

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from autoremat.planner.graph.forms import Engine
 from autoremat.planner.plans.candidate import Candidate, Segmentation
 from autoremat.planner.plans.plan import Plan
-from autoremat.planner.search.candidates import Search
+from autoremat.planner.search.candidates import Search, effort
 from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.grouped_plan import GroupedPlan
 from autoremat.planner.search.placement import place
@@ -231,8 +231,9 @@ class JointSearch:
         if best is None:
             return
         draw, failures = Draw(random.Random(SEED)), 0
-        for trial in range(settings.trials * SETTINGS.search.recreation_trials):
-            if failures == settings.trials or not best.plan.saved or self._is_good(budget) or self._has_passed():
+        patience = effort(settings.trial_work, settings.trial_limits, self.graph.num_forward)
+        for trial in range(patience * SETTINGS.search.recreation_trials):
+            if failures == patience or not best.plan.saved or self._is_good(budget) or self._has_passed():
                 break
             with self.limit.unit(DRAW * len(self.graph.ops)):
                 saved = draw.saved_set(best.plan, trial)
