@@ -90,7 +90,7 @@ class AsShards:
         # Inductor would take the copy of a slice for a part of the whole, which then stays live. It crops by a copy.
         return call(aten.constant_pad_nd.default, _flattened(call, holder), [-before, before + part - size])
 
-    def end_store(self, builder: Builder, holder: fx.Node, begun: fx.Node) -> fx.Node:
+    def end_store(self, builder: Builder, holder: fx.Node, begun: fx.Node, half: str) -> fx.Node:
         return begun
 
     def begin_load(self, builder: Builder, holder: fx.Node, stored: fx.Node) -> fx.Node:

@@ -24,7 +24,6 @@ NAMES = {
 REMEDIES: dict[str, str] = {
     "gradients": "free gradients early: run the optimizer in the backward, shard (FSDP2's fully_shard), or train fewer "
     "parameters (LoRA, frozen layers)",
-    "saved tensors": "keep saved tensors on the host (option host_memory)",
     "outputs of the forward": "return less from the compiled function, such as the loss without the logits",
     "tangents": "return less from the compiled function, such as the loss without the logits",
     TensorCategory.OTHER_CALLS.value: "keep fewer micro-batches in flight",

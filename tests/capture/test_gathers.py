@@ -215,7 +215,7 @@ def test_a_gather_that_the_model_saves_is_saved(world):
         return checkpoint(sharded_step, x, *shards, use_reentrant=False, context_fn=contexts)
 
     assert not again(explained(step, *inputs(2), **LEAST))
-    assert again(explained(sharded_step, *inputs(2), **LEAST)) == [GATHER] * LAYERS
+    assert GATHER in again(explained(sharded_step, *inputs(2), **LEAST))
 
 
 # -- plans ---------------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import stays
 import torch
 from oracles import differences, train_step
 from torch import nn
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import autoremat
 from autoremat import BudgetInfeasible, BudgetWarning, OptionWarning, PlanFileError, host_memory, track_peak
@@ -35,6 +37,14 @@ class Deep(nn.Module):
         return x.float().square().mean()
 
 
+class Kept(Deep):
+    """A model that saves its products, so that no recomputation reaches the least peak."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+        return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)
+
+
 @pytest.fixture
 def device() -> Iterator[None]:
     with stays.small_device():
@@ -43,13 +53,11 @@ def device() -> Iterator[None]:
 
 # -- a step that runs --------------------------------------------------------------------------------------------------
 
-MODEL, X = Deep(16, 64), torch.randn(4096, 64)
+MODEL, X = Kept(16, 64), torch.randn(4096, 64)
 
 
 def least_by_recomputation(compiler: str) -> int:
-    """The least peak that a search finds. Without a need for it, nothing searches."""
-    options = {**ROOFLINE, "compiler": compiler, "memory_budget": 1, "on_infeasible": "best_effort"}
-    report = autoremat.explain(MODEL, X, options=options)
+    report = autoremat.explain(MODEL, X, options={**ROOFLINE, "compiler": compiler})
     return report.minimum_peak_bytes + report.code_headroom_bytes
 
 
@@ -111,7 +119,7 @@ def test_nothing_waits_on_the_host_under_compiled_autograd(device):
 
 
 def test_a_small_bound_on_the_host_is_kept(device):
-    budget, allowed = int(1.2 * least_by_recomputation("aot_eager")), 3 * 2**20
+    budget, allowed = int(0.95 * least_by_recomputation("aot_eager")), 3 * 2**20
     trained(compiler="aot_eager", memory_budget=budget, host_memory=allowed)
     assert 0 < autoremat.reports()[-1].host_peak_bytes <= allowed
 
