@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -39,17 +38,19 @@ def compile_with_inductor(
     return cast(Callable[..., Any], compiled)
 
 
-def _run_uncompiled(
-    module: fx.GraphModule, _inputs: Sequence[Any], observe: Callable[[tuple[Kernel, ...]], None] = lambda kernels: None
-) -> Callable[..., Any]:
-    """Returns a function that runs the graph op by op and frees each tensor after its last use."""
+def _generate_code(module: fx.GraphModule) -> None:
+    """Gives ``module`` code that takes its arguments in a list, and frees each tensor after its last use."""
     from torch.fx.graph import _BoxedCodeGen
 
     # Not by fx.Interpreter: it writes to data that another thread's tracing reads.
     module.graph.set_codegen(_BoxedCodeGen())
     module.recompile()
+
+
+def _run_uncompiled(module: fx.GraphModule, _inputs: Sequence[Any]) -> Callable[..., Any]:
+    """Returns a function that runs the graph op by op."""
+    _generate_code(module)
     running_code.uncompiled.add(module)
-    observe(running_code.kernels_of(module))
     forward = module.forward
 
     def run(args: list[Any]) -> Any:
@@ -71,12 +72,21 @@ def compile_uncompiled(
     """
     from torch._dynamo.backends.common import aot_autograd
 
-    forward, backward = (partial(_run_uncompiled, observe=partial(observe, is_backward)) for is_backward in (False, True))
+    def forward(half: fx.GraphModule, half_inputs: Sequence[Any]) -> Callable[..., Any]:
+        run = _run_uncompiled(half, half_inputs)
+        observe(False, running_code.kernels_of(half))
+        return run
+
+    def partitioned(*arguments: Any, **keywords: Any) -> PartitionedModules:
+        halves = partition(*arguments, **keywords)
+        _generate_code(halves[1])  # torch compiles it at the first backward, which is too late for a report
+        observe(True, running_code.kernels_of(halves[1]))
+        return halves
+
     backend = aot_autograd(
-        fw_compiler=forward, bw_compiler=backward, partition_fn=partition, keep_inference_input_mutations=True
+        fw_compiler=forward, bw_compiler=_run_uncompiled, partition_fn=partitioned, keep_inference_input_mutations=True
     )
-    with functorch_config.patch({"force_non_lazy_backward_lowering": True}):  # so that ``observe`` has both halves now
-        compiled: Callable[..., Any] = backend(module, inputs)
+    compiled: Callable[..., Any] = backend(module, inputs)
     return compiled
 
 

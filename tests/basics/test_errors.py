@@ -26,6 +26,7 @@ from autoremat.basics.errors import (
     PlanInvalid,
     PlanningError,
     StepProfileError,
+    TransferError,
     UnsupportedTorchError,
 )
 
@@ -164,6 +165,7 @@ ALL_ERRORS = [
     UnsupportedTorchError("1.13"),
     UnsupportedTorchError("2.13.0", "torch._C:name (for tests)"),
     CaptureError("capture"),
+    TransferError("transfer"),
     PlanInvalid("plan"),
     ChunkingUnsupported("loss"),
     StepProfileError("step profile"),

@@ -18,6 +18,8 @@ import copy
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+from autoremat.planner.memory.code_places import START
+
 COPIED = "copied"
 """Name of the function in the joined statements that returns a copy, or its argument if its address is fixed."""
 
@@ -59,7 +61,7 @@ def _joined(statement: ast.stmt, partitions: Mapping[int, Sequence[ast.stmt]]) -
         number = int(arguments[1])
         # The list of arguments holds them, although the caller deletes its own names before the call.
         for parameter, argument in zip(_parameters(partitions[number]), value.elts, strict=True):
-            yield _assigned(f"{parameter}{MARK}{number}", _name(argument))
+            yield _assigned(f"{parameter}{MARK}{number}", ast.Name(_name(argument), ast.Load()))
     elif (called := _called(value)) is not None:
         yield from _run(partitions[called], _names(target), called)
     else:
@@ -97,8 +99,9 @@ def _parameters(body: Sequence[ast.stmt]) -> list[str]:
     return _names(first.targets[0]) if unpacks and isinstance(first, ast.Assign) else []
 
 
-def _assigned(target: str, value: str) -> ast.stmt:
-    return ast.Assign([ast.Name(target, ast.Store())], ast.Name(value, ast.Load()))
+def _assigned(target: str, value: ast.expr) -> ast.stmt:
+    """Returns an assignment that no line of the generated code has."""
+    return ast.Assign([ast.Name(target, ast.Store())], value, lineno=START)
 
 
 def _deleted(names: Sequence[str]) -> ast.stmt:
@@ -109,9 +112,9 @@ def _copies(names: Sequence[str]) -> Iterator[ast.stmt]:
     """Yields the copies of inputs. All of them are allocated before the first original is freed."""
     for name in names:
         call = ast.Call(ast.Name(COPIED, ast.Load()), [ast.Name(name, ast.Load())], [])
-        yield ast.Assign([ast.Name(f"{name}{MARK}copies", ast.Store())], call)
+        yield _assigned(f"{name}{MARK}copies", call)
     for name in names:
-        yield _assigned(name, f"{name}{MARK}copies")
+        yield _assigned(name, ast.Name(f"{name}{MARK}copies", ast.Load()))
         yield _deleted([f"{name}{MARK}copies"])
 
 

@@ -101,7 +101,8 @@ class Planner:
         """
         best = self.choose(budget_bytes, accepts=accepts)
         search, seconds = self.search, 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
-        bytes_, smallest = self._least_bytes(), search.smallest if best is not None else search.lowest
+        bytes_, is_searched = self._least_bytes(), best is None or search.smallest.peak_bytes > (budget_bytes or math.inf)
+        smallest = search.lowest if is_searched else search.smallest
         if budget_bytes is not None and budget_bytes < bytes_:
             seconds = math.inf
         ends = (search.is_limited, self.ended_by_clock)

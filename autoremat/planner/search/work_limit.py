@@ -67,7 +67,7 @@ class WorkLimit:
         """Seconds of its units."""
         self.interrupted = False
         """True if the search has left something out, because its work was done or its time was over."""
-        self._longest = 0.0
+        self.longest = 0.0
 
     @contextmanager
     def unit(self, work: float = 0.0) -> Iterator[None]:
@@ -77,7 +77,7 @@ class WorkLimit:
         self.add(work)
         took = time.monotonic() - began
         self.elapsed += took
-        self._longest = max(self._longest, took)
+        self.longest = max(self.longest, took)
 
     def add(self, work: float) -> None:
         """Counts ``work``."""
@@ -101,9 +101,9 @@ class WorkLimit:
         """Gives a further search that share of the work of a whole one, and the time that is left."""
         further = WorkLimit(self.seconds)
         further.work *= share
-        further.elapsed, further._longest = self.elapsed, self._longest
+        further.elapsed, further.longest = self.elapsed, self.longest
         yield further
-        self.elapsed, self._longest = further.elapsed, further._longest
+        self.elapsed, self.longest = further.elapsed, further.longest
         self.ended_by_clock = self.ended_by_clock or further.ended_by_clock
 
     def include(self, part: WorkLimit) -> None:
@@ -121,7 +121,7 @@ class WorkLimit:
         """
         share *= 1.0 - self._later
         is_done = self.done >= share * self.work
-        is_late = self.elapsed > (1 + share) / 2 * self.seconds or self.elapsed + self._longest > self.seconds
+        is_late = self.elapsed > (1 + share) / 2 * self.seconds or self.elapsed + self.longest > self.seconds
         self.interrupted = self.interrupted or is_done or is_late
         self.ended_by_clock = self.ended_by_clock or (is_late and not is_done)
         return is_done or is_late
