@@ -26,6 +26,7 @@ from autoremat.planner.plans import plan_file
 from autoremat.planner.plans.candidate import Candidate
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.bound_forms import BoundForms, set_aside
+from autoremat.planner.search.candidates import EVERY_STRATEGY, Strategies
 from autoremat.planner.search.plan_source import PlanSource
 from autoremat.planner.search.planner import Planner
 from autoremat.planner.search.planning_result import PlanningResult
@@ -296,7 +297,9 @@ def planner_of(
     known = next((planner for begun_for, planner in earlier.searches if begun_for == wanted), None)
     host = request.limits.host_bytes
     graph, left = set_aside(constrained.graph, bound, host) if bound else (constrained.graph, host)
-    planner = known or new_planner(graph, request.time_limit, given, soft_budget, left)
+    # What the allocator reserves need not fall with the peak, so no lower peak is searched for such a budget.
+    strategies = EVERY_STRATEGY if request.count == "allocated" else EVERY_STRATEGY & ~Strategies.LOWER
+    planner = known or new_planner(graph, request.time_limit, given, soft_budget, left, strategies)
     if known is None:
         planner = BoundForms(planner, constrained.graph, bound, host) if bound else planner
         earlier.searches.append((wanted, planner))
@@ -304,10 +307,15 @@ def planner_of(
 
 
 def new_planner(
-    graph: Graph, time_limit: float, given: tuple[Candidate, ...], soft_budget: int | None, host_bytes: int | None = None
+    graph: Graph,
+    time_limit: float,
+    given: tuple[Candidate, ...],
+    soft_budget: int | None,
+    host_bytes: int | None,
+    strategies: Strategies,
 ) -> PlanSource:
     """Returns the search that trains models. Another :class:`PlanSource` can take its place here."""
-    return Planner(graph, time_limit, given=given, soft_budget_bytes=soft_budget, host_bytes=host_bytes)
+    return Planner(graph, time_limit, strategies, given=given, soft_budget_bytes=soft_budget, host_bytes=host_bytes)
 
 
 def stored_plan(priced: PricedGraph, context: PlanningContext, planner: PlanSource) -> tuple[str, Plan] | None:

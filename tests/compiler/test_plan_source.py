@@ -78,7 +78,7 @@ def gradients_of(function: Callable[[torch.Tensor], torch.Tensor], inputs: torch
 def test_a_search_of_two_plans_trains_a_model(monkeypatch, compiler, options):
     asked: list[PlanSource] = []
 
-    def new_planner(graph, time_limit, given, soft_budget, host_bytes):
+    def new_planner(graph, time_limit, given, soft_budget, host_bytes, strategies):
         asked.append(TwoPlans(graph))
         return asked[-1]
 

@@ -97,12 +97,13 @@ class Planner:
     def find(self, budget_bytes: int | None, accepts: Callable[[Plan], bool] | None = None) -> PlanningResult:
         """Returns the cheapest plan found with a peak of at most ``budget_bytes`` (None: no bound), and the lower bounds.
 
-        With ``accepts``, only plans that it admits count, out of those that :meth:`Search.spread_out` finds for all budgets.
+        With ``accepts``, only plans that it admits count, out of those that :meth:`Search.spread_out` finds for all budgets. A
+        lower peak is not searched for then: what is accepted need not fall with the peak.
         """
         best = self.choose(budget_bytes, accepts=accepts)
         search, seconds = self.search, 0.0 if budget_bytes is None else self.moments.seconds(budget_bytes)
-        bytes_, is_searched = self._least_bytes(), best is None or search.smallest.peak_bytes > (budget_bytes or math.inf)
-        smallest = search.lowest if is_searched else search.smallest
+        bytes_, is_lowered = self._least_bytes(), budget_bytes is not None and search.smallest.peak_bytes > budget_bytes
+        smallest = search.lowest if is_lowered and accepts is None else search.smallest
         if budget_bytes is not None and budget_bytes < bytes_:
             seconds = math.inf
         ends = (search.is_limited, self.ended_by_clock)
@@ -145,9 +146,8 @@ class Planner:
             else:
                 best = search.cheapest(budget_bytes)
             smallest = search.smallest
-            if best is None and budget_bytes is not None:
+            if best is None and budget_bytes is not None and accepts is None:
                 best, smallest = search.lowered_to(budget_bytes), search.lowest
-                best = best if accepts is None or best is None or accepts(best) else None
             for plan in filter(None, (best, smallest)):
                 self.check(plan)
         return best
