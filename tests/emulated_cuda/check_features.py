@@ -53,7 +53,7 @@ def test_autocast_recomputes_casts_of_parameters():
     sizes = {2 * p.numel() for p in module.parameters()}  # activations are of other sizes
     casts = [value for value in report.values if "convert_element_type" in value.op and value.bytes in sizes]
     assert casts
-    assert all(value.decision is not Decision.SAVED for value in casts)
+    assert any(value.decision is Decision.RECOMPUTED for value in casts)  # the others cost nothing at the peak
 
 
 class Attention(nn.Module):
