@@ -114,6 +114,7 @@ class Search:
     def __post_init__(self) -> None:
         self.explored = False
         self.filled: list[Candidate] = []  # kept, so that a later, larger budget never costs more than an earlier one
+        self.lowered: list[Plan] = []  # likewise
         with self.limit.unit(PREPARATION * len(self.graph.ops)):
             self.mincut = MinCut(self.graph, self.limit)
             self.chain = Chain.of(self.graph)
@@ -127,7 +128,7 @@ class Search:
     def forget(self) -> None:
         """Forgets the plans that were made for budgets."""
         self.explored = False
-        self.filled = []
+        self.filled, self.lowered = [], []
         if self.joint is not None:
             self.joint.found = []
 
@@ -305,7 +306,8 @@ class Search:
         if self.lowest.peak_bytes > budget:
             return None
         with self.limit.beside(SETTINGS.least_peak.share) as limit:
-            return self.lowest if self.lowest.schedule.stays else relaxed(self.lowest, budget, limit)
+            self.lowered.append(self.lowest if self.lowest.schedule.stays else relaxed(self.lowest, budget, limit))
+        return self.lowered[-1]
 
     @cached_property
     def least_cost(self) -> float:
@@ -320,7 +322,7 @@ class Search:
 
     def best(self, budget: int | None, accepts: Callable[[Plan], bool] = bool) -> Plan | None:
         """Returns the cheapest plan found so far within ``budget`` bytes (None: no bound) that ``accepts`` admits."""
-        plans = (*self.unfilled, *(c.plan for c in self.made_for_budgets))
+        plans = (*self.unfilled, *(c.plan for c in self.made_for_budgets), *self.lowered)
         fitting = (p for p in plans if (budget is None or p.peak_bytes <= budget) and accepts(p))
         return min(fitting, key=lambda p: p.cost_seconds, default=None)
 
