@@ -117,8 +117,8 @@ class _Sweep:
         self.late: list[Storable] = []
         """Values whose store would end too late to be of use, unless the compute stream waits."""
         self.away: dict[int, _Away] = {}
-        self.promised: set[int] = set()
-        """Values that will be stored in any case, for the memory of the other open calls."""
+        self.promised: dict[int, Storable] = {}
+        """Values that will be stored in any case, for the memory of the other open calls, each in its form."""
 
     @property
     def now(self) -> float:
@@ -140,7 +140,7 @@ class _Sweep:
                 self._begin_stores(group)
             if group == self.grouped.num_forward - 1:
                 for one in (*self.ready, *self.late):
-                    if one.value in self.promised.difference(self.away):
+                    if self.promised.get(one.value) is one and one.value not in self.away:
                         self._store_now(one, group, group)
         return True
 
@@ -159,7 +159,7 @@ class _Sweep:
 
     def _begin_stores(self, group: int) -> None:
         """Gives idle engines values, as long as a group behind ``group`` is over the goal."""
-        while self.bytes[group + 1 :].max(initial=0) > self.goal or self.promised.difference(self.away):
+        while self.bytes[group + 1 :].max(initial=0) > self.goal or self.promised.keys() - self.away.keys():
             chosen = next((one for one in self.ready if self.idle_from[one.form.store.engine] <= self.now), None)
             if chosen is None:
                 return
@@ -177,7 +177,9 @@ class _Sweep:
 
     def _is_possible(self, one: Storable) -> bool:
         """Returns True if the value has no other form, and the host has room for it."""
-        return one.value not in self.away and (one.value in self.promised or one.form.host_bytes <= self.host)
+        if one.value in self.promised:
+            return one.value not in self.away and self.promised[one.value] is one
+        return one.value not in self.away and one.form.host_bytes <= self.host
 
     def _promise(self) -> bool:
         """Decides to store the next value, for the memory of the other open calls. Returns False if there is none."""
@@ -185,7 +187,7 @@ class _Sweep:
         one = next(following, None) if self.others else None
         if one is None:
             return False
-        self.promised.add(one.value)
+        self.promised[one.value] = one
         self._account(one)
         return True
 
