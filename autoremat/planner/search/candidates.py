@@ -20,7 +20,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import chain, islice, zip_longest
-from typing import Protocol
 
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Constraint
@@ -32,6 +31,7 @@ from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.least_peak import lowered, relaxed
 from autoremat.planner.search.min_cut import MinCut
 from autoremat.planner.search.peak_bound import PeakBound
+from autoremat.planner.search.plans_with_stays import PlansWithStays
 from autoremat.planner.search.relieving_plans import SHARES, relieving
 from autoremat.planner.search.ruin_and_recreate import recreate
 from autoremat.planner.search.work_limit import PLACEMENT, PREPARATION, SIMULATION, WorkLimit
@@ -78,22 +78,6 @@ def spread_early(count: int) -> list[int]:
 def effort(work: int, limits: tuple[int, int], num_forward: int) -> int:
     """Returns ``work`` per forward op, clipped to ``limits``, so that the search time grows at most linearly with the graph."""
     return min(max(work // max(num_forward, 1), limits[0]), limits[1])
-
-
-class PlansWithStays(Protocol):
-    """Plans with stays, from those of a search (:class:`~autoremat.planner.search.joint_search.JointSearch`)."""
-
-    found: list[Candidate]
-    """Plans made for all budgets so far."""
-
-    @property
-    def smallest(self) -> Candidate | None:
-        """The plan of the least peak found, if stays lower the peak."""
-        ...
-
-    def improve(self, budget: int, thorough: bool = True, suffices: Callable[[Plan], bool] = ...) -> None:
-        """Finds plans within ``budget`` bytes, until one suffices."""
-        ...
 
 
 @dataclass
