@@ -45,6 +45,7 @@ class PeakBound:
         self.bytes = [min([value.bytes, *(form.device_bytes for form in value.forms)]) for value in graph.values]
         """For each value, its bytes in its smallest form."""
         self.producer = [-1 if value.producer is None else value.producer for value in graph.values]
+        self.held_bytes = self._held_bytes()
         self.last_read = [max(readers, default=-1) for readers in graph.readers]
         for value in graph.backward_outputs:
             self.last_read[value] = self.count
@@ -55,6 +56,11 @@ class PeakBound:
         self.cuts_left = max(settings.peak_cuts // (1 + self.count + len(graph.values)), settings.fewest_peak_cuts)
         self._build()
         self._most_held = self._most_bytes()
+
+    @property
+    def is_spent(self) -> bool:
+        """True after the last cut that the graph's size allows."""
+        return self.cuts_left <= 0
 
     def _can_run_again(self, index: int) -> bool:
         """Returns True if an op may run again in the backward, or where its result is read."""
@@ -75,6 +81,10 @@ class PeakBound:
         self._arcs([*once, *reads])
         self.hold = self._arcs([(self.producer[value], node[value]) for value in self.values])
         self.need = self._arcs([(node[value], self.sink) for value in self.values])
+        self.made_at = np.array([self.producer[value] for value in self.values], dtype=np.int64)
+        self.read_until = np.array([self.last_read[value] for value in self.values], dtype=np.int64)
+        prices = (INFINITE if self.inlined[value] else self.bytes[value] for value in self.values)
+        self.prices = np.array(list(prices), dtype=np.int64)
 
     def _arcs(self, pairs: list[tuple[int, int]]) -> NDArray[np.int32]:
         ends = np.array(pairs, dtype=np.int32).reshape(-1, 2)
@@ -84,7 +94,7 @@ class PeakBound:
 
     def held(self, place: int) -> set[int]:
         """Returns the values that the caller holds while the backward is at ``place``."""
-        return {*self.outputs, *(v for v in self.gradients if self.producer[v] < place)}
+        return {value for value in self.outputs | self.gradients if self.is_held(value, place)}
 
     def read(self, index: int) -> set[int]:
         """Returns the materialised values that an op reads under every plan, also through inlined results."""
@@ -114,23 +124,33 @@ class PeakBound:
 
         The values ``live`` are live beside those of the caller.
         """
-        live = live | self.held(place)
-        prices = (INFINITE if self.inlined[v] else self.bytes[v] for v in self.values)
-        hold = [0 if v in live or self.producer[v] >= place else price for v, price in zip(self.values, prices, strict=True)]
-        need = [INFINITE * (self.producer[v] < place <= self.last_read[v]) for v in self.values]
-        self.flow.set_arcs_capacity(self.hold, np.array(hold, dtype=np.int64))
-        self.flow.set_arcs_capacity(self.need, np.array(need, dtype=np.int64))
+        free = np.isin(self.values, list(live | self.held(place))) | (self.made_at >= place)
+        needed = (self.made_at < place) & (place <= self.read_until)
+        self.flow.set_arcs_capacity(self.hold, np.where(free, 0, self.prices))
+        self.flow.set_arcs_capacity(self.need, np.where(needed, INFINITE, 0))
         self.flow.solve(self.source, self.sink)
         self.cuts_left -= 1
-        return self._certain_bytes(index, live) + int(self.flow.optimal_flow())
+        return self._certain_bytes(index, place, live) + int(self.flow.optimal_flow())
 
-    def _certain_bytes(self, index: int, live: set[int]) -> int:
-        bytes_ = sum(self.graph.values[value].bytes for value in live)
-        return self.graph.tangent_bytes + self.graph.ops[index].workspace_bytes + bytes_
+    def _certain_bytes(self, index: int, place: int, live: set[int]) -> int:
+        """Returns the bytes that are live beside the cut: tangents, workspace, the values ``live`` and those of the caller."""
+        beside = sum(self.graph.values[value].bytes for value in live if not self.is_held(value, place))
+        return self.graph.tangent_bytes + self.graph.ops[index].workspace_bytes + int(self.held_bytes[place]) + beside
+
+    def is_held(self, value: int, place: int) -> bool:
+        """Returns True if the caller holds a value while the backward is at ``place``."""
+        return value in self.outputs or (value in self.gradients and self.producer[value] < place)
+
+    def _held_bytes(self) -> NDArray[np.int64]:
+        """Returns, for each op, the bytes of the values that the caller holds while the backward is there."""
+        held = np.zeros(self.count + 1, dtype=np.int64)
+        for value in self.gradients:
+            held[self.producer[value] + 1] += self.graph.values[value].bytes
+        return np.cumsum(held) + sum(self.graph.values[value].bytes for value in self.outputs)
 
     def most(self, index: int, place: int, live: set[int]) -> int:
         """Returns an upper bound on :meth:`least`, without a cut."""
-        return self._certain_bytes(index, live | self.held(place)) + int(self._most_held[place])
+        return self._certain_bytes(index, place, live) + int(self._most_held[place])
 
     def _most_bytes(self) -> NDArray[np.int64]:
         """Returns, for each op, an upper bound on the bytes of the cut: all that it or a later op reads is live."""
@@ -151,7 +171,9 @@ class PeakBound:
         most = {index: self.most(index, index, self.read(index) | self.made(index)) for index in backward}
         found = 0
         for index in sorted(backward, key=lambda index: (-most[index], index)):
-            if most[index] <= found or not self.cuts_left:
+            if self.is_spent:
+                return found
+            if most[index] <= found:
                 break
             found = max(found, self.bytes_at(index))
         for index in sorted(backward, key=lambda index: (-most[index], index)):
@@ -176,7 +198,7 @@ class PeakBound:
         operands = self.read(producer) | self.made(producer)
         found, holding = INFINITE, 0
         for place in range(index, first - 1, -1):
-            if max(holding, self.most(producer, place, operands)) <= known or not self.cuts_left:
+            if self.is_spent or max(holding, self.most(producer, place, operands)) <= known:
                 return 0
             found = min(found, max(holding, self.least(producer, place, operands)))
             if found <= known:
