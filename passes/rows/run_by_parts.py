@@ -59,6 +59,19 @@ def bounds_of(rows: int, parts: int) -> list[tuple[int, int]]:
     return [(start, min(start + length, rows)) for start in range(0, rows, length)]
 
 
+def stages_of(graph: fx.Graph, region: Region) -> dict[fx.Node, int]:
+    """Returns the stage of each node of ``region``. Between two stages, something outside reads joined parts of the first."""
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        begins = joint_graphs.is_traced_in_backward(node) or (node.op == "placeholder" and joint_graphs.is_tangent(node))
+        stage = IN_BACKWARD if begins else 0
+        for operand in node.all_input_nodes:
+            joined = operand in region.steps and not (node in region.steps and region.holds(operand))
+            stage = max(stage, found[operand] + joined)
+        found[node] = stage
+    return {node: found[node] for node in region.steps}
+
+
 @dataclass
 class _Rewriting:
     """Replaces the region by its chunks, stage by stage: whole results are read only from earlier stages."""
@@ -81,7 +94,7 @@ class _Rewriting:
         """Rewrites the graph: adds the chunks of all stages, erases the region and sorts the nodes."""
         order = {node: position for position, node in enumerate(self.graph.nodes)}
         stages: dict[int, list[fx.Node]] = {}
-        for node, stage in self.stages().items():
+        for node, stage in stages_of(self.graph, self.region).items():
             stages.setdefault(stage, []).append(node)
         for stage, nodes in sorted(stages.items()):
             nodes.sort(key=lambda node: order[node])
@@ -90,18 +103,6 @@ class _Rewriting:
         for node in sorted(self.region.steps, key=lambda node: -order[node]):
             self.graph.erase_node(node)
         _sort(self.graph)
-
-    def stages(self) -> dict[fx.Node, int]:
-        """Returns the stage of each node of the region."""
-        found: dict[fx.Node, int] = {}
-        for node in self.graph.nodes:
-            begins = joint_graphs.is_traced_in_backward(node) or (node.op == "placeholder" and joint_graphs.is_tangent(node))
-            stage = IN_BACKWARD if begins else 0
-            for operand in node.all_input_nodes:
-                joined = operand in self.region.steps and not (node in self.region.steps and self.region.holds(operand))
-                stage = max(stage, found[operand] + joined)
-            found[node] = stage
-        return {node: found[node] for node in self.region.steps}
 
     def run_stage(self, nodes: list[fx.Node], backwards: bool) -> None:
         """Adds the chunks of one stage and joins them. Backward stages start with the last chunk."""

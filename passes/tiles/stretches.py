@@ -24,6 +24,7 @@ from torch import fx
 from autoremat.basics.errors import ChunkingUnsupported
 from autoremat.passes.rows.row_partition import Region, Rows, has_dynamic_sizes, row_dimensions, shape_of
 from autoremat.passes.rows.row_rules import step_of
+from autoremat.passes.rows.run_by_parts import IN_BACKWARD, stages_of
 from autoremat.torch_private import joint_graphs
 
 aten = torch.ops.aten
@@ -44,7 +45,7 @@ def find_stretches(graph: fx.Graph, left_out: fx.Node | None) -> list[Region]:
         seeds = [node for node in widening if shape_of(node)[0] == count and node not in taken]
         by_rows = _row_by_row(graph, count, taken | ({left_out} if left_out is not None else set()))
         seeds = [node for node in seeds if node in by_rows.steps]
-        found += _Cutting(by_rows).stretches(seeds) if seeds and count > 1 else []
+        found += _Cutting(by_rows, stages_of(graph, by_rows)).stretches(seeds) if seeds and count > 1 else []
     return found
 
 
@@ -94,6 +95,7 @@ class _Cutting:
     """Cuts the stretches out of ``by_rows``, all nodes that compute row by row."""
 
     by_rows: Region
+    stages: dict[fx.Node, int]
 
     def stretches(self, seeds: list[fx.Node]) -> list[Region]:
         """Returns the stretches around those of ``seeds`` whose results stay inside."""
@@ -107,14 +109,25 @@ class _Cutting:
 
     @cached_property
     def readers(self) -> dict[fx.Node, list[fx.Node]]:
-        """The nodes that read parts of each value, by value: those of nodes that compute row by row, and others."""
+        """The nodes that read parts of each value, by value: those of nodes that compute row by row, and others.
+
+        A later stage of the same half reads the whole: all tiles of the earlier stage are live then. The backward may recompute
+        a tile of the forward.
+        """
         steps = self.by_rows.steps
         found: dict[fx.Node, list[fx.Node]] = {node: [] for node, step in steps.items() if step.by_part}
         for node, step in steps.items():
             for value in node.all_input_nodes:
                 if value in found or isinstance(step.reads.get(value), Rows):
-                    found.setdefault(value, []).append(node)
+                    readers = found.setdefault(value, [])
+                    if value not in steps or self.may_share(self.stages[value], self.stages[node]):
+                        readers.append(node)
         return found
+
+    @staticmethod
+    def may_share(making: int, reading: int) -> bool:
+        """Returns True if a tile that one stage makes need not outlive the tile in which the other stage reads it."""
+        return making == reading or making < IN_BACKWARD <= reading
 
     def is_cut(self, value: fx.Node, inside: set[fx.Node]) -> bool:
         """Returns True if ``value`` must exist whole: something inside makes or reads it, and something outside too."""
@@ -145,10 +158,10 @@ class _Cutting:
         return {node for node, index in number.items() if index not in outside}
 
     def parts(self, inside: set[fx.Node], seeds: Iterable[fx.Node]) -> list[list[fx.Node]]:
-        """Returns the connected parts of ``inside`` that hold a seed, each in the sequence of the graph."""
+        """Returns the parts of ``inside`` that uncut values connect and that hold a seed, each in the sequence of the graph."""
         joined: dict[fx.Node, list[fx.Node]] = {node: [] for node in inside}
         for value in inside:
-            if self.by_rows.holds(value):
+            if self.by_rows.holds(value) and not self.is_cut(value, inside):
                 for reader in self.readers[value]:
                     if reader in inside:
                         joined[value].append(reader)
