@@ -27,7 +27,7 @@ from autoremat.ops import op_traits
 from autoremat.passes.chunked_loss.hoist_selection import select_before_projecting
 from autoremat.passes.rows.row_partition import Region, Rows, Step, described, has_dynamic_sizes, shape_of, size_hints
 from autoremat.passes.rows.row_rules import projection_step, step_of
-from autoremat.passes.rows.run_by_parts import run_by_parts
+from autoremat.passes.rows.run_by_parts import PART, run_by_parts
 from autoremat.torch_private import joint_graphs
 
 aten = torch.ops.aten
@@ -82,7 +82,7 @@ def _projection(graph: fx.Graph) -> fx.Node:
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default):
             continue
-        if joint_graphs.is_traced_in_backward(node) or node.kwargs:
+        if joint_graphs.is_traced_in_backward(node) or node.kwargs or PART in node.meta:
             continue
         (rows, width), (_, inner) = size_hints(node), size_hints(node.args[-2])
         found.append((rows * width if width >= WIDENS * inner else 0, node))

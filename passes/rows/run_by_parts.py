@@ -38,6 +38,9 @@ convert = torch.ops.prims.convert_element_type.default
 IN_BACKWARD = 1 << 20
 """Offset for the stages of backward nodes, which keeps every node of the forward before them."""
 
+PART = "autoremat_part"
+"""Key in the ``meta`` of nodes that compute a part of rows. No pass parts them again."""
+
 HALF = (torch.float16, torch.bfloat16)
 
 
@@ -60,7 +63,10 @@ def bounds_of(rows: int, parts: int) -> list[tuple[int, int]]:
 
 
 def stages_of(graph: fx.Graph, region: Region) -> dict[fx.Node, int]:
-    """Returns the stage of each node of ``region``. Between two stages, something outside reads joined parts of the first."""
+    """Returns the stage of each node of ``region``. Between two stages, something outside reads joined parts of the first.
+
+    A node runs in the latest stage of its half in which its parts serve all readers, so that they need not wait for them.
+    """
     found: dict[fx.Node, int] = {}
     for node in graph.nodes:
         begins = joint_graphs.is_traced_in_backward(node) or (node.op == "placeholder" and joint_graphs.is_tangent(node))
@@ -69,6 +75,11 @@ def stages_of(graph: fx.Graph, region: Region) -> dict[fx.Node, int]:
             joined = operand in region.steps and not (node in region.steps and region.holds(operand))
             stage = max(stage, found[operand] + joined)
         found[node] = stage
+    for node in reversed(graph.nodes):
+        if region.holds(node) and node.users and all(user in region.steps for user in node.users):
+            first = min(found[user] for user in node.users)
+            if (first < IN_BACKWARD) == (found[node] < IN_BACKWARD):
+                found[node] = max(found[node], first)
     return {node: found[node] for node in region.steps}
 
 
@@ -127,6 +138,7 @@ class _Rewriting:
         if step.by_part:
             made = cast("fx.Node", args[0]) if call is None else self.build.make(node, *call)
             _check(node, made, step, stop - start)
+            made.meta[PART] = True
             self.made[node, part] = made
         else:
             assert call is not None
