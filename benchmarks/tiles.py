@@ -3,8 +3,8 @@
     python benchmarks/tiles.py            # by name for an H100, then measured on the CPU
     python benchmarks/tiles.py --planned  # by name alone, without running anything
 
-By name: an MLP of Llama-3.1-8B in bfloat16 on the meta device, for the least peak that its plans reach. Measured: a small MLP in
-32 bits, with the largest difference of a gradient from that of the untiled step, as a share of the gradient's largest entry.
+By name: an MLP of Llama-3.1-8B in bfloat16 on the meta device, for the least peak that its plans reach. Measured: a small MLP
+in 32 bits, with the largest difference of a gradient from that of the untiled step, as a share of its largest entry.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import autoremat
+from autoremat.basics.errors import BudgetWarning
 
 ROOT = Path(__file__).resolve().parent.parent
 CARD = "H100-80GB"
@@ -167,7 +168,7 @@ def main() -> None:
     parser.add_argument("--planned", action="store_true", help="without running anything")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
-    warnings.simplefilter("ignore", autoremat.errors.BudgetWarning)
+    warnings.simplefilter("ignore", BudgetWarning)
     by_name: list[Planned] = []
     for tokens in arguments.tokens:
         for tiles in arguments.tiles:

@@ -51,9 +51,13 @@ def run_by_parts(graph: fx.Graph, regions: Iterable[Region], parts: int) -> int:
     for region in regions:
         bounds = bounds_of(region.count, parts)
         most = max(most, len(bounds))
-        _Rewriting(graph, region, bounds, Builder.beside(next(iter(region.steps)))).run()
+        _Rewriting(graph, region, bounds, Builder.beside(_with_tensor(region))).run()
     graph.eliminate_dead_code()
     return most
+
+
+def _with_tensor(region: Region) -> fx.Node:
+    return next(node for node in region.steps if isinstance(node.meta.get("val"), torch.Tensor))
 
 
 def bounds_of(rows: int, parts: int) -> list[tuple[int, int]]:
@@ -180,7 +184,13 @@ class _Rewriting:
         self.terms.setdefault(node, []).append(term)
         if low:
             term = self.build.make(node, convert, (term, torch.float32))
-        self.sums[node] = term if before is None else self.build.make(node, aten.add.Tensor, (before, term))
+        if before is None:
+            self.sums[node] = term
+            return
+        self.sums[node] = self.build.make(node, aten.add.Tensor, (before, term))
+        self.sums[node].meta[op_traits.MATERIALIZED] = (
+            True  # else one late kernel adds the terms of many parts, all of them live
+        )
 
     def join(self, node: fx.Node) -> None:
         """Replaces ``node`` by its joined chunks, or by their sum, for readers that need the whole result."""
