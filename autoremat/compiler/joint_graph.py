@@ -40,6 +40,8 @@ class ToldPlan:
     file: PlanFile
     chunks: int
     """Number of chunks of the loss."""
+    tiles: int = 1
+    """Number of tiles of the stretches that compute row by row."""
     ended_by_clock: bool = False
     """True if the clock ended the search for it."""
 
@@ -84,6 +86,10 @@ class JointGraph:
     module: fx.GraphModule
     inputs: Sequence[object]
     keywords: Mapping[str, Any]
+    tiles: int = 1
+    """Number of tiles of the stretches that compute row by row."""
+    stretches: int = 0
+    """Number of the stretches that are tiled."""
 
     @property
     def is_region(self) -> bool:

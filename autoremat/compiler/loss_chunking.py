@@ -114,11 +114,16 @@ def choose_chunking(priced: PricedGraph, context: PlanningContext, contend: Cont
             by = chunked_by(priced.joint.module)
             _warn(f"{by} computes the loss in chunks already" if by else str(reason))
         found = found or [contend(priced, 1, None)]
+    return ChunkingChoice(best_of(found, context.request.limits), whole, remedy)
+
+
+def best_of(found: Sequence[ChunkingCandidate], limits: Limits) -> ChunkingCandidate:
+    """Returns the fastest candidate that fits; if none fits, the one with the minimum peak."""
     fitting = [candidate for candidate in found if candidate.fits]
     fitting = fitting or [candidate for candidate in found if candidate.planning.plan is not None]
     if fitting:
-        return ChunkingChoice(min(fitting, key=_rank_under(context.request.limits)), whole, remedy)
-    return ChunkingChoice(min(found, key=lambda candidate: candidate.planning.smallest.peak_bytes), whole, remedy)
+        return min(fitting, key=_rank_under(limits))
+    return min(found, key=lambda candidate: candidate.planning.smallest.peak_bytes)
 
 
 def _wanted(context: PlanningContext) -> bool | int | str:

@@ -193,7 +193,7 @@ class Members:
         self.record = found if agreed["is_warm"] else None
         known = None if self.record is None else self.record.report
         if known is not None and known.plan is not None:
-            self.told = _told("of an earlier process", known.plan.dumps(), known.loss_chunks, known.ended_by_clock)
+            self.told = _told("of an earlier process", known.plan.dumps(), known.loss_chunks, known.tiles, known.ended_by_clock)
         request = replace(request, limits=limits)
         rates = None if agreed["rates"] is None else Rates.from_json(agreed["rates"])
         return Agreed(request, self.record, rates, None if agreed["link"] is None else HostLink(*agreed["link"]))
@@ -259,14 +259,14 @@ class Members:
         text = None
         if self.session.channel.rank in tellers.values():
             last = list(planned.values())[-1]  # the graph around all regions
-            text = [last.plan.dumps(), last.report.loss_chunks, last.report.ended_by_clock]
+            text = [last.plan.dumps(), last.report.loss_chunks, last.report.tiles, last.report.ended_by_clock]
         texts = self.session.round("plan", text, lambda parts: {str(rank): parts[rank] for rank in tellers.values()})
         self.is_told, self.nonce = True, f"{self.nonce} told"
         teller = tellers.get(part["graphs"])
         if teller is None:
             return self.settled()  # once the others have compiled again
-        plan, chunks, by_clock = texts[str(teller)]
-        self.told = _told(f"of rank {teller}", plan, chunks, by_clock)
+        plan, chunks, tiles, by_clock = texts[str(teller)]
+        self.told = _told(f"of rank {teller}", plan, chunks, tiles, by_clock)
         return False
 
     def _tellers(self, parts: Parts) -> dict[str, int]:
@@ -299,8 +299,8 @@ def _hash(texts: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
 
-def _told(whose: str, text: str, chunks: int, by_clock: bool) -> ToldPlan:
-    return ToldPlan(PlanFile(whose, _hash([text]), Plan.loads(text, f"the plan {whose}")), chunks, by_clock)
+def _told(whose: str, text: str, chunks: int, tiles: int, by_clock: bool) -> ToldPlan:
+    return ToldPlan(PlanFile(whose, _hash([text]), Plan.loads(text, f"the plan {whose}")), chunks, tiles, by_clock)
 
 
 def _by_graph(parts: Parts) -> dict[str, Any]:

@@ -56,6 +56,8 @@ def report_of(facts: ReportedPlan, context: PlanningContext, start: float) -> Re
         compiler=context.request.compiler,
         device=captured.device.name,
         loss_chunks=taken.chunks,
+        tiles=taken.priced.joint.tiles,
+        tiled_stretches=taken.priced.joint.stretches,
         loss_chunked_by=chunked_by(taken.priced.joint.module),
         code_headroom_bytes=facts.code_headroom_bytes,
         minimum_unchunked_bytes=None if whole is None else whole.planning.smallest.peak_bytes,

@@ -12,10 +12,11 @@ from autoremat.compiler.counting import Count, find_within, judged
 from autoremat.compiler.headroom import headroom_of, with_code
 from autoremat.compiler.infeasibility import no_plan_fits
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
-from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice, choose_chunking
+from autoremat.compiler.loss_chunking import ChunkingCandidate, ChunkingChoice
 from autoremat.compiler.plan_report import ReportedPlan, report_of
 from autoremat.compiler.reference import budget_of, find_soft_budget, plan_without_us, reference_of
 from autoremat.compiler.shares import acceptance, bytes_at_borders, slacks
+from autoremat.compiler.tiling import choose_parts
 from autoremat.planner.constraints import policies
 from autoremat.planner.constraints.constraints import ConstrainedGraph, Constraints
 from autoremat.planner.graph.graph import Graph
@@ -169,7 +170,7 @@ def plan_graph(priced: PricedGraph, context: PlanningContext, earlier: EarlierSe
     reference = reference_of(priced, context, planner, counted, earlier.torchs_plans)
     budget = budget_of(context, reference)
     candidates = _CandidateSearch(context, soft_budget, budget, headroom, bounded, earlier)
-    choice = choose_chunking(priced, context, candidates.candidate)
+    choice = choose_parts(priced, context, candidates.candidate)
     chosen = choice.taken
     by_clock = earlier.ended_by_clock or (context.told is not None and context.told.ended_by_clock)
     planning = dataclasses.replace(

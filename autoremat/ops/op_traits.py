@@ -190,9 +190,13 @@ def stays_in_kernel(node: fx.Node) -> bool:
     return kind_of(node) is Kind.POINTWISE and not facts(node).moves
 
 
+MATERIALIZED = "inductor_realize_to_strides"
+"""Key of a node's metadata that makes Inductor materialize its result with the traced strides."""
+
+
 def inlining_of(node: fx.Node, device_type: str) -> Inlining:
     """Returns the rule by which Inductor inlines the node's result into its readers."""
-    if getattr(packet(node), "__name__", "") in DRAWS:
+    if getattr(packet(node), "__name__", "") in DRAWS or MATERIALIZED in node.meta:
         return Inlining.NEVER
     return Inlining.ONCE if device_type == "cpu" and facts(node).computed_once else Inlining.CHEAP
 

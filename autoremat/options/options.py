@@ -58,6 +58,7 @@ class OptionValues(TypedDict, total=False):
     save: Collection[SavePattern] | Mapping[str, str]
     recompute: Collection[str]
     chunk_loss: bool | int | str
+    tiles: bool | int | str
     in_flight: int | None
     accumulate: bool | None
     interconnect_bandwidth: float | str | None
@@ -90,7 +91,7 @@ class Options:
         the first three with `host_memory`, and for "device" without it.
     - auto_headroom: bytes that "auto" keeps free on the CUDA device.
     - time_limit: seconds that one search may take. They grant an amount of work, which ends the search at the same plan on any
-        machine. Each attempt searches anew, and so does each candidate for a chunked loss.
+        machine. Each attempt searches anew, and so does each candidate for a chunked loss or tiles.
     - compiler: the compiler of the planned graphs: "inductor", or "aot_eager", which runs them uncompiled.
     - on_infeasible: the action if no plan fits: "raise", or "best_effort" to run at the minimum peak found.
     - cost_model: the source of the ops' seconds: "calibrated" (rates of the device, measured once) or "roofline" (data sheets;
@@ -105,6 +106,8 @@ class Options:
         mapping as `save`, such as `{"*.q_proj": "host"}`, also says in which form they are kept.
     - chunk_loss: chunking of the vocabulary projection, the loss and their gradients: "auto" (only if no other plan fits), True
         (also if predicted faster), an int >= 2 (always that many chunks), or False (never).
+    - tiles: tiling of the stretches of ops that compute row by row, such as an MLP: "auto" (only if no other plan fits), an int
+        >= 2 (always that many tiles), or False (never).
     - interconnect_bandwidth: bytes per second that one rank sends in a collective, such as "50GB/s"; None for the measured or
         assumed rate of each process group.
     - interconnect_latency: seconds of a collective beside its bytes; None for the measured or assumed ones.
@@ -135,6 +138,7 @@ class Options:
     save: tuple[SavePattern, ...] = ()
     recompute: tuple[str, ...] = ()
     chunk_loss: bool | int | str = "auto"
+    tiles: bool | int | str = False
     interconnect_bandwidth: float | None = None
     interconnect_latency: float | None = None
     agreement: str | tuple[int, ...] = field(default="auto", compare=False)
@@ -165,6 +169,7 @@ class Options:
             "save": values.saves(self.save),
             "recompute": values.patterns(self.recompute, "recompute"),
             "chunk_loss": values.chunks(self.chunk_loss),
+            "tiles": values.tiles(self.tiles),
             "interconnect_bandwidth": values.bandwidth(self.interconnect_bandwidth),
             "interconnect_latency": None
             if self.interconnect_latency is None

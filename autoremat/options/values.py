@@ -24,6 +24,7 @@ PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm
 SAVE_FORMS = f"{PATTERN_FORMS}, or a mapping from such patterns to forms among 'device', 'host' and 'bits'"
 PLAN_FORMS = "the path of a plan that Plan.save wrote, a Plan, a list of these, or None (search for a plan)"
 CHUNK_FORMS = f'"auto", True, False or a number of parts, an int from 2 to {MOST_PARTS}'
+TILE_FORMS = f'"auto", False or a number of tiles, an int from 2 to {MOST_PARTS}'
 BANDWIDTH_FORMS = 'text such as "50GB/s", a number of bytes per second >= 1, or None'
 AGREEMENT_FORMS = '"auto", "off" or a list of ranks, such as torch.distributed.get_process_group_ranks(group)'
 IN_FLIGHT_FORMS = f"an int from 1 to {MOST_PARTS}, or None to read it from the running pipeline schedule"
@@ -160,6 +161,16 @@ def chunks(value: object) -> bool | int | str:
     count = as_int(value)
     if count is None or not 2 <= count <= MOST_PARTS:
         raise refused("chunk_loss", value, CHUNK_FORMS)
+    return count
+
+
+def tiles(value: object) -> bool | int | str:
+    """Returns the option ``tiles``, with int-like numbers of tiles as ints."""
+    if value is False or (isinstance(value, str) and value == "auto"):
+        return value
+    count = None if isinstance(value, bool) else as_int(value)
+    if count is None or not 2 <= count <= MOST_PARTS:
+        raise refused("tiles", value, TILE_FORMS)
     return count
 
 

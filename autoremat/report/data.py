@@ -154,6 +154,10 @@ class ReportData:
     """Bytes of all gradients that the backward returns. No recomputation lowers the peak below them."""
     loss_chunks: int = 1
     """Number of chunks of the projection and the loss (see the option ``chunk_loss``)."""
+    tiles: int = 1
+    """Number of tiles of each stretch of ops that compute row by row (see the option ``tiles``)."""
+    tiled_stretches: int = 0
+    """Number of stretches that are tiled."""
     loss_chunked_by: str = ""
     """What computes the loss in chunks instead of autoremat: a function of torch or a setting of Inductor. Empty if nothing
     does."""

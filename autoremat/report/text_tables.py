@@ -128,6 +128,9 @@ def _chunks(report: ReportData) -> list[tuple[str, str]]:
         least = report.minimum_unchunked_bytes
         whole = "" if least is None else f"; without chunks the minimum peak found is {format_bytes(least)}"
         rows.append(("chunked loss", f"{report.loss_chunks} chunks, so sums over tokens round differently{whole}"))
+    if report.tiles > 1:
+        stretches = f"{report.tiled_stretches} stretch{'es' if report.tiled_stretches > 1 else ''}"
+        rows.append(("tiled", f"{stretches} in {report.tiles} tiles, so sums over rows round differently"))
     if report.loss_chunked_by:
         rows.append(("chunked loss", f"by {report.loss_chunked_by}, and not again by autoremat"))
     return rows

@@ -21,8 +21,8 @@ from torch import fx
 
 from autoremat.ops import op_traits
 from autoremat.passes.building import Builder
-from autoremat.passes.chunked_loss.row_partition import shape_of
-from autoremat.passes.chunked_loss.row_rules import VIEWS
+from autoremat.passes.rows.row_partition import shape_of
+from autoremat.passes.rows.row_rules import VIEWS
 from autoremat.torch_private import joint_graphs
 
 aten = torch.ops.aten

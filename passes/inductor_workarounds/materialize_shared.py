@@ -14,11 +14,8 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from autoremat.ops.op_traits import facts, is_view, kind_of
+from autoremat.ops.op_traits import MATERIALIZED, facts, is_view, kind_of
 from autoremat.planner.graph.op import Kind
-
-MARK = "inductor_realize_to_strides"
-"""Key of a node's metadata that makes Inductor materialise its result with the traced strides."""
 
 
 def materialize_shared(half: fx.GraphModule) -> int:
@@ -33,7 +30,7 @@ def materialize_shared(half: fx.GraphModule) -> int:
             attentions = sum(facts(reader).is_attention for reader in readers)
             viewed = any(through and kind_of(reader) is Kind.EXTERN for reader, through in readers.items())
             if attentions > 1 or (viewed and len(readers) > 1):
-                node.meta[MARK] = True
+                node.meta[MATERIALIZED] = True
                 marked += 1
     return marked
 

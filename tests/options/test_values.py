@@ -60,6 +60,7 @@ ACCEPTED: dict[str, set[str]] = {
     "policy": {"None", "'full'", "'none'", "'uniform:3'"},
     "save": {"()", "[]", "{}", "['layers.*']"},
     "recompute": {"()", "[]", "['layers.*']"},
+    "tiles": COUNTS - {"1"} | {"'auto'", "False", "int64"},
     "chunk_loss": COUNTS - {"1"} | {"'auto'", "True", "False", "int64"},
     "in_flight": COUNTS | {"None", "int64"},
     "accumulate": {"None", "True", "False"},

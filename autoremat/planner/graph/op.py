@@ -69,7 +69,7 @@ class Inlining(enum.Enum):
     ONCE = "once"
     """Only into a single reader, and so for every expression that contains it: exponentials and the like on CPUs."""
     NEVER = "never"
-    """Into no reader: random numbers."""
+    """Into no reader: random numbers, and results that a pass marks."""
 
 
 class Constraint(enum.Enum):

@@ -10,6 +10,7 @@ that sums over all rows also counts, because the sums of chunks can be added. ``
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -74,6 +75,11 @@ class Region:
     def rows(self, thing: Any) -> Rows | None:
         """Returns the position of the rows of a node that the region holds; None for anything else."""
         return self.steps[thing].rows if self.holds(thing) else None
+
+
+def row_dimensions(shape: Sequence[int], count: int) -> Rows | None:
+    """Returns the position of ``count`` rows in a tensor of these sizes; None if its leading sizes have another product."""
+    return next((Rows(lead) for lead in range(1, len(shape) + 1) if math.prod(shape[:lead]) == count), None)
 
 
 def size_hints(node: Any) -> tuple[int, ...]:

@@ -1,0 +1,249 @@
+"""Replaces a region of row-by-row ops by the same ops on parts of the rows.
+
+Results per row are concatenated; sums over rows are added up.
+
+    y = f(x, w)               dx, dw = g(dy, x)
+    becomes, with two parts,
+    y_0 = f(x[:a], w)         dx_1, dw_1 = g(dy[a:], x[a:])
+    y_1 = f(x[a:], w)         dx_0, dw_0 = g(dy[:a], x[:a])
+    y = cat(y_0, y_1)         dx = cat(dx_0, dx_1); dw = dw_1 + dw_0
+
+All are ordinary ops of the joint graph: the planner saves what a part computes, or recomputes it before its gradient. The
+backward starts with the last part, whose values are the newest. Sums over parts round differently from sums over all rows. Sums
+of 16-bit numbers stay in 32 bits until the last part.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from autoremat.basics.errors import ChunkingUnsupported
+from autoremat.ops import op_traits
+from autoremat.passes.building import Builder
+from autoremat.passes.rows.row_partition import Region, Rows, Step, described, shape_of
+from autoremat.planner.graph.op import SEQUENTIAL
+from autoremat.torch_private import joint_graphs
+
+aten = torch.ops.aten
+convert = torch.ops.prims.convert_element_type.default
+
+IN_BACKWARD = 1 << 20
+"""Offset for the stages of backward nodes, which keeps every node of the forward before them."""
+
+PART = "autoremat_part"
+"""Key in the ``meta`` of nodes that compute a part of rows. No pass parts them again."""
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def run_by_parts(graph: fx.Graph, regions: Iterable[Region], parts: int) -> int:
+    """Replaces each of ``regions`` by its ops on ``parts`` parts of its rows. Returns the largest number of parts, which is at
+    most the number of rows."""
+    most = 0
+    for region in regions:
+        bounds = bounds_of(region.count, parts)
+        most = max(most, len(bounds))
+        _Rewriting(graph, region, bounds, Builder.beside(_with_tensor(region))).run()
+    graph.eliminate_dead_code()
+    return most
+
+
+def _with_tensor(region: Region) -> fx.Node:
+    return next(node for node in region.steps if isinstance(node.meta.get("val"), torch.Tensor))
+
+
+def bounds_of(rows: int, parts: int) -> list[tuple[int, int]]:
+    """Returns the first row of each part and the row behind its last one."""
+    length = math.ceil(rows / min(parts, rows))
+    return [(start, min(start + length, rows)) for start in range(0, rows, length)]
+
+
+def stages_of(graph: fx.Graph, region: Region) -> dict[fx.Node, int]:
+    """Returns the stage of each node of ``region``. Between two stages, something outside reads joined parts of the first.
+
+    A node runs in the latest stage of its half in which its parts serve all readers, so that they need not wait for them.
+    """
+    found: dict[fx.Node, int] = {}
+    for node in graph.nodes:
+        begins = joint_graphs.is_traced_in_backward(node) or (node.op == "placeholder" and joint_graphs.is_tangent(node))
+        stage = IN_BACKWARD if begins else 0
+        for operand in node.all_input_nodes:
+            joined = operand in region.steps and not (node in region.steps and region.holds(operand))
+            stage = max(stage, found[operand] + joined)
+        found[node] = stage
+    for node in reversed(graph.nodes):
+        if region.holds(node) and node.users and all(user in region.steps for user in node.users):
+            first = min(found[user] for user in node.users)
+            if (first < IN_BACKWARD) == (found[node] < IN_BACKWARD):
+                found[node] = max(found[node], first)
+    return {node: found[node] for node in region.steps}
+
+
+@dataclass
+class _Rewriting:
+    """Replaces the region by its chunks, stage by stage: whole results are read only from earlier stages."""
+
+    graph: fx.Graph
+    region: Region
+    bounds: list[tuple[int, int]]
+    build: Builder
+    made: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+    """Chunk of each node of the region, by node and number of the chunk."""
+    sums: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    terms: dict[fx.Node, list[fx.Node]] = field(default_factory=dict)
+    """Summands of each sum, where they are nodes of their own."""
+    whole: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    """Whole result that replaces a node of the region for readers outside."""
+    sliced: dict[tuple[fx.Node, Rows, int], fx.Node] = field(default_factory=dict)
+    flat: dict[tuple[fx.Node, int], fx.Node] = field(default_factory=dict)
+
+    def run(self) -> None:
+        """Rewrites the graph: adds the chunks of all stages, erases the region and sorts the nodes."""
+        order = {node: position for position, node in enumerate(self.graph.nodes)}
+        stages: dict[int, list[fx.Node]] = {}
+        for node, stage in stages_of(self.graph, self.region).items():
+            stages.setdefault(stage, []).append(node)
+        for stage, nodes in sorted(stages.items()):
+            nodes.sort(key=lambda node: order[node])
+            with self.graph.inserting_before(nodes[-1]):
+                self.run_stage(nodes, stage >= IN_BACKWARD)
+        for node in sorted(self.region.steps, key=lambda node: -order[node]):
+            self.graph.erase_node(node)
+        _sort(self.graph)
+
+    def run_stage(self, nodes: list[fx.Node], backwards: bool) -> None:
+        """Adds the chunks of one stage and joins them. Backward stages start with the last chunk."""
+        parts = range(len(self.bounds))
+        self.sliced.clear()
+        self.flat.clear()
+        for part in reversed(parts) if backwards else parts:
+            for node in nodes:
+                self.run_part(node, part)
+        for node in nodes:
+            self.join(node)
+
+    def run_part(self, node: fx.Node, part: int) -> None:
+        """Adds one chunk of ``node``, or adds the chunk's summand to the sum that replaces ``node``."""
+        step, (start, stop) = self.region.steps[node], self.bounds[part]
+
+        def operand(n: fx.Node) -> fx.Node:
+            return self.operand(n, step.reads.get(n), part, node)
+
+        args, kwargs = fx.map_arg(node.args, operand), fx.map_arg(node.kwargs, operand)
+        call = step.call(args, kwargs, stop - start)
+        if step.by_part:
+            made = cast("fx.Node", args[0]) if call is None else self.build.make(node, *call)
+            _check(node, made, step, stop - start)
+            made.meta[PART] = True
+            self.made[node, part] = made
+        else:
+            assert call is not None
+            self.add(node, *call)
+
+    def operand(self, node: fx.Node, read: Rows | int | None, part: int, reader: fx.Node) -> fx.Node:
+        """Returns the node that chunk ``part`` of ``reader`` reads in place of ``node``."""
+        if self.region.holds(node):
+            return self.made[node, part]
+        whole = self.whole.get(node, node)
+        if not read:
+            return whole
+        if isinstance(read, int):
+            return self.build.make(reader, aten.view.default, (whole, list(shape_of(whole)[read:])))
+        key = (whole, read, part)
+        if key not in self.sliced:
+            if read.lead > 1:
+                whole = self.flattened(whole, read.lead, reader)
+            place = (whole, int(read.transposed), *self.bounds[part])
+            self.sliced[key] = self.build.make(reader, aten.slice.Tensor, place)
+        return self.sliced[key]
+
+    def flattened(self, whole: fx.Node, lead: int, reader: fx.Node) -> fx.Node:
+        """Returns ``whole`` with its rows in one dimension. All parts of a stage share it, as it may be a copy."""
+        if (whole, lead) not in self.flat:
+            shape = [self.region.count, *shape_of(whole)[lead:]]
+            self.flat[whole, lead] = self.build.make(reader, aten.view.default, (whole, shape))
+        return self.flat[whole, lead]
+
+    def add(self, node: fx.Node, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Adds the summand of one chunk to the sum that replaces ``node``."""
+        before, low = self.sums.get(node), node.meta["val"].dtype in HALF
+        if target in (aten.mm.default, aten.addmm.default) and before is not None:
+            if not low:
+                self.sums[node] = self.build.make(node, aten.addmm.default, (before, *args[-2:]))
+                return
+            target, args = aten.mm.default, args[-2:]  # the sum already contains the bias
+        term = self.build.make(node, target, args, kwargs)
+        self.terms.setdefault(node, []).append(term)
+        if low:
+            term = self.build.make(node, convert, (term, torch.float32))
+        if before is None:
+            self.sums[node] = term
+            return
+        self.sums[node] = self.build.make(node, aten.add.Tensor, (before, term))
+        self.sums[node].meta[op_traits.MATERIALIZED] = (
+            True  # else one late kernel adds the terms of many parts, all of them live
+        )
+
+    def join(self, node: fx.Node) -> None:
+        """Replaces ``node`` by its joined chunks, or by their sum, for readers that need the whole result."""
+        step = self.region.steps[node]
+        if step.by_part:
+            if all(user in self.region.steps and self.region.holds(node) for user in node.users) or step.rows is None:
+                return
+            parts = [self.made[node, part] for part in range(len(self.bounds))]
+            result = self.build.make(node, aten.cat.default, (parts, int(step.rows.transposed)))
+            if step.rows.lead > 1:
+                result = self.build.make(node, aten.view.default, (result, list(shape_of(node))))
+        else:
+            result = self.sums[node]
+            if step.finish is not None:
+                result = step.finish(lambda target, *args: self.build.make(node, target, args), result, self.terms[node])
+            if node.meta["val"].dtype in HALF:
+                result = self.build.make(node, convert, (result, node.meta["val"].dtype))
+        self.whole[node] = result
+        node.replace_all_uses_with(result, delete_user_cb=lambda user: user not in self.region.steps)
+
+
+def _check(node: fx.Node, part: fx.Node, step: Step, rows: int) -> None:
+    """Raises ``ChunkingUnsupported`` if a part of a result has not the rows and the type that it must have."""
+    if step.rows is None or step.several:
+        return
+    whole, made, lead = node.meta["val"], part.meta["val"], step.rows.lead
+    sizes = (whole.shape[0], rows) if step.rows.transposed else (rows, *whole.shape[lead:])
+    if made.shape != sizes or made.dtype != whole.dtype:
+        raise ChunkingUnsupported(f"{described(node)} makes {tuple(made.shape)} of {rows} rows, not {sizes}")
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Moves each node that reads a later node behind that node, and keeps the sequence of all other nodes.
+
+    Random draws and other effects also wait for the one before: their sequence is part of what the graph does.
+    """
+    nodes = list(graph.nodes)
+    order = {node: position for position, node in enumerate(nodes)}
+    effects = [node for node in nodes if op_traits.traits_of(node) & SEQUENTIAL]
+    followers = {node: list(node.users) for node in nodes}
+    waits = {node: len(node.all_input_nodes) for node in nodes}
+    for effect, following in itertools.pairwise(effects):
+        followers[effect].append(following)
+        waits[following] += 1
+    ready = [order[node] for node in nodes if not waits[node]]
+    heapq.heapify(ready)
+    last: fx.Node | None = None
+    while ready:
+        node = nodes[heapq.heappop(ready)]
+        if last is not None:
+            last.append(node)
+        last = node
+        for follower in followers[node]:
+            waits[follower] -= 1
+            if not waits[follower]:
+                heapq.heappush(ready, order[follower])

@@ -1,0 +1,204 @@
+"""Finds the stretches of row-by-row ops whose inner values are larger than their borders, such as MLPs.
+
+A stretch is a set of ops that compute row by row, of the forward and the backward together. Values that are made and read
+inside exist tile by tile; values at its border exist whole. So the best stretches have the least bytes at their borders. They
+are a minimum cut: one side holds the products that widen rows, the other side holds all that does not compute row by row.
+
+    x ── norm ── mm ── silu ── mul ── mm ── add ── y        source: the wide products; sink: what makes x and reads y
+     └────────── mm ───────────┘            │
+     └──────────────────────────────────────┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from ortools.graph.python import max_flow
+from torch import fx
+
+from autoremat.basics.errors import ChunkingUnsupported
+from autoremat.passes.rows.row_partition import Region, Rows, has_dynamic_sizes, row_dimensions, shape_of
+from autoremat.passes.rows.row_rules import step_of
+from autoremat.passes.rows.run_by_parts import IN_BACKWARD, stages_of
+from autoremat.torch_private import joint_graphs
+
+aten = torch.ops.aten
+
+WIDENS = 2
+"""Minimum ratio of a product's width to the width of the rows that it reads, for a stretch to begin with it."""
+
+UNCUTTABLE = 1 << 50
+"""Capacity of arcs that no minimum cut contains, in bytes."""
+
+
+def find_stretches(graph: fx.Graph, left_out: fx.Node | None) -> list[Region]:
+    """Returns the stretches of ``graph``, each as a region. None of them holds the node ``left_out`` or what it makes wide."""
+    widening = [node for node in graph.nodes if _widens(node) and node is not left_out]
+    found: list[Region] = []
+    for count in sorted({shape_of(node)[0] for node in widening}, reverse=True):
+        taken = {node for region in found for node in region.steps}
+        seeds = [node for node in widening if shape_of(node)[0] == count and node not in taken]
+        by_rows = _row_by_row(graph, count, taken | ({left_out} if left_out is not None else set()))
+        seeds = [node for node in seeds if node in by_rows.steps]
+        found += _Cutting(by_rows, stages_of(graph, by_rows)).stretches(seeds) if seeds and count > 1 else []
+    return found
+
+
+def _widens(node: fx.Node) -> bool:
+    """Returns True if the node is a product of the forward that makes rows much wider, of static sizes."""
+    if node.op != "call_function" or node.target not in (aten.mm.default, aten.addmm.default) or node.kwargs:
+        return False
+    operand = node.args[-2]
+    if joint_graphs.is_traced_in_backward(node) or not isinstance(operand, fx.Node):
+        return False
+    if has_dynamic_sizes(node) or has_dynamic_sizes(operand):
+        return False
+    return shape_of(node)[1] >= WIDENS * shape_of(operand)[1]
+
+
+def _row_by_row(graph: fx.Graph, count: int, excluded: set[fx.Node]) -> Region:
+    """Returns all nodes that can run on parts of ``count`` rows, but those that are excluded."""
+    region = Region(count)
+    for node in graph.nodes:
+        if node.op == "call_function" and node not in excluded:
+            try:
+                region.steps[node] = step_of(node, region, _lead(node, count))
+            except ChunkingUnsupported:
+                continue
+    return region
+
+
+def _lead(node: fx.Node, count: int) -> int | None:
+    """Returns the number of row dimensions of the node's result, or of the first one in a tuple; None if it has none."""
+    value = node.meta.get("val")
+    value = value[0] if isinstance(value, (list, tuple)) and value else value
+    if not isinstance(value, torch.Tensor) or not all(type(size) is int for size in value.shape):
+        return None
+    rows = row_dimensions(value.shape, count)
+    return None if rows is None else rows.lead
+
+
+def _bytes(node: fx.Node) -> int:
+    """Returns the bytes of the node's tensor, without repetition in expanded dimensions."""
+    value = node.meta["val"]
+    sizes = [size for size, stride in zip(value.shape, value.stride(), strict=True) if stride]
+    return int(value.itemsize * math.prod(sizes))
+
+
+@dataclass(frozen=True)
+class _Cutting:
+    """Cuts the stretches out of ``by_rows``, all nodes that compute row by row."""
+
+    by_rows: Region
+    stages: dict[fx.Node, int]
+
+    def stretches(self, seeds: list[fx.Node]) -> list[Region]:
+        """Returns the stretches around those of ``seeds`` whose results stay inside."""
+        while seeds:
+            inside = self.inside(seeds)
+            border = {value for value in self.readers if self.is_cut(value, inside)}
+            if not border & set(seeds):
+                return [region for nodes in self.parts(inside, seeds) if (region := self.region(nodes)) is not None]
+            seeds = [seed for seed in seeds if seed not in border]
+        return []
+
+    @cached_property
+    def readers(self) -> dict[fx.Node, list[fx.Node]]:
+        """The nodes that read parts of each value, by value: those of nodes that compute row by row, and others.
+
+        A later stage of the same half reads the whole: all tiles of the earlier stage are live then. The backward may recompute
+        a tile of the forward.
+        """
+        steps = self.by_rows.steps
+        found: dict[fx.Node, list[fx.Node]] = {node: [] for node, step in steps.items() if step.by_part}
+        for node, step in steps.items():
+            for value in node.all_input_nodes:
+                if value in found or isinstance(step.reads.get(value), Rows):
+                    readers = found.setdefault(value, [])
+                    if value not in steps or self.may_share(self.stages[value], self.stages[node]):
+                        readers.append(node)
+        return found
+
+    @staticmethod
+    def may_share(making: int, reading: int) -> bool:
+        """Returns True if a tile that one stage makes need not outlive the tile in which the other stage reads it."""
+        return making == reading or making < IN_BACKWARD <= reading
+
+    def is_cut(self, value: fx.Node, inside: set[fx.Node]) -> bool:
+        """Returns True if ``value`` must exist whole: something inside makes or reads it, and something outside too."""
+        readers = self.readers[value]
+        ends = [value in inside, *(n in inside for n in readers), *([False] * (len(readers) < len(value.users)))]
+        return any(ends) and not all(ends)
+
+    def inside(self, seeds: list[fx.Node]) -> set[fx.Node]:
+        """Returns the largest set of nodes with the seeds that has the fewest bytes at its border."""
+        number = {node: index for index, node in enumerate(self.by_rows.steps)}
+        arcs: list[tuple[int, int, int]] = []
+        source, sink = len(number), len(number) + 1
+        size = sink + 1
+        for value, readers in self.readers.items():
+            is_whole = value not in number or len(readers) < len(value.users)
+            members = [number[n] for n in (value, *readers) if n in number] + [sink] * is_whole
+            several = value in number and self.by_rows.steps[value].several
+            arcs.append((size, size + 1, UNCUTTABLE if several else _bytes(value)))
+            arcs += [arc for one in members for arc in ((one, size, UNCUTTABLE), (size + 1, one, UNCUTTABLE))]
+            size += 2
+        arcs += [(source, number[seed], UNCUTTABLE) for seed in seeds]
+        flow = max_flow.SimpleMaxFlow()
+        tails, heads, capacities = np.array(arcs, dtype=np.int64).T
+        flow.add_arcs_with_capacity(tails.astype(np.int32), heads.astype(np.int32), capacities)
+        if flow.solve(source, sink) != flow.OPTIMAL:
+            return set()
+        outside = set(flow.get_sink_side_min_cut())
+        return {node for node, index in number.items() if index not in outside}
+
+    def parts(self, inside: set[fx.Node], seeds: Iterable[fx.Node]) -> list[list[fx.Node]]:
+        """Returns the parts of ``inside`` that uncut values connect and that hold a seed, each in the sequence of the graph."""
+        joined: dict[fx.Node, list[fx.Node]] = {node: [] for node in inside}
+        for value in inside:
+            if self.by_rows.holds(value) and not self.is_cut(value, inside):
+                for reader in self.readers[value]:
+                    if reader in inside:
+                        joined[value].append(reader)
+                        joined[reader].append(value)
+        found: list[list[fx.Node]] = []
+        seen: set[fx.Node] = set()
+        for seed in seeds:
+            if seed in seen:
+                continue
+            reached, stack = {seed}, [seed]
+            while stack:
+                further = [n for n in joined[stack.pop()] if n not in reached]
+                reached.update(further)
+                stack += further
+            seen |= reached
+            found.append([node for node in self.by_rows.steps if node in reached])
+        return found
+
+    def region(self, nodes: list[fx.Node]) -> Region | None:
+        """Returns the region of ``nodes``; None if it would make more bytes whole than it keeps in parts."""
+        region = Region(self.by_rows.count)
+        for node in nodes:
+            try:
+                region.steps[node] = step_of(node, region, _lead(node, region.count))
+            except ChunkingUnsupported:
+                continue
+        inside = set(region.steps)
+        values = [value for value, readers in self.readers.items() if value in inside or not inside.isdisjoint(readers)]
+        cut = {value for value in values if self.is_cut(value, inside)}
+        if any(value in inside and self.by_rows.steps[value].several for value in cut):
+            return None
+        made_whole = [value for value in cut if value in inside]
+        if any(not value.meta["val"].is_contiguous() for value in made_whole):
+            return None  # joined parts are contiguous, and readers may need the layout
+        kept = sum(
+            _bytes(value)
+            for value in values
+            if value not in cut and not (value in inside and self.by_rows.steps[value].several)
+        )
+        return region if kept > sum(map(_bytes, cut)) else None

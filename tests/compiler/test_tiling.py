@@ -1,0 +1,318 @@
+"""Row-by-row stretches in tiles: the same numbers to float tolerance, a lower peak, and only where it is wanted."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from captured import planned
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch.nn import functional as F
+
+import autoremat
+from autoremat.basics.errors import OptionWarning
+
+WIDTH, HIDDEN = 16, 64
+
+
+class Gated(nn.Module):
+    """Llama's norm, gated MLP and residual sum."""
+
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN, bias: bool = False) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(width)
+        self.gate, self.up = nn.Linear(width, hidden, bias), nn.Linear(width, hidden, bias)
+        self.down = nn.Linear(hidden, width, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        return x + self.down(F.silu(self.gate(y)) * self.up(y))
+
+
+class Plain(nn.Module):
+    """GPT's norm, MLP and residual sum."""
+
+    def __init__(
+        self,
+        activation: Callable[[Tensor], Tensor] = F.gelu,
+        dropout: float = 0.0,
+        hidden_dropout: float = 0.0,
+        norm: bool = True,
+    ) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH) if norm else nn.Identity()
+        self.up, self.down = nn.Linear(WIDTH, HIDDEN), nn.Linear(HIDDEN, WIDTH)
+        self.activation, self.dropout, self.hidden_dropout = activation, dropout, hidden_dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.dropout(self.activation(self.up(self.norm(x))), self.hidden_dropout)
+        return x + F.dropout(self.down(y), self.dropout)
+
+
+class Packed(nn.Module):
+    """A gated MLP with one product for both halves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * HIDDEN), nn.Linear(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.up(x).chunk(2, -1)
+        return x + self.down(F.silu(gate) * value)
+
+
+class Between(nn.Module):
+    """A module between ops that mix the rows."""
+
+    def __init__(self, *inner: nn.Module, width: int = WIDTH) -> None:
+        super().__init__()
+        self.first, self.inner = nn.Linear(width, width), nn.ModuleList(inner)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for one in self.inner:
+            x = one(torch.tanh(self.first(x).cumsum(1)))
+        return x.cumsum(1).square().mean()
+
+
+def rows_of(batch: int = 3, length: int = 22, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, length, width, generator=generator).to(dtype).requires_grad_()
+
+
+def train(model: nn.Module, x: Tensor, **options: Any) -> tuple[list[Tensor], autoremat.Report]:
+    """The loss, the gradients and the random state of one step, and its report."""
+    torch._dynamo.reset()
+    model.zero_grad(set_to_none=True)
+    x.grad = None
+    torch.manual_seed(5)
+    loss = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager", **options})(x)
+    loss.backward()
+    found = [loss.detach(), x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+    return [*found, torch.get_rng_state()], autoremat.reports()[-1]
+
+
+def assert_close(found: list[Tensor], wanted: list[Tensor], **tolerances: float) -> None:
+    assert len(found) == len(wanted) > 3
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, **tolerances)
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "gated": (Gated, 1),
+    "gated_with_bias": (lambda: Gated(bias=True), 1),
+    "plain": (Plain, 1),
+    "without_norm": (lambda: Plain(norm=False), 1),
+    "relu": (lambda: Plain(F.relu), 1),
+    "packed": (Packed, 1),
+}
+"""Modules by name, and the number of stretches in each."""
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_numbers_are_the_same(name):
+    build, stretches = MODELS[name]
+    torch.manual_seed(0)
+    model, x = Between(build()), rows_of()
+    wanted, whole = train(model, x)
+    found, report = train(model, x, tiles=4)
+    assert (whole.tiles, report.tiles, report.tiled_stretches) == (1, 4, stretches)
+    assert_close(found, wanted)
+
+
+def test_each_layer_is_a_stretch_with_its_norm():
+    torch.manual_seed(0)
+    model = Between(Gated(), Gated())
+    found, _ = planned(model, rows_of(4, 32), tiles=4)
+    graph = found.plan.graph
+    assert autoremat.reports()[-1].tiled_stretches == 2
+    assert "2 stretches in 4 tiles" in str(autoremat.reports()[-1])
+    inner = [v for op in graph.ops if op.module.startswith("inner") for v in op.outputs]
+    wide = 32 * HIDDEN * 4  # a tile of hidden values; the stream has the bytes of a tile for all rows
+    assert max(graph.values[v].bytes for v in inner) == wide
+    pow_ops = [op for op in graph.ops if op.target == "aten.pow.Tensor_Scalar" and "norm" in op.module]
+    assert len(pow_ops) >= 2 * 4, "the norm runs tile by tile"
+
+
+def test_masks_are_drawn_as_without_tiles():
+    """Masks are drawn whole. A mask of hidden values is as wide as they are, so such a layer is no stretch."""
+    torch.manual_seed(0)
+    model, x = Between(Plain(dropout=0.5), Plain(dropout=0.5, hidden_dropout=0.5)), rows_of()
+    wanted, _ = train(model, x)
+    found, report = train(model, x, tiles=4)
+    assert report.tiled_stretches == 1
+    assert_close(found, wanted)
+
+
+class Reading(Gated):
+    """Hands its hidden values to a further reader that mixes rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = F.silu(self.gate(x)) * self.up(x)
+        return self.down(hidden) + hidden.cumsum(1).mean(-1, keepdim=True)
+
+
+def test_several_readers_and_frozen_weights():
+    torch.manual_seed(0)
+    model, x = Between(Reading(), Gated()), rows_of()
+    for frozen in (model.inner[0].gate, model.inner[1].up, model.inner[1].norm):
+        frozen.requires_grad_(False)
+    wanted, _ = train(model, x)
+    found, report = train(model, x, tiles=3)
+    assert report.tiled_stretches >= 1
+    assert_close(found, wanted)
+
+
+def test_sums_of_halves_are_kept_in_floats():
+    torch.manual_seed(0)
+    model, x = Between(Gated()).bfloat16(), rows_of(4, 64, dtype=torch.bfloat16)
+    reference = Between(Gated()).double()
+    reference.load_state_dict({name: value.double() for name, value in model.state_dict().items()})
+    exact, _ = train(reference, x.detach().double().requires_grad_())
+    wanted, _ = train(model, x)
+    found, report = train(model, x, tiles=8)
+    assert report.tiled_stretches == 1
+
+    def error(gradients: list[Tensor]) -> float:
+        pairs = zip(gradients[1:-1], exact[1:-1], strict=True)
+        return max(float((one - other).norm() / other.norm()) for one, other in pairs)
+
+    assert error(found) < 1.5 * error(wanted)
+
+
+ACTIVATIONS = (F.silu, F.gelu, F.relu, F.softplus, F.leaky_relu, F.elu, torch.tanh, torch.sigmoid, F.hardswish, F.mish)
+
+
+class Random(nn.Module):
+    """A stretch drawn from a list of choices: norms, activations, gates, biases, dropout and later readers."""
+
+    def __init__(self, choices: list[int]) -> None:
+        super().__init__()
+        norm, first, second, gate, bias, drops, reads = choices
+        self.norm = (nn.Identity(), nn.LayerNorm(WIDTH), nn.RMSNorm(WIDTH), nn.LayerNorm(WIDTH, elementwise_affine=False))[norm]
+        self.first, self.second = ACTIVATIONS[first], ACTIVATIONS[second]
+        self.up, self.down = nn.Linear(WIDTH, 48, bool(bias)), nn.Linear(48, WIDTH, bool(bias))
+        self.gate = nn.Linear(WIDTH, 48, bool(bias)) if gate else None
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.drops, self.reads = drops, reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        hidden = self.first(self.up(y))
+        hidden = hidden * self.gate(y) if self.gate is not None else hidden
+        if self.drops == 1:
+            hidden = F.dropout(hidden, 0.3)
+        out = self.second(self.down(hidden)) * self.scale
+        if self.drops == 2:
+            out = F.dropout(out, 0.3)
+        if self.reads == 1:
+            out = out + hidden.mean(-1, keepdim=True)
+        return x + out if self.reads != 2 else out * hidden.sum((0, 1)).mean()
+
+
+CHOICES = st.tuples(*[st.integers(0, most) for most in (3, 9, 9, 1, 1, 2, 2)]).map(list)
+
+
+@settings(max_examples=6)
+@given(choices=CHOICES, batch=st.integers(1, 3), length=st.integers(2, 9), tiles=st.integers(2, 7))
+def test_any_stretch_in_any_number_of_tiles(choices, batch, length, tiles):
+    torch.manual_seed(0)
+    model, x = Between(Random(choices)), rows_of(batch, length)
+    wanted, _ = train(model, x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OptionWarning)  # wide borders may leave no stretch
+        found, _ = train(model, x, tiles=tiles)
+    assert_close(found, wanted)
+
+
+def measured(model: nn.Module, x: Tensor, **options: Any) -> tuple[int, list[Tensor], autoremat.Report]:
+    """The measured peak of a second step, its gradients and its report."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model, backend="autoremat", options={"compiler": "aot_eager", "cost_model": "roofline", **options})
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        with autoremat.track_peak("cpu") as peak:
+            compiled(x).backward()
+    return peak.bytes, [x.grad, *(p.grad.clone() for p in model.parameters())], autoremat.reports()[-1]
+
+
+def large() -> tuple[nn.Module, Tensor]:
+    """A model whose peak is its hidden values."""
+    torch.manual_seed(0)
+    return Between(Gated(32, 256), width=32), rows_of(4, 256, 32)
+
+
+LEAST = {"memory_budget": 1, "on_infeasible": "best_effort"}
+
+
+@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
+def test_the_measured_peak_is_lower(compiler):
+    model, x = large()
+    whole, wanted, _ = measured(model, x, **LEAST, compiler=compiler, chunk_loss=False)
+    peak, found, report = measured(model, x, **LEAST, compiler=compiler, chunk_loss=False, tiles=8)
+    assert report.tiled_stretches == 1
+    assert peak < whole / 2
+    assert peak <= (report.compiled_peak_bytes or report.predicted_peak_bytes)
+    assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_auto_tiles_only_where_nothing_else_fits():
+    model, x = large()
+    _, report = train(model, x, memory_budget=2**40, cost_model="roofline")
+    least = report.minimum_peak_bytes
+    wanted, whole = train(model, x, memory_budget=least, tiles="auto", cost_model="roofline")
+    assert whole.tiles == 1
+    found, tiled = train(model, x, memory_budget=least * 2 // 3, tiles="auto", cost_model="roofline")
+    assert tiled.tiles > 1
+    assert tiled.fits
+    assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+    with pytest.raises(BackendCompilerFailed, match="memory_budget"):
+        train(model, x, memory_budget=least * 2 // 3, cost_model="roofline")
+
+
+def test_what_cannot_be_tiled_is_said():
+    x = rows_of()
+    torch._dynamo.mark_dynamic(x, 1)
+    for model, rows in ((Between(nn.Linear(WIDTH, WIDTH)), rows_of()), (Between(Gated()), x)):
+        with pytest.warns(OptionWarning, match="tiles has no effect on a graph"):
+            _, report = train(model, rows, tiles=4)
+        assert report.tiles == 1
+
+
+class WithWords(nn.Module):
+    """A language model of one layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = Gated(), nn.Linear(WIDTH, 320, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = self.head(self.layer(x.cumsum(1)))
+        return F.cross_entropy(logits.flatten(0, 1), torch.arange(logits.shape[0] * logits.shape[1]) % 320)
+
+
+def test_the_projection_onto_words_is_left_to_the_chunked_loss():
+    torch.manual_seed(0)
+    model, x = WithWords(), rows_of()
+    wanted, _ = train(model, x)
+    found, report = train(model, x, tiles=3, chunk_loss=5)
+    assert (report.tiles, report.tiled_stretches, report.loss_chunks) == (3, 1, 5)
+    assert_close(found, wanted)
+
+
+def test_a_stored_plan_of_tiles_is_applied_to_tiles(tmp_path):
+    torch.manual_seed(0)
+    model, x = Between(Gated()), rows_of()
+    found, _ = planned(model, x, tiles=4, memory_budget=0.5)
+    report = autoremat.reports()[-1]
+    assert autoremat.Report.from_json(report.to_json()) == report
+    report.plan.save(tmp_path / "plan.json")
+    again, _ = planned(model, x, tiles=4, plan=tmp_path / "plan.json")
+    assert again.plan.schedule == found.plan.schedule
