@@ -29,14 +29,15 @@ from autoremat.capture.communication import may_communicate
 from autoremat.compiler import records
 from autoremat.compiler.absent_backward import warn_without_backward
 from autoremat.compiler.breaks import listen, note_on, seconds_in_dynamo, what_dynamo_said
-from autoremat.compiler.buckets import request_in_split
 from autoremat.compiler.compile_loop import compile_graph, compile_uncompiled
 from autoremat.compiler.counting import warn_without_effect
 from autoremat.compiler.dynamic_shapes import Sizes, sizes_to_plan_for
+from autoremat.compiler.early_gradients import compiled_in_parts
 from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.lowering import Compiled, GraphSource
 from autoremat.compiler.peers import joined
 from autoremat.compiler.publishing import published
+from autoremat.compiler.split_budget import request_in_split
 from autoremat.options.defaults import note_compiled
 from autoremat.options.options import PLANNING_KEYS, Options
 from autoremat.report.registry import explain_absence_by, note_graph
@@ -107,6 +108,10 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_exp
     if interceptor is not None:
         return interceptor.compile(gm, inputs, patches)
     around = Surroundings.of(gm, inputs)
+    whole = replace(options, early_gradients=False, hooks_free_gradients=False)
+    found = compiled_in_parts(gm, inputs, options, around, lambda part, given: _compile(part, given, whole, is_explicit))
+    if found is not None:
+        return found
     requests = requests_of(options, around)
     different = {id(request): request for request in requests.values()}
     codes: dict[int, Compiled] = {}

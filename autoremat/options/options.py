@@ -58,6 +58,8 @@ class OptionValues(TypedDict, total=False):
     save: Collection[SavePattern] | Mapping[str, str]
     recompute: Collection[str]
     chunk_loss: bool | int | str
+    early_gradients: bool | int | str
+    hooks_free_gradients: bool
     in_flight: int | None
     accumulate: bool | None
     interconnect_bandwidth: float | str | None
@@ -105,6 +107,10 @@ class Options:
         mapping as `save`, such as `{"*.q_proj": "host"}`, also says in which form they are kept.
     - chunk_loss: chunking of the vocabulary projection, the loss and their gradients: "auto" (only if no other plan fits), True
         (also if predicted faster), an int >= 2 (always that many chunks), or False (never).
+    - early_gradients: division of a graph into parts with a backward each, so that hooks of `register_post_accumulate_grad_hook`
+        run between them: "auto" (if parameters have such hooks), True (always), an int >= 2 (so many parts), or False (never).
+    - hooks_free_gradients: True if each such hook sets the gradient to None, as an optimizer in the backward does. Plans then
+        count these gradients as freed. A `BudgetWarning` tells if one stays.
     - interconnect_bandwidth: bytes per second that one rank sends in a collective, such as "50GB/s"; None for the measured or
         assumed rate of each process group.
     - interconnect_latency: seconds of a collective beside its bytes; None for the measured or assumed ones.
@@ -135,6 +141,8 @@ class Options:
     save: tuple[SavePattern, ...] = ()
     recompute: tuple[str, ...] = ()
     chunk_loss: bool | int | str = "auto"
+    early_gradients: bool | int | str = "auto"
+    hooks_free_gradients: bool = False
     interconnect_bandwidth: float | None = None
     interconnect_latency: float | None = None
     agreement: str | tuple[int, ...] = field(default="auto", compare=False)
@@ -164,7 +172,9 @@ class Options:
             "policy": policies.parse(self.policy),
             "save": values.saves(self.save),
             "recompute": values.patterns(self.recompute, "recompute"),
-            "chunk_loss": values.chunks(self.chunk_loss),
+            "chunk_loss": values.parts(self.chunk_loss, "chunk_loss"),
+            "early_gradients": values.parts(self.early_gradients, "early_gradients"),
+            "hooks_free_gradients": flag(self.hooks_free_gradients, "hooks_free_gradients"),
             "interconnect_bandwidth": values.bandwidth(self.interconnect_bandwidth),
             "interconnect_latency": None
             if self.interconnect_latency is None

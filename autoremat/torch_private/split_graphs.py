@@ -1,4 +1,4 @@
-"""Torch's private names for data parallelism: the buckets into which Dynamo splits a graph, and the wrapper around a model.
+"""Torch's private names for graphs that are compiled in parts: for the buckets of data parallelism, or for early gradients.
 
 This module decides nothing about plans.
 """
@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 from unittest import mock
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import fx
@@ -21,21 +22,39 @@ from autoremat.torch_private import names
 from autoremat.torch_private.dynamo import copied_with_sources
 
 
+@dataclass(frozen=True)
+class GradientHooks:
+    """What is known of the hooks that run as soon as a gradient of the graph's inputs is made."""
+
+    freed: frozenset[str] = frozenset()
+    """Names of the inputs whose hooks free their gradients."""
+    bytes: int = 0
+    """The most bytes that a hook allocates beside gradients, for as long as it runs."""
+    note: str = ""
+    """A line for the reports of the parts."""
+
+
+_hooks: WeakKeyDictionary[Any, GradientHooks] = WeakKeyDictionary()
+"""The hooks of the graphs that :func:`compile_parts` compiles now, by ``owner``."""
+
+
 @dataclass(frozen=True, eq=False)
 class Split:
-    """A graph of Dynamo that torch's ``DDPOptimizer`` has split, at the bucket that it compiles now.
+    """A graph of Dynamo that was split, at the part that is compiled now.
 
-    ``owner`` is one object for all buckets of a graph. ``number`` counts the buckets in the sequence of the forward, from 0.
+    ``owner`` is one object for all parts of a graph. ``number`` counts the parts in the sequence of the forward, from 0.
     """
 
     owner: Any
     number: int
     count: int
+    hooks: GradientHooks | None
+    """The hooks for whose sake the graph was split; None if torch's ``DDPOptimizer`` has split it."""
 
 
 @dataclass(frozen=True, eq=False)
-class Bucket:
-    """One bucket: a copy of its graph, its fake inputs, and the fake results of calling it."""
+class PartOfGraph:
+    """One part: a copy of its graph, its fake inputs, and the fake results of calling it."""
 
     module: fx.GraphModule
     inputs: Sequence[Any]
@@ -43,7 +62,7 @@ class Bucket:
 
 
 def is_split() -> bool:
-    """Returns True if the graph that Dynamo compiles now was split into buckets."""
+    """Returns True if the graph that Dynamo compiles now was split."""
     context = TracingContext.try_get()
     places = ("torch._guards:TracingContext.ddp_optimizer_ctx", "torch._guards:TracingContext.fakify_first_call")
     marks = [names.read(context, place) for place in places]
@@ -51,7 +70,7 @@ def is_split() -> bool:
 
 
 def current_split() -> Split | None:
-    """Returns the split whose bucket is compiled now; None if there is none."""
+    """Returns the split whose part is compiled now; None if there is none."""
     code = names.resolve("torch._dynamo.backends.distributed:SubmodCompiler.run_node").__code__
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code is not code:
@@ -63,36 +82,64 @@ def current_split() -> Split | None:
     if node is None or not isinstance(owner.module, fx.GraphModule):
         return None
     calls = [call for call in owner.module.graph.nodes if call.op == "call_module"]
-    return Split(owner, calls.index(node), len(calls))
+    return Split(owner, calls.index(node), len(calls), _hooks.get(owner))
 
 
-def buckets_of(split: Split) -> tuple[Sequence[Bucket], Sequence[Any], Sequence[Any]]:
-    """Returns all buckets of ``split``, the tensors that the whole graph receives, and those that it returns.
+def parts_of(split: Split) -> tuple[Sequence[PartOfGraph], Mapping[str, Any], Sequence[Any]]:
+    """Returns all parts of ``split``, the tensors that the whole graph receives, by name, and those that it returns.
 
-    Must be called while the first bucket is compiled, because later ones replace it. All tensors are fake; nothing runs.
+    Must be called while the first part is compiled, because compiled ones replace it. All tensors are fake; nothing runs.
     """
     owner = split.owner
     walk = _Walk(owner)
     with _running_fake(owner.fake_mode):
         returned = walk.run(initial_env=dict(owner.env), enable_io_processing=False)
-    received = [value for node, value in owner.env.items() if node.op == "placeholder"]
+    received = {node.name: value for node, value in owner.env.items() if node.op == "placeholder"}
     return walk.found, received, list(torch.utils._pytree.tree_leaves(returned))
+
+
+def compile_parts(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    part_of: Callable[[fx.Node], int],
+    compile_part: Callable[[fx.GraphModule, Sequence[Any]], Any],
+    hooks: GradientHooks,
+) -> Callable[..., Any]:
+    """Returns a callable for a captured graph that calls the parts of it one by one, each compiled by ``compile_part``.
+
+    Dynamo must be compiling ``module``. ``part_of`` tells the part of each node.
+    """
+    from torch._dynamo.backends import distributed
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+    from torch.fx.passes.split_module import split_module
+
+    context: Any = TracingContext.try_get()
+    split: Any = split_module(module, None, part_of)  # type: ignore[arg-type]  # torch reads no root
+    distributed.propagate_dynamo_source(module, split)
+    distributed.propagate_metadata(module, split)
+    owner: Any = distributed.SubmodCompiler(split, compile_part, context.fake_mode)
+    _hooks[owner] = hooks
+    with _disable_saved_tensors_hooks_during_tracing():
+        owner.run(*inputs)
+    split.recompile()
+    compiled: Callable[..., Any] = split
+    return compiled
 
 
 @contextlib.contextmanager
 def _running_fake(mode: Any) -> Iterator[None]:
-    """Runs the body's tensors as fake ones, as torch does between two buckets."""
+    """Runs the body's tensors as fake ones, as torch does between two parts."""
     with mode, mock.patch.object(mode, "allow_non_fake_inputs", True):
         yield
 
 
 class _Walk(fx.Interpreter):
-    """Calls the buckets of a split graph one by one on fake tensors, and keeps the inputs and results of each."""
+    """Calls the parts of a split graph one by one on fake tensors, and keeps the inputs and results of each."""
 
     def __init__(self, owner: Any) -> None:
         super().__init__(owner.module, garbage_collect_values=False)
         self.fake_mode = owner.fake_mode
-        self.found: list[Bucket] = []
+        self.found: list[PartOfGraph] = []
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         from torch._dynamo.utils import deepcopy_to_fake_tensor
@@ -100,9 +147,9 @@ class _Walk(fx.Interpreter):
         module: Any = self.fetch_attr(str(target))
         outputs = deepcopy_to_fake_tensor(module, self.fake_mode)(*args)
         copied, single = _with_tuple(module)
-        if single and isinstance(outputs, (tuple, list)):  # torch has put a tuple around the result of the present bucket
+        if single and isinstance(outputs, (tuple, list)):  # torch has put a tuple around the result of the present part
             outputs = outputs[0]
-        self.found.append(Bucket(copied, args, (outputs,) if single else tuple(outputs)))
+        self.found.append(PartOfGraph(copied, args, (outputs,) if single else tuple(outputs)))
         return outputs
 
 
