@@ -40,9 +40,7 @@ def parts_of_nodes(module: fx.GraphModule, inputs: Sequence[Any], count: int, de
     return {node: sum(place <= i for place in cuts.values()) for i, node in enumerate(nodes)}
 
 
-def _arriving_bytes(
-    module: fx.GraphModule, inputs: Sequence[Any], nodes: Sequence[fx.Node], device_type: str
-) -> list[int]:
+def _arriving_bytes(module: fx.GraphModule, inputs: Sequence[Any], nodes: Sequence[fx.Node], device_type: str) -> list[int]:
     """Returns, for each of ``nodes``, the bytes of the parameters that it is the first to read and that require gradients."""
     place = {node: i for i, node in enumerate(nodes)}
     arriving = [0] * len(nodes)

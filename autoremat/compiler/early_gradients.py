@@ -1,8 +1,8 @@
 """Graphs that are compiled in parts, so that hooks on gradients run between the backwards of the parts.
 
-The backward of a compiled graph hands over all gradients at its end. Parts are chained autograd nodes: gradients of a later part
-leave before the backward of an earlier one begins. An optimizer in the backward then frees them there. ``split_budget.py``
-shares one budget among the parts.
+The backward of a compiled graph hands over all gradients at its end. Parts are chained autograd nodes: gradients of a later
+part leave before the backward of an earlier one begins. An optimizer in the backward then frees them there.
+``split_budget.py`` shares one budget among the parts.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def compiled_in_parts(
     placeholders = gm.graph.find_nodes(op="placeholder")
     hooked = {n.name: t for n, t in zip(placeholders, inputs, strict=True) if _is_hooked(t)}
     if options.hooks_free_gradients and not hooked:
-        _warn_without_effect("hooks_free_gradients", "no parameter of this graph has a hook of register_post_accumulate_grad_hook")
+        _warn_without_effect("hooks_free_gradients", "no parameter of this graph has a post-accumulate-grad hook")
     count = _number_of_parts(options, around, bool(hooked))
     if count == 1:
         return None
@@ -62,8 +62,7 @@ def compiled_in_parts(
         return None
     freed = hooked if options.hooks_free_gradients else {}
     hooks = _hooks(freed.keys(), hooked.values(), around.device) if options.memory_budget is not None else GradientHooks()
-    function = split_graphs.compile_parts(gm, inputs, parts.__getitem__, compile_part, hooks)
-    return _checked(function, [*freed.values()]) if hooks.freed else function
+    return split_graphs.compile_parts(gm, inputs, parts.__getitem__, compile_part, hooks)
 
 
 def _is_hooked(tensor: Any) -> bool:
@@ -85,7 +84,8 @@ def _number_of_parts(options: Options, around: Surroundings, is_hooked: bool) ->
         return 1
     if split_graphs.is_split():
         _warn_without_effect(
-            "early_gradients", "DistributedDataParallel splits this graph into buckets already. Smaller ones are bucket_cap_mb=..."
+            "early_gradients",
+            "DistributedDataParallel splits this graph into buckets already; bucket_cap_mb=... sizes them",
         )
         return 1
     return PARTS if wanted is True else int(wanted)
@@ -135,17 +135,20 @@ class _Check:
         self.is_done = True
         size = sum(parameter.numel() * parameter.element_size() for parameter in found)
         warnings.warn(
-            f"hooks_free_gradients=True, but the hooks leave {len(found)} of {len(self.parameters)} gradients after a backward, "
-            f"of {format_bytes(size)} together (the first has the shape {tuple(found[0].shape)}): the step may exceed "
-            "memory_budget by as much. Let each hook set .grad to None, or set hooks_free_gradients=False",
+            f"hooks_free_gradients=True, but the hooks leave {len(found)} of {len(self.parameters)} gradients after a "
+            f"backward, of {format_bytes(size)} together (the first has the shape {tuple(found[0].shape)}): the step may "
+            "exceed memory_budget by as much. Let each hook set .grad to None, or set hooks_free_gradients=False",
             BudgetWarning,
             stacklevel=2,
         )
 
 
-def _checked(function: Compiled, freed: Sequence[torch.Tensor]) -> Compiled:
-    """Returns ``function`` with a look at the gradients of ``freed`` at the end of each backward."""
-    check = _Check([weakref.ref(parameter) for parameter in freed])
+def checked(function: Compiled, inputs: Sequence[Any], options: Options) -> Compiled:
+    """Returns a compiled graph with a look at the gradients that count as freed, at the end of each of its backwards."""
+    freed = [weakref.ref(tensor) for tensor in inputs if options.hooks_free_gradients and _is_hooked(tensor)]
+    if not freed or options.memory_budget is None:
+        return function
+    check = _Check(freed)
 
     def call(*args: Any) -> Any:
         outputs = function(*args)

@@ -51,6 +51,7 @@ from autoremat.request.limits import CommonBudget, Limits
 from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import fake_tensors, joint_graphs, split_graphs, tensor_identity
+from autoremat.torch_private.dynamo import asks_to_restart
 
 log = logging.getLogger("autoremat")
 
@@ -129,7 +130,7 @@ def _planned_together(split: split_graphs.Split, request: Request, patches: Mapp
         with split_graphs.tracing_undone():
             step, graphs = _step(_Tracing(split, request, patches))
     except Exception as error:  # models and ops are open-ended, so any error may occur
-        if is_user_error(error):
+        if is_user_error(error) or asks_to_restart(error):
             raise
         if not request.falls_back:
             raise planning_error(error, f"the {split.count} {words.part}s of a graph") from error

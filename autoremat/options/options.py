@@ -107,8 +107,8 @@ class Options:
         mapping as `save`, such as `{"*.q_proj": "host"}`, also says in which form they are kept.
     - chunk_loss: chunking of the vocabulary projection, the loss and their gradients: "auto" (only if no other plan fits), True
         (also if predicted faster), an int >= 2 (always that many chunks), or False (never).
-    - early_gradients: division of a graph into parts with a backward each, so that hooks of `register_post_accumulate_grad_hook`
-        run between them: "auto" (if parameters have such hooks), True (always), an int >= 2 (so many parts), or False (never).
+    - early_gradients: division of a graph into parts with a backward each, between which post-accumulate-grad hooks run: "auto"
+        (if parameters have such hooks), True (always), an int >= 2 (so many parts), or False (never).
     - hooks_free_gradients: True if each such hook sets the gradient to None, as an optimizer in the backward does. Plans then
         count these gradients as freed. A `BudgetWarning` tells if one stays.
     - interconnect_bandwidth: bytes per second that one rank sends in a collective, such as "50GB/s"; None for the measured or

@@ -20,6 +20,7 @@ from torch._guards import TracingContext
 
 from autoremat.torch_private import names
 from autoremat.torch_private.dynamo import copied_with_sources
+from autoremat.torch_private.fake_tensors import is_fake
 
 
 @dataclass(frozen=True)
@@ -92,9 +93,10 @@ def parts_of(split: Split) -> tuple[Sequence[PartOfGraph], Mapping[str, Any], Se
     """
     owner = split.owner
     walk = _Walk(owner)
+    known = {node: _as_fake(value, owner.fake_mode) for node, value in owner.env.items()}
     with _running_fake(owner.fake_mode):
-        returned = walk.run(initial_env=dict(owner.env), enable_io_processing=False)
-    received = {node.name: value for node, value in owner.env.items() if node.op == "placeholder"}
+        returned = walk.run(initial_env=dict(known), enable_io_processing=False)
+    received = {node.name: value for node, value in known.items() if node.op == "placeholder"}
     return walk.found, received, list(torch.utils._pytree.tree_leaves(returned))
 
 
@@ -124,6 +126,13 @@ def compile_parts(
     split.recompile()
     compiled: Callable[..., Any] = split
     return compiled
+
+
+def _as_fake(value: Any, mode: Any) -> Any:
+    """Returns a tensor as torch shows it to the parts, and any other value as it is. Parts that change it leave it alone."""
+    from torch._dynamo.utils import to_fake_tensor
+
+    return to_fake_tensor(value, mode) if isinstance(value, torch.Tensor) and not is_fake(value) else value
 
 
 @contextlib.contextmanager
