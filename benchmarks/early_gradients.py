@@ -160,7 +160,9 @@ def main() -> None:
     ways = [Way(f"{name}, no budget", planned(compiler, early_gradients=count)) for name, count in counts.items()]
     for name, count in counts.items():
         least = minimum(compiler, early_gradients=count)
-        ways.append(Way(f"{name}, its minimum", planned(compiler, early_gradients=count, memory_budget=least), minimum_bytes=least))
+        ways.append(
+            Way(f"{name}, its minimum", planned(compiler, early_gradients=count, memory_budget=least), minimum_bytes=least)
+        )
     ways.append(Way(f"each layer by {compiler}", per_layer(compiler)))
     steps_of(ways)
     text = table(ways, compiler)
