@@ -11,7 +11,7 @@ from autoremat.basics.errors import OptionWarning
 from autoremat.capture import source_info
 from autoremat.options.options import Options
 from autoremat.request.budgets import is_profile
-from autoremat.torch_private import ddp, dynamo
+from autoremat.torch_private import dynamo, split_graphs
 
 _trained: set[str] = set()
 """Places of the functions that have a graph with a backward. Their graphs without one serve for evaluation."""
@@ -40,7 +40,7 @@ def _reason(gm: fx.GraphModule, is_meant_to_train: bool) -> str:
             "it computes gradients itself, by torch.func.grad, vjp or torch.autograd.grad, so torch hands over forward and "
             "backward as one graph, which keeps what it needs. Compile the loss alone and call backward() on its result"
         )
-    is_part = bool(dynamo.graph_breaks()) or dynamo.graph_break_around(gm) is not None or ddp.is_split()
+    is_part = bool(dynamo.graph_breaks()) or dynamo.graph_break_around(gm) is not None or split_graphs.is_split()
     if not torch.is_grad_enabled() or is_part or not is_meant_to_train:
         return ""
     return (

@@ -29,14 +29,15 @@ from autoremat.capture.communication import may_communicate
 from autoremat.compiler import records
 from autoremat.compiler.absent_backward import warn_without_backward
 from autoremat.compiler.breaks import listen, note_on, seconds_in_dynamo, what_dynamo_said
-from autoremat.compiler.buckets import request_in_split
 from autoremat.compiler.compile_loop import compile_graph, compile_uncompiled
 from autoremat.compiler.counting import warn_without_effect
 from autoremat.compiler.dynamic_shapes import Sizes, sizes_to_plan_for
+from autoremat.compiler.early_gradients import checked, compiled_in_parts
 from autoremat.compiler.interception import active_interceptor
 from autoremat.compiler.lowering import Compiled, GraphSource
 from autoremat.compiler.peers import joined
 from autoremat.compiler.publishing import published
+from autoremat.compiler.split_budget import request_in_split
 from autoremat.options.defaults import note_compiled
 from autoremat.options.options import PLANNING_KEYS, Options
 from autoremat.report.registry import explain_absence_by, note_graph
@@ -45,7 +46,7 @@ from autoremat.request.grants import note_grant
 from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings, current_block
 from autoremat.torch_private import compilers, joint_graphs
-from autoremat.torch_private.dynamo import copied_with_sources, until_reset
+from autoremat.torch_private.dynamo import asks_to_restart, copied_with_sources, until_reset
 from autoremat.torch_private.symbolic_sizes import planned_for
 
 log = logging.getLogger("autoremat")
@@ -91,10 +92,7 @@ explain_absence_by(what_dynamo_said)
 
 
 def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_explicit: bool) -> Compiled:
-    """Returns a callable that computes the graph: for each block that calls it, by the code for its request.
-
-    A call from elsewhere runs the code of the first block. An active interceptor makes the callable instead.
-    """
+    """Returns a callable that computes the graph, as a whole or in parts. An active interceptor makes it instead."""
     source_info.take_names(gm)
     patches = {**compilers.mode_config(options.mode), **dict(options.inductor)}
     interceptor = active_interceptor()
@@ -107,12 +105,24 @@ def _compile(gm: fx.GraphModule, inputs: Sequence[Any], options: Options, is_exp
     if interceptor is not None:
         return interceptor.compile(gm, inputs, patches)
     around = Surroundings.of(gm, inputs)
+    whole = replace(options, early_gradients=False, hooks_free_gradients=False)
+    compiled = compiled_in_parts(gm, inputs, options, around, lambda part, given: _compile(part, given, whole, is_explicit))
+    if compiled is None:
+        compiled = _compile_whole(GraphSource(gm, inputs, patches), options, around)
+    return checked(compiled, inputs, options)
+
+
+def _compile_whole(source: GraphSource, options: Options, around: Surroundings) -> Compiled:
+    """Returns a callable that computes the graph: for each block that calls it, by the code for its request.
+
+    A call from elsewhere runs the code of the first block.
+    """
     requests = requests_of(options, around)
     different = {id(request): request for request in requests.values()}
     codes: dict[int, Compiled] = {}
     for number, request in different.items():
-        module = copied_with_sources(gm) if len(different) > 1 else gm  # the compiler takes ownership
-        codes[number] = _compile_request(GraphSource(module, inputs, patches), request, around)
+        module = copied_with_sources(source.module) if len(different) > 1 else source.module  # the compiler takes ownership
+        codes[number] = _compile_request(replace(source, module=module), request, around)
     code_of = {block: codes[id(request)] for block, request in requests.items()}
     first = next(iter(code_of.values()))
     return first if len(codes) == 1 else lambda *args: code_of.get(current_block(), first)(*args)
@@ -151,7 +161,7 @@ def _compile_for(sizes: Sizes, source: GraphSource, request: Request, around: Su
             note_grant(request, around, found.report.budget_bytes)
         return published(found.function, found.report, request, note_on(gm))
     except Exception as error:  # an error of the graph itself recurs in plain Inductor below
-        if is_user_error(error) or not request.fuses:
+        if is_user_error(error) or asks_to_restart(error) or not request.fuses:
             raise
         place = source_info.place_of(gm.graph)
         if not request.falls_back:

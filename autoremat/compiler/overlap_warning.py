@@ -27,6 +27,7 @@ from autoremat.compiler.step_gradients import StepGradients, leaves_of
 from autoremat.report.report import Report
 from autoremat.torch_private.autograd import backward_node, keeps_graph
 from autoremat.torch_private.dynamo import number_of_function
+from autoremat.torch_private.fake_tensors import is_fake
 from autoremat.torch_private.pipelining import infers_metadata
 
 
@@ -131,8 +132,8 @@ class Watch:
 
     def call(self, compiled: Callable[..., Any], graph: Watched, args: tuple[Any, ...]) -> Any:
         """Returns ``compiled(*args)``, a call of ``graph``, and records the call as open if it has a backward."""
-        if infers_metadata():
-            return compiled(*args)  # no part of a step
+        if infers_metadata() or any(map(is_fake, args)):
+            return compiled(*args)  # no part of a step: the call only shows shapes, to a pipeline or to a split graph
         leaves = leaves_of(args)
         present = _Open(graph, _device_of(args), frozenset(map(id, leaves)))
         self.judge(present, graph.report.peak_bytes)

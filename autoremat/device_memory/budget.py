@@ -43,6 +43,7 @@ def device_budget(
     *,
     accumulate: int = 1,
     set_to_none: bool = True,
+    hooks_free_gradients: bool = False,
     others: Mapping[str, Any] | None = None,
     reserve: int | str | None = None,
     context: int | str | None = None,
@@ -62,6 +63,7 @@ def device_budget(
       None counts no optimizer.
     - ``accumulate``: number of micro-batches in one step of the optimizer.
     - ``set_to_none``: False if ``zero_grad(set_to_none=False)`` keeps gradients from one step to the next.
+    - ``hooks_free_gradients``: True if each post-accumulate-grad hook frees its gradient, as the option of this name says.
     - ``others``: further memory by name: modules such as an EMA copy, tensors, or bytes.
     - ``reserve``: bytes to keep free: by default 512 MiB on CUDA and 64 KiB on a CPU.
     - ``context``: bytes outside torch's allocator. By default they are measured on a CUDA device that is here, 512 MiB on
@@ -80,7 +82,7 @@ def device_budget(
     whole = _whole_device(total, modules, device)
     inventory = Inventory(whole.device_type, whole.rounding, whole.moved)
     rows = [LedgerRow("context and libraries", whole.context_bytes() if context is None else _bytes(context, "context"))]
-    rows += inventory.rows_of_models(modules, kept)
+    rows += inventory.rows_of_models(modules, kept, flag(hooks_free_gradients, "hooks_free_gradients"))
     memory = _optimizer_memory(optimizer, whole)
     rows += [] if memory is None else memory.rows(_fewer_temporaries(optimizer))
     rows += inventory.rows_of_others(others or {})

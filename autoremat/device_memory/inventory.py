@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from autoremat.basics.checks import as_int, refused, text_to_bytes
 from autoremat.planner.multigraph.device_budget import COMPILED, EARLIER_GRADIENTS, UPDATES, LedgerRow, StepPart
+from autoremat.torch_private.autograd import hooks_after_gradients
 from autoremat.torch_private.fake_optimizers import local
 from autoremat.torch_private.fully_sharded import gathered_groups
 from autoremat.torch_private.live_bytes import rounded
@@ -53,10 +54,11 @@ class Inventory:
         found = {id(p): local(p) for p in parameters if p.requires_grad}.values()
         return sum(rounded(p.numel() * p.element_size(), self.rounding) for p in found if self.counts(p))
 
-    def rows_of_models(self, models: Sequence[nn.Module], kept_in: StepPart) -> Iterator[LedgerRow]:
+    def rows_of_models(self, models: Sequence[nn.Module], kept_in: StepPart, hooks_free: bool = False) -> Iterator[LedgerRow]:
         """Yields the rows of models: parameters, buffers, gradients, and the buffers of their parallelism.
 
-        ``kept_in`` are the parts of forward and backward in which earlier gradients are live.
+        ``kept_in`` are the parts of forward and backward in which earlier gradients are live. With ``hooks_free``, gradients
+        with post-accumulate-grad hooks are live in the backward alone, where the plans count them.
         """
         parameters = {id(p): p for model in models for p in model.parameters()}
         yield LedgerRow("parameters", self.bytes_of(parameters.values()), remedy="hold parameters in fewer bits, or shard them")
@@ -66,7 +68,8 @@ class Inventory:
         in_buckets = self.gradient_bytes(p for model in parallel for p in model.parameters())
         advice = "" if views else "gradient_as_bucket_view=True makes gradients views of the buckets"
         yield LedgerRow("buckets of DistributedDataParallel", in_buckets, remedy=advice)
-        gradients = self.gradient_bytes(p for p in parameters.values() if id(p) not in views)
+        freed = {id(p) for p in parameters.values() if hooks_free and hooks_after_gradients(p)}
+        gradients = self.gradient_bytes(p for p in parameters.values() if id(p) not in views | freed)
         yield LedgerRow("gradients", gradients, UPDATES, "train fewer parameters, or an optimizer in the backward")
         advice = "accumulate=1 and zero_grad(set_to_none=True) free them before the forward"
         yield LedgerRow(EARLIER_GRADIENTS, gradients if kept_in else 0, kept_in, advice)

@@ -59,6 +59,8 @@ class OptionValues(TypedDict, total=False):
     recompute: Collection[str]
     chunk_loss: bool | int | str
     tiles: bool | int | str
+    early_gradients: bool | int | str
+    hooks_free_gradients: bool
     in_flight: int | None
     accumulate: bool | None
     interconnect_bandwidth: float | str | None
@@ -108,6 +110,10 @@ class Options:
         (also if predicted faster), an int >= 2 (always that many chunks), or False (never).
     - tiles: tiling of the stretches of ops that compute row by row, such as an MLP: "auto" (only if no other plan fits), an int
         >= 2 (always that many tiles), or False (never).
+    - early_gradients: division of a graph into parts with a backward each, between which post-accumulate-grad hooks run: "auto"
+        (if parameters have such hooks), True (always), an int >= 2 (so many parts), or False (never).
+    - hooks_free_gradients: True if each such hook sets the gradient to None, as an optimizer in the backward does. Plans then
+        count these gradients as freed. A `BudgetWarning` tells if one stays.
     - interconnect_bandwidth: bytes per second that one rank sends in a collective, such as "50GB/s"; None for the measured or
         assumed rate of each process group.
     - interconnect_latency: seconds of a collective beside its bytes; None for the measured or assumed ones.
@@ -139,6 +145,8 @@ class Options:
     recompute: tuple[str, ...] = ()
     chunk_loss: bool | int | str = "auto"
     tiles: bool | int | str = False
+    early_gradients: bool | int | str = "auto"
+    hooks_free_gradients: bool = False
     interconnect_bandwidth: float | None = None
     interconnect_latency: float | None = None
     agreement: str | tuple[int, ...] = field(default="auto", compare=False)
@@ -168,8 +176,10 @@ class Options:
             "policy": policies.parse(self.policy),
             "save": values.saves(self.save),
             "recompute": values.patterns(self.recompute, "recompute"),
-            "chunk_loss": values.chunks(self.chunk_loss),
+            "chunk_loss": values.parts(self.chunk_loss, "chunk_loss"),
             "tiles": values.tiles(self.tiles),
+            "early_gradients": values.parts(self.early_gradients, "early_gradients"),
+            "hooks_free_gradients": flag(self.hooks_free_gradients, "hooks_free_gradients"),
             "interconnect_bandwidth": values.bandwidth(self.interconnect_bandwidth),
             "interconnect_latency": None
             if self.interconnect_latency is None

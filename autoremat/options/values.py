@@ -23,7 +23,7 @@ BUDGET_FORMS = (
 PATTERN_FORMS = 'a list of globs of module paths ("layers.*.mlp"), ops ("aten.mm") and names of tensors'
 SAVE_FORMS = f"{PATTERN_FORMS}, or a mapping from such patterns to forms among 'device', 'host' and 'bits'"
 PLAN_FORMS = "the path of a plan that Plan.save wrote, a Plan, a list of these, or None (search for a plan)"
-CHUNK_FORMS = f'"auto", True, False or a number of parts, an int from 2 to {MOST_PARTS}'
+PARTS_FORMS = f'"auto", True, False or a number of parts, an int from 2 to {MOST_PARTS}'
 TILE_FORMS = f'"auto", False or a number of tiles, an int from 2 to {MOST_PARTS}'
 BANDWIDTH_FORMS = 'text such as "50GB/s", a number of bytes per second >= 1, or None'
 AGREEMENT_FORMS = '"auto", "off" or a list of ranks, such as torch.distributed.get_process_group_ranks(group)'
@@ -152,15 +152,15 @@ def patterns(value: object, name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(value))
 
 
-def chunks(value: object) -> bool | int | str:
-    """Returns the option ``chunk_loss``, with int-like numbers of chunks as ints."""
+def parts(value: object, name: str) -> bool | int | str:
+    """Returns the option ``name``, with int-like numbers of parts as ints."""
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and value == "auto":
         return value
     count = as_int(value)
     if count is None or not 2 <= count <= MOST_PARTS:
-        raise refused("chunk_loss", value, CHUNK_FORMS)
+        raise refused(name, value, PARTS_FORMS)
     return count
 
 

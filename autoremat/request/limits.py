@@ -14,21 +14,21 @@ from autoremat.planner.multigraph.step_profile import StepProfile
 
 @dataclass(frozen=True)
 class CommonBudget:
-    """The budget that the buckets of a split graph share. An error of one bucket names the figures of all together."""
+    """The budget that the parts of a split graph share. An error of one part names the figures of all together."""
 
     profile: StepProfile
-    bucket: str
-    """Name of the bucket in texts."""
+    part: str
+    """Name of the part in texts."""
     advice: str
 
     def figures(self, excess_bytes: int, advice: tuple[str, ...]) -> dict[str, Any]:
-        """Returns the figures of the error for a bucket that needs ``excess_bytes`` more than its share, after other advice."""
+        """Returns the figures of the error for a part that needs ``excess_bytes`` more than its share, after other advice."""
         budget = self.profile.budget_bytes or 0
         return {
             "budget_bytes": budget,
             "minimum_bytes": budget + excess_bytes,
             "lower_bound_bytes": min(self.profile.minimum_peak_bytes, budget),
-            "remedies": (*advice, f"{self.bucket} needs {format_bytes(excess_bytes)} more than its share; {self.advice}"),
+            "remedies": (*advice, f"{self.part} needs {format_bytes(excess_bytes)} more than its share; {self.advice}"),
             "gradient_bytes": 0,
             "parts": (),
             "device_bytes": None,
@@ -58,7 +58,7 @@ class Limits:
     ledger: DeviceBudget | None = field(default=None, compare=False)
     """The ledger of the device that leaves ``peak_bytes``; None without a device budget."""
     common: CommonBudget | None = field(default=None, compare=False)
-    """The budget of all buckets of a split graph, of which ``step_share`` is this one's share."""
+    """The budget of all parts of a split graph, of which ``step_share`` is this one's share."""
     advice: tuple[str, ...] = field(default=(), compare=False)
     """Advice for the error if no plan fits."""
 

@@ -49,7 +49,8 @@ def profile_step(
     fits ``memory_budget`` at the least time.
 
     Gradients, random states and buffers are restored afterwards. The buffers are those of the modules that ``function`` is, is
-    bound to or closes over. All other side effects of ``function`` occur twice.
+    bound to or closes over. All other side effects of ``function`` occur twice. Post-accumulate-grad hooks, such as
+    an optimizer in the backward, do not run. The option ``hooks_free_gradients`` tells that they free the gradients.
 
     - ``memory_budget``: the budget of the whole step, in bytes, as text such as "60GiB", a device budget, or "auto". A float is
       a share of the step's peak without recomputation; None sets no limit.
@@ -65,10 +66,9 @@ def profile_step(
     ``torch.compiler.reset()``. Pass the result as ``memory_budget``, in ``options`` or to ``configure``.
 
     Raises ``BudgetInfeasible`` if no choice of plans fits, and ``OptionsError`` for options that are not accepted. Raises
-    ``StepProfileError`` if no graph can be planned or the loss is no scalar with a gradient. Also raises it if a hook acts on
-    each gradient as soon as it is computed, as an optimizer in the backward does. Hooks that torch runs in C++ are not
-    detected. All ranks of a distributed job have to profile at the same time. They share the result: the least budget, and at
-    each moment the memory of the rank that needs the most.
+    ``StepProfileError`` if no graph can be planned or the loss is no scalar with a gradient. All ranks of a distributed job
+    have to profile at the same time. They share the result: the least budget, and at each moment the memory of the rank that
+    needs the most.
     """
     if "memory_budget" in options_of(options):
         raise OptionsError("a step profile takes `memory_budget` as an argument of its own, not in `options`")
@@ -127,7 +127,7 @@ def _measured(
             meter = meter_of(taken.device)
             taken.start(meter if attempt == "measure" else None)
             with meter if attempt == "measure" else contextlib.nullcontext():
-                _backward(loss(step()), parameters)
+                _backward(loss(step()), parameters, taken.options.hooks_free_gradients)
     taken.leave_out_other_devices()
     if not any(graph.planned for graph in taken.graphs):
         said = what_dynamo_said(breaks)
@@ -150,35 +150,34 @@ def _loss_of(output: Any) -> torch.Tensor:
     return found
 
 
-def _backward(loss: torch.Tensor, parameters: list[nn.Parameter]) -> None:
-    """Runs the backward of ``loss`` and restores the gradients of all leaves and ``parameters``."""
+def _free_gradient(parameter: torch.Tensor) -> None:
+    parameter.grad = None
+
+
+def _keep_gradient(_: torch.Tensor) -> None:
+    pass
+
+
+def _backward(loss: torch.Tensor, parameters: list[nn.Parameter], frees_gradients: bool) -> None:
+    """Runs the backward of ``loss`` and restores the gradients of all leaves and ``parameters``.
+
+    Hooks on gradients, such as an optimizer in the backward, do not run. With ``frees_gradients``, others that free them do.
+    """
     if not loss.requires_grad:
         raise StepProfileError(
             "the loss does not require a gradient, so there is no backward to profile: it has to depend on a parameter or an "
             "input that requires one, and gradients must be enabled"
         )
-    leaves = autograd.leaves_of(loss)
-    _refuse_hooks(leaves)
-    receiving = (*leaves, *parameters)
+    receiving = (*autograd.leaves_of(loss), *parameters)
     before = [tensor.grad for tensor in receiving]
     for tensor in receiving:
         tensor.grad = None
     try:
-        loss.backward()  # type: ignore[no-untyped-call]
+        with autograd.hooks_replaced(receiving, _free_gradient if frees_gradients else _keep_gradient):
+            loss.backward()  # type: ignore[no-untyped-call]
     finally:
         for tensor, gradient in zip(receiving, before, strict=True):
             tensor.grad = gradient
-
-
-def _refuse_hooks(leaves: list[torch.Tensor]) -> None:
-    """Raises ``StepProfileError`` if hooks would do more than compute gradients, such as step an optimizer."""
-    if hooks := [hook for leaf in leaves for hook in autograd.hooks_after_gradients(leaf)]:
-        name = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__)
-        raise StepProfileError(
-            f"{len(hooks)} hooks run as soon as a gradient is made (register_post_accumulate_grad_hook; the first is {name}). "
-            "They act on gradients of a step profile as on those of a step: an optimizer in the backward would step. "
-            "Profile before the hooks are registered, or remove them meanwhile"
-        )
 
 
 def _modules_of(function: Any) -> list[nn.Module]:

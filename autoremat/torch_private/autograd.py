@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, cast
 
@@ -120,6 +121,20 @@ def hooks_after_gradients(leaf: torch.Tensor) -> list[Callable[..., Any]]:
     Hooks of torch's own data parallelism are not among them.
     """
     return list((leaf._post_accumulate_grad_hooks or {}).values())
+
+
+@contextlib.contextmanager
+def hooks_replaced(leaves: Iterable[torch.Tensor], by: Callable[[torch.Tensor], None]) -> Iterator[None]:
+    """Has ``by`` called in place of each of the Python hooks that run after a gradient of ``leaves`` is accumulated."""
+    found = {id(hooks): hooks for leaf in leaves if (hooks := leaf._post_accumulate_grad_hooks)}
+    before = [(hooks, dict(hooks)) for hooks in found.values()]
+    for hooks, _ in before:
+        hooks.update(dict.fromkeys(hooks, by))
+    try:
+        yield
+    finally:
+        for hooks, own in before:
+            hooks.update(own)
 
 
 def is_optimized(module: torch.nn.Module) -> bool:

@@ -143,6 +143,25 @@ def computes_gradients(module: fx.GraphModule) -> bool:
     return torch.autograd.grad in targets or OPENS_GRADIENT in (getattr(target, "__name__", "") for target in targets)
 
 
+def asks_to_restart(error: BaseException) -> bool:
+    """Returns True if torch raises ``error`` to have Dynamo trace the function again, which is no failure."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    return isinstance(error, RestartAnalysis)
+
+
+def switches_autocast(node: fx.Node) -> bool:
+    """Returns True if a node of a captured graph begins or ends a region of autocast."""
+    autocast = torch.amp.autocast_mode
+    return node.target in (autocast._enter_autocast, autocast._exit_autocast)
+
+
+def nesting_of(node: fx.Node) -> int:
+    """Returns 1 if a node of a captured graph begins a transform of ``torch.func``, -1 if it ends one, 0 otherwise."""
+    name = getattr(node.target, "__name__", "")
+    return name.endswith("increment_nesting") - name.endswith("decrement_nesting")
+
+
 def requires_gradient(module: fx.GraphModule) -> bool:
     """Returns True if a result of a captured graph depends on something that requires a gradient, or if that is unknown."""
     results = [node.meta.get("example_value") for node in module.graph.output_node().all_input_nodes]

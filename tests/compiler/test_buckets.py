@@ -175,9 +175,9 @@ def test_open_calls_have_no_effect_on_buckets(one_rank):
 
 @pytest.mark.slow
 def test_a_failed_plan_falls_back_bucket_by_bucket(one_rank, monkeypatch):
-    from autoremat.compiler import buckets
+    from autoremat.compiler import split_budget
 
-    monkeypatch.setattr(buckets.ddp, "buckets_of", lambda split: 1 / 0)
+    monkeypatch.setattr(split_budget.split_graphs, "parts_of", lambda split: 1 / 0)
     with pytest.raises(Exception, match="buckets of a graph"):
         planned_ddp(False, 0.9)(batch())
     before = len(autoremat.reports())
@@ -186,9 +186,9 @@ def test_a_failed_plan_falls_back_bucket_by_bucket(one_rank, monkeypatch):
 
 
 def test_a_torch_that_does_not_show_its_buckets_is_warned_of(one_rank, monkeypatch):
-    from autoremat.compiler import buckets
+    from autoremat.compiler import split_budget
 
-    monkeypatch.setattr(buckets.ddp, "current_split", lambda: None)
+    monkeypatch.setattr(split_budget.split_graphs, "current_split", lambda: None)
     with pytest.warns(BudgetWarning, match="optimize_ddp = False"):
         planned_ddp(False, "1GiB")(batch())
 

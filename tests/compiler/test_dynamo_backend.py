@@ -317,3 +317,27 @@ def test_a_recompilation_for_another_shape_is_another_graph(new_reports):
         compiled(torch.randn(batch, 64)).backward()
     first, second = new_reports()
     assert first.baseline_peak_bytes > second.baseline_peak_bytes
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_that_dynamo_traces_a_function_again_is_no_failure(count, monkeypatch):
+    """Torch asks for it, for instance under ``dynamic=True``, where a number of Python becomes a symbol."""
+    from torch._dynamo.exc import TensorifyScalarRestartAnalysis
+
+    from autoremat.compiler import dynamo_backend, split_budget
+
+    def restart(*_: object) -> None:
+        raise TensorifyScalarRestartAnalysis
+
+    monkeypatch.setattr(dynamo_backend, "compile_graph", restart)
+    monkeypatch.setattr(split_budget, "_step", restart)
+    raised = []
+
+    def backend(gm, inputs):
+        with pytest.raises(TensorifyScalarRestartAnalysis) as caught:
+            dynamo_backend.backend(gm, inputs, options={"memory_budget": "1GiB", "early_gradients": count > 1 and count})
+        raised.append(caught.value)
+        return gm
+
+    torch.compile(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), backend=backend)(torch.randn(4, 8))
+    assert len(raised) == 1

@@ -54,6 +54,15 @@ def test_gradients_that_stay_count_in_later_steps():
     assert not autoremat.device_budget("1GiB", model).counts_gradients
 
 
+def test_gradients_that_hooks_free_have_no_row():
+    model = Model(1)
+    before = row(autoremat.device_budget("1GiB", model), "gradients").bytes
+    model.embed.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert row(autoremat.device_budget("1GiB", model), "gradients").bytes == before
+    freed = autoremat.device_budget("1GiB", model, hooks_free_gradients=True)
+    assert row(freed, "gradients").bytes == before - bytes_of([model.embed.weight])
+
+
 def test_frozen_parameters_have_no_gradients():
     model = Model(1)
     model.embed.requires_grad_(False)

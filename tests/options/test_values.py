@@ -62,6 +62,8 @@ ACCEPTED: dict[str, set[str]] = {
     "recompute": {"()", "[]", "['layers.*']"},
     "tiles": COUNTS - {"1"} | {"'auto'", "False", "int64"},
     "chunk_loss": COUNTS - {"1"} | {"'auto'", "True", "False", "int64"},
+    "early_gradients": COUNTS - {"1"} | {"'auto'", "True", "False", "int64"},
+    "hooks_free_gradients": {"True", "False"},
     "in_flight": COUNTS | {"None", "int64"},
     "accumulate": {"None", "True", "False"},
     "interconnect_bandwidth": BYTES | {"None", "'6GB/s'", "1.0", "3.0", "70.0", "1000000000.0"},

@@ -217,24 +217,32 @@ def test_the_step_fits_its_budget_under_inductor(regional):
         assert peaks[-1] < peaks[0]
 
 
-def test_an_optimizer_in_the_backward_is_refused():
-    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+def test_an_optimizer_in_the_backward_does_not_step_in_a_profile_and_its_gradients_can_count_as_freed():
+    class Layer(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x).tanh()
+
+    layers = [Layer(64, 64, bias=False) for _ in range(4)]
+    for layer in layers:
+        layer.compile(backend="autoremat", options={"compiler": "aot_eager"})
+    model, steps = nn.Sequential(*layers), []
     before = [p.detach().clone() for p in model.parameters()]
-    optimizers = {p: torch.optim.SGD([p], lr=1.0) for p in model.parameters()}
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(steps.append)
 
-    def step_at_once(parameter: torch.Tensor) -> None:
-        optimizers[parameter].step()
+    def end_of_step(**options: bool) -> int:
+        profile = autoremat.profile_step(
+            lambda x: model(x).sum(), torch.ones(4, 64), regional=True, options={"compiler": "aot_eager"} | options
+        )
+        return profile.step.moments[-1].base_bytes
 
-    handles = [p.register_post_accumulate_grad_hook(step_at_once) for p in model.parameters()]
-    with pytest.raises(
-        StepProfileError, match=r"4 hooks run as soon as a gradient is made .*step_at_once.*remove them meanwhile"
-    ):
-        autoremat.profile_step(lambda x: model(x).sum(), torch.ones(4, 8), options={"compiler": "aot_eager"})
+    of_layer = before[0].numel() * before[0].element_size()
+    assert end_of_step() - end_of_step(hooks_free_gradients=True) == 3 * of_layer, "the last one is live until its hook"
+    assert not steps
     assert all(torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True))
     assert all(p.grad is None for p in model.parameters())
-    for handle in handles:
-        handle.remove()
-    autoremat.profile_step(lambda x: model(x).sum(), torch.ones(4, 8), options={"compiler": "aot_eager"})
+    model(torch.ones(4, 64)).sum().backward()
+    assert len(steps) == 4, "the hooks are back"
 
 
 def test_buffers_that_are_replaced_are_put_back():

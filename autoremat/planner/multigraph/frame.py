@@ -41,6 +41,8 @@ class Part:
     """Bytes of the gradients that stay after its backward."""
     keeps: Counter[int] = field(default_factory=Counter)
     """For each border, the number of times that every plan of the graph counts it as saved."""
+    freed_bytes: int = 0
+    """Bytes of the gradients that hooks free right after its backward, and of what such a hook allocates."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +80,8 @@ class Frame:
         added = sum(b.gradient_bytes for b in self.borders if number in b.read_by and self._awaits(b, number))
         new = sum(b.gradient_bytes for b in self.borders if number in b.read_by and b.made_by is not None)
         before = self._borders_live(number, None)
-        after = Moment(before + finished + part.finished_bytes + waiting + added + new, self._open(number))
+        ended = part.finished_bytes + part.freed_bytes
+        after = Moment(before + finished + ended + waiting + added + new, self._open(number))
         if part.graph is None:
             return [after]
         # The plan counts its outputs as live throughout; those that something else holds are among the borders.

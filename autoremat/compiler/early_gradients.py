@@ -1,0 +1,160 @@
+"""Graphs that are compiled in parts, so that hooks on gradients run between the backwards of the parts.
+
+The backward of a compiled graph hands over all gradients at its end. Parts are chained autograd nodes: gradients of a later
+part leave before the backward of an earlier one begins. An optimizer in the backward then frees them there.
+``split_budget.py`` shares one budget among the parts.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autoremat.basics.errors import BudgetWarning, OptimizerUnpredictable, OptionWarning
+from autoremat.basics.units import format_bytes
+from autoremat.compiler.cuts import parts_of_nodes
+from autoremat.compiler.lowering import Compiled
+from autoremat.device_memory.live_optimizers import live_optimizers
+from autoremat.device_memory.optimizer_run import optimizer_memory, parameters_of
+from autoremat.options.options import Options
+from autoremat.planner.memory.caching_allocator import ROUNDING
+from autoremat.request.budgets import is_profile
+from autoremat.request.surroundings import Surroundings
+from autoremat.torch_private import autograd, split_graphs
+from autoremat.torch_private.split_graphs import GradientHooks
+
+PARTS = 4
+"""Number of parts unless the user names one. The gradients of one part are live at once, and each cut keeps a tensor."""
+
+
+def compiled_in_parts(
+    gm: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: Options,
+    around: Surroundings,
+    compile_part: Callable[[fx.GraphModule, Sequence[Any]], Compiled],
+) -> Compiled | None:
+    """Returns a graph that Dynamo captured, with each of its parts compiled by ``compile_part``; None if it stays whole.
+
+    Warns with ``OptionWarning`` if the options ask for parts, or say what hooks do, and that has no effect.
+    """
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    hooked = {n.name: t for n, t in zip(placeholders, inputs, strict=True) if _is_hooked(t)}
+    if options.hooks_free_gradients and not hooked:
+        _warn_without_effect("hooks_free_gradients", "no parameter of this graph has a post-accumulate-grad hook")
+    count = _number_of_parts(options, around, bool(hooked))
+    if count == 1:
+        return None
+    parts = parts_of_nodes(gm, inputs, count, around.device.type)
+    if not any(parts.values()):
+        if options.early_gradients != "auto":
+            _warn_without_effect(
+                "early_gradients",
+                "this graph cannot be cut: it has one parameter that requires a gradient, or a tensor that changes in place, "
+                "or that is none of torch's, lives throughout",
+            )
+        return None
+    freed = hooked if options.hooks_free_gradients else {}
+    hooks = _hooks(freed.keys(), hooked.values(), around.device) if options.memory_budget is not None else GradientHooks()
+    return split_graphs.compile_parts(gm, inputs, parts.__getitem__, compile_part, hooks)
+
+
+def _is_hooked(tensor: Any) -> bool:
+    is_trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+    return is_trained and bool(autograd.hooks_after_gradients(tensor))
+
+
+def _number_of_parts(options: Options, around: Surroundings, is_hooked: bool) -> int:
+    """Returns the number of parts that are wanted; 1 for a graph that stays whole."""
+    wanted = options.early_gradients
+    if wanted == "auto":
+        fits = not (options.plan or options.max_slowdown is not None or is_profile(options) or split_graphs.is_split())
+        is_whole = around.why_broken is None and around.block is None and around.stage is None
+        return PARTS if is_hooked and fits and is_whole else 1
+    if wanted is False:
+        return 1
+    if is_profile(options):
+        _warn_without_effect("early_gradients", "a step profile knows whole graphs. Leave one of them out")
+        return 1
+    if split_graphs.is_split():
+        _warn_without_effect(
+            "early_gradients",
+            "DistributedDataParallel splits this graph into buckets already; bucket_cap_mb=... sizes them",
+        )
+        return 1
+    return PARTS if wanted is True else int(wanted)
+
+
+def _warn_without_effect(option: str, reason: str) -> None:
+    warnings.warn(f"{option} has no effect: {reason}", OptionWarning, stacklevel=4)
+
+
+def _hooks(freed: Collection[str], parameters: Collection[torch.Tensor], device: torch.device) -> GradientHooks:
+    """Returns what is known of the hooks on ``parameters``.
+
+    Optimizers of some of these parameters alone are taken to step in the hooks.
+    """
+    hooked = {id(parameter) for parameter in parameters}
+    stepping = [one for one in live_optimizers(device) if hooked.issuperset(map(id, parameters_of([one])))]
+    names = frozenset(freed)
+    kept = "gradients count as freed by the hooks" if names else "gradients count as kept, although hooks may free them"
+    if not stepping:
+        return GradientHooks(names, note=f"{kept}; memory that the hooks allocate does not count")
+    try:
+        memory = optimizer_memory(stepping, device.type, ROUNDING if device.type == "cuda" else 1)
+    except OptimizerUnpredictable as error:
+        return GradientHooks(names, note=f"{kept}; memory that the hooks allocate does not count: {error}")
+    more = max(0, (memory.later_step_bytes or 0) - memory.state_bytes)
+    state = memory.state_bytes - memory.existing_bytes
+    note = f"{kept}; a step of an optimizer in a hook allocates up to {format_bytes(more)}, which count"
+    note += f". State of {format_bytes(state)}, which the hooks allocate in the first step, comes on top" if state else ""
+    return GradientHooks(names, more, note)
+
+
+# -- the check of what the user says --------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Check:
+    """Warns once if gradients that count as freed stay."""
+
+    parameters: Sequence[weakref.ref[torch.Tensor]]
+    is_done: bool = False
+
+    def __call__(self) -> None:
+        """Looks at the gradients, at the end of a backward."""
+        found = [p for p in (reference() for reference in self.parameters) if p is not None and p.grad is not None]
+        if not found or self.is_done:
+            return
+        self.is_done = True
+        size = sum(parameter.numel() * parameter.element_size() for parameter in found)
+        warnings.warn(
+            f"hooks_free_gradients=True, but the hooks leave {len(found)} of {len(self.parameters)} gradients after a "
+            f"backward, of {format_bytes(size)} together (the first has the shape {tuple(found[0].shape)}): the step may "
+            "exceed memory_budget by as much. Let each hook set .grad to None, or set hooks_free_gradients=False",
+            BudgetWarning,
+            stacklevel=2,
+        )
+
+
+def checked(function: Compiled, inputs: Sequence[Any], options: Options) -> Compiled:
+    """Returns a compiled graph with a look at the gradients that count as freed, at the end of each of its backwards."""
+    freed = [weakref.ref(tensor) for tensor in inputs if options.hooks_free_gradients and _is_hooked(tensor)]
+    if not freed or options.memory_budget is None:
+        return function
+    check = _Check(freed)
+
+    def call(*args: Any) -> Any:
+        outputs = function(*args)
+        node = autograd.backward_node(outputs, args)
+        if node is not None:
+            node.register_hook(lambda *_: autograd.when_backward_ends(check))
+        return outputs
+
+    return call

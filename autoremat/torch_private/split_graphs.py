@@ -1,0 +1,193 @@
+"""Torch's private names for graphs that are compiled in parts: for the buckets of data parallelism, or for early gradients.
+
+This module decides nothing about plans.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+from unittest import mock
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import fx
+from torch._guards import TracingContext
+
+from autoremat.torch_private import names
+from autoremat.torch_private.dynamo import copied_with_sources
+from autoremat.torch_private.fake_tensors import is_fake
+
+
+@dataclass(frozen=True)
+class GradientHooks:
+    """What is known of the hooks that run as soon as a gradient of the graph's inputs is made."""
+
+    freed: frozenset[str] = frozenset()
+    """Names of the inputs whose hooks free their gradients."""
+    bytes: int = 0
+    """The most bytes that a hook allocates beside gradients, for as long as it runs."""
+    note: str = ""
+    """A line for the reports of the parts."""
+
+
+_hooks: WeakKeyDictionary[Any, GradientHooks] = WeakKeyDictionary()
+"""The hooks of the graphs that :func:`compile_parts` compiles now, by ``owner``."""
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A graph of Dynamo that was split, at the part that is compiled now.
+
+    ``owner`` is one object for all parts of a graph. ``number`` counts the parts in the sequence of the forward, from 0.
+    """
+
+    owner: Any
+    number: int
+    count: int
+    hooks: GradientHooks | None
+    """The hooks for whose sake the graph was split; None if torch's ``DDPOptimizer`` has split it."""
+
+
+@dataclass(frozen=True, eq=False)
+class PartOfGraph:
+    """One part: a copy of its graph, its fake inputs, and the fake results of calling it."""
+
+    module: fx.GraphModule
+    inputs: Sequence[Any]
+    outputs: Sequence[Any]
+
+
+def is_split() -> bool:
+    """Returns True if the graph that Dynamo compiles now was split."""
+    context = TracingContext.try_get()
+    places = ("torch._guards:TracingContext.ddp_optimizer_ctx", "torch._guards:TracingContext.fakify_first_call")
+    marks = [names.read(context, place) for place in places]
+    return any(mark is not None and mark is not False for mark in marks)
+
+
+def current_split() -> Split | None:
+    """Returns the split whose part is compiled now; None if there is none."""
+    code = names.resolve("torch._dynamo.backends.distributed:SubmodCompiler.run_node").__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    if frame is None:
+        return None
+    owner: Any = frame.f_locals.get(code.co_varnames[0])
+    node = frame.f_locals.get(code.co_varnames[1])
+    if node is None or not isinstance(owner.module, fx.GraphModule):
+        return None
+    calls = [call for call in owner.module.graph.nodes if call.op == "call_module"]
+    return Split(owner, calls.index(node), len(calls), _hooks.get(owner))
+
+
+def parts_of(split: Split) -> tuple[Sequence[PartOfGraph], Mapping[str, Any], Sequence[Any]]:
+    """Returns all parts of ``split``, the tensors that the whole graph receives, by name, and those that it returns.
+
+    Must be called while the first part is compiled, because compiled ones replace it. All tensors are fake; nothing runs.
+    """
+    owner = split.owner
+    walk = _Walk(owner)
+    known = {node: _as_fake(value, owner.fake_mode) for node, value in owner.env.items()}
+    with _running_fake(owner.fake_mode):
+        returned = walk.run(initial_env=dict(known), enable_io_processing=False)
+    received = {node.name: value for node, value in known.items() if node.op == "placeholder"}
+    return walk.found, received, list(torch.utils._pytree.tree_leaves(returned))
+
+
+def compile_parts(
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    part_of: Callable[[fx.Node], int],
+    compile_part: Callable[[fx.GraphModule, Sequence[Any]], Any],
+    hooks: GradientHooks,
+) -> Callable[..., Any]:
+    """Returns a callable for a captured graph that calls the parts of it one by one, each compiled by ``compile_part``.
+
+    Dynamo must be compiling ``module``. ``part_of`` tells the part of each node.
+    """
+    from torch._dynamo.backends import distributed
+    from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
+    from torch.fx.passes.split_module import split_module
+
+    context: Any = TracingContext.try_get()
+    split: Any = split_module(module, None, part_of)  # type: ignore[arg-type]  # torch reads no root
+    distributed.propagate_dynamo_source(module, split)
+    distributed.propagate_metadata(module, split)
+    owner: Any = distributed.SubmodCompiler(split, compile_part, context.fake_mode)
+    _hooks[owner] = hooks
+    with _disable_saved_tensors_hooks_during_tracing():
+        owner.run(*inputs)
+    split.recompile()
+    compiled: Callable[..., Any] = split
+    return compiled
+
+
+def _as_fake(value: Any, mode: Any) -> Any:
+    """Returns a tensor as torch shows it to the parts, and any other value as it is. Parts that change it leave it alone."""
+    from torch._dynamo.utils import to_fake_tensor
+
+    return to_fake_tensor(value, mode) if isinstance(value, torch.Tensor) and not is_fake(value) else value
+
+
+@contextlib.contextmanager
+def _running_fake(mode: Any) -> Iterator[None]:
+    """Runs the body's tensors as fake ones, as torch does between two parts."""
+    with mode, mock.patch.object(mode, "allow_non_fake_inputs", True):
+        yield
+
+
+class _Walk(fx.Interpreter):
+    """Calls the parts of a split graph one by one on fake tensors, and keeps the inputs and results of each."""
+
+    def __init__(self, owner: Any) -> None:
+        super().__init__(owner.module, garbage_collect_values=False)
+        self.fake_mode = owner.fake_mode
+        self.found: list[PartOfGraph] = []
+
+    def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        from torch._dynamo.utils import deepcopy_to_fake_tensor
+
+        module: Any = self.fetch_attr(str(target))
+        outputs = deepcopy_to_fake_tensor(module, self.fake_mode)(*args)
+        copied, single = _with_tuple(module)
+        if single and isinstance(outputs, (tuple, list)):  # torch has put a tuple around the result of the present part
+            outputs = outputs[0]
+        self.found.append(PartOfGraph(copied, args, (outputs,) if single else tuple(outputs)))
+        return outputs
+
+
+def _with_tuple(module: fx.GraphModule) -> tuple[fx.GraphModule, bool]:
+    """Returns a copy of ``module`` that returns a tuple, and True if callers expect a single value instead."""
+    copied = copied_with_sources(module)
+    (output,) = copied.graph.find_nodes(op="output")
+    if isinstance(output.args[0], (tuple, list)):
+        # Splitting never makes a tuple of one, so torch made this one.
+        return copied, len(output.args[0]) == 1
+    output.args = ((output.args[0],),)
+    copied.recompile()
+    return copied, True
+
+
+@contextlib.contextmanager
+def tracing_undone() -> Iterator[None]:
+    """Restores the attributes of Dynamo's tracing context after the body."""
+    context = TracingContext.try_get()
+    before = {} if context is None else dict(vars(context))
+    try:
+        yield
+    finally:
+        if context is not None:
+            vars(context).update(before)
+
+
+def gradients_become_views() -> bool:
+    """Returns True if the gradients of the model that runs now are moved into the buckets of ``DistributedDataParallel``."""
+    wrapper: Any = torch.nn.parallel.DistributedDataParallel
+    active = wrapper._get_active_ddp_module()
+    return active is not None and bool(active.gradient_as_bucket_view and active.require_backward_grad_sync)

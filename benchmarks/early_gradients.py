@@ -1,0 +1,179 @@
+"""AdamW in the backward of a Llama of twelve layers: as a whole graph, in parts, and by one compiled graph for each layer.
+
+    python benchmarks/early_gradients.py                       # uncompiled planned graphs: peaks, times and bits
+    python benchmarks/early_gradients.py --compiler inductor   # generated code
+
+Each way starts from the same weights and sees the same batches. The peak is that of a later step, above the live bytes at its
+start: gradients, activations and temporaries of the optimizer. After the first steps, the ways take their steps in turn. The
+table has the median times, and whether all losses and parameters have the bits of the first row. A minimum is the smallest
+budget that has a plan. Written to `benchmarks/results/early_gradients_COMPILER.txt` and `.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import autoremat
+from autoremat.basics.errors import BudgetInfeasible, find_cause
+from autoremat.basics.units import format_bytes
+
+ROOT = Path(__file__).resolve().parent.parent
+TOKENS, VOCABULARY = (1, 64), 1024
+STEPS = 7
+
+
+class TokenLoss(nn.Module):
+    """A language model that returns only its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=192,
+                intermediate_size=512,
+                num_hidden_layers=12,
+                num_attention_heads=4,
+                num_key_value_heads=4,
+                vocab_size=VOCABULARY,
+                use_cache=False,
+            )
+        )
+
+    def forward(self, tokens: torch.Tensor) -> Any:
+        return self.model(tokens, labels=tokens).loss
+
+
+def step_in_backward(model: nn.Module) -> None:
+    """Gives each parameter an AdamW that steps, and frees its gradient, as soon as that is made."""
+    optimizers = {p: torch.optim.AdamW([p], lr=1e-3) for p in model.parameters()}
+
+    def step(parameter: torch.Tensor) -> None:
+        optimizers[parameter].step()
+        optimizers[parameter].zero_grad()
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+
+
+@dataclass
+class Way:
+    """A way to compile the model, and what was measured."""
+
+    name: str
+    compile: Callable[[TokenLoss], Any] = field(repr=False)
+    budget_bytes: int | None = None
+    peak_bytes: int = 0
+    seconds: list[float] = field(default_factory=list)
+    same_bits: bool = True
+
+
+def planned(compiler: str, **options: Any) -> Callable[[TokenLoss], Any]:
+    """Returns a function that compiles the whole model with a plan."""
+    own = {"compiler": compiler, "cost_model": "roofline", "hooks_free_gradients": True} | options
+    return lambda model: torch.compile(model, backend="autoremat", options=own)
+
+
+def per_layer(compiler: str) -> Callable[[TokenLoss], Any]:
+    """Returns a function that compiles each layer by torch's own backend."""
+
+    def compile_layers(model: TokenLoss) -> TokenLoss:
+        for layer in model.model.model.layers:
+            layer.compile(backend=compiler)
+        return model
+
+    return compile_layers
+
+
+def minimum(compiler: str, **options: Any) -> int:
+    """Returns the smallest budget that has a plan."""
+    torch.compiler.reset()
+    model = TokenLoss()
+    step_in_backward(model)
+    try:
+        planned(compiler, memory_budget=1, **options)(model)(torch.zeros(TOKENS, dtype=torch.int64))
+    except Exception as error:
+        found = find_cause(error, BudgetInfeasible)
+        if found is None:
+            raise
+        return found.minimum_bytes
+    raise AssertionError("one byte is no budget")
+
+
+def steps_of(ways: list[Way]) -> None:
+    """Trains by all ways in turn, and notes peaks, times and bits."""
+    torch.compiler.reset()
+    models = [TokenLoss() for _ in ways]
+    for model in models:
+        step_in_backward(model)
+    steps = [way.compile(model) for way, model in zip(ways, models, strict=True)]
+    for number in range(2 + STEPS):
+        tokens = torch.randint(0, VOCABULARY, TOKENS, generator=torch.Generator().manual_seed(number))
+        losses = []
+        for way, step in zip(ways, steps, strict=True):
+            begun = time.perf_counter()
+            loss = step(tokens)
+            loss.backward()
+            if number >= 2:
+                way.seconds.append(time.perf_counter() - begun)
+            losses.append(loss.item())
+            del loss
+        for way, loss in zip(ways, losses, strict=True):
+            way.same_bits &= loss == losses[0]
+    for way, model in zip(ways, models, strict=True):
+        pairs = zip(model.parameters(), models[0].parameters(), strict=True)
+        way.same_bits &= all(torch.equal(own, first) for own, first in pairs)
+    for way, step in zip(ways, steps, strict=True):
+        with autoremat.track_peak("cpu") as peak:
+            step(tokens).backward()
+        way.peak_bytes = peak.bytes
+
+
+def table(ways: list[Way], compiler: str) -> str:
+    """Returns the results as text."""
+    first = statistics.median(ways[0].seconds)
+    lines = [f"AdamW in the backward of a Llama of 12 layers, {compiler}, {torch.get_num_threads()} threads", ""]
+    lines += [f"{'way':44} {'budget':>11} {'peak':>11} {'ms':>7} {'time':>7}  bits"]
+    for way in ways:
+        seconds = statistics.median(way.seconds)
+        budget = "" if way.budget_bytes is None else format_bytes(way.budget_bytes)
+        line = f"{way.name:44} {budget:>11} {format_bytes(way.peak_bytes):>11} {1000 * seconds:7.1f} {seconds / first:6.1%}"
+        lines.append(f"{line}  {'same' if way.same_bits else 'others'}")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compiler", choices=("aot_eager", "inductor"), default="aot_eager")
+    compiler: str = parser.parse_args().compiler
+    whole, parts = minimum(compiler, early_gradients=False), minimum(compiler)
+    ways = [
+        Way("whole, no budget", planned(compiler, early_gradients=False)),
+        Way("4 parts, no budget", planned(compiler)),
+        Way("whole, its minimum", planned(compiler, early_gradients=False, memory_budget=whole), whole),
+        Way("4 parts, the minimum of the whole", planned(compiler, memory_budget=whole), whole),
+        Way("4 parts, their minimum", planned(compiler, memory_budget=parts), parts),
+        Way(f"each layer by {compiler}", per_layer(compiler)),
+    ]
+    steps_of(ways)
+    text = table(ways, compiler)
+    print(text)
+    results = ROOT / "benchmarks" / "results" / f"early_gradients_{compiler}"
+    results.with_suffix(".txt").write_text(text)
+    kept = [{key: value for key, value in asdict(way).items() if key != "compile"} for way in ways]
+    results.with_suffix(".json").write_text(json.dumps(kept, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

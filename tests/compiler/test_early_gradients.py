@@ -1,0 +1,272 @@
+"""Early gradients: a graph in parts, whose hooks on gradients run between the backwards, with the bits of the whole graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from oracles import same_bits
+from torch import Tensor, fx, nn
+
+import autoremat
+from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionWarning, find_cause
+from autoremat.compiler.cuts import parts_of_nodes
+from autoremat.planner.multigraph.frame import Frame, Part
+
+EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
+WIDTH, ROWS = 128, 16
+LAYER_BYTES = 4 * (4 * WIDTH * WIDTH + 2 * WIDTH)
+
+
+class Layer(nn.Module):
+    """A residual layer with a dropout, whose gradients take more memory than its activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH, bias=False), nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))), 0.1)
+
+
+class Layers(nn.Module):
+    def __init__(self, count: int = 4) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(count))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().mean()
+
+
+class Mixed(Layers):
+    """A weight that two parts read, batch norms whose buffers change, activations in place, and autocast."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in self.layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            for layer, norm in zip(self.layers, self.norms, strict=True):
+                x = torch.relu_(norm(layer(x)))
+            return nn.functional.linear(x, self.layers[0].up.weight).float().square().mean()
+
+
+@dataclass
+class Hooks:
+    """An optimizer for each parameter, that steps in the backward."""
+
+    model: nn.Module
+    frees: bool = True
+
+    def __post_init__(self) -> None:
+        self.optimizers = {p: torch.optim.AdamW([p], lr=1e-3) for p in self.model.parameters()}
+        for parameter in self.model.parameters():
+            parameter.register_post_accumulate_grad_hook(self)
+
+    def __call__(self, parameter: Tensor) -> None:
+        self.optimizers[parameter].step()
+        if self.frees:
+            parameter.grad = None
+
+
+def batch(rows: int = ROWS) -> Tensor:
+    return torch.randn(rows, WIDTH)
+
+
+@dataclass
+class Trained:
+    """Three steps: their losses, the tensors of the model and of the hooks afterwards, and the peak of the last one."""
+
+    losses: list[Tensor]
+    state: list[Tensor]
+    peak: int
+    reports: list[autoremat.Report]
+
+    def equals(self, other: Trained) -> bool:
+        """True if all bits are those of ``other``."""
+        return all(map(same_bits, self.losses + self.state, other.losses + other.state))
+
+
+def train(make: Callable[[], nn.Module], hooks: Callable[[nn.Module], Any] = Hooks, **options: Any) -> Trained:
+    """Trains a model of ``make`` with ``hooks``, by aot_eager with ``options``, or as it is without any."""
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = make()
+    hooks(model)
+    before = len(autoremat.reports())
+    ours: dict[str, Any] = {"backend": "autoremat", "options": EAGER | options}
+    step = torch.compile(model, **(ours if options else {"backend": "aot_eager"}))
+    losses = []
+    for number in range(3):
+        torch.manual_seed(number)
+        x = batch()
+        with autoremat.track_peak("cpu") as peak:
+            loss = step(x)
+            loss.backward()
+        losses.append(loss.detach())
+        del loss
+    state = [*model.parameters(), *model.buffers()]
+    return Trained(losses, [one.detach().clone() for one in state], peak.bytes, autoremat.reports()[before:])
+
+
+# -- steps --------------------------------------------------------------------------------------------------------------
+
+
+def test_steps_in_parts_have_the_bits_of_the_whole_graph():
+    expected, found = train(Mixed), train(Mixed, memory_budget=1 << 30)
+    assert found.equals(expected)
+    assert len(found.reports) == 4
+    assert all("for early gradients" in report.notes[0] for report in found.reports)
+
+
+def test_gradients_that_hooks_free_are_not_live_together():
+    whole = train(Layers, early_gradients=False)
+    found = train(Layers, memory_budget=1 << 30, hooks_free_gradients=True)
+    assert found.equals(whole)
+    assert (len(whole.reports), len(found.reports)) == (1, 4)
+    assert whole.peak > 4 * LAYER_BYTES
+    assert found.peak < 0.6 * whole.peak  # one layer's gradients and a hook's temporaries
+    assert "gradients count as freed" in found.reports[0].notes[0]
+
+
+def minimum(**options: Any) -> BudgetInfeasible:
+    with pytest.raises(Exception, match="parts for early gradients together") as caught:
+        train(Layers, memory_budget=1000, **options)
+    error = find_cause(caught.value, BudgetInfeasible)
+    assert error is not None
+    return error
+
+
+def test_the_ledger_counts_gradients_as_freed_if_the_user_says_so_and_the_minimum_holds():
+    kept, freed = minimum(), minimum(hooks_free_gradients=True)
+    assert kept.minimum_bytes > 4 * LAYER_BYTES
+    assert freed.minimum_bytes < 0.6 * kept.minimum_bytes
+    assert "hooks_free_gradients=True says so" in str(kept)
+    trained = train(Layers, memory_budget=freed.minimum_bytes, hooks_free_gradients=True)
+    assert 0.8 * freed.minimum_bytes <= trained.peak <= freed.minimum_bytes
+
+
+def test_without_hooks_or_with_false_the_graph_stays_whole():
+    assert len(train(Layers, hooks=lambda model: None, early_gradients="auto").reports) == 1
+    parts = train(Layers, hooks=lambda model: None, early_gradients=2, memory_budget=1.0)
+    assert len(parts.reports) == 2  # and no warning of calls that only show shapes
+
+
+def test_gradients_that_stay_although_they_count_as_freed_are_warned_of():
+    with pytest.warns(BudgetWarning, match="the hooks leave 16 of 16 gradients") as caught:
+        train(Layers, lambda model: Hooks(model, frees=False), memory_budget=1 << 30, hooks_free_gradients=True)
+    assert sum("hooks leave" in str(one.message) for one in caught) == 1
+
+
+@torch._functorch.config.patch(donated_buffer=False)  # which excludes retain_graph
+def test_other_sizes_and_a_kept_graph_have_the_same_gradients():
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    model = Layers(2)
+    plain = torch.compile(model, backend="aot_eager", dynamic=True)
+    planned = torch.compile(
+        model, backend="autoremat", dynamic=True, options=EAGER | {"early_gradients": 2, "memory_budget": "1GiB"}
+    )
+
+    def gradients(step: Callable[[Tensor], Tensor], rows: int) -> list[Tensor]:
+        torch.manual_seed(rows)
+        x = batch(rows).requires_grad_()
+        loss = step(x)
+        for _ in range(2):
+            loss.backward(retain_graph=True)
+        found = [p.grad for p in (x, *model.parameters())]
+        model.zero_grad()
+        return found
+
+    for rows in (16, 24, 9):
+        assert all(map(same_bits, gradients(planned, rows), gradients(plain, rows)))
+
+
+# -- options ------------------------------------------------------------------------------------------------------------
+
+
+def test_options_without_effect_are_named():
+    with pytest.warns(OptionWarning, match="hooks_free_gradients has no effect"):
+        train(lambda: Layers(1), lambda model: None, hooks_free_gradients=True)
+    step = torch.compile(nn.Linear(WIDTH, 1, False), backend="autoremat", options=EAGER | {"early_gradients": True})
+    with pytest.warns(OptionWarning, match="early_gradients has no effect: this graph cannot be cut"):
+        step(batch())
+
+
+def test_a_profile_knows_whole_graphs():
+    torch.compiler.reset()
+    model = Layers(2)
+    profile = autoremat.profile_step(model, batch(), memory_budget=1 << 30, options=EAGER)
+    step = torch.compile(model, backend="autoremat", options=EAGER | {"memory_budget": profile, "early_gradients": 2})
+    with pytest.warns(OptionWarning, match="a step profile knows whole graphs"):
+        step(batch()).backward()
+
+
+# -- cuts ---------------------------------------------------------------------------------------------------------------
+
+
+def captured(model: Callable[[Tensor], Tensor], count: int) -> tuple[fx.GraphModule, list[set[str]]]:
+    """Returns the graph of a model, and the parameters that each of its parts is the first to read."""
+    found: list[tuple[fx.GraphModule, list[set[str]]]] = []
+
+    def backend(gm: fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        part = parts_of_nodes(gm, inputs, count, "cpu")
+        parts: list[set[str]] = [set() for _ in range(max(part.values()) + 1)]
+        for node, tensor in zip(gm.graph.find_nodes(op="placeholder"), inputs, strict=True):
+            if isinstance(tensor, nn.Parameter):
+                parts[min(part[user] for user in node.users)].add(node.name)
+        found.append((gm, parts))
+        return gm
+
+    torch.compiler.reset()
+    torch.compile(model, backend=backend)(batch())
+    return found[0]
+
+
+def test_cuts_lie_between_layers_and_balance_the_parameters():
+    _, parts = captured(Layers(8), 4)
+    assert [len(part) for part in parts] == [8, 8, 8, 8]  # two layers of four tensors
+    _, parts = captured(Layers(8), 3)
+    assert sorted(len(part) for part in parts) == [8, 12, 12]
+
+
+def test_no_cut_separates_a_tensor_from_its_change_in_place():
+    class InPlace(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.clone()
+            for layer in self.layers:
+                x += layer(x)
+            return x.square().mean()
+
+    _, parts = captured(InPlace(4), 4)
+    assert len(parts) == 1
+
+
+def test_no_cut_lies_inside_of_a_transform():
+    class Mapped(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            def all_layers(row: Tensor) -> Tensor:
+                for layer in self.layers:
+                    row = layer.down(layer.up(row))
+                return row
+
+            return torch.func.vmap(all_layers)(x).mean()
+
+    _, parts = captured(Mapped(4), 4)
+    assert len(parts) == 1
+
+
+# -- the ledger ---------------------------------------------------------------------------------------------------------
+
+
+def test_freed_gradients_count_right_after_the_backward_of_their_part_alone():
+    parts = (Part(0, finished_bytes=3, freed_bytes=7), Part(1, freed_bytes=9))
+    base = [(m.running, m.base_bytes) for m in Frame(parts, ()).moments()]
+    assert base[-4:] == [(1, 0), (None, 9), (0, 0), (None, 3 + 7)]
