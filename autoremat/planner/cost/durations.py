@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.arrays import EXTERN, arrays_of
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.recent import Recent
 from autoremat.planner.graph.schedule import Schedule
-from autoremat.planner.memory.fusion import fusion_of
-from autoremat.planner.memory.live_ranges import Buffers
+from autoremat.planner.memory.fusion import fusion_in
 
 ROUNDING = 1e-9
 """Relative error of seconds that are computed in two ways."""
@@ -32,10 +32,22 @@ def durations(graph: Graph, schedule: Schedule, *, fused: bool = True) -> NDArra
     With ``fused=False``, graphs that fuse get the seconds by which plans are compared: of every op alone, of recomputation, and
     of the traffic of saved values.
     """
+    if fused and graph.fuses:
+        return graph.derived(_recent).of(schedule)
     seconds = np.array([graph.ops[index].seconds for index in schedule.sequence], dtype=np.float64)
-    if not graph.fuses:
-        return seconds
-    return _Kernels(graph, schedule).seconds(seconds) if fused else _compared(graph, schedule, seconds)
+    return _compared(graph, schedule, seconds) if graph.fuses else seconds
+
+
+def _recent(graph: Graph) -> Recent[NDArray[np.float64]]:
+    return Recent(graph, _of_kernels)
+
+
+def _of_kernels(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
+    """Returns the seconds of each execution as fused, which callers share and do not change."""
+    alone = np.array([graph.ops[index].seconds for index in schedule.sequence], dtype=np.float64)
+    found = _Kernels(graph, schedule).seconds(alone)
+    found.setflags(write=False)
+    return found
 
 
 def _compared(graph: Graph, schedule: Schedule, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -56,8 +68,8 @@ class _Kernels:
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.graph, self.sequence = graph, schedule.sequence
-        buffers = Buffers(graph, Schedule(schedule.forward, schedule.backward))
-        absent, group = fusion_of(buffers)
+        found = fusion_in(graph, schedule)
+        buffers, absent, group = found.buffers, found.absent, found.group
         self.group: list[int] = group.tolist()
         self.made_by: list[int] = group[buffers.start].tolist()
         """For each live range, the fusion group that computes it."""
