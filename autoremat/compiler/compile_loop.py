@@ -46,6 +46,7 @@ from autoremat.compiler.planning import BudgetedGraph, EarlierSearches
 from autoremat.compiler.records import Record
 from autoremat.compiler.reference import CODE
 from autoremat.planner.memory.allocations import HalfAllocations, Kernel
+from autoremat.report.kernel_seconds import timed
 from autoremat.report.op_bytes import kernels_of_executions
 from autoremat.report.report import Report
 from autoremat.request.request import Request
@@ -251,14 +252,16 @@ def _completed(
     elif peak is None and record is not None and record.report is not None and record.report.reserved is not None:
         report = dataclasses.replace(report, reserved=record.report.reserved)
     kernels = kernels_of_executions(planned.plan, {half: known.kernels for half, known in halves.items()})
+    kernels, seconds = timed(planned.plan, kernels, {half: known.work for half, known in halves.items()})
     if peak is None and record is not None and record.report is not None:
         peak, pool = record.report.compiled_peak_bytes, record.report.graph_pool_bytes
-        kernels = record.report.kernels
+        kernels, seconds = record.report.kernels, record.report.code_seconds
     if peak is not None and planned.context.request.limits.takes_whole_reference:  # its code may exceed its simulation
         counted = dataclasses.replace(report, compiled_peak_bytes=peak).counted_bytes
         report = dataclasses.replace(report, budget_bytes=max(counted, report.budget_bytes or 0))
     reason = "" if report.budget_bytes is None or planned.planner is None else unused_reason(attempts, not planned.is_binding)
-    report = dataclasses.replace(report.compiled(peak, len(attempts) - 1, reason), graph_pool_bytes=pool, kernels=kernels)
+    report = report.compiled(peak, len(attempts) - 1, reason)
+    report = dataclasses.replace(report, graph_pool_bytes=pool, kernels=kernels, code_seconds=seconds)
     if earlier.ended_by_clock:  # also of a search behind code generation
         report = dataclasses.replace(report, time_limited=True, ended_by_clock=True)
     return dataclasses.replace(report, notes=(*report.notes, ESTIMATED)) if is_estimate else report

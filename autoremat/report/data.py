@@ -201,6 +201,8 @@ class ReportData:
     kernels: tuple[Kernel | None, ...] = ()
     """The kernel of each execution of the plan; None for an execution without one. Empty if no code was made here, or if it
     could not be replayed."""
+    code_seconds: tuple[float, float] | None = None
+    """Seconds of the kernels of the generated code, of forward and backward, without stalls. None as ``kernels`` are empty."""
     timed_minimum_bytes: int | None = None
     """Simulated minimum peak found within ``max_slowdown``, if that exceeds the budget of memory."""
 
@@ -234,6 +236,12 @@ class ReportData:
     def peak_bytes(self) -> int:
         """Best-known peak: that of the generated code, else the simulated one."""
         return self.predicted_peak_bytes if self.compiled_peak_bytes is None else self.compiled_peak_bytes
+
+    @property
+    def seconds(self) -> float:
+        """Best-known seconds of forward and backward under the plan, with stalls: those of the generated kernels, else
+        ``predicted_seconds``."""
+        return self.predicted_seconds if self.code_seconds is None else sum(self.code_seconds) + self.stall_seconds
 
     @property
     def counted_bytes(self) -> int:

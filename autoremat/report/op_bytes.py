@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
 from autoremat.basics.display import PlainTable, plain_table
-from autoremat.basics.units import format_bytes
+from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.memory.allocations import Kernel
 from autoremat.planner.memory.code_places import start_of
 from autoremat.planner.plans.plan import Plan
@@ -33,18 +33,25 @@ def kernels_of_executions(plan: Plan, halves: Mapping[bool, Sequence[Kernel]]) -
 def op_bytes_table(plan: Plan, kernels: Sequence[Kernel | None], measured: Mapping[str, int] | None = None) -> PlainTable:
     """Returns a table of the executions in sequence, with the bytes of the running call by simulation and by replay.
 
-    ``measured`` adds the bytes that were live at places of the code. Raises ``ValueError`` if it has none of the forward's.
+    The seconds of a generated kernel stand beside the last op that it computes. ``measured`` adds the bytes that were live at
+    places of the code. Raises ``ValueError`` if it has none of the forward's.
     """
     simulated = [int(size) - plan.timeline.beside_bytes for size in plan.timeline.bytes_at]
     replayed = [None if kernel is None else kernel.bytes for kernel in kernels] or [None] * len(plan.sequence)
     columns: dict[str, Sequence[int | None]] = {"simulated": simulated, "replayed": replayed}
     if measured is not None:
         columns["measured"] = _measured(plan, kernels, measured)
-    table = plain_table(f"{len(plan.sequence)} executions", (*columns, "op", "half", "where"), numbers=len(columns))
+    seconds = [None if kernel is None else kernel.seconds for kernel in kernels] or [None] * len(plan.sequence)
+    has_seconds = any(lasts is not None for lasts in seconds)
+    names = (*columns, *(["seconds"] if has_seconds else []))
+    table = plain_table(f"{len(plan.sequence)} executions", (*names, "op", "half", "where"), numbers=len(names))
     for position, (op, *sizes) in enumerate(zip((plan.graph.ops[i] for i in plan.sequence), *columns.values(), strict=True)):
         in_forward = position < len(plan.schedule.forward)
         half = "forward" if in_forward else "recomputed" if op.forward else "backward"
-        table.add_row(*("-" if size is None else format_bytes(size) for size in sizes), op.name, half, op.module)
+        cells = ["-" if size is None else format_bytes(size) for size in sizes]
+        lasts = seconds[position]
+        cells += ["-" if lasts is None else format_seconds(lasts)] if has_seconds else []
+        table.add_row(*cells, op.name, half, op.module)
     return table
 
 

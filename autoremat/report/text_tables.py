@@ -60,7 +60,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),
         ("recomputed", f"{report.recomputed_ops} ops, {format_seconds(report.recompute_seconds)} estimated "
                        f"({report.overhead:.1%} of the forward)"),
-        ("predicted time", f"{format_seconds(report.predicted_seconds)} for forward and backward, with recomputation"),
+        ("predicted time", f"{format_seconds(report.seconds)} for forward and backward, with recomputation{_by_code(report)}"),
         ("optimality gap", "unknown" if report.gap is None else f"at most {report.gap:.1%} of the step's time"),
         ("cost model", _sources(report)),
         ("planned", f"{report.ops} ops in {format_seconds(report.planning_seconds)}{_end(report)}"),
@@ -101,6 +101,14 @@ def _end(report: ReportData) -> str:
             "time_limit or plan on a less busy machine"
         )
     return ", until the work of time_limit was done" if report.time_limited else ""
+
+
+def _by_code(report: ReportData) -> str:
+    """Returns the origin of the predicted time, if that is generated code, beside what the rules of fusion predict."""
+    if report.code_seconds is None or not report.seconds:
+        return ""
+    predicted, difference = format_seconds(report.predicted_seconds), report.predicted_seconds / report.seconds - 1
+    return f", by the generated kernels (the rules of fusion predict {predicted}, {difference:+.1%})"
 
 
 def _reference(report: ReportData) -> list[tuple[str, str]]:

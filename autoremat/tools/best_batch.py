@@ -104,7 +104,8 @@ def best_batch(
 
     The first three arguments, ``step``, ``limit``, ``options``, ``device`` and ``lower`` are those of ``autoremat.max_batch``.
     Sizes are multiples of ``step``: the largest that fits, its halves, and ever nearer neighbours of the best one. With
-    ``candidates``, exactly these sizes are planned instead. Samples per second are ``size`` over the seconds of the cost model.
+    ``candidates``, exactly these sizes are planned instead. Samples per second are ``size`` over the seconds of the cost model,
+    with ``lower=True`` those of the kernels of the generated code.
 
     ``seconds_per_step`` are seconds of a step that no batch changes, such as the optimizer's. They favour larger batches. With
     ``accumulate=4``, they are spread over four micro-batches of ``size``, and the gradients of earlier ones are counted, as
@@ -127,8 +128,8 @@ def best_batch(
             found.run()
             outcomes = found.outcomes
             if found.fits:
-                Descent(outcome_of, outcomes, overhead).run()
-    return _result(outcomes, unit, overhead)
+                Descent(outcome_of, outcomes, overhead, lower).run()
+    return _result(outcomes, unit, overhead, lower)
 
 
 def _checked(candidates: Iterable[int]) -> list[int]:
@@ -156,14 +157,15 @@ def _micro_batches(accumulate: bool | int | None) -> int:
     return count
 
 
-def seconds_of(report: Report) -> float:
-    """Returns the predicted seconds of the step under its plans, for all graphs that train."""
-    return sum(one.predicted_seconds for one in (report, *report.others))
+def seconds_of(report: Report, by_code: bool = False) -> float:
+    """Returns the predicted seconds of the step under its plans, for all graphs that train: by the kernels of their code, where
+    ``by_code`` and known."""
+    return sum(one.seconds if by_code else one.predicted_seconds for one in (report, *report.others))
 
 
-def _result(outcomes: Mapping[int, Outcome], unit: int, overhead: float) -> BestBatch:
+def _result(outcomes: Mapping[int, Outcome], unit: int, overhead: float, by_code: bool) -> BestBatch:
     """Returns the result for the planned sizes ``count * unit``. Raises the error of the smallest one if none fits."""
-    tried = tuple(_tried(count * unit, outcome, overhead) for count, outcome in sorted(outcomes.items()))
+    tried = tuple(_tried(count * unit, outcome, overhead, by_code) for count, outcome in sorted(outcomes.items()))
     best = max(tried, key=lambda one: (one.samples_per_second or 0.0, -one.size))
     report = outcomes[best.size // unit]
     if isinstance(report, BudgetInfeasible):
@@ -173,10 +175,10 @@ def _result(outcomes: Mapping[int, Outcome], unit: int, overhead: float) -> Best
     return BestBatch(best.size, best.samples_per_second or 0.0, report, tried)
 
 
-def _tried(size: int, outcome: Outcome, overhead: float) -> TriedBatch:
+def _tried(size: int, outcome: Outcome, overhead: float, by_code: bool) -> TriedBatch:
     if isinstance(outcome, BudgetInfeasible):
         return TriedBatch(size, minimum_bytes_of(outcome))
-    seconds, graphs = seconds_of(outcome), (outcome, *outcome.others)
+    seconds, graphs = seconds_of(outcome, by_code), (outcome, *outcome.others)
     recomputed, whole = sum(one.recompute_seconds for one in graphs), sum(one.step_seconds for one in graphs)
     total = seconds + overhead
     speed = size / total if total else math.inf
@@ -191,12 +193,14 @@ class Descent:
     outcomes: dict[int, Outcome] = field(default_factory=dict)
     overhead: float = 0.0
     """Seconds of a step beside forward and backward."""
+    by_code: bool = False
+    """True if sizes are compared by the kernels of their code: all of them have code, or none."""
 
     def speed(self, count: int) -> float:
         """Returns the samples per second of ``count``, which is planned if it was not; 0 if it does not fit."""
         if count not in self.outcomes:
             self.outcomes[count] = self.outcome_of(count)
-        return _tried(count, self.outcomes[count], self.overhead).samples_per_second or 0.0
+        return _tried(count, self.outcomes[count], self.overhead, self.by_code).samples_per_second or 0.0
 
     def fitting(self) -> list[int]:
         """Returns the planned counts that fit, ascending."""

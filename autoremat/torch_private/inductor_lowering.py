@@ -22,6 +22,7 @@ from autoremat.basics.progress import now
 from autoremat.planner.memory.allocations import HalfAllocations
 from autoremat.planner.memory.wrapper_replay import ReplayContext, replay
 from autoremat.torch_private import names
+from autoremat.torch_private.code_kernels import kernels_of_code
 from autoremat.torch_private.hooks import Method, hooked
 from autoremat.torch_private.origins import Origins
 from autoremat.torch_private.symbolic_sizes import most_of_expression
@@ -142,7 +143,8 @@ def _lowered_peak(lowering: Any, source: str, known: ReplayContext) -> LoweredPe
         peak = pool + other + known.code_headroom_bytes
         allocations = None if replayed is None else replayed.allocations.with_names(_names_of_results(lowering))
         if allocations is not None:
-            allocations = replace(allocations, kernels=origins.kernels_of_ops(allocations.kernels, more))
+            kernels, work = origins.kernels_of_ops(allocations.kernels, more), kernels_of_code(lowering, origins)
+            allocations = replace(allocations, kernels=kernels, work=work)
         return LoweredPeak(
             bool(lowering.is_backward), peak, replayed is None, pool if copied is not None else None, allocations
         )

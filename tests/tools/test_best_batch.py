@@ -104,6 +104,12 @@ def test_the_best_of_given_sizes_has_the_most_samples_per_second():
     assert f"{found.size} is best within 400.00 KiB" in text
 
 
+def test_sizes_with_code_are_compared_by_its_kernels():
+    found = autoremat.best_batch(rows, loss, "1MiB", candidates=[64], lower=True, options={"cost_model": "roofline"})
+    assert found.tried[0].seconds == found.report.seconds != found.report.predicted_seconds
+    assert seconds_of(found.report) == found.report.predicted_seconds, "some sizes would have code, and others none"
+
+
 @pytest.mark.slow
 def test_the_best_is_among_the_sizes_up_to_the_largest_that_fits():
     found = autoremat.best_batch(rows, loss, "400KiB", step=64, limit=512, options=EAGER)

@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.arrays import EXTERN, arrays_of
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.recent import Recent
 from autoremat.planner.graph.schedule import Schedule
-from autoremat.planner.memory.fusion import fusion_of
-from autoremat.planner.memory.live_ranges import Buffers
+from autoremat.planner.memory.fusion import fusion_in
 
 ROUNDING = 1e-9
 """Relative error of seconds that are computed in two ways."""
@@ -32,10 +32,22 @@ def durations(graph: Graph, schedule: Schedule, *, fused: bool = True) -> NDArra
     With ``fused=False``, graphs that fuse get the seconds by which plans are compared: of every op alone, of recomputation, and
     of the traffic of saved values.
     """
+    if fused and graph.fuses:
+        return graph.derived(_recent).of(schedule)
     seconds = np.array([graph.ops[index].seconds for index in schedule.sequence], dtype=np.float64)
-    if not graph.fuses:
-        return seconds
-    return _Kernels(graph, schedule).seconds(seconds) if fused else _compared(graph, schedule, seconds)
+    return _compared(graph, schedule, seconds) if graph.fuses else seconds
+
+
+def _recent(graph: Graph) -> Recent[NDArray[np.float64]]:
+    return Recent(graph, _of_kernels)
+
+
+def _of_kernels(graph: Graph, schedule: Schedule) -> NDArray[np.float64]:
+    """Returns the seconds of each execution as fused, which callers share and do not change."""
+    alone = np.array([graph.ops[index].seconds for index in schedule.sequence], dtype=np.float64)
+    found = _Kernels(graph, schedule).seconds(alone)
+    found.setflags(write=False)
+    return found
 
 
 def _compared(graph: Graph, schedule: Schedule, seconds: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -56,8 +68,8 @@ class _Kernels:
 
     def __init__(self, graph: Graph, schedule: Schedule) -> None:
         self.graph, self.sequence = graph, schedule.sequence
-        buffers = Buffers(graph, Schedule(schedule.forward, schedule.backward))
-        absent, group = fusion_of(buffers)
+        found = fusion_in(graph, schedule)
+        buffers, absent, group = found.buffers, found.absent, found.group
         self.group: list[int] = group.tolist()
         self.made_by: list[int] = group[buffers.start].tolist()
         """For each live range, the fusion group that computes it."""
@@ -75,7 +87,7 @@ class _Kernels:
 
     def seconds(self, alone: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the seconds of each execution. ``alone`` are those that its op takes as a kernel of its own."""
-        facts = self.graph.derived(_Facts)
+        given, arithmetic = self.graph.derived(_given), arithmetic_seconds(self.graph)
         kinds, per_byte = arrays_of(self.graph).kinds[list(self.sequence)].tolist(), self.graph.saving_seconds_per_byte / 2
         unfused, found = alone.tolist(), [0.0] * len(alone)
         group, ran, read = -1, set[int](), set[int]()
@@ -86,8 +98,8 @@ class _Kernels:
                 if self.group[position] != group:
                     group, ran, read = self.group[position], set(), set()
                     found[position] = self.graph.launch_seconds
-                kernel, moved = self._kernel(position, ran, read, facts.given)
-                busy = sum(facts.arithmetic[self.sequence[execution]] for execution in kernel)
+                kernel, moved = self._kernel(position, ran, read, given)
+                busy = sum(arithmetic[self.sequence[execution]] for execution in kernel)
                 found[position] += min(sum(unfused[execution] for execution in kernel), max(busy, moved * per_byte))
         return np.array(found, dtype=np.float64)
 
@@ -118,15 +130,22 @@ class _Kernels:
         return kernel, moved
 
 
-class _Facts:
-    """The facts about each op of ``graph`` that no schedule changes."""
+def arithmetic_seconds(graph: Graph) -> list[float]:
+    """Returns, for each op, the seconds beside memory traffic, computed once per graph.
 
-    def __init__(self, graph: Graph) -> None:
-        per_byte = graph.saving_seconds_per_byte / 2 * (1 + ROUNDING)
-        self.given = [[(value, graph.values[-1 - value].bytes) for value in row] for row in arrays_of(graph).given]
-        """The inputs that no op computes, as negative numbers, with their bytes."""
-        self.arithmetic = [
-            op.seconds - op.memory_bound_seconds if op.memory_bound_seconds or op.seconds > op.bytes_moved * per_byte else 0.0
-            for op in graph.ops
-        ]
-        """The seconds beside memory traffic. An op that is no stream has none if it takes no longer than its traffic."""
+    An op that is no stream has none if it takes no longer than its traffic.
+    """
+    return graph.derived(_arithmetic)
+
+
+def _arithmetic(graph: Graph) -> list[float]:
+    per_byte = graph.saving_seconds_per_byte / 2 * (1 + ROUNDING)
+    return [
+        op.seconds - op.memory_bound_seconds if op.memory_bound_seconds or op.seconds > op.bytes_moved * per_byte else 0.0
+        for op in graph.ops
+    ]
+
+
+def _given(graph: Graph) -> list[list[tuple[int, int]]]:
+    """Returns, for each op, the inputs that no op computes, as negative numbers, with their bytes."""
+    return [[(value, graph.values[-1 - value].bytes) for value in row] for row in arrays_of(graph).given]

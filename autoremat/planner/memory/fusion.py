@@ -26,21 +26,52 @@ inputs are freed after it ends.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, REDUCTION, Flags, Numbers, arrays_of
+from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Inlining
+from autoremat.planner.graph.recent import Recent
+from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 
 
-def live_ranges_with_fusion(buffers: Buffers) -> LiveRanges:
+@dataclass(frozen=True)
+class Fused:
+    """The live ranges of a schedule, and what fusion makes of them."""
+
+    buffers: Buffers
+    """All live ranges. Readers of an absent one are readers of its inputs."""
+    absent: Flags
+    """For each live range, True if fusion does not materialise it."""
+    group: Numbers
+    """The fusion group of each execution."""
+
+    @classmethod
+    def of(cls, buffers: Buffers) -> Fused:
+        """Returns the fusion of ``buffers``, whose last readers it updates."""
+        return cls(buffers, *fusion_of(buffers))
+
+
+def fusion_in(graph: Graph, schedule: Schedule) -> Fused:
+    """Returns the fusion of ``schedule`` without its stays. The last few are remembered."""
+    return graph.derived(_recent).of(schedule)
+
+
+def _recent(graph: Graph) -> Recent[Fused]:
+    return Recent(graph, lambda graph, schedule: Fused.of(Buffers(graph, schedule)))
+
+
+def live_ranges_with_fusion(found: Fused) -> LiveRanges:
     """Returns the live ranges of the materialised values."""
-    absent, group = fusion_of(buffers)
+    buffers, absent, group = found.buffers, found.absent, found.group
     kinds = arrays_of(buffers.graph).kinds[buffers.sequence]
     overwritten, overwriting = _taken_over(buffers, absent, kinds, group)
-    buffers.last[overwritten] -= 1
-    starts, ends = buffers.start.copy(), buffers.ends()
+    last = buffers.last.copy()
+    last[overwritten] -= 1
+    starts, ends = buffers.start.copy(), buffers.ends(last)
     if buffers.graph.fusion_groups_hold_buffers:
         _extend(starts, ends, group, overwritten, overwriting)
     exist = ~absent

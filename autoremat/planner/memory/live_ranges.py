@@ -105,6 +105,6 @@ class Buffers:
             kept[newest[newest >= 0]] = True
         return kept
 
-    def ends(self) -> Numbers:
-        """Returns, for each live range, the execution after which it is freed."""
-        return np.where(self.kept, len(self.sequence) - 1, self.last)
+    def ends(self, last: Numbers) -> Numbers:
+        """Returns, for each live range, the execution after which it is freed. ``last`` are those that need it last."""
+        return np.where(self.kept, len(self.sequence) - 1, last)

@@ -26,7 +26,7 @@ import numpy as np
 from autoremat.planner.graph.arrays import Numbers, arrays_of
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.schedule import Schedule
-from autoremat.planner.memory.fusion import live_ranges_with_fusion
+from autoremat.planner.memory.fusion import Fused, fusion_in, live_ranges_with_fusion
 from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
 from autoremat.planner.memory.stays import divide
 
@@ -80,13 +80,14 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
 
     Raises ``PlanInvalid`` if an execution reads a value that was not computed before, and for a stay that breaks a rule.
     """
-    buffers = Buffers(graph, schedule)
-    if schedule.stays:
-        divide(buffers, schedule)
-    if graph.fuses:
-        live_ranges = live_ranges_with_fusion(buffers)
+    if graph.fuses and not schedule.stays:
+        found = fusion_in(graph, schedule)
+        buffers, live_ranges = found.buffers, live_ranges_with_fusion(found)
     else:
-        live_ranges = LiveRanges(buffers.value, buffers.computed_at, buffers.start, buffers.ends(), buffers.bytes)
+        buffers = Buffers(graph, schedule)
+        if schedule.stays:
+            divide(buffers, schedule)
+        live_ranges = live_ranges_with_fusion(Fused.of(buffers)) if graph.fuses else _unfused(buffers)
     length = len(schedule.sequence)
     change = np.zeros(length + 2, dtype=np.int64)
     np.add.at(change, live_ranges.starts, live_ranges.bytes)
@@ -96,6 +97,11 @@ def simulate(graph: Graph, schedule: Schedule) -> Timeline:
     timeline = Timeline(graph, schedule, bytes_at, live_ranges)
     bytes_at += timeline.beside_bytes
     return timeline
+
+
+def _unfused(buffers: Buffers) -> LiveRanges:
+    ends = buffers.ends(buffers.last)
+    return LiveRanges(buffers.value, buffers.computed_at, buffers.start, ends, buffers.bytes)
 
 
 def held_bytes(graph: Graph, schedule: Schedule) -> int:

@@ -18,7 +18,7 @@ from autoremat.planner.cost.durations import durations
 from autoremat.planner.graph.arrays import Flags, Numbers
 from autoremat.planner.graph.forms import Engine, Form
 from autoremat.planner.graph.schedule import Schedule, Stay
-from autoremat.planner.memory.fusion import fusion_of
+from autoremat.planner.memory.fusion import fusion_in
 from autoremat.planner.memory.live_ranges import Buffers
 from autoremat.planner.plans.plan import Plan
 
@@ -50,11 +50,12 @@ class GroupedPlan:
     def __init__(self, plan: Plan) -> None:
         self.plan, self.graph = plan, plan.graph
         self.schedule = Schedule(plan.schedule.forward, plan.schedule.backward)
-        buffers = Buffers(self.graph, self.schedule)
         length, border = len(self.schedule.sequence), len(self.schedule.forward)
         if self.graph.fuses:
-            absent, group = fusion_of(buffers)
+            found = fusion_in(self.graph, self.schedule)
+            buffers, absent, group = found.buffers, found.absent, found.group
         else:
+            buffers = Buffers(self.graph, self.schedule)
             absent, group = np.zeros(len(buffers.value), dtype=np.bool_), np.arange(length)
         self.begins: Numbers = np.flatnonzero(np.diff(group, prepend=-1))
         """The first execution of each group."""

@@ -160,7 +160,8 @@ class _Sweep:
     def _begin_stores(self, group: int) -> None:
         """Gives idle engines values, as long as a group behind ``group`` is over the goal."""
         while self.bytes[group + 1 :].max(initial=0) > self.goal or self.promised.keys() - self.away.keys():
-            chosen = next((one for one in self.ready if self.idle_from[one.form.store.engine] <= self.now), None)
+            idle = {engine for engine, moment in self.idle_from.items() if moment <= self.now}
+            chosen = next((one for one in self.ready if one.form.store.engine in idle), None) if idle else None
             if chosen is None:
                 return
             self.ready.remove(chosen)
