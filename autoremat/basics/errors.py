@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+from autoremat.basics.error_text import aligned, binding
 from autoremat.basics.units import format_bytes
 
 SUPPORTED_MINORS = range(11, 16)
@@ -17,8 +18,6 @@ SUPPORTED_MINORS = range(11, 16)
 ``tests/project/test_docs.py`` compares the documentation and the metadata.
 """
 OCCUPANTS_SHOWN = 10
-PARTS_SHOWN = 3
-"""Number of kinds of bytes that an error names as what binds the minimum peak."""
 
 GRADIENT_SHARE = 0.5
 """Share of the minimum peak above which an error states the bytes of gradients."""
@@ -247,21 +246,16 @@ class BudgetInfeasible(AutorematError):
             found = "no plan fits" if self.least_slowdown is None else f"{self.least_slowdown:.1%}"
             rows += [("asked for (max_slowdown):", f"{self.max_slowdown:.1%}", "")]
             rows += [("least slow-down found within memory_budget:", found, "")]
-        lines += _table(rows, "<><")
+        lines += aligned(rows, "<><")
         if self.parts:
-            lines += ["", self._binding()]
+            lines += ["", f"What binds the minimum peak: {binding(self.parts)}"]
         if self.occupants:
             lines += ["", self._occupants_title()]
             shown = self.occupants[:OCCUPANTS_SHOWN]
             live = [(format_bytes(one.bytes), one.name, one.module or "-", one.source or "-") for one in shown]
-            lines += _table([("bytes", "tensor", "module", "source"), *live], "><<<")
+            lines += aligned([("bytes", "tensor", "module", "source"), *live], "><<<")
         lines += ["", "What would help:", *(f"  - {advice}" for advice in self._advice())]
         return "\n".join(lines)
-
-    def _binding(self) -> str:
-        total = max(1, sum(size for _, size in self.parts))
-        largest = (f"{format_bytes(size)} ({size / total:.0%}) of {name}" for name, size in self.parts[:PARTS_SHOWN])
-        return f"What binds the minimum peak: {', '.join(largest)}"
 
     def _occupants_title(self) -> str:
         count = len(self.occupants)
@@ -312,8 +306,8 @@ class DeviceTooSmall(BudgetInfeasible):
         where = f" ({self.device})" if self.device else ""
         lines = [f"the device{where} is too small for {self.part}, whatever is recomputed"]
         figures = {"memory of the device": self.budget_bytes, "needed, without any plan": self.minimum_bytes}
-        lines += _table([(f"{what}:", format_bytes(count), f"{count} bytes") for what, count in figures.items()], "<><")
-        lines += ["", "Ledger:", *_table([(format_bytes(one.bytes), one.name) for one in self.occupants], "><")]
+        lines += aligned([(f"{what}:", format_bytes(count), f"{count} bytes") for what, count in figures.items()], "<><")
+        lines += ["", "Ledger:", *aligned([(format_bytes(one.bytes), one.name) for one in self.occupants], "><")]
         lines += ["", "What would help:", *(f"  - {advice}" for advice in self._advice())]
         return "\n".join(lines)
 
@@ -361,16 +355,6 @@ def planning_error(error: BaseException, place: str) -> PlanningError:
         f'If backend="inductor" compiles it, please report this text at {ISSUES}; '
         'on_planning_error="fallback" leaves such a graph to torch, without a budget.'
     )
-
-
-def _table(rows: Sequence[tuple[str, ...]], alignments: str) -> list[str]:
-    """Returns rows of cells as lines with aligned columns. ``alignments`` holds "<" or ">" for each column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True)]
-        lines.append(f"  {'  '.join(cells)}".rstrip())
-    return lines
 
 
 def find_cause(error: BaseException, kind: type[Kind]) -> Kind | None:
