@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+from autoremat.basics.advice import Advice
 from autoremat.basics.error_text import aligned, binding
 from autoremat.basics.units import format_bytes
 
@@ -149,6 +150,7 @@ class BudgetInfeasible(AutorematError):
         device_bytes: int | None = None,
         is_simulated: bool = False,
         parts: Iterable[Sequence[Any]] = (),
+        loss_chunks: int = 1,
     ) -> None:
         """Makes the error and its message.
 
@@ -172,6 +174,7 @@ class BudgetInfeasible(AutorematError):
         - ``device_bytes``: the memory of the device; None if it is unknown.
         - ``is_simulated``: True if Inductor compiles the graph and has generated no code for ``minimum_bytes``.
         - ``parts``: what binds the minimum peak found: pairs of a kind of bytes and their number, the largest first.
+        - ``loss_chunks``: the number of chunks of the loss in the plan of ``minimum_bytes``, the fewest with that peak.
         """
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
@@ -190,6 +193,8 @@ class BudgetInfeasible(AutorematError):
         self.device_bytes = device_bytes
         self.is_simulated = is_simulated
         self.parts = tuple((str(name), int(bytes_)) for name, bytes_ in parts)
+        self.loss_chunks = loss_chunks
+        self.advice: Advice | None = None
         super().__init__(self._message())
 
     def figures(self) -> dict[str, Any]:
@@ -212,12 +217,19 @@ class BudgetInfeasible(AutorematError):
             "device_bytes": self.device_bytes,
             "is_simulated": self.is_simulated,
             "parts": [list(part) for part in self.parts],
+            "loss_chunks": self.loss_chunks,
         }
 
     def on_rank(self, rank: int) -> None:
         """Names the rank of a distributed job that the error comes from."""
         self.rank = rank
         self.args = (self._message(),)
+
+    def advised(self, advice: Advice | None) -> None:
+        """Ends the message with advice on what makes the step fit, if there is some."""
+        self.advice = advice
+        if advice is not None:
+            self.args = (f"{self._message()}\n\n{advice}",)
 
     def _message(self) -> str:
         where = f" on {self.device}" if self.device else ""
@@ -368,12 +380,14 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields ``error`` and its chain of causes, including errors that torch's exceptions wrap."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        inner = getattr(seen, "inner_exception", None)
-        seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)
+    """Yields ``error`` and its chain of causes, including errors that torch's exceptions wrap, each once."""
+    seen: set[int] = set()  # an error that was raised again has what wraps it as its context
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        yield following
+        seen.add(id(following))
+        inner = getattr(following, "inner_exception", None)
+        following = inner if isinstance(inner, BaseException) else (following.__cause__ or following.__context__)
 
 
 def unwrapped(error: BaseException) -> BaseException:

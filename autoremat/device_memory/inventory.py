@@ -19,6 +19,9 @@ from autoremat.torch_private.tensor_identity import storage_key
 
 OTHER_FORMS = 'a dict of names to modules, tensors or bytes, such as {"EMA": ema_model, "cache": "1GiB"}'
 
+FEWER_PARAMETERS = "hold parameters in fewer bits, or shard them (FSDP2's fully_shard)"
+FEWER_GRADIENTS = "train fewer parameters (LoRA, frozen layers), or run the optimizer in the backward, which frees each early"
+
 
 @dataclass
 class Inventory:
@@ -59,7 +62,7 @@ class Inventory:
         ``kept_in`` are the parts of forward and backward in which earlier gradients are live.
         """
         parameters = {id(p): p for model in models for p in model.parameters()}
-        yield LedgerRow("parameters", self.bytes_of(parameters.values()), remedy="hold parameters in fewer bits, or shard them")
+        yield LedgerRow("parameters", self.bytes_of(parameters.values()), remedy=FEWER_PARAMETERS)
         yield LedgerRow("buffers", self.bytes_of(buffer for model in models for buffer in model.buffers()))
         parallel = [model for model in models if isinstance(model, DistributedDataParallel)]
         views = {id(p) for model in parallel if model.gradient_as_bucket_view for p in model.parameters()}
@@ -67,7 +70,7 @@ class Inventory:
         advice = "" if views else "gradient_as_bucket_view=True makes gradients views of the buckets"
         yield LedgerRow("buckets of DistributedDataParallel", in_buckets, remedy=advice)
         gradients = self.gradient_bytes(p for p in parameters.values() if id(p) not in views)
-        yield LedgerRow("gradients", gradients, UPDATES, "train fewer parameters, or an optimizer in the backward")
+        yield LedgerRow("gradients", gradients, UPDATES, FEWER_GRADIENTS)
         advice = "accumulate=1 and zero_grad(set_to_none=True) free them before the forward"
         yield LedgerRow(EARLIER_GRADIENTS, gradients if kept_in else 0, kept_in, advice)
         gathered = sum(map(self.gathered_bytes, models))
