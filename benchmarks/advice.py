@@ -2,11 +2,13 @@
 
     python benchmarks/advice.py                         # all jobs
     python benchmarks/advice.py --only vit-h sdxl
-    python benchmarks/advice.py --layers 2              # smaller ones, to try the script
+    python benchmarks/advice.py --layers 4              # four layers planned, see below
 
 Models have no weights (meta device) and are planned for a card by name, which holds parameters, gradients, the optimizer's
 state and the inputs, too. A job is several ways to train, in sequence: what does not fit is followed by what its advice names.
-Weights have 16 bits; adapters have rank 16. Each row is a process of its own. Written to `benchmarks/results/advice.txt` and
+Weights have 16 bits; adapters have rank 16. With `--layers`, so many are planned. Parameters, gradients and optimizer state of
+the others, and one saved input of each, count as given memory of the device; predicted times are those of the planned layers.
+Each row is a process of its own. Written to `benchmarks/results/advice.txt` and
 `.json`; rows of jobs that are not asked for stay.
 """
 
@@ -28,6 +30,7 @@ from advice_models import Step, llama, olmoe, sdxl, vit_huge, with_adapters
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible
 from autoremat.basics.units import format_bytes, format_seconds
+from autoremat.planner.multigraph.device_budget import DeviceBudget, LedgerRow
 
 RESULTS = Path(__file__).resolve().parent / "results"
 LLAMA_3 = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
@@ -50,28 +53,32 @@ class Job:
     title: str
     card: str
     layers: int
+    saved_bytes: int
+    """Bytes of the input of one layer, which every plan saves."""
     ways: dict[str, tuple[Callable[[int], Step], Callable[[list[torch.Tensor]], torch.optim.Optimizer]]] = field(hash=False)
 
 
 JOBS = {
-    "7b": Job("7B, 4k tokens, 24 GB", "RTX 4090", 32, {
+    "7b": Job("7B, 4k tokens, 24 GB", "RTX 4090", 32, 2 * 4096 * 4096, {
         "AdamW": (lambda layers: llama(layers, 1, 4096), adamw),
         "adapters, AdamW": (lambda layers: with_adapters(llama(layers, 1, 4096)), adamw),
     }),
-    "13b-lora": Job("13B with adapters, 4k tokens, 24 GB", "RTX 4090", 40, {
+    "13b-lora": Job("13B with adapters, 4k tokens, 24 GB", "RTX 4090", 40, 2 * 4096 * 5120, {
         "adapters, AdamW": (lambda layers: with_adapters(llama(layers, 1, 4096, **LLAMA_2_13B)), adamw),
         "adapters on 8-bit weights, AdamW": (lambda layers: with_adapters(llama(layers, 1, 4096, **LLAMA_2_13B), 8), adamw),
     }),
-    "8b-128k": Job("8B, 128k tokens, 80 GB", "H100-80GB", 32, {
+    "8b-128k": Job("8B, 128k tokens, 80 GB", "H100-80GB", 32, 2 * 131072 * 4096, {
         "AdamW": (lambda layers: llama(layers, 1, 131072, **LLAMA_3), adamw),
         "adapters, AdamW": (lambda layers: with_adapters(llama(layers, 1, 131072, **LLAMA_3)), adamw),
     }),
-    "vit-h": Job("ViT-H, 256 images, 16 GB", "V100-16GB", 32, {"AdamW": (lambda layers: vit_huge(layers, 256), adamw)}),
-    "sdxl": Job("SDXL U-Net, 4 images of 1024 pixels, 24 GB", "RTX 4090", 0, {
-        "AdamW": (lambda layers: sdxl(4), adamw),
-        "adapters, AdamW": (lambda layers: with_adapters(sdxl(4)), adamw),
+    "vit-h": Job("ViT-H, 256 images, 16 GB", "V100-16GB", 32, 2 * 256 * 257 * 1280, {
+        "AdamW": (lambda layers: vit_huge(layers, 256), adamw),
     }),
-    "moe": Job("mixture of experts of 7B (OLMoE), 4k tokens, 40 GB", "A100-40GB", 16, {
+    "sdxl": Job("SDXL U-Net, 4 images of 1024 pixels, 24 GB", "RTX 4090", 10, 6 * 2 * 4 * 1024 * 1280, {
+        "AdamW": (lambda layers: sdxl(layers, 4), adamw),
+        "adapters, AdamW": (lambda layers: with_adapters(sdxl(layers, 4)), adamw),
+    }),
+    "moe": Job("mixture of experts of 7B (OLMoE), 4k tokens, 40 GB", "A100-40GB", 16, 2 * 4096 * 2048, {
         "AdamW": (lambda layers: olmoe(layers, 1, 4096), adamw),
         "SGD": (lambda layers: olmoe(layers, 1, 4096), sgd),
     }),
@@ -109,18 +116,23 @@ def in_a_process(name: str, way: str, layers: int | None) -> dict[str, Any]:
 def row_of(name: str, way: str, layers: int | None) -> dict[str, Any]:
     """Returns what ``explain`` says about one way to train, with the trials of its advice."""
     job, begin = JOBS[name], time.perf_counter()
-    build, optimizer = job.ways[way]
+    build, make_optimizer = job.ways[way]
+    planned = job.layers if layers is None else min(layers, job.layers)
     with torch.device("meta"):
-        step = build(job.layers if layers is None else layers)
-    trained = [parameter for parameter in step.model.parameters() if parameter.requires_grad]
+        whole, step = build(job.layers), build(planned)
+    trained = trained_of(whole)
     row: dict[str, Any] = {
-        "job": name, "title": job.title, "card": job.card, "way": way,
-        "layers": job.layers if layers is None else layers,
-        "parameters": sum(one.numel() for one in (*step.model.parameters(), *step.model.buffers())),
+        "job": name, "title": job.title, "card": job.card, "way": way, "layers": job.layers, "planned": planned,
+        "parameters": sum(one.numel() for one in (*whole.model.parameters(), *whole.model.buffers())),
         "trained": sum(parameter.numel() for parameter in trained), "torch": torch.__version__,
     }  # fmt: skip
     try:
-        budget = autoremat.device_budget(job.card, step.model, optimizer(trained))
+        budget = autoremat.device_budget(job.card, whole.model, make_optimizer(trained))
+        budget.check()
+        if planned < job.layers:
+            own = autoremat.device_budget(job.card, step.model, make_optimizer(trained_of(step)))
+            left_out = given_bytes(budget) - given_bytes(own) + (job.layers - planned) * job.saved_bytes
+            budget = own.with_rows(LedgerRow(f"{job.layers - planned} other layers", left_out))
         report = autoremat.explain(step.loss, *step.inputs, options={"memory_budget": budget}, device=job.card)
         row |= {
             "outcome": "fits", "peak": report.predicted_device_bytes, "limit": budget.total_bytes - budget.reserve_bytes,
@@ -140,10 +152,21 @@ def row_of(name: str, way: str, layers: int | None) -> dict[str, Any]:
     return row | {"seconds to explain": round(time.perf_counter() - begin, 1)}
 
 
+def trained_of(step: Step) -> list[torch.Tensor]:
+    return [parameter for parameter in step.model.parameters() if parameter.requires_grad]
+
+
+def given_bytes(budget: DeviceBudget) -> int:
+    """Returns the bytes of parameters, gradients and optimizer state."""
+    return sum(row.bytes for row in budget.rows if not row.name.startswith("temporaries"))
+
+
 def lines_of(row: dict[str, Any]) -> list[str]:
     """Returns the lines of one way to train."""
     binding = ", ".join(f"{format_bytes(size)} of {name}" for name, size in row["parts"])
-    head = f"  {row['way']}, {row['trained']:,} of {row['parameters']:,} parameters trained, {row['layers']} layers"
+    head = f"  {row['way']}, {row['trained']:,} of {row['parameters']:,} parameters trained"
+    if row["planned"] < row["layers"] and (row["outcome"] == "fits" or row["trials"]):
+        head += f"; {row['planned']} of {row['layers']} layers planned"
     if row["outcome"] == "fits":
         text = (
             f"fits: {format_bytes(row['peak'])} of {format_bytes(row['limit'])}, predicted {format_seconds(row['seconds'])} "
@@ -155,7 +178,7 @@ def lines_of(row: dict[str, Any]) -> list[str]:
     lines += [
         f"    tried {one['settings']}: {one['figures']}{'' if one['fits'] else ', does not fit'}" for one in row["trials"]
     ]
-    return [*lines, f"    {row['sentence']}"]
+    return [*lines, *([f"    {row['sentence']}"] if row["sentence"] else [])]
 
 
 def write(rows: list[dict[str, Any]], folder: Path) -> None:

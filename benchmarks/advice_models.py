@@ -83,7 +83,7 @@ def olmoe(layers: int, batch: int, tokens: int) -> Step:
     """Returns OLMoE: 64 experts per layer, of which a token takes eight."""
     from transformers import OlmoeConfig, OlmoeForCausalLM
 
-    config = OlmoeConfig(num_hidden_layers=layers, use_cache=False, output_router_logits=False)
+    config = OlmoeConfig(intermediate_size=1024, num_hidden_layers=layers, use_cache=False)
     config._experts_implementation = "grouped_mm"
     return _of_tokens(OlmoeForCausalLM(config), batch, tokens)
 
@@ -212,9 +212,9 @@ class SdxlUNet(nn.Module):
         return self.outwards(F.silu(self.norm(x)))
 
 
-def sdxl(batch: int) -> Step:
-    """Returns the U-Net of SDXL on images of 1024 pixels, which are latents of 128."""
-    model = SdxlUNet().to(torch.bfloat16).train()
+def sdxl(layers: int, batch: int) -> Step:
+    """Returns the U-Net of SDXL on images of 1024 pixels (latents of 128); its inmost blocks have ``layers`` layers, of 10."""
+    model = SdxlUNet((0, min(2, layers), layers)).to(torch.bfloat16).train()
     shapes = ((batch, 4, 128, 128), (batch, 320), (batch, 77, 2048), (batch, 2816), (batch, 4, 128, 128))
     inputs = tuple(torch.zeros(shape, dtype=torch.bfloat16) for shape in shapes)
     return Step(model, inputs, lambda *given: F.mse_loss(model(*given[:4]).float(), given[4].float()))

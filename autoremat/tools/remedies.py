@@ -29,24 +29,26 @@ class Remedy:
 
     options: Mapping[str, object]
     """The options that a trial sets. The remedy applies only where the user left all of them at their defaults."""
-    setting: Callable[[Report], Mapping[str, object]]
-    """Returns the options for users to set, given the report of a trial; empty if its plan does without the remedy."""
+    setting: Callable[[Sequence[Report]], Mapping[str, object]]
+    """Returns the options for users to set, given the reports of a trial; empty if its plans do without the remedy."""
     applies: Callable[[BudgetInfeasible], bool] = lambda error: True
     """Returns True if the remedy is possible for the step that an error refuses."""
-    leaves: frozenset[str] = GIVEN
-    """Kinds of bytes at the peak that it does not lower."""
+    lowers: Callable[[str], bool] = lambda kind: kind not in GIVEN
+    """Returns True for a kind of bytes at the peak that it may lower."""
 
     def is_free(self, options: Options) -> bool:
         """Returns True if ``options`` decide nothing that the remedy sets."""
         return all(getattr(options, key) == getattr(DEFAULTS, key) for key in self.options)
 
 
-def _chunks(report: Report) -> Mapping[str, object]:
-    return {"chunk_loss": report.loss_chunks} if report.loss_chunks > 1 else {}
+def _chunks(reports: Sequence[Report]) -> Mapping[str, object]:
+    chunks = max(report.loss_chunks for report in reports)
+    return {"chunk_loss": chunks} if chunks > 1 else {}
 
 
-def _host(report: Report) -> Mapping[str, object]:
-    return {"host_memory": _rounded_up(report.host_peak_bytes)} if report.host_peak_bytes else {}
+def _host(reports: Sequence[Report]) -> Mapping[str, object]:
+    held = max(report.host_peak_bytes for report in reports)
+    return {"host_memory": _rounded_up(held)} if held else {}
 
 
 def _rounded_up(size: int) -> str:
@@ -69,22 +71,19 @@ def applicable(options: Options, error: BudgetInfeasible) -> tuple[Remedy, ...]:
 
 def with_remedies(options: Options, remedies: Sequence[Remedy]) -> Options:
     """Returns ``options`` with those that the remedies set for a trial."""
-    changes: dict[str, object] = {}
-    for remedy in remedies:
-        changes |= remedy.options
+    changes = {key: value for remedy in remedies for key, value in remedy.options.items()}
     return replace(options, **changes)  # type: ignore[arg-type]
 
 
 def settings_of(remedies: Sequence[Remedy], report: Report) -> dict[str, object]:
     """Returns the options for users to set for the plans of a trial; empty if they do without all remedies."""
-    found: dict[str, object] = {}
-    for remedy in remedies:
-        for one in (report, *report.others):
-            found |= remedy.setting(one)
-    return found
+    reports = (report, *report.others)
+    return {key: value for remedy in remedies for key, value in remedy.setting(reports).items()}
 
 
 def left_bytes(remedies: Sequence[Remedy], error: BudgetInfeasible, smaller_batch: bool = False) -> int:
     """Returns the bytes at the minimum peak that the remedies, and a smaller batch if one is possible, cannot lower."""
-    leaves = [one.leaves for one in remedies] + ([GIVEN] if smaller_batch else [])
-    return sum(size for name, size in error.parts if all(name in one for one in leaves))
+    lowers = [remedy.lowers for remedy in remedies]
+    return sum(
+        size for kind, size in error.parts if not (smaller_batch and kind not in GIVEN) and not any(low(kind) for low in lowers)
+    )

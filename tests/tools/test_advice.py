@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pickle
 
@@ -71,6 +72,16 @@ def test_all_remedies_come_first_then_each_and_the_fastest_that_fits_is_named():
         "It fits with chunk_loss=64: 900 B of 1000 B, predicted 12.00 s per step; "
         "or with accumulate=True, 3 micro-batches of 4: 1000 B of 1000 B, predicted 12.00 s per step."
     )
+
+
+def test_the_status_line_names_each_trial(monkeypatch):
+    told = []
+    monkeypatch.setattr("autoremat.tools.advice.status_if_slow", lambda text: told.append(text) or contextlib.nullcontext())
+    advice_on(Step(0.5, 0.5), 12)
+    assert told == [
+        "does not fit; trying chunk_loss, host_memory", "does not fit; trying chunk_loss", "does not fit; trying host_memory",
+        "does not fit; trying micro-batches of 1", "does not fit; trying micro-batches of 4",
+    ]  # fmt: skip
 
 
 def test_a_remedy_that_the_plan_does_without_is_not_named_and_not_tried_again():
