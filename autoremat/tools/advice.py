@@ -42,7 +42,8 @@ def advise(
     if options.plan:
         return None
     if isinstance(error, DeviceTooSmall):
-        return Advice((), "No option and no smaller batch makes it fit: what the ledger lists is there under every plan.")
+        needed, total = format_bytes(error.minimum_bytes), format_bytes(error.budget_bytes)
+        return Advice((), f"No option and no smaller batch makes it fit: {needed} of {total} are live under every plan.")
     search = _Trials(explain, options, args, kwargs, error)
     search.run()
     return Advice(tuple(search.found), search.otherwise())
@@ -79,7 +80,7 @@ class _Trials:
             refused = self.outcome(joint)
             if isinstance(refused, Report):
                 self._singles(joint, settings_of(joint, refused))
-        if batch > 1 and self._can_fit(joint, smaller_batch=True):
+        if batch > 1 and self.options.accumulate is not False and self._can_fit(joint, smaller_batch=True):
             self._micro_batches(batch, joint, refused)
 
     def _can_fit(self, remedies: Sequence[Remedy], smaller_batch: bool = False) -> bool:
@@ -106,7 +107,7 @@ class _Trials:
         line = SizeSearch(lambda size: largest, batch, {1: smallest, batch: largest}, fits=1)
         guess = min(line.on_a_line(), batch - 1)
         for size in [size for size in range(guess, 1, -1) if batch % size == 0]:
-            if len(self.found) >= MOST_TRIALS or isinstance(self.outcome(remedies, size, batch), Report):
+            if len(self.found) >= MOST_TRIALS or not isinstance(self.outcome(remedies, size, batch), BudgetInfeasible):
                 return
 
     def outcome(self, remedies: Sequence[Remedy], size: int | None = None, batch: int | None = None) -> Outcome | None:
@@ -168,7 +169,7 @@ class _Trials:
         if not error.parts:
             return f"{text}."
         remedy = kinds.REMEDIES.get(error.parts[0][0], "a shorter sequence, or a device with more memory")
-        return f"{text}. What binds: {binding(error.parts)}. What is left: {remedy}."
+        return f"{text}. What binds: {binding(error.parts)}. What would help: {remedy}."
 
 
 def _first(leaf: Any, size: int) -> Any:

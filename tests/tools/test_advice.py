@@ -18,7 +18,7 @@ from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
 from autoremat.report.stored import StoredTensors
-from autoremat.tools.advice import advise, batch_of
+from autoremat.tools.advice import MOST_TRIALS, advise, batch_of
 
 BUDGET, PER_SAMPLE, GRADIENTS = 1000, 100, 300
 CARD = "H100-80GB"
@@ -148,6 +148,16 @@ def test_a_step_that_cannot_be_traced_in_parts_is_advised_without_them():
     assert {one.micro_batches for one in advice.trials} == {1}
 
 
+def test_no_more_plans_are_made_than_announced():
+    for rows in (8, 24, 60, 96):
+        step = Step(chunked=0.97, on_host=0.9)
+        advice_on(step, rows)
+        assert len(step.asked) <= MOST_TRIALS
+    step = Step()
+    advice_on(step, 12, chunk_loss=False, store=("device",), accumulate=False)
+    assert not step.asked
+
+
 def test_a_device_counts_its_ledger_and_its_micro_batches():
     budget = DeviceBudget(5000, (), 200, accumulate=2)
     step = Step()
@@ -156,7 +166,9 @@ def test_a_device_counts_its_ledger_and_its_micro_batches():
     assert options.memory_budget.accumulate == 2 * advice.trials[-1].micro_batches
     assert {one.limit_bytes for one in advice.trials} == {4800}
     too_small = DeviceTooSmall(part="the optimizer's steps", budget_bytes=1, minimum_bytes=2, lower_bound_bytes=2)
-    assert "No option and no smaller batch" in str(advise(step, Options(), (), {}, too_small))
+    assert str(advise(step, Options(), (), {}, too_small)) == (
+        "No option and no smaller batch makes it fit: 2 B of 1 B are live under every plan."
+    )
 
 
 def test_the_batch_is_the_leading_size_that_all_inputs_share():
