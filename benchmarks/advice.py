@@ -70,9 +70,12 @@ JOBS = {
     "8b-128k": Job("8B, 128k tokens, 80 GB", "H100-80GB", 32, 2 * 131072 * 4096, {
         "AdamW": (lambda layers: llama(layers, 1, 131072, **LLAMA_3), adamw),
         "adapters, AdamW": (lambda layers: with_adapters(llama(layers, 1, 131072, **LLAMA_3)), adamw),
+        "adapters, AdamW, attention without a mask": (
+            lambda layers: with_adapters(llama(layers, 1, 131072, masked=False, **LLAMA_3)), adamw
+        ),
     }),
-    "vit-h": Job("ViT-H, 256 images, 16 GB", "V100-16GB", 32, 2 * 256 * 257 * 1280, {
-        "AdamW": (lambda layers: vit_huge(layers, 256), adamw),
+    "vit-h": Job("ViT-H, 512 images, 16 GB", "V100-16GB", 32, 2 * 512 * 257 * 1280, {
+        "AdamW": (lambda layers: vit_huge(layers, 512), adamw),
     }),
     "sdxl": Job("SDXL U-Net, 4 images of 1024 pixels, 24 GB", "RTX 4090", 10, 6 * 2 * 4 * 1024 * 1280, {
         "AdamW": (lambda layers: sdxl(layers, 4), adamw),

@@ -68,15 +68,20 @@ def _of_tokens(model: nn.Module, batch: int, tokens: int) -> Step:
     return Step(model, inputs, lambda ids: model(input_ids=ids, labels=ids).loss)
 
 
-def llama(layers: int, batch: int, tokens: int, **sizes: int) -> Step:
-    """Returns a Llama."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+def causal(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Returns attention to earlier tokens without a mask, which transformers makes of all pairs of tokens while tracing."""
+    mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=query.shape[1] != key.shape[1])
+    return mixed.transpose(1, 2), None
 
-    return _of_tokens(
-        LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers, max_position_embeddings=tokens, use_cache=False, **sizes)),
-        batch,
-        tokens,
-    )
+
+def llama(layers: int, batch: int, tokens: int, masked: bool = True, **sizes: int) -> Step:
+    """Returns a Llama, whose attention is that of transformers or, if not ``masked``, :func:`causal`."""
+    from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
+
+    AttentionInterface.register("causal", causal)
+    config = LlamaConfig(num_hidden_layers=layers, max_position_embeddings=tokens, use_cache=False,
+                         attn_implementation="sdpa" if masked else "causal", **sizes)  # fmt: skip
+    return _of_tokens(LlamaForCausalLM(config), batch, tokens)
 
 
 def olmoe(layers: int, batch: int, tokens: int) -> Step:

@@ -20,6 +20,12 @@ GRADIENTS = NAMES[TensorCategory.GRADIENT]
 GIVEN = frozenset({GRADIENTS, NAMES[TensorCategory.TANGENT], TensorCategory.RESIDENT.value})
 """Kinds of bytes that no plan and no smaller batch lowers."""
 
+MOVED = frozenset(
+    [NAMES[kind] for kind in (TensorCategory.SAVED, TensorCategory.RECOMPUTED, TensorCategory.TEMPORARY)]
+    + [TensorCategory.OTHER_CALLS.value]
+)
+"""Kinds of bytes that stays on the host may lower. Operands and the workspace of one op are on the device while it runs."""
+
 DEFAULTS = Options()
 
 
@@ -59,7 +65,7 @@ def _rounded_up(size: int) -> str:
 
 REMEDIES: tuple[Remedy, ...] = (
     Remedy({"chunk_loss": CHUNKS}, _chunks, lambda error: error.loss_chunks == max(NUMBERS_OF_CHUNKS)),  # fewer need more
-    Remedy({"host_memory": "1024GiB", "store": None}, _host, lambda error: error.device != "cpu"),
+    Remedy({"host_memory": "1024GiB", "store": None}, _host, lambda error: error.device != "cpu", MOVED.__contains__),
 )
 """All remedies, those that cost the least time first."""
 

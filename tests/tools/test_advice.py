@@ -130,6 +130,14 @@ def test_gradients_beyond_the_budget_end_it_before_any_trial():
     assert "run the optimizer in the backward, shard (FSDP2's fully_shard), or train fewer parameters (LoRA" in advice.sentence
 
 
+def test_the_host_is_not_tried_for_operands_beyond_the_budget():
+    step, error = Step(), refusal(3000, gradients=100)
+    error.parts = (("operands of mm of lm_head", 2900), ("gradients", 100))
+    advice = advise(step, Options(chunk_loss=False), (torch.zeros(1, 2),), {}, error)
+    assert step.asked == []
+    assert "What binds: 2.83 KiB (97%) of operands of mm of lm_head" in advice.sentence
+
+
 def test_the_nearest_trial_is_named_if_none_fits():
     two_sizes = (torch.zeros(50, 2), torch.zeros(7))
     advice = advise(Step(on_host=0.5), Options(chunk_loss=False), two_sizes, {}, refusal(GRADIENTS + 5000))
