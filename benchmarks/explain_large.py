@@ -102,7 +102,7 @@ def explained(name: str, layers: int | None) -> dict[str, Any]:
     begin, processor = time.perf_counter(), time.process_time()
     try:
         report = autoremat.explain(lambda ids: model(input_ids=ids, labels=ids).loss, tokens, device=DEVICE,
-                                   options={"memory_budget": SHARE})  # fmt: skip
+                                   options={"memory_budget": SHARE}, advice=False)  # fmt: skip
         outcome = {"ops": report.ops, "outcome": report.summary().splitlines()[0], "cut short": report.time_limited,
                    "budget": report.budget_bytes, "predicted peak": report.predicted_peak_bytes,
                    "minimum peak": report.minimum_peak_bytes}  # fmt: skip

@@ -119,7 +119,8 @@ def simulated(compiler: str) -> list[dict[str, Any]]:
     common: dict[str, Any] = {"compiler": compiler, "cost_model": "roofline", "accumulate": True}
 
     def plan(calls: int, budget: float | int) -> autoremat.Report:
-        return autoremat.explain(module, inputs, options=common | {"memory_budget": budget, "in_flight": calls})
+        options = common | {"memory_budget": budget, "in_flight": calls}
+        return autoremat.explain(module, inputs, options=options, advice=False)
 
     baseline = plan(STAGES, 1.0)
     forward, step, rows = baseline.forward_seconds, baseline.step_seconds, []

@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+from autoremat.basics.advice import Advice
+from autoremat.basics.error_text import aligned, binding
 from autoremat.basics.units import format_bytes
 
 SUPPORTED_MINORS = range(11, 16)
@@ -17,8 +19,6 @@ SUPPORTED_MINORS = range(11, 16)
 ``tests/project/test_docs.py`` compares the documentation and the metadata.
 """
 OCCUPANTS_SHOWN = 10
-PARTS_SHOWN = 3
-"""Number of kinds of bytes that an error names as what binds the minimum peak."""
 
 GRADIENT_SHARE = 0.5
 """Share of the minimum peak above which an error states the bytes of gradients."""
@@ -150,6 +150,7 @@ class BudgetInfeasible(AutorematError):
         device_bytes: int | None = None,
         is_simulated: bool = False,
         parts: Iterable[Sequence[Any]] = (),
+        loss_chunks: int = 1,
     ) -> None:
         """Makes the error and its message.
 
@@ -173,6 +174,7 @@ class BudgetInfeasible(AutorematError):
         - ``device_bytes``: the memory of the device; None if it is unknown.
         - ``is_simulated``: True if Inductor compiles the graph and has generated no code for ``minimum_bytes``.
         - ``parts``: what binds the minimum peak found: pairs of a kind of bytes and their number, the largest first.
+        - ``loss_chunks``: the number of chunks of the loss in the plan of ``minimum_bytes``, the fewest with that peak.
         """
         self.budget_bytes = budget_bytes
         self.minimum_bytes = minimum_bytes
@@ -191,6 +193,8 @@ class BudgetInfeasible(AutorematError):
         self.device_bytes = device_bytes
         self.is_simulated = is_simulated
         self.parts = tuple((str(name), int(bytes_)) for name, bytes_ in parts)
+        self.loss_chunks = loss_chunks
+        self.advice: Advice | None = None
         super().__init__(self._message())
 
     def figures(self) -> dict[str, Any]:
@@ -213,12 +217,19 @@ class BudgetInfeasible(AutorematError):
             "device_bytes": self.device_bytes,
             "is_simulated": self.is_simulated,
             "parts": [list(part) for part in self.parts],
+            "loss_chunks": self.loss_chunks,
         }
 
     def on_rank(self, rank: int) -> None:
         """Names the rank of a distributed job that the error comes from."""
         self.rank = rank
         self.args = (self._message(),)
+
+    def advised(self, advice: Advice | None) -> None:
+        """Ends the message with advice on what makes the step fit, if there is some."""
+        self.advice = advice
+        if advice is not None:
+            self.args = (f"{self._message()}\n\n{advice}",)
 
     def _message(self) -> str:
         where = f" on {self.device}" if self.device else ""
@@ -247,21 +258,16 @@ class BudgetInfeasible(AutorematError):
             found = "no plan fits" if self.least_slowdown is None else f"{self.least_slowdown:.1%}"
             rows += [("asked for (max_slowdown):", f"{self.max_slowdown:.1%}", "")]
             rows += [("least slow-down found within memory_budget:", found, "")]
-        lines += _table(rows, "<><")
+        lines += aligned(rows, "<><")
         if self.parts:
-            lines += ["", self._binding()]
+            lines += ["", f"What binds the minimum peak: {binding(self.parts)}"]
         if self.occupants:
             lines += ["", self._occupants_title()]
             shown = self.occupants[:OCCUPANTS_SHOWN]
             live = [(format_bytes(one.bytes), one.name, one.module or "-", one.source or "-") for one in shown]
-            lines += _table([("bytes", "tensor", "module", "source"), *live], "><<<")
+            lines += aligned([("bytes", "tensor", "module", "source"), *live], "><<<")
         lines += ["", "What would help:", *(f"  - {advice}" for advice in self._advice())]
         return "\n".join(lines)
-
-    def _binding(self) -> str:
-        total = max(1, sum(size for _, size in self.parts))
-        largest = (f"{format_bytes(size)} ({size / total:.0%}) of {name}" for name, size in self.parts[:PARTS_SHOWN])
-        return f"What binds the minimum peak: {', '.join(largest)}"
 
     def _occupants_title(self) -> str:
         count = len(self.occupants)
@@ -312,8 +318,8 @@ class DeviceTooSmall(BudgetInfeasible):
         where = f" ({self.device})" if self.device else ""
         lines = [f"the device{where} is too small for {self.part}, whatever is recomputed"]
         figures = {"memory of the device": self.budget_bytes, "needed, without any plan": self.minimum_bytes}
-        lines += _table([(f"{what}:", format_bytes(count), f"{count} bytes") for what, count in figures.items()], "<><")
-        lines += ["", "Ledger:", *_table([(format_bytes(one.bytes), one.name) for one in self.occupants], "><")]
+        lines += aligned([(f"{what}:", format_bytes(count), f"{count} bytes") for what, count in figures.items()], "<><")
+        lines += ["", "Ledger:", *aligned([(format_bytes(one.bytes), one.name) for one in self.occupants], "><")]
         lines += ["", "What would help:", *(f"  - {advice}" for advice in self._advice())]
         return "\n".join(lines)
 
@@ -363,16 +369,6 @@ def planning_error(error: BaseException, place: str) -> PlanningError:
     )
 
 
-def _table(rows: Sequence[tuple[str, ...]], alignments: str) -> list[str]:
-    """Returns rows of cells as lines with aligned columns. ``alignments`` holds "<" or ">" for each column."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, alignments, widths, strict=True)]
-        lines.append(f"  {'  '.join(cells)}".rstrip())
-    return lines
-
-
 def find_cause(error: BaseException, kind: type[Kind]) -> Kind | None:
     """Returns the first exception of that kind among ``error`` and its causes, or None."""
     return next((cause for cause in causes(error) if isinstance(cause, kind)), None)
@@ -384,12 +380,14 @@ def is_user_error(error: BaseException) -> bool:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yields ``error`` and its chain of causes, including errors that torch's exceptions wrap."""
-    seen: BaseException | None = error
-    while seen is not None:
-        yield seen
-        inner = getattr(seen, "inner_exception", None)
-        seen = inner if isinstance(inner, BaseException) else (seen.__cause__ or seen.__context__)
+    """Yields ``error`` and its chain of causes, including errors that torch's exceptions wrap, each once."""
+    seen: set[int] = set()  # an error that was raised again has what wraps it as its context
+    following: BaseException | None = error
+    while following is not None and id(following) not in seen:
+        yield following
+        seen.add(id(following))
+        inner = getattr(following, "inner_exception", None)
+        following = inner if isinstance(inner, BaseException) else (following.__cause__ or following.__context__)
 
 
 def unwrapped(error: BaseException) -> BaseException:

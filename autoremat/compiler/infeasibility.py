@@ -58,6 +58,7 @@ def infeasible(
     remedies: Iterable[str] = (),
     allocated: int | None = None,
     is_simulated: bool = False,
+    loss_chunks: int = 1,
     **time_figures: float | int | None,
 ) -> BudgetInfeasible:
     """Returns the error that names the budget, the minimum peak and the tensors that are live at that peak.
@@ -84,6 +85,7 @@ def infeasible(
         "gradient_bytes": 0 if moment is None else dict(moment.by_sort).get(TensorCategory.GRADIENT, 0),
         "device_bytes": device_memory(device),
         "is_simulated": is_simulated,
+        "loss_chunks": loss_chunks,
         **time_figures,
     }
     if limits.common is not None:
@@ -116,13 +118,13 @@ def no_plan_fits(
     if bounded is None:
         return infeasible(
             chosen.planning, limits, budget, device, least, chosen.plan_file, unconstrained, (choice.remedy, host),
-            is_simulated=context.request.fuses,
+            is_simulated=context.request.fuses, loss_chunks=chosen.chunks,
         )  # fmt: skip
     reserved = bounded.plan_report(chosen.planning.smallest)
     remedies = (expandable_remedy(reserved, budget), choice.remedy, host)
     return infeasible(
         chosen.planning, limits, budget, device, reserved.bytes, chosen.plan_file, unconstrained, remedies, least,
-        context.request.fuses,
+        context.request.fuses, chosen.chunks,
     )  # fmt: skip
 
 

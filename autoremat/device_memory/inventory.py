@@ -20,6 +20,9 @@ from autoremat.torch_private.tensor_identity import storage_key
 
 OTHER_FORMS = 'a dict of names to modules, tensors or bytes, such as {"EMA": ema_model, "cache": "1GiB"}'
 
+FEWER_PARAMETERS = "hold parameters in fewer bits, or shard them (FSDP2's fully_shard)"
+FEWER_GRADIENTS = "train fewer parameters (LoRA, frozen layers), or run the optimizer in the backward, which frees each early"
+
 
 @dataclass
 class Inventory:
@@ -61,7 +64,7 @@ class Inventory:
         with post-accumulate-grad hooks are live in the backward alone, where the plans count them.
         """
         parameters = {id(p): p for model in models for p in model.parameters()}
-        yield LedgerRow("parameters", self.bytes_of(parameters.values()), remedy="hold parameters in fewer bits, or shard them")
+        yield LedgerRow("parameters", self.bytes_of(parameters.values()), remedy=FEWER_PARAMETERS)
         yield LedgerRow("buffers", self.bytes_of(buffer for model in models for buffer in model.buffers()))
         parallel = [model for model in models if isinstance(model, DistributedDataParallel)]
         views = {id(p) for model in parallel if model.gradient_as_bucket_view for p in model.parameters()}
@@ -70,7 +73,7 @@ class Inventory:
         yield LedgerRow("buckets of DistributedDataParallel", in_buckets, remedy=advice)
         freed = {id(p) for p in parameters.values() if hooks_free and hooks_after_gradients(p)}
         gradients = self.gradient_bytes(p for p in parameters.values() if id(p) not in views | freed)
-        yield LedgerRow("gradients", gradients, UPDATES, "train fewer parameters, or an optimizer in the backward")
+        yield LedgerRow("gradients", gradients, UPDATES, FEWER_GRADIENTS)
         advice = "accumulate=1 and zero_grad(set_to_none=True) free them before the forward"
         yield LedgerRow(EARLIER_GRADIENTS, gradients if kept_in else 0, kept_in, advice)
         gathered = sum(map(self.gathered_bytes, models))

@@ -16,6 +16,7 @@ from autoremat.planner.memory.reserved import Reserved
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planning_result import PlanningResult
+from autoremat.report.binding import Part, parts_of_peak
 from autoremat.report.decisions import OF_FORM, Decision, ForwardValue, explain_values, module_class, op_name
 from autoremat.report.peak_snapshot import PeakSnapshot, Profile, peak_of, profile_of
 from autoremat.report.stored import StoredTensors
@@ -133,6 +134,8 @@ class ReportData:
     """Live tensors at the peak without recomputation."""
     peak_after: PeakSnapshot | None = None
     """Live tensors at the peak of the plan."""
+    parts_after: tuple[Part, ...] = ()
+    """Bytes at the peak of the plan by kind, the largest first: what binds the plan, with remedies."""
     profile_before: Profile | None = None
     """Memory over the step without recomputation."""
     profile_after: Profile | None = None
@@ -319,6 +322,7 @@ class ReportData:
             values=explain_values(plan, held_to if budget is None else budget - extra_headroom_bytes),
             peak_before=peak_of(planning.baseline),
             peak_after=peak_of(plan),
+            parts_after=parts_of_peak(plan),
             profile_before=profile_of(planning.baseline),
             profile_after=profile_of(plan),
             **fields,

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from autoremat.basics.display import PlainTable, named_figures, plain_table
 from autoremat.basics.display import as_text as as_text
+from autoremat.basics.error_text import binding
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.memory.reserved import Reserved
 from autoremat.planner.multigraph.device_budget import NAMES, DeviceBudget
@@ -55,8 +56,8 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         ("predicted peak", f"{format_bytes(report.predicted_peak_bytes)} ({share:.0%} of the baseline){reserved}"),
         *_reference(report),
         ("baseline", f"{format_bytes(report.baseline_peak_bytes)}, without recomputation"),
-        ("minimum peak found", f"{format_bytes(report.minimum_peak_bytes)}{least_reserve} (lower bound "
-                           f"{format_bytes(report.lower_bound_bytes)})"),
+        ("minimum peak found", f"{format_bytes(report.minimum_peak_bytes)}{least_reserve} (proven lower "
+                           f"bound {format_bytes(report.lower_bound_bytes)})"),
         ("saved for the backward", f"{format_bytes(report.saved_bytes)} in {len(report.saved)} tensors"),
         ("recomputed", f"{report.recomputed_ops} ops, {format_seconds(report.recompute_seconds)} estimated "
                        f"({report.overhead:.1%} of the forward)"),
@@ -72,7 +73,7 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
         texts = (f"{count} {decision.value}" for decision, count in counts.items() if count)
         rows.insert(6, ("forward values", ", ".join(texts)))
     if report.peak_after is not None:
-        rows.insert(3, ("peak snapshot", place(report.peak_after)))
+        rows[3:3] = [("peak snapshot", place(report.peak_after)), *_binding(report)]
     if report.compiled_peak_bytes is not None:
         because = f"; memory of the budget stays free, because {report.room_left_because}" if report.room_left_because else ""
         rows.insert(2, ("peak of the generated code", format_bytes(report.compiled_peak_bytes) + because))
@@ -91,6 +92,15 @@ def figures(report: ReportData) -> list[tuple[str, str]]:
     if report.others:
         rows.append(("other graphs", f"{len(report.others)}, see `others`"))
     return rows
+
+
+def _binding(report: ReportData) -> list[tuple[str, str]]:
+    """Returns what binds the peak of the plan, and the remedy for the largest kind of its bytes, if there is one."""
+    if not report.parts_after:
+        return []
+    remedy = report.parts_after[0].remedy
+    parts = binding([(part.name, part.bytes) for part in report.parts_after])
+    return [("binds the peak", f"{parts}; to lower it, {remedy}" if remedy else parts)]
 
 
 def _end(report: ReportData) -> str:

@@ -21,7 +21,8 @@ from autoremat.basics.progress import status_if_slow
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
-from autoremat.tools.max_batch import LIMIT, Outcome, SizeSearch, minimum_bytes_of, options_for_sizes, planning_sizes
+from autoremat.tools.max_batch import LIMIT, options_for_sizes, planning_sizes
+from autoremat.tools.size_search import Outcome, SizeSearch, minimum_bytes_of, seconds_of
 
 FINENESS = 16
 """The search ends if the sizes next to the best one differ from it by at most this part of it."""
@@ -155,12 +156,6 @@ def _micro_batches(accumulate: bool | int | None) -> int:
     if count is None or count < 1:
         raise refused("accumulate", accumulate, "True, False, None, or a number of micro-batches, an int >= 1")
     return count
-
-
-def seconds_of(report: Report, by_code: bool = False) -> float:
-    """Returns the predicted seconds of the step under its plans, for all graphs that train: by the kernels of their code, where
-    ``by_code`` and known."""
-    return sum(one.seconds if by_code else one.predicted_seconds for one in (report, *report.others))
 
 
 def _result(outcomes: Mapping[int, Outcome], unit: int, overhead: float, by_code: bool) -> BestBatch:

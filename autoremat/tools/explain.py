@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import fx
 
+from autoremat.basics.errors import BudgetInfeasible
 from autoremat.basics.progress import status_if_slow
 from autoremat.compiler.counting import warn_without_effect
 from autoremat.compiler.forms import warn_of_unused_forms
@@ -20,6 +21,7 @@ from autoremat.compiler.reference import TORCH
 from autoremat.options.options import Options
 from autoremat.report.report import Report
 from autoremat.request.budgets import card_of, refuse_step_profiles
+from autoremat.tools.advice import advise
 from autoremat.tools.dry_run import dry_runs
 from autoremat.tools.target import Target
 from autoremat.tools.trace import CapturedVisitor, trace
@@ -64,6 +66,7 @@ def explain(
     options: Mapping[str, Any] | None = None,
     device: str | torch.device | None = None,
     lower: bool = False,
+    advice: bool = True,
     **kwargs: Any,
 ) -> Report:
     """Returns the report of the plan that the backend would choose for ``model_or_fn(*args, **kwargs)``.
@@ -87,10 +90,21 @@ def explain(
     present it happens by itself if the budget is within 5 % of the minimum peak. Only the code can decide there.
 
     Raises ``BudgetInfeasible`` and ``OptionsError`` as the backend does, and ``CaptureError`` if the step cannot be traced.
+    With ``advice``, at most six other plans of a step that does not fit follow: under remedies, and in micro-batches. The error
+    ends with the cheapest that fits, and ``BudgetInfeasible.advice`` has all of them. Options in ``options`` stay as they are.
     """
     parsed = Options.parse(options, None, compilers.inductor_config_names)
+
+    def explained(options: Options, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Report:
+        return explain_by(model_or_fn, args, kwargs, options, device)
+
     with status_if_slow("explaining the step", shown=parsed.progress):
-        return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
+        try:
+            return explain_by(model_or_fn, args, kwargs, parsed, device, lower)
+        except BudgetInfeasible as error:
+            if advice:
+                error.advised(advise(explained, parsed, args, kwargs, error))
+            raise
 
 
 def explain_by(

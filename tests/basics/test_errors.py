@@ -253,3 +253,10 @@ def test_an_error_is_imported_without_the_planner():
 
 def test_every_public_name_is_there():
     assert all(getattr(autoremat, name) is not None for name in autoremat.__all__)
+
+
+def test_causes_end_where_what_wraps_an_error_is_its_context():
+    error, wrapper, later = ValueError(), RuntimeError(), KeyError()
+    vars(wrapper)["inner_exception"], error.__context__, later.__context__ = error, wrapper, error
+    assert list(errors.causes(later)) == [later, error, wrapper]
+    assert errors.find_cause(later, PlanInvalid) is None

@@ -14,6 +14,7 @@ from autoremat.basics.units import format_bytes
 from autoremat.planner.memory.allocations import Kernel
 from autoremat.planner.search.planner import Planner
 from autoremat.report import data, registry, text_tables
+from autoremat.report.binding import Part
 from autoremat.report.decisions import Decision
 from autoremat.report.op_bytes import kernels_of_executions
 from autoremat.report.registry import add_report, reports
@@ -258,14 +259,33 @@ def test_the_text_says_where_memory_is_fullest_and_what_became_of_the_values():
     text = str(report_for(16 * SIZE, notes=("a note",)))
     assert "peak snapshot" in text
     assert "forward values" in text
+    assert "proven lower" in text
     assert "a note" in text
     assert len(text.splitlines()) <= 40
+
+
+def test_the_report_says_what_binds_the_peak_of_its_plan_and_keeps_it_in_json():
+    report = report_for(16 * SIZE)
+    assert sum(part.bytes for part in report.parts_after) == report.predicted_peak_bytes
+    largest = report.parts_after[0]
+    rows = dict(text_tables.figures(report))
+    assert rows["binds the peak"].startswith(f"{format_bytes(largest.bytes)} (")
+    assert f"of {largest.name}" in rows["binds the peak"]
+    assert Report.from_json(report.to_json()).parts_after == report.parts_after
+
+
+def test_the_remedy_for_the_largest_part_is_named():
+    parts = (Part("gradients", 3 * SIZE, "free them early"), Part("saved tensors", SIZE))
+    rows = dict(text_tables.figures(dataclasses.replace(report_for(16 * SIZE), parts_after=parts)))
+    assert rows["binds the peak"] == (
+        "3.00 MiB (75%) of gradients, 1.00 MiB (25%) of saved tensors; to lower it, free them early"
+    )
 
 
 def test_a_report_of_an_earlier_version_is_read():
     report = report_for(16 * SIZE)
     fields = json.loads(report.to_json())
-    for name in ("values", "peak_before", "peak_after", "profile_before", "profile_after", "notes", "others"):
+    for name in ("values", "peak_before", "peak_after", "parts_after", "profile_before", "profile_after", "notes", "others"):
         del fields[name]
     old = Report.from_json(json.dumps(fields))
     assert old.saved == report.saved

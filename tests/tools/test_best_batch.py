@@ -17,8 +17,8 @@ import autoremat
 from autoremat import cli
 from autoremat.basics.errors import BudgetInfeasible, OptionsError
 from autoremat.report.report import Report
-from autoremat.tools.best_batch import FINENESS, Descent, seconds_of
-from autoremat.tools.max_batch import SizeSearch
+from autoremat.tools.best_batch import FINENESS, Descent
+from autoremat.tools.size_search import SizeSearch, seconds_of
 
 EAGER = {"compiler": "aot_eager", "cost_model": "roofline"}
 

@@ -22,7 +22,7 @@ from autoremat.compiler.torch_partition import plan_of_partition
 from autoremat.options.options import Options
 from autoremat.planner.search.pareto_front import BOUND, OURS, POLICY, TORCH
 from autoremat.tools.explain import previews
-from autoremat.tools.max_batch import SizeSearch
+from autoremat.tools.size_search import SizeSearch
 from autoremat.torch_private import compilers, fake_tensors
 
 

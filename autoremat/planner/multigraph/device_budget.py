@@ -232,7 +232,7 @@ class OptimizerMemory:
 
     def rows(self, advice: str = "") -> Iterable[LedgerRow]:
         """Yields the rows of the ledger. ``advice`` reduces temporaries."""
-        smaller = "an optimizer with less state, such as Adafactor or one with 8-bit state, needs less"
+        smaller = "an optimizer with less state (Adafactor, 8-bit state) or fewer trained parameters (LoRA) need less"
         state = max(self.state_bytes, self.existing_bytes)
         later = max(state, self.later_step_bytes or 0)
         first = later if self.first_step_bytes is None else max(state, self.first_step_bytes)

@@ -1,0 +1,211 @@
+"""Advice for a step that does not fit: what is tried, in which sequence, and what the error says in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pickle
+
+import pytest
+import torch
+from reports import report_for
+from torch import nn
+
+import autoremat
+from autoremat.basics.errors import BudgetInfeasible, CaptureError, DeviceTooSmall
+from autoremat.basics.units import format_bytes
+from autoremat.options.options import Options
+from autoremat.planner.multigraph.device_budget import DeviceBudget
+from autoremat.report.report import Report
+from autoremat.report.stored import StoredTensors
+from autoremat.tools.advice import MOST_TRIALS, advise, batch_of
+
+BUDGET, PER_SAMPLE, GRADIENTS = 1000, 100, 300
+CARD = "H100-80GB"
+
+
+def refusal(minimum: int, gradients: int = GRADIENTS, budget: int = BUDGET, **figures: object) -> BudgetInfeasible:
+    """An error for a step of that minimum peak, on a card, whose loss is as finely chunked as is tried by itself."""
+    parts = [("gradients", gradients), ("saved tensors", minimum - gradients)]
+    given = {"device": CARD, "loss_chunks": 16, "lower_bound_bytes": 0, **figures}
+    return BudgetInfeasible(budget_bytes=budget, minimum_bytes=minimum, parts=parts, **given)
+
+
+class Step:
+    """Stands for a step of ``rows`` samples, of which each needs memory that remedies lower and that takes time."""
+
+    def __init__(self, chunked: float = 1.0, on_host: float = 1.0, host_seconds: float = 2.0) -> None:
+        self.chunked, self.on_host, self.host_seconds = chunked, on_host, host_seconds
+        self.asked: list[tuple[Options, int]] = []
+
+    def __call__(self, options: Options, args, kwargs) -> Report:
+        rows = args[0].shape[0]
+        self.asked.append((options, rows))
+        stores, chunks = options.host_memory is not None, options.chunk_loss if type(options.chunk_loss) is int else 1
+        share = (self.on_host if stores else 1.0) * (self.chunked if chunks > 1 else 1.0)
+        peak = int(GRADIENTS * (2 if options.accumulate else 1) + share * PER_SAMPLE * rows)
+        if peak > BUDGET:
+            raise refusal(peak, GRADIENTS)
+        stored = StoredTensors((), 2**30 + 1, 0.0, 0.0, "", 0.0) if stores and self.on_host < 1 else None
+        return dataclasses.replace(
+            report_for(None), budget_bytes=BUDGET, predicted_peak_bytes=peak, minimum_peak_bytes=peak, loss_chunks=chunks,
+            predicted_seconds=rows * (self.host_seconds if stored else 1.0), stored=stored,
+        )  # fmt: skip
+
+
+def advice_on(step: Step, rows: int, **options: object):
+    return advise(step, Options(**options), (torch.zeros(rows, 2),), {}, refusal(GRADIENTS + PER_SAMPLE * rows))
+
+
+def test_all_remedies_come_first_then_each_and_the_fastest_that_fits_is_named():
+    advice = advice_on(Step(chunked=0.5, on_host=0.5), 12)
+    both, chunked, stored, *rest = advice.trials
+    assert both.options == {"chunk_loss": 64, "host_memory": "2GiB"}
+    assert (chunked.options, stored.options) == ({"chunk_loss": 64}, {"host_memory": "2GiB"})
+    assert (both.peak_bytes, chunked.peak_bytes, stored.peak_bytes) == (600, 900, 900)
+    assert (both.seconds, chunked.seconds, stored.seconds) == (24, 12, 24)
+    assert [(one.batch, one.micro_batches, one.options) for one in rest] == [
+        (1, 12, {"accumulate": True}), (4, 3, {"accumulate": True}),
+    ]  # fmt: skip
+    assert [one.seconds for one in rest] == [12, 12]  # equally fast: the fewest micro-batches count
+    assert advice.sentence == (
+        "It fits with chunk_loss=64: 900 B of 1000 B, predicted 12.00 s per step; "
+        "or with accumulate=True, 3 micro-batches of 4: 1000 B of 1000 B, predicted 12.00 s per step."
+    )
+
+
+def test_the_status_line_names_each_trial(monkeypatch):
+    told = []
+    monkeypatch.setattr("autoremat.tools.advice.status_if_slow", lambda text: told.append(text) or contextlib.nullcontext())
+    advice_on(Step(0.5, 0.5), 12)
+    assert told == [
+        "does not fit; trying chunk_loss, host_memory", "does not fit; trying chunk_loss", "does not fit; trying host_memory",
+        "does not fit; trying micro-batches of 1", "does not fit; trying micro-batches of 4",
+    ]  # fmt: skip
+
+
+def test_a_remedy_that_the_plan_does_without_is_not_named_and_not_tried_again():
+    advice = advice_on(Step(chunked=0.5), 12)
+    assert [one.options for one in advice.trials[:2]] == [{"chunk_loss": 64}, {"host_memory": "1024GiB"}]
+    assert [one.fits for one in advice.trials[:2]] == [True, False]
+
+
+def test_micro_batches_take_remedies_if_not_even_one_sample_fits_without():
+    class Large(Step):
+        def __call__(self, options, args, kwargs):
+            return super().__call__(options, (torch.zeros(8 * args[0].shape[0]),), kwargs)
+
+    step = Large(on_host=0.5)
+    advice = advise(step, Options(chunk_loss=False), (torch.zeros(8, 2),), {}, refusal(GRADIENTS + 8 * 8 * PER_SAMPLE))
+    refused = [one.settings for one in advice.trials if not one.fits]
+    assert refused == ["host_memory='1024GiB'", "accumulate=True, 8 micro-batches of 1"]
+    assert advice.best.settings == "host_memory='2GiB', accumulate=True, 8 micro-batches of 1"
+    assert advice.best.peak_bytes == 2 * GRADIENTS + 4 * PER_SAMPLE
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [({"chunk_loss": False}, "chunk_loss"), ({"host_memory": 5}, "host_memory"), ({"store": ("device",)}, "host_memory")],
+)
+def test_options_of_the_user_stay(options, key):
+    step = Step(0.5, 0.5)
+    advice_on(step, 12, **options)
+    assert step.asked
+    for asked, _ in step.asked:
+        assert getattr(asked, key) == getattr(Options(**options), key)
+
+
+def test_chunks_and_the_host_are_left_out_where_they_cannot_help():
+    step, error = Step(0.5, 0.5), refusal(GRADIENTS + PER_SAMPLE * 12, loss_chunks=1, device="cpu")
+    advice = advise(step, Options(), (torch.zeros(12, 2),), {}, error)
+    assert all(one.options == {"accumulate": True} for one in advice.trials)
+
+
+def test_gradients_beyond_the_budget_end_it_before_any_trial():
+    step = Step()
+    advice = advise(step, Options(), (torch.zeros(12, 2),), {}, refusal(2000, gradients=1500))
+    assert (step.asked, advice.trials, advice.best) == ([], (), None)
+    assert "No option and no smaller batch can make it fit" in advice.sentence
+    assert "1.46 KiB (75%) of gradients" in advice.sentence
+    assert "run the optimizer in the backward, shard (FSDP2's fully_shard), or train fewer parameters (LoRA" in advice.sentence
+
+
+def test_the_host_is_not_tried_for_operands_beyond_the_budget():
+    step, error = Step(), refusal(3000, gradients=100)
+    error.parts = (("operands of mm of lm_head", 2900), ("gradients", 100))
+    advice = advise(step, Options(chunk_loss=False), (torch.zeros(1, 2),), {}, error)
+    assert step.asked == []
+    assert "What binds: 2.83 KiB (97%) of operands of mm of lm_head" in advice.sentence
+
+
+def test_the_nearest_trial_is_named_if_none_fits():
+    two_sizes = (torch.zeros(50, 2), torch.zeros(7))
+    advice = advise(Step(on_host=0.5), Options(chunk_loss=False), two_sizes, {}, refusal(GRADIENTS + 5000))
+    assert [one.options for one in advice.trials] == [{"host_memory": "1024GiB"}]
+    assert "nearest is host_memory='1024GiB', with 2.73 KiB of 1000 B" in advice.sentence
+    assert str(advice).splitlines()[1].endswith("does not fit")
+
+
+def test_a_step_that_cannot_be_traced_in_parts_is_advised_without_them():
+    def explain(options, args, kwargs):
+        if args[0].shape[0] < 12:
+            raise CaptureError("the batch is written into the model")
+        return Step(0.5, 0.5)(options, args, kwargs)
+
+    advice = advise(explain, Options(), (torch.zeros(12, 2),), {}, refusal(GRADIENTS + PER_SAMPLE * 12))
+    assert {one.micro_batches for one in advice.trials} == {1}
+
+
+def test_no_more_plans_are_made_than_announced():
+    for rows in (8, 24, 60, 96):
+        step = Step(chunked=0.97, on_host=0.9)
+        advice_on(step, rows)
+        assert len(step.asked) <= MOST_TRIALS
+    step = Step()
+    advice_on(step, 12, chunk_loss=False, store=("device",), accumulate=False)
+    assert not step.asked
+
+
+def test_a_device_counts_its_ledger_and_its_micro_batches():
+    budget = DeviceBudget(5000, (), 200, accumulate=2)
+    step = Step()
+    advice = advice_on(step, 12, memory_budget=budget, host_memory=1)
+    options, _ = step.asked[-1]
+    assert options.memory_budget.accumulate == 2 * advice.trials[-1].micro_batches
+    assert {one.limit_bytes for one in advice.trials} == {4800}
+    too_small = DeviceTooSmall(part="the optimizer's steps", budget_bytes=1, minimum_bytes=2, lower_bound_bytes=2)
+    assert str(advise(step, Options(), (), {}, too_small)) == (
+        "No option and no smaller batch makes it fit: 2 B of 1 B are live under every plan."
+    )
+
+
+def test_the_batch_is_the_leading_size_that_all_inputs_share():
+    rows = torch.zeros(6, 2)
+    assert batch_of((rows, torch.zeros(6)), {"mask": torch.zeros(1, 6), "scale": torch.tensor(2.0)}) == 6
+    assert batch_of((rows,), {"other": torch.zeros(5)}) == 1
+    assert batch_of((rows, torch.zeros(3, 2, requires_grad=True)), {}) == 6
+    assert batch_of((), {}) == 1
+
+
+def test_explain_ends_with_advice_that_holds_for_the_step():
+    with torch.device("meta"):
+        model, x = nn.Sequential(nn.Linear(64, 1024), nn.GELU(), nn.Linear(1024, 64)), torch.zeros(8, 1024, 64)
+
+    def loss(x):
+        return model(x).square().mean()
+
+    options = {"memory_budget": "20MiB", "compiler": "aot_eager"}
+    with pytest.raises(BudgetInfeasible) as caught:
+        autoremat.explain(loss, x, options=options, device=CARD)
+    error = caught.value
+    best = error.advice.best
+    assert str(error).endswith(error.advice.sentence)
+    assert error.advice.sentence.startswith(f"It fits with {best.settings}: {format_bytes(best.peak_bytes)} of 20.00 MiB")
+    rows = best.batch or 8
+    report = autoremat.explain(loss, x[:rows], options=options | dict(best.options), device=CARD)
+    assert report.predicted_peak_bytes == best.peak_bytes <= 20 * 2**20
+    assert best.seconds == pytest.approx(best.micro_batches * report.predicted_seconds)
+    assert pickle.loads(pickle.dumps(error)).advice == error.advice
+    with pytest.raises(BudgetInfeasible) as bare:
+        autoremat.explain(loss, x, options=options, device=CARD, advice=False)
+    assert bare.value.advice is None
