@@ -50,7 +50,7 @@ class LlamaMLP(nn.Module):
 
 @dataclass(frozen=True)
 class Planned:
-    """One number of tiles at one length, by simulator and cost model. Bytes exclude weights, the input and the tangent."""
+    """One number of tiles at one length, by simulator and cost model. Bytes exclude weights and the input."""
 
     tokens: int
     tiles: int

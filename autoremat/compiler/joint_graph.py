@@ -40,10 +40,10 @@ class ToldPlan:
     file: PlanFile
     chunks: int
     """Number of chunks of the loss."""
-    tiles: int = 1
-    """Number of tiles of the stretches that compute row by row."""
     ended_by_clock: bool = False
     """True if the clock ended the search for it."""
+    tiles: int = 1
+    """Number of tiles of the stretches that compute row by row."""
 
 
 @dataclass(frozen=True)

@@ -300,7 +300,7 @@ def _hash(texts: Iterable[str]) -> str:
 
 
 def _told(whose: str, text: str, chunks: int, tiles: int, by_clock: bool) -> ToldPlan:
-    return ToldPlan(PlanFile(whose, _hash([text]), Plan.loads(text, f"the plan {whose}")), chunks, tiles, by_clock)
+    return ToldPlan(PlanFile(whose, _hash([text]), Plan.loads(text, f"the plan {whose}")), chunks, by_clock, tiles)
 
 
 def _by_graph(parts: Parts) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,6 +18,11 @@ from torch.nn import functional as F
 
 import autoremat
 from autoremat.basics.errors import OptionWarning
+from autoremat.compiler.joint_graph import ToldPlan
+from autoremat.compiler.planning import plan_graph
+from autoremat.options.options import Options
+from autoremat.planner.plans.plan_file import PlanFile
+from autoremat.tools.explain import Preview, previews
 
 WIDTH, HIDDEN = 16, 64
 
@@ -316,3 +322,15 @@ def test_a_stored_plan_of_tiles_is_applied_to_tiles(tmp_path):
     report.plan.save(tmp_path / "plan.json")
     again, _ = planned(model, x, tiles=4, plan=tmp_path / "plan.json")
     assert again.plan.schedule == found.plan.schedule
+
+
+def test_another_ranks_plan_of_tiles_is_applied_to_tiles():
+    def look(preview: Preview) -> tuple[autoremat.Report, autoremat.Report]:
+        leading = plan_graph(preview.priced, preview.context)
+        told = ToldPlan(PlanFile.of(leading.plan), leading.report.loss_chunks, tiles=leading.report.tiles)
+        return leading.report, plan_graph(preview.priced, replace(preview.context, told=told)).report
+
+    options = Options.parse({"compiler": "aot_eager", "tiles": 4})
+    [(leading, following)], _ = previews(Between(Gated()), (rows_of(),), {}, options, None, look)
+    assert leading.tiles == following.tiles == 4
+    assert following.plan.schedule == leading.plan.schedule

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
-from autoremat.passes.inductor_workarounds.materialize_shared import MARK, materialize_shared
+from autoremat.ops.op_traits import MATERIALIZED
+from autoremat.passes.inductor_workarounds.materialize_shared import materialize_shared
 from autoremat.passes.pipeline import run_passes
 
 LENGTH, WIDTH = 64, 32
@@ -30,7 +31,7 @@ def test_what_several_attentions_read_is_marked(layers, marked):
     with torch.no_grad():
         module = make_fx(function)(torch.randn(2, 2, LENGTH, 16), torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool))
     run_passes(module, materialize_shared)
-    assert [node.name for node in module.graph.nodes if node.meta.get(MARK)] == marked
+    assert [node.name for node in module.graph.nodes if node.meta.get(MATERIALIZED)] == marked
 
 
 def test_what_a_product_reads_through_a_view_is_marked_if_others_read_it():
@@ -41,7 +42,7 @@ def test_what_a_product_reads_through_a_view_is_marked_if_others_read_it():
 
     module = make_fx(lambda x, weight: function(x, weight))(torch.randn(2, 4, 4), torch.randn(4, 4))
     run_passes(module, materialize_shared)
-    assert [node.name for node in module.graph.nodes if node.meta.get(MARK)] == ["cos", "tanh"]
+    assert [node.name for node in module.graph.nodes if node.meta.get(MATERIALIZED)] == ["cos", "tanh"]
 
 
 class Network(nn.Module):
