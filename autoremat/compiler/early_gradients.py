@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ def compiled_in_parts(
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     hooked = {n.name: t for n, t in zip(placeholders, inputs, strict=True) if _is_hooked(t)}
-    if options.hooks_free_gradients and not hooked:
+    if options.hooks_free_gradients and not hooked and any(map(_is_trained, inputs)):
         _warn_without_effect("hooks_free_gradients", "no parameter of this graph has a post-accumulate-grad hook")
     count = _number_of_parts(options, around, bool(hooked))
     if count == 1:
@@ -61,13 +61,17 @@ def compiled_in_parts(
             )
         return None
     freed = hooked if options.hooks_free_gradients else {}
-    hooks = _hooks(freed.keys(), hooked.values(), around.device) if options.memory_budget is not None else GradientHooks()
+    counts = bool(hooked) and options.memory_budget is not None
+    hooks = _hooks(freed.keys(), hooked.values(), around.device) if counts else GradientHooks()
     return split_graphs.compile_parts(gm, inputs, parts.__getitem__, compile_part, hooks)
 
 
+def _is_trained(tensor: Any) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
+
+
 def _is_hooked(tensor: Any) -> bool:
-    is_trained = isinstance(tensor, torch.nn.Parameter) and tensor.requires_grad
-    return is_trained and bool(autograd.hooks_after_gradients(tensor))
+    return _is_trained(tensor) and bool(autograd.hooks_after_gradients(tensor))
 
 
 def _number_of_parts(options: Options, around: Surroundings, is_hooked: bool) -> int:
@@ -102,19 +106,22 @@ def _hooks(freed: Collection[str], parameters: Collection[torch.Tensor], device:
     """
     hooked = {id(parameter) for parameter in parameters}
     stepping = [one for one in live_optimizers(device) if hooked.issuperset(map(id, parameters_of([one])))]
-    names = frozenset(freed)
-    kept = "gradients count as freed by the hooks" if names else "gradients count as kept, although hooks may free them"
-    if not stepping:
-        return GradientHooks(names, note=f"{kept}; memory that the hooks allocate does not count")
+    found = GradientHooks(
+        frozenset(freed),
+        note="gradients count as freed by the hooks" if freed else "gradients count as kept, although hooks may free them",
+        are_unknown=not freed,
+    )
     try:
-        memory = optimizer_memory(stepping, device.type, ROUNDING if device.type == "cuda" else 1)
-    except OptimizerUnpredictable as error:
-        return GradientHooks(names, note=f"{kept}; memory that the hooks allocate does not count: {error}")
+        memory = optimizer_memory(stepping, device.type, ROUNDING if device.type == "cuda" else 1) if stepping else None
+    except OptimizerUnpredictable:
+        memory = None
+    if memory is None:
+        return replace(found, note=f"{found.note}; memory that the hooks allocate is unknown and does not count")
     more = max(0, (memory.later_step_bytes or 0) - memory.state_bytes)
     state = memory.state_bytes - memory.existing_bytes
-    note = f"{kept}; a step of an optimizer in a hook allocates up to {format_bytes(more)}, which count"
+    note = f"{found.note}; a step of an optimizer in a hook allocates up to {format_bytes(more)}, which count"
     note += f". State of {format_bytes(state)}, which the hooks allocate in the first step, comes on top" if state else ""
-    return GradientHooks(names, more, note)
+    return replace(found, bytes=more, note=note)
 
 
 # -- the check of what the user says --------------------------------------------------------------------------------------

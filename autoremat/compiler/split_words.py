@@ -44,7 +44,7 @@ def words_of(split: Split) -> Words:
     """Returns how texts name the parts of ``split``."""
     if split.hooks is None:
         return _BUCKETS
-    return _PARTS if split.hooks.freed else _PARTS_THAT_KEEP
+    return _PARTS_THAT_KEEP if split.hooks.are_unknown else _PARTS
 
 
 def advice_of(split: Split) -> str:

@@ -33,6 +33,8 @@ class GradientHooks:
     """The most bytes that a hook allocates beside gradients, for as long as it runs."""
     note: str = ""
     """A line for the reports of the parts."""
+    are_unknown: bool = False
+    """True if there are hooks, and gradients count as kept because nobody says that the hooks free them."""
 
 
 _hooks: WeakKeyDictionary[Any, GradientHooks] = WeakKeyDictionary()
