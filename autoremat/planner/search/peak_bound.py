@@ -20,6 +20,8 @@ Both bounds hold for all plans whose backward runs its own ops once and in seque
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import numpy as np
 from numpy.typing import NDArray
 from ortools.graph.python import max_flow
@@ -86,6 +88,16 @@ class PeakBound:
         """Returns the values that the caller holds while the backward is at ``place``."""
         return {*self.outputs, *(v for v in self.gradients if self.producer[v] < place)}
 
+    @cached_property
+    def held_bytes(self) -> list[int]:
+        """For each place in the backward, the bytes of the values in :meth:`held`."""
+        change = np.zeros(self.count + 2, dtype=np.int64)
+        for value in self.outputs | self.gradients:
+            begin = 0 if value in self.outputs else self.producer[value] + 1
+            change[begin] += self.graph.values[value].bytes
+        found: list[int] = np.cumsum(change).tolist()
+        return found
+
     def read(self, index: int) -> set[int]:
         """Returns the materialised values that an op reads under every plan, also through inlined results."""
         found, stack = set(), list(self.graph.computed_inputs[index])
@@ -122,15 +134,17 @@ class PeakBound:
         self.flow.set_arcs_capacity(self.need, np.array(need, dtype=np.int64))
         self.flow.solve(self.source, self.sink)
         self.cuts_left -= 1
-        return self._certain_bytes(index, live) + int(self.flow.optimal_flow())
+        return self._certain_bytes(index, place, live) + int(self.flow.optimal_flow())
 
-    def _certain_bytes(self, index: int, live: set[int]) -> int:
-        bytes_ = sum(self.graph.values[value].bytes for value in live)
-        return self.graph.tangent_bytes + self.graph.ops[index].workspace_bytes + bytes_
+    def _certain_bytes(self, index: int, place: int, live: set[int]) -> int:
+        """Returns the bytes beside the cut, of the caller's values and of ``live``."""
+        gradients = {value for value in live & self.gradients if self.producer[value] < place}
+        own = sum(self.graph.values[value].bytes for value in live - self.outputs - gradients)
+        return self.graph.tangent_bytes + self.graph.ops[index].workspace_bytes + self.held_bytes[place] + own
 
     def most(self, index: int, place: int, live: set[int]) -> int:
         """Returns an upper bound on :meth:`least`, without a cut."""
-        return self._certain_bytes(index, live | self.held(place)) + int(self._most_held[place])
+        return self._certain_bytes(index, place, live) + int(self._most_held[place])
 
     def _most_bytes(self) -> NDArray[np.int64]:
         """Returns, for each op, an upper bound on the bytes of the cut: all that it or a later op reads is live."""
