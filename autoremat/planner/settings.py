@@ -157,6 +157,10 @@ class JointSearchSettings:
     """Number of points of the backward in the linear program."""
     program_budgets: tuple[float, ...] = (1.0, 1.0, 0.97, 0.94)
     """Budgets of the linear programs, as shares of the budget. Each program knows the bytes of the plan of the one before."""
+    program_work: int = 4_400
+    """Forward ops times the programs in a row that bring no cheaper plan, after which no further one is solved."""
+    program_limits: tuple[int, int] = (1, 4)
+    """Minimum and maximum number of these programs."""
     thresholds: tuple[float, ...] = (0.25, 0.5, 0.75)
     """Shares of a value in the solution from which it is saved."""
     program_segmentations: int = 3

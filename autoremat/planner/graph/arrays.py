@@ -73,6 +73,11 @@ class GraphArrays:
         return np.array([op.inlining.value == "never" for op in self.graph.ops], dtype=np.bool_)
 
     @cached_property
+    def inlined_once(self) -> list[bool]:
+        """For each op, True if its result is inlined into a single reader only (``Inlining.ONCE``)."""
+        return [op.inlining.value == "once" for op in self.graph.ops]
+
+    @cached_property
     def value_bytes(self) -> Numbers:
         """Bytes of each value."""
         return np.array([value.bytes for value in self.graph.values], dtype=np.int64)

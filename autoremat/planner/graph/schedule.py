@@ -160,12 +160,11 @@ class _Backward:
 
     def build(self) -> tuple[int, ...]:
         """Returns the executions of the backward half."""
-        graph = self.graph
-        for index in range(graph.num_forward, len(graph.ops)):
-            self.enter(self.segment_of_op[index - graph.num_forward])
-            missing = self.missing(graph.forward_reads[index])
-            if missing:
-                self.recompute(missing)
+        graph, available, first = self.graph, self.available, self.graph.num_forward
+        for index, (segment, reads) in enumerate(zip(self.segment_of_op, graph.forward_reads[first:], strict=True), first):
+            self.enter(segment)
+            if not available.issuperset(reads):
+                self.recompute(self.missing(reads))
             self.executions.append(index)
         made = set(graph.forward_values)
         missing = self.missing([value for value in graph.backward_outputs if value in made])

@@ -32,7 +32,6 @@ import numpy as np
 
 from autoremat.planner.graph.arrays import EXTERN, POINTWISE, REDUCTION, Flags, Numbers, arrays_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Inlining
 from autoremat.planner.graph.recent import Recent
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.live_ranges import Buffers, LiveRanges
@@ -131,7 +130,8 @@ class _Executions:
     """The reads of single executions."""
 
     def __init__(self, buffers: Buffers) -> None:
-        self.ops, self.given = buffers.graph.ops, arrays_of(buffers.graph).given
+        arrays = arrays_of(buffers.graph)
+        self.ops, self.given, self.once = buffers.graph.ops, arrays.given, arrays.inlined_once
         self.most_reads = buffers.graph.most_reads
         self.sequence, self.start = buffers.sequence.tolist(), buffers.start.tolist()
         self._source: list[int] = buffers.source.tolist()
@@ -155,10 +155,10 @@ class _Executions:
                 continue
             seen.add(position)
             index = self.sequence[position]
-            if self.ops[index].inlining is Inlining.ONCE:
+            if self.once[index]:
                 return False
             reads.update(self.given[index])
-            for behind in self.read(position):
+            for behind in self._source[self._begins[position] : self._begins[position + 1]]:
                 if inlined[behind]:
                     stack.append(self.start[behind])
                 else:

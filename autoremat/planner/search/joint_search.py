@@ -187,10 +187,16 @@ class JointSearch:
         return min(self.search.unfilled, key=lambda plan: (plan.cost_seconds, plan.peak_bytes))
 
     def _from_programs(self, budget: int) -> None:
-        """Brings down the schedules of saved sets that linear programs find. Each counts from the plan of the one before."""
-        plan = self._fastest
+        """Brings down the schedules of saved sets that linear programs find. Each counts from the plan of the one before.
+
+        A few programs in a row without a cheaper plan are the last ones, fewer on larger graphs.
+        """
+        plan, failures = self._fastest, 0
+        patience = effort(settings.program_work, settings.program_limits, self.graph.num_forward)
         for share in settings.program_budgets:
-            before = self.limit.elapsed
+            if failures == patience:
+                break
+            before, cost = self.limit.elapsed, self._best_cost(budget)
             with self.limit.unit(2 * PROGRAM * len(self.graph.ops)):
                 shares = self._program.solve(int(share * budget), plan, settings.program_seconds)
             if self.limit.elapsed - before >= settings.program_seconds:
@@ -202,6 +208,7 @@ class JointSearch:
                 plans = [Candidate(self.search.plan(saved, s, "program"), s) for s in self._program_segmentations]
                 self._add(plans, budget)
                 plan = plans[0].plan
+            failures = 0 if self._best_cost(budget) < cost else failures + 1
 
     @cached_property
     def _program(self) -> JointProgram:
