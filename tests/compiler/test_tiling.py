@@ -146,7 +146,7 @@ def test_each_layer_is_a_stretch_with_its_norm():
 
 
 def test_masks_are_drawn_as_without_tiles():
-    """Masks are drawn whole. Under ``aot_eager``, one of hidden values is as wide as they are, so such a layer is no stretch."""
+    """Masks are drawn whole. Under ``aot_eager``, a mask of hidden values is as wide as they are: the layer is no stretch."""
     torch.manual_seed(0)
     model, x = Between(Plain(dropout=0.5), Plain(dropout=0.5, hidden_dropout=0.5)), rows_of()
     wanted, _ = train(model, x)
