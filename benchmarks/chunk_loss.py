@@ -107,7 +107,7 @@ def measured(row: Row, model: nn.Module, tokens: torch.Tensor, times: bool) -> R
         compiled(tokens).backward()
 
     with warnings.catch_warnings():  # the code may need more than was simulated; that is in the table
-        warnings.simplefilter("ignore", autoremat.errors.BudgetWarning)
+        warnings.simplefilter("ignore", autoremat.BudgetWarning)
         for _ in range(WARM_STEPS):
             step()
     model.zero_grad(set_to_none=True)

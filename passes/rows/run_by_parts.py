@@ -18,8 +18,8 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import torch
@@ -48,12 +48,24 @@ def run_by_parts(graph: fx.Graph, regions: Iterable[Region], parts: int) -> int:
     """Replaces each of ``regions`` by its ops on ``parts`` parts of its rows. Returns the largest number of parts, which is at
     most the number of rows."""
     most = 0
+    joined: dict[fx.Node, fx.Node] = {}
     for region in regions:
         bounds = bounds_of(region.count, parts)
         most = max(most, len(bounds))
-        _Rewriting(graph, region, bounds, Builder.beside(_with_tensor(region))).run()
+        rewriting = _Rewriting(graph, _reading(region, joined), bounds, Builder.beside(_with_tensor(region)))
+        rewriting.run()
+        joined |= rewriting.whole
     graph.eliminate_dead_code()
     return most
+
+
+def _reading(region: Region, joined: Mapping[fx.Node, fx.Node]) -> Region:
+    """Returns ``region``, which reads what earlier regions have ``joined`` in place of their nodes."""
+    steps = {
+        node: replace(step, reads={joined.get(operand, operand): read for operand, read in step.reads.items()})
+        for node, step in region.steps.items()
+    }
+    return replace(region, steps=steps)
 
 
 def _with_tensor(region: Region) -> fx.Node:

@@ -82,7 +82,7 @@ class Between(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         for one in self.inner:
-            x = one(torch.tanh(self.first(x).cumsum(1)))
+            x = one(x + torch.tanh(self.first(x).cumsum(1)))
         return x.cumsum(1).square().mean()
 
 
@@ -146,7 +146,7 @@ def test_each_layer_is_a_stretch_with_its_norm():
 
 
 def test_masks_are_drawn_as_without_tiles():
-    """Masks are drawn whole. A mask of hidden values is as wide as they are, so such a layer is no stretch."""
+    """Masks are drawn whole. Under ``aot_eager``, a mask of hidden values is as wide as they are: the layer is no stretch."""
     torch.manual_seed(0)
     model, x = Between(Plain(dropout=0.5), Plain(dropout=0.5, hidden_dropout=0.5)), rows_of()
     wanted, _ = train(model, x)
@@ -257,16 +257,28 @@ def large() -> tuple[nn.Module, Tensor]:
 LEAST = {"memory_budget": 1, "on_infeasible": "best_effort"}
 
 
-@pytest.mark.parametrize("compiler", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.filterwarnings("ignore::autoremat.basics.errors.BudgetWarning")
-def test_the_measured_peak_is_lower(compiler):
+def test_the_measured_peak_is_lower():
     model, x = large()
-    whole, wanted, _ = measured(model, x, **LEAST, compiler=compiler, chunk_loss=False)
-    peak, found, report = measured(model, x, **LEAST, compiler=compiler, chunk_loss=False, tiles=8)
+    whole, wanted, _ = measured(model, x, **LEAST)
+    peak, found, report = measured(model, x, **LEAST, tiles=8)
     assert report.tiled_stretches == 1
-    assert peak < whole / 2
-    assert peak <= (report.compiled_peak_bytes or report.predicted_peak_bytes)
+    assert peak <= report.predicted_peak_bytes < whole / 2
     assert_close(found, wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_the_measured_peak_is_lower_under_inductor():
+    model, x = large()
+    options = {"compiler": "inductor", "chunk_loss": False, "cost_model": "roofline"}
+    budget = autoremat.explain(model, x, options={**LEAST, **options}).minimum_peak_bytes // 2
+    peak, found, report = measured(model, x, memory_budget=budget, **options, tiles=4)
+    assert report.tiled_stretches == 1
+    assert peak <= budget
+    x.grad = None
+    model.zero_grad(set_to_none=True)
+    model(x).backward()
+    assert_close(found, [x.grad, *(p.grad for p in model.parameters())], rtol=1e-4, atol=1e-3)
 
 
 def test_auto_tiles_only_where_nothing_else_fits():
