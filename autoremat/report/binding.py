@@ -31,6 +31,10 @@ REMEDIES: dict[str, str] = {
 """Remedies by kind. A smaller batch or a shorter sequence helps against all others."""
 
 
+OPERANDS, WORKSPACE = "operands of ", "workspace of "
+"""Beginnings of the kinds that name one op."""
+
+
 @dataclass(frozen=True)
 class Part:
     """The bytes of one kind at a peak."""
@@ -40,6 +44,16 @@ class Part:
     remedy: str = ""
 
 
+def remedy_for(kind: str) -> str:
+    """Returns the advice that lowers the bytes of a kind; empty if there is none beside a smaller batch."""
+    if kind.startswith(OPERANDS):
+        where = kind.removeprefix(OPERANDS)
+        return f"compute {where} in parts along the rows: its operands are live together under every plan"
+    if kind.startswith(WORKSPACE):
+        return f"use another kernel for {kind.removeprefix(WORKSPACE)}, with less workspace"
+    return REMEDIES.get(kind, "")
+
+
 def parts_of_peak(plan: Plan) -> tuple[Part, ...]:
     """Returns the bytes at the peak of ``plan`` by kind, the largest first. Their sum is the peak."""
     moment, graph = peak_of(plan, None), plan.graph
@@ -47,24 +61,20 @@ def parts_of_peak(plan: Plan) -> tuple[Part, ...]:
         return ()
     op = graph.ops[plan.schedule.sequence[moment.position]]
     where = f"{moment.op} of {moment.module}" if moment.module else moment.op
-    remedies = REMEDIES | {
-        f"operands of {where}": f"compute {where} in parts along the rows: its operands are live together under every plan",
-        f"workspace of {where}": f"use another kernel for {where}, with less workspace",
-    }
     operands = {graph.values[value].name for value in (*op.inputs, *op.outputs)}
     sums: dict[str, int] = {}
     for tensor in moment.live:
         name = _kind(tensor, operands, where)
         sums[name] = sums.get(name, 0) + tensor.bytes
     ordered = sorted(sums.items(), key=lambda pair: (-pair[1], pair[0]))
-    return tuple(Part(name, bytes_, remedies.get(name, "")) for name, bytes_ in ordered)
+    return tuple(Part(name, bytes_, remedy_for(name)) for name, bytes_ in ordered)
 
 
 def _kind(tensor: LiveTensor, operands: set[str], where: str) -> str:
     """Returns the kind of a live tensor; ``operands`` are the names of what the op at the peak reads and computes."""
     if tensor.sort is TensorCategory.WORKSPACE:
-        return f"workspace of {where}"
+        return WORKSPACE + where
     inner = (TensorCategory.SAVED, TensorCategory.RECOMPUTED, TensorCategory.TEMPORARY)
     if tensor.sort in inner and tensor.name in operands:
-        return f"operands of {where}"
+        return OPERANDS + where
     return NAMES[tensor.sort] if tensor.sort in NAMES else str(tensor.sort.value)

@@ -17,7 +17,7 @@ from autoremat.basics.units import format_bytes
 from autoremat.ops.tensors import tensors_in
 from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
-from autoremat.report import binding as kinds
+from autoremat.report.binding import remedy_for
 from autoremat.report.report import Report
 from autoremat.tools.remedies import Remedy, applicable, left_bytes, settings_of, with_remedies
 from autoremat.tools.size_search import Outcome, SizeSearch, minimum_bytes_of, seconds_of
@@ -168,7 +168,7 @@ class _Trials:
             text += f"; {format_bytes(budget.total_bytes - error.budget_bytes)} of the device are outside of any plan"
         if not error.parts:
             return f"{text}."
-        remedy = kinds.REMEDIES.get(error.parts[0][0], "a shorter sequence, or a device with more memory")
+        remedy = remedy_for(error.parts[0][0]) or "a shorter sequence, or a device with more memory"
         return f"{text}. What binds: {binding(error.parts)}. What would help: {remedy}."
 
 

@@ -136,6 +136,7 @@ def test_the_host_is_not_tried_for_operands_beyond_the_budget():
     advice = advise(step, Options(chunk_loss=False), (torch.zeros(1, 2),), {}, error)
     assert step.asked == []
     assert "What binds: 2.83 KiB (97%) of operands of mm of lm_head" in advice.sentence
+    assert "What would help: compute mm of lm_head in parts along the rows" in advice.sentence
 
 
 def test_the_nearest_trial_is_named_if_none_fits():
