@@ -14,6 +14,9 @@ from autoremat.planner.cost.durations import durations
 from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Kind, Role
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
+from autoremat.planner.memory import fusion
+from autoremat.planner.memory.fusion import fusion_of
+from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
 
 SIZE, PER_BYTE = 100, 2e-6
@@ -135,6 +138,19 @@ def test_seconds_do_not_depend_on_stays():
     schedule = build_schedule(graph, {first, last})
     stored = replace(schedule, stays=(Stay(last, "host", 2, 3, 4, 4),))
     assert durations(graph, stored).tolist() == durations(graph, schedule).tolist()
+
+
+def test_a_schedule_is_fused_once_for_its_bytes_and_its_seconds(monkeypatch):
+    counted = []
+    monkeypatch.setattr(fusion, "fusion_of", lambda buffers: counted.append(buffers) or fusion_of(buffers))
+    graph, first, last = trained()
+    plans = [Plan.of(graph, build_schedule(graph, {first, last})) for _ in range(2)]
+    found, again = (durations(graph, plan.schedule) for plan in plans)
+    assert found is again
+    assert plans[0].timeline.bytes_at.tolist() == plans[1].timeline.bytes_at.tolist()
+    assert len(counted) == 1
+    with pytest.raises(ValueError, match="read-only"):
+        found[0] = 0.0
 
 
 @given(graphs())

@@ -22,6 +22,7 @@ from autoremat.planner.graph.graph import Graph
 from autoremat.planner.graph.op import Role
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.plans.plan import Plan, Status
+from autoremat.planner.search import joint_search
 from autoremat.planner.search.candidates import Search
 from autoremat.planner.search.joint_program import JointProgram
 from autoremat.planner.search.lower_bounds import Moments
@@ -192,6 +193,23 @@ def test_the_linear_program_knows_when_recomputation_reads_a_saved_value():
     program = JointProgram(graph, durations(graph, baseline.schedule))
     assert program.need[source] == program.read_late[source] == program.need[first] == len(graph.ops) - 1
     assert program.need[last] == graph.num_forward
+
+
+@pytest.mark.parametrize("patience", [1, 3])
+def test_programs_that_bring_no_cheaper_plan_are_the_last_ones(patience, monkeypatch):
+    solved = []
+
+    def solve(program: JointProgram, *_: object) -> np.ndarray:
+        solved.append(program)
+        return np.zeros(len(program.graph.values))
+
+    monkeypatch.setattr(JointProgram, "solve", solve)
+    monkeypatch.setattr(
+        joint_search, "settings", dataclasses.replace(joint_search.settings, program_limits=(patience, patience))
+    )
+    planner = Planner(on_host(step(SIZES, SECONDS), 5.0), 60.0)
+    planner.find(int(0.5 * planner.baseline.peak_bytes))
+    assert len(solved) == patience
 
 
 # -- the planner -------------------------------------------------------------------------------------------------------
