@@ -18,10 +18,18 @@ from autoremat.options.options import Options
 from autoremat.planner.multigraph.device_budget import DeviceBudget
 from autoremat.report.report import Report
 from autoremat.report.stored import StoredTensors
+from autoremat.tools import remedies
 from autoremat.tools.advice import MOST_TRIALS, advise, batch_of
 
 BUDGET, PER_SAMPLE, GRADIENTS = 1000, 100, 300
 CARD = "H100-80GB"
+
+
+@pytest.fixture(autouse=True)
+def without_tiles(request, monkeypatch):
+    """Leaves two remedies, unless a test is about tiles, which no option of the user refuses."""
+    if "tiles" not in request.node.name:
+        monkeypatch.setattr(remedies, "REMEDIES", tuple(one for one in remedies.REMEDIES if "tiles" not in one.options))
 
 
 def refusal(minimum: int, gradients: int = GRADIENTS, budget: int = BUDGET, **figures: object) -> BudgetInfeasible:
@@ -119,6 +127,20 @@ def test_chunks_and_the_host_are_left_out_where_they_cannot_help():
     step, error = Step(0.5, 0.5), refusal(GRADIENTS + PER_SAMPLE * 12, loss_chunks=1, device="cpu")
     advice = advise(step, Options(), (torch.zeros(12, 2),), {}, error)
     assert all(one.options == {"accumulate": True} for one in advice.trials)
+
+
+def test_tiles_are_tried_with_all_others_and_their_number_is_named():
+    class Tiled(Step):
+        def __call__(self, options, args, kwargs):
+            rows = args[0].shape[0] // (2 if options.tiles == "auto" else 1)
+            report = super().__call__(options, (torch.zeros(rows, 2),), kwargs)
+            return dataclasses.replace(report, tiles=16 if options.tiles else 1)
+
+    advice = advice_on(Tiled(), 12, chunk_loss=False, store=("device",), accumulate=False)
+    assert [(one.options, one.fits) for one in advice.trials] == [({"tiles": 16}, True)]
+    step = Tiled()
+    advice_on(step, 12, tiles=4, chunk_loss=False, store=("device",), accumulate=False)
+    assert step.asked == []
 
 
 def test_gradients_beyond_the_budget_end_it_before_any_trial():
