@@ -28,7 +28,7 @@ import torch
 from advice_models import Step, llama, olmoe, sdxl, vit_huge, with_adapters
 
 import autoremat
-from autoremat.basics.errors import BudgetInfeasible
+from autoremat.basics.errors import BudgetInfeasible, DeviceTooSmall
 from autoremat.basics.units import format_bytes, format_seconds
 from autoremat.planner.multigraph.device_budget import DeviceBudget, LedgerRow
 
@@ -145,7 +145,8 @@ def row_of(name: str, way: str, layers: int | None) -> dict[str, Any]:
         }  # fmt: skip
     except BudgetInfeasible as error:
         row |= {
-            "outcome": "does not fit", "peak": error.minimum_bytes, "limit": error.budget_bytes,
+            "outcome": "does not fit", "by the ledger": isinstance(error, DeviceTooSmall),
+            "peak": error.minimum_bytes, "limit": error.budget_bytes,
             "parts": [*error.parts[:3]] or [(one.name, one.bytes) for one in error.occupants[:3]],
             "remedies": list(error.remedies), "sentence": error.advice.sentence if error.advice else "",
             "trials": [{"settings": one.settings, "figures": one.figures, "fits": one.fits, "peak": one.peak_bytes,
@@ -168,7 +169,7 @@ def lines_of(row: dict[str, Any]) -> list[str]:
     """Returns the lines of one way to train."""
     binding = ", ".join(f"{format_bytes(size)} of {name}" for name, size in row["parts"])
     head = f"  {row['way']}, {row['trained']:,} of {row['parameters']:,} parameters trained"
-    if row["planned"] < row["layers"] and (row["outcome"] == "fits" or row["trials"]):
+    if row["planned"] < row["layers"] and not row.get("by the ledger"):
         head += f"; {row['planned']} of {row['layers']} layers planned"
     if row["outcome"] == "fits":
         text = (
