@@ -1,4 +1,4 @@
-"""The checks of a real CUDA device in several short calls: its tests, peaks, step times, and peaks with CUDA graphs.
+"""The checks of a real CUDA device in several short calls: its tests, rates, peaks, step times, and peaks with CUDA graphs.
 
     python benchmarks/gpu.py                             # goes on where the last call ended; results in gpu-results/
     python benchmarks/gpu.py --minutes 9 --results DIR   # ends after 9 minutes and says what remains
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.append(str(ROOT / "tests"))
 from emulated_cuda import library  # noqa: E402
 
-STAGES = ("tests", "launches", "duels", "reserved", "CUDA graphs")
+STAGES = ("tests", "rates", "launches", "duels", "reserved", "CUDA graphs")
 """In the order of their worth."""
 
 TEST_FILES = ("training/test_cuda.py", "measure/test_peak.py", "training/test_practices.py")
@@ -166,10 +166,12 @@ class Session:
                 return
 
     def command(self, stage: str) -> list[str]:
-        script = "gpu_duels.py" if stage == "duels" else "gpu_peaks.py"
+        script = {"duels": "gpu_duels.py", "rates": "gpu_rates.py"}.get(stage, "gpu_peaks.py")
         arguments = ["--rows", str(self.rows.path), "--until", str(self.until), *(["--rehearse"] if self.rehearsed else [])]
         arguments += [] if self.units is None else ["--units", str(self.units)]
-        return self.python(str(ROOT / "benchmarks" / script), *arguments, *([] if stage == "duels" else ["--stage", stage]))
+        return self.python(
+            str(ROOT / "benchmarks" / script), *arguments, *(["--stage", stage] if script == "gpu_peaks.py" else [])
+        )
 
     def call(self, command: Sequence[str], **options: Any) -> bool:
         """Runs a command until it ends or the time is over. Returns False if it ended by an error of its own."""

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import gpu_duels
 import gpu_peaks
+import gpu_rates
 from gpu_rows import Rows
 from rich.console import Console
 
@@ -16,6 +17,8 @@ def main() -> None:
     for line in rows.lines():
         if "machine" in line:
             console.print(", ".join(f"{key} {value}" for key, value in line["machine"].items()))
+    if found := rows.rows("rates"):
+        console.print(gpu_rates.table_of(found), gpu_rates.verdict(found))
     for mode in gpu_peaks.MODES:
         if found := rows.rows(mode):
             console.print(gpu_peaks.table_of(mode, found), gpu_peaks.verdict(found))

@@ -159,10 +159,12 @@ def test_a_folder_without_wheels_is_refused(call, tmp_path):
 @pytest.mark.slow
 @pytest.mark.skipif(bool(library.missing()), reason=f"no emulated card: {library.missing()}")
 def test_a_part_of_the_rehearsal(call, tmp_path):
-    done = call("--rehearse", "--stages", "CUDA graphs", "launches", "--units", "1", "--minutes", "30")
+    done = call("--rehearse", "--stages", "rates", "CUDA graphs", "launches", "--units", "1", "--minutes", "30")
     assert done.returncode == 0, done.stdout + done.stderr
     lines = [json.loads(line) for line in (tmp_path / "results" / "rows.jsonl").read_text().splitlines()]
-    (row,) = [line["row"] for line in lines if "row" in line]
+    rates, row = [line["row"] for line in lines if "row" in line]
+    assert rates["kind"] == "products"
+    assert all(case["measured"] > 0 < case["predicted"] for case in rates["cases"])
     assert row["measured"]["allocated_bytes"] == row["tensor_bytes"] <= row["replayed_bytes"] <= row["budget_bytes"]
     assert "CUDA graphs: skipped: the emulated card records" in done.stdout
     assert "the same command goes on" in done.stdout
