@@ -50,6 +50,7 @@ def compiled_in_parts(
         _warn_without_effect("hooks_free_gradients", "no parameter of this graph has a post-accumulate-grad hook")
     count = _number_of_parts(options, around, bool(hooked))
     if count == 1:
+        _warn_of_hooks(hooked.values(), options, around.device)
         return None
     parts = parts_of_nodes(gm, inputs, count, around.device.type)
     if not any(parts.values()):
@@ -59,6 +60,7 @@ def compiled_in_parts(
                 "this graph cannot be cut: it has one parameter that requires a gradient, or a tensor that changes in place, "
                 "or that is none of torch's, lives throughout",
             )
+        _warn_of_hooks(hooked.values(), options, around.device)
         return None
     freed = hooked if options.hooks_free_gradients else {}
     counts = bool(hooked) and options.memory_budget is not None
@@ -93,6 +95,21 @@ def _number_of_parts(options: Options, around: Surroundings, is_hooked: bool) ->
         )
         return 1
     return PARTS if wanted is True else int(wanted)
+
+
+def _warn_of_hooks(parameters: Collection[torch.Tensor], options: Options, device: torch.device) -> None:
+    """Warns of optimizers that step in hooks after the backward of a whole graph, where their memory does not count."""
+    if not parameters or options.memory_budget is None or is_profile(options) or split_graphs.is_split():
+        return
+    hooks = _hooks((), parameters, device)
+    if hooks.bytes:
+        warnings.warn(
+            f"hooks run after the backward of this graph, with all gradients live. A step of an optimizer in a hook allocates "
+            f"up to {format_bytes(hooks.bytes)} beside them, so the step may exceed memory_budget. early_gradients=True runs "
+            "the hooks between parts of the graph, and counts that",
+            BudgetWarning,
+            stacklevel=4,
+        )
 
 
 def _warn_without_effect(option: str, reason: str) -> None:

@@ -189,6 +189,11 @@ def test_other_sizes_and_a_kept_graph_have_the_same_gradients():
         assert all(map(same_bits, gradients(planned, rows), gradients(plain, rows)))
 
 
+def test_optimizers_in_hooks_beside_a_whole_graph_are_warned_of():
+    with pytest.warns(BudgetWarning, match="a hook allocates up to .* early_gradients=True runs the hooks between parts"):
+        train(lambda: Layers(1), memory_budget=1 << 30, early_gradients=False)
+
+
 # -- options ------------------------------------------------------------------------------------------------------------
 
 
