@@ -35,11 +35,9 @@ aten = torch.ops.aten
 WIDENS = 2
 """Minimum ratio of the projection's width to the width of the rows that it reads."""
 
-EXPONENTIALS = (aten._log_softmax, aten._softmax, aten.logsumexp, aten.exp)
-"""Ops that distinguish a loss over a vocabulary from any other wide layer: a loss contains one of them."""
-
 SOFTMAXES = (aten._log_softmax, aten._softmax, aten.logsumexp, aten.amax)
-"""Ops with which a softmax over a vocabulary begins. A sigmoid in an MLP has an exponential too."""
+"""Ops with which a softmax over a vocabulary begins, which distinguish a loss from any other wide layer. An exponential does
+not: the sigmoid in an MLP has one, too."""
 
 
 def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
@@ -49,9 +47,7 @@ def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
     chunked; ``joint`` is then unusable.
     """
     projection = _projection(joint.graph)
-    if has_dynamic_sizes(projection) and not _feeds(
-        projection, EXPONENTIALS
-    ):  # no advice on sizes where static ones change nothing
+    if has_dynamic_sizes(projection) and not _feeds(projection):  # no advice on sizes where static ones change nothing
         raise ChunkingUnsupported(f"what {described(projection)} makes goes into no softmax")
     while (narrower := select_before_projecting(projection)) is not projection:
         projection = narrower
@@ -59,7 +55,7 @@ def chunk_loss(joint: fx.GraphModule, chunks: int) -> int:
     if rows < 2:
         raise ChunkingUnsupported("it has a single row")
     region = _Finder(joint.graph, projection, width).region()
-    if not any(op_traits.packet(node) in EXPONENTIALS for node in region.steps):
+    if not any(op_traits.packet(node) in SOFTMAXES for node in region.steps):
         raise ChunkingUnsupported(f"what {described(projection)} makes goes into no softmax")
     return run_by_parts(joint.graph, [region], chunks)
 
@@ -70,7 +66,7 @@ def vocabulary_projection(graph: fx.Graph) -> fx.Node | None:
         projection = _projection(graph)
     except ChunkingUnsupported:
         return None
-    return projection if _feeds(projection, SOFTMAXES) else None
+    return projection if _feeds(projection) else None
 
 
 def _projection(graph: fx.Graph) -> fx.Node:
@@ -92,12 +88,12 @@ def _projection(graph: fx.Graph) -> fx.Node:
     return largest
 
 
-def _feeds(projection: fx.Node, ops: tuple[Any, ...]) -> bool:
-    """Returns True if one of ``ops`` reads rows of the projection, or tensors as wide that follow from them."""
+def _feeds(projection: fx.Node) -> bool:
+    """Returns True if a softmax reads rows of the projection, or tensors as wide that follow from them."""
     width, wide = size_hints(projection)[-1], {projection}
     for node in projection.graph.nodes:
         if node.op == "call_function" and not wide.isdisjoint(node.all_input_nodes):
-            if op_traits.packet(node) in ops:
+            if op_traits.packet(node) in SOFTMAXES:
                 return True
             if 2 * (size_hints(node) or (1,))[-1] > width:
                 wide.add(node)

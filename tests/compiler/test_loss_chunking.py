@@ -248,6 +248,7 @@ def test_the_error_says_what_is_in_the_way_of_parts():
         (lambda logits, labels: flat(logits.softmax(1), labels), "mixes rows"),
         (lambda logits, labels: flat(logits.sort(-1).values, labels), "not known to compute row by row"),
         (lambda logits, labels: logits.square().mean(), "goes into no softmax"),
+        (lambda logits, labels: (logits / (1 + (-logits).exp())).square().mean(), "goes into no softmax"),  # SiLU, decomposed
     ],
 )
 def test_a_loss_that_mixes_tokens_is_refused_with_the_reason(loss, reason):

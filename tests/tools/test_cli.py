@@ -200,9 +200,8 @@ def test_explain_shows_the_bytes_of_each_op(training, lower):
     done = run("explain", f"{training}:loss", "--timeline", *(["--lower"] if lower else []))
     assert done.exit_code == 0, done.output
     lines = done.stdout.splitlines()
-    rows = lines[
-        1 + next(n for n, line in enumerate(lines) if line.split() == ["simulated", "replayed", "op", "half", "where"]) :
-    ]
+    columns = ["simulated", "replayed", *(["seconds"] if lower else []), "op", "half", "where"]
+    rows = lines[1 + next(n for n, line in enumerate(lines) if line.split() == columns) :]
     assert f"{len(rows)} executions" in done.stdout
     assert any("backward" in row for row in rows)
     assert all(" - " in row for row in rows) != lower
