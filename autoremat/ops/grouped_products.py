@@ -14,6 +14,9 @@ from autoremat.ops.tensors import tensor_bytes
 from autoremat.torch_private.kernel_settings import packs_operands
 from autoremat.torch_private.symbolic_sizes import size_hint
 
+LARGEST_BLOCK = 2**17 + 2**10
+"""Bytes of the largest block of packed operands and sums that oneDNN allocates for a thread, with what belongs to it."""
+
 
 def is_plain_matrix(tensor: torch.Tensor) -> bool:
     """Returns True if BLAS can read the last two dimensions in place.
@@ -28,16 +31,18 @@ def is_plain_matrix(tensor: torch.Tensor) -> bool:
 def workspace_bytes(*operands: Any, **_: Any) -> int:
     """Returns the bytes of copied operands, of a single matrix for a stack of them.
 
-    Where oneDNN multiplies, it packs the operands and accumulates in 32 bits.
+    Where oneDNN multiplies, it packs the operands and accumulates in 32 bits. Each further thread has a block of its own.
     """
-    found = 0
+    found, packed = 0, 0
     for operand in operands:
         if isinstance(operand, torch.Tensor) and operand.is_floating_point() and operand.dim() >= 2:
             matrices = size_hint(operand.shape[0]) if operand.dim() == 3 else 1
             size = tensor_bytes(operand) // max(1, matrices)
-            packs = packs_operands(operand.dtype)
-            found += 2 * size * max(1, 4 // operand.element_size()) if packs else 0 if is_plain_matrix(operand) else size
-    return found
+            if packs_operands(operand.dtype):
+                packed += 2 * size * max(1, 4 // operand.element_size())
+            elif not is_plain_matrix(operand):
+                found += size
+    return found + packed + (torch.get_num_threads() - 1) * min(2 * packed, LARGEST_BLOCK)
 
 
 def flops(rows: torch.Tensor, matrices: torch.Tensor, *_: Any, **__: Any) -> int:

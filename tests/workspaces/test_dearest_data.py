@@ -90,6 +90,19 @@ def test_a_kernel_is_planned_at_its_dearest_data(name: str) -> None:
     assert measured(call, *arguments) <= formula(call, *arguments)
 
 
+@pytest.mark.parametrize("sides", [(64, 16, 8), (64, 64, 64), (256, 256, 256), (1024, 128, 256)])
+def test_each_thread_of_a_packed_product_has_a_block(sides: tuple[int, int, int]) -> None:
+    rows, inner, columns = sides
+    arguments = torch.randn(rows, inner).bfloat16(), torch.randn(2, inner, columns).bfloat16()
+    ends, threads = torch.full((2,), rows, dtype=torch.int32), torch.get_num_threads()
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            assert measured(aten._grouped_mm, *arguments, ends) <= formula(aten._grouped_mm, *arguments, ends)
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_integers_of_a_measurement_are_valid_indices() -> None:
     index = torch.zeros(40, dtype=torch.uint8)
     measurement._fill(index, measurement.Filling(None, measurement.Integers.ASCENDING), 7)
