@@ -191,32 +191,7 @@ class Options:
             "progress": flag(self.progress, "progress"),
             "inductor": tuple(sorted(self.inductor, key=operator.itemgetter(0))),
         }
-        if normalised["plan"] and (normalised["policy"] or normalised["save"] or normalised["recompute"]):
-            raise OptionsError("`plan` applies a stored plan as it is: policy, save and recompute cannot be given beside it")
-        if normalised["max_slowdown"] is not None and normalised["count"] == "reserved":
-            raise OptionsError(
-                'max_slowdown searches among peaks of allocated bytes: leave it out, or leave out count="reserved"'
-            )
-        if normalised["max_slowdown"] is not None and normalised["plan"]:
-            raise OptionsError("`plan` applies a stored plan as it is: max_slowdown cannot be given beside it")
-        if normalised["max_slowdown"] is not None and isinstance(normalised["memory_budget"], StepProfile):
-            raise OptionsError(
-                "max_slowdown bounds the time of one graph, and a step profile divides one budget among several: leave one of "
-                "them out. `StepProfile.within(bytes).added_seconds` shows the time of the whole step under another budget"
-            )
-        store, host = normalised["store"], normalised["host_memory"]
-        if store is not None and (HOST in store) is (host is None):
-            raise OptionsError(
-                f"store={store!r} and host_memory={host!r} contradict each other: name {HOST!r} in `store` and give a bound in "
-                '`host_memory`, such as "64GiB" or "auto", or neither'
-            )
-        allowed = store or ((DEVICE,) if host is None else values.STORES)
-        for pattern, form in (one for one in normalised["save"] if not isinstance(one, str)):
-            if form not in allowed:
-                raise OptionsError(
-                    f"save={{{pattern!r}: {form!r}}} names a form that is not allowed: allowed are {list(allowed)}. Name it in "
-                    f"`store`{' and give a bound in `host_memory`' if form == HOST else ''}"
-                )
+        _refuse_contradictions(normalised)
         if not isinstance(self.mode, str | None):
             raise refused("mode", self.mode, "a mode of torch.compile, a string, or None")
         for name, value in normalised.items():
@@ -318,3 +293,31 @@ def _unknown_key(key: str, inductor_keys: Iterable[str]) -> OptionsError:
         f"the option {key!r} is known neither to autoremat nor to Inductor's config; {hint}. "
         f"Autoremat's own: {', '.join(OWN_KEYS)}"
     )
+
+
+def _refuse_contradictions(normalised: Mapping[str, Any]) -> None:
+    """Raises ``OptionsError`` for options that cannot be given beside each other."""
+    if normalised["plan"] and (normalised["policy"] or normalised["save"] or normalised["recompute"]):
+        raise OptionsError("`plan` applies a stored plan as it is: policy, save and recompute cannot be given beside it")
+    if normalised["max_slowdown"] is not None and normalised["count"] == "reserved":
+        raise OptionsError('max_slowdown searches among peaks of allocated bytes: leave it out, or leave out count="reserved"')
+    if normalised["max_slowdown"] is not None and normalised["plan"]:
+        raise OptionsError("`plan` applies a stored plan as it is: max_slowdown cannot be given beside it")
+    if normalised["max_slowdown"] is not None and isinstance(normalised["memory_budget"], StepProfile):
+        raise OptionsError(
+            "max_slowdown bounds the time of one graph, and a step profile divides one budget among several: leave one of "
+            "them out. `StepProfile.within(bytes).added_seconds` shows the time of the whole step under another budget"
+        )
+    store, host = normalised["store"], normalised["host_memory"]
+    if store is not None and (HOST in store) is (host is None):
+        raise OptionsError(
+            f"store={store!r} and host_memory={host!r} contradict each other: name {HOST!r} in `store` and give a bound in "
+            '`host_memory`, such as "64GiB" or "auto", or neither'
+        )
+    allowed = store or ((DEVICE,) if host is None else values.STORES)
+    for pattern, form in (one for one in normalised["save"] if not isinstance(one, str)):
+        if form not in allowed:
+            raise OptionsError(
+                f"save={{{pattern!r}: {form!r}}} names a form that is not allowed: allowed are {list(allowed)}. Name it in "
+                f"`store`{' and give a bound in `host_memory`' if form == HOST else ''}"
+            )
