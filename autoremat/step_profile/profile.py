@@ -70,19 +70,7 @@ def profile_step(
     have to profile at the same time. They share the result: the least budget, and at each moment the memory of the rank that
     needs the most.
     """
-    if "memory_budget" in options_of(options):
-        raise OptionsError("a step profile takes `memory_budget` as an argument of its own, not in `options`")
-    parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, compilers.inductor_config_names)
-    if parsed.max_slowdown is not None:
-        raise OptionsError(
-            "max_slowdown bounds the time of one graph, and a step profile divides bytes among several: leave it out"
-        )
-    if parsed.in_flight is not None or parsed.accumulate is not None:
-        raise OptionsError("a step profile counts the calls that are open at once itself: leave out in_flight and accumulate")
-    if is_profile(parsed):
-        raise OptionsError(
-            "a step profile takes a budget of its own, not the result of another one: pass bytes, a share or a device budget"
-        )
+    parsed = _accepted(options, memory_budget)
     variants = variants_of(variants)
     holds_compiled = _holds_compiled(function) if regional is None else regional
     step = function
@@ -105,6 +93,24 @@ def profile_step(
         inputs = sum(t.untyped_storage().nbytes() for t in passed if t.device.type == taken.device.type)
         request = request_of(parsed, Surroundings(taken.device, passed_bytes=inputs))
         return agreed_profile(found, request, "the profile of a step")
+
+
+def _accepted(options: Mapping[str, Any] | None, memory_budget: int | float | str | DeviceBudget | None) -> Options:
+    """Returns the options of a step's graphs. Raises ``OptionsError`` for those that a profile decides itself."""
+    if "memory_budget" in options_of(options):
+        raise OptionsError("a step profile takes `memory_budget` as an argument of its own, not in `options`")
+    parsed = Options.parse({**(options or {}), "memory_budget": memory_budget}, None, compilers.inductor_config_names)
+    if parsed.max_slowdown is not None:
+        raise OptionsError(
+            "max_slowdown bounds the time of one graph, and a step profile divides bytes among several: leave it out"
+        )
+    if parsed.in_flight is not None or parsed.accumulate is not None:
+        raise OptionsError("a step profile counts the calls that are open at once itself: leave out in_flight and accumulate")
+    if is_profile(parsed):
+        raise OptionsError(
+            "a step profile takes a budget of its own, not the result of another one: pass bytes, a share or a device budget"
+        )
+    return parsed
 
 
 def variants_of(value: object) -> int:

@@ -57,17 +57,7 @@ def pareto(
 
     Raises ``OptionsError`` for ``points`` below 2 or a budget in ``options``, and all errors of ``autoremat.explain``.
     """
-    if points < 2:
-        raise OptionsError(f"points={points} is not accepted. Accepted: 2 or more")
-    if "memory_budget" in options_of(options):
-        raise OptionsError("memory_budget has no meaning for pareto, which plans for many budgets: leave it out of the options")
-    if "count" in options_of(options):
-        raise OptionsError(
-            "count has no meaning for pareto, whose points are peaks of allocated bytes: leave it out of the options"
-        )
-    parsed = replace(Options.parse(options, None, compilers.inductor_config_names), count="allocated", memory_budget=None)
-    if parsed.max_slowdown is not None:
-        raise OptionsError("max_slowdown has no meaning for pareto, which lists the time of many plans: leave it out")
+    parsed = _accepted(points, options)
 
     def look(preview: Preview) -> Pareto:
         preview = by_recomputation_alone(preview)
@@ -99,6 +89,22 @@ def pareto(
     with status_if_slow(f"comparing plans for {points} budgets", shown=parsed.progress):
         found, _ = trace(model_or_fn, args, kwargs, device, visiting)
     return max(found, key=lambda graph: max(point.peak_bytes for point in graph))
+
+
+def _accepted(points: int, options: Mapping[str, Any] | None) -> Options:
+    """Returns the options of all points. Raises ``OptionsError`` for those that mean nothing for many budgets."""
+    if points < 2:
+        raise OptionsError(f"points={points} is not accepted. Accepted: 2 or more")
+    if "memory_budget" in options_of(options):
+        raise OptionsError("memory_budget has no meaning for pareto, which plans for many budgets: leave it out of the options")
+    if "count" in options_of(options):
+        raise OptionsError(
+            "count has no meaning for pareto, whose points are peaks of allocated bytes: leave it out of the options"
+        )
+    parsed = replace(Options.parse(options, None, compilers.inductor_config_names), count="allocated", memory_budget=None)
+    if parsed.max_slowdown is not None:
+        raise OptionsError("max_slowdown has no meaning for pareto, which lists the time of many plans: leave it out")
+    return parsed
 
 
 def with_code_peaks(front: Pareto, lowered: DryRun, module: fx.GraphModule, inputs: Sequence[Any]) -> Pareto:
