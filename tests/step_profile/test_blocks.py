@@ -298,7 +298,8 @@ def sharded(rank: int) -> tuple[list[float], list[object], int]:
 
     warnings.simplefilter("ignore")  # Dynamo's, about `.grad`
     model, inputs = layered(4)
-    blocks = autoremat.compile_blocks(model.layers, 0.8, options=EAGER)
+    # Gloo's threads free up to two gathered shards late in the measured step: 7 % of its peak each.
+    blocks = autoremat.compile_blocks(model.layers, 0.9, options=EAGER)
     for layer in model.layers:
         fully_shard(layer)
     fully_shard(model)
