@@ -88,7 +88,7 @@ def one_of_each(**fields: list[Any]) -> st.SearchStrategy[dict[str, Any]]:
 
 BACKWARD_OPS = one_of_each(kind=KINDS, traits=TRAITS, workspace_bytes=WORKSPACES)
 FORWARD_OPS = one_of_each(kind=KINDS, traits=TRAITS, workspace_bytes=WORKSPACES, constraint=ORDERS)
-FUSIONS = one_of_each(inlining=INLININGS, first_in_place=[False, True], rest_in_place=[False, True])
+FUSIONS = one_of_each(inlining=INLININGS, first_in_place=[False, True], rest_in_place=[False, True], ends_pass=[False, True])
 
 
 @functools.cache
@@ -115,7 +115,8 @@ def draw_fusion(draw: st.DrawFn, build: GraphBuilder, fuses: bool | None) -> boo
         if op.kind is not Kind.EXTERN and len(op.outputs) == 1:
             chosen = draw(FUSIONS)
             in_place = op.inputs[: chosen["first_in_place"]] + op.inputs[1:] * chosen["rest_in_place"]
-            build.ops[index] = dataclasses.replace(op, in_place=in_place, inlining=chosen["inlining"])
+            ends_pass = op.kind is Kind.REDUCTION and chosen["ends_pass"]
+            build.ops[index] = dataclasses.replace(op, in_place=in_place, inlining=chosen["inlining"], ends_pass=ends_pass)
     fuses, traffic = draw(st.booleans()) if fuses is None else fuses, draw(st.sampled_from([0.0, 0.5, 1.0]))
     for index, op in enumerate(build.ops):
         if fuses and op.kind is Kind.POINTWISE:

@@ -25,6 +25,7 @@ from autoremat.capture.builder import Alias, Builder, flatten, written_values
 from autoremat.capture.kernel_shapes import shapes_of
 from autoremat.capture.source_info import decomposed_from, names, origin, scopes
 from autoremat.ops import op_traits
+from autoremat.ops.reductions import ends_pass
 from autoremat.ops.tensors import tensor_bytes
 from autoremat.planner.cost import Device, cpu_device, cuda_device, kernel_seconds, roofline_seconds, saving_seconds_per_byte
 from autoremat.planner.graph.graph import Graph
@@ -182,7 +183,7 @@ def _op(
         source,
         () if backward else scopes(node), decomposed_from(node), named, _in_place(builder, node),
         op_traits.inlining_of(node, runs_on), (1 - call_cost.ARITHMETIC_SHARE) * seconds if streams else 0.0,
-        op_traits.demanded(node),
+        ends_pass(node, device.multiprocessors), op_traits.demanded(node),
     )  # fmt: skip
 
 

@@ -156,6 +156,7 @@ def generating_for(sheet: Datasheet, name: str) -> Iterator[None]:
             substituted(scheduler, "has_triton", lambda: True),
             substituted(torch.utils._triton, "triton_hash_with_backend", lambda: ""),  # asks for the driver
             substituted(DeviceProperties, "create", lambda device: uncached(DeviceProperties, device)),
+            substituted(torch._C, "_conv_determine_backend_memory_format", _format_of_convolution),
         ):
             yield
     finally:
@@ -174,6 +175,21 @@ def _run_on_card(run: Method, lowering: Any, *inputs: Any) -> Any:
     placeholders = lowering.module.graph.find_nodes(op="placeholder")
     held = (node.meta.get("val") for node in placeholders)
     return run(lowering, *(a if isinstance(a, torch.Tensor) else b for a, b in zip(held, inputs, strict=True)))
+
+
+def _format_of_convolution(image: torch.Tensor, weight: torch.Tensor, backend: Any) -> torch.memory_format:
+    """Returns the memory format of a convolution's results. On the card it is cuDNN's, which a torch for CPUs does not ask.
+
+    That of the channels last if an operand has it (``cudnn_conv_suggest_memory_format`` in torch's `ConvUtils.h`).
+    """
+    from torch._prims_common import suggest_memory_format
+
+    if image.device.type != CARD.type:
+        found: torch.memory_format = unsubstituted(torch._C, "_conv_determine_backend_memory_format")(image, weight, backend)
+        return found
+    last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(weight.dim())
+    is_last = last in (suggest_memory_format(image), suggest_memory_format(weight)) and image.dtype is not torch.float64
+    return last if last is not None and is_last else torch.contiguous_format
 
 
 def _properties(sheet: Datasheet, name: str) -> SimpleNamespace:

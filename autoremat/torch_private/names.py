@@ -183,6 +183,7 @@ NAMES = (
     PrivateName("torch.fx.experimental.sym_node:SymNode.is_nested_int", "dynamic sizes", "self"),
     PrivateName("torch.fx.experimental.sym_node:SymNode.shape_env", "dynamic sizes"),
     # A card that is not here
+    PrivateName("torch._C:_conv_determine_backend_memory_format", "named cards"),
     PrivateName("torch._dynamo.device_interface:DeviceInterface.Worker", "named cards"),
     PrivateName("torch._dynamo.device_interface:DeviceInterface.current_device", "named cards"),
     PrivateName("torch._dynamo.device_interface:DeviceInterface.device_count", "named cards"),
@@ -200,6 +201,7 @@ NAMES = (
     PrivateName("torch._inductor.graph:GraphLowering.__init__", "named cards", "self, module, example_inputs, ..."),
     PrivateName("torch._inductor.runtime.hints:DeviceProperties.create", "named cards", "device"),
     PrivateName("torch._inductor.scheduler:has_triton", "named cards"),
+    PrivateName("torch._prims_common:suggest_memory_format", "named cards", "tensor"),
     PrivateName("torch.amp.autocast_mode:_enter_autocast", "named cards"),
     PrivateName("torch.amp.autocast_mode:_exit_autocast", "named cards"),
     PrivateName("torch.utils._triton:triton_hash_with_backend", "named cards", "()"),

@@ -6,9 +6,11 @@ import models
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, OptionsError
+from autoremat.planner.cost.devices import UNKNOWN_GPU
 from autoremat.torch_private import inductor_lowering, named_card
 
 pytestmark = [
@@ -46,6 +48,22 @@ def kept_sources(monkeypatch) -> list[str]:
 
     monkeypatch.setattr(inductor_lowering, "_lowered_peak", keep)
     return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("last", [(), ("image",), ("weight",)])
+def test_convolutions_have_the_memory_format_of_cudnn(last, dtype):
+    """Channels last if an operand has them, as `cudnn_conv_suggest_memory_format` says; else each would be copied."""
+    shapes = {"image": (2, 8, 16, 16), "weight": (4, 8, 3, 3)}
+    with named_card.generating_for(UNKNOWN_GPU, CARD), FakeTensorMode(), torch.no_grad():
+        image, weight = (
+            torch.empty(shape, dtype=dtype, device="cuda").to(
+                memory_format=torch.channels_last if name in last else torch.contiguous_format
+            )
+            for name, shape in shapes.items()
+        )
+        result = torch.ops.aten.convolution(image, weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
+    assert result.is_contiguous(memory_format=torch.channels_last) == (bool(last) and dtype is torch.bfloat16)
 
 
 @pytest.mark.slow

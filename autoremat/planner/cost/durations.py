@@ -5,9 +5,12 @@ into it as well, and these executions take no seconds of their own.
 
     seconds of a kernel  =  launch  +  min(seconds of its ops alone, max(its arithmetic, its traffic · seconds per byte))
 
-The traffic is what the kernel materialises, and each materialised tensor or input of the step that it reads. A fusion group
-reads a tensor once, and reads nothing that it makes itself. So a saved value costs its write in the forward and its reads in
-the backward, and a recomputed value that is inlined costs its arithmetic. Extern kernels have the seconds of their op.
+The traffic is what the kernel materialises, and each materialised tensor or input of the step that it reads. A pass reads a
+tensor once, and reads nothing that it makes itself. So a saved value costs its write in the forward and its reads in the
+backward, and a recomputed value that is inlined costs its arithmetic. Extern kernels have the seconds of their op.
+
+A fusion group has one pass, and one more behind each result that is known only when a pass has ended (``Op.ends_pass``). The
+statistics of a batch norm are such results: the kernel that normalises reads again what they were computed from.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from numpy.typing import NDArray
 from autoremat.planner.cost.fused_traffic import traffic_of
 from autoremat.planner.graph.arrays import EXTERN, arrays_of
 from autoremat.planner.graph.graph import Graph
+from autoremat.planner.graph.op import Kind
 from autoremat.planner.graph.recent import Recent
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.fusion import fusion_in
@@ -83,6 +87,8 @@ class _Kernels:
         self.written: list[float] = np.bincount(buffers.start[~absent], buffers.bytes[~absent], length).tolist()
         """For each execution, the bytes that it materialises."""
         made = arrays_of(graph).outputs.counts[buffers.sequence]
+        self.passes = self._count_passes()
+        """For each execution, the number of passes of its fusion group that end before it runs."""
         self.inlined: list[bool] = ((made > 0) & (np.bincount(buffers.start[absent], minlength=length) == made)).tolist()
 
     def seconds(self, alone: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -90,27 +96,49 @@ class _Kernels:
         given, arithmetic = self.graph.derived(_given), arithmetic_seconds(self.graph)
         kinds, per_byte = arrays_of(self.graph).kinds[list(self.sequence)].tolist(), self.graph.saving_seconds_per_byte / 2
         unfused, found = alone.tolist(), [0.0] * len(alone)
-        group, ran, read = -1, set[int](), set[int]()
+        group, seen = -1, dict[int, tuple[set[int], set[int]]]()
         for position, kind in enumerate(kinds):
             if kind == EXTERN:
                 found[position] = unfused[position]
             elif not self.inlined[position]:
                 if self.group[position] != group:
-                    group, ran, read = self.group[position], set(), set()
+                    group, seen = self.group[position], {}
+                if self.passes[position] not in seen:
+                    seen[self.passes[position]] = set(), set()
                     found[position] = self.graph.launch_seconds
-                kernel, moved = self._kernel(position, ran, read, given)
+                kernel, moved = self._kernel(position, *seen[self.passes[position]], given)
                 busy = sum(arithmetic[self.sequence[execution]] for execution in kernel)
                 found[position] += min(sum(unfused[execution] for execution in kernel), max(busy, moved * per_byte))
         return np.array(found, dtype=np.float64)
+
+    def _count_passes(self) -> list[int]:
+        """Returns, for each execution, the number of passes of its fusion group that end before it.
+
+        What ends a pass has loops of its own, so it does not run in the pass that stores what it reads.
+        """
+        ops, ends = self.graph.ops, arrays_of(self.graph).ends_pass
+        found, stored = [0] * len(self.sequence), [-1] * len(self.sequence)
+        for position, group in enumerate(self.group):
+            for source in self.source[self.begins[position] : self.begins[position + 1]]:
+                if self.made_by[source] == group:
+                    maker = self.start[source]
+                    found[position] = max(found[position], found[maker] + ends[self.sequence[maker]])
+                    if self.absent[source]:
+                        stored[position] = max(stored[position], stored[maker])
+                    elif ops[self.sequence[maker]].kind is Kind.POINTWISE:
+                        stored[position] = max(stored[position], found[maker])
+            found[position] += ends[self.sequence[position]] and stored[position] == found[position]
+        return found
 
     def _kernel(
         self, position: int, ran: set[int], read: set[int], given: list[list[tuple[int, int]]]
     ) -> tuple[list[int], float]:
         """Returns the execution at ``position`` with those inlined into it, and the bytes that they read and write.
 
-        Leaves out what ``ran`` and what was ``read`` in the fusion group before, and adds to both.
+        Leaves out what ``ran`` and what was ``read`` in the pass before, and adds to both.
         """
-        kernel, stack, moved, group = [], [position], self.written[position], self.group[position]
+        kernel, stack, moved = [], [position], self.written[position]
+        this = self.group[position], self.passes[position]
         while stack:
             execution = stack.pop()
             if execution in ran:
@@ -120,7 +148,7 @@ class _Kernels:
             for source in self.source[self.begins[execution] : self.begins[execution + 1]]:
                 if self.absent[source]:
                     stack.append(self.start[source])
-                elif source not in read and self.made_by[source] != group:
+                elif source not in read and (self.made_by[source], self.passes[self.start[source]]) != this:
                     read.add(source)
                     moved += self.bytes[source]
             for value, size in given[self.sequence[execution]]:

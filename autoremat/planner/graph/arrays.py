@@ -63,6 +63,11 @@ class GraphArrays:
         return np.array([KINDS.index(op.kind.value) for op in self.graph.ops], dtype=np.int64)
 
     @cached_property
+    def ends_pass(self) -> list[bool]:
+        """For each op, True if what depends on its result runs in a later kernel (``Op.ends_pass``)."""
+        return [op.ends_pass for op in self.graph.ops]
+
+    @cached_property
     def in_place(self) -> Flags:
         """For each op, True if its result may reuse the buffer of an input (``Op.in_place``)."""
         return np.array([bool(op.in_place) for op in self.graph.ops], dtype=np.bool_)

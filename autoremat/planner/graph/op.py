@@ -155,6 +155,9 @@ class Op:
     inlining: Inlining = Inlining.CHEAP
     memory_bound_seconds: float = 0.0
     """The part of ``seconds`` for the op's share of the memory traffic of a fused kernel."""
+    ends_pass: bool = False
+    """True if a kernel that reads the op's inputs knows the result only at its end: a reduction that is none of rows, a
+    scatter."""
     demanded: bool = False
     """True if a selective-checkpoint policy of the model demands recomputation. A checkpoint region only prefers it."""
 

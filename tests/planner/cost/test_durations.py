@@ -12,7 +12,7 @@ from strategies import GraphBuilder, graphs, saved_sets
 
 from autoremat.planner.cost.durations import durations
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Kind, Role
+from autoremat.planner.graph.op import Kind, Op, Role
 from autoremat.planner.graph.schedule import Schedule, Stay, build_schedule
 from autoremat.planner.memory import fusion
 from autoremat.planner.memory.fusion import fusion_of
@@ -79,6 +79,37 @@ def test_a_fusion_group_reads_a_tensor_once_and_reads_nothing_that_it_makes():
     third = streamed(build, product(build, first, second), given)
     graph, schedule = saving_all(build, forward_outputs=(third,))
     assert durations(graph, schedule) == pytest.approx([2 * MOVED, MOVED, 3.0, 3 * MOVED])
+
+
+def reduced(build: GraphBuilder, *inputs: int, ends_pass: bool) -> int:
+    """A sum without arithmetic, to a value that is read and written in no time."""
+    return build.op(inputs, 0, kind=Kind.REDUCTION, seconds=SLOW, memory_bound_seconds=SLOW, ends_pass=ends_pass)
+
+
+@pytest.mark.parametrize("ends_pass", [False, True])
+def test_what_depends_on_a_result_that_ends_a_pass_reads_its_operand_again(ends_pass):
+    """As a batch norm does behind a convolution, and a layer norm does not. Each pass has a kernel."""
+    build = GraphBuilder()
+    first = product(build, build.source(SIZE))
+    scaled = streamed(build, first, build.source(2 * SIZE))
+    total = reduced(build, scaled, ends_pass=ends_pass)
+    result = product(build, streamed(build, scaled, total))
+    graph, schedule = saving_all(build, forward_outputs=(result,))
+    again = 3 * MOVED if ends_pass else 0.0
+    assert durations(graph, schedule) == pytest.approx([3.0, 0.0, 3 * MOVED, again + MOVED, 3.0])
+    launched = durations(replace(graph, launch_seconds=0.25), schedule)
+    assert launched == pytest.approx([3.0, 0.0, 0.25 + 3 * MOVED, 0.25 * ends_pass + again + MOVED, 3.0])
+
+
+@pytest.mark.parametrize("ends_pass", [False, True])
+def test_what_ends_a_pass_reads_what_its_group_stores(ends_pass):
+    """Two sums do it together."""
+    build = GraphBuilder()
+    stored = streamed(build, build.source(2 * SIZE))
+    sums = [reduced(build, stored, ends_pass=ends_pass) for _ in range(2)]
+    result = product(build, stored)
+    graph, schedule = saving_all(build, forward_outputs=(result, *sums))
+    assert durations(graph, schedule) == pytest.approx([3 * MOVED, ends_pass * MOVED, 0.0, 3.0])
 
 
 def test_a_kernel_takes_no_longer_than_its_ops_alone():
@@ -185,24 +216,57 @@ def in_one_group(graph: Graph, schedule: Schedule, one: int, other: int) -> bool
     return not extern and not first < len(schedule.forward) <= last
 
 
+class Passes:
+    """The passes of fusion groups, by their definition."""
+
+    def __init__(self, graph: Graph, schedule: Schedule, fusion: Fusion) -> None:
+        self.graph, self.schedule, self.fusion, self.absent = graph, schedule, fusion, fusion.absent()
+
+    def op(self, at: int) -> Op:
+        return self.graph.ops[self.schedule.sequence[at]]
+
+    def made_in_group(self, at: int) -> list[Buffer]:
+        behind = (self.fusion.read.get((value, at)) for value in self.op(at).inputs)
+        return [b for b in behind if b is not None and in_one_group(self.graph, self.schedule, b.computed_at, at)]
+
+    def before(self, at: int) -> int:
+        makers = [b.computed_at for b in self.made_in_group(at)]
+        ended = max((self.before(maker) + self.op(maker).ends_pass for maker in makers), default=0)
+        return ended + (self.op(at).ends_pass and ended in self.stored(at))
+
+    def stored(self, at: int) -> set[int]:
+        """The passes that store a pointwise result that an execution reads."""
+        found = set[int]()
+        for b in self.made_in_group(at):
+            if b in self.absent:
+                found |= self.stored(b.computed_at)
+            elif self.op(b.computed_at).kind is Kind.POINTWISE:
+                found.add(self.before(b.computed_at))
+        return found
+
+    def share(self, one: int, other: int) -> bool:
+        """Whether two executions run in one pass."""
+        return in_one_group(self.graph, self.schedule, one, other) and self.before(one) == self.before(other)
+
+
 def count_of_kernels(graph: Graph, schedule: Schedule) -> list[float]:
-    """The seconds of executions, by what each fusion group has computed and moved up to each of them."""
+    """The seconds of executions, by what each pass of a fusion group has computed and moved up to each of them."""
     fusion, sequence, per_byte = Fusion(graph, schedule), schedule.sequence, graph.saving_seconds_per_byte / 2
-    absent = fusion.absent()
+    passes, absent = Passes(graph, schedule, fusion), fusion.absent()
     makes = [[b for b in fusion.buffers if b.computed_at == at] for at in range(len(sequence))]
 
     def computed(at: int) -> frozenset[int]:
         behind = [fusion.read.get((value, at)) for value in graph.ops[sequence[at]].inputs]
         return frozenset({at}).union(*(computed(b.computed_at) for b in behind if b in absent))
 
-    def read(executions: frozenset[int], group_of: int) -> int:
+    def read(executions: frozenset[int], pass_of: int) -> int:
         found: set[Buffer | int] = {
             fusion.read.get((value, at), value) for at in executions for value in graph.ops[sequence[at]].inputs
         } - absent
         return sum(
             graph.values[b if isinstance(b, int) else b.value].bytes
             for b in found
-            if isinstance(b, int) or not in_one_group(graph, schedule, b.computed_at, group_of)
+            if isinstance(b, int) or not passes.share(b.computed_at, pass_of)
         )
 
     def beside_traffic(index: int) -> float:
@@ -217,7 +281,7 @@ def count_of_kernels(graph: Graph, schedule: Schedule) -> list[float]:
         elif makes[at] and absent.issuperset(makes[at]):
             found.append(0.0)
         else:
-            before = frozenset[int]().union(*(ran for other, ran in done.items() if in_one_group(graph, schedule, other, at)))
+            before = frozenset[int]().union(*(ran for other, ran in done.items() if passes.share(other, at)))
             done[at] = computed(at)
             new = [sequence[execution] for execution in done[at] - before]
             moved = read(done[at] | before, at) - read(before, at) + sum(graph.values[b.value].bytes for b in makes[at])
