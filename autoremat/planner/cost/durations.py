@@ -11,17 +11,20 @@ backward, and a recomputed value that is inlined costs its arithmetic. Extern ke
 
 A fusion group has one pass, and one more behind each result that is known only when a pass has ended (``Op.ends_pass``). The
 statistics of a batch norm are such results: the kernel that normalises reads again what they were computed from.
+
+A pointwise op reads no more elements of a tensor than it makes, such as a gather. What is inlined into it computes no more.
 """
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 
-from autoremat.planner.cost.fused_traffic import traffic_of
-from autoremat.planner.graph.arrays import EXTERN, arrays_of
+from autoremat.planner.cost.fused_traffic import LARGEST_TYPE_RATIO, traffic_of
+from autoremat.planner.graph.arrays import EXTERN, POINTWISE, arrays_of
 from autoremat.planner.graph.graph import Graph
-from autoremat.planner.graph.op import Kind
 from autoremat.planner.graph.recent import Recent
 from autoremat.planner.graph.schedule import Schedule
 from autoremat.planner.memory.fusion import fusion_in
@@ -86,6 +89,8 @@ class _Kernels:
         """Where the reads of each execution begin in ``source``."""
         self.written: list[float] = np.bincount(buffers.start[~absent], buffers.bytes[~absent], length).tolist()
         """For each execution, the bytes that it materialises."""
+        self.touched = [graph.derived(_touched)[index] for index in self.sequence]
+        """For each execution, the most bytes that it reads of a tensor."""
         made = arrays_of(graph).outputs.counts[buffers.sequence]
         self.passes = self._count_passes()
         """For each execution, the number of passes of its fusion group that end before it runs."""
@@ -96,7 +101,7 @@ class _Kernels:
         given, arithmetic = self.graph.derived(_given), arithmetic_seconds(self.graph)
         kinds, per_byte = arrays_of(self.graph).kinds[list(self.sequence)].tolist(), self.graph.saving_seconds_per_byte / 2
         unfused, found = alone.tolist(), [0.0] * len(alone)
-        group, seen = -1, dict[int, tuple[set[int], set[int]]]()
+        group, seen = -1, dict[int, tuple[dict[int, float], dict[int, float]]]()
         for position, kind in enumerate(kinds):
             if kind == EXTERN:
                 found[position] = unfused[position]
@@ -104,11 +109,12 @@ class _Kernels:
                 if self.group[position] != group:
                     group, seen = self.group[position], {}
                 if self.passes[position] not in seen:
-                    seen[self.passes[position]] = set(), set()
+                    seen[self.passes[position]] = {}, {}
                     found[position] = self.graph.launch_seconds
                 kernel, moved = self._kernel(position, *seen[self.passes[position]], given)
-                busy = sum(arithmetic[self.sequence[execution]] for execution in kernel)
-                found[position] += min(sum(unfused[execution] for execution in kernel), max(busy, moved * per_byte))
+                busy = sum(share * arithmetic[self.sequence[execution]] for execution, share in kernel.items())
+                longest = sum(share * unfused[execution] for execution, share in kernel.items())
+                found[position] += min(longest, max(busy, moved * per_byte))
         return np.array(found, dtype=np.float64)
 
     def _count_passes(self) -> list[int]:
@@ -116,46 +122,59 @@ class _Kernels:
 
         What ends a pass has loops of its own, so it does not run in the pass that stores what it reads.
         """
-        ops, ends = self.graph.ops, arrays_of(self.graph).ends_pass
-        found, stored = [0] * len(self.sequence), [-1] * len(self.sequence)
+        arrays = arrays_of(self.graph)
+        ends, kinds = ([facts[index] for index in self.sequence] for facts in (arrays.ends_pass, arrays.kinds.tolist()))
+        found, stored = [0] * len(ends), [-1] * len(ends)
+        if not any(ends):
+            return found
         for position, group in enumerate(self.group):
             for source in self.source[self.begins[position] : self.begins[position + 1]]:
                 if self.made_by[source] == group:
                     maker = self.start[source]
-                    found[position] = max(found[position], found[maker] + ends[self.sequence[maker]])
+                    found[position] = max(found[position], found[maker] + ends[maker])
                     if self.absent[source]:
                         stored[position] = max(stored[position], stored[maker])
-                    elif ops[self.sequence[maker]].kind is Kind.POINTWISE:
+                    elif kinds[maker] == POINTWISE:
                         stored[position] = max(stored[position], found[maker])
-            found[position] += ends[self.sequence[position]] and stored[position] == found[position]
+            found[position] += ends[position] and stored[position] == found[position]
         return found
 
     def _kernel(
-        self, position: int, ran: set[int], read: set[int], given: list[list[tuple[int, int]]]
-    ) -> tuple[list[int], float]:
-        """Returns the execution at ``position`` with those inlined into it, and the bytes that they read and write.
+        self, position: int, ran: dict[int, float], read: dict[int, float], given: list[list[tuple[int, int]]]
+    ) -> tuple[dict[int, float], float]:
+        """Returns the execution at ``position`` with those inlined into it, by the shares of their elements that run; and the
+        bytes that they read and write.
 
-        Leaves out what ``ran`` and what was ``read`` in the pass before, and adds to both.
+        Leaves out what ``ran`` and what was ``read`` in the pass before, and adds to both. They hold the most bytes that an
+        execution reads of a tensor, and those that were read of each.
         """
-        kernel, stack, moved = [], [position], self.written[position]
+        kernel, stack, moved = dict[int, float](), [(position, math.inf)], self.written[position]
         this = self.group[position], self.passes[position]
         while stack:
-            execution = stack.pop()
-            if execution in ran:
+            execution, most = stack.pop()
+            most, earlier = min(most, self.touched[execution]), ran.get(execution, -1.0)
+            if earlier >= most:
                 continue
-            ran.add(execution)
-            kernel.append(execution)
+            ran[execution] = most
+            kernel[execution] = kernel.get(execution, 0.0) + self._share(execution, most) - self._share(execution, earlier)
+            tensors = list(given[self.sequence[execution]])
             for source in self.source[self.begins[execution] : self.begins[execution + 1]]:
                 if self.absent[source]:
-                    stack.append(self.start[source])
-                elif source not in read and (self.made_by[source], self.passes[self.start[source]]) != this:
-                    read.add(source)
-                    moved += self.bytes[source]
-            for value, size in given[self.sequence[execution]]:
-                if value not in read:
-                    read.add(value)
-                    moved += size
+                    stack.append((self.start[source], most))
+                elif (self.made_by[source], self.passes[self.start[source]]) != this:
+                    tensors.append((source, self.bytes[source]))
+            for tensor, size in tensors:
+                before = read.get(tensor, 0.0)
+                read[tensor] = max(before, min(most, size))
+                moved += read[tensor] - before
         return kernel, moved
+
+    def _share(self, execution: int, most: float) -> float:
+        """Returns the share of its elements that an execution computes if it reads at most so many bytes of a tensor."""
+        if most < 0.0:
+            return 0.0
+        whole = self.touched[execution] / LARGEST_TYPE_RATIO
+        return 1.0 if most >= whole or whole == math.inf else most / whole
 
 
 def arithmetic_seconds(graph: Graph) -> list[float]:
@@ -172,6 +191,13 @@ def _arithmetic(graph: Graph) -> list[float]:
         op.seconds - op.memory_bound_seconds if op.memory_bound_seconds or op.seconds > op.bytes_moved * per_byte else 0.0
         for op in graph.ops
     ]
+
+
+def _touched(graph: Graph) -> list[float]:
+    """Returns, for each op, the most bytes that it reads of a tensor: a pointwise op reads no more elements than it makes."""
+    made = (sum(graph.values[value].bytes for value in op.outputs) for op in graph.ops)
+    kinds = arrays_of(graph).kinds.tolist()
+    return [LARGEST_TYPE_RATIO * size if kind == POINTWISE else math.inf for kind, size in zip(kinds, made, strict=True)]
 
 
 def _given(graph: Graph) -> list[list[tuple[int, int]]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +20,8 @@ from autoremat.planner.memory import fusion
 from autoremat.planner.memory.fusion import fusion_of
 from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.planner import Planner
+
+T = TypeVar("T")
 
 SIZE, PER_BYTE = 100, 2e-6
 MOVED = SIZE * PER_BYTE / 2
@@ -110,6 +114,16 @@ def test_what_ends_a_pass_reads_what_its_group_stores(ends_pass):
     result = product(build, stored)
     graph, schedule = saving_all(build, forward_outputs=(result, *sums))
     assert durations(graph, schedule) == pytest.approx([3 * MOVED, ends_pass * MOVED, 0.0, 3.0])
+
+
+def test_a_kernel_reads_no_more_elements_of_a_tensor_than_it_makes():
+    """As a gather of the targets' logits, behind the sum over all of them."""
+    build = GraphBuilder()
+    logits = product(build, build.source(SIZE))
+    total = reduced(build, streamed(build, logits), ends_pass=True)
+    gathered = streamed(build, logits, total, size=4)
+    graph, schedule = saving_all(build, forward_outputs=(gathered,))
+    assert durations(graph, schedule) == pytest.approx([3.0, 0.0, MOVED, (8 * 4 + 4) / SIZE * MOVED])
 
 
 def test_a_kernel_takes_no_longer_than_its_ops_alone():
@@ -216,8 +230,13 @@ def in_one_group(graph: Graph, schedule: Schedule, one: int, other: int) -> bool
     return not extern and not first < len(schedule.forward) <= last
 
 
+def largest(*found: dict[T, float]) -> dict[T, float]:
+    """The largest number of each key."""
+    return {key: max(one.get(key, 0.0) for one in found) for key in {key for one in found for key in one}}
+
+
 class Passes:
-    """The passes of fusion groups, by their definition."""
+    """The passes of fusion groups, and what they compute and read, by their definition."""
 
     def __init__(self, graph: Graph, schedule: Schedule, fusion: Fusion) -> None:
         self.graph, self.schedule, self.fusion, self.absent = graph, schedule, fusion, fusion.absent()
@@ -248,6 +267,31 @@ class Passes:
         """Whether two executions run in one pass."""
         return in_one_group(self.graph, self.schedule, one, other) and self.before(one) == self.before(other)
 
+    def made(self, at: int) -> float:
+        """The bytes that limit what an execution reads of a tensor."""
+        sizes = (self.graph.values[value].bytes for value in self.op(at).outputs)
+        return sum(sizes) if self.op(at).kind is Kind.POINTWISE else math.inf
+
+    def computed(self, at: int, most: float = math.inf) -> dict[int, float]:
+        """The share of each execution that runs in the kernel of another one."""
+        made = self.made(at)
+        found = {at: min(1.0, most / made) if 0 < made < math.inf else 1.0}
+        for b in (self.fusion.read.get((value, at)) for value in self.op(at).inputs):
+            if b in self.absent:
+                found = largest(found, self.computed(b.computed_at, min(most, 8 * made)))
+        return found
+
+    def read(self, at: int, anchor: int, most: float = math.inf) -> dict[Buffer | int, float]:
+        """The bytes that an execution reads of each tensor as part of the kernel at `anchor`."""
+        found, most = dict[Buffer | int, float](), min(most, 8 * self.made(at))
+        for value in self.op(at).inputs:
+            b = self.fusion.read.get((value, at))
+            if b in self.absent:
+                found = largest(found, self.read(b.computed_at, anchor, most))
+            elif b is None or not self.share(b.computed_at, anchor):
+                found = largest(found, {value if b is None else b: min(most, self.graph.values[value].bytes)})
+        return found
+
 
 def count_of_kernels(graph: Graph, schedule: Schedule) -> list[float]:
     """The seconds of executions, by what each pass of a fusion group has computed and moved up to each of them."""
@@ -255,39 +299,27 @@ def count_of_kernels(graph: Graph, schedule: Schedule) -> list[float]:
     passes, absent = Passes(graph, schedule, fusion), fusion.absent()
     makes = [[b for b in fusion.buffers if b.computed_at == at] for at in range(len(sequence))]
 
-    def computed(at: int) -> frozenset[int]:
-        behind = [fusion.read.get((value, at)) for value in graph.ops[sequence[at]].inputs]
-        return frozenset({at}).union(*(computed(b.computed_at) for b in behind if b in absent))
-
-    def read(executions: frozenset[int], pass_of: int) -> int:
-        found: set[Buffer | int] = {
-            fusion.read.get((value, at), value) for at in executions for value in graph.ops[sequence[at]].inputs
-        } - absent
-        return sum(
-            graph.values[b if isinstance(b, int) else b.value].bytes
-            for b in found
-            if isinstance(b, int) or not passes.share(b.computed_at, pass_of)
-        )
-
     def beside_traffic(index: int) -> float:
         op = graph.ops[index]
         bound = not op.memory_bound_seconds and op.seconds <= op.bytes_moved * per_byte * (1 + 1e-9)
         return 0.0 if bound else op.seconds - op.memory_bound_seconds
 
-    found, done = [], dict[int, frozenset[int]]()
+    found, done = [], list[int]()
     for at, index in enumerate(sequence):
         if graph.ops[index].kind is Kind.EXTERN:
             found.append(graph.ops[index].seconds)
         elif makes[at] and absent.issuperset(makes[at]):
             found.append(0.0)
         else:
-            before = frozenset[int]().union(*(ran for other, ran in done.items() if passes.share(other, at)))
-            done[at] = computed(at)
-            new = [sequence[execution] for execution in done[at] - before]
-            moved = read(done[at] | before, at) - read(before, at) + sum(graph.values[b.value].bytes for b in makes[at])
-            moved -= sum(graph.values[b.value].bytes for b in makes[at] if b in absent)
-            alone = sum(graph.ops[op].seconds for op in new)
-            found.append(min(alone, max(moved * per_byte, sum(map(beside_traffic, new)))))
+            before = [other for other in done if passes.share(other, at)]
+            ran, seen = largest(*map(passes.computed, before)), largest(*(passes.read(one, one) for one in before))
+            new = {one: share - ran.get(one, 0.0) for one, share in largest(ran, passes.computed(at)).items()}
+            moved = sum(largest(seen, passes.read(at, at)).values()) - sum(seen.values())
+            moved += sum(graph.values[b.value].bytes for b in makes[at] if b not in absent)
+            alone = sum(share * graph.ops[sequence[one]].seconds for one, share in new.items())
+            busy = sum(share * beside_traffic(sequence[one]) for one, share in new.items())
+            found.append(min(alone, max(moved * per_byte, busy)))
+            done.append(at)
     return found
 
 
