@@ -77,9 +77,6 @@ class _Kernels:
         self.graph, self.sequence = graph, schedule.sequence
         found = fusion_in(graph, schedule)
         buffers, absent, group = found.buffers, found.absent, found.group
-        self.group: list[int] = group.tolist()
-        self.made_by: list[int] = group[buffers.start].tolist()
-        """For each live range, the fusion group that computes it."""
         self.start: list[int] = buffers.start.tolist()
         self.bytes: list[int] = buffers.bytes.tolist()
         self.absent: list[bool] = absent.tolist()
@@ -89,47 +86,50 @@ class _Kernels:
         """Where the reads of each execution begin in ``source``."""
         self.written: list[float] = np.bincount(buffers.start[~absent], buffers.bytes[~absent], length).tolist()
         """For each execution, the bytes that it materialises."""
-        self.touched = [graph.derived(_touched)[index] for index in self.sequence]
+        touched = graph.derived(_touched)
+        self.touched = [touched[index] for index in self.sequence]
         """For each execution, the most bytes that it reads of a tensor."""
         made = arrays_of(graph).outputs.counts[buffers.sequence]
-        self.passes = self._count_passes()
-        """For each execution, the number of passes of its fusion group that end before it runs."""
         self.inlined: list[bool] = ((made > 0) & (np.bincount(buffers.start[absent], minlength=length) == made)).tolist()
+        self.passes = self._passes(group.tolist(), group[buffers.start].tolist())
+        """For each execution, the number of its pass."""
+        self.made_in = [self.passes[start] for start in self.start]
+        """For each live range, the pass that computes it."""
 
     def seconds(self, alone: NDArray[np.float64]) -> NDArray[np.float64]:
         """Returns the seconds of each execution. ``alone`` are those that its op takes as a kernel of its own."""
         given, arithmetic = self.graph.derived(_given), arithmetic_seconds(self.graph)
         kinds, per_byte = arrays_of(self.graph).kinds[list(self.sequence)].tolist(), self.graph.saving_seconds_per_byte / 2
         unfused, found = alone.tolist(), [0.0] * len(alone)
-        group, seen = -1, dict[int, tuple[dict[int, float], dict[int, float]]]()
+        seen = dict[int, tuple[dict[int, float], dict[int, float]]]()
         for position, kind in enumerate(kinds):
             if kind == EXTERN:
                 found[position] = unfused[position]
             elif not self.inlined[position]:
-                if self.group[position] != group:
-                    group, seen = self.group[position], {}
                 if self.passes[position] not in seen:
                     seen[self.passes[position]] = {}, {}
                     found[position] = self.graph.launch_seconds
                 kernel, moved = self._kernel(position, *seen[self.passes[position]], given)
-                busy = sum(share * arithmetic[self.sequence[execution]] for execution, share in kernel.items())
-                longest = sum(share * unfused[execution] for execution, share in kernel.items())
+                busy = longest = 0.0
+                for execution, share in kernel.items():
+                    busy += share * arithmetic[self.sequence[execution]]
+                    longest += share * unfused[execution]
                 found[position] += min(longest, max(busy, moved * per_byte))
         return np.array(found, dtype=np.float64)
 
-    def _count_passes(self) -> list[int]:
-        """Returns, for each execution, the number of passes of its fusion group that end before it.
+    def _passes(self, group: list[int], made_by: list[int]) -> list[int]:
+        """Returns the number of the pass of each execution, from the fusion groups of executions and live ranges.
 
         What ends a pass has loops of its own, so it does not run in the pass that stores what it reads.
         """
-        arrays = arrays_of(self.graph)
+        arrays, most = arrays_of(self.graph), 2 * len(group)  # passes of a group: an op has one before it and one behind it
         ends, kinds = ([facts[index] for index in self.sequence] for facts in (arrays.ends_pass, arrays.kinds.tolist()))
-        found, stored = [0] * len(ends), [-1] * len(ends)
+        found, stored = [most * number for number in group], [-1] * len(group)
         if not any(ends):
             return found
-        for position, group in enumerate(self.group):
+        for position, number in enumerate(group):
             for source in self.source[self.begins[position] : self.begins[position + 1]]:
-                if self.made_by[source] == group:
+                if made_by[source] == number:
                     maker = self.start[source]
                     found[position] = max(found[position], found[maker] + ends[maker])
                     if self.absent[source]:
@@ -148,33 +148,31 @@ class _Kernels:
         Leaves out what ``ran`` and what was ``read`` in the pass before, and adds to both. They hold the most bytes that an
         execution reads of a tensor, and those that were read of each.
         """
-        kernel, stack, moved = dict[int, float](), [(position, math.inf)], self.written[position]
-        this = self.group[position], self.passes[position]
+        kernel, stack, moved, this = dict[int, float](), [(position, math.inf)], self.written[position], self.passes[position]
         while stack:
             execution, most = stack.pop()
-            most, earlier = min(most, self.touched[execution]), ran.get(execution, -1.0)
-            if earlier >= most:
+            whole = self.touched[execution]
+            most, before = min(most, whole), ran.get(execution, -1.0)
+            if before >= most:
                 continue
             ran[execution] = most
-            kernel[execution] = kernel.get(execution, 0.0) + self._share(execution, most) - self._share(execution, earlier)
+            made = whole / LARGEST_TYPE_RATIO
+            added = 1.0 if most >= made else most / made
+            if before >= 0.0:
+                added -= 1.0 if before >= made else before / made
+            kernel[execution] = kernel.get(execution, 0.0) + added
             tensors = list(given[self.sequence[execution]])
             for source in self.source[self.begins[execution] : self.begins[execution + 1]]:
                 if self.absent[source]:
                     stack.append((self.start[source], most))
-                elif (self.made_by[source], self.passes[self.start[source]]) != this:
+                elif self.made_in[source] != this:
                     tensors.append((source, self.bytes[source]))
             for tensor, size in tensors:
-                before = read.get(tensor, 0.0)
-                read[tensor] = max(before, min(most, size))
-                moved += read[tensor] - before
+                taken = size if size < most else most
+                if taken > read.get(tensor, 0.0):
+                    moved += taken - read.get(tensor, 0.0)
+                    read[tensor] = taken
         return kernel, moved
-
-    def _share(self, execution: int, most: float) -> float:
-        """Returns the share of its elements that an execution computes if it reads at most so many bytes of a tensor."""
-        if most < 0.0:
-            return 0.0
-        whole = self.touched[execution] / LARGEST_TYPE_RATIO
-        return 1.0 if most >= whole or whole == math.inf else most / whole
 
 
 def arithmetic_seconds(graph: Graph) -> list[float]:
