@@ -187,8 +187,9 @@ MODELS: dict[str, tuple[Callable[[], Step], tuple[float, ...]]] = {
     "dit-xl": (lambda: diffusion(32), (0.3, 0.2, 0.1, 0.05, 0.03)),
     "mixtral/2": (lambda: experts(2, 16), (0.7, 0.6, 0.5, 0.4, 0.3)),
     "llama-8b": (lambda: llama(32, 1), (0.5, 0.4, 0.3, 0.27, 0.245)),
+    "llama-8b/80": (lambda: llama(80, 1), (0.4,)),
 }
-"""Models and budgets. ``/8`` is the model with 8 of its layers."""
+"""Models and budgets. ``/8`` is the model with 8 layers."""
 
 
 def main() -> None:
