@@ -216,7 +216,7 @@ _BOUNDED = (
                  "a card such as H100-80GB. Parameters, gradients and optimizer are counted."),
     click.option("--host-memory", metavar="BYTES", help="Saved tensors may wait on the host, in at most so many bytes: "
                  "64GiB, or auto. Default: none."),
-    click.option("--max-slowdown", metavar="SHARE", help="At most so much more time than the fastest plan: 0.03, "
+    click.option("--max-slowdown", metavar="SHARE", help="At most so much more time than without a budget: 0.03, "
                  "or free. Default: no bound."),
 )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """Recomputation alone, offload alone, and both chosen together, by the simulator and the cost model.
 
     python benchmarks/offload.py                                  # all models, some minutes each
-    python benchmarks/offload.py --only llama-8b/8 gpt2-medium
+    python benchmarks/offload.py --only llama-8b/8 gpt2-medium    # plans these again; rows of other models stay
     python benchmarks/offload.py --full-rate --unfused            # another model of seconds, see below
 
 Models have no weights (meta device) and are planned in bfloat16 for an H100 by name. Saved tensors of at least one MiB may be
@@ -187,8 +187,9 @@ MODELS: dict[str, tuple[Callable[[], Step], tuple[float, ...]]] = {
     "dit-xl": (lambda: diffusion(32), (0.3, 0.2, 0.1, 0.05, 0.03)),
     "mixtral/2": (lambda: experts(2, 16), (0.7, 0.6, 0.5, 0.4, 0.3)),
     "llama-8b": (lambda: llama(32, 1), (0.5, 0.4, 0.3, 0.27, 0.245)),
+    "llama-8b/80": (lambda: llama(80, 1), (0.4,)),
 }
-"""Models and budgets. ``/8`` is the model with 8 of its layers."""
+"""Models and budgets. ``/8`` is the model with 8 layers."""
 
 
 def main() -> None:
@@ -200,15 +201,17 @@ def main() -> None:
     parser.add_argument("--unfused", action="store_true", help="transfers run beside ops that take their seconds alone")
     parser.add_argument("--output", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    rows: list[Row] = []
+    stored = arguments.output / "offload.json"
+    rows = [Row(**fields) for fields in json.loads(stored.read_text())] if stored.exists() else []
     # The option of durations is a default, so that the plans themselves see the other seconds, too.
     with mock.patch.dict(durations.__kwdefaults__, fused=not arguments.unfused):
         for name in arguments.only:
             build, budgets = MODELS[name]
-            graph = captured(build)
+            rows, graph = [row for row in rows if row.model != name], captured(build)
             for row in rows_of(name, graph, arguments.budgets or budgets, arguments.links, arguments.full_rate):
                 rows.append(row)
-                write(rows, arguments.output)
+                rows.sort(key=lambda row: list(MODELS).index(row.model))
+                write(rows, row, arguments.output)
 
 
 def captured(build: Callable[[], Step]) -> Graph:
@@ -338,12 +341,12 @@ def table(rows: list[Row]) -> Table:
     return found
 
 
-def write(rows: list[Row], folder: Path) -> None:
-    """Writes the rows, and prints the table."""
+def write(rows: list[Row], last: Row, folder: Path) -> None:
+    """Writes the rows, and prints the last one."""
     (folder / "offload.json").write_text(json.dumps(list(map(asdict, rows)), indent=1) + "\n")
     with (folder / "offload.txt").open("w") as file:
         Console(file=file, width=230).print(table(rows))
-    Console(width=230).print(table(rows[-1:]))
+    Console(width=230).print(table([last]))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Plans of equal requests in many processes, half of them beside busy ones: are they equal?
 
     python benchmarks/same_plans.py                            # ten plans of each of six models
-    python benchmarks/same_plans.py --only gpt2 --plans 2      # to try the script
+    python benchmarks/same_plans.py --only gpt2                # plans this again; rows of other models stay
 
 Each plan is `autoremat.explain` in a process of its own, with its own seed of hashes, for an H100 by name, at 40 % of the
 reference peak. The first half runs alone, the second half beside busy processes. The Llama has 80 layers, so that the work of
@@ -53,13 +53,14 @@ def main() -> None:
     if arguments.alone:
         print(json.dumps(planned(arguments.alone)))
         return
-    rows: list[dict[str, Any]] = []
+    stored = arguments.output / "same_plans.json"
+    rows = {row["model"]: row for row in json.loads(stored.read_text())["rows"]} if stored.exists() else {}
     for name in arguments.only:
         alone = [in_a_process(name) for _ in range((arguments.plans + 1) // 2)]
         with busy_processes(arguments.busy):
             busy = [in_a_process(name) for _ in range(arguments.plans // 2)]
-        rows.append({"model": name, "busy processes": arguments.busy, "alone": alone, "busy": busy})
-        write(rows, arguments.output)
+        rows[name] = {"model": name, "busy processes": arguments.busy, "alone": alone, "busy": busy}
+        write([rows[model] for model in MODELS if model in rows], arguments.output)
 
 
 def planned(name: str) -> dict[str, Any]:

@@ -75,6 +75,13 @@ class Row:
     planning_seconds: float | None = None
 
 
+def prepare() -> None:
+    """Sets the sizes of the models, and lets one code object be compiled once for each plan."""
+    for constant, size in SIZES.items():
+        setattr(model_zoo, constant, size)
+    dynamo_config.recompile_limit = 10_000
+
+
 class Bench:
     """All plans of one model: compiled one after another, then run in turn."""
 
@@ -254,9 +261,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=21, help="timed steps of each plan")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results")
     arguments = parser.parse_args()
-    for constant, size in SIZES.items():
-        setattr(model_zoo, constant, size)
-    dynamo_config.recompile_limit = 10_000  # one code object is compiled once for each plan
+    prepare()
     setup = {
         "torch": torch.__version__,
         "cores": os.cpu_count(),

@@ -166,7 +166,7 @@ class BudgetInfeasible(AutorematError):
         - ``remedies``: further pieces of advice.
         - ``rank``: the rank of a distributed job whose plan or budget fails; None for this process.
         - ``allocated_bytes``: the allocated bytes of the plan of ``minimum_bytes``, if the budget counts reserved ones.
-        - ``max_slowdown``: the budget of time, as a share beyond the fastest plan's; None if there is none. With it,
+        - ``max_slowdown``: the budget of time, as a share beyond the plan without a budget; None if there is none. With it,
           ``minimum_bytes`` is the minimum peak found within that time.
         - ``least_slowdown``: the slow-down of the fastest plan found within the budget of memory; None if none fits.
         - ``untimed_bytes``: the minimum peak found without a budget of time.
@@ -254,7 +254,7 @@ class BudgetInfeasible(AutorematError):
             figures["memory of the device"] = self.device_bytes
         rows = [(f"{what}:", format_bytes(n), f"{n} bytes") for what, n in figures.items() if n is not None]
         if self.max_slowdown is not None:
-            lines[0] += f", and its time within {self.max_slowdown:.1%} of the fastest plan's"
+            lines[0] += f", and its time within {self.max_slowdown:.1%} of that without a budget"
             found = "no plan fits" if self.least_slowdown is None else f"{self.least_slowdown:.1%}"
             rows += [("asked for (max_slowdown):", f"{self.max_slowdown:.1%}", "")]
             rows += [("least slow-down found within memory_budget:", found, "")]

@@ -98,7 +98,7 @@ def time_figures(facts: ReportedPlan, limits: Limits) -> dict[str, Any]:
     return {
         "max_slowdown": time.max_slowdown,
         "slowdown": slowdown,
-        "fastest_seconds": time.fastest_seconds,
+        "seconds_without_budget": time.seconds,
         "binding_budget": binding,
         "timed_minimum_bytes": None if least is None else least.peak_bytes,
     }

@@ -230,7 +230,7 @@ class _CandidateSearch:
         allowed = self.context.request.limits.max_slowdown
         if allowed is None or priced.joint.is_region:
             return None
-        return TimeBudget.of(planner.fastest() or planner.baseline, allowed)
+        return TimeBudget(planner.choose(None) or planner.baseline, allowed)
 
     def _searched(
         self, priced: PricedGraph, chunks: int, planner: PlanSource, constrained: ConstrainedGraph, time: TimeBudget | None

@@ -53,7 +53,7 @@ def published(compiled: Compiled, report: Report | None, request: Request, note:
     warn_of_unused_forms(report.unused_forms)
     if not report.keeps_time:
         warnings.warn(
-            f"the step is predicted to take {report.slowdown:.1%} longer than under the fastest plan, over its max_slowdown of "
+            f"the step is predicted to take {report.slowdown:.1%} longer than without a budget, over its max_slowdown of "
             f"{report.max_slowdown:.1%}: no plan found within memory_budget ({format_bytes(report.budget_bytes or 0)}) is fast "
             f"enough, and within that time the minimum peak found is {format_bytes(report.timed_minimum_bytes or 0)}. "
             'on_infeasible="best_effort" runs the step anyway',

@@ -95,13 +95,14 @@ def _torchs_plan(priced: PricedGraph, torchs_plans: list[Plan]) -> Plan | None:
 
 
 def find_soft_budget(priced: PricedGraph, context: PlanningContext) -> int | None:
-    """Returns the peak of torch's partition in bytes, if neither a budget, a stored plan nor a policy is given; else None.
+    """Returns the peak of torch's partition in bytes; None with a budget of memory alone, a stored plan or a policy.
 
-    Without a budget the plan should not exceed that peak. On graphs of many ops, the stand-in takes the place of torch's
-    partition, which has no time limit.
+    Without a budget the plan should not exceed that peak, and a budget of time is a share beyond that plan's time. On graphs
+    of many ops, the stand-in takes the place of torch's partition, which has no time limit.
     """
     request = context.request
-    told = request.limits.is_bounded or request.plan or request.policy
+    limits = request.limits
+    told = (limits.bounds_memory and limits.max_slowdown is None) or request.plan or request.policy
     if told or priced.joint.is_region or not context.request.fuses:
         return None
     if len(priced.graph.ops) > MOST_OPS:

@@ -85,8 +85,8 @@ class Options:
     - memory_budget: bound on the peak of forward and backward, above the live bytes at the start of the step. It is in bytes
         (int), a share of the peak that the step needs without autoremat (float in [0.001, 1]), "auto", or None for no bound. A
         `StepProfile` divides the budget of a step of several graphs. A `DeviceBudget` is the memory of a whole device.
-    - max_slowdown: bound on the time of the step, as a share of the fastest plan's time beyond that. By itself it asks for the
-        least peak within that time; beside `memory_budget` it only bounds the plan's time. "free" costs nothing measurable.
+    - max_slowdown: bound on the time of the step, as a share beyond its time without a budget. By itself it asks for the least
+        peak within that time; beside `memory_budget` it only bounds the plan's time. "free" costs nothing measurable.
     - host_memory: bound on the pinned host memory of saved tensors that the planner keeps on the host. It is in bytes (int),
         "auto" (half of what is free by the ranks of the machine, down to a power of two), or None to keep nothing there.
     - store: names of the forms in which saved tensors may be kept: "device" (always), "host", "bits", "shards". None stands for

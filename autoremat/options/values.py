@@ -100,7 +100,7 @@ def bandwidth(value: object) -> float | None:
 
 
 def slowdown(value: object) -> float | None:
-    """Returns the option ``max_slowdown`` as a share of the time of the fastest plan."""
+    """Returns the option ``max_slowdown`` as a share of the time of the plan without a budget."""
     if value is None:
         return None
     if isinstance(value, str) and value == "free":

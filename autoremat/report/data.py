@@ -192,12 +192,12 @@ class ReportData:
     """Bytes of the gradients of parameters. Later micro-batches of a step find them live."""
 
     max_slowdown: float | None = None
-    """Budget of time: the share by which the step may take longer than under the fastest plan. None if there is none, as for
-    the next two figures."""
+    """Budget of time: the share by which the step may take longer than under its plan without a budget. None if there is
+    none, as for the next two figures."""
     slowdown: float | None = None
-    """Share by which the step takes longer than under the fastest plan, by the cost model."""
-    fastest_seconds: float | None = None
-    """Seconds of the step under the fastest plan, by the cost model."""
+    """Share by which the step takes longer than under its plan without a budget, by the cost model."""
+    seconds_without_budget: float | None = None
+    """Seconds of the step under its plan without a budget, by the cost model."""
     binding_budget: str = ""
     """The budget that decides on the plan beside a budget of time, "max_slowdown" or "memory_budget"; empty if neither does."""
 

@@ -170,8 +170,8 @@ def _device_text(report: ReportData, ledger: DeviceBudget) -> str:
 
 def time_text(report: ReportData) -> str:
     """Returns the predicted slow-down beside the allowed one, and the budget that binds."""
-    slowdown, fastest = max(report.slowdown or 0.0, 0.0), format_seconds(report.fastest_seconds or 0.0)
-    over = f"{slowdown:.1%} over the {fastest} of the fastest plan"
+    slowdown, seconds = max(report.slowdown or 0.0, 0.0), format_seconds(report.seconds_without_budget or 0.0)
+    over = f"{slowdown:.1%} over the {seconds} of the plan without a budget"
     if not report.keeps_time:
         return f"{over}, MORE than the allowed {report.max_slowdown:.1%}"
     idle = "no plan needs less memory" if report.budget_bytes is None else "neither budget binds"

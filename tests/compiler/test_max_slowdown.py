@@ -51,7 +51,7 @@ def explained(**options: object) -> Report:
 @given(graphs(), st.sampled_from(SLOWDOWNS))
 def test_the_plan_keeps_to_the_time_and_needs_no_more_than_the_fastest(graph, allowed):
     planner = Planner(graph, 60.0)
-    time = TimeBudget.of(planner.fastest(), allowed)
+    time = TimeBudget(planner.fastest(), allowed)
     plan, fastest = planner.least_peak(time).plan, planner.fastest()
     assert plan is not None
     assert fastest is not None
@@ -68,7 +68,7 @@ def test_a_larger_slowdown_ends_at_no_higher_level(graph):
     budgets = []
     for allowed in SLOWDOWNS:
         planner = Planner(graph, 60.0)
-        descent = Descent(planner.search, planner.moments, TimeBudget.of(planner.fastest(), allowed))
+        descent = Descent(planner.search, planner.moments, TimeBudget(planner.fastest(), allowed))
         descent.run()
         budgets.append(descent.bytes_at(descent.level))
         assert descent.best is not None
@@ -82,7 +82,7 @@ def test_equal_questions_have_equal_answers(graph, allowed):
     used, fresh = Planner(graph, 60.0), Planner(graph, 60.0)
     used.choose(used.baseline.peak_bytes // 2)
     used.restart()
-    plans = [planner.least_peak(TimeBudget.of(planner.fastest(), allowed)).plan for planner in (used, fresh)]
+    plans = [planner.least_peak(TimeBudget(planner.fastest(), allowed)).plan for planner in (used, fresh)]
     assert plans[0] is not None
     assert plans[1] is not None
     assert plans[0].schedule == plans[1].schedule
@@ -90,22 +90,33 @@ def test_equal_questions_have_equal_answers(graph, allowed):
 
 def test_peaks_of_a_chain_fall_with_the_allowed_time():
     planner = Planner(training_chain(24, size=MIB), 60.0)  # 48 ops of a second
-    plans = [planner.least_peak(TimeBudget.of(planner.fastest(), allowed)).plan for allowed in (0.0, 0.05, 0.1, 0.2, 1.0)]
+    plans = [planner.least_peak(TimeBudget(planner.fastest(), allowed)).plan for allowed in (0.0, 0.05, 0.1, 0.2, 1.0)]
     found = [(plan.peak_bytes // MIB, len(plan.recomputed)) for plan in plans if plan is not None]
     assert found[:4] == [(25, 0), (23, 2), (21, 4), (16, 9)]
     assert plans[-1].peak_bytes == planner.search.smallest.peak_bytes
 
 
 def test_no_plan_is_as_fast_as_a_faster_form_of_the_graph():
-    planner = Planner(chain(8), 60.0)
-    time = TimeBudget(TimeBudget.of(planner.fastest(), 0.0).fastest_seconds / 2, 0.5)
+    planner, faster = (Planner(chain(8, seconds=seconds), 60.0) for seconds in (1.0, 0.5))
+    time = TimeBudget(faster.fastest(), 0.5)
     assert planner.least_peak(time).plan is None
+
+
+def test_the_peak_is_never_above_that_without_a_budget(monkeypatch):
+    planner = Planner(training_chain(24, size=MIB), 60.0, soft_budget_bytes=24 * MIB)
+    without_budget = planner.choose(None)
+    assert without_budget.peak_bytes < planner.fastest().peak_bytes
+    time = TimeBudget(without_budget, 0.0)
+    assert planner.least_peak(time).plan.peak_bytes <= without_budget.peak_bytes
+    planner.restart()
+    monkeypatch.setattr(planner.search, "fill", lambda budget: None)
+    assert planner.least_peak(time).plan is without_budget
 
 
 def test_a_step_without_seconds_is_never_slower():
     graph = chain(6, seconds=0.0, saving_seconds_per_byte=0.0)
     planner = Planner(graph, 60.0)
-    plan = planner.least_peak(TimeBudget.of(planner.fastest(), 0.0)).plan
+    plan = planner.least_peak(TimeBudget(planner.fastest(), 0.0)).plan
     assert plan is not None
     assert plan.peak_bytes == planner.search.smallest.peak_bytes
 
@@ -158,6 +169,14 @@ def test_alone_it_asks_for_the_least_peak_within_the_time():
     assert "allowed 3.0%; max_slowdown binds" in str(reports[2])
     assert "no plan needs less memory" in str(reports[-1])
     assert Report.from_json(reports[2].to_json()).slowdown == reports[2].slowdown
+
+
+def test_it_is_a_share_beyond_the_time_without_a_budget():
+    without_budget, timed = explained(compiler="inductor"), explained(compiler="inductor", max_slowdown=0)
+    assert timed.soft_budget_bytes == without_budget.soft_budget_bytes is not None
+    plan = without_budget.plan
+    assert timed.seconds_without_budget == pytest.approx(plan.graph.step_seconds + plan.cost_seconds)
+    assert timed.predicted_peak_bytes <= without_budget.predicted_peak_bytes
 
 
 def test_beside_a_budget_of_memory_it_bounds_the_time():
@@ -265,7 +284,7 @@ def test_another_rank_takes_the_plan_with_its_time():
     options = Options.parse(EAGER | {"max_slowdown": 0.05})
     [(leading, following)], _ = previews(loss, (X,), {}, options, None, look)
     assert following.slowdown == pytest.approx(leading.slowdown)
-    assert following.fastest_seconds == leading.fastest_seconds
+    assert following.seconds_without_budget == leading.seconds_without_budget
     assert following.predicted_peak_bytes == leading.predicted_peak_bytes
     assert following.max_slowdown == 0.05
 

@@ -1,4 +1,4 @@
-"""The budget of time: the least peak of a step that takes little longer than under the fastest plan.
+"""The budget of time: the least peak of a step that takes little longer than under its plan without a budget.
 
 The search answers the opposite question: the least cost for a budget in bytes. :class:`Descent` therefore bisects over budgets.
 It looks for the least budget whose plan keeps the time.
@@ -20,22 +20,22 @@ settings = SETTINGS.search
 
 @dataclass(frozen=True)
 class TimeBudget:
-    """The seconds that a step may take: those of its fastest plan, and a share of them beyond."""
+    """The seconds that a step may take: those of its plan without a budget, and a share of them beyond."""
 
-    fastest_seconds: float
-    """Seconds of the step under the fastest plan, by the cost model."""
+    plan: Plan
+    """The plan without a budget: the fastest one, or a slightly slower one whose peak torch's own partition does not exceed."""
     max_slowdown: float
-    """Share of these seconds by which a plan may exceed them."""
+    """Share of the seconds of ``plan`` by which a step may exceed them."""
 
-    @classmethod
-    def of(cls, fastest: Plan, max_slowdown: float) -> TimeBudget:
-        """Returns the budget of time beside the fastest plan."""
-        return cls(_seconds(fastest), max_slowdown)
+    @property
+    def seconds(self) -> float:
+        """Seconds of the step under the plan without a budget, by the cost model."""
+        return _seconds(self.plan)
 
     def slowdown(self, plan: Plan) -> float:
-        """Returns the share by which the step under ``plan`` takes longer than under the fastest plan.
+        """Returns the share by which the step under ``plan`` takes longer than under the plan without a budget.
 
-        It is negative if the graph of the plan chunks the loss, which is faster.
+        It is negative for a faster plan, as that of a graph that chunks the loss.
         """
         return self._share_of(_seconds(plan))
 
@@ -48,8 +48,8 @@ class TimeBudget:
         return self._share_of(seconds) > self.max_slowdown + ROUNDING
 
     def _share_of(self, seconds: float) -> float:
-        if self.fastest_seconds:
-            return seconds / self.fastest_seconds - 1.0
+        if self.seconds:
+            return seconds / self.seconds - 1.0
         return math.inf if seconds else 0.0
 
 
@@ -72,7 +72,8 @@ class Descent:
         self.search, self.moments, self.time, self.level = search, moments, time, settings.time_levels
         fastest = min(search.unfilled, key=lambda plan: (plan.cost_seconds, plan.peak_bytes))
         self.least, self.most = search.smallest.peak_bytes, fastest.peak_bytes
-        self.known = min(filter(time.keeps, search.unfilled), key=_rank, default=None)
+        given = [time.plan] if time.plan.graph is search.graph else []
+        self.known = min(filter(time.keeps, (*search.unfilled, *given)), key=_rank, default=None)
         self.best = self.known
         """The plan of the least peak seen that keeps to the time."""
 

@@ -312,7 +312,7 @@ def test_a_budget_of_time_is_kept_with_a_lower_peak():
         planner = Planner(forms, 60.0)
         fastest = planner.fastest()
         assert fastest is not None
-        time = TimeBudget.of(fastest, 0.05)
+        time = TimeBudget(fastest, 0.05)
         found = planner.least_peak(time).plan
         assert found is not None
         assert time.keeps(found)
