@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autoremat.agreement.joining import session_at
@@ -18,16 +18,29 @@ from autoremat.request.request import Request
 CODEC = Codec(signed=True)
 
 
-def agreed_profile(step: Step, request: Request, place: str, settles_as: str = "", communicates: bool = True) -> StepProfile:
+@dataclass(frozen=True)
+class Gathers:
+    """The gathers that the plans of a step may run again."""
+
+    ranks: frozenset[int]
+    """The ranks that gather together. All of them have to share the plans."""
+    run_once: Callable[[], Step]
+    """Returns the step with plans that run each gather once."""
+
+
+def agreed_profile(
+    step: Step, request: Request, place: str, settles_as: str = "", communicates: bool = True, gathers: Gathers | None = None
+) -> StepProfile:
     """Returns the profile under the limits of the request for all ranks that have a step of the same graphs in the same order.
 
-    The ranks meet at ``place``. ``communicates`` is False if a rank may have a step of its own when it compiles again.
+    The ranks meet at ``place``. ``communicates`` is False if a rank may have a step of its own when it compiles again. If ranks
+    of ``gathers`` do not come, the plans run each gather once.
 
     Raises ``BudgetInfeasible`` if no choice of plans fits. If the request asks for the best effort, a step that ``settles_as``
     names for a warning gets the minimum peak found instead.
     """
     limits = request.limits
-    step, budget = _agreed(step, limits.bytes_for(step.reference_peak_bytes), request.agreement, place, communicates)
+    step, budget = _agreed(step, limits.bytes_for(step.reference_peak_bytes), request.agreement, place, communicates, gathers)
     try:
         profile = step.shared_out(budget, limits.advice)
     except BudgetInfeasible as error:
@@ -40,12 +53,12 @@ def agreed_profile(step: Step, request: Request, place: str, settles_as: str = "
 
 
 def _agreed(
-    step: Step, budget: int | None, ranks: str | tuple[int, ...], place: str, communicates: bool
+    step: Step, budget: int | None, ranks: str | tuple[int, ...], place: str, communicates: bool, gathers: Gathers | None
 ) -> tuple[Step, int | None]:
     """Returns the step and the budget in bytes of all ranks.
 
     Each moment has the base bytes of the rank with the most. The budgets of device and host are the least of all ranks. Plans
-    and seconds are those of the lowest rank. Without other ranks, ``step`` and ``budget`` return as they are.
+    and seconds are those of the lowest rank.
     """
     structure = [*(f"{graph.key} {graph.block}" for graph in step.graphs), *step.order, str(len(step.moments))]
     kind = hashlib.sha256("\n".join(structure).encode()).hexdigest()
@@ -55,6 +68,9 @@ def _agreed(
         return {kind: _joint([*alike.values()]) for kind, alike in grouped(parts, "kind").items()}
 
     with session_at(place, ranks, communicates=communicates) as session:
+        members = () if session is None else session.members
+        if gathers is not None and not gathers.ranks.issubset(members):
+            step = gathers.run_once()
         if session is None:
             return step, budget
         agreed = session.round("profile", {"kind": kind, "step": plain(step), "budget": budget}, join)[kind]

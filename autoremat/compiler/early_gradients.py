@@ -7,6 +7,7 @@ part leave before the backward of an earlier one begins. An optimizer in the bac
 
 from __future__ import annotations
 
+import logging
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -27,10 +28,18 @@ from autoremat.planner.memory.caching_allocator import ROUNDING
 from autoremat.request.budgets import is_profile
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import autograd, split_graphs
+from autoremat.torch_private.dynamo import sharded_inputs
 from autoremat.torch_private.split_graphs import GradientHooks
+
+log = logging.getLogger("autoremat")
 
 PARTS = 4
 """Number of parts unless the user names one. The gradients of one part are live at once, and each cut keeps a tensor."""
+
+UNDER_FULLY_SHARD = (
+    "fully_shard reduces the gradients of this graph together, after its whole backward. Hooks on the shards run then. "
+    "fully_shard of each layer reduces them layer by layer"
+)
 
 
 def compiled_in_parts(
@@ -46,7 +55,11 @@ def compiled_in_parts(
     """
     placeholders = gm.graph.find_nodes(op="placeholder")
     hooked = {n.name: t for n, t in zip(placeholders, inputs, strict=True) if _is_hooked(t)}
-    if options.hooks_free_gradients and not hooked and any(map(_is_trained, inputs)):
+    trained = {position for position, tensor in enumerate(inputs) if _is_trained(tensor)}
+    if trained and not hooked and trained <= sharded_inputs(gm):
+        _warn_under_fully_shard(options)
+        return None
+    if options.hooks_free_gradients and not hooked and trained:
         _warn_without_effect("hooks_free_gradients", "no parameter of this graph has a post-accumulate-grad hook")
     count = _number_of_parts(options, around, bool(hooked))
     if count == 1:
@@ -57,8 +70,8 @@ def compiled_in_parts(
         if options.early_gradients != "auto":
             _warn_without_effect(
                 "early_gradients",
-                "this graph cannot be cut: it has one parameter that requires a gradient, or a tensor that changes in place, "
-                "or that is none of torch's, lives throughout",
+                "this graph cannot be cut: it has at most one parameter that requires a gradient, or a tensor that changes in "
+                "place, or that is none of torch's, lives throughout",
             )
         _warn_of_hooks(hooked.values(), options, around.device)
         return None
@@ -95,6 +108,16 @@ def _number_of_parts(options: Options, around: Surroundings, is_hooked: bool) ->
         )
         return 1
     return PARTS if wanted is True else int(wanted)
+
+
+def _warn_under_fully_shard(options: Options) -> None:
+    """Says that hooks on gradients change nothing in a graph whose gradients ``fully_shard`` reduces."""
+    if options.early_gradients == "auto":
+        log.debug("early gradients: %s", UNDER_FULLY_SHARD)
+    elif options.early_gradients is not False:
+        _warn_without_effect("early_gradients", UNDER_FULLY_SHARD)
+    if options.hooks_free_gradients:
+        _warn_without_effect("hooks_free_gradients", UNDER_FULLY_SHARD)
 
 
 def _warn_of_hooks(parameters: Collection[torch.Tensor], options: Options, device: torch.device) -> None:

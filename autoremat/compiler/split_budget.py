@@ -32,12 +32,13 @@ from autoremat.basics.units import format_bytes
 from autoremat.capture import source_info
 from autoremat.capture.call_cost import storage_bytes
 from autoremat.capture.capture import device_of_inputs, may_train
-from autoremat.compiler.agreed_profile import agreed_profile
+from autoremat.compiler.agreed_profile import Gathers, agreed_profile
 from autoremat.compiler.joint_graph import PlanningContext, PricedGraph
 from autoremat.compiler.lowering import GraphSource
 from autoremat.compiler.partitioning import tracing_to
 from autoremat.compiler.planning import SmallestGraph, plan_for_minimum_peak
 from autoremat.compiler.split_words import advice_of, words_of
+from autoremat.planner.graph.forms import SHARDS
 from autoremat.planner.graph.op import Role
 from autoremat.planner.multigraph.frame import Border, Frame, Part
 from autoremat.planner.multigraph.fronts import border_values, output_bytes
@@ -52,6 +53,7 @@ from autoremat.request.request import Request
 from autoremat.request.surroundings import Surroundings
 from autoremat.torch_private import fake_tensors, joint_graphs, split_graphs, tensor_identity
 from autoremat.torch_private.dynamo import asks_to_restart
+from autoremat.torch_private.processes import job
 
 log = logging.getLogger("autoremat")
 
@@ -128,7 +130,8 @@ def _planned_together(split: split_graphs.Split, request: Request, patches: Mapp
     now(f"planning {split.count} {words.part}s together")
     try:
         with split_graphs.tracing_undone():
-            step, graphs = _step(_Tracing(split, request, patches))
+            traced = _Tracing(split, request, patches, may_repeat=SHARDS not in request.forms)
+            step, graphs = _step(traced)
     except Exception as error:  # models and ops are open-ended, so any error may occur
         if is_user_error(error) or asks_to_restart(error):
             raise
@@ -138,9 +141,16 @@ def _planned_together(split: split_graphs.Split, request: Request, patches: Mapp
         return None
     if not step.graphs:
         return None
+
+    def run_gathers_once() -> Step:
+        with split_graphs.tracing_undone():
+            return _step(_Tracing(split, request, patches, may_repeat=False))[0]
+
     place = f"{split.count} {words.parts}"
     advised = replace(request, limits=replace(request.limits, advice=(*request.limits.advice, advice_of(split))))
-    profile = agreed_profile(step, advised, place, settles_as=f"the step of {place}", communicates=False)
+    gathers = Gathers(traced.gathering_ranks, run_gathers_once) if traced.gathering_ranks and job() is not None else None
+    settles_as = f"the step of {place}"
+    profile = agreed_profile(step, advised, place, settles_as, communicates=gathers is not None, gathers=gathers)
     shares = [None if one is None else _share(profile, one, split, number) for number, one in enumerate(graphs)]
     log.info("%s share one budget: %s", place, profile.line())
     return SharedBudget(profile, tuple(shares))
@@ -173,11 +183,11 @@ class _PlannedPart:
 class _Tracing:
     """The traced parts of a graph, and the tensors at their borders."""
 
-    def __init__(self, split: split_graphs.Split, request: Request, patches: Mapping[str, Any]) -> None:
+    def __init__(self, split: split_graphs.Split, request: Request, patches: Mapping[str, Any], may_repeat: bool) -> None:
         self.request = request
         parts, received, returned = split_graphs.parts_of(split)
         self.device = device_of_inputs(parts[0].module, [*received.values(), *returned])
-        self.parts = [_PlannedPart(part, _planned(part, request, patches)) for part in parts]
+        self.parts = [_PlannedPart(part, _planned(part, request, patches, may_repeat)) for part in parts]
         self.places: dict[int, int] = {}
         self.borders: list[Border] = []
         for tensor in _tensors([*received.values()]):
@@ -195,6 +205,12 @@ class _Tracing:
         self.views = split_graphs.gradients_become_views()
         self.hooks = split.hooks or split_graphs.GradientHooks()
         self.freed = {self.place_of(received.get(name)) for name in self.hooks.freed} - {None}
+
+    @property
+    def gathering_ranks(self) -> frozenset[int]:
+        """The ranks that repeat gathers together."""
+        graphs = (one.graph for one in self.parts if one.graph is not None)
+        return frozenset[int]().union(*(graph.priced.gathering_ranks for graph in graphs))
 
     def _note_border(self, tensor: torch.Tensor, made_by: int | None) -> int:
         """Returns the index of the border that holds ``tensor``, which is new if its storage is."""
@@ -238,12 +254,14 @@ def _tensors(values: Sequence[Any]) -> list[torch.Tensor]:
     return [value for value in values if isinstance(value, torch.Tensor)]
 
 
-def _planned(part: split_graphs.PartOfGraph, request: Request, patches: Mapping[str, Any]) -> SmallestGraph | None:
+def _planned(
+    part: split_graphs.PartOfGraph, request: Request, patches: Mapping[str, Any], may_repeat: bool
+) -> SmallestGraph | None:
     """Returns the part with its planner; None if it has no backward. No code is generated."""
     if not may_train(part.module, part.inputs):
         return None
     source_info.take_names(part.module)
-    context = PlanningContext(request)
+    context = PlanningContext(request, may_repeat_collectives=may_repeat)
     found: list[SmallestGraph] = []
 
     def visit(priced: PricedGraph) -> None:

@@ -321,6 +321,16 @@ def test_a_copy_of_a_sharded_parameter_is_not_saved(one_rank, whole, sharded):
     assert (2 * WIDTH * WIDTH in sizes) is not sharded
 
 
+@pytest.mark.parametrize("option", ["early_gradients", "hooks_free_gradients"])
+def test_hooks_on_gradients_have_no_effect_in_a_graph_of_sharded_parameters(one_rank, option):
+    torch.compiler.reset()
+    before = len(autoremat.reports())
+    step = torch.compile(fully_shard(Layers(2)), backend="autoremat", options=EAGER | {option: True})
+    with pytest.warns(OptionWarning, match=f"{option} has no effect: fully_shard reduces"):
+        step(batch()).backward()
+    assert len(autoremat.reports()) - before == 1
+
+
 def test_a_profile_counts_the_gradients_of_shards_and_drops_them(one_rank):
     model = with_fsdp(True, backend="autoremat", options=EAGER)
     profile = autoremat.profile_step(model, batch(), options=EAGER)

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 from oracles import same_bits
+from processes import run_ranks, values
+from sharded_models import shard_weights
 from torch import Tensor, fx, nn
+from torch.distributed.fsdp import fully_shard
 
 import autoremat
 from autoremat.basics.errors import BudgetInfeasible, BudgetWarning, OptionWarning, find_cause
@@ -112,7 +115,7 @@ def train(make: Callable[[], nn.Module], hooks: Callable[[nn.Module], Any] = Hoo
             loss.backward()
         losses.append(loss.detach())
         del loss
-    state = [*model.parameters(), *model.buffers()]
+    state = [one.to_local() if hasattr(one, "to_local") else one for one in (*model.parameters(), *model.buffers())]
     return Trained(losses, [one.detach().clone() for one in state], peak.bytes, autoremat.reports()[before:])
 
 
@@ -192,6 +195,55 @@ def test_other_sizes_and_a_kept_graph_have_the_same_gradients():
 def test_optimizers_in_hooks_beside_a_whole_graph_are_warned_of():
     with pytest.warns(BudgetWarning, match="a hook allocates up to .* early_gradients=True runs the hooks between parts"):
         train(lambda: Layers(1), memory_budget=1 << 30, early_gradients=False)
+
+
+# -- shards -------------------------------------------------------------------------------------------------------------
+
+
+def sharded(by_layer: bool) -> Layers:
+    model = Layers()
+    for layer in model.layers if by_layer else ():
+        fully_shard(layer)
+    fully_shard(model)
+    return model
+
+
+@dataclass
+class OnRank:
+    """What one rank finds: peaks of steps, numbers of reports, bytes that the least plans need, and whether bits are equal."""
+
+    peaks: dict[str, int]
+    reports: dict[str, int]
+    least: dict[str, int]
+    same_bits: bool
+
+
+def train_shards(rank: int) -> OnRank:
+    """Trains shards with an optimizer in the backward. The last two ways gather the weights inside of the graph."""
+    least = {"memory_budget": 1000, "on_infeasible": "best_effort", "hooks_free_gradients": True}
+    trained = {
+        "layers": train(lambda: sharded(by_layer=True), early_gradients="auto"),
+        "root": train(lambda: sharded(by_layer=False), early_gradients="auto"),
+        "gathers": train(lambda: shard_weights(Layers()), early_gradients=False, **least),
+        "gathers in parts": train(lambda: shard_weights(Layers()), **least),
+    }
+    whole, part = trained["gathers"].reports[0], trained["gathers in parts"].reports[0]
+    return OnRank(
+        {name: one.peak for name, one in trained.items()},
+        {name: len(one.reports) for name, one in trained.items()},
+        {"gathers": whole.predicted_peak_bytes + whole.code_headroom_bytes, "gathers in parts": part.budget_bytes or 0},
+        trained["gathers in parts"].equals(trained["gathers"]),
+    )
+
+
+@pytest.mark.slow
+def test_gradients_leave_by_group_of_fully_shard_and_by_part_where_the_graph_gathers():
+    for rank in values(run_ranks(train_shards, 2)):
+        assert rank.peaks["layers"] < 0.6 * rank.peaks["root"]  # whose gradients are reduced together
+        assert (rank.reports["root"], rank.reports["gathers"], rank.reports["gathers in parts"]) == (1, 1, 4)
+        assert rank.least["gathers in parts"] < rank.least["gathers"]  # the parts gather weights again, as the whole does
+        assert all(rank.peaks[way] <= size for way, size in rank.least.items())
+        assert rank.same_bits
 
 
 # -- options ------------------------------------------------------------------------------------------------------------
