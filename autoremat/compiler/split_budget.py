@@ -202,6 +202,10 @@ class _Tracing:
         for tensor in _tensors(returned):
             place = self._note_border(tensor, None)
             self.borders[place] = replace(self.borders[place], leaves=True)
+        # A backward begins at the loss. Without one, it may begin at any result.
+        for tensor in [one for one in _tensors(returned) if one.dim() == 0] or _tensors(returned):
+            border = self.borders[self._note_border(tensor, None)]
+            self.borders[self._note_border(tensor, None)] = replace(border, given_bytes=border.gradient_bytes)
         self.views = split_graphs.gradients_become_views()
         self.hooks = split.hooks or split_graphs.GradientHooks()
         self.freed = {self.place_of(received.get(name)) for name in self.hooks.freed} - {None}

@@ -45,8 +45,9 @@ def optimizer_memory(
 
     Raises ``OptimizerUnpredictable`` if a step does not run on fake tensors.
     """
+    live = LiveBytes(new_mode(), device_type, rounding, counts_numbers=device_type == "cpu" and not stands_for_cuda)
     with as_in_training():
-        return _run(optimizers, LiveBytes(new_mode(), device_type, rounding), to, stands_for_cuda)
+        return _run(optimizers, live, to, stands_for_cuda)
 
 
 def _run(optimizers: Sequence[Optimizer], live: LiveBytes, to: torch.device | None, stands_for_cuda: bool) -> OptimizerMemory:

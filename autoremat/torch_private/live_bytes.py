@@ -17,6 +17,9 @@ from torch.utils._pytree import tree_leaves
 READS_DATA = torch.ops.aten._local_scalar_dense.default
 """The op behind ``tensor.item()``."""
 
+NUMBER_BYTES = 8
+"""Bytes of the tensor on the CPU that an op makes of a number of Python. It makes another one in the type of its result."""
+
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's hook for subclasses
     """Runs ops on fake tensors while active, and counts the bytes of the storages that they make.
@@ -25,10 +28,13 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     tensor, the mode assumes 1 and counts it in ``assumed_numbers``.
     """
 
-    def __init__(self, mode: FakeTensorMode, device_type: str, rounding: int) -> None:
-        """Makes the mode. Storages of ``device_type`` count, each rounded up to a multiple of ``rounding`` bytes."""
+    def __init__(self, mode: FakeTensorMode, device_type: str, rounding: int, counts_numbers: bool) -> None:
+        """Makes the mode. Storages of ``device_type`` count, each rounded up to a multiple of ``rounding`` bytes.
+
+        ``counts_numbers`` is True if the tensors that ops make of numbers of Python count, because they are on that device.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
-        self.mode, self.device_type, self.rounding = mode, device_type, rounding
+        self.mode, self.device_type, self.rounding, self.counts_numbers = mode, device_type, rounding, counts_numbers
         self.live = self.peak = self.assumed_numbers = 0
         self._sizes: dict[int, int] = {}
 
@@ -59,6 +65,9 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         made = self._run(func, args, kwargs or {})
         for tensor in _tensors(made):
             self.count(tensor)
+        if self.counts_numbers and any(isinstance(leaf, (int, float)) for leaf in tree_leaves((args, kwargs))):
+            converted = max((tensor.element_size() for tensor in _tensors(made)), default=0)
+            self.peak = max(self.peak, self.live + NUMBER_BYTES + converted)
         return made
 
     def _run(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

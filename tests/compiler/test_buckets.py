@@ -265,6 +265,14 @@ def test_the_ledger_counts_a_border_once_whoever_holds_it():
     assert frame.held_elsewhere(0) == {1}
 
 
+def test_the_caller_holds_the_gradient_of_a_loss_to_the_end_of_the_backward():
+    borders = (Border(10, 0, (1,), gradient_bytes=10), Border(1, 1, (), leaves=True, gradient_bytes=1, given_bytes=1))
+    *_, backward1, after1, backward0, after0 = Frame((Part(0, 10, keeps={0: 1}), Part(1, 1)), borders).moments()
+    assert backward1.base_bytes == 1 - 1  # the plan counts its output and the gradient that it receives
+    assert after1.base_bytes == 2 + 10
+    assert (backward0.base_bytes, after0.base_bytes) == (2 - 10, 2)
+
+
 def test_a_gradient_with_several_readers_waits_for_the_first_of_them():
     borders = (Border(10, 0, (1, 2), gradient_bytes=10),)
     moments = Frame((Part(0), Part(1), Part(2)), borders).moments()

@@ -147,12 +147,13 @@ def minimum(**options: Any) -> BudgetInfeasible:
     return error
 
 
-def test_the_ledger_counts_gradients_as_freed_if_the_user_says_so_and_the_minimum_holds():
-    kept, freed = minimum(), minimum(hooks_free_gradients=True)
+@pytest.mark.parametrize("parts", [4, 8])
+def test_the_ledger_counts_gradients_as_freed_if_the_user_says_so_and_the_minimum_holds(parts):
+    kept, freed = (minimum(early_gradients=parts, hooks_free_gradients=frees) for frees in (False, True))
     assert kept.minimum_bytes > 4 * LAYER_BYTES
     assert freed.minimum_bytes < 0.6 * kept.minimum_bytes
     assert "hooks_free_gradients=True says so" in str(kept)
-    trained = train(Layers, memory_budget=freed.minimum_bytes, hooks_free_gradients=True)
+    trained = train(Layers, memory_budget=freed.minimum_bytes, hooks_free_gradients=True, early_gradients=parts)
     assert 0.8 * freed.minimum_bytes <= trained.peak <= freed.minimum_bytes
 
 

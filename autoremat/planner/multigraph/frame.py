@@ -27,6 +27,8 @@ class Border:
     """True if the function returns it. The caller may hold it to the end of the step."""
     gradient_bytes: int = 0
     """Bytes of its gradient; 0 if it needs none."""
+    given_bytes: int = 0
+    """Bytes of the gradient that the caller of the backward gives, and holds to its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +81,15 @@ class Frame:
         # Autograd holds both summands and the sum while it adds a gradient to one that waits.
         added = sum(b.gradient_bytes for b in self.borders if number in b.read_by and self._awaits(b, number))
         new = sum(b.gradient_bytes for b in self.borders if number in b.read_by and b.made_by is not None)
-        before = self._borders_live(number, None)
+        before = self._borders_live(number, None) + sum(border.given_bytes for border in self.borders)
         ended = part.finished_bytes + part.freed_bytes
         after = Moment(before + finished + ended + waiting + added + new, self._open(number))
         if part.graph is None:
             return [after]
-        # The plan counts its outputs as live throughout; those that something else holds are among the borders.
-        base = before - part.output_bytes + finished + waiting
+        # The plan counts its outputs as live throughout; those that something else holds are among the borders. The gradients
+        # that it receives count there, too.
+        received = sum(b.given_bytes for b in self.borders if b.made_by == number and not b.read_by)
+        base = before - received - part.output_bytes + finished + waiting
         running = Moment(base, self._open(number), part.graph, backward=True)
         return [running, after]
 
