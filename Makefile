@@ -43,8 +43,9 @@ demo: venv  ## train a language model under several budgets; options in DEMO_ARG
 test: venv  ## the tests that take seconds
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow"
 
+# Each worker has threads for all cores. One that waits lets the other workers run.
 test-slow: venv  ## the tests that compile with Inductor or build whole models, and more examples of the properties
-	$(PYTEST) -m slow
+	OMP_WAIT_POLICY=passive $(PYTEST) -m slow
 	OMP_NUM_THREADS=1 $(PYTEST) -m "not slow" --examples 1 --fixed-seed
 
 test-random: venv  ## the properties on random graphs drawn afresh; EXAMPLES=1000 draws more, SEED=1 the same again

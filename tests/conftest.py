@@ -46,7 +46,12 @@ def pytest_configure(config: pytest.Config) -> None:
     strategies.MAX_OPS = config.getoption("max_ops")
 
 
+DEAREST = {"test_emulated_cuda.py", "test_models.py", "test_training.py"}
+"""The files that take longest. They run first, so that no worker is left alone with one of them in the end."""
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in DEAREST)
     examples, fixed = config.getoption("examples"), config.getoption("fixed_seed")
     for item in items:
         test = getattr(item, "obj", None)

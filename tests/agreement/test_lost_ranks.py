@@ -7,6 +7,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -19,6 +21,18 @@ from autoremat.agreement.session import Session
 from autoremat.compiler import joint_graph, peers
 
 pytestmark = pytest.mark.slow  # each rank is a process
+
+
+def arriving(rank: int, seconds: float) -> dict[str, Any]:
+    time.sleep(seconds * rank)
+    return step(SHARE)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def late() -> Iterator[Future[list[RankResult]]]:
+    """The results of ranks that arrive thirty seconds apart. They sleep and wait while the other tests run."""
+    with ThreadPoolExecutor(1) as pool:
+        yield pool.submit(run_ranks, arriving, 2, args=(30.0,))
 
 
 def ending(rank: int, lost: int, at: str) -> dict[str, Any]:
@@ -106,12 +120,7 @@ def test_a_leader_that_stands_still_for_too_long_ends_the_compilation_on_all_ran
     assert "is stopped" in second["text"]
 
 
-def arriving(rank: int, seconds: float) -> dict[str, Any]:
-    time.sleep(seconds * rank)
-    return step(SHARE)
-
-
-def test_ranks_that_arrive_thirty_seconds_apart_have_one_plan():
-    first, second = values(run_ranks(arriving, 2, args=(30.0,)))
+def test_ranks_that_arrive_thirty_seconds_apart_have_one_plan(late):
+    first, second = values(late.result())
     assert first["schedule"] == second["schedule"]
     assert first["seconds"] >= 29

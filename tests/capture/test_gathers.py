@@ -373,11 +373,24 @@ def one_rank(rank: int, options: dict[str, Any]) -> tuple[list[Tensor], list[Ten
     return gradients, expected, names, again(report), peaks, report.budget_bytes or 0
 
 
+AGREEMENTS = ("auto", "off")
+
+
+def with_agreements(rank: int) -> dict[str, Any]:
+    options = EAGER | {"memory_budget": 0.85, "on_infeasible": "best_effort"}
+    return {agreement: one_rank(rank, options | {"agreement": agreement}) for agreement in AGREEMENTS}
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, Any]]:
+    """The results of two processes, by their agreement."""
+    return values(run_ranks(with_agreements, 2, timeout=300))
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("agreement", ["auto", "off"])
-def test_two_ranks_repeat_the_same_gathers_under_an_agreement_and_none_without(agreement):
-    options = EAGER | {"memory_budget": 0.85, "agreement": agreement, "on_infeasible": "best_effort"}
-    ranks = values(run_ranks(one_rank, 2, args=(options,)))
+@pytest.mark.parametrize("agreement", AGREEMENTS)
+def test_two_ranks_repeat_the_same_gathers_under_an_agreement_and_none_without(two_ranks, agreement):
+    ranks = [rank[agreement] for rank in two_ranks]
     for gradients, expected, _, repeated, peaks, budget in ranks:
         assert all(map(same_bits, gradients, expected))
         assert bool(repeated) == (agreement == "auto")

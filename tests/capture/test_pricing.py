@@ -37,8 +37,9 @@ MEASURED: dict[str, Rates] = {}
 
 @pytest.fixture(autouse=True)
 def known_rates(request, monkeypatch, tmp_path):
-    """Rates and times from nowhere, except for slow tests, which measure all of them, however busy the machine is."""
+    """Rates and times from nowhere, except for slow tests, which measure all of them twice, however busy the machine is."""
     monkeypatch.setattr(calibration, "LONGEST_CALIBRATION", 600.0)
+    monkeypatch.setattr(calibration, "MOST_TURNS", 2)
     monkeypatch.setenv("AUTOREMAT_CACHE_DIR", str(tmp_path))
     known = MEASURED if request.node.get_closest_marker("slow") else {calibration.device_key(torch.device("cpu")): some_rates()}
     monkeypatch.setattr(calibration, "_known", known)

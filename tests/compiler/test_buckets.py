@@ -221,28 +221,38 @@ def train_ddp(rank: int, views: bool) -> Trained:
     return Trained(peak, budget, all(map(same_bits, found, expected)), notes)
 
 
-def both(rank: int) -> tuple[Trained, Trained]:
-    """Trains in both ways, because a process costs more than a step."""
-    return train_ddp(rank, True), train_fsdp(rank, False, True, False)
+SHARDED = {
+    "by layer": {"whole": False, "reshard": True, "mixed": False},
+    "by layer, not freed": {"whole": False, "reshard": False, "mixed": False},
+    "by layer, in two types": {"whole": False, "reshard": True, "mixed": True},
+    "whole, in two types": {"whole": True, "reshard": True, "mixed": True},
+}
+"""Ways to compile and shard a model."""
+
+
+def in_all_ways(rank: int) -> dict[str, Trained]:
+    """Trains in all ways, because a process costs more than a step."""
+    by_ddp = {"views": train_ddp(rank, True), "no views": train_ddp(rank, False)}
+    return by_ddp | {name: train_fsdp(rank, **way) for name, way in SHARDED.items()}
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[tuple[Trained, Trained]]:
-    return values(run_ranks(both, 2, environment=ENVIRONMENT, timeout=600))
+def ranks() -> list[dict[str, Trained]]:
+    return values(run_ranks(in_all_ways, 2, environment=ENVIRONMENT, timeout=600))
 
 
 @pytest.mark.slow
 def test_every_rank_keeps_the_budget_of_its_buckets(ranks):
-    check([ddp for ddp, _ in ranks])
-    for ddp, _ in ranks:
-        count = len(ddp.notes)
+    check([rank["views"] for rank in ranks])
+    for notes in (rank["views"].notes for rank in ranks):
+        count = len(notes)
         assert count > 3
-        assert [note.partition(" of Dist")[0] for note in ddp.notes] == [f"bucket {n + 1} of {count}" for n in range(count)]
+        assert [note.partition(" of Dist")[0] for note in notes] == [f"bucket {n + 1} of {count}" for n in range(count)]
 
 
 @pytest.mark.slow
-def test_gradients_beside_the_buckets_count():
-    check(values(run_ranks(train_ddp, 2, args=(False,), environment=ENVIRONMENT, timeout=600)))
+def test_gradients_beside_the_buckets_count(ranks):
+    check([rank["no views"] for rank in ranks])
 
 
 # -- the ledger ---------------------------------------------------------------------------------------------------------
@@ -368,14 +378,12 @@ def train_fsdp(rank: int, whole: bool, reshard: bool, mixed: bool) -> Trained:
 
 
 @pytest.mark.slow
-def test_one_profile_is_the_budget_of_a_sharded_rank(ranks):
-    check([fsdp for _, fsdp in ranks])
-    for _, fsdp in ranks:
-        assert any("profile_step" in message and "every rank" in message for message in fsdp.notes)
+@pytest.mark.parametrize("way", SHARDED)
+def test_one_profile_is_the_budget_of_a_sharded_rank(ranks, way):
+    check([rank[way] for rank in ranks])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("whole", "reshard", "mixed"), [(False, False, False), (False, True, True), (True, True, True)])
-def test_other_ways_to_shard(whole, reshard, mixed):
-    results = values(run_ranks(train_fsdp, 2, args=(whole, reshard, mixed), environment=ENVIRONMENT, timeout=600))
-    check(results)
+def test_a_budget_without_a_profile_names_what_every_rank_needs(ranks):
+    for rank in ranks:
+        assert any("profile_step" in message and "every rank" in message for message in rank["by layer"].notes)

@@ -95,12 +95,12 @@ def cells_of(
         )
 
 
-def cells_of_model(name: str, dtype: torch.dtype) -> Iterator[Cell]:
+def cells_of_model(name: str, dtype: torch.dtype, budgets: Sequence[Budget] = BUDGETS) -> Iterator[Cell]:
     """Runs a small model under the budgets."""
     # In 16 bits, rounding decides the sign of activations behind batch norm, and the experts that a token takes.
     rounds = name in ("resnet", "experts") and dtype is not torch.float32
     reference = inductors_gradients(build(name), dtype) if rounds else None
-    return cells_of(name, build(name), dtype, reference=reference, has_dropout=name in HAVE_DROPOUT)
+    return cells_of(name, build(name), dtype, budgets, reference=reference, has_dropout=name in HAVE_DROPOUT)
 
 
 ROUNDING = {torch.float32: 1e-5, torch.float16: 3e-2, torch.bfloat16: 6e-2}

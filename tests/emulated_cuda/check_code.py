@@ -51,10 +51,11 @@ def test_every_kernel_of_an_explained_step_compiles(name, dtype, sources):
     assert report.compiled_peak_bytes is not None
     assert report.compiled_peak_bytes < whole.compiled_peak_bytes
     assert report.recomputed_ops > 0
-    kernels = {code: kernel for source in sources for kernel, code in KERNEL.findall(source)}
+    # A kernel that has two names, as in the code of two plans, is compiled once.
+    kernels = {code.replace(kernel, "kernel"): (code, kernel) for source in sources for kernel, code in KERNEL.findall(source)}
     assert len(kernels) >= 10
     with torch._inductor.config.patch(use_static_triton_launcher=False):  # a static launcher hides what was compiled
-        for code, kernel in kernels.items():
+        for code, kernel in kernels.values():
             tuner = getattr(PyCodeCache.load(code), kernel)
             assert tuner._precompile_config(tuner.configs[0]).kernel.asm["cubin"]
 

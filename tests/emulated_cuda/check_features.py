@@ -80,13 +80,12 @@ class Attention(nn.Module):
 
 VARIANTS = {
     "causal": {"groups": 1, "masked": False, "is_causal": True},
-    "dropout": {"groups": 1, "masked": False, "dropout_p": 0.25},
     "grouped, causal, dropout": {"groups": 2, "masked": False, "is_causal": True, "dropout_p": 0.25},
     "mask": {"groups": 1, "masked": True},
 }
 """For cuDNN the probability is a multiple of 1/16."""
 
-KERNELS = [*(("flash", variant) for variant in VARIANTS), *((kernel, variant) for kernel in ("efficient", "cudnn")
+KERNELS = [("flash", "causal"), *((kernel, variant) for kernel in ("flash", "efficient", "cudnn")
            for variant in ("grouped, causal, dropout", "mask"))]  # fmt: skip
 
 

@@ -15,10 +15,11 @@ from emulated_cuda.cells import ROUNDING, cells_of, cells_of_model, check
 
 BUDGETS = (None, 0.8, 1)
 
-DATA_TYPES = {
-    "llama": torch.float16, "gpt2": torch.bfloat16, "vit": torch.float32, "resnet": torch.float16, "experts": torch.bfloat16,
-}  # fmt: skip
-"""The data type in which each model runs. ``write_cells`` runs every model in all of them."""
+CELLS = [
+    ("llama", torch.float16, 0.7), ("gpt2", torch.bfloat16, 1), ("vit", torch.float32, 0.7), ("resnet", torch.float16, 1),
+    ("experts", torch.bfloat16, 1),
+]  # fmt: skip
+"""The data type and the budget of each model. ``write_cells`` runs every model in all types under all budgets."""
 
 
 class Block(nn.Module):
@@ -95,7 +96,7 @@ def test_convolutions_and_batch_norm():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "dtype"), DATA_TYPES.items())
-def test_a_model(name, dtype):
-    for cell in cells_of_model(name, dtype):
+@pytest.mark.parametrize(("name", "dtype", "budget"), CELLS)
+def test_a_model(name, dtype, budget):
+    for cell in cells_of_model(name, dtype, (None, budget)):
         check(cell, ROUNDING[dtype], flips=name == "resnet")

@@ -17,9 +17,7 @@ FOLDER_VARIABLE = "NAMED_PLANS"
 """Environment variable with the folder of the plans that were made by name."""
 
 STEPS = {
-    "llama_float32": ("llama", torch.float32, None),
     "llama_bfloat16": ("llama", torch.bfloat16, None),
-    "gpt2_bfloat16": ("gpt2", torch.bfloat16, None),
     "gpt2_autocast": ("gpt2", torch.float32, torch.bfloat16),
     "llama_autocast": ("llama", torch.float32, torch.float16),
     "resnet_float32": ("resnet", torch.float32, None),

@@ -90,18 +90,18 @@ def shortened(name: str, **sizes: int) -> Built:
     return module, tuple(tensor[:2, :64] if tensor.dim() == 2 else tensor[:2] for tensor in inputs)
 
 
-MODELS: Mapping[str, Callable[[], Built]] = {
-    "llama": lambda: shortened("llama", layers=2),
-    "gpt2": lambda: shortened("gpt2", layers=2),
+MODELS: Mapping[str, Callable[..., Built]] = {
+    "llama": lambda layers=2: shortened("llama", layers=layers),
+    "gpt2": lambda layers=2: shortened("gpt2", layers=layers),
     "vit": vit,
-    "resnet": lambda: shortened("resnet"),
+    "resnet": lambda blocks=2: shortened("resnet", blocks=blocks),
     "experts": experts,
 }
 HAVE_DROPOUT = frozenset({"gpt2"})
 """Models whose gradients eager code does not repeat: it draws other numbers."""
 
 
-def build(name: str) -> Built:
-    """Returns the named model and its inputs, with weights that depend on the name alone."""
+def build(name: str, **sizes: int) -> Built:
+    """Returns the named model and its inputs, with weights that depend on the arguments alone."""
     torch.manual_seed(0)
-    return MODELS[name]()
+    return MODELS[name](**sizes)

@@ -71,7 +71,7 @@ def test_the_plan_of_whole_models_is_the_backends(name):
 
 @pytest.mark.slow
 def test_under_inductor_it_is_the_plan_that_is_compiled_first():
-    model, inputs = build("llama", layers=2)
+    model, inputs = build("llama", layers=1)
     options = {"memory_budget": 0.7}
     explained, compiled = autoremat.explain(model, *inputs, options=options), backends_report(model, inputs, options)
     assert explained.baseline_peak_bytes == compiled.baseline_peak_bytes

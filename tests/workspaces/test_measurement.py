@@ -154,9 +154,20 @@ STEPS: dict[str, Callable[[], tuple[nn.Module, torch.Tensor]]] = {
 }
 
 
+BY_INDUCTOR = (
+    "convolutions of float64", "convnext", "embedding bag", "kthvalue", "rfft", "solve", "renorm", "fold",
+)  # fmt: skip
+"""Of kernels that Inductor calls alike, one."""
+
+
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-@pytest.mark.parametrize("inner", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", STEPS)
+@pytest.mark.parametrize(
+    ("name", "inner"),
+    [
+        *((name, "aot_eager") for name in STEPS),
+        *(pytest.param(name, "inductor", marks=pytest.mark.slow) for name in BY_INDUCTOR),
+    ],
+)
 def test_a_budget_holds_for_such_kernels(name: str, inner: str) -> None:
     model, x = STEPS[name]()
 

@@ -60,7 +60,7 @@ def test_plans_keep_the_sum_of_all_open_calls_within_the_budget(graph, calls, re
 
 @pytest.mark.slow
 @settings(max_examples=60)
-@given(graphs(max_ops=12), st.integers(2, 4))
+@given(graphs(max_ops=10), st.integers(2, 4))
 def test_no_saved_set_beats_the_bounds(graph, calls):
     graph = with_calls(graph, calls)
     moments = Moments(graph, MinCut(graph))
