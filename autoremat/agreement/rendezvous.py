@@ -82,7 +82,7 @@ class Rendezvous:
         """
         digest = hashlib.sha256(place.encode()).hexdigest()[:16]
         if self.arrivals[digest] and not communicates:
-            return self.meet_again(place, digest, frozenset(ranks))
+            return self.meet_again(place, digest, frozenset(ranks), elsewhere)
         occurrence, expected = self.arrivals[digest], set(ranks)
         self.arrivals[digest] += 1
         for generation in range(len(expected)):
@@ -95,7 +95,7 @@ class Rendezvous:
             expected -= set(meeting.members)
         raise AssertionError("the last generation has a single rank")
 
-    def meet_again(self, place: str, digest: str, ranks: frozenset[int]) -> Meeting:
+    def meet_again(self, place: str, digest: str, ranks: frozenset[int], elsewhere: Collection[int]) -> Meeting:
         """Returns the meeting with those that recompile the graph at ``place`` now, which does not communicate.
 
         Ranks may do so differently often. Each comes to the first meeting whose members are not settled.
@@ -103,7 +103,7 @@ class Rendezvous:
         number = self.channel.count(f"again/{digest}", 0)
         while True:
             name = f"again/{digest}/{number}"
-            meeting = _Place(self, place, digest, name, 1, ranks, communicates=False).meet(())
+            meeting = _Place(self, place, digest, name, 1, ranks, communicates=False).meet(elsewhere)
             if self.channel.rank in meeting.members:
                 if self.channel.rank == meeting.members[0]:
                     self.channel.count(f"again/{digest}")

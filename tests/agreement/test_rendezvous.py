@@ -58,15 +58,19 @@ def test_ranks_that_compile_two_places_in_opposite_order_do_not_wait_for_each_ot
     assert first["a"] != (0, 1) or first["b"] != (0, 1)
 
 
-def test_stages_of_pipelines_meet_by_themselves():
+@pytest.mark.parametrize("times", [1, 2])
+def test_stages_of_pipelines_meet_by_themselves(monkeypatch, times):
     """Ranks 0 and 2 are one pipeline, 1 and 3 the other; the second stages come only once the first ones are through."""
+    monkeypatch.setattr(meetings, "PATIENCE", 4 * LONG)
     through = [threading.Event(), threading.Event()]
 
     def body(channel):
         stage, pipeline = divmod(channel.rank, 2)
         if stage:
             assert through[pipeline].wait(LONG)
-        met = Rendezvous(channel).meet(f"stage {stage}", range(4), elsewhere=[(channel.rank + 2) % 4])
+        rendezvous = Rendezvous(channel)
+        for _ in range(times):
+            met = rendezvous.meet(f"stage {stage}", range(4), elsewhere=[(channel.rank + 2) % 4], communicates=False)
         through[pipeline].set()
         return met.members
 
