@@ -145,7 +145,7 @@ class JointSearchSettings:
 
     worthwhile: float = 0.001
     """Share of the step by which a plan must cost more than the cheapest plan of any peak, to be improved."""
-    large_gain: float = 0.1
+    large_gain: float = 0.3
     """Share of the cost above that plan by which stays must lower it, to leave out ruin and recreate without stays."""
     levels: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)
     """Peaks to which candidates are filled and brought down by stays, as shares of the bytes that the link carries."""
