@@ -1,6 +1,6 @@
 """Measured peaks of budgets of time that cost nothing, beside those of Inductor alone.
 
-    python benchmarks/free.py                          # twelve models, half an hour on two cores
+    python benchmarks/free.py                          # twelve models, some 20 minutes on two cores
     python benchmarks/free.py --models gpt2-12 vit-8   # measures these again; rows of other models stay
 
 Each model is compiled by Inductor alone, with `max_slowdown=0` and with `max_slowdown="free"`. Peaks are bytes above those live
