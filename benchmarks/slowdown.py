@@ -1,6 +1,6 @@
 """Measured slow-downs and peaks of plans for `max_slowdown`, beside torch's lowest peak at the same measured time.
 
-    python benchmarks/slowdown.py                                 # six models, about 20 minutes on two idle cores
+    python benchmarks/slowdown.py                                 # six models, about 15 minutes on two idle cores
     python benchmarks/slowdown.py --models gpt2-4 resnet-18       # measures these again; rows of other models stay
 
 Each model is compiled by Inductor for every plan: that without a budget, one for each `max_slowdown`, and torch's
