@@ -199,13 +199,13 @@ class _Tracing:
                 self.borders[place] = replace(border, read_by=(*border.read_by, number))
             for tensor in _tensors(part.outputs):
                 self._note_border(tensor, number)
-        for tensor in _tensors(returned):
+        results = _tensors(returned)
+        has_loss = any(tensor.dim() == 0 for tensor in results)
+        for tensor in results:
             place = self._note_border(tensor, None)
-            self.borders[place] = replace(self.borders[place], leaves=True)
-        # A backward begins at the loss. Without one, it may begin at any result.
-        for tensor in [one for one in _tensors(returned) if one.dim() == 0] or _tensors(returned):
-            border = self.borders[self._note_border(tensor, None)]
-            self.borders[self._note_border(tensor, None)] = replace(border, given_bytes=border.gradient_bytes)
+            # A backward begins at the loss. Without one, it may begin at any result.
+            given = 0 if has_loss and tensor.dim() else self.borders[place].gradient_bytes
+            self.borders[place] = replace(self.borders[place], leaves=True, given_bytes=given)
         self.views = split_graphs.gradients_become_views()
         self.hooks = split.hooks or split_graphs.GradientHooks()
         self.freed = {self.place_of(received.get(name)) for name in self.hooks.freed} - {None}

@@ -73,10 +73,9 @@ def profile_step(
     parsed = _accepted(options, memory_budget)
     variants = variants_of(variants)
     holds_compiled = _holds_compiled(function) if regional is None else regional
-    step = function
     torch.compiler.reset()
-    if not holds_compiled:
-        step = torch.compile(function, backend="autoremat", options=dict(options or {}) or None)
+    compiled = functools.partial(torch.compile, backend="autoremat", options=dict(options or {}) or None)
+    step = function if holds_compiled else compiled(function)
     taken = Recording(parsed)
     with status_if_slow("profiling the step", shown=parsed.progress):
         try:
@@ -88,11 +87,10 @@ def profile_step(
             torch.compiler.reset()
             listen()
         now("sharing out the budget")
-        found = step_of(taken, moments, variants)
-        passed = tensors_in((args, kwargs))
-        inputs = sum(t.untyped_storage().nbytes() for t in passed if t.device.type == taken.device.type)
+        passed = (tensor for tensor in tensors_in((args, kwargs)) if tensor.device.type == taken.device.type)
+        inputs = sum(tensor.untyped_storage().nbytes() for tensor in passed)
         request = request_of(parsed, Surroundings(taken.device, passed_bytes=inputs))
-        return agreed_profile(found, request, "the profile of a step")
+        return agreed_profile(step_of(taken, moments, variants), request, "the profile of a step")
 
 
 def _accepted(options: Mapping[str, Any] | None, memory_budget: int | float | str | DeviceBudget | None) -> Options:

@@ -60,22 +60,7 @@ def pareto(
     parsed = _accepted(points, options)
 
     def look(preview: Preview) -> Pareto:
-        preview = by_recomputation_alone(preview)
-        graph = preview.priced.graph
-        tally = Tally(points)
-        now("planning, budget", tally.count)
-        ours = []
-        for point in our_points(graph, points, parsed.time_limit, preview.context.request.limits.host_bytes):
-            ours.append(point)
-            tally.done += point.family == OURS
-        theirs = []
-        tally = Tally(len(torch_budgets))
-        now("asking for torch's partitions", tally.count)
-        for share, plan in plans_of_torch(preview, torch_budgets):
-            theirs.append(point_of(plan, TORCH, f"{share:g}"))
-            tally.done += 1
-        now("following fixed policies")
-        return Pareto([*ours, *policy_points(graph), *theirs])
+        return _compared(by_recomputation_alone(preview), points, torch_budgets, parsed.time_limit)
 
     def visiting(target: Target, resident: int) -> CapturedVisitor[Pareto | None]:
         visit = preview_visitor(parsed, target, resident, look)
@@ -89,6 +74,23 @@ def pareto(
     with status_if_slow(f"comparing plans for {points} budgets", shown=parsed.progress):
         found, _ = trace(model_or_fn, args, kwargs, device, visiting)
     return max(found, key=lambda graph: max(point.peak_bytes for point in graph))
+
+
+def _compared(preview: Preview, points: int, torch_budgets: Sequence[float], time_limit: float) -> Pareto:
+    """Returns the points of one graph, of all kinds."""
+    graph, tally = preview.priced.graph, Tally(points)
+    now("planning, budget", tally.count)
+    ours = []
+    for point in our_points(graph, points, time_limit, preview.context.request.limits.host_bytes):
+        ours.append(point)
+        tally.done += point.family == OURS
+    theirs, tally = [], Tally(len(torch_budgets))
+    now("asking for torch's partitions", tally.count)
+    for share, plan in plans_of_torch(preview, torch_budgets):
+        theirs.append(point_of(plan, TORCH, f"{share:g}"))
+        tally.done += 1
+    now("following fixed policies")
+    return Pareto([*ours, *policy_points(graph), *theirs])
 
 
 def _accepted(points: int, options: Mapping[str, Any] | None) -> Options:
