@@ -74,10 +74,8 @@ class Row:
     largest: float | None
     together: float | None
     at_full_rate: float | None
-    added: float | None
-    """Recomputation and stalls of the plan, not above those of the fastest plan."""
     bound: float
-    """No plan adds less."""
+    """No plan within the budget costs less."""
     host_gib: float
     stored: int
     seconds: float
@@ -267,8 +265,8 @@ def rows_of(name: str, graph: Graph, budgets: tuple[float, ...], links: list[str
                 faster = plan.stall_seconds - stalls_of(linked, plan.schedule, 1 / PLANNED_SHARE).seconds
             yield Row(
                 name, link, share, share_of(recomputed), *map(share_of, rules), share_of(plan),
-                share_of(plan, fastest.cost_seconds + faster), None if plan is None else plan.added_seconds / step,
-                planning.lower_bound_seconds / step, 0.0 if plan is None else plan.host_bytes / GIBIBYTE,
+                share_of(plan, fastest.cost_seconds + faster), (planning.lower_bound_seconds - fastest.cost_seconds) / step,
+                0.0 if plan is None else plan.host_bytes / GIBIBYTE,
                 0 if plan is None else len(plan.schedule.stays), took, without,
                 planner.smallest.peak_bytes / peak, alone.smallest.peak_bytes / peak,
             )  # fmt: skip
@@ -316,7 +314,6 @@ def table(rows: list[Row]) -> Table:
     columns = ("model", "budget", "link", "recomputation", "offload", "everything", "by layer", "largest", "together")
     of_plan = (
         "at full rate",
-        "added",
         "at least",
         "on the host, GiB",
         "stays",
@@ -333,7 +330,7 @@ def table(rows: list[Row]) -> Table:
 
     for row in rows:
         rules = (row.offload, row.everything, row.by_layer, row.largest)
-        costs = (row.recomputation, *rules, row.together, row.at_full_rate, row.added, row.bound)
+        costs = (row.recomputation, *rules, row.together, row.at_full_rate, row.bound)
         found.add_row(
             row.model, f"{row.budget:g}", row.link, *map(percent, costs), f"{row.host_gib:.1f}", str(row.stored),
             f"{row.seconds:.1f}", f"{row.seconds_without:.1f}", f"{row.least:.3f}", f"{row.least_without:.3f}",

@@ -105,8 +105,11 @@ class ReportData:
     """Seconds of forward and backward without recomputation, each op by itself. Shares of the step refer to them."""
     predicted_seconds: float = 0.0
     """Predicted seconds of forward and backward under the plan: kernels as fused, with recomputation and stalls."""
+    saving_seconds: float = 0.0
+    """Seconds of the memory traffic of saved tensors, beside what fused kernels move in any case."""
     lower_bound_seconds: float | None = 0.0
-    """Lower bound on the seconds of recomputation of any plan within the budget. None if no plan fits by the simulator."""
+    """Lower bound on the seconds of recomputation, stalls and saving of any plan within the budget. None if no plan fits by the
+    simulator."""
     cost_model: str = "roofline"
     calibrated_share: float = 0.0
     """Share of the step's estimated seconds that comes from the measured rates of the device."""
@@ -218,11 +221,11 @@ class ReportData:
 
     @property
     def gap(self) -> float | None:
-        """Optimality gap: seconds of recomputation and stalls above the lower bound, as a share of the step with the fewest
-        possible. None if no plan fits by the simulator."""
+        """Optimality gap: seconds of recomputation, stalls and saving above the lower bound, as a share of the step with the
+        fewest possible. None if no plan fits by the simulator."""
         if self.lower_bound_seconds is None or not self.step_seconds:
             return None
-        excess = self.recompute_seconds + self.stall_seconds - self.lower_bound_seconds
+        excess = self.recompute_seconds + self.saving_seconds + self.stall_seconds - self.lower_bound_seconds
         return max(0.0, excess) / (self.step_seconds + self.lower_bound_seconds)
 
     @property
@@ -305,6 +308,7 @@ class ReportData:
             saved_bytes=plan.saved_bytes,
             recomputed_ops=len(plan.recomputed),
             recompute_seconds=plan.recompute_seconds,
+            saving_seconds=plan.cost_seconds - plan.added_seconds,
             stored=StoredTensors.of(plan),
             forward_seconds=graph.forward_seconds,
             ops=len(graph.ops),

@@ -224,7 +224,7 @@ def tighten(graph: Graph, budget: int | None, time_limit: float, found: Planning
     if budget is None or graph.single_phase or not graph.is_plain or found.is_converged(good_gap):
         return found
     begun, limit, step = time.monotonic(), settings.time_share * time_limit, graph.step_seconds
-    enough = (found.plan.added_seconds - good_gap * step) / (1.0 + good_gap) if found.plan else math.inf
+    enough = (found.plan.cost_seconds - good_gap * step) / (1.0 + good_gap) if found.plan else math.inf
     bound = Stages(graph, found.plan or found.smallest).seconds(budget, limit, enough)
     interrupted = found.interrupted or time.monotonic() - begun > limit
     return replace(found, lower_bound_seconds=max(bound, found.lower_bound_seconds), interrupted=interrupted)

@@ -66,7 +66,7 @@ class Plan(Shown):
     host_budget_bytes: int | None = None
     """The bound on the bytes on the host for which the plan was made, or None."""
     lower_bound_seconds: float = 0.0
-    """No plan within the budget adds fewer seconds to the step. Infinite if no plan fits."""
+    """No plan within the budget costs fewer seconds (``cost_seconds``). Infinite if no plan fits."""
     lower_bound_bytes: int = 0
     """No plan has a lower peak, in bytes."""
     interrupted: bool = False
@@ -147,12 +147,12 @@ class Plan(Shown):
 
     @cached_property
     def gap(self) -> float:
-        """The optimality gap: added seconds above the lower bound, as a share of the step with the least possible
-        recomputation. Infinite if no plan fits.
+        """The optimality gap: the cost in seconds above the lower bound, as a share of the step at the least possible cost.
+        Infinite if no plan fits.
         """
         if math.isinf(self.lower_bound_seconds):
             return math.inf
-        excess = max(0.0, self.added_seconds - self.lower_bound_seconds)
+        excess = max(0.0, self.cost_seconds - self.lower_bound_seconds)
         return excess / (self.graph.step_seconds + self.lower_bound_seconds) if excess else 0.0
 
     @cached_property
@@ -161,7 +161,7 @@ class Plan(Shown):
         bounds = ((self.peak_bytes, self.budget_bytes), (self.host_bytes, self.host_budget_bytes))
         if any(budget is not None and taken > budget for taken, budget in bounds):
             return Status.INFEASIBLE
-        if self.added_seconds <= self.lower_bound_seconds * (1 + OPTIMAL_SHARE) + self.graph.step_seconds * OPTIMAL_SHARE:
+        if self.cost_seconds <= self.lower_bound_seconds * (1 + OPTIMAL_SHARE) + self.graph.step_seconds * OPTIMAL_SHARE:
             return Status.OPTIMAL
         return Status.TIME_LIMIT if self.interrupted else Status.FEASIBLE
 

@@ -1,11 +1,14 @@
-"""Lower bounds on the peak and on the added seconds of any plan.
+"""Lower bounds on the peak and on the cost of any plan: seconds of recomputation, of stalls and of saving.
 
-    added seconds of any plan  >=  max over t, price >= 0 of   cost of cut(t, price)  -  price * (budget - fixed bytes(t))
+    cost of any plan  >=  max over t, price >= 0 of   cost of cut(t, price)  -  price * (budget - fixed bytes(t))
 
 Take one *program point* ``t`` of the backward. Some bytes are live there under every plan: held values, gradients so far,
 inputs and results of the op. The rest of the budget must hold values from which everything that the backward reads later can be
 recomputed. With a price per byte, the cheapest such choice is a minimum cut. Each price gives a lower bound (Lagrangian
 duality). The bound is concave in the price, so secants find its maximum.
+
+A value that is live between the halves costs the memory traffic of saving it. Behind the border, it is either saved or
+already computed again, so it costs the lesser of that traffic and of its op.
 
 If ``k`` calls are open at once, the other ``k - 1`` hold at least the bytes of the smallest choice at the border. A limit on
 the saved bytes follows, from the border and from every program point. The minimum cut at the border under this limit is a bound
@@ -14,7 +17,7 @@ of its own.
 *Stays* free more bytes: those that the engines store while the step runs up to ``t``, and ``rate`` more for each second that it
 waits, converts or recomputes before (:mod:`.relief`). Let ``E`` be these seconds. The cut is recomputed behind ``t``, so
 
-    added seconds  >=  E + max(0, X - price * rate * E),    X = cost of cut(t, price) - price * (room + bytes stored meanwhile)
+    cost of a plan  >=  E + max(0, X - price * rate * E),    X = cost of cut(t, price) - price * (room + bytes stored meanwhile)
 
 At a price of at most ``1 / rate``, this is at least ``X`` for every ``E``. No waiting frees more bytes than all forms do, so a
 price above it is a bound with these bytes. Only the bytes of forms count where seconds do not.
@@ -54,7 +57,7 @@ class Bounds(Protocol):
     """Lower bounds on all plans of a graph."""
 
     def seconds(self, budget: int) -> float:
-        """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits."""
+        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if no plan fits."""
 
     def peak_bytes(self) -> int:
         """Returns a lower bound on the peak of any plan."""
@@ -77,6 +80,10 @@ class Moments:
                 min([v.bytes, *(form.device_bytes for form in v.forms)]) for v in map(graph.values.__getitem__, mincut.values)
             )
             self.smallest_forms.bytes = np.array(list(sizes), dtype=np.float64)
+        self.behind = copy.copy(mincut)
+        """The cuts behind the border: what is held there was saved, or computed again before."""
+        makers = [len(graph.ops[producer].outputs) for producer in mincut.producers]
+        self.behind.traffic = np.minimum(mincut.traffic, mincut.costs[mincut.producers] / makers)
         self.limit = mincut.limit
         self._least: dict[int, float] = {}  # by program point; they do not depend on the budget
         self._pointwise = frozenset(v for v in mincut.values if self._is_pointwise(v))
@@ -142,42 +149,44 @@ class Moments:
         rooms += [self.least_saved + (self._room(m, budget) - self._least_bytes(m)) / self.others for m in self.chosen]
         return min(rooms)
 
-    def _border_cut(self, mincut: MinCut, price: float) -> Cut:
+    def _border_cut(self, mincut: MinCut, price: float, traffic: bool) -> Cut:
         """Returns the minimum cut for all values that the backward reads."""
-        return mincut.cut(price, needs=self.graph.backward_needs)
+        return mincut.cut(price, needs=self.graph.backward_needs, traffic=traffic)
 
-    def _cut(self, moment: int, mincut: MinCut, price: float) -> Cut:
+    def _cut(self, moment: int, mincut: MinCut, price: float, traffic: bool) -> Cut:
         """Returns the minimum cut for all values that the backward reads from the program point on."""
         free = self._there(moment)
         if self.graph.fuses and moment > self.graph.num_forward:
             # Between fused ops a recomputed pointwise result may never be materialised, so it is free to hold.
             free |= self._pointwise
-        return mincut.cut(price, free=free, needs=self.read_later[moment])
+        return mincut.cut(price, free=free, needs=self.read_later[moment], traffic=traffic)
 
     def _is_pointwise(self, value: int) -> bool:
         producer = self.graph.values[value].producer
         return producer is not None and self.graph.ops[producer].kind is Kind.POINTWISE
 
-    def seconds(self, budget: int) -> float:
-        """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits.
+    def seconds(self, budget: int, traffic: bool = True) -> float:
+        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if no plan fits.
 
-        Once the limit has passed, program points that are left give no bound.
+        Without ``traffic``, it is one on their added seconds. Once the limit has passed, program points that are left give no
+        bound.
         """
-        seconds = [0.0 if self.limit.has_passed() else self._seconds_at(moment, budget) for moment in self.chosen]
+        seconds = [0.0 if self.limit.has_passed() else self._seconds_at(moment, budget, traffic) for moment in self.chosen]
         if self.others and not self.limit.has_passed():
-            seconds.append(self._seconds_at_border(self._room_for_saved(budget)))
-        if self.relief.most and self.chosen and not self.limit.has_passed():
+            seconds.append(self._seconds_at_border(self._room_for_saved(budget), traffic))
+        if (self.relief.most or self.mincut.traffic.any()) and self.chosen and not self.limit.has_passed():
             room = budget - self._beside_bytes - self.output_bytes - self.graph.tangent_bytes
-            seconds.append(self._seconds_at_border(room))
+            seconds.append(self._seconds_at_border(room, traffic))
         return max(seconds, default=0.0)
 
-    def _seconds_at_border(self, room: float) -> float:
+    def _seconds_at_border(self, room: float, traffic: bool) -> float:
         """Returns the lower bound of the moment between the halves. Its saved bytes on the device take at most ``room``."""
-        return self._seconds_within(self._border_cut, self._least_at_border, room, self.relief.carried(self.forward_seconds))
+        cut, carried = partial(self._border_cut, self.mincut, traffic=traffic), self.relief.carried(self.forward_seconds)
+        return self._seconds_within(cut, self._least_at_border, room, carried)
 
-    def _seconds_at(self, moment: int, budget: int) -> float:
+    def _seconds_at(self, moment: int, budget: int, traffic: bool) -> float:
         """Returns the lower bound of one program point."""
-        cut, carried = partial(self._cut, moment), self.relief.carried(self._seconds_until(moment))
+        cut, carried = partial(self._cut, moment, self.behind, traffic=traffic), self.relief.carried(self._seconds_until(moment))
         return self._seconds_within(cut, self._least_bytes(moment), self._room(moment, budget), carried)
 
     def _seconds_until(self, moment: int) -> float:
@@ -189,22 +198,22 @@ class Moments:
             return math.inf
         return self.forward_seconds + sum(op.seconds for op in self.graph.ops[self.graph.num_forward : moment])
 
-    def _seconds_within(self, cut: Callable[[MinCut, float], Cut], least_bytes: float, room: float, carried: float) -> float:
+    def _seconds_within(self, cut: Callable[[float], Cut], least_bytes: float, room: float, carried: float) -> float:
         """Returns a lower bound on the seconds of any plan with at most ``room`` bytes on the device, for the values of a cut.
 
         ``cut`` returns the minimum cut at a price. No cut has less than ``least_bytes``. Stays free ``carried`` bytes.
         """
         if least_bytes > room:
             return math.inf
-        of_values, relief, top_price = partial(cut, self.mincut), self.relief, self.mincut.top_price
-        rich = of_values(0.0)
+        relief, top_price = self.relief, self.mincut.top_price
+        rich = cut(0.0)
         if rich.bytes <= room + carried:
             return max(rich.bound, 0.0)
         found = 0.0
         if carried < relief.most:
-            found = self._by_secants(of_values, rich, room + carried, min(top_price, 1 / relief.rate))
+            found = self._by_secants(cut, rich, room + carried, min(top_price, 1 / relief.rate))
         if rich.bytes > room + relief.most:
-            found = max(found, self._by_secants(of_values, rich, room + relief.most, top_price))
+            found = max(found, self._by_secants(cut, rich, room + relief.most, top_price))
         return found
 
     def _by_secants(self, cut: Callable[[float], Cut], rich: Cut, room: float, most_price: float) -> float:
@@ -244,12 +253,12 @@ class Moments:
             self._least[moment] = self._least_bytes_of(partial(self._cut, moment))
         return self._least[moment]
 
-    def _least_bytes_of(self, cut: Callable[[MinCut, float], Cut]) -> float:
+    def _least_bytes_of(self, cut: Callable[[MinCut, float, bool], Cut]) -> float:
         """Returns a lower bound on the bytes on the device of any cut. Its values may be in their smallest forms."""
         price, costs = self.mincut.top_price, float(self.mincut.costs.sum())  # recomputing all costs no more
-        least = (cut(self.smallest_forms, price).bound - costs) / price
+        least = (cut(self.smallest_forms, price, False).bound - costs) / price
         if 0.0 < self.relief.most < self.relief.wanted:
-            least = max(least, (cut(self.mincut, price).bound - costs) / price - self.relief.most)
+            least = max(least, (cut(self.mincut, price, False).bound - costs) / price - self.relief.most)
         return float(math.ceil(least - ROUNDING * max(1.0, abs(least))))
 
 

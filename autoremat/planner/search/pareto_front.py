@@ -110,8 +110,9 @@ def our_points(graph: Graph, points: int, time_limit: float, host_bytes: int | N
         planning = planner.find(budget)
         plan = planning.plan or smallest
         yield point_of(plan, OURS, f"{budget} bytes")
-        if planning.lower_bound_seconds < math.inf:
-            yield Point(BOUND, f"{budget} bytes", budget, planning.lower_bound_seconds, graph.step_seconds)
+        bound = planner.moments.seconds(budget, traffic=False)
+        if bound < math.inf:
+            yield Point(BOUND, f"{budget} bytes", budget, bound, graph.step_seconds)
 
 
 POLICIES: tuple[tuple[str, Policy], ...] = (

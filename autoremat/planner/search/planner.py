@@ -112,7 +112,7 @@ class Planner:
     def judge(self, plan: Plan, budget_bytes: int | None) -> PlanningResult:
         """Returns the result of :meth:`find` as if ``plan`` were the only plan found.
 
-        Without a budget, the lower bound on the added seconds is that for the plan's own peak.
+        Without a budget, the lower bound on the cost is that for the plan's own peak.
         """
         limit = plan.peak_bytes if budget_bytes is None else budget_bytes
         fitting = plan if plan.peak_bytes <= limit else None
@@ -159,7 +159,7 @@ class Planner:
     def least_peak(self, time: TimeBudget) -> PlanningResult:
         """Returns the plan of the least peak found that keeps to ``time``, if there is one.
 
-        The lower bound on the added seconds is that for the plan's own peak.
+        The lower bound on the cost is that for the plan's own peak.
         """
         descent = Descent(self.search, self.moments, time)
         descent.run()

@@ -23,7 +23,7 @@ class PlanningResult:
     lower_bound_bytes: int
     """Lower bound on the peak of any plan."""
     lower_bound_seconds: float
-    """Lower bound on the added seconds of any plan within the budget; infinite if no plan fits."""
+    """Lower bound on the cost in seconds of any plan within the budget; infinite if no plan fits."""
     candidates: int
     interrupted: bool
     """True if the time limit, as an amount of work, ended the search."""
@@ -33,7 +33,7 @@ class PlanningResult:
     def within_gap(self, plan: Plan, good_gap: float) -> bool:
         """Returns True if the optimality gap of ``plan``, as a share of the step, is at most ``good_gap``."""
         step, bound = plan.graph.step_seconds, self.lower_bound_seconds
-        return plan.added_seconds <= bound + good_gap * (step + bound) + ROUNDING * step
+        return plan.cost_seconds <= bound + good_gap * (step + bound) + ROUNDING * step
 
     def is_converged(self, good_gap: float) -> bool:
         """Returns True if the optimality gap of the plan is at most ``good_gap``, or if the bound shows that no plan fits."""

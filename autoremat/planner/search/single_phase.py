@@ -93,7 +93,7 @@ class OnePhaseBounds:
         self._seconds: dict[int, float] = {}  # cached, because the planning of every split asks for the same budgets
 
     def seconds(self, budget: int) -> float:
-        """Returns a lower bound on the added seconds of plans within ``budget`` bytes; infinite if no plan fits."""
+        """Returns a lower bound on the cost in seconds of plans within ``budget`` bytes; infinite if no plan fits."""
         if budget not in self._seconds:
             enough = working_set_bytes(self.graph) <= budget
             most = max((start.seconds(budget) for start in self.starts), default=0.0)
