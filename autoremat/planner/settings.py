@@ -144,7 +144,7 @@ class JointSearchSettings:
     """Joint choice of recomputation and stays (:mod:`autoremat.planner.search.joint_search`)."""
 
     worthwhile: float = 0.001
-    """Share of the step by which a plan must cost more than the cheapest plan of any peak, to be improved."""
+    """Share of the step by which a plan must cost more than the lower bound, to be improved."""
     large_gain: float = 0.3
     """Share of the cost above that plan by which stays must lower it, to leave out ruin and recreate without stays."""
     levels: tuple[float, ...] = (0.25, 0.5, 0.75, 1.0)

@@ -30,6 +30,7 @@ from autoremat.planner.plans.plan import Plan
 from autoremat.planner.search.candidates import Search, effort
 from autoremat.planner.search.greedy_fill import fill
 from autoremat.planner.search.grouped_plan import GroupedPlan
+from autoremat.planner.search.lower_bounds import Bounds
 from autoremat.planner.search.placement import place
 from autoremat.planner.search.ruin_and_recreate import SEED, Draw, admissible
 from autoremat.planner.search.work_limit import DRAW, PLACEMENT, PREPARATION, PROGRAM
@@ -44,10 +45,12 @@ settings = SETTINGS.joint_search
 class JointSearch:
     """Plans with stays of one graph, from the candidates of ``search``."""
 
-    def __init__(self, search: Search, host_bytes: int | None) -> None:
-        self.search, self.graph, self.limit, self.host_bytes = search, search.graph, search.limit, host_bytes
+    def __init__(self, search: Search, bounds: Bounds, host_bytes: int | None) -> None:
+        self.search, self.graph, self.limit = search, search.graph, search.limit
+        self.bounds, self.host_bytes = bounds, host_bytes
         self.found: list[Candidate] = []
         """Plans with stays, made for all budgets so far."""
+        self._bounds: dict[int, float] = {}
         self._grouped: dict[int, GroupedPlan] = {}
         """By the identity of a candidate's plan."""
         self.limit.extend()
@@ -80,7 +83,7 @@ class JointSearch:
         return best
 
     def improve(self, budget: int, thorough: bool = True, suffices: Callable[[Plan], bool] = lambda plan: False) -> None:
-        """Finds plans within ``budget`` bytes, unless a known one suffices or costs hardly more than the cheapest of any peak.
+        """Finds plans within ``budget`` bytes, unless a known one suffices or costs hardly more than the lower bound.
 
         Unless ``thorough``, only plans that do not depend on the budget are brought down.
         """
@@ -98,7 +101,15 @@ class JointSearch:
         return self.limit.has_passed(SETTINGS.search.plans_share)
 
     def _is_good(self, budget: int) -> bool:
-        return self._best_cost(budget) <= self.search.least_cost + settings.worthwhile * self.graph.step_seconds
+        """Returns True if no plan within ``budget`` can cost much less than the cheapest known one."""
+        least = max(self.search.least_cost, self._bound(budget))
+        return self._best_cost(budget) <= least + settings.worthwhile * self.graph.step_seconds
+
+    def _bound(self, budget: int) -> float:
+        """Returns the lower bound on the cost of any plan within ``budget``, computed once per budget."""
+        if budget not in self._bounds:
+            self._bounds[budget] = self.bounds.seconds(budget)
+        return self._bounds[budget]
 
     def _best_cost(self, budget: int) -> float:
         """Returns the least cost of a known plan within ``budget``, infinite if there is none."""

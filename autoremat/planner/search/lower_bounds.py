@@ -186,7 +186,8 @@ class Moments:
 
     def _seconds_at(self, moment: int, budget: int, traffic: bool) -> float:
         """Returns the lower bound of one program point."""
-        cut, carried = partial(self._cut, moment, self.behind, traffic=traffic), self.relief.carried(self._seconds_until(moment))
+        carried = self.relief.carried(self._seconds_until(moment))
+        cut = partial(self._cut, moment, self.behind, traffic=traffic)
         return self._seconds_within(cut, self._least_bytes(moment), self._room(moment, budget), carried)
 
     def _seconds_until(self, moment: int) -> float:

@@ -60,10 +60,10 @@ class Planner:
     def __post_init__(self) -> None:
         self.limit = WorkLimit(self.time_limit)
         self.search = Search(self.graph, self.limit, self.strategies, self.given)
-        if Strategies.STORE in self.strategies and any(value.forms for value in self.graph.values):
-            self.search.joint = JointSearch(self.search, self.host_bytes)
         with self.limit.unit():
             self.moments = Moments(self.graph, self.search.mincut, host_bytes=self.host_bytes)
+        if Strategies.STORE in self.strategies and any(value.forms for value in self.graph.values):
+            self.search.joint = JointSearch(self.search, self.moments, self.host_bytes)
         self.baseline = self.search.save_everything()
         self.check(self.baseline, ignores_recompute=True)
 

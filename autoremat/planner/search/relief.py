@@ -63,13 +63,36 @@ class Relief:
 def forward_seconds_at_most(graph: Graph) -> float:
     """Returns an upper bound on the seconds of the forward under any plan, without waits.
 
-    A pointwise op that fuses runs at most once in each fusion group that it is inlined into.
+    An op that fuses runs at most once in each pass of a fusion group that it is inlined into, and each pass is launched.
     """
     forward = graph.ops[: graph.num_forward]
     if not graph.fuses:
         return sum(op.seconds for op in forward)
-    inlining = _Inlining(graph)
-    return sum(op.seconds * len(inlining.groups_of(index)) for index, op in enumerate(forward))
+    inlining, passes = _Inlining(graph), _passes_at_most(graph)
+    fusible = {group for group, op in zip(inlining.group, forward, strict=True) if op.kind is not Kind.EXTERN}
+    launched = graph.launch_seconds * sum(passes[group] for group in fusible)
+    return launched + sum(op.seconds * sum(map(passes.__getitem__, inlining.groups_of(i))) for i, op in enumerate(forward))
+
+
+def _passes_at_most(graph: Graph) -> list[int]:
+    """Returns an upper bound on the passes of each fusion group of the forward under any plan (:mod:`.cost.durations`).
+
+    Along the reads of ops, each one that ends a pass begins another behind it, and perhaps one for itself. Only an extern op
+    that surely runs divides such a path.
+    """
+    passes, begin = [1], 0
+    before = [(0, 0)] * len(graph.values)  # the group behind the last divide, and the number of the pass
+    for index, op in enumerate(graph.ops[: graph.num_forward]):
+        if op.kind is Kind.EXTERN:
+            passes.append(1)
+            begin = len(passes) - 1 if index in graph.required_forward else begin
+            continue
+        number = max((number for divide, number in map(before.__getitem__, op.inputs) if divide == begin), default=0)
+        number += op.ends_pass
+        passes[begin:] = [max(most, number + op.ends_pass + 1) for most in passes[begin:]]
+        for value in op.outputs:
+            before[value] = begin, number + op.ends_pass
+    return passes
 
 
 class _Inlining:

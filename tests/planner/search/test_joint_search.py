@@ -83,8 +83,9 @@ def test_no_plan_with_stays_beats_the_bounds(data, graph, in_flight):
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), graphs(max_ops=20))
-def test_no_forward_takes_longer_than_the_bound_of_its_seconds(data, graph):
+@given(st.data(), graphs(max_ops=20), st.sampled_from([0.0, 0.1]))
+def test_no_forward_takes_longer_than_the_bound_of_its_seconds(data, graph, launch_seconds):
+    graph = dataclasses.replace(graph, launch_seconds=launch_seconds)
     schedule = build_schedule(graph, data.draw(saved_sets(graph)))
     seconds = durations(graph, schedule)[: len(schedule.forward)].sum()
     assert seconds <= forward_seconds_at_most(graph) * (1 + 1e-9)
