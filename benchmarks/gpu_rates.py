@@ -64,7 +64,7 @@ class Case:
 
 
 def device() -> Device:
-    return cuda_device(torch.cuda.get_device_name(), half_precision=True)
+    return cuda_device(torch.cuda.get_device_name()).of_type("bfloat16")
 
 
 def random(*sizes: int) -> torch.Tensor:

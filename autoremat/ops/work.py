@@ -44,6 +44,12 @@ def arithmetic_of(node: fx.Node) -> Work:
     return Work(() if arithmetic is None else (arithmetic,))
 
 
+def operand_type(node: fx.Node) -> str:
+    """Returns the name of the type that ``node`` computes with: that of its first operand that is no integer tensor."""
+    types = (t.dtype for t in _operands(node) if t.dtype.is_floating_point or t.dtype.is_complex)
+    return str(next(types, torch.float32)).removeprefix("torch.")
+
+
 def _operands(node: fx.Node) -> list[torch.Tensor]:
     return [t for n in node.all_input_nodes for t in tensors_in(n.meta.get("val"))]
 
@@ -53,10 +59,7 @@ def _elements(tensors: list[torch.Tensor]) -> int:
 
 
 def _flops(node: fx.Node, flops: int) -> Task:
-    # The first operand that is not an integer tensor has the type of the computation.
-    types = [t.dtype for t in _operands(node) if t.dtype.is_floating_point or t.dtype.is_complex]
-    dtype = str(types[0]).removeprefix("torch.") if types else "float32"
-    facts = op_traits.facts(node)
+    dtype, facts = operand_type(node), op_traits.facts(node)
     rate = facts.rate
     if rate is Rate.BATCHED_MATMUL:
         batch = max(size_hint(_operands(node)[-1].shape[0]), 1)

@@ -26,6 +26,7 @@ from autoremat.planner.graph.schedule import Schedule, Stay
         ("NVIDIA H200", 55, 55),
         ("NVIDIA B200", 55, 55),
         ("NVIDIA GeForce RTX 5090", 55, 55),
+        ("AMD Instinct MI300X", 55, 55),
         ("NVIDIA GH200 480GB", 170, 342),
         ("NVIDIA GB200", 182, 169),
         ("NVIDIA GB300", 182, 169),
