@@ -161,9 +161,7 @@ def _op(
     if overwritten.intersection(builder.reads[node]):
         traits |= Trait.READS_MUTATED_INPUT
     module, source = origin(node)
-    moved = cost.moved_bytes
-    if builder.fuses or device.efficiencies is None:  # the ops of a card by name that nothing fuses move all their bytes
-        moved = call_cost.traffic_of(node, moved)
+    moved = call_cost.traffic_of(node, cost.moved_bytes, builder.fuses)
     if cost.flops:
         device = device.of_type(product_type(node))
     if call_cost.is_launched(node, builder.fuses):
