@@ -38,7 +38,7 @@ TIMES = ROOT / "tests" / "data" / "kernel_times"
 FITTED = {
     "products": {"A100", "H100", "B200", "L40S", "RTX PRO 6000"},
     "products_float8": {"H100", "B200", "L40S", "RTX PRO 6000"},
-    "products_by_type": {"RTX 3090", "RTX 4090", "RTX PRO 6000", "H200 NVL"},
+    "products_by_type": {"RTX 4090", "RTX PRO 6000", "H200 NVL"},
     "attention": {"A100", "H100", "B200", "B300", "L40S", "RTX PRO 6000"},
     "collectives": {"A100", "H100", "B200", "RTX PRO 6000"},
     "streams": {"A100", "H100", "A40"},
